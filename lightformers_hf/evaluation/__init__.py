@@ -1,0 +1,1 @@
+"""Measuring a checkpoint: quality, speed, size."""
