@@ -1,0 +1,1 @@
+"""Reusable pieces of training: parallel data, token-budget batches, a trainer that distils."""

@@ -1,0 +1,110 @@
+"""Parallel text as two string columns, from a local file or from the Hub."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pandas
+import pyarrow.compute as pc
+from datasets import Dataset, Features, Value, load_dataset
+from datasets.exceptions import DatasetGenerationError
+
+SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
+
+
+def load_parallel(
+    data: str, *, source: str, target: str, split: str = "train", max_samples: int | None = None
+) -> Dataset:
+    """Load sentence pairs as a dataset of two string columns, `source` and `target`, in the order of the data.
+
+    Args:
+        data: a local file (.json, .jsonl, .csv, .tsv, the same with .gz, .parquet) or the name of a dataset on the Hub,
+            `name` or `name:configuration`. Cells of a .tsv file are taken as they stand (a quote is a character).
+        source, target: names of columns, or languages inside a column `translation`:
+            `{"translation": {"de": "Guten Tag.", "en": "Good day."}}`.
+        split: the split of a Hub dataset. A local file is one split, this argument does not matter to it.
+        max_samples: keep the first so many pairs (default: all).
+
+    Raises:
+        FileNotFoundError: no such file, or no such dataset on the Hub.
+        ValueError: an unknown file type, unreadable or empty data, columns that are missing, values that are not text.
+    """
+    if max_samples is not None and max_samples < 1:
+        raise ValueError(f"max_samples is {max_samples}: expected 1 or more, or None for all.")
+    pairs = _load_file(Path(data)) if _is_file_name(data) else _load_hub(data, split)
+    if len(pairs) == 0:
+        raise ValueError(f"{data} holds no rows: expected at least one pair of {source!r} and {target!r}.")
+    pairs = _two_columns(pairs, data, source, target)
+    if max_samples is not None:
+        pairs = pairs.select(range(min(max_samples, len(pairs))))
+    _check_text(pairs, data, {"source": source, "target": target})
+    return pairs
+
+
+def _is_file_name(data: str) -> bool:
+    """Whether `data` speaks of a file: it is there, or it is written like a path or with a known ending."""
+    return Path(data).is_file() or data.startswith(("/", ".", "~")) or data.removesuffix(".gz").endswith(SUFFIXES)
+
+
+def _load_file(path: Path) -> Dataset:
+    path = path.expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"No data file {path}: give an existing file, or the name of a dataset on the Hub.")
+    suffix = Path(path.name.removesuffix(".gz")).suffix
+    if suffix not in SUFFIXES:
+        raise ValueError(
+            f"{path} has an unknown type {suffix!r}: expected one of {', '.join(SUFFIXES)} (.gz allowed)."
+        )
+    # The library's words for a file without a row are StopIteration, "corresponds to no data" or EmptyDataError.
+    try:
+        if suffix == ".parquet":
+            return Dataset.from_parquet(str(path))
+        if suffix in (".json", ".jsonl"):
+            return Dataset.from_json(str(path))
+        # Every cell is text: without this "1984" becomes a number and "null", a German word, becomes a missing value.
+        options = {"sep": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {}
+        header = pandas.read_csv(path, nrows=0, **options).columns
+        features = Features({name: Value("string") for name in header})
+        return Dataset.from_csv(str(path), features=features, keep_default_na=False, **options)
+    except (StopIteration, pandas.errors.EmptyDataError):
+        return Dataset.from_dict({})
+    except (DatasetGenerationError, ValueError) as error:
+        if "corresponds to no data" in str(error):
+            return Dataset.from_dict({})
+        raise ValueError(f"{path} cannot be read as {suffix[1:]}: {error.__cause__ or error}") from error
+
+
+def _load_hub(name: str, split: str) -> Dataset:
+    name, _, configuration = name.partition(":")
+    return load_dataset(name, configuration or None, split=split)
+
+
+def _two_columns(pairs: Dataset, data: str, source: str, target: str) -> Dataset:
+    """The columns `source` and `target` of `pairs`, wherever they stand."""
+    if "translation" in pairs.column_names and not {source, target} <= set(pairs.column_names):
+        pairs = pairs.flatten()
+        languages = {n: n.removeprefix("translation.") for n in pairs.column_names if n.startswith("translation.")}
+        if languages:
+            pairs = pairs.select_columns(list(languages)).rename_columns(languages)
+    missing = [name for name in (source, target) if name not in pairs.column_names]
+    if missing:
+        raise ValueError(
+            f"{data} has no column {' nor '.join(map(repr, missing))}: it has "
+            f"{', '.join(map(repr, pairs.column_names))}. Name the columns (or the languages inside a column 'translation') that hold the two texts."
+        )
+    if source == target:
+        raise ValueError(f"Source and target are both {source!r}: name two columns or languages.")
+    return pairs.select_columns([source, target]).rename_columns({source: "source", target: "target"})
+
+
+def _check_text(pairs: Dataset, data: str, names: dict[str, str]) -> None:
+    """Raise a ValueError that names the first row where a column holds something else than text."""
+    for column, name in names.items():
+        values = pairs.data.column(column)
+        if pairs.features[column] in (Value("string"), Value("large_string")):
+            bad = pc.index(pc.is_null(values), True).as_py() if values.null_count else None
+        else:
+            bad = next((i for i, value in enumerate(pairs[column]) if not isinstance(value, str)), None)
+        if bad is not None:
+            raise ValueError(f"{data}, row {bad + 1}, {name!r}: expected text, found {pairs[bad][column]!r}.")
