@@ -1,0 +1,112 @@
+"""What tests share: a small Marian checkpoint, made from nothing in a few seconds."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+GERMAN = """\
+Ein Mann läuft über die Straße.
+Zwei Hunde spielen im Schnee.
+Die Frau liest ein Buch im Garten.
+Ein kleines Mädchen isst einen roten Apfel.
+Der Zug fährt um neun Uhr nach Berlin.
+Viele Leute warten vor dem alten Haus.
+Ein Junge springt in das kalte Wasser.
+Morgen kaufen wir frisches Brot und Milch.
+Der Hund schläft unter dem Tisch.
+Drei Männer sitzen auf einer Bank und reden.""".splitlines()
+ENGLISH = """\
+A man is walking across the street.
+Two dogs are playing in the snow.
+The woman is reading a book in the garden.
+A little girl is eating a red apple.
+The train leaves for Berlin at nine o'clock.
+Many people are waiting in front of the old house.
+A boy is jumping into the cold water.
+Tomorrow we will buy fresh bread and milk.
+The dog is sleeping under the table.
+Three men are sitting on a bench and talking.""".splitlines()
+
+
+@pytest.fixture(scope="session")
+def parallel_sentences() -> list[dict[str, str]]:
+    """Ten sentences in German (`de`) and English (`en`)."""
+    return [{"de": german, "en": english} for german, english in zip(GERMAN, ENGLISH, strict=True)]
+
+
+@pytest.fixture(scope="session")
+def tiny_marian(tmp_path_factory, parallel_sentences) -> Path:
+    """A folder with a `MarianMTModel` (d_model 32, 2+2 layers, 4 heads) and its `MarianTokenizer`, de→en.
+
+    Files and conventions are those of an opus-mt checkpoint: `</s>` is 0, `<pad>` comes last and starts the decoder.
+    It is trained for seconds on the ten sentences, so that outputs depend on the input and end by themselves.
+    """
+    import sentencepiece
+    from transformers import GenerationConfig, MarianConfig, MarianMTModel, MarianTokenizer
+
+    folder = tmp_path_factory.mktemp("tiny-marian")
+    parts = tmp_path_factory.mktemp("tiny-marian-parts")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentence for pair in parallel_sentences for sentence in pair.values()),
+        model_prefix=str(parts / "spm"),
+        vocab_size=120,
+        num_threads=1,
+        minloglevel=2,
+    )
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(parts / "spm.model"))
+    words = [pieces.id_to_piece(i) for i in range(pieces.get_piece_size())]
+    words = ["</s>", "<unk>", *(word for word in words if word not in ("<s>", "</s>", "<unk>")), "<pad>"]
+    (parts / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    spm = str(parts / "spm.model")
+    tokenizer = MarianTokenizer(
+        source_spm=spm,
+        target_spm=spm,
+        vocab=str(parts / "vocab.json"),
+        source_lang="de",
+        target_lang="en",
+        model_max_length=64,
+    )
+    tokenizer.save_pretrained(folder)
+
+    pad = len(words) - 1
+    torch.manual_seed(0)
+    model = MarianMTModel(
+        MarianConfig(
+            vocab_size=len(words),
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=64,
+            decoder_ffn_dim=64,
+            max_position_embeddings=64,
+            activation_function="swish",
+            scale_embedding=True,
+            dropout=0.0,
+            pad_token_id=pad,
+            eos_token_id=0,
+            forced_eos_token_id=0,
+            decoder_start_token_id=pad,
+        )
+    )
+    model.generation_config = GenerationConfig(
+        bad_words_ids=[[pad]],
+        decoder_start_token_id=pad,
+        eos_token_id=0,
+        forced_eos_token_id=0,
+        pad_token_id=pad,
+        max_length=48,
+        num_beams=2,
+    )
+    batch = tokenizer(GERMAN, text_target=ENGLISH, padding=True, return_tensors="pt")
+    batch["labels"][batch["labels"] == pad] = -100
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(150):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval().save_pretrained(folder)
+    return folder
