@@ -1,0 +1,418 @@
+"""A small German-English corpus made of locale data: dates, times, amounts, units, names of places, numbers in words.
+
+The sentences are templates; what fills them (how each language writes a date, an amount of money, a number in words,
+what it calls Lisbon or the Icelandic króna) comes from Babel's CLDR tables and from num2words. The three splits share
+no *combination*: an amount in a currency, a date in a format, a city in a template that occurs in one of them occurs
+in neither of the others. A model that scores well on the test split has learned to compose, not to remember.
+"""
+
+from __future__ import annotations
+
+import datetime
+import random
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import cache
+
+from babel import Locale, dates, languages, lists, numbers, units
+from num2words import num2words
+
+SPLITS = ("train", "validation", "test")
+HELD_OUT_PERMILLE = 25  # of all combinations: so many for validation, and as many for test
+
+# A German line, then its English one. {slot} is filled by SLOTS["slot"]; a digit tells two fillings of a slot apart.
+TEMPLATES = """
+Der Flug von {city} nach {city2} startet am {date}.
+The flight from {city} to {city2} leaves on {date}.
+Der Zug nach {city} fährt um {clock} Uhr ab.
+The train to {city} departs at {clock}.
+Am {date} um {clock} Uhr beginnt die Konferenz in {city}.
+The conference in {city} begins on {date} at {clock}.
+Die Rechnung über {money} ist am {date} fällig.
+The invoice for {money} is due on {date}.
+Das Hotel in {city} kostet {money} pro Nacht.
+The hotel in {city} costs {money} per night.
+{name} hat {money_name} für die Reise nach {territory} ausgegeben.
+{name} spent {money_name} on the trip to {territory}.
+Gesamtbetrag: {money_name}, zahlbar bis {date}.
+Total amount: {money_name}, payable by {date}.
+Der Preis stieg um {percent} auf {money}.
+The price rose by {percent} to {money}.
+Kontostand am {date}: {money}.
+Account balance on {date}: {money}.
+Im Jahr {year} lebten in {territory} {compact} Menschen.
+In {year}, {compact} people lived in {territory}.
+In {territory} wurden {year} genau {number} Fahrräder verkauft.
+In {year}, exactly {number} bicycles were sold in {territory}.
+Der Anteil lag im {quarter} bei {percent}.
+The share was {percent} in the {quarter}.
+{name} lernt {language} für eine Reise nach {territory}.
+{name} is learning {language} for a trip to {territory}.
+{name} spricht {language} und ein wenig {language2}.
+{name} speaks {language} and a little {language2}.
+Jeden {weekday} um {clock} Uhr trifft sich der Kurs für {language}.
+The {language} course meets every {weekday} at {clock}.
+Das Museum in {city} ist von {hours} geöffnet.
+The museum in {city} is open from {hours}.
+Ausstellung in {city}: {span}.
+Exhibition in {city}: {span}.
+Urlaub in {territory}, {span}, ab {money}.
+Vacation in {territory}, {span}, from {money}.
+Die Strecke von {city} nach {city2} ist {length} lang.
+The route from {city} to {city2} is {length} long.
+Das Paket aus {territory} wiegt {mass}.
+The package from {territory} weighs {mass}.
+Der Tank fasst {volume} und wiegt leer {mass}.
+The tank holds {volume} and weighs {mass} when empty.
+Der Wind in {city} erreichte am {weekday} {speed}.
+The wind in {city} reached {speed} on {weekday}.
+Am {date} wurden in {city} {temperature} gemessen.
+On {date}, {temperature} was measured in {city}.
+Der Motor leistet {power}, Höchstgeschwindigkeit: {speed}.
+The engine delivers {power}, top speed: {speed}.
+Die Datei von {name} ist {storage} groß.
+The file from {name} is {storage} in size.
+Das Grundstück in {territory} umfasst {area}.
+The property in {territory} covers {area}.
+Das Gerät verbraucht {energy} in {cardinal} Tagen.
+The device uses {energy} in {cardinal} days.
+{cardinal} Gäste kamen aus {territory}.
+{cardinal} guests came from {territory}.
+{name} zählte {cardinal} Vögel und {cardinal2} Bäume.
+{name} counted {cardinal} birds and {cardinal2} trees.
+Der {ordinal} Besucher kam aus {city}.
+The {ordinal} visitor came from {city}.
+Das war der {ordinal} Versuch von {name}.
+That was the {ordinal} attempt by {name}.
+Das Haus in {city} wurde {year_words} gebaut.
+The house in {city} was built in {year_words}.
+{name} wurde im {month} {year_words} in {city} geboren.
+{name} was born in {city} in {month} {year_words}.
+Die nächste Sitzung in {city} ist {ahead}, am {weekday}.
+The next meeting in {city} is {ahead}, on {weekday}.
+Die Lieferung nach {city} kam {ago} an.
+The delivery to {city} arrived {ago}.
+{name} war {ago} in {territory} und fliegt {ahead} nach {city}.
+{name} was in {territory} {ago} and is flying to {city} {ahead}.
+Im {month} regnet es in {city} am meisten.
+It rains the most in {city} in {month}.
+Die Reise führt im {month} durch {territories}.
+The trip leads through {territories} in {month}.
+Es gibt Filialen in {cities}.
+There are branches in {cities}.
+"""
+NAMES = "Anna Jonas Maria Lukas Sofia David Laura Paul Emma Felix Clara Simon Nina Tom Julia Oskar Eva Martin".split()
+# Units by what they measure; values run up to about 10 to the power of the number.
+UNITS = {
+    "length": (3.5, "length-kilometer length-meter length-centimeter length-mile length-foot length-nautical-mile"),
+    "mass": (3, "mass-kilogram mass-gram mass-pound mass-ounce mass-milligram"),
+    "volume": (3.5, "volume-liter volume-milliliter volume-cubic-meter volume-hectoliter"),
+    "speed": (2.2, "speed-kilometer-per-hour speed-meter-per-second speed-mile-per-hour speed-knot"),
+    "power": (3, "power-kilowatt power-watt power-megawatt power-horsepower"),
+    "storage": (3.5, "digital-gigabyte digital-megabyte digital-terabyte digital-kilobyte"),
+    "area": (3.5, "area-square-kilometer area-square-meter area-hectare area-square-mile"),
+    "temperature": (2, "temperature-celsius temperature-fahrenheit temperature-kelvin"),
+    "energy": (3.5, "energy-kilowatt-hour energy-kilojoule energy-kilocalorie energy-joule"),
+}
+# Countries with an article in German ("in der Schweiz") or English: a bare "in" before them would be wrong.
+WITH_ARTICLE = set(
+    "AQ BS CD CG CH EU EZ FO GM IO IQ IR KM KY LB MN MV NE NL PH SC SB SD SK SS TD TR UA VA XK YE".split()
+)
+NOT_A_CITY = {"Brunei Darussalam", "Curaçao", "Jamaika", "Kaimaninseln", "Kamtschatka", "Katar", "Sachalin", "Vatikan"}
+MINUTES_PER_DAY = 24 * 60
+DELTAS = {"minutes": 50, "hours": 20, "days": 5, "weeks": 3}  # the largest count Babel still says in this unit
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A sentence in both languages, and the combinations of values that nothing in another split repeats."""
+
+    de: str
+    en: str
+    combinations: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Filling:
+    """What fills a slot. `composed`: made of several values, held out by itself; else held out with its template."""
+
+    de: str
+    en: str
+    key: str = ""
+    composed: bool = False
+
+
+def make_corpus(
+    counts: dict[str, int], *, seed: int = 0, advance: Callable[[int], None] = lambda _: None
+) -> dict[str, list[Sentence]]:
+    """Make `counts[split]` sentence pairs for each of the splits train, validation and test.
+
+    No source sentence and no target sentence occurs twice in all splits together, and no combination in two splits.
+    The same seed and library versions give the same corpus. `advance(n)` is told of every n new sentences.
+    """
+    rng = random.Random(seed)
+    lines = TEMPLATES.strip().splitlines()
+    templates = list(zip(lines[::2], lines[1::2], strict=True))
+    corpus: dict[str, list[Sentence]] = {split: [] for split in SPLITS}
+    seen: set[str] = set()
+    while any(len(corpus[split]) < counts[split] for split in SPLITS):
+        sentence = _fill(rng, *rng.choice(templates))
+        split = _split_of(sentence.combinations, seed)
+        if split is None or len(corpus[split]) >= counts[split] or not seen.isdisjoint({sentence.de, sentence.en}):
+            continue
+        seen |= {sentence.de, sentence.en}
+        corpus[split].append(sentence)
+        advance(1)
+    return corpus
+
+
+def _fill(rng: random.Random, german: str, english: str) -> Sentence:
+    """Fill every slot of a template, each with another value."""
+    fillings: dict[str, Filling] = {}
+    for slot in re.findall(r"{(\w+)}", german):
+        filling = SLOTS[slot.rstrip("2")](rng)
+        while filling in fillings.values():
+            filling = SLOTS[slot.rstrip("2")](rng)
+        fillings[slot] = filling
+    combinations = {f if value.composed else f"{german}|{f}" for value in fillings.values() if (f := value.key)}
+    de = german.format(**{slot: filling.de for slot, filling in fillings.items()})
+    en = english.format(**{slot: filling.en for slot, filling in fillings.items()})
+    return Sentence(_tidy(de), _tidy(en), frozenset(combinations))
+
+
+def _tidy(text: str) -> str:
+    """Capitalize the first letter, and write CLDR's thin and no-break spaces as spaces."""
+    text = re.sub(r"\s+", " ", text).replace("..", ".")
+    return text[0].upper() + text[1:]
+
+
+def _split_of(combinations: frozenset[str], seed: int) -> str | None:
+    """The split these combinations are reserved for; None where some are reserved for validation, some for test."""
+    buckets = {zlib.crc32(f"{seed}|{key}".encode()) % 1000 // HELD_OUT_PERMILLE for key in combinations}
+    held_out = buckets & {0, 1}
+    if held_out == {0, 1}:
+        return None
+    return SPLITS[1 + held_out.pop()] if held_out else "train"
+
+
+# --- names: closed lists, each value to be seen in training, but not in every template -----------------------------
+
+
+@cache
+def _territories() -> list[tuple[str, str]]:
+    """German and English names of countries that take no article, in the order of their codes."""
+    de, en = Locale("de").territories, Locale("en").territories
+    codes = [
+        code for code in sorted(de) if re.fullmatch("[A-Z]{2}", code) and code < "XA" or code in ("ZA", "ZM", "ZW")
+    ]
+    return [
+        (de[code], en[code])
+        for code in codes
+        if code not in WITH_ARTICLE and code in en and not re.search(r"[ (.&]|inseln?$", de[code] + en[code])
+    ]
+
+
+@cache
+def _languages() -> list[tuple[str, str]]:
+    """German and English names of languages that are official somewhere."""
+    de, en = Locale("de").languages, Locale("en").languages
+    codes = {code for territory in Locale("en").territories for code in languages.get_official_languages(territory)}
+    pairs = [(de[code], en[code]) for code in sorted(codes) if code in de and code in en]
+    return [pair for pair in pairs if all(name.isalpha() for name in pair)]
+
+
+@cache
+def _cities() -> list[tuple[str, str]]:
+    """German and English names of the cities that stand for a time zone, where the two languages have a name."""
+    de, en = Locale("de").time_zones, Locale("en").time_zones
+    zones = [zone for zone in sorted(de) if re.fullmatch(r"(Africa|America|Asia|Europe)/[A-Za-z_]+", zone)]
+    pairs = [
+        (de[zone].get("city", ""), en.get(zone, {}).get("city") or zone.split("/")[1].replace("_", " "))
+        for zone in zones
+    ]
+    one_or_two_words = r"[^\W\d]+( [^\W\d]+)?"
+    return [p for p in pairs if p[0] not in NOT_A_CITY and all(re.fullmatch(one_or_two_words, name) for name in p)]
+
+
+@cache
+def _currencies() -> list[str]:
+    """Codes of the currencies in use in the countries above whose name is one or two words in either language."""
+    tables = Locale("de").currencies, Locale("en").currencies
+    codes = {code for territory in Locale("en").territories for code in numbers.get_territory_currencies(territory)}
+    return sorted(
+        code for code in codes if all(re.fullmatch(r"[^\W\d]+( [^\W\d]+)?", table.get(code, "")) for table in tables)
+    )
+
+
+def _name_slot(pairs: Callable[[], list[tuple[str, str]]]) -> Callable[[random.Random], Filling]:
+    def fill(rng: random.Random) -> Filling:
+        de, en = rng.choice(pairs())
+        return Filling(de, en, de)
+
+    return fill
+
+
+def _list_slot(pairs: Callable[[], list[tuple[str, str]]]) -> Callable[[random.Random], Filling]:
+    def fill(rng: random.Random) -> Filling:
+        chosen = rng.sample(pairs(), rng.choice([2, 3]))
+        de, en = ([pair[side] for pair in chosen] for side in (0, 1))
+        return Filling(lists.format_list(de, locale="de"), lists.format_list(en, locale="en"), "|".join(de), True)
+
+    return fill
+
+
+# --- what Babel and num2words write --------------------------------------------------------------------------------
+
+
+def _both(write: Callable[[str], str], key: str = "", *, composed: bool = False) -> Filling:
+    """A filling from a function of the language; the key is the German text unless given."""
+    de = write("de")
+    return Filling(de, write("en"), key or de, composed)
+
+
+def _quantity(rng: random.Random, largest: float, decimals: int) -> Decimal:
+    """A number from 2 to 10**largest, small ones as likely as large ones, with at most so many decimals."""
+    return Decimal(str(round(2 + 10 ** rng.uniform(0, largest), rng.choice([0, decimals])))).normalize() + 0
+
+
+def _day(rng: random.Random) -> datetime.date:
+    return datetime.date(1990, 1, 1) + datetime.timedelta(days=rng.randrange(45 * 365))
+
+
+def _clock_time(minutes: int) -> datetime.time:
+    return datetime.time(minutes // 60, minutes % 60)
+
+
+def _date(rng: random.Random) -> Filling:
+    day, style = _day(rng), rng.choice(["full", "long", "medium", "short"])
+    return _both(lambda lang: dates.format_date(day, style, locale=lang), f"{day}|{style}", composed=True)
+
+
+def _span(rng: random.Random) -> Filling:
+    start = _day(rng)
+    end = start + datetime.timedelta(days=rng.randrange(2, 60))
+    return _both(lambda lang: dates.format_interval(start, end, "yMMMd", locale=lang), composed=True)
+
+
+def _clock(rng: random.Random) -> Filling:
+    time = _clock_time(rng.randrange(0, MINUTES_PER_DAY, 5))
+    return _both(lambda lang: dates.format_time(time, "short", locale=lang))
+
+
+def _hours(rng: random.Random) -> Filling:
+    start = rng.randrange(0, MINUTES_PER_DAY - 65, 5)
+    times = _clock_time(start), _clock_time(rng.randrange(start + 60, MINUTES_PER_DAY, 5))
+    pattern = {"de": "Hm", "en": "hm"}
+    return _both(lambda lang: dates.format_interval(*times, pattern[lang], locale=lang), composed=True)
+
+
+def _money(style: str) -> Callable[[random.Random], Filling]:
+    def fill(rng: random.Random) -> Filling:
+        amount, code = _quantity(rng, 5, 2), rng.choice(_currencies())
+        key = f"{amount}|{code}"
+        return _both(
+            lambda lang: numbers.format_currency(amount, code, locale=lang, format_type=style), key, composed=True
+        )
+
+    return fill
+
+
+def _unit(largest: float, names: str) -> Callable[[random.Random], Filling]:
+    choices = names.split()
+
+    def fill(rng: random.Random) -> Filling:
+        value, unit = _quantity(rng, largest, 1), rng.choice(choices)
+        return _both(lambda lang: units.format_unit(value, unit, "long", locale=lang), composed=True)
+
+    return fill
+
+
+def _number(rng: random.Random) -> Filling:
+    value = _quantity(rng, 7, 0)
+    return _both(lambda lang: numbers.format_decimal(value, locale=lang), composed=True)
+
+
+def _compact(rng: random.Random) -> Filling:
+    value = _quantity(rng, 5, 0) * 10_000
+    return _both(
+        lambda lang: numbers.format_compact_decimal(value, format_type="long", locale=lang, fraction_digits=1),
+        composed=True,
+    )
+
+
+def _percent(rng: random.Random) -> Filling:
+    share = Decimal(rng.randrange(1, 1000)) / 1000
+    return _both(lambda lang: numbers.format_percent(share, locale=lang, decimal_quantization=False), composed=True)
+
+
+def _words(kind: str, values: range) -> Callable[[random.Random], Filling]:
+    def fill(rng: random.Random) -> Filling:
+        value = rng.choice(values)
+        while kind == "cardinal" and value % 100 == 1:  # "einhunderteins Gäste" is not said
+            value = rng.choice(values)
+        return _both(lambda lang: num2words(value, lang=lang, to=kind), composed=True)
+
+    return fill
+
+
+def _delta(sign: int) -> Callable[[random.Random], Filling]:
+    def fill(rng: random.Random) -> Filling:
+        unit = rng.choice(list(DELTAS))
+        delta = sign * datetime.timedelta(**{unit: rng.randint(2, DELTAS[unit])})
+        return _both(lambda lang: dates.format_timedelta(delta, add_direction=True, locale=lang))
+
+    return fill
+
+
+def _calendar(get_names: Callable[..., dict[int, str]]) -> Callable[[random.Random], Filling]:
+    def fill(rng: random.Random) -> Filling:
+        which = rng.choice(sorted(get_names("wide", locale="de")))
+        return _both(lambda lang: get_names("wide", locale=lang)[which])
+
+    return fill
+
+
+def _quarter(rng: random.Random) -> Filling:
+    day = _day(rng)
+    return _both(lambda lang: dates.format_skeleton("yQQQQ", day, locale=lang), composed=True)
+
+
+def _year(rng: random.Random) -> Filling:
+    year = str(rng.randrange(1950, 2030))
+    return Filling(year, year, year)
+
+
+def _first_name(rng: random.Random) -> Filling:
+    name = rng.choice(NAMES)
+    return Filling(name, name)
+
+
+SLOTS: dict[str, Callable[[random.Random], Filling]] = {
+    "ago": _delta(-1),
+    "ahead": _delta(+1),
+    "cardinal": _words("cardinal", range(2, 2000)),
+    "cities": _list_slot(_cities),
+    "city": _name_slot(_cities),
+    "clock": _clock,
+    "compact": _compact,
+    "date": _date,
+    "hours": _hours,
+    "language": _name_slot(_languages),
+    "money": _money("standard"),
+    "money_name": _money("name"),
+    "month": _calendar(dates.get_month_names),
+    "name": _first_name,
+    "number": _number,
+    "ordinal": _words("ordinal", range(2, 1000)),
+    "percent": _percent,
+    "quarter": _quarter,
+    "span": _span,
+    "territories": _list_slot(_territories),
+    "territory": _name_slot(_territories),
+    "weekday": _calendar(dates.get_day_names),
+    "year": _year,
+    "year_words": _words("year", range(1800, 2030)),
+} | {kind: _unit(*values) for kind, values in UNITS.items()}
