@@ -1,0 +1,22 @@
+"""lightformers_hf: a trained translation or summarization model in, a smaller and faster one out.
+
+Importing the package registers its architectures, so that `AutoModelForSeq2SeqLM.from_pretrained` loads them.
+"""
+
+from .models import (
+    LightFormerConfig,
+    LightFormerForCausalLM,
+    LightFormerForConditionalGeneration,
+    LightFormerForSequenceClassification,
+    LightFormerModel,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LightFormerConfig",
+    "LightFormerForCausalLM",
+    "LightFormerForConditionalGeneration",
+    "LightFormerForSequenceClassification",
+    "LightFormerModel",
+]

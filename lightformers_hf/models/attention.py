@@ -1,0 +1,127 @@
+"""Multi-head attention over any projections (Vaswani et al. 2017; low-rank ones: LightFormer, Eq. 9)."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+# (name of the projection, input width, output width) → the module: dense or low-rank, the caller decides.
+Projection = Callable[[str, int, int], nn.Module]
+
+
+def eager_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q·kᵀ·scaling + mask)·v. Shapes: (B, H, T, d_k), (B, H, S, d_k) → (B, T, H, d_k), (B, H, T, S)."""
+    weights = torch.matmul(query, key.transpose(2, 3)) * scaling
+    if attention_mask is not None:
+        weights = weights + attention_mask
+    # Half precision overflows in the sum of exponentials long before fp32 does.
+    weights = nn.functional.softmax(weights, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+class MultiHeadAttention(nn.Module):
+    """Attention with H heads of width d/H, whose four projections come from `project`.
+
+    The cache slot is an argument of the call (`layer_idx`, the depth), never a property of the module: a layer that
+    is applied at several depths has one slot for each of them.
+
+    Args:
+        config: gives `_attn_implementation` and `attention_dropout`.
+        num_heads: H.
+        project: builds a projection from its name and widths.
+        is_causal: whether a position sees only those before it. Must be right even where a mask is given, because
+            SDPA takes causality from here when there is none.
+        joint_qkv: one projection d → 3d in place of three (self-attention only; LightFormer Table 1).
+        output_projection: whether the heads' outputs are mixed by `out_proj`.
+    """
+
+    def __init__(
+        self,
+        config,
+        num_heads: int,
+        project: Projection,
+        *,
+        is_causal: bool,
+        joint_qkv: bool = False,
+        output_projection: bool = True,
+    ):
+        super().__init__()
+        d_model = config.d_model
+        self.config = config
+        self.head_dim = d_model // num_heads
+        self.scaling = self.head_dim**-0.5
+        self.dropout = config.attention_dropout
+        self.is_causal = is_causal
+        if joint_qkv:
+            self.qkv_proj = project("qkv_proj", d_model, 3 * d_model)
+        else:
+            self.q_proj = project("q_proj", d_model, d_model)
+            self.k_proj = project("k_proj", d_model, d_model)
+            self.v_proj = project("v_proj", d_model, d_model)
+        self.out_proj = project("out_proj", d_model, d_model) if output_projection else nn.Identity()
+        self.joint_qkv = joint_qkv
+
+    def _split_heads(self, states: torch.Tensor) -> torch.Tensor:
+        return states.view(*states.shape[:-1], -1, self.head_dim).transpose(1, 2)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        layer_idx: int | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(B, T, d) → (B, T, d) and, from eager attention, the weights (B, H, T, S).
+
+        With `key_value_states` (B, S, d) this is cross-attention: its keys and values are computed once a sentence and
+        kept in the cross-attention half of an `EncoderDecoderCache`.
+        """
+        is_cross_attention = key_value_states is not None
+        cache = past_key_values
+        if isinstance(past_key_values, EncoderDecoderCache):
+            cache = (
+                past_key_values.cross_attention_cache if is_cross_attention else past_key_values.self_attention_cache
+            )
+
+        if self.joint_qkv:
+            query, key, value = (self._split_heads(part) for part in self.qkv_proj(hidden_states).chunk(3, dim=-1))
+        else:
+            query = self._split_heads(self.q_proj(hidden_states))
+            key = value = None
+        if is_cross_attention and cache is not None and past_key_values.is_updated.get(layer_idx):
+            key, value = cache.layers[layer_idx].keys, cache.layers[layer_idx].values
+        else:
+            if key is None:
+                current = key_value_states if is_cross_attention else hidden_states
+                key, value = self._split_heads(self.k_proj(current)), self._split_heads(self.v_proj(current))
+            if cache is not None:
+                key, value = cache.update(key, value, layer_idx)
+                if is_cross_attention:
+                    past_key_values.is_updated[layer_idx] = True
+
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        output, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        return self.out_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights

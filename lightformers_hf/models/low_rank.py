@@ -1,0 +1,138 @@
+"""Matrices stored as the product of two thin ones: W ≈ U·V (LightFormer, Eq. 1 and 7; the embedding: Eq. 8).
+
+Symbols are the paper's: a weight W is m×n with y = x·W, U is m×r, V is r×n, r is the rank.
+"""
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+
+def pattern_matches(pattern: str, name: str) -> bool:
+    """Whether `pattern`, a regular expression, matches the end of the module name `name` from a dot on.
+
+    `q_proj` matches every `….q_proj`; `decoder.layers.0.fc1` exactly one; `fc[12]` both linear layers of each FFN.
+    """
+    return re.fullmatch(rf"(?:.*\.)?(?:{pattern})", name) is not None
+
+
+def rank_from_pattern(rank_pattern: Mapping[str, int | None], name: str, default: int | None) -> int | None:
+    """Rank of the module `name`: the first pattern that matches decides, else `default`. `None` means dense."""
+    for pattern, rank in rank_pattern.items():
+        if pattern_matches(pattern, name):
+            return rank
+    return default
+
+
+def _check_rank(rank: int, m: int, n: int, name: str) -> None:
+    if not 1 <= rank <= min(m, n):
+        raise ValueError(f"rank of {name} is {rank}; a {m}x{n} matrix allows 1 to {min(m, n)}")
+
+
+def _factor_std(std: float, rank: int) -> float:
+    """Standard deviation of both factors' entries that gives their product's entries the standard deviation `std`.
+
+    An entry of U·V is a sum of r products, so its variance is r·s⁴ when both factors have variance s².
+    """
+    return (std**2 / rank) ** 0.25
+
+
+class LowRankLinear(nn.Module):
+    """y = x·U·V + b: `u` is U (m×r, no bias), `v` is V with the bias b (r×n). Shapes: (…, m) → (…, n)."""
+
+    def __init__(self, in_features: int, out_features: int, rank: int, bias: bool = True):
+        super().__init__()
+        self.in_features, self.out_features, self.rank = in_features, out_features, rank
+        self.u = nn.Linear(in_features, rank, bias=False)
+        self.v = nn.Linear(rank, out_features, bias=bias)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.v(self.u(hidden_states))
+
+    def init_factors(self, std: float) -> None:
+        """Draw U and V so that U·V has entries of standard deviation `std`, as the dense layer would."""
+        for factor in (self.u, self.v):
+            init.normal_(factor.weight, std=_factor_std(std, self.rank))
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}"
+
+
+def make_linear(in_features: int, out_features: int, rank: int | None, *, name: str, bias: bool = True) -> nn.Module:
+    """A dense layer where `rank` is `None`, else a `LowRankLinear`. A rank above min(m, n) raises `ValueError`."""
+    if rank is None:
+        return nn.Linear(in_features, out_features, bias=bias)
+    _check_rank(rank, in_features, out_features, name)
+    return LowRankLinear(in_features, out_features, rank, bias=bias)
+
+
+class LowRankEmbedding(nn.Embedding):
+    """E = E_a·E_b (Eq. 8): `weight` is E_a (V×r), one row a token; `basis` is E_b (r×d). Ids (…) → vectors (…, d).
+
+    A subclass of `nn.Embedding`, so that resizing the vocabulary changes E_a alone and the table stays low-rank.
+    """
+
+    def __init__(self, num_embeddings: int, d_model: int, rank: int, padding_idx: int | None = None):
+        super().__init__(num_embeddings, rank, padding_idx)
+        self.basis = nn.Parameter(torch.empty(rank, d_model))
+        nn.init.normal_(self.basis)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids) @ self.basis
+
+    def init_factors(self, std: float) -> None:
+        """Draw E_a and E_b so that E has entries of standard deviation `std`; the padding row is zero."""
+        factor_std = _factor_std(std, self.embedding_dim)
+        fresh = not getattr(self.weight, "_is_hf_initialized", False)
+        init.normal_(self.weight, std=factor_std)
+        if fresh and self.padding_idx is not None:
+            init.zeros_(self.weight[self.padding_idx])
+        init.normal_(self.basis, std=factor_std)
+
+
+class LowRankOutput(nn.Module):
+    """The output layer of a low-rank embedding: logits = (h·E_bᵀ)·E_aᵀ. Shapes: (…, d) → (…, V).
+
+    `basis` (r×d) and `output.weight` (V×r) are the embedding's own tensors where the two are tied.
+    """
+
+    def __init__(self, d_model: int, vocab_size: int, rank: int):
+        super().__init__()
+        self.basis = nn.Parameter(torch.empty(rank, d_model))
+        nn.init.normal_(self.basis)
+        self.output = nn.Linear(rank, vocab_size, bias=False)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.output(nn.functional.linear(hidden_states, self.basis))
+
+    def init_factors(self, std: float) -> None:
+        """Draw both factors so that their product has entries of standard deviation `std`."""
+        factor_std = _factor_std(std, self.output.in_features)
+        init.normal_(self.output.weight, std=factor_std)
+        init.normal_(self.basis, std=factor_std)
+
+
+def make_embedding(vocab_size: int, d_model: int, rank: int | None, *, name: str, padding_idx: int | None):
+    """Token table, V×d: dense where `rank` is `None`. A rank above min(V, d) raises `ValueError`."""
+    if rank is None:
+        return nn.Embedding(vocab_size, d_model, padding_idx)
+    _check_rank(rank, vocab_size, d_model, name)
+    return LowRankEmbedding(vocab_size, d_model, rank, padding_idx)
+
+
+def make_output(d_model: int, vocab_size: int, rank: int | None, *, name: str) -> nn.Module:
+    """Output layer without bias, d → V, in the form that its embedding has."""
+    if rank is None:
+        return nn.Linear(d_model, vocab_size, bias=False)
+    _check_rank(rank, d_model, vocab_size, name)
+    return LowRankOutput(d_model, vocab_size, rank)
+
+
+def table_parameters(module: nn.Module) -> dict[str, str]:
+    """Names of an embedding's parameters → names of the same tensors in its output layer."""
+    if isinstance(module, LowRankEmbedding):
+        return {"weight": "output.weight", "basis": "basis"}
+    return {"weight": "weight"}
