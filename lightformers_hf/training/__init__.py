@@ -1,1 +1,14 @@
-"""Reusable pieces of training: parallel data, token-budget batches, a trainer that distils."""
+"""Winning quality back: parallel data, token-budget batches, and a trainer that distils."""
+
+from .batching import TokenBatchSampler
+from .data import load_parallel, tokenize_pairs
+from .trainer import RecoveryTrainer, distillation_loss, find_last_checkpoint
+
+__all__ = [
+    "RecoveryTrainer",
+    "TokenBatchSampler",
+    "distillation_loss",
+    "find_last_checkpoint",
+    "load_parallel",
+    "tokenize_pairs",
+]

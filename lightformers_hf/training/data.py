@@ -9,6 +9,7 @@ import pandas
 import pyarrow.compute as pc
 from datasets import Dataset, Features, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError
+from transformers import PreTrainedTokenizerBase
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
 
@@ -19,8 +20,8 @@ def load_parallel(
     """Load sentence pairs as a dataset of two string columns, `source` and `target`, in the order of the data.
 
     Args:
-        data: a local file (.json, .jsonl, .csv, .tsv, the same with .gz, .parquet) or the name of a dataset on the Hub,
-            `name` or `name:configuration`. Cells of a .tsv file are taken as they stand (a quote is a character).
+        data: a local file (.json, .jsonl, .csv, .tsv, the same with .gz, .parquet) or a dataset on the Hub, `name` or
+            `name:configuration`. Cells of a .tsv file are taken as they stand (a quote is a character).
         source, target: names of columns, or languages inside a column `translation`:
             `{"translation": {"de": "Guten Tag.", "en": "Good day."}}`.
         split: the split of a Hub dataset. A local file is one split, this argument does not matter to it.
@@ -89,9 +90,10 @@ def _two_columns(pairs: Dataset, data: str, source: str, target: str) -> Dataset
             pairs = pairs.select_columns(list(languages)).rename_columns(languages)
     missing = [name for name in (source, target) if name not in pairs.column_names]
     if missing:
+        wanted, there = " nor ".join(map(repr, missing)), ", ".join(map(repr, pairs.column_names))
         raise ValueError(
-            f"{data} has no column {' nor '.join(map(repr, missing))}: it has "
-            f"{', '.join(map(repr, pairs.column_names))}. Name the columns (or the languages inside a column 'translation') that hold the two texts."
+            f"{data} has no column {wanted}: it has {there}. "
+            "Name the columns (or the languages inside a column 'translation') that hold the two texts."
         )
     if source == target:
         raise ValueError(f"Source and target are both {source!r}: name two columns or languages.")
@@ -108,3 +110,39 @@ def _check_text(pairs: Dataset, data: str, names: dict[str, str]) -> None:
             bad = next((i for i, value in enumerate(pairs[column]) if not isinstance(value, str)), None)
         if bad is not None:
             raise ValueError(f"{data}, row {bad + 1}, {name!r}: expected text, found {pairs[bad][column]!r}.")
+
+
+def tokenize_pairs(
+    pairs: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_source_length: int,
+    max_target_length: int,
+    num_proc: int | None = None,
+) -> Dataset:
+    """Tokenize the pairs of `load_parallel` into what a seq2seq model trains on.
+
+    Columns: `input_ids`, `attention_mask`, `labels`, and their lengths in tokens, `source_length` and
+    `target_length`, which `TokenBatchSampler` reads. Longer texts are cut to the maximum; the end-of-sentence token is
+    part of the count and always stays. `num_proc`: worker processes (default: none, in this process).
+    """
+    return pairs.map(
+        _tokenize,
+        fn_kwargs={"tokenizer": tokenizer, "limits": (max_source_length, max_target_length)},
+        batched=True,
+        remove_columns=pairs.column_names,
+        num_proc=num_proc,
+        desc="Tokenizing",
+    )
+
+
+def _tokenize(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, limits: tuple[int, int]) -> dict[str, list]:
+    source = tokenizer(batch["source"], max_length=limits[0], truncation=True)
+    target = tokenizer(text_target=batch["target"], max_length=limits[1], truncation=True)
+    return {
+        "input_ids": source["input_ids"],
+        "attention_mask": source["attention_mask"],
+        "labels": target["input_ids"],
+        "source_length": [len(ids) for ids in source["input_ids"]],
+        "target_length": [len(ids) for ids in target["input_ids"]],
+    }
