@@ -5,8 +5,8 @@
         --train_file train.jsonl --validation_file validation.jsonl --test_file test.jsonl \
         --source_lang de --target_lang en --output_dir recovered \
         --max_tokens 4096 --num_train_epochs 3 --label_smoothing_factor 0.1 --bf16 \
-        --learning_rate 3e-4 --lr_scheduler_type inverse_sqrt --warmup_steps 500 --eval_strategy epoch --save_strategy epoch \
-        --load_best_model_at_end --metric_for_best_model bleu
+        --learning_rate 3e-4 --lr_scheduler_type inverse_sqrt --warmup_steps 500 --eval_strategy epoch \
+        --save_strategy epoch --load_best_model_at_end --metric_for_best_model bleu
 
 What data is given for is done: training, evaluation, test. All options of `Seq2SeqTrainingArguments` work.
 An interrupted run goes on with `--resume_from_checkpoint` added to the same command.
