@@ -5,8 +5,16 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
 import datasets
 import evaluate
+import torch
 from sacrebleu.metrics import BLEU, CHRF
 
 
@@ -48,3 +56,39 @@ def translation_quality(predictions: list[str], references: list[str]) -> dict[s
     if not predictions:
         raise ValueError("no predictions: BLEU and chrF need at least one sentence")
     return TranslationQuality(keep_in_memory=True).compute(predictions=predictions, references=references)
+
+
+def comet_score(sources: list[str], predictions: list[str], references: list[str], checkpoint: str) -> float:
+    """The system score of a local COMET checkpoint (Rei et al. 2020), by the command `comet-score`.
+
+    unbabel-comet asks for transformers below 5 and cannot share an environment with this package, so its command
+    runs as a program of its own. The checkpoint is a pickle, which that program loads: use one you trust.
+
+    Args:
+        checkpoint: the `.ckpt` file inside a downloaded COMET model (`…/checkpoints/model.ckpt`).
+
+    Raises:
+        FileNotFoundError: no such checkpoint, or the command is not installed.
+        ValueError: the command failed.
+    """
+    if not Path(checkpoint).is_file():
+        raise FileNotFoundError(
+            f"No COMET checkpoint {checkpoint}: give the .ckpt file of a downloaded model (…/checkpoints/model.ckpt)."
+        )
+    command = shutil.which("comet-score")
+    if command is None:
+        raise FileNotFoundError(
+            "COMET needs the command comet-score, which is not on PATH. It asks for transformers below 5, so give it "
+            "an environment of its own: pipx install unbabel-comet"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ["--model", str(checkpoint), "--gpus", "1" if torch.cuda.is_available() else "0"]
+        for name, texts in {"sources": sources, "translations": predictions, "references": references}.items():
+            file = Path(folder, f"{name}.txt")
+            file.write_text("".join(" ".join(text.split()) + "\n" for text in texts), encoding="utf-8")
+            arguments += [f"--{name}", str(file)]
+        result = subprocess.run([command, *arguments, "--only_system", "--quiet"], capture_output=True, text=True)
+    score = re.search(r"score: (-?[0-9.]+)", result.stdout)
+    if result.returncode or score is None:
+        raise ValueError(f"{command} failed: {(result.stderr or result.stdout).strip()[-500:]}")
+    return float(score[1])

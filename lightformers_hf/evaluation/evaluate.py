@@ -1,0 +1,179 @@
+"""One checkpoint, beside its teacher or alone: quality, size, speed and memory, as numbers and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
+
+from lightformers_hf.training.data import load_parallel
+
+from .quality import comet_score, translation_quality
+from .size import translation_memory, unique_parameters, weight_bytes
+from .speed import speed_ratio, tokens_per_second, typical_sentences
+from .translate import load_model, translate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MEMORY_SENTENCES = 10
+
+
+@dataclass
+class Measurements:
+    """What one checkpoint is and does; None where it was not measured. Memory and sizes in bytes."""
+
+    name: str
+    bleu: float
+    bleu_signature: str
+    chrf: float
+    chrf_signature: str
+    comet: float | None
+    parameters: int
+    disk_bytes: int
+    memory_bytes: int | None  # peak of a process that loads the checkpoint and translates
+    libraries_bytes: int | None  # the part of it that was there before the checkpoint was loaded
+    tokens_per_second: float | None
+    tokens: int | None  # generated in one run of the speed measurement
+
+
+@dataclass
+class Evaluation:
+    """A checkpoint's measurements, its teacher's, and how they were taken."""
+
+    model: Measurements
+    teacher: Measurements | None
+    speed_ratio: float | None  # model to teacher, median over runs measured side by side
+    data: str
+    source: str
+    target: str
+    sentences: int
+    generation: dict[str, int]
+
+    def to_dict(self) -> dict:
+        """The same as nested dictionaries of strings and numbers, for JSON."""
+        return asdict(self)
+
+    def table(self) -> Table:
+        """A rich table: one row a measure, the teacher beside the model, and how they compare."""
+        title = f"{self.sentences} sentences of {self.data}, {self.source} → {self.target}"
+        table = Table(title=escape(title), caption=escape(f"{self.model.bleu_signature}\n{self.model.chrf_signature}"))
+        table.add_column("")
+        table.add_column(escape(self.model.name), justify="right", overflow="fold")
+        if self.teacher:
+            table.add_column(escape(self.teacher.name), justify="right", overflow="fold")
+            table.add_column("compared", justify="right")
+
+        def row(label: str, field: str, show: Callable[[float], str], compare: Callable[[float, float], str]) -> None:
+            model, teacher = getattr(self.model, field), getattr(self.teacher, field, None)
+            if model is not None:
+                cells = [show(model)] + ([show(teacher), compare(model, teacher)] if self.teacher else [])
+                table.add_row(label, *cells)
+
+        def smaller(model: float, teacher: float) -> str:
+            return f"{teacher / model:.2f}x smaller"
+
+        row("BLEU", "bleu", "{:.1f}".format, lambda model, teacher: f"{model - teacher:+.1f}")
+        row("chrF", "chrf", "{:.1f}".format, lambda model, teacher: f"{model - teacher:+.1f}")
+        row("COMET", "comet", "{:.4f}".format, lambda model, teacher: f"{model - teacher:+.4f}")
+        row("unique parameters", "parameters", "{:,}".format, smaller)
+        row("weights on disk", "disk_bytes", _megabytes, smaller)
+        row("peak memory", "memory_bytes", _megabytes, smaller)
+        row("  of it libraries", "libraries_bytes", _megabytes, lambda model, teacher: "")
+        ratio = self.speed_ratio
+        row("tokens/s, one core", "tokens_per_second", "{:.1f}".format, lambda model, teacher: f"{ratio:.2f}x faster")
+        return table
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
+
+
+def evaluate_model(
+    model: str,
+    data: str,
+    teacher: str | None = None,
+    *,
+    source: str | None = None,
+    target: str | None = None,
+    split: str = "test",
+    max_samples: int | None = None,
+    batch_size: int = 32,
+    device: str = "cpu",
+    speed: bool = True,
+    runs: int = 10,
+    comet: str | None = None,
+    progress: bool = False,
+    **generation: int,
+) -> Evaluation:
+    """Translate parallel data with a checkpoint (and its teacher), score it, and measure size, memory and speed.
+
+    Args:
+        model, teacher: folders or Hub names of sequence-to-sequence checkpoints.
+        data, split, max_samples: as for `load_parallel`.
+        source, target: names of columns, or languages in a column `translation`; by default the tokenizer's own.
+        device: where the quality is measured; speed and memory are measured on one CPU core.
+        speed: measure tokens/s and peak memory, too (minutes).
+        runs: of the speed measurement.
+        comet: a local COMET checkpoint to score with as well.
+        generation: `num_beams`, `max_new_tokens` and other numbers for `generate()`, for quality and speed alike;
+            what is not given is the checkpoint's.
+
+    Raises:
+        FileNotFoundError, ValueError: a checkpoint or data that is not there or not fit, each with what to do.
+    """
+    names = {"model": model} | ({"teacher": teacher} if teacher else {})
+    loaded = {role: load_model(name, device=device) for role, name in names.items()}
+    source, target = _direction(model, loaded["model"][1], source, target)
+    pairs = load_parallel(data, source=source, target=target, split=split, max_samples=max_samples)
+    sources, references = list(pairs["source"]), list(pairs["target"])
+
+    found: dict[str, dict] = {}
+    for role, name in names.items():
+        outputs = translate(sources, *loaded[role], batch_size=batch_size, progress=progress, **generation)
+        found[role] = {
+            "name": name,
+            **translation_quality(outputs, references),
+            "comet": comet_score(sources, outputs, references, comet) if comet else None,
+            "parameters": unique_parameters(loaded[role][0]),
+            "disk_bytes": weight_bytes(name),
+        } | dict.fromkeys(("memory_bytes", "libraries_bytes", "tokens_per_second", "tokens"))
+
+    ratio = None
+    if speed:
+        sentences = typical_sentences(sources, references, loaded.get("teacher", loaded["model"])[1])
+        for network, _ in loaded.values():
+            network.to("cpu")
+        speeds = tokens_per_second(loaded, sentences, runs=runs, progress=progress, **generation)
+        ratio = speed_ratio(speeds["model"], speeds["teacher"]) if teacher else None
+        for role, name in names.items():
+            memory, libraries = translation_memory(name, sentences[:MEMORY_SENTENCES], **generation)
+            found[role] |= {
+                "memory_bytes": memory,
+                "libraries_bytes": libraries,
+                "tokens_per_second": speeds[role].tokens_per_second,
+                "tokens": speeds[role].tokens,
+            }
+    used = {"num_beams": loaded["model"][0].generation_config.num_beams or 1} | generation
+    measured = {role: Measurements(**values) for role, values in found.items()}
+    return Evaluation(
+        measured["model"], measured.get("teacher"), ratio, data, source, target, len(sources), generation=used
+    )
+
+
+def _direction(
+    name: str, tokenizer: PreTrainedTokenizerBase, source: str | None, target: str | None
+) -> tuple[str, str]:
+    """The columns to read: as given, else the languages that the tokenizer names (Marian's does)."""
+    source = source or getattr(tokenizer, "source_lang", None)
+    target = target or getattr(tokenizer, "target_lang", None)
+    if not (source and target):
+        raise ValueError(
+            f"{name} does not say from which language to which it translates: give source and target (on the command "
+            "line --source-column and --target-column), two columns of the data or two languages inside its column "
+            "'translation'."
+        )
+    return source, target

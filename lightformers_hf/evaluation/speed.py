@@ -1,0 +1,148 @@
+"""How fast models translate: tokens a second on one core, by the protocol of the LightFormer paper.
+
+"LightFormer: Light-weight Transformer Using SVD-based Weight Transfer and Parameter Sharing" (Findings of ACL 2023),
+section Speed Measures: batch size 1, 50 sentences of average output length, 10 runs, the fastest and the slowest tenth
+dropped, the rest averaged. Here all models take turns within the same runs, so that a busy machine slows all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import TYPE_CHECKING
+
+import torch
+from tqdm.auto import tqdm
+
+from .translate import longest_input
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+WARM_UP_SENTENCES = 3
+
+
+@dataclass
+class Speed:
+    """Generated tokens a second of one model: each run, the mean without extremes, and the tokens of a run."""
+
+    tokens_per_second: float
+    runs: list[float]
+    tokens: int
+
+
+def speed_ratio(speed: Speed, to: Speed) -> float:
+    """How many times faster `speed` is than `to`: the median over the runs that both were measured in."""
+    return median(a / b for a, b in zip(speed.runs, to.runs, strict=True))
+
+
+def typical_sentences(
+    sources: list[str], references: list[str], tokenizer: PreTrainedTokenizerBase, count: int = 50
+) -> list[str]:
+    """The `count` sources whose references are nearest the mean reference length in tokens, in their order."""
+    lengths = [len(ids) for ids in tokenizer(text_target=references, verbose=False)["input_ids"]]
+    mean = fmean(lengths)
+    nearest = sorted(range(len(sources)), key=lambda i: abs(lengths[i] - mean))[:count]
+    return [sources[i] for i in sorted(nearest)]
+
+
+def tokens_per_second(
+    models: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]],
+    sentences: list[str],
+    *,
+    runs: int = 10,
+    forced_length: int | None = None,
+    progress: bool = False,
+    **generation,
+) -> dict[str, Speed]:
+    """Generated tokens a second of each model on one core, one sentence at a time.
+
+    In each run every model translates all sentences once, in turn, and the model that begins changes from run to run.
+    Only `generate()` is timed, not the tokenizer. Outputs have the length that `generate()` gives them, so models may
+    generate different numbers of tokens; tokens after the start token count, `</s>` included, padding not.
+
+    Args:
+        models: name → (model, tokenizer), on the CPU.
+        runs: of these the `runs // 10` fastest and as many slowest are left out of the mean.
+        forced_length: generate exactly so many tokens a sentence, past any end token.
+        progress: show a bar on stderr.
+        generation: arguments of `generate()`: `num_beams`, `max_new_tokens`, …
+    """
+    if not sentences or runs < 1:
+        raise ValueError(f"speed of {len(sentences)} sentences in {runs} runs: expected at least one of each.")
+    if forced_length is not None:
+        generation |= {"max_new_tokens": forced_length, "eos_token_id": None, "forced_eos_token_id": None}
+    if generation.get("max_new_tokens") is not None:
+        generation.setdefault("max_length", None)
+
+    inputs = {
+        name: [
+            tokenizer(text, truncation=True, max_length=longest_input(model, tokenizer), return_tensors="pt")
+            for text in sentences
+        ]
+        for name, (model, tokenizer) in models.items()
+    }
+    names = list(models)
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    tokens: dict[str, int] = {}
+    training = {name: model.training for name, (model, _) in models.items()}
+    with one_core(), torch.inference_mode(), tqdm(total=runs * len(names), disable=not progress, unit="run") as bar:
+        try:
+            for name, (model, _) in models.items():
+                model.eval()
+                _translate_timed(model, inputs[name][:WARM_UP_SENTENCES], generation)
+            for run in range(runs):
+                first = run % len(names)
+                for name in names[first:] + names[:first]:
+                    bar.set_description(name, refresh=False)
+                    tokens[name], seconds = _translate_timed(models[name][0], inputs[name], generation)
+                    rates[name].append(tokens[name] / seconds)
+                    bar.update()
+        finally:
+            for name, (model, _) in models.items():
+                model.train(training[name])
+    return {name: Speed(_trimmed_mean(rates[name]), rates[name], tokens[name]) for name in names}
+
+
+def _translate_timed(model: PreTrainedModel, inputs: list, generation: dict) -> tuple[int, float]:
+    """Tokens generated for all inputs, one at a time, and the seconds it took."""
+    start = time.perf_counter()
+    outputs = [
+        model.generate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], **generation)
+        for batch in inputs
+    ]
+    seconds = time.perf_counter() - start
+    end = generation.get("eos_token_id", model.generation_config.eos_token_id)
+    return sum(count_tokens(sequences, end) for sequences in outputs), seconds
+
+
+def count_tokens(sequences: torch.Tensor, eos_token_id: int | list[int] | None) -> int:
+    """Tokens in the outputs (B, T) of `generate()`: after the start token, up to the first end token, included.
+
+    Without an end token in a row all of it counts; a pad token can only follow an end token.
+    """
+    generated = sequences[:, 1:]
+    if eos_token_id is None:
+        return generated.numel()
+    ends = torch.isin(generated, torch.tensor(eos_token_id, device=generated.device))
+    after_end = ends.int().cumsum(dim=1) - ends.int() > 0
+    return int((~after_end).sum())
+
+
+def _trimmed_mean(rates: list[float]) -> float:
+    dropped = len(rates) // 10
+    return fmean(sorted(rates)[dropped : len(rates) - dropped])
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """PyTorch computes with one thread inside, and with as many as before afterwards."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
