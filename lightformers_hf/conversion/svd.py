@@ -1,0 +1,243 @@
+"""Truncated factorization: the only linear algebra in the package.
+
+LightFormer (Eq. 11) replaces a matrix W, m×n, used as y = x·W, by U_r (Σ_r V_rᵀ): a left factor m×r and a right factor
+r×n. By Eckart and Young no pair of rank r is closer to W than the truncated singular value decomposition, and here no
+pair is accepted whose Frobenius error is more than 1e-5 (relative) above that optimum.
+
+A full SVD computes much that is thrown away. On the smaller side, n' = min(m, n), the eigenvectors of the Gram matrix
+are the singular vectors, at a fraction of the cost, but squaring loses what lies far below the largest singular value.
+So there are two routes:
+
+- *fast*, where the rank is known and small: Gram matrix and eigenvectors in float32 give a space a little larger than
+  needed, a Rayleigh-Ritz step in float64 picks the best r directions within it, and a certificate bounds what the
+  float32 errors can have cost. Without certificate the result is thrown away.
+- *exact*, for everything else: both in float64. What is lost lies 1e-8 below the largest singular value, which is
+  beneath the rounding of float32 factors; at full rank W·V·Vᵀ = W holds whatever the spectrum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+Split = Literal["sigma-right", "balanced"]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+# Share of the discarded energy that the fast route may lose: half of it is the relative excess of the error.
+TOLERATED_LOSS = 2e-6
+# Columns of random probes that measure the float32 error, and directions kept beyond the rank.
+PROBES = 16
+OVERSAMPLING = 32
+# Rows taken to float64 at once, so that no matrix is held twice.
+CHUNK_ROWS = 4096
+# Below this σ_r/σ_1, dividing by the singular values no longer makes columns orthonormal: the error grows as
+# 1e-16·(σ_1/σ_r)².
+ILL_CONDITIONED = 1e-4
+
+
+class Factors(NamedTuple):
+    """A pair with left·right ≈ W: `left` is m×r, `right` r×n. float64 if the matrix was, else float32."""
+
+    left: Tensor
+    right: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """The decomposition of one matrix, ready to be truncated at any rank up to `max_rank`.
+
+    Attributes:
+        name: the matrix's name, for messages.
+        singular_values: all min(m, n) of them, float64, descending. After the fast route those beyond `max_rank` are
+            float32 estimates, scaled so that the sum of squares is exact.
+        max_rank: the largest rank this decomposition can give.
+    """
+
+    name: str
+    singular_values: Tensor
+    max_rank: int
+    weight: Tensor  # W, or Wᵀ where `transposed`: as many rows as columns, or more
+    basis: Tensor  # V, n'×max_rank, orthonormal, float64
+    projected: Tensor | None  # weight·basis where it is known already
+    transposed: bool
+
+    def energy(self, rank: int) -> float:
+        """Share of the sum of squared singular values that the first `rank` hold, in [0, 1] (1 for a zero matrix)."""
+        squares = self.singular_values.square()
+        total = squares.sum().item()
+        return squares[:rank].sum().item() / total if total else 1.0
+
+    def relative_error(self, rank: int) -> float:
+        """Frobenius error of the best approximation of that rank, divided by the norm of W (0 for a zero matrix)."""
+        squares = self.singular_values.square()
+        total = squares.sum().item()
+        return (squares[rank:].sum().item() / total) ** 0.5 if total else 0.0
+
+    def truncate(self, rank: int, split: Split = "sigma-right") -> Factors:
+        """The best factors of a rank.
+
+        Args:
+            rank: r, from 1 to `max_rank`.
+            split: `sigma-right` gives U_r and Σ_r V_rᵀ (Eq. 11; the left columns are orthonormal), `balanced` gives
+                U_r √Σ_r and √Σ_r V_rᵀ.
+
+        Raises:
+            ValueError: the rank is out of range or the split unknown.
+        """
+        check_rank(self.name, rank, self.max_rank)
+        if split not in ("sigma-right", "balanced"):
+            raise ValueError(f"{self.name}: split is {split!r}, expected 'sigma-right' or 'balanced'")
+        basis = self.basis[:, :rank]
+        known = self.projected is not None
+        projected = self.projected[:, :rank] if known else _project(self.weight, basis)  # = U Σ
+        sigma = torch.linalg.vector_norm(projected, dim=0)
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        if split == "balanced":
+            root = sigma.sqrt()
+            # A direction W does not have gives 0·0: its column of `projected` is zero, and so is `root`.
+            left, right = projected / root.where(root > 0, 1), basis * root
+        elif self.transposed:
+            left, right = projected, basis
+        elif sigma.min() > ILL_CONDITIONED * sigma.max():
+            left, right = projected / sigma, basis * sigma
+        else:
+            left, upper = torch.linalg.qr(projected)
+            right = basis @ upper.T
+        if self.transposed:
+            left, right = right, left
+        return Factors(left.to(dtype).contiguous(), right.T.to(dtype).contiguous())
+
+
+def check_rank(name: str, rank: int, limit: int) -> None:
+    """Raise a ValueError that names the matrix unless 1 <= rank <= limit."""
+    if not 1 <= rank <= limit:
+        raise ValueError(f"{name}: rank {rank} is not possible, expected 1 to {limit}")
+
+
+@torch.no_grad()
+def decompose(weight: Tensor, *, name: str, rank: int | None = None) -> Spectrum:
+    """Singular values and what is needed to truncate.
+
+    Args:
+        weight: W, m×n, any float type, on the CPU. A torch `Linear.weight` is Wᵀ: the caller transposes.
+        name: the tensor's name, for messages.
+        rank: the largest rank that will be asked for, where it is known: allows the fast route.
+
+    Raises:
+        ValueError: not a matrix, NaN or Inf in it, rank outside 1…min(m, n), eigenproblem without convergence.
+    """
+    if weight.ndim != 2 or not weight.is_floating_point() or weight.numel() == 0:
+        raise ValueError(f"{name}: expected a matrix of floats, found {weight.dtype} of shape {tuple(weight.shape)}")
+    if not torch.isfinite(weight).all():
+        raise ValueError(f"{name}: holds NaN or Inf; the checkpoint is damaged or its training diverged")
+    limit = min(weight.shape)
+    if rank is not None:
+        check_rank(name, rank, limit)
+    transposed = weight.shape[0] <= weight.shape[1]
+    tall = (weight.T if transposed else weight).detach()
+    # Above half of the size the fast route's float64 part costs as much as the exact route.
+    found = _certified(tall, rank) if rank is not None and rank + OVERSAMPLING <= limit // 2 else None
+    if found is None:
+        try:
+            eigenvalues, vectors = torch.linalg.eigh(_gram(tall, torch.float64))
+        except torch.linalg.LinAlgError as error:
+            raise ValueError(f"{name}: the singular value decomposition did not converge ({error})") from error
+        found = eigenvalues.flip(0).clamp(min=0), vectors.flip(1), None
+    energies, basis, projected = found
+    if not torch.isfinite(energies).all():
+        raise ValueError(f"{name}: its values are too large, their squares overflow")
+    return Spectrum(name, energies.sqrt(), basis.shape[1], tall, basis, projected, transposed)
+
+
+def _gram(tall: Tensor, dtype: torch.dtype, block: int = 256) -> Tensor:
+    """Lower triangle of WᵀW, accumulated in `dtype`; what stands above the diagonal blocks stays zero."""
+    size = tall.shape[1]
+    gram = torch.zeros(size, size, dtype=dtype)
+    for chunk in tall.split(CHUNK_ROWS):
+        rows = chunk.to(dtype)
+        for start in range(0, size, block):
+            gram[start:, start : start + block].addmm_(rows[:, start:].T, rows[:, start : start + block])
+    return gram
+
+
+def _project(tall: Tensor, basis: Tensor) -> Tensor:
+    """W·basis in float64, a few rows at a time."""
+    return torch.cat([chunk.double() @ basis for chunk in tall.split(CHUNK_ROWS)])
+
+
+def _certified(tall: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The fast route: squared singular values, V_r and W·V_r, or None where the certificate fails.
+
+    Let Z be the k > r leading float32 eigenvectors, orthonormal, Θ the Ritz values of G = WᵀW in their span, and
+    B = Z⊥ᵀ G Z the coupling to the rest. For any δ > 0, G (in that basis) is below diag(Θ + BᵀB/δ, Z⊥ᵀ G Z⊥ + δ).
+    With δ = θ_r − λ_max(Z⊥ᵀ G Z⊥) the r largest eigenvalues of the bound are those of the first block, so that the
+    energy the optimum captures beyond Σ_{i≤r} θ_i is at most ‖B‖²_F / δ. Both ‖B‖_F and the excess of λ_max over the
+    float32 eigenvalue λ_{k+1} are at most ε = ‖G − VΛVᵀ‖_F, which random probes estimate.
+    """
+    size = tall.shape[1]
+    kept = rank + OVERSAMPLING
+    try:
+        estimates, vectors = torch.linalg.eigh(_gram(tall, torch.float32))
+    except torch.linalg.LinAlgError:
+        return None
+    estimates, vectors = estimates.double(), vectors.double()
+    space = vectors[:, -kept:].flip(1)
+    # One Newton-Schulz step: orthonormal to 1e-6 becomes orthonormal to 1e-12.
+    space = 1.5 * space - 0.5 * space @ (space.T @ space)
+    probes = torch.randn(size, PROBES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    both = torch.cat([space, probes], dim=1)
+    image = torch.empty(tall.shape[0], kept, dtype=torch.float64)
+    gram_probes = torch.zeros_like(probes)
+    for start in range(0, tall.shape[0], CHUNK_ROWS):
+        rows = tall[start : start + CHUNK_ROWS].double()
+        product = rows @ both
+        image[start : start + CHUNK_ROWS] = product[:, :kept]
+        gram_probes.addmm_(rows.T, product[:, kept:])
+    residual = gram_probes - vectors @ (estimates[:, None] * (vectors.T @ probes))
+    # E‖Ex‖² = ‖E‖²_F; doubled, because 16 probes of an error of rank one may come out low.
+    epsilon = 2 * torch.linalg.matrix_norm(residual) / PROBES**0.5
+    try:
+        ritz, rotation = torch.linalg.eigh(image.T @ image)
+    except torch.linalg.LinAlgError:
+        return None
+    ritz, rotation = ritz.flip(0), rotation.flip(1)[:, :rank]
+    total = torch.linalg.vector_norm(tall, dtype=torch.float64).square()
+    gap = ritz[rank - 1] - estimates[-kept - 1] - epsilon
+    # Comparisons with NaN are false: an overflow in float32 ends here, too.
+    if not (gap > 0 and epsilon.square() / gap <= TOLERATED_LOSS * (total - ritz[:rank].sum())):
+        return None
+    rest = estimates[:-kept].flip(0).clamp(min=0)
+    rest *= (total - ritz.sum()) / rest.sum()
+    energies = torch.cat([ritz, rest]).sort(descending=True).values
+    return energies, space @ rotation, image @ rotation
+
+
+def in_workers(
+    function: Callable[[Item], Result], items: Iterable[Item], workers: int | None = None
+) -> Iterator[Result]:
+    """Results of `function` in worker threads, each as soon as it is there (so not in the order of `items`).
+
+    Every worker has one BLAS thread: several matrices side by side are faster than one matrix on several cores.
+    `items` is read as workers become free, so a lazily loading iterable keeps at most `workers` matrices in memory.
+    Give the largest first, so that none is left for the end.
+
+    Args:
+        workers: number of threads; as many as torch has threads unless given.
+    """
+    workers = workers or torch.get_num_threads()
+    items = iter(items)
+    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        running = {pool.submit(function, item) for item in islice(items, workers)}
+        while running:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                result = future.result()
+                running.update(pool.submit(function, item) for item in islice(items, 1))
+                yield result
