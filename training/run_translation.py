@@ -265,12 +265,14 @@ def main(argv: list[str] | None = None) -> None:
     order = {part: np.argsort(tokens[part]["source_length"][:], kind="stable") for part in tokens if part != "train"}
     references = {part: [parts[part][int(i)]["target"] for i in order[part]] for part in order}
 
-    def decode(predictions: np.ndarray) -> list[str]:
+    def decode(predictions: np.ndarray, part: str) -> list[str]:
+        # With several processes Seq2SeqTrainer appends sentences from the beginning, to have as many for each.
+        predictions = predictions[: len(references[part])]
         predictions = np.where(predictions < 0, tokenizer.pad_token_id, predictions)
         return tokenizer.batch_decode(predictions, skip_special_tokens=True)
 
     def score_validation(prediction: EvalPrediction) -> dict[str, float]:
-        scores = translation_quality(decode(prediction.predictions), references["validation"])
+        scores = translation_quality(decode(prediction.predictions, "validation"), references["validation"])
         return {name: scores[name] for name in ("bleu", "chrf")}
 
     trainer = RecoveryTrainer(
@@ -309,7 +311,7 @@ def main(argv: list[str] | None = None) -> None:
     if "test" in tokens:
         args.predict_with_generate, trainer.compute_metrics = True, None
         result = trainer.predict(tokens["test"].select(order["test"]), metric_key_prefix="test")
-        texts = decode(result.predictions)
+        texts = decode(result.predictions, "test")
         scores = translation_quality(texts, references["test"])
         rows |= {f"test {name}": value for name, value in scores.items()}
         trainer.save_metrics("test", {f"test_{name}": value for name, value in scores.items()})
