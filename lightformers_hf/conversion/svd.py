@@ -21,12 +21,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 Split = Literal["sigma-right", "balanced"]
+SPLITS = get_args(Split)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -92,8 +93,8 @@ class Spectrum:
             ValueError: the rank is out of range or the split unknown.
         """
         check_rank(self.name, rank, self.max_rank)
-        if split not in ("sigma-right", "balanced"):
-            raise ValueError(f"{self.name}: split is {split!r}, expected 'sigma-right' or 'balanced'")
+        if split not in SPLITS:
+            raise ValueError(f"{self.name}: split is {split!r}, expected {' or '.join(SPLITS)}")
         basis = self.basis[:, :rank]
         known = self.projected is not None
         projected = self.projected[:, :rank] if known else _project(self.weight, basis)  # = U Σ
