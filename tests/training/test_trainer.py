@@ -1,0 +1,197 @@
+"""The trainer's loss against its definition in plain arithmetic, however the batch is cut into pieces."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq, MarianTokenizer, Seq2SeqTrainingArguments
+
+from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration
+from lightformers_hf.training import RecoveryTrainer, distillation_loss, find_last_checkpoint, tokenize_pairs
+
+
+@pytest.fixture
+def tokens(tiny_marian, parallel_sentences):
+    from datasets import Dataset
+
+    pairs = Dataset.from_list([{"source": pair["de"], "target": pair["en"]} for pair in parallel_sentences])
+    tokenizer = MarianTokenizer.from_pretrained(tiny_marian)
+    return tokenize_pairs(pairs, tokenizer, max_source_length=64, max_target_length=64)
+
+
+@pytest.fixture
+def build_trainer(tiny_marian, tmp_path, tokens):
+    def build(model="marian", rows=8, with_teacher=False, **options):
+        """A trainer of `rows` sentences, its model a little away from the trained one, without dropout."""
+        torch.manual_seed(1)
+        teacher = AutoModelForSeq2SeqLM.from_pretrained(tiny_marian)
+        if model == "lightformer":
+            sizes = {k: getattr(teacher.config, k) for k in ("vocab_size", "d_model", "pad_token_id", "eos_token_id")}
+            model = LightFormerForConditionalGeneration(
+                LightFormerConfig(
+                    **sizes,
+                    encoder_layers=2,
+                    decoder_layers=1,
+                    encoder_groups=1,
+                    encoder_attention_heads=4,
+                    decoder_attention_heads=4,
+                    encoder_ffn_dim=48,
+                    decoder_ffn_dim=48,
+                    attention_rank=8,
+                    embedding_rank=8,
+                    dropout=0.0,
+                    decoder_start_token_id=teacher.config.decoder_start_token_id,
+                )
+            )
+        elif model == "marian":
+            model = AutoModelForSeq2SeqLM.from_pretrained(tiny_marian)
+            for parameter in model.parameters():
+                parameter.data += 0.1 * torch.randn_like(parameter)
+        recovery = {k: options.pop(k) for k in list(options) if k == "max_tokens" or k.startswith("distillation")}
+        args = Seq2SeqTrainingArguments(
+            output_dir=str(tmp_path / "out"), use_cpu=True, logging_steps=1, disable_tqdm=True, save_strategy="no",
+            optim="sgd", learning_rate=1.0, lr_scheduler_type="constant", max_grad_norm=0.0, seed=0, **options,
+        )  # fmt: skip
+        tokenizer = MarianTokenizer.from_pretrained(tiny_marian)
+        return RecoveryTrainer(
+            model,
+            args,
+            train_dataset=tokens.select(range(rows)),
+            eval_dataset=tokens,
+            data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+            teacher=teacher if with_teacher else None,
+            **recovery,
+        )
+
+    return build
+
+
+def log_softmax(logits):
+    largest = max(logits)
+    total = math.log(sum(math.exp(value - largest) for value in logits)) + largest
+    return [value - total for value in logits]
+
+
+def one_by_one(trainer, alpha, temperature, smoothing):
+    """The mean loss of a token, from sentences without padding and sums written out."""
+    total, count = 0.0, 0
+    for row in trainer.train_dataset:
+        ids, labels = torch.tensor([row["input_ids"]]), row["labels"]
+        start = torch.tensor([[trainer.model.config.decoder_start_token_id, *labels[:-1]]])
+        with torch.no_grad():
+            student, teacher = (
+                m.eval()(input_ids=ids, decoder_input_ids=start).logits[0].double()
+                for m in (trainer.model, trainer.teacher)
+            )
+        for s, t, label in zip(student.tolist(), teacher.tolist(), labels, strict=True):
+            log_p = log_softmax(s)
+            label_loss = -(1 - smoothing) * log_p[label] - smoothing * sum(log_p) / len(log_p)
+            log_s, log_t = (log_softmax([value / temperature for value in logits]) for logits in (s, t))
+            divergence = sum(math.exp(b) * (b - a) for a, b in zip(log_s, log_t, strict=True))
+            total += alpha * temperature**2 * divergence + (1 - alpha) * label_loss
+            count += 1
+    return total / count
+
+
+@pytest.mark.parametrize(("alpha", "temperature", "smoothing"), [(0.7, 2.0, 0.1), (1.0, 1.0, 0.0), (0.0, 1.0, 0.1)])
+def test_loss_is_its_definition(build_trainer, alpha, temperature, smoothing):
+    trainer = build_trainer(
+        with_teacher=True,
+        distillation_alpha=alpha,
+        distillation_temperature=temperature,
+        label_smoothing_factor=smoothing,
+        per_device_train_batch_size=8,
+        max_steps=1,
+    )
+    expected = one_by_one(trainer, alpha, temperature, smoothing)
+    assert trainer.train().training_loss == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("with_teacher", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("model", ["marian", "lightformer"])
+def test_accumulated_batches_equal_one_big_batch(build_trainer, model, smoothing, with_teacher):
+    options = {"model": model, "with_teacher": with_teacher, "label_smoothing_factor": smoothing, "max_steps": 1}
+    whole = build_trainer(per_device_train_batch_size=8, **options)
+    before = {name: p.detach().clone() for name, p in whole.model.named_parameters()}
+    pieces = build_trainer(per_device_train_batch_size=2, gradient_accumulation_steps=4, **options)
+    assert pieces.train().training_loss == pytest.approx(whole.train().training_loss, rel=1e-5)
+    for (name, one), other in zip(whole.model.named_parameters(), pieces.model.parameters(), strict=True):
+        # One step of plain descent at rate 1: the difference is the gradient.
+        torch.testing.assert_close(before[name] - one, before[name] - other, atol=1e-6, rtol=1e-3)
+    assert any(not torch.equal(before[name], p) for name, p in whole.model.named_parameters())
+
+
+def test_distillation_loss_is_zero_for_equals_and_positive_otherwise():
+    logits = torch.randn(5, 7)
+    assert distillation_loss(logits, logits, 3.0).item() == pytest.approx(0, abs=1e-5)
+    assert distillation_loss(logits, logits.flip(-1), 3.0).item() > 0.1
+
+
+def test_the_teacher_learns_nothing_and_is_not_saved(build_trainer, tmp_path):
+    trainer = build_trainer(with_teacher=True, max_steps=2, max_tokens=200)
+    before = {name: p.clone() for name, p in trainer.teacher.named_parameters()}
+    trainer.train()
+    trainer.save_model()
+    assert all(torch.equal(before[name], p) for name, p in trainer.teacher.named_parameters())
+    assert not trainer.teacher.training
+    loaded, info = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert sum(p.numel() for p in loaded.parameters()) == sum(p.numel() for p in trainer.model.parameters())
+
+
+def test_evaluation_leaves_the_teacher_out(build_trainer):
+    with_teacher = build_trainer(with_teacher=True, distillation_alpha=1.0, per_device_eval_batch_size=10)
+    without = build_trainer(per_device_eval_batch_size=10)
+    assert with_teacher.evaluate()["eval_loss"] == pytest.approx(without.evaluate()["eval_loss"])
+
+
+def test_epochs_of_token_batches_are_whole_and_differ(build_trainer):
+    trainer = build_trainer(rows=10, max_tokens=60, num_train_epochs=3)
+    seen = []
+    collate = trainer.data_collator
+    trainer.data_collator = lambda rows: seen.append([tuple(row["input_ids"]) for row in rows]) or collate(rows)
+    trainer.train()
+    steps = trainer.state.global_step
+    assert steps == len(seen)
+    epochs = [seen[i : i + steps // 3] for i in range(0, steps, steps // 3)]
+    expected = sorted(tuple(row["input_ids"]) for row in trainer.train_dataset)
+    assert [sorted(row for batch in epoch for row in batch) for epoch in epochs] == [expected] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_unfit_teachers_are_refused(build_trainer, tiny_marian):
+    with pytest.raises(ValueError, match="distillation_alpha is 2"):
+        build_trainer(with_teacher=True, distillation_alpha=2.0)
+    with pytest.raises(ValueError, match="distillation_temperature is 0"):
+        build_trainer(with_teacher=True, distillation_temperature=0)
+    other = AutoModelForSeq2SeqLM.from_pretrained(tiny_marian)
+    other.resize_token_embeddings(200)
+    with pytest.raises(ValueError, match="vocabulary has 120 entries, the model's 200"):
+        build_trainer(model=other, with_teacher=True)
+
+
+def test_max_tokens_needs_the_lengths(build_trainer):
+    trainer = build_trainer(max_tokens=100)
+    trainer.train_dataset = trainer.train_dataset.remove_columns("target_length")
+    with pytest.raises(ValueError, match="target_length"):
+        trainer.train()
+
+
+def test_only_complete_checkpoints_are_found(tmp_path):
+    def write(step, state="{}", leave_out=()):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        names = {"config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"}
+        for name in names - set(leave_out):
+            (folder / name).write_text(state)
+
+    assert find_last_checkpoint(tmp_path) is None
+    write(9)
+    write(20)
+    write(100, state='{"epoch": 1')  # torn
+    write(110, leave_out=["trainer_state.json"])
+    write(120, leave_out=["optimizer.pt"])
+    (tmp_path / "checkpoint-best").mkdir()
+    assert find_last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-20")
