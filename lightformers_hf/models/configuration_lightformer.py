@@ -1,4 +1,4 @@
-"""Configuration of LightFormer (Lu et al., ACL 2023 Findings): a Transformer of low-rank matrices and shared layers."""
+"""Configuration of LightFormer (Lu et al. 2023): a Transformer of low-rank matrices and shared layers."""
 
 import re
 
@@ -16,6 +16,7 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_lightformer.LightFormerForCausalLM",
     "AutoModelForSequenceClassification": "modeling_lightformer.LightFormerForSequenceClassification",
 }
+RANK_FIELDS = ("attention_rank", "ffn_rank", "embedding_rank", "decoder_attention_rank", "decoder_ffn_rank")
 POSITION_EMBEDDING_TYPES = ("sinusoidal", "sinusoidal_half", "learned")
 
 
@@ -36,7 +37,7 @@ class LightFormerConfig(PreTrainedConfig):
         attention_rank, ffn_rank, embedding_rank: r of every matrix of that kind; `None` means dense.
         decoder_attention_rank, decoder_ffn_rank: r of the decoder's; `None` means as the encoder's.
         rank_pattern: module name pattern → r, or `None` for dense; the first that matches decides, before the fields
-            above. A pattern is a regular expression for the end of the name: `fc1`, `decoder.layers.0.self_attn.q_proj`.
+            above. A pattern is a regular expression for the end of the name: `fc1`, `decoder.layers.0.fc2`.
         joint_qkv: one projection d → 3d in self-attention (Table 1 of the paper).
         attention_output_projection: whether attention has `out_proj` (Table 1 leaves it out).
         position_embedding_type: `sinusoidal` (Marian, Pegasus), `sinusoidal_half` (M2M100, NLLB) or `learned` (BART).
@@ -123,7 +124,7 @@ class LightFormerConfig(PreTrainedConfig):
             if heads < 1 or self.d_model % heads:
                 raise ValueError(f"{stack}_attention_heads is {heads}, which does not divide d_model {self.d_model}")
             check_groups(f"{stack}_groups", getattr(self, f"{stack}_groups"), getattr(self, f"{stack}_layers"))
-        ranks = {field: getattr(self, field) for field in self._rank_fields()}
+        ranks = {field: getattr(self, field) for field in RANK_FIELDS}
         ranks |= {f"rank_pattern[{pattern!r}]": rank for pattern, rank in self.rank_pattern.items()}
         for field, rank in ranks.items():
             if rank is not None and rank < 1:
@@ -145,10 +146,6 @@ class LightFormerConfig(PreTrainedConfig):
                 f"decoder_vocab_size is {self.decoder_vocab_size} and vocab_size {self.vocab_size}: "
                 "two vocabularies need share_encoder_decoder_embeddings=False"
             )
-
-    @staticmethod
-    def _rank_fields() -> tuple[str, ...]:
-        return ("attention_rank", "ffn_rank", "embedding_rank", "decoder_attention_rank", "decoder_ffn_rank")
 
     def rank_of_kind(self, stack: str, kind: str) -> int | None:
         """r that the fields give to `attention`, `ffn` or `embedding` matrices of the `encoder` or `decoder`."""

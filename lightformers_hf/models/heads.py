@@ -39,7 +39,27 @@ def output_ties(table: nn.Module, table_name: str, tie: bool) -> dict[str, str]:
     return {f"lm_head.{output_name}": f"{table_name}.{name}" for name, output_name in names.items()}
 
 
-class EncoderDecoder:
+class Vocabulary:
+    """The token table of any model: a low-rank one keeps its basis when the vocabulary changes its size."""
+
+    def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True) -> nn.Module:
+        """Resize the one vocabulary of the model. Arguments and result: see `PreTrainedModel`.
+
+        Raises `ValueError` where encoder and decoder have vocabularies of their own.
+        """
+        if new_num_tokens is None and pad_to_multiple_of is None:
+            return self.get_input_embeddings()
+        if self.config.is_encoder_decoder and not self.config.share_encoder_decoder_embeddings:
+            raise ValueError(
+                "this model has separate source and target vocabularies "
+                "(share_encoder_decoder_embeddings=False); resizing one of them is not supported"
+            )
+        table = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        self.config.decoder_vocab_size = self.config.vocab_size
+        return table
+
+
+class EncoderDecoder(Vocabulary):
     """Forward pass of an encoder-decoder without a head: the class has `encoder`, `decoder` and maybe `shared`."""
 
     def get_input_embeddings(self) -> nn.Module:
@@ -96,7 +116,7 @@ class EncoderDecoder:
         )
 
 
-class LanguageModelHead:
+class LanguageModelHead(Vocabulary):
     """Access to an output layer `lm_head` that may be a pair of factors: the inner V-wide layer is what is resized."""
 
     def get_output_embeddings(self) -> nn.Linear:
@@ -110,7 +130,7 @@ class LanguageModelHead:
 
 
 class ConditionalGenerationHead(LanguageModelHead):
-    """An encoder-decoder `model` with an output layer `lm_head` and a fixed bias `final_logits_bias` (Marian, BART)."""
+    """An encoder-decoder `model`, an output layer `lm_head` and a fixed bias `final_logits_bias` (Marian, BART)."""
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.get_input_embeddings()
@@ -119,19 +139,9 @@ class ConditionalGenerationHead(LanguageModelHead):
         self.model.set_input_embeddings(value)
 
     def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True) -> nn.Module:
-        """Resize the shared vocabulary; a low-rank table keeps its basis. See `PreTrainedModel`.
-
-        Raises `ValueError` where encoder and decoder have vocabularies of their own.
-        """
-        if new_num_tokens is None and pad_to_multiple_of is None:
-            return self.get_input_embeddings()
-        if not self.config.share_encoder_decoder_embeddings:
-            raise ValueError(
-                "this model has separate source and target vocabularies; resizing one of them is not supported"
-            )
+        """As `Vocabulary` does; the output bias goes along, with zeros for new tokens."""
         table = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        self.config.decoder_vocab_size = table.weight.shape[0]
-        missing = table.weight.shape[0] - self.final_logits_bias.shape[-1]
+        missing = self.config.decoder_vocab_size - self.final_logits_bias.shape[-1]
         self.final_logits_bias = nn.functional.pad(self.final_logits_bias, (0, missing))
         return table
 
@@ -205,12 +215,6 @@ class CausalLMHead(LanguageModelHead):
     def get_decoder(self) -> nn.Module:
         return self.decoder
 
-    def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True) -> nn.Module:
-        """Resize the vocabulary; a low-rank table keeps its basis. See `PreTrainedModel`."""
-        table = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        self.config.decoder_vocab_size = table.weight.shape[0]
-        return table
-
     @can_return_tuple
     def forward(
         self,
@@ -251,7 +255,7 @@ class CausalLMHead(LanguageModelHead):
         )
 
 
-class SequenceClassificationHead:
+class SequenceClassificationHead(Vocabulary):
     """An `encoder`, the mean of its states over the tokens, and a linear `classifier` above it."""
 
     def get_input_embeddings(self) -> nn.Module:

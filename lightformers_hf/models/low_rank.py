@@ -32,12 +32,22 @@ def _check_rank(rank: int, m: int, n: int, name: str) -> None:
         raise ValueError(f"rank of {name} is {rank}; a {m}x{n} matrix allows 1 to {min(m, n)}")
 
 
-def _factor_std(std: float, rank: int) -> float:
-    """Standard deviation of both factors' entries that gives their product's entries the standard deviation `std`.
+def init_factors(module: nn.Module, std: float) -> None:
+    """Draw what `module` itself holds of a factorized matrix, so that U·V has entries of standard deviation `std`.
 
-    An entry of U·V is a sum of r products, so its variance is r·s⁴ when both factors have variance s².
+    An entry of U·V is a sum of r products, so its variance is r·s⁴ when both factors have variance s². Factors are
+    drawn by the modules that hold them (marked by `product_rank`): transformers passes over one that holds nothing.
     """
-    return (std**2 / rank) ** 0.25
+    rank = getattr(module, "product_rank", None)
+    if rank is None:
+        return
+    factor_std = (std**2 / rank) ** 0.25
+    for name, factor in module.named_parameters(recurse=False):
+        if name != "bias":
+            fresh = not getattr(factor, "_is_hf_initialized", False)
+            init.normal_(factor, std=factor_std)
+            if fresh and name == "weight" and getattr(module, "padding_idx", None) is not None:
+                init.zeros_(factor[module.padding_idx])
 
 
 class LowRankLinear(nn.Module):
@@ -48,14 +58,10 @@ class LowRankLinear(nn.Module):
         self.in_features, self.out_features, self.rank = in_features, out_features, rank
         self.u = nn.Linear(in_features, rank, bias=False)
         self.v = nn.Linear(rank, out_features, bias=bias)
+        self.u.product_rank = self.v.product_rank = rank
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.v(self.u(hidden_states))
-
-    def init_factors(self, std: float) -> None:
-        """Draw U and V so that U·V has entries of standard deviation `std`, as the dense layer would."""
-        for factor in (self.u, self.v):
-            init.normal_(factor.weight, std=_factor_std(std, self.rank))
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}"
@@ -77,20 +83,12 @@ class LowRankEmbedding(nn.Embedding):
 
     def __init__(self, num_embeddings: int, d_model: int, rank: int, padding_idx: int | None = None):
         super().__init__(num_embeddings, rank, padding_idx)
+        self.product_rank = rank
         self.basis = nn.Parameter(torch.empty(rank, d_model))
         nn.init.normal_(self.basis)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return super().forward(input_ids) @ self.basis
-
-    def init_factors(self, std: float) -> None:
-        """Draw E_a and E_b so that E has entries of standard deviation `std`; the padding row is zero."""
-        factor_std = _factor_std(std, self.embedding_dim)
-        fresh = not getattr(self.weight, "_is_hf_initialized", False)
-        init.normal_(self.weight, std=factor_std)
-        if fresh and self.padding_idx is not None:
-            init.zeros_(self.weight[self.padding_idx])
-        init.normal_(self.basis, std=factor_std)
 
 
 class LowRankOutput(nn.Module):
@@ -104,15 +102,10 @@ class LowRankOutput(nn.Module):
         self.basis = nn.Parameter(torch.empty(rank, d_model))
         nn.init.normal_(self.basis)
         self.output = nn.Linear(rank, vocab_size, bias=False)
+        self.product_rank = self.output.product_rank = rank
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.output(nn.functional.linear(hidden_states, self.basis))
-
-    def init_factors(self, std: float) -> None:
-        """Draw both factors so that their product has entries of standard deviation `std`."""
-        factor_std = _factor_std(std, self.output.in_features)
-        init.normal_(self.output.weight, std=factor_std)
-        init.normal_(self.basis, std=factor_std)
 
 
 def make_embedding(vocab_size: int, d_model: int, rank: int | None, *, name: str, padding_idx: int | None):

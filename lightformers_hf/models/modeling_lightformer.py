@@ -32,9 +32,7 @@ from .heads import (
 )
 from .layer_stack import LayerStack
 from .low_rank import (
-    LowRankEmbedding,
-    LowRankLinear,
-    LowRankOutput,
+    init_factors,
     make_embedding,
     make_linear,
     make_output,
@@ -59,6 +57,12 @@ def make_table(config: LightFormerConfig, stack: str) -> nn.Module:
     vocab_size = config.decoder_vocab_size if stack == "decoder" else config.vocab_size
     rank = module_rank(config, name, "embedding")
     return make_embedding(vocab_size, config.d_model, rank, name=name, padding_idx=config.pad_token_id)
+
+
+def make_head(config: LightFormerConfig, table_name: str) -> nn.Module:
+    """Output layer, d → V: in the form of the table `table_name` where it is tied to it, else of a rank of its own."""
+    rank = module_rank(config, table_name if config.tie_word_embeddings else "lm_head", "embedding")
+    return make_output(config.d_model, config.decoder_vocab_size, rank, name="lm_head")
 
 
 class LayerNorms(nn.Module):
@@ -178,9 +182,8 @@ class LightFormerPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, (LowRankLinear, LowRankEmbedding, LowRankOutput)):
-            module.init_factors(self.config.init_std)
-        elif isinstance(module, SinusoidalPositions):
+        init_factors(module, self.config.init_std)
+        if isinstance(module, SinusoidalPositions):
             module.reset()
         elif isinstance(module, LightFormerForConditionalGeneration):
             init.zeros_(module.final_logits_bias)
@@ -287,6 +290,11 @@ class LightFormerDecoder(LightFormerStack):
     }
 
     def __init__(self, config: LightFormerConfig):
+        if config.embedding_dim is not None:
+            raise ValueError(
+                f"embedding_dim is {config.embedding_dim}, but word vectors are for "
+                "LightFormerForSequenceClassification alone: leave it None here"
+            )
         super().__init__(config, "decoder", make_table(config, "decoder"))
         self.post_init()
 
@@ -344,8 +352,6 @@ class LightFormerModel(EncoderDecoder, LightFormerPreTrainedModel):
 
     def __init__(self, config: LightFormerConfig):
         super().__init__(config)
-        if config.embedding_dim is not None:
-            raise ValueError("embedding_dim is for LightFormerForSequenceClassification; leave it None here")
         if config.share_encoder_decoder_embeddings:
             self.shared = make_table(config, "encoder")
         self.encoder = LightFormerEncoder(config)
@@ -362,8 +368,7 @@ class LightFormerForConditionalGeneration(ConditionalGenerationHead, LightFormer
         self.loss_type = "ForMaskedLM"  # decoder inputs are shifted already; the default would shift the labels again
         self.model = LightFormerModel(config)
         table_name = decoder_table_name(config)
-        rank = module_rank(config, table_name, "embedding")
-        self.lm_head = make_output(config.d_model, config.decoder_vocab_size, rank, name="lm_head")
+        self.lm_head = make_head(config, table_name)
         self.register_buffer("final_logits_bias", torch.zeros(1, config.decoder_vocab_size))
         self._tied_weights_keys = output_ties(
             self.model.decoder.embed_tokens, f"model.{table_name}", config.tie_word_embeddings
@@ -377,11 +382,10 @@ class LightFormerForCausalLM(CausalLMHead, LightFormerPreTrainedModel, Generatio
     def __init__(self, config: LightFormerConfig):
         config = copy.deepcopy(config)  # the caller's configuration stays an encoder-decoder's
         config.is_encoder_decoder, config.is_decoder = False, True
-        config.share_encoder_decoder_embeddings = False
+        config.share_encoder_decoder_embeddings, config.vocab_size = False, config.decoder_vocab_size
         super().__init__(config)
         self.decoder = LightFormerDecoder(config)
-        rank = module_rank(config, "decoder.embed_tokens", "embedding")
-        self.lm_head = make_output(config.d_model, config.decoder_vocab_size, rank, name="lm_head")
+        self.lm_head = make_head(config, "decoder.embed_tokens")
         self._tied_weights_keys = output_ties(
             self.decoder.embed_tokens, "decoder.embed_tokens", config.tie_word_embeddings
         )
@@ -392,6 +396,8 @@ class LightFormerForSequenceClassification(SequenceClassificationHead, LightForm
     """The encoder alone with a classifier (§4.2): `AutoModelForSequenceClassification`."""
 
     def __init__(self, config: LightFormerConfig):
+        config = copy.deepcopy(config)
+        config.is_encoder_decoder = False
         super().__init__(config)
         self.encoder = LightFormerEncoder(config, embedding_dim=config.embedding_dim)
         self.dropout = nn.Dropout(config.classifier_dropout)

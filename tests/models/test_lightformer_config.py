@@ -1,0 +1,80 @@
+"""The configuration: errors that name the field, and what survives JSON."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightformer_cases import TINY, VARIANTS
+from transformers import AutoConfig
+
+from lightformers_hf.models import (
+    LightFormerConfig,
+    LightFormerForCausalLM,
+    LightFormerForConditionalGeneration,
+    LightFormerForSequenceClassification,
+    LightFormerModel,
+)
+from lightformers_hf.models.layer_stack import LayerStack
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_json_round_trip(variant, tmp_path):
+    config = LightFormerConfig(**{**TINY, **VARIANTS[variant]})
+    config.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).to_dict() | {"_name_or_path": ""} == config.to_dict()
+    assert {name: getattr(config, name) for name in VARIANTS[variant]} == VARIANTS[variant]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"encoder_attention_heads": 3}, "encoder_attention_heads is 3.*d_model 16"),
+        ({"decoder_attention_heads": 0}, "decoder_attention_heads is 0.*d_model 16"),
+        ({"encoder_groups": 3}, r"encoder_groups is 3.*4 layers.*\[1, 2, 4\]"),
+        ({"decoder_groups": 0}, r"decoder_groups is 0.*2 layers"),
+        ({"encoder_groups": 8}, r"encoder_groups is 8.*4 layers"),
+        ({"attention_rank": 0}, "attention_rank is 0"),
+        ({"ffn_rank": -1}, "ffn_rank is -1"),
+        ({"embedding_rank": 0}, "embedding_rank is 0"),
+        ({"decoder_attention_rank": 0}, "decoder_attention_rank is 0"),
+        ({"decoder_ffn_rank": 0}, "decoder_ffn_rank is 0"),
+        ({"rank_pattern": {"fc1": 0}}, "rank_pattern.*fc1.* is 0"),
+        ({"rank_pattern": {"fc(": 3}}, r"rank_pattern has 'fc\('"),
+        ({"position_embedding_type": "rotary"}, "position_embedding_type is 'rotary'.*sinusoidal_half"),
+        ({"activation_function": "sine"}, "activation_function is 'sine'"),
+        ({"decoder_vocab_size": 30}, "decoder_vocab_size is 30.*share_encoder_decoder_embeddings=False"),
+    ],
+)
+def test_impossible_fields(fields, message):
+    with pytest.raises(ValueError, match=message):
+        LightFormerConfig(**{**TINY, **fields})
+
+
+@pytest.mark.parametrize("fields", [{"d_model": "16"}, {"attention_rank": 2.5}, {"joint_qkv": "yes"}])
+def test_wrong_types(fields):
+    with pytest.raises(Exception, match=next(iter(fields))):
+        LightFormerConfig(**{**TINY, **fields})
+
+
+@pytest.mark.parametrize(
+    "model_class", [LightFormerModel, LightFormerForConditionalGeneration, LightFormerForCausalLM]
+)
+def test_word_vectors_are_for_classification(model_class):
+    config = LightFormerConfig(**TINY, embedding_dim=10)
+    with pytest.raises(ValueError, match="embedding_dim"):
+        model_class(config)
+    assert LightFormerForSequenceClassification(config).get_input_embeddings().weight.shape == (40, 10)
+
+
+def test_no_group_field_is_one_layer_a_depth():
+    assert LayerStack(lambda index: torch.nn.Identity(), layers=3, groups=None).stored_at == [0, 1, 2]
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_groups_are_contiguous_and_equal(groups, size):
+    stack = LayerStack(lambda index: torch.nn.Identity(), layers=groups * size, groups=groups)
+    assert stack.stored_at == [index for index in range(groups) for _ in range(size)]
+    assert [(depth, layer) for depth, layer in stack.by_depth()] == [
+        (depth, stack[index]) for depth, index in enumerate(stack.stored_at)
+    ]
+    assert len(stack) == groups

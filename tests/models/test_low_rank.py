@@ -1,0 +1,207 @@
+"""Factors act as their product does."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightformer_cases import TINY, make_model
+from torch import nn
+
+from lightformers_hf.models import LightFormerConfig, LightFormerForConditionalGeneration
+from lightformers_hf.models.low_rank import (
+    LowRankEmbedding,
+    LowRankLinear,
+    LowRankOutput,
+    init_factors,
+    make_embedding,
+    make_linear,
+    make_output,
+    pattern_matches,
+    rank_from_pattern,
+)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_is_its_product(bias):
+    torch.manual_seed(0)
+    low_rank, dense = LowRankLinear(12, 9, rank=4, bias=bias), nn.Linear(12, 9, bias=bias)
+    with torch.no_grad():
+        dense.weight.copy_(low_rank.v.weight @ low_rank.u.weight)
+        if bias:
+            dense.bias.copy_(low_rank.v.bias)
+    assert {name for name, _ in low_rank.named_parameters()} == {"u.weight", "v.weight"} | (
+        {"v.bias"} if bias else set()
+    )
+    inputs = torch.randn(2, 3, 12)
+    torch.testing.assert_close(low_rank(inputs), dense(inputs))
+
+
+def test_embedding_and_output_are_their_product():
+    torch.manual_seed(0)
+    embedding, output = LowRankEmbedding(11, 8, rank=3, padding_idx=1), LowRankOutput(8, 11, rank=3)
+    output.basis, output.output.weight = embedding.basis, embedding.weight  # Eq. 8: tied
+    table = embedding.weight @ embedding.basis
+    ids = torch.tensor([[0, 5, 1], [10, 2, 2]])
+    torch.testing.assert_close(embedding(ids), nn.functional.embedding(ids, table))
+    states = torch.randn(2, 3, 8)
+    torch.testing.assert_close(output(states), states @ table.T)
+    assert isinstance(embedding, nn.Embedding)
+
+
+@pytest.mark.parametrize("rank", [2, 16, 200])
+def test_fresh_product_has_the_spread_of_a_fresh_matrix(rank):
+    torch.manual_seed(0)
+    std = 0.02
+    linear, embedding, output = (
+        LowRankLinear(256, 300, rank),
+        LowRankEmbedding(300, 256, rank),
+        LowRankOutput(256, 300, rank),
+    )
+    for module in (linear.u, linear.v, embedding, output, output.output):
+        init_factors(module, std)
+    products = (
+        linear.v.weight @ linear.u.weight,
+        embedding.weight @ embedding.basis,
+        output.output.weight @ output.basis,
+    )
+    for product in products:
+        assert product.std().item() == pytest.approx(std, rel=0.15)
+        assert abs(product.mean().item()) < std / 10
+
+
+@pytest.mark.parametrize("embedding_rank", [None, 7])
+def test_fresh_model(embedding_rank):
+    """Every matrix has the configured spread, biases are zero, LayerNorms one, the padding row exactly zero."""
+    ranks = {"attention_rank": 40, "ffn_rank": 40} if embedding_rank else {}
+    config = LightFormerConfig(
+        **{**TINY, "d_model": 128, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "vocab_size": 400},
+        **ranks,
+        embedding_rank=embedding_rank,
+        init_std=0.05,
+    )
+    torch.manual_seed(0)
+    model = LightFormerForConditionalGeneration(config)
+    table = model.get_input_embeddings()
+    assert torch.equal(table(torch.tensor([config.pad_token_id])), torch.zeros(1, 128))
+    assert table(torch.arange(4, 400)).std().item() == pytest.approx(0.05, rel=0.15)
+    query, norm = model.model.encoder.layers[0].self_attn.q_proj, model.model.encoder.layers[0].final_layer_norm
+    matrix = query.v.weight @ query.u.weight if embedding_rank else query.weight
+    assert matrix.std().item() == pytest.approx(0.05, rel=0.15)
+    assert torch.count_nonzero(query.v.bias if embedding_rank else query.bias) == 0
+    assert torch.equal(norm.weight, torch.ones(128))
+
+
+def test_none_means_dense():
+    assert type(make_linear(4, 5, None, name="a")) is nn.Linear
+    assert type(make_embedding(4, 5, None, name="a", padding_idx=1)) is nn.Embedding
+    assert type(make_output(4, 5, None, name="a")) is nn.Linear
+
+
+@pytest.mark.parametrize("rank", [0, -3, 17])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rank, name: make_linear(16, 24, rank, name=name),
+        lambda rank, name: make_embedding(40, 16, rank, name=name, padding_idx=1),
+        lambda rank, name: make_output(16, 40, rank, name=name),
+    ],
+)
+def test_impossible_rank_names_the_module(make, rank):
+    with pytest.raises(ValueError, match=rf"some\.where is {rank}.*1 to 16"):
+        make(rank, "some.where")
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"attention_rank": 17}, "encoder.layers.0.self_attn.q_proj"),
+        ({"decoder_ffn_rank": 17}, "decoder.layers.0.fc1"),
+        ({"embedding_rank": 17}, "shared"),
+        ({"rank_pattern": {r"layers\.1\.fc2": 99}}, "encoder.layers.1.fc2"),
+    ],
+)
+def test_impossible_rank_in_a_configuration(fields, name):
+    with pytest.raises(ValueError, match=rf"rank of {name} is (17|99)"):
+        LightFormerForConditionalGeneration(LightFormerConfig(**TINY, **fields))
+
+
+def rank_of(module: nn.Module) -> int | None:
+    if isinstance(module, LowRankEmbedding):
+        return module.embedding_dim
+    return module.rank if isinstance(module, LowRankLinear) else None
+
+
+PATTERNS = {  # pattern → the names it selects
+    "q_proj": lambda name: name.endswith(".q_proj"),
+    "self_attn.q_proj": lambda name: name.endswith(".self_attn.q_proj"),
+    r"encoder\.layers\.1\.fc1": lambda name: name == "encoder.layers.1.fc1",
+    r"decoder\..*": lambda name: name.startswith("decoder."),
+    "fc[12]": lambda name: name.endswith((".fc1", ".fc2")),
+    r"layers\.0\..*_proj": lambda name: ".layers.0." in name and name.endswith("_proj"),
+    "shared": lambda name: name == "shared",
+    "proj": lambda name: False,  # no whole component of any name
+    "hared": lambda name: False,
+}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    pattern=st.lists(st.tuples(st.sampled_from(sorted(PATTERNS)), st.none() | st.integers(1, 8)), max_size=5),
+    attention=st.none() | st.integers(1, 8),
+    ffn=st.none() | st.integers(1, 8),
+    decoder_attention=st.none() | st.integers(1, 8),
+)
+def test_every_module_has_the_rank_of_its_first_pattern(pattern, attention, ffn, decoder_attention):
+    rank_pattern = dict(pattern)
+    config = LightFormerConfig(
+        **{**TINY, "encoder_layers": 2},
+        rank_pattern=rank_pattern,
+        attention_rank=attention,
+        ffn_rank=ffn,
+        decoder_attention_rank=decoder_attention,
+    )
+    with torch.device("meta"):
+        model = LightFormerForConditionalGeneration(config).model
+    kinds = {"shared": None}
+    for name, _ in model.named_modules():
+        if name.endswith("_proj"):
+            in_decoder = name.startswith("decoder.") and decoder_attention is not None
+            kinds[name] = decoder_attention if in_decoder else attention
+        elif name.endswith((".fc1", ".fc2")):
+            kinds[name] = ffn
+    assert len(kinds) == 1 + 2 * (4 + 2) + 2 * (8 + 2)
+    for name, default in kinds.items():
+        expected = next((rank for key, rank in rank_pattern.items() if PATTERNS[key](name)), default)
+        assert rank_of(model.get_submodule(name)) == expected, name
+
+
+@given(st.from_regex(r"[a-z]{1,4}(\.[a-z0-9]{1,3}){0,3}", fullmatch=True), st.integers(0, 3))
+def test_a_pattern_matches_whole_components_from_the_end(name, dropped):
+    parts = name.split(".")
+    tail = r"\.".join(parts[min(dropped, len(parts) - 1) :])
+    assert pattern_matches(tail, name)
+    assert pattern_matches(tail, f"model.{name}")
+    assert not pattern_matches(tail, f"{name}.more")
+    assert not pattern_matches(tail, f"x{parts[-1]}")
+    assert rank_from_pattern({tail: None, ".*": 3}, name, 5) is None
+
+
+def test_a_low_rank_model_is_the_dense_one_of_its_products():
+    low_rank, dense = (
+        make_model(LightFormerForConditionalGeneration, "low_rank"),
+        make_model(LightFormerForConditionalGeneration),
+    )
+    with torch.no_grad():
+        for name, module in low_rank.named_modules():
+            if isinstance(module, LowRankLinear):
+                dense.get_submodule(name).weight.copy_(module.v.weight @ module.u.weight)
+                dense.get_submodule(name).bias.copy_(module.v.bias)
+            elif isinstance(module, LowRankEmbedding):
+                dense.get_submodule(name).weight.copy_(module.weight @ module.basis)
+            elif isinstance(module, nn.LayerNorm):
+                dense.get_submodule(name).load_state_dict(module.state_dict())
+        dense.final_logits_bias.copy_(low_rank.final_logits_bias)
+    ids = torch.randint(4, 40, (2, 6))
+    torch.testing.assert_close(
+        dense(ids, decoder_input_ids=ids).logits, low_rank(ids, decoder_input_ids=ids).logits, atol=1e-4, rtol=1e-4
+    )
