@@ -3,6 +3,7 @@
 Importing the package registers its architectures, so that `AutoModelForSeq2SeqLM.from_pretrained` loads them.
 """
 
+from .conversion import CompressionOptions, convert, plan
 from .models import (
     LightFormerConfig,
     LightFormerForCausalLM,
@@ -14,9 +15,12 @@ from .models import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "CompressionOptions",
     "LightFormerConfig",
     "LightFormerForCausalLM",
     "LightFormerForConditionalGeneration",
     "LightFormerForSequenceClassification",
     "LightFormerModel",
+    "convert",
+    "plan",
 ]

@@ -1,14 +1,23 @@
 """The `lightformers` command: every sub-command is one call into the package.
 
-Imports of torch and transformers stand inside the commands, so that `--help` answers at once.
+What a command needs is imported inside it, so that the others and `--help` do not wait for it.
 """
 
-from __future__ import annotations
-
+import dataclasses
+import functools
+import inspect
+import json
 import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+
+from .conversion.options import KINDS, CompressionOptions
 
 app = typer.Typer(
     help="Make a trained translation or summarization model smaller and faster, and win its quality back.",
@@ -26,6 +35,230 @@ def root(debug: bool = typer.Option(False, "--debug", help="Show the full traceb
     debug_mode["on"] = debug
 
 
+COMPRESSION_HELP = {
+    "ratio": "p of Eq. 12: dense / kept parameters of each matrix, above 1. Without any choice of ranks or groups: 2.",
+    "rank": "Singular values kept in each matrix.",
+    "energy": "Share of the squared singular values kept in each matrix, in (0, 1].",
+    "rank_pattern": "PATTERN=RANK, or PATTERN=dense, for modules whose name ends so; before any other choice. Repeatable.",
+    "encoder_groups": "Number of independent encoder layers; must divide the layers.",
+    "decoder_groups": "Number of independent decoder layers; must divide the layers.",
+    "group_start": "How a group of layers starts: 'mean' of its layers, or the 'first' of them.",
+    "split": "Where Σ goes: 'sigma-right' (Eq. 11), or 'balanced', √Σ to each factor.",
+}
+
+
+def compression_options(command: Callable) -> Callable:
+    """Give a command one option for every field of `CompressionOptions`; it gets their values as `options`."""
+    own = [parameter for name, parameter in inspect.signature(command).parameters.items() if name != "options"]
+    options = []
+    for option in dataclasses.fields(CompressionOptions):
+        kind, _, choice = option.name.rpartition("_")
+        of_kind = kind in KINDS
+        text = f"--{choice} for the {kind} matrices alone." if of_kind else COMPRESSION_HELP[option.name]
+        panel = "Ranks of one kind" if of_kind else "Compression"
+        value_type = (
+            list[str] | None
+            if option.name == "rank_pattern"
+            else typing.get_type_hints(CompressionOptions)[option.name]
+        )
+        annotation = Annotated[value_type, typer.Option(help=text, rich_help_panel=panel)]
+        options.append(
+            inspect.Parameter(
+                option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=annotation
+            )
+        )
+
+    @functools.wraps(command)
+    def with_options(**arguments: Any) -> None:
+        values = {option.name: arguments.pop(option.name) for option in options}
+        values["rank_pattern"] = parse_rank_pattern(values["rank_pattern"] or [])
+        command(**arguments, options=values)
+
+    with_options.__signature__ = inspect.Signature([*own, *options])
+    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *options]}
+    return with_options
+
+
+def parse_rank_pattern(items: list[str]) -> dict[str, int | None]:
+    """`["fc1=64", "shared=dense"]` → `{"fc1": 64, "shared": None}`; anything else raises `ValueError`."""
+    pattern = {}
+    for item in items:
+        name, separator, rank = item.rpartition("=")
+        if not separator or not (rank == "dense" or rank.isdecimal()):
+            raise ValueError(f"--rank-pattern {item!r}: expected PATTERN=RANK or PATTERN=dense, e.g. fc1=64")
+        pattern[name] = None if rank == "dense" else int(rank)
+    return pattern
+
+
+Source = Annotated[str, typer.Argument(help="A checkpoint folder, or a name on the Hub.", show_default=False)]
+
+
+@app.command()
+@compression_options
+def plan(
+    source: Source,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the plan as JSON to this file, or to stdout with '-'.")
+    ] = None,
+    options: dict | None = None,
+) -> None:
+    """Show what [bold]convert[/bold] would do to every matrix: rank, parameters, energy kept, error. Writes nothing.
+
+    Example: lightformers plan Helsinki-NLP/opus-mt-de-en --ratio 3 --encoder-groups 3
+    """
+    from .conversion import plan as make_plan
+    from .conversion.report import print_report
+
+    report = make_plan(source, **options)
+    if json_file is not None:
+        text = json.dumps(report.to_dict(), indent=1) + "\n"
+        sys.stdout.write(text) if str(json_file) == "-" else json_file.write_text(text, encoding="utf-8")
+    if str(json_file) != "-":
+        print_report(report, Console())
+
+
+@app.command()
+@compression_options
+def convert(
+    source: Source,
+    output: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what the folder holds.")] = False,
+    options: dict | None = None,
+) -> None:
+    """Factorize a trained Marian, BART, mBART, Pegasus, M2M100 or LightFormer checkpoint by truncated SVD.
+
+    The output loads with AutoModelForSeq2SeqLM and AutoTokenizer. Truncation costs quality: fine-tune the result with
+    training/run_translation.py before use.
+
+    Example: lightformers convert Helsinki-NLP/opus-mt-de-en opus-mt-de-en-light --ratio 2
+    """
+    from .conversion import convert as run
+    from .conversion.report import print_report
+
+    console = Console()
+    print_report(run(source, output, overwrite=overwrite, **options), console, matrices=False)
+    console.print(
+        f"Written to {escape(str(output))}; every matrix is listed in its compression.json.", highlight=False
+    )
+
+
+Model = Annotated[str, typer.Argument(help="Folder or Hub name of a checkpoint.", show_default=False)]
+BatchSize = Annotated[int, typer.Option(min=1, help="Sentences translated at once.")]
+NumBeams = Annotated[int | None, typer.Option(min=1, help="Beams; 1 is greedy. Default: the checkpoint's.")]
+MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Longest output. Default: the checkpoint's.")]
+Device = Annotated[str, typer.Option(help="Where to translate: cpu, cuda, cuda:1, mps.")]
+
+
+def generation_options(**options: int | None) -> dict[str, int]:
+    """The arguments of `generate()` that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+@app.command()
+def translate(
+    model: Model,
+    file: Annotated[Path | None, typer.Argument(help="Text, one sentence a line. Default: standard input.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write. Default: standard output.")
+    ] = None,
+    batch_size: BatchSize = 32,
+    num_beams: NumBeams = None,
+    max_new_tokens: MaxNewTokens = None,
+    device: Device = "cpu",
+) -> None:
+    """Translate (or summarize) text, one sentence a line in, one line out.
+
+    Lines are translated as they come, from a pipe too. A file given as --output appears when all of it is written.
+
+    Examples:
+
+        echo "Ein Hund läuft." | lightformers translate Helsinki-NLP/opus-mt-de-en
+
+        lightformers translate ./small news.de --output news.en --num-beams 4
+    """
+    from contextlib import ExitStack
+
+    from tqdm.auto import tqdm
+
+    from .evaluation.translate import load_model, translate_stream, written_whole
+
+    options = generation_options(num_beams=num_beams, max_new_tokens=max_new_tokens)
+    with ExitStack() as stack:
+        source = stack.enter_context(file.open("rb")) if file else sys.stdin.buffer
+        network, tokenizer = load_model(model, device=device)
+        sink = stack.enter_context(written_whole(output)) if output else sys.stdout.buffer
+        bar = stack.enter_context(tqdm(unit="text", disable=None))
+        translate_stream(source, sink, network, tokenizer, batch_size=batch_size, progress=bar, **options)
+
+
+@app.command()
+def evaluate(
+    model: Model,
+    data: Annotated[
+        str,
+        typer.Option(help="Parallel text: a .jsonl, .json, .csv, .tsv or .parquet file, or a Hub name."),
+    ],
+    teacher: Annotated[str | None, typer.Option(help="The dense checkpoint to compare with.")] = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--source-column", "--source-lang", help="Column of the source, or language in 'translation'."),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option("--target-column", "--target-lang", help="Column of the reference, or language likewise."),
+    ] = None,
+    split: Annotated[str, typer.Option(help="Split of a dataset on the Hub.")] = "test",
+    max_samples: Annotated[int | None, typer.Option(min=1, help="Use the first so many pairs. Default: all.")] = None,
+    batch_size: BatchSize = 32,
+    num_beams: NumBeams = None,
+    max_new_tokens: MaxNewTokens = None,
+    device: Device = "cpu",
+    speed: Annotated[
+        bool, typer.Option("--speed/--no-speed", help="Measure tokens/s and peak memory on one core (minutes).")
+    ] = True,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the numbers as JSON to this file, or only to stdout with '-'.")
+    ] = None,
+    comet: Annotated[
+        str | None, typer.Option(help="Local COMET checkpoint (.ckpt); needs the command comet-score.")
+    ] = None,
+) -> None:
+    """Measure a checkpoint, beside its teacher if there is one: BLEU, chrF, parameters, bytes, speed, memory.
+
+    Without column names, the languages that the tokenizer names are read from the data's column 'translation'.
+
+    Speed is tokens/s on one core: 50 sentences of average length, one at a time, 10 runs, model and teacher in turn.
+
+    Examples:
+
+        lightformers evaluate ./small --teacher ./teacher --data test.jsonl
+
+        lightformers evaluate ./small --data test.csv --source-column de --target-column en --json -
+    """
+    from .evaluation.evaluate import evaluate_model
+
+    evaluation = evaluate_model(
+        model,
+        data,
+        teacher,
+        source=source,
+        target=target,
+        split=split,
+        max_samples=max_samples,
+        batch_size=batch_size,
+        device=device,
+        speed=speed,
+        comet=comet,
+        progress=True,
+        **generation_options(num_beams=num_beams, max_new_tokens=max_new_tokens),
+    )
+    if str(json_file) != "-":
+        Console().print(evaluation.table())
+    if json_file is not None:
+        text = json.dumps(evaluation.to_dict(), indent=1, ensure_ascii=False) + "\n"
+        sys.stdout.write(text) if str(json_file) == "-" else json_file.write_text(text, encoding="utf-8")
+
+
 def main() -> None:
     """Run the command line. An expected error (`ValueError`, `OSError`) is one message on stderr and exit code 1."""
     try:
@@ -33,5 +266,5 @@ def main() -> None:
     except (ValueError, OSError) as error:
         if debug_mode["on"]:
             raise
-        Console(stderr=True).print("[red]error:[/red]", str(error), highlight=False, markup=True, soft_wrap=True)
+        Console(stderr=True).print("[red]error:[/red]", escape(str(error)), highlight=False, soft_wrap=True)
         sys.exit(1)

@@ -1,0 +1,167 @@
+"""One teacher being compressed: every matrix's rank, and every tensor of the result."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from ..models.configuration_lightformer import RANK_FIELDS, LightFormerConfig
+from .options import CompressionOptions
+from .report import CompressionReport, MatrixReport
+from .sharing import merge, source_names
+from .svd import decompose, in_workers
+from .teacher import Teacher, skeleton, stored_tensors
+
+
+def factorizable(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+    """(module name, kind) of every matrix of a dense LightFormer that may become low-rank."""
+    ties = model.get_expanded_tied_weights_keys(all_submodels=True)
+    for name, module in model.named_modules():
+        if f"{name}.weight" in ties or not isinstance(module, (nn.Linear, nn.Embedding)):
+            continue
+        if re.search(r"(self_attn|encoder_attn)\.\w+_proj$", name):
+            yield name, "attention"
+        elif re.search(r"\.fc[12]$", name):
+            yield name, "ffn"
+        elif re.search(r"(shared|embed_tokens|lm_head)$", name) and model.config.embedding_dim is None:
+            yield name, "embedding"
+
+
+def _bare(name: str) -> str:
+    """A module's name as `rank_pattern` has it: without the head's `model.`."""
+    return name.removeprefix("model.")
+
+
+class Compression:
+    """One teacher being compressed: decides every matrix's rank, and makes every tensor of the result.
+
+    After `run`, `config` is the result's configuration, `report` says what was done, and `state` holds its tensors
+    (empty after a dry run).
+    """
+
+    def __init__(self, teacher: Teacher, options: CompressionOptions):
+        self.teacher, self.options = teacher, options
+        self.policy = options.policy()
+        groups = {
+            f"{stack}_groups": getattr(options, f"{stack}_groups") or getattr(teacher.config, f"{stack}_groups")
+            for stack in ("encoder", "decoder")
+        }
+        ranks = {field: None for field in RANK_FIELDS}
+        self.dense_config = LightFormerConfig(
+            **{**teacher.config.to_dict(), **groups, **ranks, "rank_pattern": {}, "architectures": None}
+        )
+        self.dense = skeleton(teacher.model_class, self.dense_config)
+        self.kinds = dict(factorizable(self.dense))
+        if unused := self.policy.unused_patterns(_bare(name) for name in self.kinds):
+            raise ValueError(
+                f"rank_pattern {unused[0]!r} matches no matrix of this model; its matrices have names like "
+                f"{', '.join(_bare(name) for name in list(self.kinds)[:4])}"
+            )
+
+    def run(self, *, dry: bool, progress: bool) -> None:
+        """Factorize all matrices, largest first, one a worker; then merge and copy what is no matrix."""
+        self.state: dict[str, torch.Tensor] = {}
+        self.ranks: dict[str, int | None] = {}
+        reports: dict[str, MatrixReport] = {}
+        largest_first = sorted(self.kinds, key=lambda name: -self.dense.get_submodule(name).weight.numel())
+        results = in_workers(self._matrix, largest_first)
+        for name, report, tensors in tqdm(
+            results, desc="factorizing", unit="matrix", total=len(largest_first), disable=not progress
+        ):
+            reports[name], self.ranks[name] = report, report.rank
+            if not dry:
+                self.state |= tensors
+        if not dry:
+            self.state |= self._other_tensors()
+        self.config = self._config()
+        self.model = skeleton(self.teacher.model_class, self.config)
+        matrices = [reports[name] for name in self.kinds]
+        self.report = CompressionReport.of(self.teacher, self.model, self.options, matrices)
+
+    def _matrix(self, name: str) -> tuple[str, MatrixReport, dict[str, torch.Tensor]]:
+        """Factorize one matrix, or leave it as it is. Returns its name, what was done, and its module's tensors."""
+        teacher, start, kind = self.teacher, self.options.group_start, self.kinds[name]
+        modules = [module.rstrip(".") for module in source_names(f"{name}.", teacher.config, self.dense_config)]
+        matrix = merge([teacher.matrix(module) for module in modules], start)
+        choose = partial(self.policy.choose, _bare(name), kind, *matrix.shape)
+        if self.policy.needs_spectrum(_bare(name), kind):
+            spectrum = decompose(matrix, name=_bare(name))
+            rank = choose(spectrum.singular_values)
+        else:  # a rank known beforehand makes the decomposition cheaper, no rank spares it
+            rank = choose()
+            spectrum = None if rank is None else decompose(matrix, name=_bare(name), rank=rank)
+
+        energy, relative_error = 1.0, 0.0
+        own = teacher.factors(modules[0]) if len(set(modules)) == 1 else None
+        if own is not None and (rank is None or rank >= own[0].shape[1]):
+            # A source that is factorized already, and would not get smaller, keeps the factors it has.
+            left, right = own
+            rank = left.shape[1]
+        elif rank is not None:
+            factors = spectrum.truncate(rank, self.options.split)
+            left, right = factors.left.to(matrix.dtype), factors.right.to(matrix.dtype)
+            energy, relative_error = spectrum.energy(rank), spectrum.relative_error(rank)
+            if kind == "embedding":
+                left[(matrix == 0).all(dim=1)] = 0  # a padding row that is exactly zero stays so
+
+        report = MatrixReport(
+            name=_bare(name),
+            kind=kind,
+            m=matrix.shape[0],
+            n=matrix.shape[1],
+            rank=rank,
+            energy=energy,
+            relative_error=relative_error,
+        )
+        biases = [bias for module in modules if (bias := teacher.bias(module)) is not None]
+        bias = merge(biases, start) if biases else None
+        if rank is None:
+            tensors = {f"{name}.weight": matrix if kind == "embedding" else matrix.T, f"{name}.bias": bias}
+        elif isinstance(self.dense.get_submodule(name), nn.Embedding):
+            tensors = {f"{name}.weight": left, f"{name}.basis": right}
+        elif kind == "embedding":  # an output layer that is not tied to a table
+            tensors = {f"{name}.output.weight": left, f"{name}.basis": right}
+        else:
+            tensors = {f"{name}.u.weight": left.T, f"{name}.v.weight": right.T, f"{name}.v.bias": bias}
+        return name, report, {key: tensor for key, tensor in tensors.items() if tensor is not None}
+
+    def _other_tensors(self) -> dict[str, torch.Tensor]:
+        """What belongs to no matrix: norms, positions, the classifier, the bias of the logits."""
+        return {
+            name: merge(
+                [self.teacher.read(source) for source in source_names(name, self.teacher.config, self.dense_config)],
+                self.options.group_start,
+            )
+            for name in stored_tensors(self.dense)
+            if name.rpartition(".")[0] not in self.kinds
+        }
+
+    def _config(self) -> LightFormerConfig:
+        """The result's configuration: the commonest rank of each kind as a field, the others as `rank_pattern`."""
+        fields: dict[str, int | None] = {}
+        common = {}
+        for stack in ("encoder", "decoder"):
+            for kind in ("attention", "ffn"):
+                ranks = [rank for name, rank in self.ranks.items() if self.kinds[name] == kind and f"{stack}." in name]
+                common[stack, kind] = Counter(ranks).most_common(1)[0][0] if ranks else None
+        for kind in ("attention", "ffn"):
+            encoder, decoder = common["encoder", kind], common["decoder", kind]
+            fields[f"{kind}_rank"] = encoder
+            fields[f"decoder_{kind}_rank"] = None if decoder == encoder else decoder
+        tables = [rank for name, rank in self.ranks.items() if self.kinds[name] == "embedding"]
+        fields["embedding_rank"] = tables[0] if tables else None
+        config = LightFormerConfig(**{**self.dense_config.to_dict(), **fields})
+        config.rank_pattern = {
+            _bare(name): rank
+            for name in self.kinds
+            if (rank := self.ranks[name])
+            != config.rank_of_kind("decoder" if "decoder." in name else "encoder", self.kinds[name])
+        }
+        return config

@@ -1,0 +1,153 @@
+"""A teacher on disk: its configuration and its tensors, read one at a time under LightFormer's names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+
+from .. import models
+from ..models.low_rank import LowRankEmbedding, LowRankLinear, LowRankOutput
+from .checkpoint import CheckpointReader
+from .sources import canonical_name, family_of, lightformer_config
+
+
+def skeleton(model_class: type[PreTrainedModel], config) -> PreTrainedModel:
+    """The model without storage: every name and shape, no byte of weights."""
+    with torch.device("meta"):
+        return model_class(config)
+
+
+def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What a checkpoint of `model` holds: its state dict less the names that only repeat another tensor."""
+    ties = model.get_expanded_tied_weights_keys(all_submodels=True)
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in ties}
+
+
+class Teacher:
+    """A checkpoint folder of a known family, checked whole: nothing missing, extra or of another shape.
+
+    Attributes:
+        source_config: the checkpoint's own configuration.
+        config: the `LightFormerConfig` that computes the same.
+        model_class: the LightFormer class with the checkpoint's head.
+        model: its skeleton, whose stored tensors are exactly those that `read` gives.
+
+    Raises:
+        ValueError: no known family, no sequence-to-sequence model, or tensors that do not fit the configuration.
+        FileNotFoundError: no `config.json`, no weights, or a shard that is not there.
+    """
+
+    def __init__(self, folder: Path):
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(f"{folder} holds no config.json: a checkpoint folder written by save_pretrained")
+        try:
+            self.source_config = AutoConfig.from_pretrained(folder)
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                f"{folder / 'config.json'} is no configuration that transformers knows: {error}"
+            ) from None
+        self.family = family_of(self.source_config)
+        self.config = lightformer_config(self.source_config)
+        head = (self.source_config.architectures or [""])[0]
+        self.model_class = getattr(models, head, models.LightFormerForConditionalGeneration)
+        self.model = skeleton(self.model_class, self.config)
+        self.reader = CheckpointReader(folder)
+        self.folder = folder
+        self._names = self._match_names()
+
+    def _match_names(self) -> dict[str, str]:
+        """{LightFormer's name: name in the checkpoint} of every stored tensor."""
+        expected = stored_tensors(self.model)
+        ties = self.model.get_expanded_tied_weights_keys(all_submodels=True)
+        names: dict[str, str] = {}
+        repeats: dict[str, list[str]] = {}
+        unknown = []
+        for key in self.reader.keys():  # noqa: SIM118, a reader is no dict
+            name = canonical_name(key, self.family)
+            if name is None:
+                continue
+            if name in ties:
+                repeats.setdefault(ties[name], []).append(key)
+            elif name in expected:
+                names[name] = key
+            else:
+                unknown.append(key)
+        for name, keys in repeats.items():
+            # A checkpoint may keep any one name of a tied tensor, or several.
+            names.setdefault(name, keys[0])
+            for key in keys:
+                if key != names[name] and not torch.equal(self.reader.read(key), self.reader.read(names[name])):
+                    raise ValueError(
+                        f"{key} and {names[name]} of {self.folder} differ, but config.json says they are one tensor: "
+                        "set tie_word_embeddings or share_encoder_decoder_embeddings to false there"
+                    )
+        if unknown:
+            raise ValueError(f"{self.folder} holds tensors its configuration has no place for: {_listing(unknown)}")
+        missing = [name for name in expected if name not in names and not name.endswith("final_logits_bias")]
+        if missing:
+            raise ValueError(f"{self.folder} lacks tensors its configuration asks for: {_listing(missing)}")
+        for name, key in names.items():
+            if tuple(self.reader.shape(key)) != tuple(expected[name].shape):
+                raise ValueError(
+                    f"{key} of {self.folder} has shape {tuple(self.reader.shape(key))}; "
+                    f"its configuration asks for {tuple(expected[name].shape)}"
+                )
+        return names
+
+    def read(self, name: str) -> torch.Tensor:
+        """One stored tensor. A bias that a checkpoint may leave out (`final_logits_bias`) is then zero.
+
+        Raises:
+            ValueError: it holds NaN or infinity.
+        """
+        if name not in self._names:
+            return torch.zeros(stored_tensors(self.model)[name].shape)
+        tensor = self.reader.read(self._names[name])
+        # A sum is finite only if all its terms are, and costs one pass without a mask as large as the tensor.
+        if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float64)):
+            raise ValueError(
+                f"{self._names[name]} of {self.folder} holds NaN or infinite values: the checkpoint is broken"
+            )
+        return tensor
+
+    def factors(self, module_name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The two factors of a module, m×r and r×n, or `None` where it is dense."""
+        module = self.model.get_submodule(module_name)
+        if isinstance(module, LowRankLinear):
+            return self.read(f"{module_name}.u.weight").T, self.read(f"{module_name}.v.weight").T
+        if isinstance(module, LowRankEmbedding):
+            return self.read(f"{module_name}.weight"), self.read(f"{module_name}.basis")
+        if isinstance(module, LowRankOutput):
+            return self.read(f"{module_name}.output.weight"), self.read(f"{module_name}.basis")
+        return None
+
+    def matrix(self, module_name: str) -> torch.Tensor:
+        """The whole matrix of a module as the paper writes it: inputs×outputs, or V×d for a token table."""
+        factors = self.factors(module_name)
+        if factors is not None:
+            return (factors[0].float() @ factors[1].float()).to(factors[0].dtype)
+        weight = self.read(f"{module_name}.weight")
+        is_table = isinstance(self.model.get_submodule(module_name), nn.Embedding) or module_name == "lm_head"
+        return weight if is_table else weight.T
+
+    def bias(self, module_name: str) -> torch.Tensor | None:
+        """The bias of a module, or `None` where it has none."""
+        for name in (f"{module_name}.bias", f"{module_name}.v.bias"):
+            if name in self._names:
+                return self.read(name)
+        return None
+
+    def generation_config(self) -> transformers.GenerationConfig:
+        """The checkpoint's own, or what its configuration says where it has none."""
+        if (self.folder / "generation_config.json").is_file():
+            return transformers.GenerationConfig.from_pretrained(self.folder)
+        return transformers.GenerationConfig.from_model_config(self.source_config)
+
+
+def _listing(names: list[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,327 @@
+"""Converting every family: exact where nothing is cut, optimal where something is, loadable by the Auto classes."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from conversion.teachers import TEACHERS, batch, make_teacher
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from lightformers_hf import convert, plan
+from lightformers_hf.models import LightFormerForConditionalGeneration
+
+DENSE = {"rank_pattern": {".*": None}}
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory):
+    made = {}
+
+    def get(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            made[name] = (folder, make_teacher(name, folder))
+        return made[name]
+
+    return get
+
+
+def tensors(folder):
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+def test_without_truncation_the_result_computes_what_the_teacher_computes(teachers, tmp_path, name):
+    folder, teacher = teachers(name)
+    convert(folder, tmp_path / "out", progress=False, **DENSE)
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval()
+    assert isinstance(model, LightFormerForConditionalGeneration)
+    inputs = batch(teacher)
+    with torch.no_grad():
+        expected, actual = teacher(**inputs).logits, model(**inputs).logits
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+    inputs.pop("decoder_input_ids")
+    for beams in (1, 4):
+        expected = teacher.generate(**inputs, num_beams=beams, max_length=20)
+        for use_cache in (True, False):
+            assert torch.equal(model.generate(**inputs, num_beams=beams, max_length=20, use_cache=use_cache), expected)
+    assert model.generation_config.num_beams == 2
+
+
+def dense_matrix(state, module):
+    """W of a converted module, outputs×inputs as torch has it, or the whole token table."""
+    if f"{module}.basis" in state:
+        return state[f"{module}.weight"].double() @ state[f"{module}.basis"].double()
+    if f"{module}.u.weight" in state:
+        return state[f"{module}.v.weight"].double() @ state[f"{module}.u.weight"].double()
+    return state[f"{module}.weight"].double()
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+@pytest.mark.parametrize("split", ["sigma-right", "balanced"])
+def test_every_factorized_matrix_is_the_best_of_its_rank(teachers, tmp_path, name, split):
+    folder, teacher = teachers(name)
+    report = convert(folder, tmp_path / "out", ratio=1.6, split=split, progress=False)
+    source, state = teacher.state_dict(), tensors(tmp_path / "out")
+    factorized = [matrix for matrix in report.matrices if matrix.rank is not None]
+    assert len(factorized) == len(report.matrices)
+    for matrix in factorized:
+        module = f"model.{matrix.name}"
+        original = source[f"{module}.weight"].double()
+        optimum = torch.linalg.svdvals(original)[matrix.rank :].norm()
+        error = (original - dense_matrix(state, module)).norm()
+        assert error <= optimum * (1 + 1e-5)
+        assert matrix.relative_error == pytest.approx((optimum / original.norm()).item(), rel=1e-4)
+        assert matrix.energy == pytest.approx(1 - matrix.relative_error**2, rel=1e-4)
+        assert matrix.rank == max(1, int(matrix.m * matrix.n / (1.6 * (matrix.m + matrix.n))))
+
+
+def test_the_first_factor_is_orthonormal_and_the_zero_padding_row_stays_zero(teachers, tmp_path):
+    folder, teacher = teachers("marian")
+    convert(folder, tmp_path / "out", rank=4, progress=False)
+    state = tensors(tmp_path / "out")
+    u = state["model.encoder.layers.0.fc1.u.weight"]
+    torch.testing.assert_close(u @ u.T, torch.eye(4), atol=1e-5, rtol=0)
+    assert (state["model.shared.weight"][teacher.config.pad_token_id] == 0).all()
+
+
+@pytest.mark.parametrize("start", ["mean", "first"])
+def test_a_group_starts_as_the_mean_or_the_first_of_its_layers(teachers, tmp_path, start):
+    folder, teacher = teachers("bart")
+    convert(folder, tmp_path / "out", encoder_groups=2, decoder_groups=1, group_start=start, progress=False)
+    source, state = teacher.state_dict(), tensors(tmp_path / "out")
+    assert not any(".layers.2." in name for name in state)
+    for leaf in ("fc1.weight", "self_attn.q_proj.bias", "final_layer_norm.weight"):
+        both = [source[f"model.encoder.layers.{layer}.{leaf}"] for layer in (2, 3)]
+        expected = both[0] if start == "first" else (both[0] + both[1]) / 2
+        torch.testing.assert_close(state[f"model.encoder.layers.1.{leaf}"], expected)
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval()
+    inputs = batch(teacher)
+    assert torch.isfinite(model(**inputs).logits).all()
+
+
+def test_a_lightformer_is_compressed_further(teachers, tmp_path):
+    folder, teacher = teachers("marian")
+    convert(folder, tmp_path / "once", rank=6, progress=False)
+    convert(tmp_path / "once", tmp_path / "same", rank=7, encoder_groups=None, progress=False)
+    once, same = tensors(tmp_path / "once"), tensors(tmp_path / "same")
+    assert once.keys() == same.keys()
+    assert all(torch.equal(once[name], same[name]) for name in once)  # a larger rank changes nothing
+    report = convert(tmp_path / "once", tmp_path / "twice", rank=3, encoder_groups=2, progress=False)
+    twice = tensors(tmp_path / "twice")
+    first, second = (dense_matrix(once, f"model.encoder.layers.{layer}.fc2") for layer in (0, 1))
+    mean = (first + second) / 2
+    optimum = torch.linalg.svdvals(mean)[3:].norm()
+    assert (mean - dense_matrix(twice, "model.encoder.layers.0.fc2")).norm() <= optimum * (1 + 1e-5)
+    assert report.parameters_after == AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "twice").num_parameters()
+
+
+def test_each_matrix_has_the_rank_that_was_asked_for(teachers, tmp_path):
+    folder, _ = teachers("marian")
+    report = convert(
+        folder,
+        tmp_path / "out",
+        attention_rank=5,
+        ffn_energy=0.7,
+        rank_pattern={r"decoder\.layers\.1\.fc1": 3, "encoder.layers.0.self_attn.q_proj": None},
+        progress=False,
+    )
+    ranks = {matrix.name: matrix.rank for matrix in report.matrices}
+    assert ranks["shared"] is None
+    assert ranks["decoder.layers.1.fc1"] == 3
+    assert ranks["encoder.layers.0.self_attn.q_proj"] is None
+    assert ranks["decoder.layers.0.encoder_attn.v_proj"] == 5
+    for matrix in report.matrices:
+        if matrix.kind == "ffn" and matrix.name != "decoder.layers.1.fc1" and matrix.rank is not None:
+            assert matrix.energy >= 0.7
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    modules = dict(model.model.named_modules())
+    for matrix in report.matrices:
+        assert getattr(modules[matrix.name], "rank", None) == matrix.rank
+
+
+def test_a_matrix_that_would_not_get_smaller_stays_dense(teachers, tmp_path):
+    folder, _ = teachers("marian")
+    report = plan(folder, rank=14, progress=False)  # 14·(16 + 16) > 16·16
+    ranks = {matrix.name: matrix.rank for matrix in report.matrices}
+    assert ranks["encoder.layers.0.self_attn.q_proj"] is None
+    assert report.parameters_after == report.parameters_before
+
+
+def test_plan_and_convert_say_the_same_and_json_agrees_with_the_model(teachers, tmp_path):
+    folder, _ = teachers("mbart")
+    planned = plan(folder, ratio=2, encoder_groups=2, progress=False)
+    done = convert(folder, tmp_path / "out", ratio=2, encoder_groups=2, progress=False)
+    assert planned == done
+    saved = json.loads((tmp_path / "out" / "compression.json").read_text())
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    assert saved["parameters_after"] == model.num_parameters()
+    assert saved["bytes_after"] == sum(tensor.nbytes for tensor in tensors(tmp_path / "out").values())
+    assert saved["groups"] == {"encoder": [2, 4], "decoder": [2, 2]}
+    assert "| `encoder.layers.0.fc1` |" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_half_precision_stays_half_precision(teachers, tmp_path):
+    _, teacher = teachers("bart")
+    half = type(teacher)(teacher.config)
+    half.load_state_dict(teacher.state_dict())
+    half.to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    convert(tmp_path / "half", tmp_path / "out", rank=4, progress=False)
+    assert {tensor.dtype for tensor in tensors(tmp_path / "out").values()} == {torch.bfloat16}
+    assert AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_sharded_and_pickled_sources_give_the_same_result(teachers, tmp_path):
+    folder, teacher = teachers("bart")
+    teacher.save_pretrained(tmp_path / "shards", max_shard_size="10KB")
+    teacher.config.save_pretrained(tmp_path / "pickle")
+    torch.save(teacher.state_dict(), tmp_path / "pickle" / "pytorch_model.bin")
+    convert(folder, tmp_path / "expected", rank=4, progress=False)
+    expected = tensors(tmp_path / "expected")
+    for kind in ("shards", "pickle"):
+        convert(tmp_path / kind, tmp_path / f"out-{kind}", rank=4, progress=False)
+        actual = tensors(tmp_path / f"out-{kind}")
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def test_a_checkpoint_of_the_base_class_has_no_prefix(teachers, tmp_path):
+    folder, teacher = teachers("bart")
+    teacher.model.save_pretrained(tmp_path / "base")
+    convert(tmp_path / "base", tmp_path / "out", rank=4, progress=False)
+    convert(folder, tmp_path / "expected", rank=4, progress=False)
+    actual, expected = tensors(tmp_path / "out"), tensors(tmp_path / "expected")
+    assert all(torch.equal(actual[name], expected[name]) for name in expected if name != "final_logits_bias")
+
+
+def test_the_tokenizer_comes_along(tiny_marian, tmp_path):
+    convert(tiny_marian, tmp_path / "out", progress=False)
+    before, after = AutoTokenizer.from_pretrained(tiny_marian), AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "Ein Mann läuft über die Straße."
+    assert type(before) is type(after)
+    assert before(text)["input_ids"] == after(text)["input_ids"]
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    output = model.generate(**after(text, return_tensors="pt"))
+    assert isinstance(after.decode(output[0], skip_special_tokens=True), str)
+
+
+# ---- bad input: one clear message, and nothing written ----
+
+
+def broken(teachers, tmp_path, change):
+    """A copy of the BART teacher whose tensors `change` has altered."""
+    folder, teacher = teachers("bart")
+    state = tensors(folder)
+    change(state)
+    teacher.config.save_pretrained(tmp_path / "broken")
+    save_file(state, tmp_path / "broken" / "model.safetensors", {"format": "pt"})
+    return tmp_path / "broken"
+
+
+def set_value(name, value):
+    def change(state):
+        state[name] = state[name].clone()
+        state[name].view(-1)[3] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("model.encoder.layers.1.fc1.weight"), "lacks .*encoder.layers.1.fc1.weight"),
+        (lambda state: state.update({"model.extra": torch.zeros(2)}), "no place for: model.extra"),
+        (lambda state: state.update({"model.shared.weight": torch.zeros(61, 16)}), r"shape \(61, 16\).*\(60, 16\)"),
+        (set_value("model.decoder.layers.0.fc2.weight", float("nan")), "decoder.layers.0.fc2.weight .*NaN"),
+        (set_value("model.decoder.layers.0.fc2.bias", float("inf")), "decoder.layers.0.fc2.bias .*NaN or inf"),
+    ],
+)
+def test_broken_tensors_are_named(teachers, tmp_path, change, message):
+    folder = broken(teachers, tmp_path, change)
+    with pytest.raises(ValueError, match=message):
+        convert(folder, tmp_path / "out", rank=4, progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+
+
+def test_a_tie_that_the_tensors_contradict_is_an_error(teachers, tmp_path):
+    folder = broken(teachers, tmp_path, lambda state: state.update({"lm_head.weight": torch.ones(60, 16)}))
+    with pytest.raises(ValueError, match=r"lm_head.weight and model.shared.weight .* differ"):
+        convert(folder, tmp_path / "out", rank=4, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ratio": 1.0}, "ratio"),
+        ({"rank": 0}, "rank"),
+        ({"rank": 17}, "17"),
+        ({"energy": 1.2}, "energy"),
+        ({"energy": 0.0}, "energy"),
+        ({"ratio": 2.0, "rank": 4}, "ratio|one"),
+        ({"encoder_groups": 3}, r"encoder_groups is 3, but 4 layers .*\[1, 2, 4\]"),
+        ({"rank_pattern": {"fc3": 4}}, "'fc3' matches no matrix"),
+        ({"group_start": "median"}, "group_start"),
+        ({"split": "left"}, "split"),
+    ],
+)
+def test_options_out_of_range_are_named(teachers, tmp_path, options, message):
+    folder, _ = teachers("bart")
+    with pytest.raises(ValueError, match=message):
+        convert(folder, tmp_path / "out", progress=False, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_sources_that_cannot_be_converted(teachers, tmp_path):
+    from transformers import BartForSequenceClassification, T5Config
+
+    folder, teacher = teachers("bart")
+    T5Config().save_pretrained(tmp_path / "t5")
+    with pytest.raises(ValueError, match="family 't5'"):
+        convert(tmp_path / "t5", tmp_path / "out", progress=False)
+    BartForSequenceClassification(teacher.config).save_pretrained(tmp_path / "classifier")
+    with pytest.raises(ValueError, match="BartForSequenceClassification, which is no sequence-to-sequence"):
+        convert(tmp_path / "classifier", tmp_path / "out", progress=False)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+        convert(tmp_path / "empty", tmp_path / "out", progress=False)
+    with pytest.raises(ValueError, match="source"):
+        convert(folder, folder / "inside", progress=False)
+    assert not (tmp_path / "out").exists()
+    assert not (folder / "inside").exists()
+
+
+def test_an_output_that_is_not_empty_is_kept_unless_overwritten(teachers, tmp_path):
+    folder, _ = teachers("bart")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("x")
+    with pytest.raises(FileExistsError, match="overwrite"):
+        convert(folder, tmp_path / "out", rank=4, progress=False)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
+    convert(folder, tmp_path / "out", rank=4, overwrite=True, progress=False)
+    assert not (tmp_path / "out" / "precious").exists()
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_killed_while_writing_leaves_the_old_output(teachers, tmp_path):
+    folder, _ = teachers("bart")
+    convert(folder, tmp_path / "out", rank=4, progress=False)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    script = (
+        "import importlib, sys, time\n"
+        "c = importlib.import_module('lightformers_hf.conversion.convert')\n"
+        "c.write_report = lambda *_: (print('writing', flush=True), time.sleep(60))\n"
+        "c.convert(sys.argv[1], sys.argv[2], rank=3, overwrite=True, progress=False)\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, str(folder), str(tmp_path / "out")], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout.readline() == "writing\n"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert len(list(tmp_path.iterdir())) == 2  # the killed run's temporary folder
+    convert(folder, tmp_path / "out", rank=3, overwrite=True, progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -1,0 +1,145 @@
+#!/usr/bin/env python
+"""Compress one teacher in several ways, recover each at equal steps, and print one table of test scores.
+
+    python training/compare_compressions.py opus-mt-de-en --train_file train.jsonl --validation_file validation.jsonl \
+        --test_file test.jsonl --source_lang de --target_lang en --output_dir runs/compare \
+        --ratios 2 4 --encoder_groups 3 --max_steps 1000 --max_tokens 4096 --bf16 --learning_rate 1e-3
+
+For every ratio, without and with `--encoder_groups`, it scores the converted model as it is, then trains it from its
+SVD start and from random weights, on labels alone and with the teacher (`--distillation_alpha`), same steps and seed.
+Options it does not know go to `run_translation.py`. A second call skips the runs that are complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from lightformers_hf import convert
+
+TRAIN = Path(__file__).with_name("run_translation.py")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One cell of the table. `trained` is `None` for a model scored as it was converted."""
+
+    ratio: float
+    groups: int | None
+    start: str = "svd"
+    trained: str | None = None
+
+    @property
+    def converted(self) -> str:
+        """Folder of the converted model that the run starts from."""
+        return f"ratio-{self.ratio:g}" + (f"-groups-{self.groups}" if self.groups else "")
+
+    @property
+    def folder(self) -> str:
+        """Folder of the run's scores."""
+        return f"{self.converted}/{self.start}-{self.trained or 'untrained'}"
+
+
+def grid(ratios: list[float], groups: list[int | None]) -> list[Run]:
+    """Every run: as converted, then {SVD, random} × {labels, distilled}."""
+    runs = []
+    for ratio, stored in itertools.product(ratios, groups):
+        runs.append(Run(ratio, stored))
+        runs += [Run(ratio, stored, *how) for how in itertools.product(("svd", "random"), ("labels", "distilled"))]
+    return runs
+
+
+def command(run: Run, args: argparse.Namespace, others: list[str]) -> list[str]:
+    """The `run_translation.py` command of a run."""
+    folder = Path(args.output_dir)
+    data = ["--test_file", args.test_file, "--source_lang", args.source_lang, "--target_lang", args.target_lang]
+    parts = [sys.executable, str(TRAIN), "--model_name_or_path", str(folder / run.converted / "model"), *data]
+    parts += ["--output_dir", str(folder / run.folder), "--overwrite_output", "--report_to", "none", *others]
+    if run.trained:
+        parts += ["--train_file", args.train_file, "--max_steps", str(args.max_steps), "--save_strategy", "no"]
+        if args.validation_file:
+            parts += ["--validation_file", args.validation_file]
+        if run.trained == "distilled":
+            parts += ["--teacher", args.teacher, "--distillation_alpha", str(args.distillation_alpha)]
+        if run.start == "random":
+            parts += ["--from_scratch"]
+    return parts
+
+
+def score(run: Run, args: argparse.Namespace, others: list[str]) -> dict:
+    """Do a run, unless it was done before, and return its test scores. Raises `RuntimeError` if the command fails."""
+    folder = Path(args.output_dir, run.folder)
+    results = folder / "test_results.json"
+    if not results.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        environment = {"OMP_NUM_THREADS": "1"} if args.jobs > 1 else {}
+        with open(folder.parent / f"{folder.name}.log", "w", encoding="utf-8") as log:
+            done = subprocess.run(
+                command(run, args, others), stdout=log, stderr=log, env={**os.environ, **environment}, check=False
+            )
+        if done.returncode:
+            raise RuntimeError(f"{run.folder} failed; see {log.name}")
+    return json.loads(results.read_text(encoding="utf-8"))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Convert, run, tabulate; the table also goes to `results.json`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("teacher", help="checkpoint folder or Hub name")
+    for name in ("train_file", "test_file", "source_lang", "target_lang", "output_dir"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--validation_file")
+    parser.add_argument("--ratios", type=float, nargs="+", default=[2.0, 4.0])
+    parser.add_argument("--encoder_groups", type=int, nargs="*", default=[], help="besides no sharing")
+    parser.add_argument("--max_steps", type=int, default=1000)
+    parser.add_argument("--distillation_alpha", type=float, default=0.7)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once; above 1 each has one thread")
+    args, others = parser.parse_known_args(argv)
+
+    runs = grid(args.ratios, [None, *args.encoder_groups])
+    parameters = {}
+    for run in dict.fromkeys(Run(run.ratio, run.groups) for run in runs):
+        model = Path(args.output_dir, run.converted, "model")
+        if not model.exists():
+            convert(args.teacher, model, ratio=run.ratio, encoder_groups=run.groups)
+        parameters[run.converted] = json.loads((model / "compression.json").read_text())["parameters_after"]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        jobs = [pool.submit(score, run, args, others) for run in runs]
+        scores = {run: job.result() for run, job in zip(runs, tqdm(jobs, desc="runs"), strict=True)}
+
+    table = Table("ratio", "encoder groups", "parameters", "start", "training", "BLEU", "chrF")
+    rows = []
+    for run, result in scores.items():
+        rows.append(
+            {
+                **vars(run),
+                "parameters": parameters[run.converted],
+                **{k: result[f"test_{k}"] for k in ("bleu", "chrf")},
+            }
+        )
+        table.add_row(
+            f"{run.ratio:g}",
+            str(run.groups or "-"),
+            f"{parameters[run.converted]:,}",
+            run.start,
+            run.trained or "none",
+            f"{result['test_bleu']:.1f}",
+            f"{result['test_chrf']:.1f}",
+        )
+    Path(args.output_dir, "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
