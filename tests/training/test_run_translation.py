@@ -1,0 +1,221 @@
+"""The training script from its command line: a whole run, a killed one that goes on, two processes, bad input."""
+
+import importlib.util
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
+
+SCRIPT = Path(__file__).parents[2] / "training" / "run_translation.py"
+spec = importlib.util.spec_from_file_location("run_translation", SCRIPT)
+script = importlib.util.module_from_spec(spec)
+sys.modules["run_translation"] = script  # dataclasses look their module up by name
+spec.loader.exec_module(script)
+
+
+@pytest.fixture
+def base(tmp_path, tiny_marian, parallel_sentences):
+    """Options of a short run: ten sentences to train on, three to validate and test on."""
+    for name, rows in {"train": parallel_sentences, "few": parallel_sentences[:3]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"translation": row}) + "\n" for row in rows))
+    return {
+        "model_name_or_path": tiny_marian,
+        "train_file": tmp_path / "train.jsonl",
+        "source_lang": "de",
+        "target_lang": "en",
+        "output_dir": tmp_path / "out",
+        "max_source_length": 60,
+        "max_target_length": 60,
+        "max_tokens": 100,
+        "max_steps": 2,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+
+
+def command(base, **changes):
+    options = {name: value for name, value in (base | changes).items() if value is not None}
+    return [text for name, value in options.items() for text in (f"--{name}", str(value))]
+
+
+def losses(folder):
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+def test_a_whole_run(base, tmp_path, tiny_marian, capsys, parallel_sentences):
+    few = tmp_path / "few.jsonl"
+    script.main(
+        command(
+            base, validation_file=few, test_file=few, teacher=tiny_marian, label_smoothing_factor=0.1, bf16=True,
+            distillation_alpha=0.7, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+            load_best_model_at_end=True, metric_for_best_model="bleu", lr_scheduler_type="inverse_sqrt", max_steps=3,
+            learning_rate=1e-5,
+        )
+    )  # fmt: skip
+    out = tmp_path / "out"
+    AutoTokenizer.from_pretrained(out)
+    model = AutoModelForSeq2SeqLM.from_pretrained(out)
+    teacher = AutoModelForSeq2SeqLM.from_pretrained(tiny_marian)
+    assert not torch.equal(model.model.shared.weight, teacher.model.shared.weight)
+    best = json.loads((out / "trainer_state.json").read_text())["best_global_step"]
+    assert torch.equal(
+        load_file(out / f"checkpoint-{best}" / "model.safetensors")["model.shared.weight"], model.model.shared.weight
+    )
+    changed = {"transformers_version", "_from_model_config"}
+    saved, original = (
+        {k: v for k, v in m.generation_config.to_dict().items() if k not in changed} for m in (model, teacher)
+    )
+    assert saved == original
+    # The tiny model knows these sentences by heart and is hardly moved.
+    results = json.loads((out / "test_results.json").read_text())
+    assert results["test_bleu"] > 80
+    assert (out / "test_translations.txt").read_text().splitlines()[0] == parallel_sentences[0]["en"]
+    printed = capsys.readouterr().out
+    for word in ("Summary", "validation bleu", "test bleu", "unique parameters", "best"):
+        assert word in printed
+    assert f"{sum(p.numel() for p in model.parameters()):,}" in printed
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(base, tmp_path, tiny_marian, monkeypatch):
+    config = AutoConfig.from_pretrained(tiny_marian)
+    config.dropout = 0.1  # the random state has to come back too
+    config.save_pretrained(tmp_path / "config")
+    options = base | {
+        "model_name_or_path": None,
+        "config_name": tmp_path / "config" / "config.json",
+        "tokenizer_name": tiny_marian,
+        "max_steps": 13,  # the third epoch
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "gradient_accumulation_steps": 2,
+    }
+    script.main(command(options))
+
+    class KilledError(Exception):
+        pass
+
+    def killed(trainer, *args, **kwargs):
+        if trainer.state.global_step == 10:
+            raise KilledError
+        return step(trainer, *args, **kwargs)
+
+    step = script.RecoveryTrainer.training_step
+    cut_off = options | {"output_dir": tmp_path / "cut"}
+    with monkeypatch.context() as patch:
+        patch.setattr(script.RecoveryTrainer, "training_step", killed)
+        with pytest.raises(KilledError):
+            script.main(command(cut_off))
+    half = tmp_path / "cut" / "checkpoint-12"  # what a kill while saving leaves
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half")
+    with pytest.raises(FileExistsError, match="resume_from_checkpoint"):
+        script.main(command(cut_off))
+    script.main([*command(cut_off), "--resume_from_checkpoint"])
+
+    assert len(losses(tmp_path / "out")) == 13
+    assert losses(tmp_path / "cut") == losses(tmp_path / "out")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "cut"))
+    for name in one:
+        assert torch.equal(one[name], other[name])
+
+
+def test_from_scratch_keeps_the_shapes_and_nothing_else(base, tmp_path, tiny_marian):
+    options = base | {"from_scratch": True, "max_steps": 1, "learning_rate": 0.0}
+    script.main(command(options))
+    script.main(command(options, seed=7, output_dir=tmp_path / "other"))
+    trained, one, other = (
+        load_file(f / "model.safetensors") for f in (tiny_marian, tmp_path / "out", tmp_path / "other")
+    )
+    assert {name: t.shape for name, t in trained.items()} == {name: t.shape for name, t in one.items()}
+    name = "model.encoder.layers.0.fc1.weight"
+    assert not torch.equal(trained[name], one[name])
+    assert not torch.equal(one[name], other[name])
+    assert (tmp_path / "out" / "generation_config.json").read_text() == (
+        tiny_marian / "generation_config.json"
+    ).read_text()
+
+
+def test_two_processes_compute_what_one_does_with_accumulation(base, tmp_path):
+    options = base | {"max_steps": 5, "label_smoothing_factor": 0.1, "validation_file": tmp_path / "few.jsonl"}
+    one = command(options, gradient_accumulation_steps=2)
+    two = command(options, output_dir=tmp_path / "two")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[1])}
+    script.main(one)
+    done = subprocess.run(launch + two, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "out"), rel=1e-4)
+    scores = [json.loads((tmp_path / name / "eval_results.json").read_text()) for name in ("out", "two")]
+    assert scores[0]["eval_bleu"] == pytest.approx(scores[1]["eval_bleu"])
+    assert done.stdout.count("Summary") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_file": "none.jsonl"}, "No data file none.jsonl"),
+        ({"target_lang": "fr"}, "no column 'fr'"),
+        ({"train_file": None}, "No data"),
+        ({"eval_strategy": "epoch"}, "--validation_file"),
+        ({"model_name_or_path": None}, "--config_name"),
+        ({"max_tokens": 5}, "max_tokens is 5"),
+        ({"max_source_length": 65}, "64 positions"),
+        ({"resume_from_checkpoint": "nowhere"}, "nowhere is not a complete checkpoint"),
+        ({"distillation_alpha": 1.5, "teacher": "TINY"}, "distillation_alpha is 1.5"),
+        ({"output_dir": "TINY", "overwrite_output": True}, "which this run reads"),
+        ({"source_code": "de_DE", "target_code": "en_XX"}, "multilingual"),
+    ],
+)
+def test_bad_input_ends_before_the_first_step(base, tiny_marian, tmp_path, changes, message):
+    changes = {name: tiny_marian if value == "TINY" else value for name, value in changes.items()}
+    before = sorted(tiny_marian.iterdir())
+    with pytest.raises((ValueError, OSError), match=message):
+        script.main(command(base, **changes))
+    assert not list(tmp_path.glob("out/*"))
+    assert sorted(tiny_marian.iterdir()) == before
+
+
+def test_a_teacher_with_other_words_is_refused(base, tiny_marian, tmp_path):
+    other = tmp_path / "teacher"
+    AutoModelForSeq2SeqLM.from_pretrained(tiny_marian).save_pretrained(other)
+    AutoTokenizer.from_pretrained(tiny_marian).save_pretrained(other)
+    words = json.loads((other / "vocab.json").read_text())
+    words["▁unheard"] = words.pop(next(word for word, i in words.items() if i == 50))
+    (other / "vocab.json").write_text(json.dumps(words))
+    with pytest.raises(ValueError, match="another vocabulary"):
+        script.main(command(base, teacher=other))
+
+
+def test_files_are_written_over_only_when_asked(base, tmp_path):
+    out = tmp_path / "out"
+    (out / "checkpoint-7").mkdir(parents=True)
+    (out / "notes.txt").write_text("mine")
+    for options in ([], ["--resume_from_checkpoint"]):
+        with pytest.raises(FileExistsError, match=r"not empty \(.*notes.txt\).*--overwrite_output"):
+            script.main([*command(base), *options])
+    script.main([*command(base), "--overwrite_output"])
+    assert (out / "notes.txt").read_text() == "mine"
+    assert not (out / "checkpoint-7").exists()
+    assert (out / "model.safetensors").is_file()
+
+
+def test_the_command_line_prints_one_message_and_fails(base, tmp_path, monkeypatch, capsys):
+    (tmp_path / "empty.jsonl").write_text("")
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *command(base, train_file=tmp_path / "empty.jsonl")])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert end.value.code == 1
+    errors = capsys.readouterr().err
+    assert errors.count("error:") == 1
+    assert "empty.jsonl holds no rows" in errors
