@@ -39,7 +39,7 @@ COMPRESSION_HELP = {
     "ratio": "p of Eq. 12: dense / kept parameters of each matrix, above 1. Without any choice of ranks or groups: 2.",
     "rank": "Singular values kept in each matrix.",
     "energy": "Share of the squared singular values kept in each matrix, in (0, 1].",
-    "rank_pattern": "PATTERN=RANK, or PATTERN=dense, for modules whose name ends so; before any other choice. Repeatable.",
+    "rank_pattern": "PATTERN=RANK, or PATTERN=dense, for modules whose names end so; comes first. Repeatable.",
     "encoder_groups": "Number of independent encoder layers; must divide the layers.",
     "decoder_groups": "Number of independent decoder layers; must divide the layers.",
     "group_start": "How a group of layers starts: 'mean' of its layers, or the 'first' of them.",

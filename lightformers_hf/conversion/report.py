@@ -80,11 +80,10 @@ class CompressionReport:
         """The report of compressing `teacher` into `model`, whose skeletons give the totals."""
         config = model.config
         set_options = {name: value for name, value in asdict(options).items() if value is not None}
-        groups = {
-            stack: [getattr(config, f"{stack}_groups") or getattr(config, f"{stack}_layers")]
-            + [getattr(config, f"{stack}_layers")]
-            for stack in ("encoder", "decoder")
-        }
+        groups = {}
+        for stack in ("encoder", "decoder"):
+            depths = getattr(config, f"{stack}_layers")
+            groups[stack] = [getattr(config, f"{stack}_groups") or depths, depths]
         return cls(
             source=teacher.folder.name,
             family=teacher.source_config.model_type,
@@ -176,8 +175,8 @@ tags:
 # {{ source }}, compressed
 
 A LightFormer: `{{ source }}` (`{{ family }}`) with its matrices factorized by truncated SVD
-{%- for stack, (stored, depths) in groups.items() if stored != depths %}, its {{ depths }} {{ stack }} layers sharing {{
-stored }} stored ones{% endfor %}.
+{%- for stack, (stored, depths) in groups.items() if stored != depths %}, its {{ depths }} {{ stack }} layers sharing
+{{ stored }} stored ones{% endfor %}.
 
 | | before | after | ratio |
 |---|---|---|---|

@@ -1,7 +1,7 @@
 """Source families: how each teacher's configuration and tensor names read as a LightFormer's.
 
-Tensor names are those of the dense `LightFormerForConditionalGeneration`, which are Marian's and BART's own, so a family
-is one row: its fixed fields, the fields it shares by name, and what its checkpoints may hold besides.
+Tensor names are those of the dense `LightFormerForConditionalGeneration`, which are Marian's and BART's own, so a
+family is one row: its classes, the fields that its code fixes, and what its checkpoints may hold besides.
 """
 
 from __future__ import annotations

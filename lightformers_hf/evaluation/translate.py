@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -35,7 +37,12 @@ def load_model(
         raise FileNotFoundError(
             f"No model folder {name}: give a folder that holds a checkpoint, or a name on the Hub."
         )
-    config = AutoConfig.from_pretrained(name)
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{name} is neither a checkpoint folder nor a reachable model on the Hub: {error}"
+        ) from error
     if type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
         raise ValueError(
             f"{name} is a {config.model_type!r} model: expected a sequence-to-sequence model such as Marian, BART or "
@@ -162,3 +169,15 @@ def translate_stream(
         done += len(lines)
         if not read:
             return done
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """A binary file that takes the place of `path` when all is written; an error leaves `path` as it was."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

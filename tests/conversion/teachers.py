@@ -56,7 +56,7 @@ TEACHERS = {
                 "activation_function": "relu",
             }
         ),
-    ),  # fmt: skip
+    ),
     "bart": (BartForConditionalGeneration, BartConfig(**COMMON)),
     "mbart": (MBartForConditionalGeneration, MBartConfig(**COMMON, scale_embedding=True)),
     "pegasus": (PegasusForConditionalGeneration, PegasusConfig(**{**COMMON, "pad_token_id": 0})),

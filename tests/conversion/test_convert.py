@@ -105,7 +105,7 @@ def test_a_group_starts_as_the_mean_or_the_first_of_its_layers(teachers, tmp_pat
 
 
 def test_a_lightformer_is_compressed_further(teachers, tmp_path):
-    folder, teacher = teachers("marian")
+    folder, _ = teachers("marian")
     convert(folder, tmp_path / "once", rank=6, progress=False)
     convert(tmp_path / "once", tmp_path / "same", rank=7, encoder_groups=None, progress=False)
     once, same = tensors(tmp_path / "once"), tensors(tmp_path / "same")
