@@ -90,8 +90,8 @@ def _open_file(path: Path) -> dict[str, Callable[[], Tensor]]:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path} is no pickle of plain tensors, and running it could do anything. "
-            "If it is trusted, load it where it was made and save it as safetensors."
+            f"{path} is damaged, or holds more than tensors and would need unsafe loading, which can run any code. "
+            "Where it is trusted, load it with the program that wrote it and save it as safetensors."
         ) from error
     except (RuntimeError, EOFError, OSError) as error:
         raise ValueError(f"{path} is damaged or incomplete, fetch it again ({error})") from error

@@ -1,0 +1,237 @@
+"""Truncated factorization against `torch.linalg.svd` in float64."""
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightformers_hf.conversion import svd
+from lightformers_hf.conversion.svd import SPLITS, decompose, in_workers
+
+FLOAT32_ROUNDING = 1e-6
+
+
+def matrix(m, n, singular_values, seed=0):
+    """A float32 matrix with (nearly) the singular values given, fewer than min(m, n) where the rest is zero."""
+    generator = torch.Generator().manual_seed(seed)
+    k = len(singular_values)
+    left = torch.linalg.qr(torch.randn(m, k, generator=generator, dtype=torch.float64)).Q
+    right = torch.linalg.qr(torch.randn(n, k, generator=generator, dtype=torch.float64)).Q
+    return (left * torch.as_tensor(singular_values, dtype=torch.float64) @ right.T).float()
+
+
+def assert_optimal(weight, rank, split="sigma-right", known=True):
+    """The factors' error is within 1e-5 of the optimum, or is what float32 factors cannot help. Returns both."""
+    spectrum = decompose(weight, name="w", rank=rank if known else None)
+    left, right = spectrum.truncate(rank, split)
+    true = torch.linalg.svd(weight.double(), full_matrices=False).S
+    norm = true.norm().item()
+    optimum = true[rank:].norm().item()
+    error = torch.linalg.norm(weight.double() - left.double() @ right.double()).item()
+    assert left.shape == (weight.shape[0], rank)
+    assert right.shape == (rank, weight.shape[1])
+    assert error <= (1 + 1e-5) * optimum + FLOAT32_ROUNDING * norm
+    if optimum > 1e-3 * norm:
+        assert error <= (1 + 1e-5) * optimum
+    if norm:
+        assert spectrum.relative_error(rank) == pytest.approx(optimum / norm, rel=1e-6, abs=1e-7)
+        assert spectrum.energy(rank) == pytest.approx(1 - (optimum / norm) ** 2, rel=1e-6)
+    assert spectrum.singular_values.dtype == torch.float64
+    assert len(spectrum.singular_values) == min(weight.shape)
+    torch.testing.assert_close(spectrum.singular_values, true, rtol=1e-6, atol=1e-3 * norm)
+    assert (spectrum.singular_values.diff() <= 0).all()
+    return spectrum, left, right
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    m=st.integers(1, 40),
+    n=st.integers(1, 40),
+    share=st.floats(0, 1),
+    decay=st.floats(0, 6),
+    zeros=st.floats(0, 1),
+    split=st.sampled_from(SPLITS),
+    known=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_error_is_the_optimum_for_every_shape_and_spectrum(m, n, share, decay, zeros, split, known, seed):
+    size = min(m, n)
+    singular_values = torch.arange(1, size + 1).double() ** -decay
+    singular_values[size - int(zeros * size) :] = 0
+    rank = 1 + int(share * (size - 1))
+    assert_optimal(matrix(m, n, singular_values, seed), rank, split, known)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    tall=st.booleans(),
+    rank=st.integers(1, 60),
+    decay=st.floats(0, 2),
+    dominant=st.sampled_from([1, 30, 1000]),
+    seed=st.integers(0, 99),
+)
+def test_error_is_the_optimum_where_the_rank_is_small(tall, rank, decay, dominant, seed):
+    singular_values = torch.arange(1, 201).double() ** -decay
+    singular_values[0] *= dominant
+    weight = matrix(300, 200, singular_values, seed)
+    assert_optimal(weight if tall else weight.T, rank)
+
+
+def test_trained_like_matrices_take_the_fast_route(monkeypatch):
+    """Both routes are what they claim to be: float32 alone where the spectrum allows, float64 where it does not."""
+    used = []
+    gram = svd._gram
+    monkeypatch.setattr(svd, "_gram", lambda tall, dtype: used.append(dtype) or gram(tall, dtype))
+    gaussian = torch.randn(400, 256, generator=torch.Generator().manual_seed(0))
+    assert_optimal(gaussian, 40)
+    assert used == [torch.float32]
+    used.clear()
+    dominated = matrix(400, 256, [1000.0] + [1.0 - i / 300 for i in range(255)])
+    spectrum, *_ = assert_optimal(dominated, 40)
+    assert used == [torch.float32, torch.float64]
+    true = torch.linalg.svdvals(dominated.double())
+    torch.testing.assert_close(spectrum.singular_values, true, rtol=1e-9, atol=0)
+
+
+def test_the_float32_route_alone_would_miss_the_optimum(monkeypatch):
+    """Without its certificate the fast route fails on a dominant singular value: the certificate is needed."""
+    weight = matrix(400, 256, [1000.0] + [1.0 - i / 300 for i in range(255)])
+    monkeypatch.setattr(svd, "TOLERATED_LOSS", float("inf"))
+    monkeypatch.setattr(torch.linalg, "matrix_norm", lambda _: torch.tensor(0.0, dtype=torch.float64))
+    left, right = decompose(weight, name="w", rank=40).truncate(40)
+    optimum = torch.linalg.svdvals(weight.double())[40:].norm()
+    assert torch.linalg.norm(weight.double() - left.double() @ right.double()) > (1 + 1e-5) * optimum
+
+
+@pytest.mark.parametrize("shape", [(96, 64), (64, 96), (64, 64), (1, 5), (5, 1), (1, 1)])
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("decay", [0, 1, 8])
+def test_full_rank_gives_the_matrix_back(shape, split, decay):
+    size = min(shape)
+    weight = matrix(*shape, torch.arange(1, size + 1).double() ** -decay)
+    left, right = decompose(weight, name="w").truncate(size, split)
+    error = torch.linalg.norm(weight.double() - left.double() @ right.double())
+    assert error <= 3e-7 * torch.linalg.norm(weight.double())
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_zero_matrix(split):
+    spectrum = decompose(torch.zeros(6, 4), name="w")
+    left, right = spectrum.truncate(3, split)
+    assert torch.equal(left @ right, torch.zeros(6, 4))
+    assert spectrum.relative_error(3) == 0
+    assert spectrum.energy(1) == 1
+
+
+@pytest.mark.parametrize("shape", [(60, 40), (40, 60)])
+@pytest.mark.parametrize("zeros", [0, 25])
+def test_splits_place_the_singular_values(shape, zeros):
+    true = torch.linspace(3, 1, 40 - zeros).double()
+    spectrum = decompose(matrix(*shape, true), name="w")
+    rank = 20
+    left, right = (factor.double() for factor in spectrum.truncate(rank, "sigma-right"))
+    torch.testing.assert_close(left.T @ left, torch.eye(rank).double(), rtol=0, atol=1e-6)
+    expected = torch.zeros(rank).double()
+    expected[: len(true)] = true[:rank]
+    torch.testing.assert_close(torch.linalg.svdvals(right), expected, rtol=1e-6, atol=1e-6)
+    left, right = (factor.double() for factor in spectrum.truncate(rank, "balanced"))
+    torch.testing.assert_close(left.norm(dim=0), expected.sqrt(), rtol=1e-6, atol=2e-3)
+    torch.testing.assert_close(right.norm(dim=1), left.norm(dim=0), rtol=1e-6, atol=1e-6)
+
+
+def test_lower_ranks_come_from_one_decomposition():
+    weight = torch.randn(300, 200, generator=torch.Generator().manual_seed(1))
+    spectrum = decompose(weight, name="w", rank=50)
+    assert spectrum.max_rank == 50
+    true = torch.linalg.svdvals(weight.double())
+    for rank in (1, 20, 50):
+        left, right = spectrum.truncate(rank)
+        error = torch.linalg.norm(weight.double() - left.double() @ right.double())
+        assert error <= (1 + 1e-5) * true[rank:].norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_types(dtype):
+    weight = torch.randn(200, 150, generator=torch.Generator().manual_seed(2)).to(dtype)
+    _, left, _ = assert_optimal(weight, 20)
+    assert left.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_scales_whose_squares_leave_float32(scale):
+    weight = (torch.randn(200, 150, generator=torch.Generator().manual_seed(3)).double() * scale).float()
+    assert_optimal(weight, 20)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_damaged_values_are_refused_by_name(bad):
+    weight = torch.ones(4, 4)
+    weight[2, 1] = bad
+    with pytest.raises(ValueError, match=r"layers\.0\.fc1: holds NaN or Inf"):
+        decompose(weight, name="layers.0.fc1")
+
+
+@pytest.mark.parametrize("rank", [0, -1, 5])
+def test_rank_out_of_range_is_refused_by_name(rank):
+    with pytest.raises(ValueError, match=rf"fc1: rank {rank} is not possible, expected 1 to 4"):
+        decompose(torch.ones(4, 9), name="fc1", rank=rank)
+    with pytest.raises(ValueError, match=rf"fc1: rank {rank} is not possible, expected 1 to 4"):
+        decompose(torch.ones(4, 9), name="fc1").truncate(rank)
+
+
+def test_truncating_beyond_what_was_decomposed_is_refused():
+    with pytest.raises(ValueError, match="expected 1 to 10"):
+        decompose(torch.randn(200, 150), name="w", rank=10).truncate(11)
+
+
+@pytest.mark.parametrize("weight", [torch.ones(3), torch.ones(2, 2, dtype=torch.int64), torch.ones(0, 3)])
+def test_no_matrix_is_refused(weight):
+    with pytest.raises(ValueError, match="w: expected a matrix of floats"):
+        decompose(weight, name="w")
+
+
+def test_missing_convergence_is_an_error_with_the_name(monkeypatch):
+    def fail(*_):
+        raise torch.linalg.LinAlgError("did not converge")
+
+    monkeypatch.setattr(torch.linalg, "eigh", fail)
+    with pytest.raises(ValueError, match="fc2: the singular value decomposition did not converge"):
+        decompose(torch.randn(200, 150), name="fc2", rank=10)
+
+
+def test_workers_give_every_result_and_hold_few_items():
+    threads = torch.get_num_threads()
+    lock, live, most = threading.Lock(), 0, 0
+
+    def items():
+        nonlocal live, most
+        for index in range(20):
+            with lock:
+                live += 1
+                most = max(most, live)
+            yield index
+
+    def work(index):
+        nonlocal live
+        used = torch.get_num_threads()
+        with lock:
+            live -= 1
+        return index, used
+
+    results = list(in_workers(work, items(), workers=3))
+    assert sorted(index for index, _ in results) == list(range(20))
+    assert {used for _, used in results} == {1}
+    assert most <= 3
+    assert torch.get_num_threads() == threads
+
+
+def test_an_error_in_a_worker_is_raised():
+    def work(index):
+        if index == 3:
+            raise ValueError("matrix 3")
+        return index
+
+    with pytest.raises(ValueError, match="matrix 3"):
+        list(in_workers(work, range(10), workers=2))
