@@ -27,7 +27,7 @@ def plan(source: str | Path, *, progress: bool = True, **options) -> Compression
     Raises:
         ValueError, FileNotFoundError: as `convert`.
     """
-    compression = Compression(Teacher(resolve_source(source)), CompressionOptions(**options))
+    compression = Compression(Teacher(resolve_source(source), str(source)), CompressionOptions(**options))
     compression.run(dry=True, progress=progress)
     return compression.report
 
@@ -57,7 +57,7 @@ def convert(
     wanted = CompressionOptions(**options)
     folder = resolve_source(source)
     with atomic_output(Path(output), overwrite=overwrite, forbidden=folder) as temporary:
-        compression = Compression(Teacher(folder), wanted)
+        compression = Compression(Teacher(folder, str(source)), wanted)
         compression.run(dry=False, progress=progress)
         _write_model(compression, temporary)
         _write_tokenizer(folder, temporary)

@@ -85,7 +85,7 @@ class CompressionReport:
             depths = getattr(config, f"{stack}_layers")
             groups[stack] = [getattr(config, f"{stack}_groups") or depths, depths]
         return cls(
-            source=teacher.folder.name,
+            source=teacher.name,
             family=teacher.source_config.model_type,
             options=set_options,
             groups=groups,

@@ -30,7 +30,12 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 class Teacher:
     """A checkpoint folder of a known family, checked whole: nothing missing, extra or of another shape.
 
+    Args:
+        folder: where the checkpoint lies.
+        source: what the user called it: this folder, or a name on the Hub.
+
     Attributes:
+        name: what reports call it: the folder's name without the path to it, or the name on the Hub.
         source_config: the checkpoint's own configuration.
         config: the `LightFormerConfig` that computes the same.
         model_class: the LightFormer class with the checkpoint's head.
@@ -41,7 +46,7 @@ class Teacher:
         FileNotFoundError: no `config.json`, no weights, or a shard that is not there.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, source: str):
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"{folder} holds no config.json: a checkpoint folder written by save_pretrained")
         try:
@@ -57,6 +62,7 @@ class Teacher:
         self.model = skeleton(self.model_class, self.config)
         self.reader = CheckpointReader(folder)
         self.folder = folder
+        self.name = folder.name if Path(source).is_dir() else source
         self._names = self._match_names()
 
     def _match_names(self) -> dict[str, str]:
