@@ -128,6 +128,11 @@ class TrainingArguments(Seq2SeqTrainingArguments):
         default=False, metadata={"help": "Write into an output_dir that holds files; its old checkpoints are deleted."}
     )
 
+    def __post_init__(self) -> None:
+        # Without it, --bf16 is refused on a machine that has nothing but its CPU.
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        super().__post_init__()
+
 
 def check_output(args: TrainingArguments, models: list[str | None]) -> str | None:
     """Check the output folder before any work is done, and return the checkpoint to go on from, if any.
@@ -138,6 +143,8 @@ def check_output(args: TrainingArguments, models: list[str | None]) -> str | Non
     if output.exists() and not output.is_dir():
         raise FileExistsError(f"output_dir {output} is a file: choose a folder.")
     for name in filter(None, models):
+        if not Path(name).exists() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
+            raise FileNotFoundError(f"No model {name}: give an existing folder, or a name on the Hub.")
         if Path(name).exists() and output.resolve() in (Path(name).resolve(), *Path(name).resolve().parents):
             raise ValueError(f"output_dir {output} holds {name}, which this run reads: choose another folder.")
     resume = args.resume_from_checkpoint

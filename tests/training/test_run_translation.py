@@ -169,6 +169,7 @@ def test_two_processes_compute_what_one_does_with_accumulation(base, tmp_path):
         ({"train_file": None}, "No data"),
         ({"eval_strategy": "epoch"}, "--validation_file"),
         ({"model_name_or_path": None}, "--config_name"),
+        ({"model_name_or_path": "/no/model"}, "No model /no/model"),
         ({"max_tokens": 5}, "max_tokens is 5"),
         ({"max_source_length": 65}, "64 positions"),
         ({"resume_from_checkpoint": "nowhere"}, "nowhere is not a complete checkpoint"),
