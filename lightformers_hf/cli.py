@@ -259,6 +259,31 @@ def evaluate(
         sys.stdout.write(text) if str(json_file) == "-" else json_file.write_text(text, encoding="utf-8")
 
 
+benchmark_app = typer.Typer(help="Measure this package against what it replaces.", no_args_is_help=True)
+app.add_typer(benchmark_app, name="benchmark")
+
+
+@benchmark_app.command("conversion")
+def benchmark_conversion(
+    shapes: Annotated[
+        str, typer.Option(help="Shapes of a checkpoint: opus-mt (74M) or bart-large (406M).")
+    ] = "opus-mt",
+    runs: Annotated[int, typer.Option(min=1, help="Interleaved runs; medians are shown.")] = 3,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=1, help="Time so many full decompositions of a shape and multiply. Default: all of them."),
+    ] = None,
+) -> None:
+    """Time the factorization of a whole checkpoint beside a full torch.linalg.svd of every matrix.
+
+    Example: lightformers benchmark conversion --shapes bart-large --runs 1 --samples 6
+    """
+    from .conversion.benchmark import benchmark_conversion as run
+    from .conversion.benchmark import show
+
+    show(run(shapes, runs=runs, samples=samples), Console())
+
+
 def main() -> None:
     """Run the command line. An expected error (`ValueError`, `OSError`) is one message on stderr and exit code 1."""
     try:
