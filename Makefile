@@ -10,8 +10,8 @@ help:  ## this list
 # torch first and alone: the pinned version is the one the rest is resolved against.
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -q -c constraints.txt torch
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -q -c constraints.txt -e '.[dev]'
 	touch $@
 
 demo: $(VENV)/installed  ## train a teacher, compress it, win its quality back: about five minutes on two cores

@@ -4,6 +4,7 @@ Importing the package registers its architectures, so that `AutoModelForSeq2SeqL
 """
 
 from .conversion import CompressionOptions, convert, plan
+from .evaluation.translate import translate
 from .models import (
     LightFormerConfig,
     LightFormerForCausalLM,
@@ -23,4 +24,5 @@ __all__ = [
     "LightFormerModel",
     "convert",
     "plan",
+    "translate",
 ]
