@@ -39,6 +39,11 @@ class Measurements:
     tokens_per_second: float | None
     tokens: int | None  # generated in one run of the speed measurement
 
+    @property
+    def own_memory_bytes(self) -> int | None:
+        """Peak memory beyond what the libraries alone take."""
+        return None if self.memory_bytes is None else self.memory_bytes - self.libraries_bytes
+
 
 @dataclass
 class Evaluation:
@@ -82,7 +87,7 @@ class Evaluation:
         row("unique parameters", "parameters", "{:,}".format, smaller)
         row("weights on disk", "disk_bytes", _megabytes, smaller)
         row("peak memory", "memory_bytes", _megabytes, smaller)
-        row("  of it libraries", "libraries_bytes", _megabytes, lambda model, teacher: "")
+        row("  beyond libraries", "own_memory_bytes", _megabytes, smaller)
         ratio = self.speed_ratio
         row("tokens/s, one core", "tokens_per_second", "{:.1f}".format, lambda model, teacher: f"{ratio:.2f}x faster")
         return table

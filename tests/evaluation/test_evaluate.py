@@ -1,0 +1,162 @@
+"""`evaluate_model` and the two commands, on a checkpoint that is there, and on all that is not."""
+
+import io
+import json
+import sys
+
+import pytest
+import sacrebleu
+from rich.console import Console
+
+from lightformers_hf.cli import main
+from lightformers_hf.evaluation.evaluate import evaluate_model
+from lightformers_hf.evaluation.size import unique_parameters
+from lightformers_hf.evaluation.translate import load_model, translate
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, parallel_sentences):
+    path = tmp_path_factory.mktemp("data") / "test.jsonl"
+    path.write_text("".join(json.dumps({"translation": pair}) + "\n" for pair in parallel_sentences))
+    return str(path)
+
+
+@pytest.fixture
+def lightformers(monkeypatch, capsys):
+    """Run the command line; gives exit code, stdout and stderr."""
+
+    def run(*arguments, stdin=b""):
+        monkeypatch.setattr(sys, "argv", ["lightformers", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        capsys.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_everything_beside_a_teacher(tiny_marian, data, parallel_sentences):
+    evaluation = evaluate_model(
+        str(tiny_marian), data, str(tiny_marian), runs=1, num_beams=1, max_new_tokens=20, max_samples=8
+    )
+    model, tokenizer = load_model(tiny_marian)
+    pairs = parallel_sentences[:8]
+    outputs = translate([pair["de"] for pair in pairs], model, tokenizer, num_beams=1, max_new_tokens=20)
+    bleu = sacrebleu.corpus_bleu(outputs, [[pair["en"] for pair in pairs]]).score
+    assert evaluation.model.bleu == evaluation.teacher.bleu == pytest.approx(bleu)
+    assert evaluation.model.parameters == unique_parameters(model)
+    assert evaluation.model.disk_bytes == (tiny_marian / "model.safetensors").stat().st_size
+    assert evaluation.model.memory_bytes > evaluation.model.libraries_bytes > 0
+    assert evaluation.model.tokens == evaluation.teacher.tokens > 0
+    assert evaluation.speed_ratio > 0
+    assert (evaluation.source, evaluation.target, evaluation.sentences) == ("de", "en", 8)
+    assert evaluation.generation == {"num_beams": 1, "max_new_tokens": 20}
+
+    printed = io.StringIO()
+    Console(file=printed, width=200).print(evaluation.table())
+    for expected in ("BLEU", f"{bleu:.1f}", "+0.0", "tokens/s", "x faster", "1.00x smaller", "tok:13a"):
+        assert expected in printed.getvalue()
+
+
+def test_json_alone_on_stdout(lightformers, tiny_marian, data, tmp_path):
+    code, printed, _ = lightformers(
+        "evaluate",
+        tiny_marian,
+        "--data",
+        data,
+        "--no-speed",
+        "--json",
+        "-",
+        "--source-lang",
+        "en",
+        "--target-lang",
+        "de",
+    )
+    numbers = json.loads(printed)
+    assert code == 0
+    assert (numbers["source"], numbers["target"], numbers["teacher"]) == ("en", "de", None)
+    assert numbers["generation"] == {"num_beams": 2}  # the checkpoint's
+    assert numbers["model"]["tokens_per_second"] is None
+
+    code, printed, _ = lightformers(
+        "evaluate", tiny_marian, "--data", data, "--no-speed", "--json", tmp_path / "numbers.json", "--max-samples", 2
+    )
+    assert code == 0
+    assert "BLEU" in printed
+    assert "tokens/s" not in printed
+    assert json.loads((tmp_path / "numbers.json").read_text())["sentences"] == 2
+
+
+def test_named_columns(lightformers, tiny_marian, tmp_path, parallel_sentences):
+    table = tmp_path / "test.tsv"
+    table.write_text("german\tenglish\n" + "".join(f"{pair['de']}\t{pair['en']}\n" for pair in parallel_sentences))
+    common = ("evaluate", tiny_marian, "--data", table, "--no-speed", "--json", "-")
+    code, printed, _ = lightformers(*common, "--source-column", "german", "--target-column", "english")
+    assert code == 0
+    assert json.loads(printed)["model"]["bleu"] > 10  # it was trained on these sentences
+
+    code, printed, error = lightformers(*common)
+    assert code == 1
+    assert not printed
+    for word in ("'de'", "'german'", "'english'"):
+        assert word in error
+
+
+def test_an_empty_data_file(lightformers, tiny_marian, tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    code, _, error = lightformers("evaluate", tiny_marian, "--data", tmp_path / "empty.jsonl")
+    assert code == 1
+    assert "empty.jsonl" in error
+    assert "no rows" in error
+
+
+@pytest.mark.parametrize("command", [["translate"], ["evaluate", "--data", "x.jsonl"]])
+def test_a_model_that_is_not_there(lightformers, tmp_path, command):
+    code, printed, error = lightformers(*command, tmp_path / "missing")
+    assert code == 1
+    assert not printed
+    assert "No model folder" in error.replace("\n", " ")
+    assert "Traceback" not in error
+
+
+def test_a_tokenizer_without_languages(lightformers, tiny_marian, tmp_path, data):
+    import shutil
+
+    folder = shutil.copytree(tiny_marian, tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"source_lang": None, "target_lang": None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    code, _, error = lightformers("evaluate", folder, "--data", data, "--no-speed")
+    assert code == 1
+    assert "--source-column" in error
+
+
+def test_translate_a_file_and_a_pipe(lightformers, tiny_marian, tmp_path, parallel_sentences):
+    german = [pair["de"] for pair in parallel_sentences]
+    expected = translate(german, tiny_marian, num_beams=1, max_new_tokens=20)
+    options = ("--num-beams", 1, "--max-new-tokens", 20, "--batch-size", 4)
+    (tmp_path / "in.txt").write_text("\n".join(german), encoding="utf-8")
+
+    code, printed, _ = lightformers("translate", tiny_marian, *options, stdin="\n".join(german).encode())
+    assert (code, printed.splitlines()) == (0, expected)
+    code, printed, _ = lightformers(
+        "translate", tiny_marian, tmp_path / "in.txt", "-o", tmp_path / "out.txt", *options
+    )
+    assert (code, printed) == (0, "")
+    assert (tmp_path / "out.txt").read_text(encoding="utf-8").splitlines() == expected
+
+    code, _, error = lightformers("translate", tiny_marian, tmp_path / "missing.txt", "-o", tmp_path / "new.txt")
+    assert code == 1
+    assert "missing.txt" in error
+    assert {path.name for path in tmp_path.iterdir()} == {"in.txt", "out.txt"}
+
+
+@pytest.mark.parametrize("command", ["translate", "evaluate"])
+def test_help_teaches_with_an_example(lightformers, command):
+    code, printed, _ = lightformers(command, "--help")
+    assert code == 0
+    assert f"lightformers {command} ./small" in printed

@@ -1,0 +1,161 @@
+"""`translate`: order, batches, empty lines, cuts, and the stream of lines."""
+
+import io
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig
+
+from lightformers_hf.evaluation.translate import load_model, translate, translate_stream, written_whole
+
+OPTIONS = {"num_beams": 1, "max_new_tokens": 30}
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_marian):
+    return load_model(tiny_marian)
+
+
+@pytest.fixture(scope="module")
+def german(parallel_sentences):
+    """Sentences of different lengths, not in the order of their lengths."""
+    sentences = [pair["de"] for pair in parallel_sentences]
+    return [*sentences, "Der Hund.", " ".join(sentences[:2])]
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_batches_give_what_generate_gives_one_by_one(tiny_marian, loaded, german, num_beams):
+    model = AutoModelForSeq2SeqLM.from_pretrained(tiny_marian)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_marian)
+    expected = []
+    for sentence in german:
+        sequences = model.generate(**tokenizer(sentence, return_tensors="pt"), num_beams=num_beams, max_new_tokens=30)
+        expected.append(tokenizer.decode(sequences[0], skip_special_tokens=True))
+    assert len(set(expected)) == len(german)
+    for batch_size in (1, 5, 32):
+        assert translate(german, *loaded, batch_size=batch_size, num_beams=num_beams, max_new_tokens=30) == expected
+
+
+def test_a_name_stands_for_its_checkpoint(tiny_marian, loaded, german):
+    assert translate(german, tiny_marian, **OPTIONS) == translate(german, *loaded, **OPTIONS)
+
+
+def test_empty_lines_stay_empty_and_do_not_reach_the_model(loaded, german, monkeypatch):
+    model, tokenizer = loaded
+    rows = []
+    generate = model.generate
+    monkeypatch.setattr(model, "generate", lambda **batch: rows.append(len(batch["input_ids"])) or generate(**batch))
+    outputs = translate(["", german[0], "  \t", german[1], ""], model, tokenizer, **OPTIONS)
+    assert [bool(output) for output in outputs] == [False, True, False, True, False]
+    assert sum(rows) == 2
+    assert translate(["", " "], model, tokenizer) == ["", ""]
+    assert translate([], model, tokenizer) == []
+    assert sum(rows) == 2
+
+
+def test_long_inputs_are_cut_and_counted(loaded, german, caplog):
+    model, tokenizer = loaded
+    long = " ".join(german)
+    ids = tokenizer(long, verbose=False)["input_ids"]
+    assert len(ids) > tokenizer.model_max_length == 64
+    cut = torch.tensor([[*ids[:63], tokenizer.eos_token_id]])
+    expected = tokenizer.decode(model.generate(input_ids=cut, **OPTIONS)[0], skip_special_tokens=True)
+    assert translate([long, german[0], long], model, tokenizer, **OPTIONS)[::2] == [expected, expected]
+    assert "2 of 3 inputs are longer than 64 tokens" in caplog.text
+    caplog.clear()
+    translate([german[0]], model, tokenizer, **OPTIONS)
+    assert not caplog.text
+
+
+def test_a_model_in_training_translates_without_dropout_and_goes_on_training(tiny_marian, german):
+    model, tokenizer = load_model(tiny_marian)
+    expected = translate(german, model, tokenizer, **OPTIONS)
+    for module in model.modules():
+        if hasattr(module, "dropout"):
+            module.dropout = 0.9
+    model.train()
+    assert translate(german, model, tokenizer, **OPTIONS) == expected
+    assert model.training
+
+
+class Trickle(io.BytesIO):
+    """A pipe that gives a few bytes at a time."""
+
+    def read1(self, size=-1):
+        return self.read(7)
+
+
+@pytest.mark.parametrize("source", [io.BytesIO, Trickle])
+@pytest.mark.parametrize("ending", ["", "\n"])
+def test_a_stream_gives_one_line_for_each_line(loaded, german, source, ending):
+    lines = [german[0], "", german[3], german[1]]
+    sink = io.BytesIO()
+    written = translate_stream(source(("\n".join(lines) + ending).encode()), sink, *loaded, **OPTIONS)
+    assert sink.getvalue().decode().split("\n") == [*translate(lines, *loaded, **OPTIONS), ""]
+    assert written == 4
+
+
+def test_a_stream_writes_what_it_has_before_the_input_ends(loaded, german):
+    sink = io.BytesIO()
+    seen = []
+
+    class Pipe(io.BytesIO):
+        parts = [german[0].encode() + b"\r\n", b"\n", german[1].encode(), b""]  # noqa: RUF012
+
+        def read1(self, size=-1):
+            seen.append(sink.getvalue().count(b"\n"))
+            return self.parts.pop(0)
+
+    translate_stream(Pipe(), sink, *loaded, **OPTIONS)
+    assert seen == [0, 1, 2, 2]
+    assert sink.getvalue().decode().splitlines()[0] == translate([german[0]], *loaded, **OPTIONS)[0]
+
+
+def test_newlines_in_outputs_become_spaces(loaded, monkeypatch):
+    monkeypatch.setattr("lightformers_hf.evaluation.translate.translate", lambda texts, *_: ["a\nb\r\nc"] * len(texts))
+    sink = io.BytesIO()
+    translate_stream(io.BytesIO(b"x\ny"), sink, *loaded)
+    assert sink.getvalue() == b"a b c\na b c\n"
+
+
+def test_bytes_that_are_not_text_name_their_line(loaded):
+    with pytest.raises(ValueError, match="line 2 of the input is not UTF-8"):
+        translate_stream(io.BytesIO(b"Hallo\n\xff\xfe\n"), io.BytesIO(), *loaded, **OPTIONS)
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "out.txt"
+    path.write_text("old")
+    file = written_whole(path)
+    file.__enter__().write(b"half")
+    with pytest.raises(KeyboardInterrupt):
+        file.gen.throw(KeyboardInterrupt)
+    assert path.read_text() == "old"
+    with written_whole(path) as file:
+        file.write(b"new")
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_models_that_are_not_there_or_not_fit(tmp_path, tiny_marian, loaded):
+    with pytest.raises(FileNotFoundError, match="No model folder"):
+        load_model(tmp_path / "missing")
+    BertConfig(num_hidden_layers=1).save_pretrained(tmp_path / "bert")
+    with pytest.raises(ValueError, match="is a 'bert' model: expected a sequence-to-sequence model"):
+        load_model(tmp_path / "bert")
+    with pytest.raises(ValueError, match="without its tokenizer"):
+        translate(["Hallo"], loaded[0])
+
+
+def test_a_checkpoint_with_missing_weights_is_refused(tmp_path, tiny_marian):
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(tiny_marian, tmp_path / "damaged")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.decoder.layers.1.fc1.weight"
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=name):
+        load_model(folder)
