@@ -89,7 +89,7 @@ class Evaluation:
         row("peak memory", "memory_bytes", _megabytes, smaller)
         row("  beyond libraries", "own_memory_bytes", _megabytes, smaller)
         ratio = self.speed_ratio
-        row("tokens/s, one core", "tokens_per_second", "{:.1f}".format, lambda model, teacher: f"{ratio:.2f}x faster")
+        row("tokens/s, one core", "tokens_per_second", "{:.1f}".format, lambda model, teacher: f"{ratio:.2f}x as fast")
         return table
 
 
@@ -125,13 +125,15 @@ def evaluate_model(
         runs: of the speed measurement.
         comet: a local COMET checkpoint to score with as well.
         generation: `num_beams`, `max_new_tokens` and other numbers for `generate()`, for quality and speed alike;
-            what is not given is the checkpoint's.
+            what is not given is the checkpoint's (the number of beams: the model's, for the teacher too).
 
     Raises:
         FileNotFoundError, ValueError: a checkpoint or data that is not there or not fit, each with what to do.
     """
     names = {"model": model} | ({"teacher": teacher} if teacher else {})
     loaded = {role: load_model(name, device=device) for role, name in names.items()}
+    # The teacher searches with the model's number of beams, whatever its own checkpoint says.
+    generation = {"num_beams": loaded["model"][0].generation_config.num_beams or 1} | generation
     source, target = _direction(model, loaded["model"][1], source, target)
     pairs = load_parallel(data, source=source, target=target, split=split, max_samples=max_samples)
     sources, references = list(pairs["source"]), list(pairs["target"])
@@ -162,10 +164,9 @@ def evaluate_model(
                 "tokens_per_second": speeds[role].tokens_per_second,
                 "tokens": speeds[role].tokens,
             }
-    used = {"num_beams": loaded["model"][0].generation_config.num_beams or 1} | generation
     measured = {role: Measurements(**values) for role, values in found.items()}
     return Evaluation(
-        measured["model"], measured.get("teacher"), ratio, data, source, target, len(sources), generation=used
+        measured["model"], measured.get("teacher"), ratio, data, source, target, len(sources), generation=generation
     )
 
 
