@@ -81,10 +81,11 @@ def _open_file(path: Path) -> dict[str, Callable[[], Tensor]]:
     """{name: function that reads it} for one file."""
     if path.suffix == ".safetensors":
         try:
-            handle = safe_open(path, framework="pt")
+            with safe_open(path, framework="pt") as handle:
+                names = list(handle.keys())
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged or incomplete, fetch it again ({error})") from error
-        return {name: partial(handle.get_tensor, name) for name in handle.keys()}  # noqa: SIM118, no mapping
+        return {name: partial(_read_mapped, path, name) for name in names}
     try:
         # Files from before torch 1.6 are no zip archives and cannot be mapped.
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -98,6 +99,12 @@ def _open_file(path: Path) -> dict[str, Callable[[], Tensor]]:
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise ValueError(f"{path} is no checkpoint: expected a dictionary of tensors")
     return {name: partial(tensors.__getitem__, name) for name in tensors}
+
+
+def _read_mapped(path: Path, name: str) -> Tensor:
+    # Each tensor gets a mapping of its own: the pages of those no longer used leave the process's memory with them.
+    with safe_open(path, framework="pt") as handle:
+        return handle.get_tensor(name)
 
 
 def _open_index(path: Path) -> dict[str, Callable[[], Tensor]]:

@@ -130,7 +130,13 @@ class Compression:
             tensors = {f"{name}.output.weight": left, f"{name}.basis": right}
         else:
             tensors = {f"{name}.u.weight": left.T, f"{name}.v.weight": right.T, f"{name}.v.bias": bias}
-        return name, report, {key: tensor for key, tensor in tensors.items() if tensor is not None}
+        # A copy where it is a view, so that no source stays mapped and nothing is copied a second time on writing.
+        tensors = {
+            key: tensor.clone(memory_format=torch.contiguous_format)
+            for key, tensor in tensors.items()
+            if tensor is not None
+        }
+        return name, report, tensors
 
     def _other_tensors(self) -> dict[str, torch.Tensor]:
         """What belongs to no matrix: norms, positions, the classifier, the bias of the logits."""

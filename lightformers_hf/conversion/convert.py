@@ -68,7 +68,7 @@ def convert(
 def _write_model(compression: Compression, folder: Path) -> None:
     model = compression.model
     dtype = compression.teacher.config.dtype or torch.float32
-    state = {name: tensor.to(dtype).contiguous() for name, tensor in compression.state.items()}
+    state = {name: tensor.to(dtype) for name, tensor in compression.state.items()}
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     ties = model.get_expanded_tied_weights_keys(all_submodels=True)
     if unexpected or set(missing) - set(ties):
