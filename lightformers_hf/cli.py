@@ -259,6 +259,31 @@ def evaluate(
         sys.stdout.write(text) if str(json_file) == "-" else json_file.write_text(text, encoding="utf-8")
 
 
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for everything the demo makes.")] = Path(
+        "demo-output"
+    ),
+    seed: Annotated[int, typer.Option(help="Of the corpus and of every training.")] = 0,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Remove what an earlier demo made there; start over.")
+    ] = False,
+) -> None:
+    """See it all work in five minutes, offline: train a teacher, compress it, win its quality back, measure.
+
+    An interrupted demo goes on where it stopped; needs pip install 'lightformers_hf[demo]'.
+    """
+    from .demo.run import run_demo
+    from .demo.stages import DemoSettings
+
+    try:
+        run_demo(output, DemoSettings(seed=seed), fresh=fresh)
+    except KeyboardInterrupt:
+        message = f"Stopped. What is complete stays in {output}: the same command goes on from there."
+        Console(stderr=True).print(f"\n{escape(message)}", highlight=False, soft_wrap=True)
+        raise typer.Exit(130) from None
+
+
 benchmark_app = typer.Typer(help="Measure this package against what it replaces.", no_args_is_help=True)
 app.add_typer(benchmark_app, name="benchmark")
 

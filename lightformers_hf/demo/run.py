@@ -1,0 +1,220 @@
+"""The demo from beginning to end: corpus, teacher, compression, recovery, measurement, picture."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+
+import transformers
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lightformers_hf.conversion import convert
+from lightformers_hf.conversion.checkpoint import atomic_output
+from lightformers_hf.evaluation.quality import translation_quality
+from lightformers_hf.evaluation.size import unique_parameters, weight_bytes
+from lightformers_hf.evaluation.speed import speed_ratio, tokens_per_second, typical_sentences
+from lightformers_hf.evaluation.translate import load_model, translate, written_whole
+from lightformers_hf.training import load_parallel
+
+from .stages import DemoSettings, write_corpus, write_recovered, write_teacher
+
+FOLDERS = ("corpus", "teacher", "compressed", "recovered-svd", "recovered-random")
+SETTINGS, RESULTS, PICTURE = "settings.json", "results.json", "picture.png"
+MODELS = {  # folder → how the table calls it
+    "teacher": "teacher",
+    "compressed": "compressed, untrained",
+    "recovered-svd": "recovered from the SVD",
+    "recovered-random": "trained from random",
+}
+SAMPLES = 4
+
+
+def run_demo(
+    output: Path, settings: DemoSettings | None = None, *, fresh: bool = False, console: Console | None = None
+) -> dict:
+    """Run the demo into the folder `output`, or the rest of it, and return what `results.json` then holds.
+
+    Every stage is a folder (or file) of `output` that appears when it is complete; those that exist are not made
+    again. So an interrupted run goes on where it stopped, and a second run only shows the results.
+
+    Args:
+        fresh: remove what an earlier demo made in `output`, and begin again.
+        console: where to print (default: the terminal).
+
+    Raises:
+        ValueError: the extra `demo` is not installed, or `output` holds a demo of other settings.
+        FileExistsError: `output` is a file, or holds something that no demo made.
+    """
+    settings, console = settings or DemoSettings(), console or Console()
+    _check_extra()
+    _claim(output, settings, fresh)
+    transformers.utils.logging.disable_progress_bar()  # a bar for loading a few megabytes says nothing
+    corpus, teacher, compressed, recovered_svd, recovered_random = (output / name for name in FOLDERS)
+    recovery = (compressed, teacher, corpus, settings)
+    makers: dict[str, tuple[str, Callable[[Path], object]]] = {
+        "corpus": (
+            "Write a German-English corpus from locale data",
+            lambda folder: _whole(folder, write_corpus, settings),
+        ),
+        "teacher": (
+            f"Train a Marian teacher for {settings.teacher_steps} steps",
+            lambda folder: _whole(folder, write_teacher, corpus, settings),
+        ),
+        "compressed": (
+            f"Compress it by truncated SVD at ratio {settings.ratio:g}",
+            lambda folder: convert(teacher, folder, ratio=settings.ratio),
+        ),
+        "recovered-svd": (
+            f"Win the quality back: {settings.recovery_steps} steps from the SVD",
+            lambda folder: _whole(folder, write_recovered, *recovery, random_start=False),
+        ),
+        "recovered-random": (
+            "For comparison: as many steps from random weights",
+            lambda folder: _whole(folder, write_recovered, *recovery, random_start=True),
+        ),
+    }
+    for number, (name, (title, make)) in enumerate(makers.items(), start=1):
+        with _step(console, number, title, output / name) as missing:
+            if missing:
+                make(output / name)
+    with _step(console, len(makers) + 1, "Measure quality, size and speed; draw the picture", output / PICTURE):
+        if not (output / RESULTS).exists():
+            results = json.dumps(_measure(output, settings), indent=1, ensure_ascii=False) + "\n"
+            with written_whole(output / RESULTS) as file:
+                file.write(results.encode())
+        if not (output / PICTURE).exists():
+            from .picture import draw  # needs the extra `demo`
+
+            with written_whole(output / PICTURE) as file:
+                draw(
+                    file,
+                    teacher=teacher,
+                    compressed=compressed,
+                    svd_start=recovered_svd,
+                    random_start=recovered_random,
+                )
+    results = json.loads((output / RESULTS).read_text(encoding="utf-8"))
+    _show(results, output, console)
+    return results
+
+
+def _check_extra() -> None:
+    missing = [name for name in ("babel", "num2words", "matplotlib") if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"The demo needs {', '.join(missing)}: pip install 'lightformers_hf[demo]'")
+
+
+def _claim(output: Path, settings: DemoSettings, fresh: bool) -> None:
+    """Make `output` the folder of a demo with these settings, or find that it is one."""
+    if output.exists() and not output.is_dir():
+        raise FileExistsError(f"{output} is a file: give another folder with --output.")
+    marker = output / SETTINGS
+    if not marker.exists() and output.is_dir() and any(output.iterdir()):
+        raise FileExistsError(f"{output} is not empty and holds no demo: give another folder with --output.")
+    if fresh and marker.exists():
+        for name in (PICTURE, RESULTS, *reversed(FOLDERS)):
+            path = output / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        marker.unlink()
+    if marker.exists() and json.loads(marker.read_text(encoding="utf-8")) != asdict(settings):
+        raise ValueError(
+            f"{output} holds a demo of other settings: start over with --fresh, or give another folder with --output."
+        )
+    if not marker.exists():
+        output.mkdir(parents=True, exist_ok=True)
+        with written_whole(marker) as file:
+            file.write((json.dumps(asdict(settings), indent=1) + "\n").encode())
+
+
+def _whole(folder: Path, write: Callable[..., None], *arguments: object, **options: object) -> None:
+    """Call `write` on a folder that becomes `folder` when it is complete."""
+    with atomic_output(folder) as temporary:
+        write(temporary, *arguments, **options)
+
+
+@contextmanager
+def _step(console: Console, number: int, title: str, path: Path) -> Iterator[bool]:
+    """The lines around a step; gives whether `path` is still missing."""
+    missing, start = not path.exists(), time.perf_counter()
+    console.print(f"\n[bold]{number}/{len(FOLDERS) + 1}[/bold] {escape(title)}", highlight=False)
+    yield missing
+    done = f"{path} ({time.perf_counter() - start:.0f} s)" if missing else f"{path} is there already"
+    console.print(f"    [green]✓[/green] {escape(done)}", highlight=False)
+
+
+def _measure(output: Path, settings: DemoSettings) -> dict:
+    """Quality on the test split, sizes, speed beside the teacher, and some translations."""
+    test = load_parallel(str(output / "corpus" / "test.jsonl"), source="de", target="en")
+    sources, references = list(test["source"]), list(test["target"])
+    loaded = {name: load_model(output / name) for name in MODELS}
+    rows, outputs = {}, {}
+    for name, (model, tokenizer) in loaded.items():
+        outputs[name] = translate(sources, model, tokenizer, batch_size=100, progress=True)
+        rows[name] = translation_quality(outputs[name], references) | {
+            "parameters": unique_parameters(model),
+            "bytes": weight_bytes(output / name),
+        }
+    sentences = typical_sentences(sources, references, loaded["teacher"][1], settings.speed_sentences)
+    timed = {name: loaded[name] for name in ("teacher", "recovered-svd")}
+    speeds = tokens_per_second(timed, sentences, runs=settings.speed_runs, progress=True)
+    for name, speed in speeds.items():
+        rows[name] |= {
+            "tokens_per_second": speed.tokens_per_second,
+            "speed_ratio": speed_ratio(speed, speeds["teacher"]),
+        }
+    chosen = range(0, len(sources), max(1, len(sources) // SAMPLES))[:SAMPLES]
+    samples = [
+        {"source": sources[i], "reference": references[i]} | {name: outputs[name][i] for name in MODELS}
+        for i in chosen
+    ]
+    return {"test_pairs": len(sources), "models": rows, "samples": samples}
+
+
+def _show(results: dict, output: Path, console: Console) -> None:
+    """Print the table, sample translations and what to do next."""
+    teacher = results["models"]["teacher"]
+    table = Table(
+        title=f"{results['test_pairs']} held-out sentences, German → English", caption=teacher["bleu_signature"]
+    )
+    table.add_column("")
+    for column in ("BLEU", "chrF", "parameters", "MB", "tokens/s"):
+        table.add_column(column, justify="right")
+    for name, row in results["models"].items():
+        ratio = teacher["parameters"] / row["parameters"]
+        speed = f"{row['tokens_per_second']:.0f} ({row['speed_ratio']:.2f}x)" if "speed_ratio" in row else ""
+        table.add_row(
+            MODELS[name],
+            f"{row['bleu']:.1f}",
+            f"{row['chrf']:.1f}",
+            f"{row['parameters']:,} (1/{ratio:.1f})" if ratio > 1 else f"{row['parameters']:,}",
+            f"{row['bytes'] / 1e6:.1f}",
+            speed,
+        )
+    console.print()
+    console.print(table)
+    for sample in results["samples"]:
+        console.print()
+        for name, label in {
+            "source": "German",
+            "reference": "reference",
+            "teacher": "teacher",
+            "recovered-svd": "recovered",
+        }.items():
+            console.print(f"[dim]{label:>10}[/dim]  {escape(sample[name])}", highlight=False)
+    folder = escape(str(output))
+    console.print(
+        f"\nPicture: {folder}/{PICTURE}, numbers: {folder}/{RESULTS}. Next:\n"
+        f"  echo 'Der Zug nach Prag fährt um 09:20 Uhr ab.' | lightformers translate {folder}/recovered-svd\n"
+        f"  lightformers plan {folder}/teacher --ratio 4\n"
+        f"  lightformers convert Helsinki-NLP/opus-mt-de-en opus-mt-de-en-light --ratio 2",
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,253 @@
+"""What the demo makes, one function a folder: corpus, teacher, compressed model, recovered models."""
+
+from __future__ import annotations
+
+import io
+import json
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import sentencepiece
+import torch
+from datasets import Dataset
+from tqdm.auto import tqdm
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    GenerationConfig,
+    MarianConfig,
+    MarianTokenizer,
+    PreTrainedModel,
+    PrinterCallback,
+    Seq2SeqTrainingArguments,
+    TrainerCallback,
+    set_seed,
+)
+
+from lightformers_hf.training import RecoveryTrainer, load_parallel, tokenize_pairs
+
+LONGEST = 96  # tokens; no sentence of the corpus comes near
+# Attention written out: on a CPU, with sentences this short, it trains a quarter faster than the fused kernel.
+ATTENTION = {"attn_implementation": "eager"}
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """How large the demo is. The defaults fill about five minutes on two cores."""
+
+    seed: int = 0
+    train_pairs: int = 30_000
+    held_out_pairs: int = 500  # for validation, and as many for the test
+    vocabulary: int = 1200
+    d_model: int = 192
+    ffn_dim: int = 768
+    heads: int = 4
+    encoder_layers: int = 3
+    decoder_layers: int = 2
+    max_tokens: int = 1200  # of a batch, source and target together
+    teacher_steps: int = 1800
+    teacher_learning_rate: float = 1e-3
+    ratio: float = 3.0
+    recovery_steps: int = 600
+    recovery_learning_rate: float = 1e-3
+    speed_sentences: int = 20
+    speed_runs: int = 6
+
+
+def write_corpus(folder: Path, settings: DemoSettings) -> None:
+    """Write `train.jsonl`, `validation.jsonl` and `test.jsonl`, a pair `{"de": …, "en": …}` a line."""
+    from .corpus import SPLITS, make_corpus  # needs the extra `demo`
+
+    counts = dict.fromkeys(SPLITS, settings.held_out_pairs) | {"train": settings.train_pairs}
+    with tqdm(total=sum(counts.values()), desc="writing sentences", unit="pair") as bar:
+        corpus = make_corpus(counts, seed=settings.seed, advance=bar.update)
+    for split, sentences in corpus.items():
+        lines = [json.dumps({"de": s.de, "en": s.en}, ensure_ascii=False) + "\n" for s in sentences]
+        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def write_teacher(folder: Path, corpus: Path, settings: DemoSettings) -> None:
+    """Train tokenizer and Marian teacher, and save both in the layout of an opus-mt checkpoint."""
+    train = load_parallel(str(corpus / "train.jsonl"), source="de", target="en")
+    _write_tokenizer(folder, [*train["source"], *train["target"]], settings.vocabulary)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    set_seed(settings.seed)
+    model = AutoModelForSeq2SeqLM.from_config(_teacher_config(tokenizer, settings), **ATTENTION)
+    model.generation_config = GenerationConfig(
+        max_length=LONGEST,
+        num_beams=1,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        decoder_start_token_id=tokenizer.pad_token_id,
+        bad_words_ids=[[tokenizer.pad_token_id]],
+    )
+    steps, rate = settings.teacher_steps, settings.teacher_learning_rate
+    losses = train_model(model, tokenizer, train, settings, steps=steps, learning_rate=rate, label_smoothing=0.1)
+    _save(model, tokenizer, losses, folder)
+
+
+def write_recovered(
+    folder: Path, compressed: Path, teacher: Path, corpus: Path, settings: DemoSettings, *, random_start: bool
+) -> None:
+    """Train a compressed model on the labels and the teacher's predictions, from its SVD or from random weights.
+
+    Both starts see the same batches in the same order for as many steps.
+    """
+    train = load_parallel(str(corpus / "train.jsonl"), source="de", target="en")
+    tokenizer = AutoTokenizer.from_pretrained(compressed)
+    set_seed(settings.seed)
+    if random_start:
+        model = AutoModelForSeq2SeqLM.from_config(AutoConfig.from_pretrained(compressed), **ATTENTION)
+        model.generation_config = GenerationConfig.from_pretrained(compressed)
+    else:
+        model = AutoModelForSeq2SeqLM.from_pretrained(compressed, **ATTENTION)
+    losses = train_model(
+        model,
+        tokenizer,
+        train,
+        settings,
+        steps=settings.recovery_steps,
+        learning_rate=settings.recovery_learning_rate,
+        teacher=AutoModelForSeq2SeqLM.from_pretrained(teacher, **ATTENTION),
+    )
+    _save(model, tokenizer, losses, folder)
+
+
+def train_model(
+    model: PreTrainedModel,
+    tokenizer: MarianTokenizer,
+    train: Dataset,
+    settings: DemoSettings,
+    *,
+    steps: int,
+    learning_rate: float,
+    label_smoothing: float = 0.0,
+    teacher: PreTrainedModel | None = None,
+) -> list[tuple[int, float]]:
+    """Train `model` on the CPU with a progress bar; return the training loss, (step, mean since the last), in nats."""
+    tokens = tokenize_pairs(train, tokenizer, max_source_length=LONGEST, max_target_length=LONGEST)
+    with tempfile.TemporaryDirectory() as scratch, tqdm(total=steps, desc="training", unit="step") as bar:
+        arguments = Seq2SeqTrainingArguments(
+            output_dir=scratch,
+            use_cpu=True,
+            bf16=bf16_is_faster(),
+            seed=settings.seed,
+            max_steps=steps,
+            learning_rate=learning_rate,
+            lr_scheduler_type="linear",
+            warmup_steps=max(1, steps // 12),
+            adam_beta2=0.98,
+            label_smoothing_factor=label_smoothing,
+            logging_steps=max(1, steps // 60),
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        trainer = RecoveryTrainer(
+            model,
+            arguments,
+            train_dataset=tokens,
+            data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+            callbacks=[_Bar(bar)],
+            max_tokens=settings.max_tokens,
+            teacher=teacher,
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+
+
+def bf16_is_faster() -> bool:
+    """Whether this processor multiplies matrices faster in bfloat16 than in float32: many do it in software."""
+    return _seconds(torch.bfloat16) < 0.8 * _seconds(torch.float32)
+
+
+def _seconds(dtype: torch.dtype) -> float:
+    """The shortest of some multiplications."""
+    x = torch.ones(512, 512, dtype=dtype)
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        x @ x
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+class _Bar(TrainerCallback):
+    """Shows steps and loss on a progress bar of ours."""
+
+    def __init__(self, bar: tqdm) -> None:
+        self.bar = bar
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.bar.update(state.global_step - self.bar.n)
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        if "loss" in logs:
+            self.bar.set_postfix(loss=f"{float(logs['loss']):.3f}", refresh=False)
+
+
+def _write_tokenizer(folder: Path, sentences: list[str], vocabulary: int) -> None:
+    """A SentencePiece model for both languages; digits are pieces of their own, so that any number can be written."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=vocabulary,
+        split_digits=True,
+        character_coverage=1.0,
+        num_threads=1,
+        minloglevel=2,
+    )
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    words = [pieces.id_to_piece(i) for i in range(len(pieces)) if not (pieces.is_control(i) or pieces.is_unknown(i))]
+    vocab = {word: i for i, word in enumerate(["</s>", "<unk>", *words, "<pad>"])}
+    with tempfile.TemporaryDirectory() as scratch:
+        spm, table = Path(scratch, "source.spm"), Path(scratch, "vocab.json")
+        spm.write_bytes(model.getvalue())
+        table.write_text(json.dumps(vocab, ensure_ascii=False), encoding="utf-8")
+        MarianTokenizer(
+            source_spm=str(spm),
+            target_spm=str(spm),
+            vocab=str(table),
+            source_lang="de",
+            target_lang="en",
+            model_max_length=LONGEST,
+        ).save_pretrained(folder)
+
+
+def _teacher_config(tokenizer: MarianTokenizer, settings: DemoSettings) -> MarianConfig:
+    return MarianConfig(
+        vocab_size=len(tokenizer),
+        d_model=settings.d_model,
+        encoder_layers=settings.encoder_layers,
+        decoder_layers=settings.decoder_layers,
+        encoder_ffn_dim=settings.ffn_dim,
+        decoder_ffn_dim=settings.ffn_dim,
+        encoder_attention_heads=settings.heads,
+        decoder_attention_heads=settings.heads,
+        max_position_embeddings=LONGEST,
+        activation_function="swish",
+        scale_embedding=True,
+        static_position_embeddings=True,
+        dropout=0.0,
+        attention_dropout=0.0,
+        init_std=settings.d_model**-0.5,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        forced_eos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+        decoder_start_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _save(model: PreTrainedModel, tokenizer: MarianTokenizer, losses: list[tuple[int, float]], folder: Path) -> None:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
