@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from rich.console import Console
@@ -27,6 +27,23 @@ RATIO = 4.0
 DISTINCT = 2
 
 
+class Seconds(NamedTuple):
+    """Time that passed, and time the processors worked: the second tells more where the machine is shared."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def since(cls, start: Seconds) -> Seconds:
+        """From an earlier reading of `now` until now."""
+        return cls(*(end - begin for end, begin in zip(cls.now(), start, strict=True)))
+
+    @classmethod
+    def now(cls) -> Seconds:
+        """The clocks as they stand."""
+        return cls(time.perf_counter(), time.process_time())
+
+
 @dataclass(frozen=True)
 class ConversionBenchmark:
     """What was measured.
@@ -42,16 +59,20 @@ class ConversionBenchmark:
 
     shapes: str
     threads: int
-    full_seconds: list[float]
+    full_seconds: list[Seconds]
     full_samples: int
-    our_seconds: list[float]
+    our_seconds: list[Seconds]
     worst_excess: float
 
     @property
-    def speedup(self) -> float:
+    def speedup(self) -> Seconds:
         """Median over the runs of the full decomposition's time divided by ours."""
         pairs = zip(self.full_seconds, self.our_seconds, strict=True)
-        return statistics.median(full / ours for full, ours in pairs)
+        return _median([Seconds(full.wall / ours.wall, full.cpu / ours.cpu) for full, ours in pairs])
+
+
+def _median(times: list[Seconds]) -> Seconds:
+    return Seconds(*(statistics.median(column) for column in zip(*times, strict=True)))
 
 
 def trained_like(m: int, n: int, seed: int) -> Tensor:
@@ -89,18 +110,20 @@ def benchmark_conversion(shapes: Shapes, *, runs: int = 3, samples: int | None =
 
     full_seconds, our_seconds = [], []
     for _ in range(runs):
-        full = 0.0
+        wall = cpu = 0.0
         for shape, count in counts.items():
             timed = min(count, samples or count)
-            start = time.perf_counter()
+            start = Seconds.now()
             for index in range(timed):
                 torch.linalg.svd(distinct[shape][index % len(distinct[shape])], full_matrices=False)
-            full += (time.perf_counter() - start) * count / timed
-        full_seconds.append(full)
-        start = time.perf_counter()
+            spent = Seconds.since(start)
+            wall += spent.wall * count / timed
+            cpu += spent.cpu * count / timed
+        full_seconds.append(Seconds(wall, cpu))
+        start = Seconds.now()
         for _ in in_workers(_factorize, all_matrices()):
             pass
-        our_seconds.append(time.perf_counter() - start)
+        our_seconds.append(Seconds.since(start))
     most = max(counts.values())
     return ConversionBenchmark(
         shapes=shapes,
@@ -135,11 +158,15 @@ def show(result: ConversionBenchmark, console: Console) -> None:
         title=f"{result.shapes}: {sum(counts.values())} matrices, {parameters / 1e6:.0f}M parameters, ratio {RATIO:g}",
         caption=f"{len(result.our_seconds)} interleaved runs, {result.threads} threads, medians",
     )
-    table.add_column("")
-    table.add_column("seconds", justify="right")
-    table.add_column("speed", justify="right")
-    table.add_row("full torch.linalg.svd", f"{statistics.median(result.full_seconds):.2f}", "1.00×")
-    table.add_row("truncated factorization", f"{statistics.median(result.our_seconds):.2f}", f"{result.speedup:.2f}×")
+    for heading in ("", "seconds", "speed", "CPU seconds", "speed"):
+        table.add_column(heading, justify="right" if heading else "left")
+    rows = {
+        "full torch.linalg.svd": (_median(result.full_seconds), Seconds(1.0, 1.0)),
+        "truncated factorization": (_median(result.our_seconds), result.speedup),
+    }
+    for name, (seconds, speed) in rows.items():
+        cells = [cell for pair in zip(seconds, speed, strict=True) for cell in (f"{pair[0]:.2f}", f"{pair[1]:.2f}×")]
+        table.add_row(name, *cells)
     console.print(table)
     console.print(f"worst error above the Eckart-Young optimum: {result.worst_excess:.1e} (relative)")
     if result.full_samples < max(counts.values()):
