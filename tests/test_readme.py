@@ -1,0 +1,73 @@
+"""The README's commands and snippets, run as they stand there: only names of data and numbers of steps are smaller."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SMALLER = {
+    "--max_steps 1500": "--max_steps 2 --max_source_length 48 --max_target_length 48",
+    "steps 500": "steps 1",
+    "--encoder-groups 3": "--encoder-groups 1",
+}
+
+
+def blocks(language):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory, tiny_marian, parallel_sentences):
+    """A folder with what the README assumes: a checkpoint and parallel data."""
+    folder = tmp_path_factory.mktemp("readme")
+    shutil.copytree(tiny_marian, folder / "opus-mt-de-en")
+    (folder / "training").symlink_to(ROOT / "training")
+    lines = "".join(json.dumps({"translation": pair}) + "\n" for pair in parallel_sentences)
+    for part in ("train", "validation", "test"):
+        (folder / f"{part}.jsonl").write_text(lines, encoding="utf-8")
+    return folder
+
+
+def run(command, folder):
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_commands_work_one_after_another(workplace):
+    commands = []
+    for block in blocks("bash"):
+        lines = re.sub(r"\\\n\s*", "", block).splitlines()
+        commands += [line for line in lines if line.startswith(("lightformers ", "python training/", "echo "))]
+    assert len(commands) >= 6
+    for command in commands:
+        for long, short in SMALLER.items():
+            command = command.replace(long, short)
+        done = run(command, workplace)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert (workplace / "recovered" / "model.safetensors").is_file()
+
+
+def test_the_python_snippets_work(workplace, monkeypatch):
+    shutil.rmtree(workplace / "light", ignore_errors=True)
+    snippets = "".join(blocks("python")) + "\nprint(sum(p.numel() for p in model.parameters()))\n"
+    (workplace / "snippet.py").write_text(snippets, encoding="utf-8")
+    done = run("python snippet.py", workplace)
+    assert done.returncode == 0, done.stderr
+    assert round(int(done.stdout.splitlines()[-1]) / 1e6, 1) == 7.7  # as the README says
+
+
+def test_make_targets_of_the_readme_exist():
+    targets = re.findall(r"^make (\w+)", "".join(blocks("bash")), flags=re.MULTILINE)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert targets == ["demo", "test"]
+    assert all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in targets)
