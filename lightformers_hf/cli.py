@@ -271,7 +271,7 @@ def demo(
 ) -> None:
     """See it all work in five minutes, offline: train a teacher, compress it, win its quality back, measure.
 
-    An interrupted demo goes on where it stopped; needs pip install 'lightformers_hf[demo]'.
+    An interrupted demo goes on where it stopped; needs pip install 'lightformers_hf\\[demo]'.
     """
     from .demo.run import run_demo
     from .demo.stages import DemoSettings
@@ -298,15 +298,23 @@ def benchmark_conversion(
         int | None,
         typer.Option(min=1, help="Time so many full decompositions of a shape and multiply. Default: all of them."),
     ] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Instead convert a checkpoint with random weights; shows peak memory.")
+    ] = False,
 ) -> None:
     """Time the factorization of a whole checkpoint beside a full torch.linalg.svd of every matrix.
 
     Example: lightformers benchmark conversion --shapes bart-large --runs 1 --samples 6
     """
     from .conversion.benchmark import benchmark_conversion as run
-    from .conversion.benchmark import show
+    from .conversion.benchmark import conversion_memory, show
 
-    show(run(shapes, runs=runs, samples=samples), Console())
+    console = Console()
+    if memory:
+        size, peak = conversion_memory(shapes)
+        console.print(f"{shapes}: checkpoint {size / 1e6:,.0f} MB, peak memory of its conversion {peak / 1e6:,.0f} MB")
+    else:
+        show(run(shapes, runs=runs, samples=samples), console)
 
 
 def main() -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from transformers import BartConfig, BartForConditionalGeneration, MarianConfig, MarianMTModel
 
 from .ranks import rank_for_ratio
 from .svd import decompose, in_workers
@@ -21,6 +26,22 @@ Shapes = Literal["opus-mt", "bart-large"]
 CHECKPOINTS: dict[str, dict[tuple[int, int], int]] = {
     "opus-mt": {(58101, 512): 1, (512, 2048): 12, (2048, 512): 12, (512, 512): 72},
     "bart-large": {(50265, 1024): 1, (1024, 4096): 24, (4096, 1024): 24, (1024, 1024): 144},
+}
+TEACHERS = {
+    "opus-mt": (
+        MarianMTModel,
+        MarianConfig(
+            d_model=512,
+            encoder_layers=6,
+            decoder_layers=6,
+            encoder_ffn_dim=2048,
+            decoder_ffn_dim=2048,
+            encoder_attention_heads=8,
+            decoder_attention_heads=8,
+            max_position_embeddings=512,
+        ),
+    ),
+    "bart-large": (BartForConditionalGeneration, BartConfig()),
 }
 RATIO = 4.0
 # Distinct matrices of a shape; a checkpoint of more repeats them, so that memory stays small.
@@ -133,6 +154,36 @@ def benchmark_conversion(shapes: Shapes, *, runs: int = 3, samples: int | None =
         our_seconds=our_seconds,
         worst_excess=max(excess(matrix) for matrices in distinct.values() for matrix in matrices),
     )
+
+
+# Run in a process of its own, so that nothing but the conversion is in its memory.
+_CONVERT = """
+import sys
+from lightformers_hf.conversion import convert
+from lightformers_hf.evaluation.size import peak_memory
+convert(sys.argv[1], sys.argv[2], ratio=float(sys.argv[3]), progress=False)
+print(peak_memory())
+"""
+
+
+def conversion_memory(shapes: Shapes, *, ratio: float = RATIO) -> tuple[int, int]:
+    """Bytes of a checkpoint of these shapes with random weights, and the peak memory of a process that converts it.
+
+    The peak includes Python, PyTorch and Transformers themselves. Writes about three times the checkpoint's size into
+    the folder for temporary files, and removes it.
+    """
+    model_class, config = TEACHERS[shapes]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "source")
+        model = model_class(config)
+        model.save_pretrained(source)
+        del model
+        size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+        command = [sys.executable, "-c", _CONVERT, str(source), str(Path(folder, "output")), str(ratio)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"the conversion failed: {done.stderr.strip()[-500:]}")
+    return size, int(done.stdout)
 
 
 def _factorize(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..models.low_rank import pattern_matches
+
 KINDS = ("embedding", "attention", "ffn")
 
 
@@ -130,7 +132,7 @@ class RankPolicy:
     def rule(self, name: str, kind: str) -> RankRule | None:
         """The rule for one matrix; None where it stays dense."""
         for pattern, rank in self.rank_pattern.items():
-            if _fits(pattern, name):
+            if pattern_matches(pattern, name):
                 return None if rank is None else RankRule(rank=rank)
         return self.kinds.get(kind, self.default)
 
@@ -147,11 +149,7 @@ class RankPolicy:
     def unused_patterns(self, names: Iterable[str]) -> list[str]:
         """The patterns that fit none of the module names."""
         names = list(names)
-        return [pattern for pattern in self.rank_pattern if not any(_fits(pattern, name) for name in names)]
-
-
-def _fits(pattern: str, name: str) -> bool:
-    return re.fullmatch(rf"(?:.*\.)?(?:{pattern})", name) is not None
+        return [pattern for pattern in self.rank_pattern if not any(pattern_matches(pattern, name) for name in names)]
 
 
 def _check_ratio(ratio: float) -> None:

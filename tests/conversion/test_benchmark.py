@@ -3,9 +3,10 @@
 import pytest
 import torch
 from rich.console import Console
+from transformers import MarianConfig, MarianMTModel
 
 from lightformers_hf.conversion import benchmark
-from lightformers_hf.conversion.benchmark import benchmark_conversion, excess, show, trained_like
+from lightformers_hf.conversion.benchmark import benchmark_conversion, conversion_memory, excess, show, trained_like
 
 
 def test_measures_and_shows(monkeypatch):
@@ -29,6 +30,16 @@ def test_excess_is_that_of_the_factors(monkeypatch):
     optimum = torch.linalg.svdvals(weight.double())[left.shape[1] :].norm()
     error = torch.linalg.norm(weight.double() - 1.1 * left.double() @ right.double())
     assert excess(weight) == pytest.approx((error / optimum - 1).item(), rel=1e-6)
+
+
+def test_memory_of_a_whole_conversion(monkeypatch):
+    small = MarianConfig(vocab_size=100, d_model=16, encoder_layers=1, decoder_layers=1, pad_token_id=99,
+                         decoder_start_token_id=99, encoder_ffn_dim=32, decoder_ffn_dim=32, encoder_attention_heads=2,
+                         decoder_attention_heads=2, max_position_embeddings=16)  # fmt: skip
+    monkeypatch.setitem(benchmark.TEACHERS, "opus-mt", (MarianMTModel, small))
+    size, peak = conversion_memory("opus-mt")
+    assert 4 * 5_000 < size < 100_000
+    assert peak > size
 
 
 @pytest.mark.parametrize("choice", [{"shapes": "other"}, {"shapes": "opus-mt", "runs": 0}])
