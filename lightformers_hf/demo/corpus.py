@@ -1,9 +1,9 @@
 """A small German-English corpus made of locale data: dates, times, amounts, units, names of places, numbers in words.
 
 The sentences are templates; what fills them (how each language writes a date, an amount of money, a number in words,
-what it calls Lisbon or the Icelandic króna) comes from Babel's CLDR tables and from num2words. The three splits share
-no *combination*: an amount in a currency, a date in a format, a city in a template that occurs in one of them occurs
-in neither of the others. A model that scores well on the test split has learned to compose, not to remember.
+what it calls Lisbon or the Icelandic króna) comes from Babel's CLDR tables and from num2words. Every validation and
+test sentence holds a *combination* that neither of the other splits has: an amount in a currency, a date in a format,
+a city in a template. A model that scores well on the test split has learned to compose, not to remember.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ DELTAS = {"minutes": 50, "hours": 20, "days": 5, "weeks": 3}  # the largest coun
 
 @dataclass(frozen=True)
 class Sentence:
-    """A sentence in both languages, and the combinations of values that nothing in another split repeats."""
+    """A sentence in both languages, and the combinations of values in it."""
 
     de: str
     en: str
@@ -120,7 +120,8 @@ def make_corpus(
 ) -> dict[str, list[Sentence]]:
     """Make `counts[split]` sentence pairs for each of the splits train, validation and test.
 
-    No source sentence and no target sentence occurs twice in all splits together, and no combination in two splits.
+    No source sentence and no target sentence occurs twice in all splits together. Some combinations are reserved for
+    validation and some for test: each sentence there holds one, and no sentence of another split does.
     The same seed and library versions give the same corpus. `advance(n)` is told of every n new sentences.
     """
     rng = random.Random(seed)

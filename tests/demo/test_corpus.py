@@ -1,0 +1,126 @@
+"""The demo's corpus: honest splits, and two sides that say the same."""
+
+import re
+from datetime import datetime
+
+import pytest
+
+from lightformers_hf.demo.corpus import SPLITS, make_corpus
+
+COUNTS = {"train": 4000, "validation": 60, "test": 60}
+UNITS = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+UNITS_DE = "ein zwei drei vier fünf sechs sieben acht neun zehn elf zwölf dreizehn vierzehn fünfzehn sechzehn siebzehn"
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+TENS_DE = "zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig"
+MONTHS_DE = "Januar Februar März April Mai Juni Juli August September Oktober November Dezember".split()
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return make_corpus(COUNTS, seed=3)
+
+
+@pytest.fixture(scope="module")
+def pairs(corpus):
+    return [(sentence.de, sentence.en) for split in SPLITS for sentence in corpus[split]]
+
+
+def test_as_many_as_asked_for(corpus):
+    assert {split: len(sentences) for split, sentences in corpus.items()} == COUNTS
+
+
+def test_seed_decides():
+    counts = {"train": 50, "validation": 5, "test": 5}
+    assert make_corpus(counts, seed=1) == make_corpus(counts, seed=1)
+    assert make_corpus(counts, seed=1) != make_corpus(counts, seed=2)
+
+
+def test_no_sentence_twice(pairs):
+    for side in zip(*pairs, strict=True):
+        assert len(set(side)) == len(side)
+
+
+def test_every_held_out_sentence_has_a_combination_of_its_split_alone(corpus):
+    used = {split: set().union(*(s.combinations for s in corpus[split])) for split in SPLITS}
+    for split in ("validation", "test"):
+        elsewhere = set().union(*(used[other] for other in SPLITS if other != split))
+        assert all(sentence.combinations - elsewhere for sentence in corpus[split])
+
+
+def test_held_out_words_are_known(corpus):
+    """What is new in the test split is how words meet, not the words: apart from digits and numbers in words."""
+    known = set(re.findall(r"[A-ZÄÖÜ][a-zäöüß]+", " ".join(s.de for s in corpus["train"])))
+    new = set(re.findall(r"(?<!^)[A-ZÄÖÜ][a-zäöüß]+", " ".join(s.de for s in corpus["test"]))) - known
+    assert not {word for word in new if not re.search("zehn|zig|hundert|zwölf|elf", word)}
+
+
+def decimals(text, thousands, point):
+    numbers = re.findall(r"\d(?:[\d.,]*\d)?", text)
+    return sorted(float(number.replace(thousands, "").replace(point, ".")) for number in numbers)
+
+
+def test_amounts_agree(pairs):
+    amounts = [
+        pair
+        for pair in pairs
+        if pair[0].startswith(("Das Hotel", "Das Paket", "Die Strecke", "Der Wind", "Der Preis"))
+    ]
+    assert len(amounts) > 100
+    for de, en in amounts:
+        assert decimals(de, ".", ",") == decimals(en, ",", ".") != []
+
+
+def test_dates_agree(pairs):
+    found = 0
+    for de, en in pairs:
+        if match := re.fullmatch(r"Der Flug von .* startet am (?:\w+, )?(\d+)\. (\w+) (\d{4})\.", de):
+            day, month, year = match.groups()
+            english = re.search(r"leaves on (?:\w+day, )?(\w+ \d+, \d{4})\.", en)[1]
+            date = datetime.strptime(english, "%B %d, %Y")
+            assert (date.day, date.month, date.year) == (int(day), MONTHS_DE.index(month) + 1, int(year))
+            found += 1
+    assert found > 20
+
+
+def test_clock_times_agree(pairs):
+    found = 0
+    for de, en in pairs:
+        if match := re.fullmatch(r"Der Zug nach .* um (\d\d:\d\d) Uhr ab\.", de):
+            english = datetime.strptime(re.search(r"at (.*)\.", en)[1], "%I:%M %p")
+            assert english.strftime("%H:%M") == match[1]
+            found += 1
+    assert found > 20
+
+
+def number_words(units, tens, join):
+    """All numbers below 1000 in words: number → its words, built from the units and tens of a language."""
+    units, tens = units.split(), tens.split()
+    units += ["achtzehn", "neunzehn"] if units[0] == "ein" else ["eighteen", "nineteen"]
+    below_100 = dict(enumerate(units, start=1))
+    for t, ten in enumerate(tens, start=2):
+        below_100 |= {10 * t: ten} | {10 * t + u: join(ten, units[u - 1]) for u in range(1, 10)}
+    return units, below_100
+
+
+def test_numbers_in_words_agree(pairs):
+    units, german = number_words(UNITS_DE, TENS_DE, lambda ten, unit: f"{unit}und{ten}")
+    german |= {100 * h + n: f"{units[h - 1]}hundert{w}" for h in range(1, 10) for n, w in [(0, ""), *german.items()]}
+    units, english = number_words(UNITS, TENS, lambda ten, unit: f"{ten}-{unit}")
+    english |= {
+        100 * h + n: f"{units[h - 1]} hundred" + (f" and {w}" if w else "")
+        for h in range(1, 10)
+        for n, w in [(0, ""), *english.items()]
+    }
+    values_de = {words: value for value, words in german.items()}
+    values_en = {words: value for value, words in english.items()}
+    found = 0
+    for de, en in pairs:
+        if match := re.fullmatch(r"(\w+) Gäste kamen aus .*", de):
+            assert values_de[match[1].lower()] == values_en[en.split(" guests")[0].lower()]
+            found += 1
+    assert found > 20
+
+
+def test_spaces_are_plain(pairs):
+    for text in (text for pair in pairs for text in pair):
+        assert not re.search(r"[^\S ]|  |^ | $|\.\.|[{}]", text), text
