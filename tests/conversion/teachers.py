@@ -57,6 +57,10 @@ TEACHERS = {
             }
         ),
     ),
+    "marian_untied": (
+        MarianMTModel,
+        MarianConfig(**{**MARIAN, "share_encoder_decoder_embeddings": False, "tie_word_embeddings": False}),
+    ),
     "bart": (BartForConditionalGeneration, BartConfig(**COMMON)),
     "mbart": (MBartForConditionalGeneration, MBartConfig(**COMMON, scale_embedding=True)),
     "pegasus": (PegasusForConditionalGeneration, PegasusConfig(**{**COMMON, "pad_token_id": 0})),

@@ -54,6 +54,8 @@ def test_without_truncation_the_result_computes_what_the_teacher_computes(teache
 
 def dense_matrix(state, module):
     """W of a converted module, outputs×inputs as torch has it, or the whole token table."""
+    if f"{module}.output.weight" in state:
+        return state[f"{module}.output.weight"].double() @ state[f"{module}.basis"].double()
     if f"{module}.basis" in state:
         return state[f"{module}.weight"].double() @ state[f"{module}.basis"].double()
     if f"{module}.u.weight" in state:
@@ -70,7 +72,7 @@ def test_every_factorized_matrix_is_the_best_of_its_rank(teachers, tmp_path, nam
     factorized = [matrix for matrix in report.matrices if matrix.rank is not None]
     assert len(factorized) == len(report.matrices)
     for matrix in factorized:
-        module = f"model.{matrix.name}"
+        module = matrix.name if matrix.name == "lm_head" else f"model.{matrix.name}"
         original = source[f"{module}.weight"].double()
         optimum = torch.linalg.svdvals(original)[matrix.rank :].norm()
         error = (original - dense_matrix(state, module)).norm()
