@@ -26,7 +26,8 @@ def eager_attention(
     if attention_mask is not None:
         weights = weights + attention_mask
     # Half precision overflows in the sum of exponentials long before fp32 does.
-    weights = nn.functional.softmax(weights, dim=-1, dtype=torch.float32).to(query.dtype)
+    precision = torch.promote_types(weights.dtype, torch.float32)
+    weights = nn.functional.softmax(weights, dim=-1, dtype=precision).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 

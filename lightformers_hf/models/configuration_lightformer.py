@@ -104,7 +104,6 @@ class LightFormerConfig(PreTrainedConfig):
     init_std: float | int = 0.02
     use_cache: bool = True
     is_encoder_decoder: bool = True
-    is_decoder: bool = False
     pad_token_id: int | None = 1
     bos_token_id: int | None = 0
     eos_token_id: int | list[int] | None = 2

@@ -71,7 +71,7 @@ class LayerNorms(nn.Module):
     def __init__(self, config: LightFormerConfig, stack: str):
         super().__init__()
         self.self_attn_layer_norm = nn.LayerNorm(config.d_model)
-        if stack == "decoder" and not config.is_decoder:
+        if stack == "decoder" and config.is_encoder_decoder:
             self.encoder_attn_layer_norm = nn.LayerNorm(config.d_model)
         self.final_layer_norm = nn.LayerNorm(config.d_model)
 
@@ -112,7 +112,7 @@ class LightFormerLayer(GradientCheckpointingLayer):
             return make_linear(in_features, out_features, rank, name=f"{name}.{part}")
 
         self.self_attn = attention("self_attn", is_causal=stack == "decoder", joint_qkv=config.joint_qkv)
-        if stack == "decoder" and not config.is_decoder:
+        if stack == "decoder" and config.is_encoder_decoder:
             self.encoder_attn = attention("encoder_attn", is_causal=False)
         self.fc1 = ffn("fc1", config.d_model, ffn_dim)
         self.fc2 = ffn("fc2", ffn_dim, config.d_model)
@@ -177,6 +177,7 @@ class LightFormerPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
+    _supports_attention_backend = True
     _can_compile_fullgraph = True
 
     @torch.no_grad()
@@ -281,7 +282,7 @@ class LightFormerEncoder(LightFormerStack):
 
 
 class LightFormerDecoder(LightFormerStack):
-    """`decoder_layers` depths of causal self-attention, and of cross-attention unless `config.is_decoder`."""
+    """`decoder_layers` depths of causal self-attention, and of cross-attention if `config.is_encoder_decoder`."""
 
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": LightFormerLayer,
@@ -315,7 +316,7 @@ class LightFormerDecoder(LightFormerStack):
         """Ids (B, T), and the encoder's states (B, S, d) → states (B, T, d)."""
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-            if not self.config.is_decoder:
+            if self.config.is_encoder_decoder:
                 past_key_values = EncoderDecoderCache(past_key_values, DynamicCache(config=self.config))
         past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
         hidden_states = self.embed(input_ids, inputs_embeds, attention_mask, position_ids, past_length)
@@ -326,6 +327,7 @@ class LightFormerDecoder(LightFormerStack):
             inputs_embeds=hidden_states,
             attention_mask=attention_mask,
             past_key_values=past_key_values.self_attention_cache if is_pair else past_key_values,
+            position_ids=position_ids,  # positions that start again at 0 are sentences packed in one row
         )
         if encoder_hidden_states is not None:
             encoder_attention_mask = create_bidirectional_mask(
@@ -352,6 +354,11 @@ class LightFormerModel(EncoderDecoder, LightFormerPreTrainedModel):
 
     def __init__(self, config: LightFormerConfig):
         super().__init__(config)
+        if not config.is_encoder_decoder:
+            raise ValueError(
+                "is_encoder_decoder is False: this is the configuration of a single stack, which "
+                "LightFormerForCausalLM and LightFormerForSequenceClassification load"
+            )
         if config.share_encoder_decoder_embeddings:
             self.shared = make_table(config, "encoder")
         self.encoder = LightFormerEncoder(config)
@@ -381,7 +388,7 @@ class LightFormerForCausalLM(CausalLMHead, LightFormerPreTrainedModel, Generatio
 
     def __init__(self, config: LightFormerConfig):
         config = copy.deepcopy(config)  # the caller's configuration stays an encoder-decoder's
-        config.is_encoder_decoder, config.is_decoder = False, True
+        config.is_encoder_decoder = False
         config.share_encoder_decoder_embeddings, config.vocab_size = False, config.decoder_vocab_size
         super().__init__(config)
         self.decoder = LightFormerDecoder(config)

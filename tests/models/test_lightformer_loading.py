@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightformer_cases import LOW_RANK, TINY, VARIANTS, make_model, padded, sentences
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
@@ -94,15 +95,20 @@ def test_causal_ties(tie, tmp_path):
     assert (model.lm_head.basis is model.decoder.embed_tokens.basis) == tie
 
 
-def test_loading_keeps_what_is_stored(tmp_path):
-    """A padding row that is not zero stays; only what the checkpoint lacks is drawn."""
+def test_loading_draws_only_what_is_missing(tmp_path):
+    """Half of a low-rank table is missing: the other half stays, its padding row, which is not zero here, included."""
     model = make_model(LightFormerForConditionalGeneration, "low_rank")
     assert model.model.shared.weight[1].abs().min() > 0
     model.save_pretrained(tmp_path)
-    loaded = LightFormerForConditionalGeneration.from_pretrained(tmp_path)
-    assert torch.equal(loaded.model.shared.weight, model.model.shared.weight)
-    classifier = LightFormerForSequenceClassification.from_pretrained(tmp_path / ".", num_labels=3)
-    assert classifier.classifier.weight.shape == (3, 16)
+    state = load_file(tmp_path / "model.safetensors")
+    del state["model.shared.basis"], state["model.encoder.layers.1.fc1.v.weight"]
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded, report = LightFormerForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
+    assert {"model.shared.basis", "model.encoder.layers.1.fc1.v.weight"} <= set(report["missing_keys"])
+    now = loaded.state_dict()
+    assert all(torch.equal(now[name], tensor) for name, tensor in state.items())
+    spread = (0.02 * 6**-0.5) ** 0.5  # of each of the two factors of a matrix of rank 6
+    assert now["model.encoder.layers.1.fc1.v.weight"].std().item() == pytest.approx(spread, rel=0.25)
 
 
 @pytest.mark.parametrize("kind", ["sinusoidal", "sinusoidal_half"])
