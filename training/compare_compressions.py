@@ -6,7 +6,8 @@
         --ratios 2 4 --encoder_groups 3 --max_steps 1000 --max_tokens 4096 --bf16 --learning_rate 1e-3
 
 For every ratio, without and with `--encoder_groups`, it scores the converted model as it is, then trains it from its
-SVD start and from random weights, on labels alone and with the teacher (`--distillation_alpha`), same steps and seed.
+SVD start and from random weights (`--starts`), on labels alone and with the teacher (`--trainings`), same steps, same
+seed.
 Options it does not know go to `run_translation.py`. A second call skips the runs that are complete.
 """
 
@@ -51,12 +52,12 @@ class Run:
         return f"{self.converted}/{self.start}-{self.trained or 'untrained'}"
 
 
-def grid(ratios: list[float], groups: list[int | None]) -> list[Run]:
-    """Every run: as converted, then {SVD, random} × {labels, distilled}."""
+def grid(args: argparse.Namespace) -> list[Run]:
+    """Every run that the arguments ask for: each model as converted, then each start with each way of training."""
     runs = []
-    for ratio, stored in itertools.product(ratios, groups):
-        runs.append(Run(ratio, stored))
-        runs += [Run(ratio, stored, *how) for how in itertools.product(("svd", "random"), ("labels", "distilled"))]
+    for ratio, groups in itertools.product(args.ratios, [None, *args.encoder_groups]):
+        runs.append(Run(ratio, groups))
+        runs += [Run(ratio, groups, *how) for how in itertools.product(args.starts, args.trainings)]
     return runs
 
 
@@ -102,12 +103,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--validation_file")
     parser.add_argument("--ratios", type=float, nargs="+", default=[2.0, 4.0])
     parser.add_argument("--encoder_groups", type=int, nargs="*", default=[], help="besides no sharing")
+    parser.add_argument("--starts", nargs="+", choices=["svd", "random"], default=["svd", "random"])
+    parser.add_argument("--trainings", nargs="+", choices=["labels", "distilled"], default=["labels", "distilled"])
     parser.add_argument("--max_steps", type=int, default=1000)
     parser.add_argument("--distillation_alpha", type=float, default=0.7)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; above 1 each has one thread")
     args, others = parser.parse_known_args(argv)
 
-    runs = grid(args.ratios, [None, *args.encoder_groups])
+    runs = grid(args)
     parameters = {}
     for run in dict.fromkeys(Run(run.ratio, run.groups) for run in runs):
         model = Path(args.output_dir, run.converted, "model")
