@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Compress one teacher in several ways, recover each at equal steps, and print one table of test scores.
+r"""Compress one teacher in several ways, recover each at equal steps, and print one table of test scores.
 
     python training/compare_compressions.py opus-mt-de-en --train_file train.jsonl --validation_file validation.jsonl \
         --test_file test.jsonl --source_lang de --target_lang en --output_dir runs/compare \
