@@ -18,7 +18,7 @@ demo: $(VENV)/installed  ## train a teacher, compress it, win its quality back: 
 	$(BIN)/lightformers demo --output demo-output
 
 test: $(VENV)/installed lint  ## every test
-	$(BIN)/python -m pytest -n 2 tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests
 
 lint: $(VENV)/installed  ## style and format, unchanged files
 	$(BIN)/ruff check .
