@@ -19,7 +19,7 @@ SHARED_FIELDS = (
     "vocab_size decoder_vocab_size d_model encoder_layers decoder_layers encoder_attention_heads "
     "decoder_attention_heads encoder_ffn_dim decoder_ffn_dim max_position_embeddings scale_embedding "
     "activation_function dropout attention_dropout activation_dropout share_encoder_decoder_embeddings "
-    "tie_word_embeddings init_std use_cache pad_token_id bos_token_id eos_token_id decoder_start_token_id "
+    "tie_word_embeddings use_cache pad_token_id bos_token_id eos_token_id decoder_start_token_id "
     "forced_eos_token_id"
 ).split()
 PRE_NORM = {"normalize_before": True, "final_layer_norm": True}

@@ -52,7 +52,8 @@ class LightFormerConfig(PreTrainedConfig):
         tie_word_embeddings: output layer = the decoder's token table.
         embedding_dim: width of a separate word-vector table below a `Linear(embedding_dim, d)`; only for
             `LightFormerForSequenceClassification` (GloVe vectors: 300).
-        init_std: standard deviation of fresh weights; factors are drawn so that their product has it.
+        init_std: standard deviation of fresh weights; factors are drawn so that their product has it. `None` means
+            1/√d: Xavier's for a d×d matrix, and what gives scaled embeddings the variance of the positions.
 
     Raises:
         ValueError: fields that cannot go together; the message names the field, its value and what would be right.
@@ -101,7 +102,7 @@ class LightFormerConfig(PreTrainedConfig):
     share_encoder_decoder_embeddings: bool = True
     tie_word_embeddings: bool = True
     embedding_dim: int | None = None
-    init_std: float | int = 0.02
+    init_std: float | int | None = None
     use_cache: bool = True
     is_encoder_decoder: bool = True
     pad_token_id: int | None = 1
@@ -113,6 +114,7 @@ class LightFormerConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         self.decoder_vocab_size = self.decoder_vocab_size or self.vocab_size
         self.rank_pattern = self.rank_pattern or {}
+        self.init_std = self.d_model**-0.5 if self.init_std is None else self.init_std
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__post_init__(**kwargs)
         self._check()

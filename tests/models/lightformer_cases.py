@@ -15,6 +15,7 @@ TINY = {
     "decoder_ffn_dim": 20,
     "max_position_embeddings": 48,
     "dropout": 0.0,
+    "init_std": 0.02,
 }
 LOW_RANK = {
     "attention_rank": 5,

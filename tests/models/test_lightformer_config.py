@@ -78,3 +78,8 @@ def test_groups_are_contiguous_and_equal(groups, size):
         (depth, stack[index]) for depth, index in enumerate(stack.stored_at)
     ]
     assert len(stack) == groups
+
+
+def test_fresh_weights_have_the_spread_of_xaviers_unless_told_otherwise():
+    assert LightFormerConfig(d_model=64).init_std == 1 / 8
+    assert LightFormerConfig(d_model=64, init_std=0.02).init_std == 0.02
