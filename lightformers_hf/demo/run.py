@@ -24,7 +24,7 @@ from lightformers_hf.evaluation.speed import speed_ratio, tokens_per_second, typ
 from lightformers_hf.evaluation.translate import load_model, translate, written_whole
 from lightformers_hf.training import load_parallel
 
-from .stages import DemoSettings, write_corpus, write_recovered, write_teacher
+from .stages import DemoSettings, idle_threads, write_corpus, write_recovered, write_teacher
 
 FOLDERS = ("corpus", "teacher", "compressed", "recovered-svd", "recovered-random")
 SETTINGS, RESULTS, PICTURE = "settings.json", "results.json", "picture.png"
@@ -157,7 +157,8 @@ def _measure(output: Path, settings: DemoSettings) -> dict:
     loaded = {name: load_model(output / name) for name in MODELS}
     rows, outputs = {}, {}
     for name, (model, tokenizer) in loaded.items():
-        outputs[name] = translate(sources, model, tokenizer, batch_size=100, progress=True)
+        with idle_threads():
+            outputs[name] = translate(sources, model, tokenizer, batch_size=100, progress=True)
         rows[name] = translation_quality(outputs[name], references) | {
             "parameters": unique_parameters(model),
             "bytes": weight_bytes(output / name),
