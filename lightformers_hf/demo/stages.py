@@ -54,9 +54,9 @@ class DemoSettings:
     batch_size: int = 32
     teacher_steps: int = 700
     teacher_learning_rate: float = 7e-4
-    ratio: float = 4.0
-    recovery_steps: int = 300
-    recovery_learning_rate: float = 7e-4
+    ratio: float = 3.0
+    recovery_steps: int = 500
+    recovery_learning_rate: float = 1.5e-3
     speed_sentences: int = 20
     speed_runs: int = 6
 
