@@ -49,10 +49,10 @@ class Compression:
     def __init__(self, teacher: Teacher, options: CompressionOptions):
         self.teacher, self.options = teacher, options
         self.policy = options.policy()
-        groups = {
-            f"{stack}_groups": getattr(options, f"{stack}_groups") or getattr(teacher.config, f"{stack}_groups")
-            for stack in ("encoder", "decoder")
-        }
+        groups = {}
+        for field in ("encoder_groups", "decoder_groups"):
+            asked = getattr(options, field)
+            groups[field] = getattr(teacher.config, field) if asked is None else asked
         ranks = {field: None for field in RANK_FIELDS}
         self.dense_config = LightFormerConfig(
             **{**teacher.config.to_dict(), **groups, **ranks, "rank_pattern": {}, "architectures": None}

@@ -60,6 +60,7 @@ class CompressionOptions:
         """The choice of ranks that these options ask for. Raises `ValueError` where a value is out of its range."""
         default = self._rule("")
         kinds = {kind: rule for kind in KINDS if (rule := self._rule(f"{kind}_")) is not None}
-        if not (default or kinds or self.rank_pattern or self.encoder_groups or self.decoder_groups):
+        shares = self.encoder_groups is not None or self.decoder_groups is not None
+        if not (default or kinds or self.rank_pattern or shares):
             default = RankRule(ratio=2.0)
         return RankPolicy(default, kinds, self.rank_pattern or {})

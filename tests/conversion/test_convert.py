@@ -264,6 +264,7 @@ def test_a_tie_that_the_tensors_contradict_is_an_error(teachers, tmp_path):
         ({"energy": 0.0}, "energy"),
         ({"ratio": 2.0, "rank": 4}, "ratio|one"),
         ({"encoder_groups": 3}, r"encoder_groups is 3, but 4 layers .*\[1, 2, 4\]"),
+        ({"decoder_groups": 0}, "decoder_groups is 0"),
         ({"rank_pattern": {"fc3": 4}}, "'fc3' matches no matrix"),
         ({"group_start": "median"}, "group_start"),
         ({"split": "left"}, "split"),
