@@ -24,14 +24,14 @@ from lightformers_hf.evaluation.speed import speed_ratio, tokens_per_second, typ
 from lightformers_hf.evaluation.translate import load_model, translate, written_whole
 from lightformers_hf.training import load_parallel
 
-from .stages import DemoSettings, idle_threads, write_corpus, write_recovered, write_teacher
+from .stages import DemoSettings, IdleThreads, write_corpus, write_recovered, write_teacher
 
 FOLDERS = ("corpus", "teacher", "compressed", "recovered-svd", "recovered-random")
 SETTINGS, RESULTS, PICTURE = "settings.json", "results.json", "picture.png"
 MODELS = {  # folder → how the table calls it
     "teacher": "teacher",
     "compressed": "compressed, untrained",
-    "recovered-svd": "recovered from the SVD",
+    "recovered-svd": "recovered from SVD",
     "recovered-random": "trained from random",
 }
 SAMPLES = 4
@@ -157,7 +157,7 @@ def _measure(output: Path, settings: DemoSettings) -> dict:
     loaded = {name: load_model(output / name) for name in MODELS}
     rows, outputs = {}, {}
     for name, (model, tokenizer) in loaded.items():
-        with idle_threads():
+        with IdleThreads():
             outputs[name] = translate(sources, model, tokenizer, batch_size=100, progress=True)
         rows[name] = translation_quality(outputs[name], references) | {
             "parameters": unique_parameters(model),

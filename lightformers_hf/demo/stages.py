@@ -6,10 +6,9 @@ import io
 import json
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import psutil
 import sentencepiece
@@ -52,7 +51,7 @@ class DemoSettings:
     encoder_layers: int = 3
     decoder_layers: int = 2
     batch_size: int = 32
-    teacher_steps: int = 700
+    teacher_steps: int = 600
     teacher_learning_rate: float = 7e-4
     ratio: float = 3.0
     recovery_steps: int = 500
@@ -135,7 +134,7 @@ def train_model(
     tokens = tokenize_pairs(train, tokenizer, max_source_length=LONGEST, max_target_length=LONGEST)
     with (
         tempfile.TemporaryDirectory() as scratch,
-        idle_threads(),
+        IdleThreads() as threads,
         tqdm(total=steps, desc="training", unit="step") as bar,
     ):
         arguments = Seq2SeqTrainingArguments(
@@ -163,7 +162,7 @@ def train_model(
             arguments,
             train_dataset=tokens,
             data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
-            callbacks=[_Bar(bar)],
+            callbacks=[_Progress(bar, threads)],
             teacher=teacher,
         )
         trainer.remove_callback(PrinterCallback)
@@ -171,20 +170,37 @@ def train_model(
     return [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
-@contextmanager
-def idle_threads() -> Iterator[None]:
-    """Inside, PyTorch computes with as many threads as there are cores that no other program uses; at least one.
+class IdleThreads:
+    """Keeps PyTorch's threads to the cores that other programs leave: a context, and `adapt` to look again.
 
-    Threads that share every small product wait for the slowest of them: with two on two busy cores a step takes four
-    times as long as with one.
+    Threads that share every small product wait for the slowest of them. With two of them and one other busy program on
+    two cores, a training step takes thirty times as long as with a single thread.
     """
-    allowed = torch.get_num_threads()
-    busy = psutil.cpu_percent(interval=0.5) / 100 * psutil.cpu_count()
-    torch.set_num_threads(max(1, min(allowed, round(psutil.cpu_count() - busy))))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(allowed)
+
+    def __enter__(self) -> Self:
+        self.allowed = torch.get_num_threads()
+        torch.set_num_threads(1)
+        self.seen = _clocks()
+        time.sleep(0.5)
+        self.adapt()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        torch.set_num_threads(self.allowed)
+
+    def adapt(self) -> None:
+        """Choose the number of threads by what other programs did since the last look."""
+        before, self.seen = self.seen, _clocks()
+        elapsed, all_busy, own = (now - then for now, then in zip(self.seen, before, strict=True))
+        others = max(0.0, all_busy - own) / elapsed
+        torch.set_num_threads(max(1, min(self.allowed, round(psutil.cpu_count() - others))))
+
+
+def _clocks() -> tuple[float, float, float]:
+    """Seconds: on the wall, of work of all cores together, of this process's part of it."""
+    times = psutil.cpu_times()
+    own = psutil.Process().cpu_times()
+    return time.monotonic(), sum(times) - times.idle - getattr(times, "iowait", 0.0), own.user + own.system
 
 
 def bf16_is_faster() -> bool:
@@ -203,14 +219,16 @@ def _seconds(dtype: torch.dtype) -> float:
     return min(times)
 
 
-class _Bar(TrainerCallback):
-    """Shows steps and loss on a progress bar of ours."""
+class _Progress(TrainerCallback):
+    """Shows steps and loss on a progress bar of ours, and has the threads adapted now and then."""
 
-    def __init__(self, bar: tqdm) -> None:
-        self.bar = bar
+    def __init__(self, bar: tqdm, threads: IdleThreads) -> None:
+        self.bar, self.threads = bar, threads
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         self.bar.update(state.global_step - self.bar.n)
+        if state.global_step % 20 == 0:
+            self.threads.adapt()
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if "loss" in logs:
