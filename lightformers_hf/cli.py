@@ -272,6 +272,8 @@ def demo(
     """See it all work in five minutes, offline: train a teacher, compress it, win its quality back, measure.
 
     An interrupted demo goes on where it stopped; needs pip install 'lightformers_hf\\[demo]'.
+
+    Example: lightformers demo --output demo-output
     """
     from .demo.run import run_demo
     from .demo.stages import DemoSettings

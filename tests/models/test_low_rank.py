@@ -74,10 +74,16 @@ def test_fresh_model(embedding_rank):
     """Every matrix has the configured spread, biases are zero, LayerNorms one, the padding row exactly zero."""
     ranks = {"attention_rank": 40, "ffn_rank": 40} if embedding_rank else {}
     config = LightFormerConfig(
-        **{**TINY, "d_model": 128, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "vocab_size": 400},
+        **{
+            **TINY,
+            "d_model": 128,
+            "encoder_ffn_dim": 128,
+            "decoder_ffn_dim": 128,
+            "vocab_size": 400,
+            "init_std": 0.05,
+        },
         **ranks,
         embedding_rank=embedding_rank,
-        init_std=0.05,
     )
     torch.manual_seed(0)
     model = LightFormerForConditionalGeneration(config)
