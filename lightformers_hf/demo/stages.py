@@ -54,7 +54,7 @@ class DemoSettings:
     teacher_steps: int = 600
     teacher_learning_rate: float = 7e-4
     ratio: float = 3.0
-    recovery_steps: int = 500
+    recovery_steps: int = 700
     recovery_learning_rate: float = 1.5e-3
     speed_sentences: int = 20
     speed_runs: int = 6
