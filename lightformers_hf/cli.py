@@ -79,6 +79,12 @@ def compression_options(command: Callable) -> Callable:
     return with_options
 
 
+def write_json(content: dict, file: Path) -> None:
+    """Write `content` to `file`, or to stdout where that is `-`."""
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    sys.stdout.write(text) if str(file) == "-" else file.write_text(text, encoding="utf-8")
+
+
 def parse_rank_pattern(items: list[str]) -> dict[str, int | None]:
     """`["fc1=64", "shared=dense"]` → `{"fc1": 64, "shared": None}`; anything else raises `ValueError`."""
     pattern = {}
@@ -111,8 +117,7 @@ def plan(
 
     report = make_plan(source, **options)
     if json_file is not None:
-        text = json.dumps(report.to_dict(), indent=1) + "\n"
-        sys.stdout.write(text) if str(json_file) == "-" else json_file.write_text(text, encoding="utf-8")
+        write_json(report.to_dict(), json_file)
     if str(json_file) != "-":
         print_report(report, Console())
 
@@ -255,8 +260,7 @@ def evaluate(
     if str(json_file) != "-":
         Console().print(evaluation.table())
     if json_file is not None:
-        text = json.dumps(evaluation.to_dict(), indent=1, ensure_ascii=False) + "\n"
-        sys.stdout.write(text) if str(json_file) == "-" else json_file.write_text(text, encoding="utf-8")
+        write_json(evaluation.to_dict(), json_file)
 
 
 @app.command()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
 from .ranks import KINDS, RankPolicy, RankRule
 from .sharing import GROUP_STARTS
-from .svd import Split
+from .svd import SPLITS
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class CompressionOptions:
     split: str = "sigma-right"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("group_start", GROUP_STARTS), ("split", get_args(Split))):
+        for name, allowed in (("group_start", GROUP_STARTS), ("split", SPLITS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it is one of {', '.join(allowed)}")
         self.policy()
