@@ -16,13 +16,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import run_once, run_script
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -61,12 +59,11 @@ def grid(args: argparse.Namespace) -> list[Run]:
     return runs
 
 
-def command(run: Run, args: argparse.Namespace, others: list[str]) -> list[str]:
-    """The `run_translation.py` command of a run."""
-    folder = Path(args.output_dir)
-    data = ["--test_file", args.test_file, "--source_lang", args.source_lang, "--target_lang", args.target_lang]
-    parts = [sys.executable, str(TRAIN), "--model_name_or_path", str(folder / run.converted / "model"), *data]
-    parts += ["--output_dir", str(folder / run.folder), "--overwrite_output", "--report_to", "none", *others]
+def options(run: Run, args: argparse.Namespace, others: list[str]) -> list[str]:
+    """What `run_translation.py` is told for a run."""
+    model = str(Path(args.output_dir, run.converted, "model"))
+    parts = ["--model_name_or_path", model, "--test_file", args.test_file, "--report_to", "none", *others]
+    parts += ["--source_lang", args.source_lang, "--target_lang", args.target_lang]
     if run.trained:
         parts += ["--train_file", args.train_file, "--max_steps", str(args.max_steps), "--save_strategy", "no"]
         if args.validation_file:
@@ -76,22 +73,6 @@ def command(run: Run, args: argparse.Namespace, others: list[str]) -> list[str]:
         if run.start == "random":
             parts += ["--from_scratch"]
     return parts
-
-
-def score(run: Run, args: argparse.Namespace, others: list[str]) -> dict:
-    """Do a run, unless it was done before, and return its test scores. Raises `RuntimeError` if the command fails."""
-    folder = Path(args.output_dir, run.folder)
-    results = folder / "test_results.json"
-    if not results.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        environment = {"OMP_NUM_THREADS": "1"} if args.jobs > 1 else {}
-        with open(folder.parent / f"{folder.name}.log", "w", encoding="utf-8") as log:
-            done = subprocess.run(
-                command(run, args, others), stdout=log, stderr=log, env={**os.environ, **environment}, check=False
-            )
-        if done.returncode:
-            raise RuntimeError(f"{run.folder} failed; see {log.name}")
-    return json.loads(results.read_text(encoding="utf-8"))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -110,15 +91,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; above 1 each has one thread")
     args, others = parser.parse_known_args(argv)
 
+    folder = Path(args.output_dir)
     runs = grid(args)
     parameters = {}
     for run in dict.fromkeys(Run(run.ratio, run.groups) for run in runs):
-        model = Path(args.output_dir, run.converted, "model")
+        model = folder / run.converted / "model"
         if not model.exists():
             convert(args.teacher, model, ratio=run.ratio, encoder_groups=run.groups)
         parameters[run.converted] = json.loads((model / "compression.json").read_text())["parameters_after"]
     with ThreadPoolExecutor(args.jobs) as pool:
-        jobs = [pool.submit(score, run, args, others) for run in runs]
+        jobs = [
+            pool.submit(run_once, TRAIN, options(run, args, others), folder / run.folder, one_thread=args.jobs > 1)
+            for run in runs
+        ]
         scores = {run: job.result() for run, job in zip(runs, tqdm(jobs, desc="runs"), strict=True)}
 
     table = Table("ratio", "encoder groups", "parameters", "start", "training", "BLEU", "chrF")
@@ -140,9 +125,9 @@ def main(argv: list[str] | None = None) -> None:
             f"{result['test_bleu']:.1f}",
             f"{result['test_chrf']:.1f}",
         )
-    Path(args.output_dir, "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    (folder / "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     Console().print(table)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

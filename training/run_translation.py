@@ -10,31 +10,38 @@
 
 What data is given for is done: training, evaluation, test. All options of `Seq2SeqTrainingArguments` work.
 An interrupted run goes on with `--resume_from_checkpoint` added to the same command.
+
+Any architecture trains from random weights: `--config_name shapes.json --tokenizer_name opus-mt-de-en`, where the file
+holds `{"model_type": "lightformer", "d_model": 192, …}`. What it leaves out about tokens is the tokenizer's:
+`vocab_size`, the ids of pad, bos and eos, and `decoder_start_token_id` (bos; pad where there is none, as in Marian).
 """
 
 from __future__ import annotations
 
-import copy
-import os
-import re
-import shutil
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import common
 import numpy as np
-import torch
+from common import (
+    OutputArguments,
+    build_model,
+    check_output,
+    chosen_checkpoint,
+    load_model,
+    load_tokenizer,
+    parameter_count,
+    run_script,
+    summarize,
+    train,
+)
 from datasets import Dataset
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Column, Table
 from transformers import (
-    AutoConfig,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     EvalPrediction,
-    GenerationConfig,
     HfArgumentParser,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -42,27 +49,14 @@ from transformers import (
     set_seed,
 )
 
-import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
 from lightformers_hf.evaluation.quality import translation_quality
-from lightformers_hf.training import RecoveryTrainer, find_last_checkpoint, load_parallel, tokenize_pairs
+from lightformers_hf.training import RecoveryTrainer, load_parallel, tokenize_pairs
 
 
 @dataclass
-class ModelArguments:
+class ModelArguments(common.ModelArguments):
     """What is trained."""
 
-    model_name_or_path: str | None = field(default=None, metadata={"help": "Checkpoint: a folder or a Hub name."})
-    config_name: str | None = field(
-        default=None, metadata={"help": "Train from random weights: folder, Hub name or config.json of the shapes."}
-    )
-    from_scratch: bool = field(
-        default=False, metadata={"help": "Take only the shapes of model_name_or_path, and random weights."}
-    )
-    tokenizer_name: str | None = field(default=None, metadata={"help": "Default: the model's."})
-    attn_implementation: str | None = field(
-        default=None,
-        metadata={"help": "eager, sdpa, flash_attention_2, …. With short sentences on a CPU, eager trains fastest."},
-    )
     num_beams: int | None = field(
         default=None, metadata={"help": "Beams in evaluation. Default: the model's generation config."}
     )
@@ -116,107 +110,26 @@ class DistillationArguments:
 
 
 @dataclass
-class TrainingArguments(Seq2SeqTrainingArguments):
+class TrainingArguments(OutputArguments, Seq2SeqTrainingArguments):
     """`Seq2SeqTrainingArguments`, with generation in evaluation and a resume that finds its checkpoint."""
 
     predict_with_generate: bool = field(default=True, metadata={"help": "Evaluate by translating: BLEU and chrF."})
-    resume_from_checkpoint: str | None = field(
-        default=None,
-        metadata={
-            "nargs": "?",
-            "const": "last",
-            "help": "Alone: go on from the last complete checkpoint in output_dir.",
-        },
-    )
-    overwrite_output: bool = field(
-        default=False, metadata={"help": "Write into an output_dir that holds files; its old checkpoints are deleted."}
-    )
-
-    def __post_init__(self) -> None:
-        # Without it, --bf16 is refused on a machine that has nothing but its CPU.
-        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
-        super().__post_init__()
 
 
-def check_output(args: TrainingArguments, models: list[str | None]) -> str | None:
-    """Check the output folder before any work is done, and return the checkpoint to go on from, if any.
-
-    Files are never written over unasked, and a folder that holds a model this run reads is refused in any case.
-    """
-    output = Path(args.output_dir)
-    if output.exists() and not output.is_dir():
-        raise FileExistsError(f"output_dir {output} is a file: choose a folder.")
-    for name in filter(None, models):
-        if not Path(name).exists() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
-            raise FileNotFoundError(f"No model {name}: give an existing folder, or a name on the Hub.")
-        if Path(name).exists() and output.resolve() in (Path(name).resolve(), *Path(name).resolve().parents):
-            raise ValueError(f"output_dir {output} holds {name}, which this run reads: choose another folder.")
-    resume = args.resume_from_checkpoint
-    if resume and args.overwrite_output:
-        raise ValueError("--resume_from_checkpoint and --overwrite_output contradict each other: give one of them.")
-    if resume and resume != "last":
-        if not Path(resume, "trainer_state.json").is_file():
-            raise FileNotFoundError(f"{resume} is not a complete checkpoint of a training run.")
-        return resume
-    last = find_last_checkpoint(output) if resume else None
-    files = [] if last or args.overwrite_output else [path.name for path in output.glob("*")]
-    if resume:  # a run that was killed before its first checkpoint was complete leaves these, and starts anew
-        files = [name for name in files if not re.fullmatch(r"checkpoint-\d+|runs", name)]
-    if files:
-        remedy = (
-            "holds no complete checkpoint" if resume else "an interrupted run goes on with --resume_from_checkpoint"
-        )
-        raise FileExistsError(
-            f"output_dir {output} is not empty ({', '.join(sorted(files)[:3])}) and {remedy}: "
-            "choose another folder, or write over it with --overwrite_output."
-        )
-    return last
-
-
-def load_model(name: str, attention: str | None) -> PreTrainedModel:
-    """A checkpoint in fp32, whatever it is stored in: fp16 weights do not train. Every weight must be there."""
-    model, info = AutoModelForSeq2SeqLM.from_pretrained(
-        name, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
-    )
-    if missing := sorted(info["missing_keys"]):
-        raise ValueError(f"{name} lacks {len(missing)} of the model's weights, such as {missing[0]}.")
-    return model
-
-
-def build_model(args: ModelArguments) -> PreTrainedModel:
-    """The model to train: a checkpoint's weights, or random ones in the shapes of a config."""
-    if (args.model_name_or_path is None) == (args.config_name is None):
-        raise ValueError("Give one of --model_name_or_path (a checkpoint) and --config_name (random weights).")
-    if args.model_name_or_path and not args.from_scratch:
-        return load_model(args.model_name_or_path, args.attn_implementation)
-    name = args.model_name_or_path or args.config_name
-    config = AutoConfig.from_pretrained(name)
-    model = AutoModelForSeq2SeqLM.from_config(
-        config, dtype=torch.float32, attn_implementation=args.attn_implementation
-    )
-    if args.model_name_or_path:  # so that it is decoded just as the checkpoint it is compared with
-        model.generation_config = GenerationConfig.from_pretrained(name)
-    return model
-
-
-def build_tokenizer(args: ModelArguments, data: DataArguments, model: PreTrainedModel) -> PreTrainedTokenizerBase:
-    """The tokenizer, checked against the model's vocabulary and positions; language codes go to it and the model."""
-    name = args.tokenizer_name or args.model_name_or_path or args.config_name
-    if Path(name).is_file():
-        raise ValueError(f"{name} is a configuration without a tokenizer: give --tokenizer_name.")
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    rows = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
-        raise ValueError(f"The tokenizer {name} has {len(tokenizer)} entries, the model's embedding {rows}.")
+def prepare(
+    args: ModelArguments, data: DataArguments, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Check the model's positions, bound what a fresh model generates, give language codes to tokenizer and model."""
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions and max(data.max_source_length, data.max_target_length) > positions:
         raise ValueError(f"The model has {positions} positions: lower --max_source_length and --max_target_length.")
+    if args.config_name and model.generation_config.max_length is None:  # transformers would stop after 20 tokens
+        model.generation_config.max_length = data.max_target_length
     if data.source_code or data.target_code:
         if not (data.source_code and data.target_code and hasattr(tokenizer, "src_lang")):
             raise ValueError("--source_code and --target_code go together, and with a multilingual tokenizer only.")
         tokenizer.src_lang, tokenizer.tgt_lang = data.source_code, data.target_code
         model.generation_config.forced_bos_token_id = tokenizer.convert_tokens_to_ids(data.target_code)
-    return tokenizer
 
 
 def load_parts(data: DataArguments) -> dict[str, Dataset]:
@@ -247,14 +160,6 @@ def load_teacher(name: str, tokenizer: PreTrainedTokenizerBase, attention: str |
     return load_model(name, attention)
 
 
-def summarize(rows: dict[str, object], console: Console) -> None:
-    """Print what came out of the run."""
-    table = Table("what", Column("value", overflow="fold"), title="Summary", show_header=False)
-    for name, value in rows.items():
-        table.add_row(name, escape(f"{value:,.2f}" if isinstance(value, float) else f"{value}"))
-    console.print(table)
-
-
 def main(argv: list[str] | None = None) -> None:
     """Train, evaluate, test, save, summarize."""
     parser = HfArgumentParser((ModelArguments, DataArguments, DistillationArguments, TrainingArguments))
@@ -266,12 +171,12 @@ def main(argv: list[str] | None = None) -> None:
     if args.eval_strategy != "no" and "validation" not in parts:
         raise ValueError(f"eval_strategy is {args.eval_strategy}: give --validation_file.")
     set_seed(args.seed)
-    model = build_model(model_args)
-    tokenizer = build_tokenizer(model_args, data_args, model)
+    tokenizer = load_tokenizer(model_args)
+    model = build_model(model_args, tokenizer, AutoModelForSeq2SeqLM)
+    prepare(model_args, data_args, model, tokenizer)
     teacher = None
     if distillation.teacher:
         teacher = load_teacher(distillation.teacher, tokenizer, model_args.attn_implementation)
-    generation_config = copy.deepcopy(model.generation_config)  # evaluation fills in its own defaults
     if model_args.num_beams:
         args.generation_num_beams = model_args.num_beams
 
@@ -306,26 +211,14 @@ def main(argv: list[str] | None = None) -> None:
         distillation_alpha=distillation.distillation_alpha,
         distillation_temperature=distillation.distillation_temperature,
     )
-    rows = {"unique parameters": f"{sum(p.numel() for p in model.parameters()):,}"}  # shared ones come once
+    rows = {"unique parameters": parameter_count(model)}
     if "train" in tokens:
-        if args.should_save and checkpoint is None:
-            for stale in Path(args.output_dir).glob("checkpoint-*"):
-                if re.fullmatch(r"checkpoint-\d+", stale.name):
-                    shutil.rmtree(stale)
-        result = trainer.train(resume_from_checkpoint=checkpoint)
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        rows["steps"] = trainer.state.global_step
-        rows["time"] = f"{result.metrics['train_runtime']:.0f} s" + (" since the resume" if checkpoint else "")
-        rows["last training loss"] = losses[-1] if losses else result.training_loss
-        model.generation_config = generation_config
-        trainer.save_model()
-        trainer.save_state()
+        rows |= train(trainer, checkpoint)
     if "validation" in tokens:
         metrics = trainer.evaluate()
         trainer.save_metrics("eval", metrics)
-        best = args.load_best_model_at_end and trainer.state.best_model_checkpoint
         rows |= {f"validation {k}": metrics[f"eval_{k}"] for k in ("loss", "bleu", "chrf") if f"eval_{k}" in metrics}
-        rows["checkpoint"] = f"best, {best}" if best else "last"
+        rows["checkpoint"] = chosen_checkpoint(trainer)
     if "test" in tokens:
         args.predict_with_generate, trainer.compute_metrics = True, None
         result = trainer.predict(tokens["test"].select(order["test"]), metric_key_prefix="test")
@@ -342,9 +235,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            Console(stderr=True).print("[red]error:[/red]", escape(str(error)), highlight=False, soft_wrap=True)
-        sys.exit(1)
+    run_script(main)

@@ -1,0 +1,6 @@
+"""The scripts import their sibling `common`, as they do when Python runs them from their folder."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "training"))

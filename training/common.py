@@ -1,0 +1,297 @@
+"""What the training scripts share: arguments, output folders, models from configurations, text, runs of each other.
+
+The scripts are run as `python training/run_….py`, which puts this folder on the import path.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+from datasets import Dataset, Value, concatenate_datasets, load_dataset
+from datasets.exceptions import DatasetGenerationError
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+)
+
+import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
+from lightformers_hf.training import find_last_checkpoint
+
+TEXT_SUFFIXES, JSON_SUFFIXES = (".txt",), (".json", ".jsonl")
+AutoModel = type[AutoModelForSeq2SeqLM] | type[AutoModelForCausalLM]
+
+
+@dataclass
+class ModelArguments:
+    """What is trained."""
+
+    model_name_or_path: str | None = field(default=None, metadata={"help": "Checkpoint: a folder or a Hub name."})
+    config_name: str | None = field(
+        default=None, metadata={"help": "Train from random weights: folder, Hub name or config.json of the shapes."}
+    )
+    from_scratch: bool = field(
+        default=False, metadata={"help": "Take only the shapes of model_name_or_path, and random weights."}
+    )
+    tokenizer_name: str | None = field(default=None, metadata={"help": "Default: the model's."})
+    attn_implementation: str | None = field(
+        default=None,
+        metadata={"help": "eager, sdpa, flash_attention_2, …. With short sentences on a CPU, eager trains fastest."},
+    )
+
+
+@dataclass
+class OutputArguments:
+    """A resume that finds its checkpoint; a base that comes before one of transformers' `TrainingArguments`."""
+
+    resume_from_checkpoint: str | None = field(
+        default=None,
+        metadata={
+            "nargs": "?",
+            "const": "last",
+            "help": "Alone: go on from the last complete checkpoint in output_dir.",
+        },
+    )
+    overwrite_output: bool = field(
+        default=False, metadata={"help": "Write into an output_dir that holds files; its old checkpoints are deleted."}
+    )
+
+    def __post_init__(self) -> None:
+        # Without it, --bf16 is refused on a machine that has nothing but its CPU.
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        super().__post_init__()
+
+
+def check_output(args: transformers.TrainingArguments, models: list[str | None]) -> str | None:
+    """Check the output folder before any work is done, and return the checkpoint to go on from, if any.
+
+    Files are never written over unasked, and a folder that holds a model this run reads is refused in any case.
+    """
+    output = Path(args.output_dir)
+    if output.exists() and not output.is_dir():
+        raise FileExistsError(f"output_dir {output} is a file: choose a folder.")
+    for name in filter(None, models):
+        if not Path(name).exists() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
+            raise FileNotFoundError(f"No model {name}: give an existing folder, or a name on the Hub.")
+        if Path(name).exists() and output.resolve() in (Path(name).resolve(), *Path(name).resolve().parents):
+            raise ValueError(f"output_dir {output} holds {name}, which this run reads: choose another folder.")
+    resume = args.resume_from_checkpoint
+    if resume and args.overwrite_output:
+        raise ValueError("--resume_from_checkpoint and --overwrite_output contradict each other: give one of them.")
+    if resume and resume != "last":
+        if not Path(resume, "trainer_state.json").is_file():
+            raise FileNotFoundError(f"{resume} is not a complete checkpoint of a training run.")
+        return resume
+    last = find_last_checkpoint(output) if resume else None
+    files = [] if last or args.overwrite_output else [path.name for path in output.glob("*")]
+    if resume:  # a run that was killed before its first checkpoint was complete leaves these, and starts anew
+        files = [name for name in files if not re.fullmatch(r"checkpoint-\d+|runs", name)]
+    if files:
+        remedy = (
+            "holds no complete checkpoint" if resume else "an interrupted run goes on with --resume_from_checkpoint"
+        )
+        raise FileExistsError(
+            f"output_dir {output} is not empty ({', '.join(sorted(files)[:3])}) and {remedy}: "
+            "choose another folder, or write over it with --overwrite_output."
+        )
+    return last
+
+
+def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
+    """The tokenizer that the arguments name, or the model's own."""
+    if (args.model_name_or_path is None) == (args.config_name is None):
+        raise ValueError("Give one of --model_name_or_path (a checkpoint) and --config_name (random weights).")
+    name = args.tokenizer_name or args.model_name_or_path or args.config_name
+    if Path(name).is_file():
+        raise ValueError(f"{name} is a configuration without a tokenizer: give --tokenizer_name.")
+    return AutoTokenizer.from_pretrained(name)
+
+
+def load_model(name: str, attention: str | None, auto_model: AutoModel = AutoModelForSeq2SeqLM) -> PreTrainedModel:
+    """A checkpoint in fp32, whatever it is stored in: fp16 weights do not train. Every weight must be there."""
+    model, info = auto_model.from_pretrained(
+        name, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
+    )
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"{name} lacks {len(missing)} of the model's weights, such as {missing[0]}.")
+    return model
+
+
+def load_config(name: str, tokenizer: PreTrainedTokenizerBase, auto_model: AutoModel) -> PreTrainedConfig:
+    """The configuration `name`, a folder, a Hub name or a .json file; `tokenizer` gives what it leaves out about tokens:
+
+    `vocab_size` and the ids of pad, bos and eos; for a sequence-to-sequence model also
+    `decoder_start_token_id`: bos, or pad where the tokenizer has no bos (Marian), or eos where it has neither.
+    """
+    content, _ = PreTrainedConfig.get_config_dict(name)
+    if "model_type" not in content:
+        raise ValueError(f"{name} names no model_type: add one, such as 'lightformer'.")
+    tokens = {"vocab_size": len(tokenizer)}
+    tokens |= {f"{token}_token_id": getattr(tokenizer, f"{token}_token_id") for token in ("pad", "bos", "eos")}
+    if auto_model is AutoModelForSeq2SeqLM:
+        starts = (tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
+        tokens["decoder_start_token_id"] = next((token for token in starts if token is not None), None)
+    if content.keys() >= tokens.keys():
+        return AutoConfig.from_pretrained(name)
+    # Given to the constructor, so that fields that follow from them follow, and fields that must fit are checked.
+    return AutoConfig.for_model(**tokens | content)
+
+
+def build_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, auto_model: AutoModel) -> PreTrainedModel:
+    """The model to train, a checkpoint's weights or random ones in the shapes of a config; it must fit `tokenizer`."""
+    name = args.model_name_or_path or args.config_name
+    if args.model_name_or_path and not args.from_scratch:
+        model = load_model(name, args.attn_implementation, auto_model)
+    else:
+        whole = args.model_name_or_path is not None
+        config = AutoConfig.from_pretrained(name) if whole else load_config(name, tokenizer, auto_model)
+        model = auto_model.from_config(config, dtype=torch.float32, attn_implementation=args.attn_implementation)
+        if whole:  # so that it is decoded just as the checkpoint it is compared with
+            model.generation_config = GenerationConfig.from_pretrained(name)
+    if len(tokenizer) > model.config.vocab_size:
+        raise ValueError(
+            f"The tokenizer {tokenizer.name_or_path} has {len(tokenizer)} entries, the model {name} takes "
+            f"{model.config.vocab_size}: choose a tokenizer and a model that belong together."
+        )
+    return model
+
+
+def load_texts(data: str, columns: list[str], *, split: str = "train", max_samples: int | None = None) -> Dataset:
+    """The texts of a file or a Hub dataset as one column `text`, in their order; one column after another.
+
+    Args:
+        data: a local file, .txt (a line is a text, empty ones too) or .json / .jsonl, also with .gz; or a dataset on
+            the Hub, `name` or `name:configuration`.
+        columns: names of columns, or languages within a column `translation`. A .txt file has none.
+        split: the split of a Hub dataset.
+        max_samples: keep the first so many rows (default: all).
+
+    Raises `FileNotFoundError` for no such file, `ValueError` for an unknown type, empty data, columns that are
+    missing or hold something else than text.
+    """
+    path, suffix = Path(data).expanduser(), Path(data.removesuffix(".gz")).suffix
+    is_file = path.is_file() or data.startswith(("/", ".", "~")) or suffix in TEXT_SUFFIXES + JSON_SUFFIXES
+    if is_file and not path.is_file():
+        raise FileNotFoundError(f"No data file {path}: give an existing file, or the name of a dataset on the Hub.")
+    try:
+        if not is_file:
+            name, _, configuration = data.partition(":")
+            rows = load_dataset(name, configuration or None, split=split)
+        elif suffix in TEXT_SUFFIXES:
+            rows, columns = Dataset.from_text(str(path)), ["text"]
+        elif suffix in JSON_SUFFIXES:
+            rows = Dataset.from_json(str(path))
+        else:
+            raise ValueError(f"{path} has an unknown type {suffix!r}: expected .txt, .json or .jsonl (.gz allowed).")
+    except (StopIteration, DatasetGenerationError) as error:  # also the library's words for a file without a row
+        raise ValueError(f"{path} is empty or cannot be read as {suffix[1:]}: {error.__cause__ or error}") from error
+    if len(rows) == 0:
+        raise ValueError(f"{data} holds no rows: expected at least one text.")
+    if "translation" in rows.column_names:
+        rows = rows.flatten()
+    rows = rows.select(range(min(max_samples or len(rows), len(rows))))
+    return concatenate_datasets([_text_column(rows, column, data) for column in columns])
+
+
+def _text_column(rows: Dataset, column: str, data: str) -> Dataset:
+    name = column if column in rows.column_names else f"translation.{column}"
+    if name not in rows.column_names:
+        there = ", ".join(repr(name.removeprefix("translation.")) for name in rows.column_names)
+        raise ValueError(f"{data} has no column {column!r}: it has {there}.")
+    text = rows.select_columns([name])
+    if text.features[name] not in (Value("string"), Value("large_string")) or text.data.column(name).null_count:
+        raise ValueError(f"{data}, column {column!r}: expected a text in every row.")
+    return text if name == "text" else text.rename_column(name, "text")
+
+
+def train(trainer: Trainer, checkpoint: str | None) -> dict[str, object]:
+    """Train from the beginning, or from `checkpoint`; save model and state; return what the summary says of it."""
+    args = trainer.args
+    if args.should_save and checkpoint is None:
+        for stale in Path(args.output_dir).glob("checkpoint-*"):
+            if re.fullmatch(r"checkpoint-\d+", stale.name):
+                shutil.rmtree(stale)
+    generation_config = copy.deepcopy(trainer.model.generation_config)  # evaluation fills in its own defaults
+    result = trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.model.generation_config = generation_config
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    trainer.save_model()
+    trainer.save_state()
+    return {
+        "steps": trainer.state.global_step,
+        "time": f"{result.metrics['train_runtime']:.0f} s" + (" since the resume" if checkpoint else ""),
+        "last training loss": losses[-1] if losses else result.training_loss,
+    }
+
+
+def chosen_checkpoint(trainer: Trainer) -> str:
+    """For the summary: which of the run's checkpoints is the model that is evaluated."""
+    best = trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint
+    return f"best, {best}" if best else "last"
+
+
+def parameter_count(model: PreTrainedModel) -> str:
+    """For the summary: parameters, shared ones once."""
+    return f"{sum(p.numel() for p in model.parameters()):,}"
+
+
+def summarize(rows: dict[str, object], console: Console) -> None:
+    """Print what came out of the run."""
+    table = Table("what", Column("value", overflow="fold"), title="Summary", show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, escape(f"{value:,.2f}" if isinstance(value, float) else f"{value}"))
+    console.print(table)
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Run a script's `main`; an error that the user can mend becomes one line on stderr and exit status 1."""
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            Console(stderr=True).print("[red]error:[/red]", escape(str(error)), highlight=False, soft_wrap=True)
+        sys.exit(1)
+
+
+def run_once(script: Path, options: list[str], folder: Path, *, one_thread: bool) -> dict:
+    """The test results of `script` with `options` and the output folder `folder`; run only if they are not there yet.
+
+    Args:
+        one_thread: for several runs at once.
+
+    What the script prints goes to `<folder>.log`. Raises `ChildProcessError` if it fails, and `ValueError` if the
+    results in the folder are those of other options.
+    """
+    results, record = folder / "test_results.json", folder / "options.json"
+    if not results.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, str(script), *options, "--output_dir", str(folder), "--overwrite_output"]
+        environment = os.environ | ({"OMP_NUM_THREADS": "1"} if one_thread else {})
+        with open(folder.parent / f"{folder.name}.log", "w", encoding="utf-8") as log:
+            done = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False)
+        if done.returncode:
+            raise ChildProcessError(f"{folder} failed; see {log.name}")
+        record.write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")
+    elif record.is_file() and json.loads(record.read_text(encoding="utf-8")) != options:
+        raise ValueError(f"{folder} holds the results of other options ({record}): choose another output folder.")
+    return json.loads(results.read_text(encoding="utf-8"))
