@@ -138,9 +138,9 @@ def load_model(name: str, attention: str | None, auto_model: AutoModel = AutoMod
 
 
 def load_config(name: str, tokenizer: PreTrainedTokenizerBase, auto_model: AutoModel) -> PreTrainedConfig:
-    """The configuration `name`, a folder, a Hub name or a .json file; `tokenizer` gives what it leaves out about tokens:
+    """The configuration `name` (a folder, a Hub name or a .json file); what it leaves out comes from `tokenizer`.
 
-    `vocab_size` and the ids of pad, bos and eos; for a sequence-to-sequence model also
+    That is `vocab_size` and the ids of pad, bos and eos; for a sequence-to-sequence model also
     `decoder_start_token_id`: bos, or pad where the tokenizer has no bos (Marian), or eos where it has neither.
     """
     content, _ = PreTrainedConfig.get_config_dict(name)
