@@ -12,7 +12,8 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..models.configuration_lightformer import RANK_FIELDS, LightFormerConfig
+from ..models.configuration_base import RANK_FIELDS
+from ..models.configuration_lightformer import LightFormerConfig
 from .options import CompressionOptions
 from .report import CompressionReport, MatrixReport
 from .sharing import merge, source_names

@@ -17,7 +17,7 @@ def source_names(name: str, source, target) -> list[str]:
     `source` and `target` are configurations with `{stack}_layers` and `{stack}_groups`.
     """
     match = re.match(
-        r"(?P<head>.*)(?P<stack>encoder|decoder)\.(?P<part>layers|norms)\.(?P<index>\d+)\.(?P<rest>.+)", name
+        r"(?P<head>.*)(?P<stack>encoder|decoder)\.(?P<part>layers|depths)\.(?P<index>\d+)\.(?P<rest>.+)", name
     )
     if match is None:
         return [name]
@@ -25,8 +25,8 @@ def source_names(name: str, source, target) -> list[str]:
     layers = getattr(target, f"{stack}_layers")
     source_groups, target_groups = getattr(source, f"{stack}_groups"), getattr(target, f"{stack}_groups")
     index = int(match["index"])
-    if part == "norms":  # private to a depth; in the source too, unless each of its layers has its own anyway
-        return [f"{head}{stack}.{'layers' if source_groups is None else 'norms'}.{index}.{rest}"]
+    if part == "depths":  # private to a depth; in the source too, unless each of its layers has its own anyway
+        return [f"{head}{stack}.{'layers' if source_groups is None else 'depths'}.{index}.{rest}"]
     depths = [depth for depth in range(layers) if group_of_depth(depth, layers, target_groups) == index]
     stored = [group_of_depth(depth, layers, source_groups) for depth in depths]
     return [f"{head}{stack}.layers.{layer}.{rest}" for layer in stored]

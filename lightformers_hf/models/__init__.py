@@ -6,13 +6,15 @@ else of the package.
 
 import transformers
 
-from .configuration_lightformer import AUTO_MAP, LightFormerConfig
+from .configuration_lightformer import LightFormerConfig
+from .configuration_subformer import SubformerConfig
 from .modeling_lightformer import (
     LightFormerForCausalLM,
     LightFormerForConditionalGeneration,
     LightFormerForSequenceClassification,
     LightFormerModel,
 )
+from .modeling_subformer import SubformerForCausalLM, SubformerForConditionalGeneration, SubformerModel
 
 __all__ = [
     "LightFormerConfig",
@@ -20,18 +22,23 @@ __all__ = [
     "LightFormerForConditionalGeneration",
     "LightFormerForSequenceClassification",
     "LightFormerModel",
+    "SubformerConfig",
+    "SubformerForCausalLM",
+    "SubformerForConditionalGeneration",
+    "SubformerModel",
 ]
 
 
-def _register(config_class: type, auto_map: dict[str, str]) -> None:
-    """Tell every Auto class of `auto_map` about its class, and let `save_pretrained` copy the class's code along."""
+def _register(config_class: type) -> None:
+    """Tell every Auto class about its class, and let `save_pretrained` copy the class's code along."""
     transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     config_class.register_for_auto_class()
-    for auto_name, reference in auto_map.items():
+    for auto_name, reference in config_class.auto_classes.items():
         if auto_name != "AutoConfig":
             model_class = globals()[reference.split(".")[-1]]
             getattr(transformers, auto_name).register(config_class, model_class, exist_ok=True)
             model_class.register_for_auto_class(auto_name)
 
 
-_register(LightFormerConfig, AUTO_MAP)
+for _config_class in (LightFormerConfig, SubformerConfig):
+    _register(_config_class)

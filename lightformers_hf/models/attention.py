@@ -7,8 +7,7 @@ from torch import nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-# (name of the projection, input width, output width) → the module: dense or low-rank, the caller decides.
-Projection = Callable[[str, int, int], nn.Module]
+from .low_rank import Projection
 
 
 def eager_attention(
@@ -32,14 +31,39 @@ def eager_attention(
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
+def cached_states(
+    past_key_values: Cache | None,
+    layer_idx: int | None,
+    is_cross_attention: bool,
+    compute: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values (B, H, S, w) of the cache slot `layer_idx`, after those that `compute` makes have gone there.
+
+    Those of cross-attention are computed once a sentence and kept in their half of an `EncoderDecoderCache`. Without a
+    cache: those that `compute` makes.
+    """
+    if past_key_values is None:
+        return compute()
+    if not isinstance(past_key_values, EncoderDecoderCache):
+        return past_key_values.update(*compute(), layer_idx)
+    if not is_cross_attention:
+        return past_key_values.self_attention_cache.update(*compute(), layer_idx)
+    if past_key_values.is_updated.get(layer_idx):
+        slot = past_key_values.cross_attention_cache.layers[layer_idx]
+        return slot.keys, slot.values
+    past_key_values.is_updated[layer_idx] = True
+    return past_key_values.cross_attention_cache.update(*compute(), layer_idx)
+
+
 class MultiHeadAttention(nn.Module):
-    """Attention with H heads of width d/H, whose four projections come from `project`.
+    """Attention with H heads of width d/H, whose four projections d → d come from `project`.
 
     The cache slot is an argument of the call (`layer_idx`, the depth), never a property of the module: a layer that
     is applied at several depths has one slot for each of them.
 
     Args:
         config: gives `_attn_implementation` and `attention_dropout`.
+        width: d.
         num_heads: H.
         project: builds a projection from its name and widths.
         is_causal: whether a position sees only those before it. Must be right even where a mask is given, because
@@ -51,6 +75,7 @@ class MultiHeadAttention(nn.Module):
     def __init__(
         self,
         config,
+        width: int,
         num_heads: int,
         project: Projection,
         *,
@@ -59,19 +84,18 @@ class MultiHeadAttention(nn.Module):
         output_projection: bool = True,
     ):
         super().__init__()
-        d_model = config.d_model
         self.config = config
-        self.head_dim = d_model // num_heads
+        self.head_dim = width // num_heads
         self.scaling = self.head_dim**-0.5
         self.dropout = config.attention_dropout
         self.is_causal = is_causal
         if joint_qkv:
-            self.qkv_proj = project("qkv_proj", d_model, 3 * d_model)
+            self.qkv_proj = project("qkv_proj", width, 3 * width)
         else:
-            self.q_proj = project("q_proj", d_model, d_model)
-            self.k_proj = project("k_proj", d_model, d_model)
-            self.v_proj = project("v_proj", d_model, d_model)
-        self.out_proj = project("out_proj", d_model, d_model) if output_projection else nn.Identity()
+            self.q_proj = project("q_proj", width, width)
+            self.k_proj = project("k_proj", width, width)
+            self.v_proj = project("v_proj", width, width)
+        self.out_proj = project("out_proj", width, width) if output_projection else nn.Identity()
         self.joint_qkv = joint_qkv
 
     def _split_heads(self, states: torch.Tensor) -> torch.Tensor:
@@ -88,31 +112,20 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, T, d) → (B, T, d) and, from eager attention, the weights (B, H, T, S).
 
-        With `key_value_states` (B, S, d) this is cross-attention: its keys and values are computed once a sentence and
-        kept in the cross-attention half of an `EncoderDecoderCache`.
+        With `key_value_states` (B, S, d) this is cross-attention.
         """
         is_cross_attention = key_value_states is not None
-        cache = past_key_values
-        if isinstance(past_key_values, EncoderDecoderCache):
-            cache = (
-                past_key_values.cross_attention_cache if is_cross_attention else past_key_values.self_attention_cache
-            )
+
+        def compute() -> tuple[torch.Tensor, torch.Tensor]:
+            current = key_value_states if is_cross_attention else hidden_states
+            return self._split_heads(self.k_proj(current)), self._split_heads(self.v_proj(current))
 
         if self.joint_qkv:
-            query, key, value = (self._split_heads(part) for part in self.qkv_proj(hidden_states).chunk(3, dim=-1))
+            query, *new = (self._split_heads(part) for part in self.qkv_proj(hidden_states).chunk(3, dim=-1))
+            key, value = cached_states(past_key_values, layer_idx, False, lambda: new)
         else:
             query = self._split_heads(self.q_proj(hidden_states))
-            key = value = None
-        if is_cross_attention and cache is not None and past_key_values.is_updated.get(layer_idx):
-            key, value = cache.layers[layer_idx].keys, cache.layers[layer_idx].values
-        else:
-            if key is None:
-                current = key_value_states if is_cross_attention else hidden_states
-                key, value = self._split_heads(self.k_proj(current)), self._split_heads(self.v_proj(current))
-            if cache is not None:
-                key, value = cache.update(key, value, layer_idx)
-                if is_cross_attention:
-                    past_key_values.is_updated[layer_idx] = True
+            key, value = cached_states(past_key_values, layer_idx, is_cross_attention, compute)
 
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         output, weights = attend(

@@ -1,4 +1,4 @@
-"""Position embeddings: sinusoidal ones hold no parameters, learned ones are a table."""
+"""Positions (sinusoidal ones hold no parameters, learned ones are a table), and adaptive input and softmax."""
 
 import math
 
@@ -86,3 +86,109 @@ def check_length(positions: nn.Module, length) -> None:
             f"an input of {length} tokens is longer than the model's {positions.num_positions} positions "
             "(max_position_embeddings): truncate it, e.g. tokenizer(..., truncation=True)"
         )
+
+
+def _band_sizes(vocab_size: int, cutoffs: list[int]) -> list[int]:
+    return [end - start for start, end in zip([0, *cutoffs], [*cutoffs, vocab_size], strict=True)]
+
+
+class AdaptiveEmbedding(nn.Module):
+    """Adaptive input (Baevski and Auli 2019): the rarer a token, the narrower its vector. Ids (…) → vectors (…, d).
+
+    Ids are in order of falling frequency; `cutoffs` cut them into bands. Band i has vectors of width d/factorⁱ
+    (`tables`) and a projection to d without bias (`projections`), the widest band too.
+    """
+
+    def __init__(self, vocab_size: int, d_model: int, cutoffs: list[int], factor: int, padding_idx: int | None = None):
+        super().__init__()
+        self.starts = [0, *cutoffs]
+        sizes = _band_sizes(vocab_size, cutoffs)
+        widths = [d_model // factor**band for band in range(len(sizes))]
+        self.tables = nn.ModuleList(
+            nn.Embedding(size, width, self._local(padding_idx, band, size))
+            for band, (size, width) in enumerate(zip(sizes, widths, strict=True))
+        )
+        self.projections = nn.ModuleList(nn.Linear(width, d_model, bias=False) for width in widths)
+
+    def _local(self, token: int | None, band: int, size: int) -> int | None:
+        local = None if token is None else token - self.starts[band]
+        return local if local is not None and 0 <= local < size else None
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Draw the tables: whatever a band's width, its projected vectors have the same variance."""
+        for table in self.tables:
+            fresh = not getattr(table.weight, "_is_hf_initialized", False)
+            init.normal_(table.weight, std=table.embedding_dim**-0.5)
+            if fresh and table.padding_idx is not None:
+                init.zeros_(table.weight[table.padding_idx])
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        vectors = None
+        # Every band for every token, and then a choice: no shape depends on the data, so that it compiles and exports.
+        for start, table, projection in zip(self.starts, self.tables, self.projections, strict=True):
+            band = projection(table((input_ids - start).clamp(0, table.num_embeddings - 1)))
+            vectors = band if vectors is None else torch.where((input_ids >= start).unsqueeze(-1), band, vectors)
+        return vectors
+
+
+class AdaptiveOutput(nn.Module):
+    """Adaptive softmax (Grave et al. 2017) in the bands of an `AdaptiveEmbedding`: states (…, d) → log p (…, V).
+
+    The first softmax is over the tokens of band 0 and one class for each other band; the others are over the tokens of
+    one band. `tables` and `projections` are the embedding's own tensors where the two are tied, used transposed.
+    """
+
+    def __init__(self, vocab_size: int, d_model: int, cutoffs: list[int], factor: int):
+        super().__init__()
+        self.starts = [0, *cutoffs]
+        sizes = _band_sizes(vocab_size, cutoffs)
+        widths = [d_model // factor**band for band in range(len(sizes))]
+        self.tables = nn.ModuleList(
+            nn.Linear(width, size, bias=False) for width, size in zip(widths, sizes, strict=True)
+        )
+        self.projections = nn.ModuleList(nn.Linear(width, d_model, bias=False) for width in widths)
+        self.classes = nn.Linear(d_model, len(cutoffs), bias=False)
+
+    def _band(self, states: torch.Tensor, band: int) -> torch.Tensor:
+        return self.tables[band](states @ self.projections[band].weight)
+
+    def _first(self, states: torch.Tensor) -> torch.Tensor:
+        return _log_softmax(torch.cat([self._band(states, 0), self.classes(states)], dim=-1))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        first = self._first(states)
+        tokens, *classes = first.split([self.starts[1]] + [1] * (len(self.starts) - 1), dim=-1)
+        tails = (
+            class_log_p + _log_softmax(self._band(states, band)) for band, class_log_p in enumerate(classes, start=1)
+        )
+        return torch.cat([tokens, *tails], dim=-1).to(states.dtype)
+
+    def loss(self, states: torch.Tensor, labels: torch.Tensor, num_items: int | None = None) -> torch.Tensor:
+        """Cross-entropy in nats of labels (…; −100 is ignored), each in its own band only: no V-wide tensor is made.
+
+        The mean over the labels, or their sum over `num_items` where that is given.
+        """
+        kept = labels != -100
+        states, labels = states[kept], labels[kept]
+        band_of = torch.bucketize(labels, labels.new_tensor(self.starts[1:]), right=True)
+        target = torch.where(band_of == 0, labels, self.starts[1] + band_of - 1)
+        loss = nn.functional.nll_loss(self._first(states), target, reduction="sum")
+        for band in range(1, len(self.starts)):
+            rows = band_of == band
+            log_p = _log_softmax(self._band(states[rows], band))
+            loss = loss + nn.functional.nll_loss(log_p, labels[rows] - self.starts[band], reduction="sum")
+        return loss / (labels.numel() if num_items is None else num_items)
+
+
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    return nn.functional.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def adaptive_ties(embedding_name: str, bands: int) -> dict[str, str]:
+    """{tied parameter: stored parameter} of an `AdaptiveOutput` named `lm_head` and its embedding."""
+    return {
+        f"lm_head.{part}.{band}.weight": f"{embedding_name}.{part}.{band}.weight"
+        for part in ("tables", "projections")
+        for band in range(bands)
+    }

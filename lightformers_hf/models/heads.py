@@ -15,7 +15,9 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple
 
-from .low_rank import table_parameters
+from .embeddings import AdaptiveEmbedding, AdaptiveOutput, adaptive_ties
+from .low_rank import make_output, module_rank, table_parameters
+from .stacks import make_table
 
 
 def shift_right(labels: torch.Tensor, pad_token_id: int, decoder_start_token_id: int) -> torch.Tensor:
@@ -33,10 +35,15 @@ def encoder_decoder_ties(model) -> dict[str, str]:
     return {f"{stack}.embed_tokens.{name}": f"shared.{name}" for stack in ("encoder", "decoder") for name in names}
 
 
-def output_ties(table: nn.Module, table_name: str, tie: bool) -> dict[str, str]:
-    """{tied parameter: stored parameter} of `lm_head` and the token table it repeats; nothing where `tie` is false."""
-    names = table_parameters(table) if tie else {}
-    return {f"lm_head.{output_name}": f"{table_name}.{name}" for name, output_name in names.items()}
+class ProjectedOutput(nn.Module):
+    """Output layer of a table of width w: logits = output(projection(h)). Shapes: (…, d) → (…, w) → (…, V)."""
+
+    def __init__(self, projection: nn.Module, output: nn.Module):
+        super().__init__()
+        self.projection, self.output = projection, output
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.output(self.projection(hidden_states))
 
 
 class Vocabulary:
@@ -49,6 +56,11 @@ class Vocabulary:
         """
         if new_num_tokens is None and pad_to_multiple_of is None:
             return self.get_input_embeddings()
+        if isinstance(self.get_input_embeddings(), AdaptiveEmbedding):
+            raise ValueError(
+                "an adaptive embedding (embedding='adaptive') can't be resized: its bands follow the vocabulary's "
+                "frequencies"
+            )
         if self.config.is_encoder_decoder and not self.config.share_encoder_decoder_embeddings:
             raise ValueError(
                 "this model has separate source and target vocabularies "
@@ -60,7 +72,26 @@ class Vocabulary:
 
 
 class EncoderDecoder(Vocabulary):
-    """Forward pass of an encoder-decoder without a head: the class has `encoder`, `decoder` and maybe `shared`."""
+    """An encoder-decoder without a head: `encoder`, `decoder` and, where they read one token table, `shared`."""
+
+    def add_stacks(self, encoder_class: type[nn.Module], decoder_class: type[nn.Module]) -> None:
+        """Build both stacks from the configuration. Raises `ValueError` where it is that of a single stack."""
+        config = self.config
+        if not config.is_encoder_decoder:
+            raise ValueError(
+                "is_encoder_decoder is False: this is the configuration of a single stack, which the causal language "
+                "models and classifiers load"
+            )
+        if config.embedding == "adaptive":
+            raise ValueError(
+                "embedding is 'adaptive', which is for causal language models; an encoder-decoder has "
+                f"{', '.join(repr(name) for name in config.embeddings if name != 'adaptive')}"
+            )
+        if config.share_encoder_decoder_embeddings:
+            self.shared = make_table(config, "encoder")
+        self.encoder = encoder_class(config)
+        self.decoder = decoder_class(config)
+        self._tied_weights_keys = encoder_decoder_ties(self)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.encoder.embed_tokens
@@ -119,18 +150,50 @@ class EncoderDecoder(Vocabulary):
 class LanguageModelHead(Vocabulary):
     """Access to an output layer `lm_head` that may be a pair of factors: the inner V-wide layer is what is resized."""
 
-    def get_output_embeddings(self) -> nn.Linear:
-        return getattr(self.lm_head, "output", self.lm_head)
+    def add_output(self, table: nn.Module, table_name: str, projection: nn.Module | None) -> None:
+        """Build `lm_head`: in the form of the token table, and tied to it, if `tie_word_embeddings`, else of its own.
+
+        `projection` brings the states to the table's width, where that is not the model's.
+        """
+        config, tie = self.config, self.config.tie_word_embeddings
+        if isinstance(table, AdaptiveEmbedding):
+            bands = (config.vocab_size, config.d_model, config.adaptive_cutoffs, config.adaptive_factor)
+            self.lm_head = AdaptiveOutput(*bands)
+            self._tied_weights_keys = adaptive_ties(table_name, len(table.tables)) if tie else {}
+            return
+        name = "lm_head" if projection is None else "lm_head.output"
+        rank = module_rank(config, table_name.removeprefix("model.") if tie else name, "embedding")
+        output = make_output(config.embedding_width, config.decoder_vocab_size, rank, name=name)
+        self.lm_head = output if projection is None else ProjectedOutput(projection, output)
+        parameters = table_parameters(table) if tie else {}
+        self._tied_weights_keys = {f"{name}.{there}": f"{table_name}.{here}" for here, there in parameters.items()}
+
+    def get_output_embeddings(self) -> nn.Module:
+        layer = self.lm_head
+        while hasattr(layer, "output"):
+            layer = layer.output
+        return layer
 
     def set_output_embeddings(self, value: nn.Linear) -> None:
-        if hasattr(self.lm_head, "output"):
-            self.lm_head.output = value
-        else:
+        if not hasattr(self.lm_head, "output"):
             self.lm_head = value
+            return
+        layer = self.lm_head
+        while hasattr(layer.output, "output"):
+            layer = layer.output
+        layer.output = value
 
 
 class ConditionalGenerationHead(LanguageModelHead):
-    """An encoder-decoder `model`, an output layer `lm_head` and a fixed bias `final_logits_bias` (Marian, BART)."""
+    """An encoder-decoder `model`, an output layer `lm_head`, and maybe a fixed bias `final_logits_bias` (Marian)."""
+
+    def add_head(self, model: nn.Module, projection: nn.Module | None = None) -> None:
+        """Put the output layer on `model`."""
+        self.loss_type = "ForMaskedLM"  # decoder inputs are shifted already; the default would shift the labels again
+        self.register_buffer("final_logits_bias", None)
+        self.model = model
+        name = "shared" if self.config.share_encoder_decoder_embeddings else "decoder.embed_tokens"
+        self.add_output(model.decoder.embed_tokens, f"model.{name}", projection)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.get_input_embeddings()
@@ -141,8 +204,9 @@ class ConditionalGenerationHead(LanguageModelHead):
     def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True) -> nn.Module:
         """As `Vocabulary` does; the output bias goes along, with zeros for new tokens."""
         table = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        missing = self.config.decoder_vocab_size - self.final_logits_bias.shape[-1]
-        self.final_logits_bias = nn.functional.pad(self.final_logits_bias, (0, missing))
+        if self.final_logits_bias is not None:
+            missing = self.config.decoder_vocab_size - self.final_logits_bias.shape[-1]
+            self.final_logits_bias = nn.functional.pad(self.final_logits_bias, (0, missing))
         return table
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
@@ -186,7 +250,8 @@ class ConditionalGenerationHead(LanguageModelHead):
             **kwargs,
         )
         logits = self.lm_head(outputs.last_hidden_state)
-        logits = logits + self.final_logits_bias.to(logits.device)
+        if self.final_logits_bias is not None:
+            logits = logits + self.final_logits_bias.to(logits.device)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **kwargs)
@@ -205,6 +270,11 @@ class ConditionalGenerationHead(LanguageModelHead):
 
 class CausalLMHead(LanguageModelHead):
     """A `decoder` without cross-attention, and an output layer `lm_head`."""
+
+    def add_head(self, decoder: nn.Module, projection: nn.Module | None = None) -> None:
+        """Put the output layer on `decoder`."""
+        self.decoder = decoder
+        self.add_output(decoder.embed_tokens, "decoder.embed_tokens", projection)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.decoder.embed_tokens
@@ -230,7 +300,8 @@ class CausalLMHead(LanguageModelHead):
     ) -> CausalLMOutputWithCrossAttentions:
         """Ids (B, T) → logits (B, T, V), only the last `logits_to_keep` positions where it is not 0.
 
-        `labels` are the input ids themselves: they are shifted here, as in every causal model of transformers.
+        `labels` are the input ids themselves: they are shifted here, as in every causal model of transformers. With
+        labels, an adaptive softmax computes the loss in each label's band, and no logits: they are `None`.
         """
         outputs = self.decoder(
             input_ids,
@@ -241,10 +312,13 @@ class CausalLMHead(LanguageModelHead):
             use_cache=use_cache,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        loss = None
-        if labels is not None:
+        states, loss, logits = outputs.last_hidden_state, None, None
+        if labels is not None and isinstance(self.lm_head, AdaptiveOutput):
+            loss = self.lm_head.loss(states[:, :-1], labels[:, 1:], kwargs.get("num_items_in_batch"))
+        else:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(states[:, kept])
+        if labels is not None and loss is None:
             loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **kwargs)
         return CausalLMOutputWithCrossAttentions(
             loss=loss,

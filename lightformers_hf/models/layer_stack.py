@@ -10,6 +10,11 @@ def group_of_depth(depth: int, layers: int, groups: int | None) -> int:
     return depth if groups is None else depth * groups // layers
 
 
+def in_groups(layers: int, groups: int | None) -> list[int]:
+    """Index of the stored layer at every depth, `groups` contiguous groups sharing one each."""
+    return [group_of_depth(depth, layers, groups) for depth in range(layers)]
+
+
 def check_groups(field: str, groups: int | None, layers: int) -> None:
     """Raise `ValueError` naming `field` unless `groups` divides `layers`."""
     if groups is not None and (groups < 1 or groups > layers or layers % groups):
@@ -18,19 +23,23 @@ def check_groups(field: str, groups: int | None, layers: int) -> None:
 
 
 class LayerStack(nn.ModuleList):
-    """`layers` applications of `groups` stored layers, each stored once.
+    """A stack of depths, each served by one of fewer layers, each stored once.
 
     Args:
         build: index of the stored layer → the layer.
-        layers: L, the number of depths.
-        groups: N, the number of stored layers; `None` means one a depth.
+        stored_at: index of the stored layer of every depth.
     """
 
-    def __init__(self, build: Callable[[int], nn.Module], layers: int, groups: int | None):
-        super().__init__(build(index) for index in range(layers if groups is None else groups))
-        self.stored_at = [group_of_depth(depth, layers, groups) for depth in range(layers)]
+    def __init__(self, build: Callable[[int], nn.Module], stored_at: list[int]):
+        super().__init__(build(index) for index in range(max(stored_at) + 1))
+        self.stored_at = stored_at
 
-    def by_depth(self) -> Iterator[tuple[int, nn.Module]]:
-        """(depth, layer) from the first depth to the last; a shared layer comes once for every depth it serves."""
+    def by_depth(self) -> Iterator[tuple[nn.Module, dict[str, int]]]:
+        """Every depth's layer, and the cache slots of that depth, as arguments of its call.
+
+        `layer_idx` is the depth: self-attention's slot belongs to it, whichever layer serves it. `cross_layer_idx` is
+        the first depth of the layer: cross-attention's keys and values are made of the encoder's states alone, so that
+        all depths of one layer have the same.
+        """
         for depth, index in enumerate(self.stored_at):
-            yield depth, self[index]
+            yield self[index], {"layer_idx": depth, "cross_layer_idx": self.stored_at.index(index)}

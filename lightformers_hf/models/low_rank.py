@@ -4,11 +4,14 @@ Symbols are the paper's: a weight W is m×n with y = x·W, U is m×r, V is r×n,
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 from transformers import initialization as init
+
+# (name of a linear layer, input width, output width) → the module: dense or low-rank, the configuration decides.
+Projection = Callable[[str, int, int], nn.Module]
 
 
 def pattern_matches(pattern: str, name: str) -> bool:
@@ -29,7 +32,9 @@ def rank_from_pattern(rank_pattern: Mapping[str, int | None], name: str, default
 
 def _check_rank(rank: int, m: int, n: int, name: str) -> None:
     if not 1 <= rank <= min(m, n):
-        raise ValueError(f"rank of {name} is {rank}; a {m}x{n} matrix allows 1 to {min(m, n)}")
+        raise ValueError(
+            f"rank of {name} is {rank}; a {m}x{n} matrix allows 1 to {min(m, n)} (rank_pattern can give it its own)"
+        )
 
 
 def init_factors(module: nn.Module, std: float) -> None:
@@ -75,6 +80,28 @@ def make_linear(in_features: int, out_features: int, rank: int | None, *, name: 
     return LowRankLinear(in_features, out_features, rank, bias=bias)
 
 
+def module_rank(config, name: str, kind: str) -> int | None:
+    """r of the module `name` (without the head's `model.`), whose kind is `attention`, `ffn` or `embedding`."""
+    stack = "decoder" if name.startswith("decoder.") else "encoder"
+    return rank_from_pattern(config.rank_pattern, name, config.rank_of_kind(stack, kind))
+
+
+def projections(config, prefix: str, kind: str) -> Projection:
+    """What builds the linear layers of the module `prefix`, each of the rank that `config` gives to its kind.
+
+    A layer carries its kind as the attribute `kind`: what may be factorized is known from the model itself.
+    """
+
+    def project(name: str, in_features: int, out_features: int) -> nn.Module:
+        full_name = f"{prefix}.{name}"
+        rank = module_rank(config, full_name, kind)
+        layer = make_linear(in_features, out_features, rank, name=full_name)
+        layer.kind = kind
+        return layer
+
+    return project
+
+
 class LowRankEmbedding(nn.Embedding):
     """E = E_a·E_b (Eq. 8): `weight` is E_a (V×r), one row a token; `basis` is E_b (r×d). Ids (…) → vectors (…, d).
 
@@ -108,20 +135,26 @@ class LowRankOutput(nn.Module):
         return self.output(nn.functional.linear(hidden_states, self.basis))
 
 
-def make_embedding(vocab_size: int, d_model: int, rank: int | None, *, name: str, padding_idx: int | None):
-    """Token table, V×d: dense where `rank` is `None`. A rank above min(V, d) raises `ValueError`."""
+def make_embedding(vocab_size: int, width: int, rank: int | None, *, name: str, padding_idx: int | None):
+    """Token table, V×width: dense where `rank` is `None`. A rank above min(V, width) raises `ValueError`."""
     if rank is None:
-        return nn.Embedding(vocab_size, d_model, padding_idx)
-    _check_rank(rank, vocab_size, d_model, name)
-    return LowRankEmbedding(vocab_size, d_model, rank, padding_idx)
+        table = nn.Embedding(vocab_size, width, padding_idx)
+    else:
+        _check_rank(rank, vocab_size, width, name)
+        table = LowRankEmbedding(vocab_size, width, rank, padding_idx)
+    table.kind = "embedding"
+    return table
 
 
-def make_output(d_model: int, vocab_size: int, rank: int | None, *, name: str) -> nn.Module:
-    """Output layer without bias, d → V, in the form that its embedding has."""
+def make_output(width: int, vocab_size: int, rank: int | None, *, name: str) -> nn.Module:
+    """Output layer without bias, width → V, in the form that its embedding has."""
     if rank is None:
-        return nn.Linear(d_model, vocab_size, bias=False)
-    _check_rank(rank, d_model, vocab_size, name)
-    return LowRankOutput(d_model, vocab_size, rank)
+        output = nn.Linear(width, vocab_size, bias=False)
+    else:
+        _check_rank(rank, width, vocab_size, name)
+        output = LowRankOutput(width, vocab_size, rank)
+    output.kind = "embedding"
+    return output
 
 
 def table_parameters(module: nn.Module) -> dict[str, str]:

@@ -14,7 +14,7 @@ from lightformers_hf.models import (
     LightFormerForSequenceClassification,
     LightFormerModel,
 )
-from lightformers_hf.models.layer_stack import LayerStack
+from lightformers_hf.models.layer_stack import LayerStack, in_groups
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -67,17 +67,18 @@ def test_word_vectors_are_for_classification(model_class):
 
 
 def test_no_group_field_is_one_layer_a_depth():
-    assert LayerStack(lambda index: torch.nn.Identity(), layers=3, groups=None).stored_at == [0, 1, 2]
+    assert in_groups(3, None) == [0, 1, 2]
 
 
 @given(st.integers(1, 6), st.integers(1, 6))
 def test_groups_are_contiguous_and_equal(groups, size):
-    stack = LayerStack(lambda index: torch.nn.Identity(), layers=groups * size, groups=groups)
-    assert stack.stored_at == [index for index in range(groups) for _ in range(size)]
-    assert [(depth, layer) for depth, layer in stack.by_depth()] == [
-        (depth, stack[index]) for depth, index in enumerate(stack.stored_at)
-    ]
+    expected = [index for index in range(groups) for _ in range(size)]
+    assert in_groups(groups * size, groups) == expected
+    stack = LayerStack(lambda index: torch.nn.Identity(), expected)
     assert len(stack) == groups
+    for depth, (layer, slots) in enumerate(stack.by_depth()):
+        assert layer is stack[depth // size]
+        assert slots == {"layer_idx": depth, "cross_layer_idx": depth // size * size}
 
 
 def test_fresh_weights_have_the_spread_of_xaviers_unless_told_otherwise():

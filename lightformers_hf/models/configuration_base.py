@@ -1,0 +1,194 @@
+"""What the configurations of all architectures have in common: sizes, ranks, token ids, and their checks."""
+
+import copy
+import re
+from collections.abc import Collection
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+RANK_FIELDS = ("attention_rank", "ffn_rank", "embedding_rank", "decoder_attention_rank", "decoder_ffn_rank")
+
+
+@strict
+class FactorizedConfig(PreTrainedConfig):
+    r"""Fields of every architecture. Each matrix may be low-rank: the rank fields say of which rank, `None` is dense.
+
+    Args:
+        vocab_size: V, tokens of the encoder's table, and of the decoder's where they share one.
+        decoder_vocab_size: tokens of the decoder's own table; `None` means V.
+        d_model: d, width of the model.
+        encoder_layers, decoder_layers: depths. Causal language models use the `decoder_*` fields.
+        encoder_attention_heads, decoder_attention_heads: H.
+        attention_rank, ffn_rank, embedding_rank: r of every matrix of that kind; `None` means dense.
+        decoder_attention_rank, decoder_ffn_rank: r of the decoder's; `None` means as the encoder's.
+        rank_pattern: module name pattern → r, or `None` for dense; the first that matches decides, before the fields
+            above. A pattern is a regular expression for the end of the name: `fc1`, `decoder.layers.0.fc2`.
+        embedding: `full`: token tables of width d. `adaptive`: adaptive input and adaptive softmax, for causal
+            language models (Baevski and Auli 2019).
+        adaptive_cutoffs, adaptive_factor: for `adaptive`, whose vocabulary is in order of falling frequency: first
+            token of every band but the first, and how many times narrower each band is than the one before.
+        max_position_embeddings: longest input, in tokens.
+        scale_embedding: embeddings times the square root of their width.
+        activation_function: of the feed-forward networks.
+        share_encoder_decoder_embeddings: one token table for both stacks.
+        tie_word_embeddings: output layer = the decoder's token table.
+        init_std: standard deviation of fresh weights; factors are drawn so that their product has it. `None` means
+            1/√d: Xavier's for a d×d matrix, and what gives scaled embeddings the variance of the positions.
+
+    Raises:
+        ValueError: fields that cannot go together; the message names the field, its value and what would be right.
+    """
+
+    keys_to_ignore_at_inference = ("past_key_values",)
+    embeddings = ("full", "adaptive")
+    attribute_map = {  # noqa: RUF012
+        "hidden_size": "d_model",
+        "num_attention_heads": "encoder_attention_heads",
+        "num_hidden_layers": "encoder_layers",
+    }
+
+    vocab_size: int = 32000
+    decoder_vocab_size: int | None = None
+    d_model: int = 512
+    encoder_layers: int = 6
+    decoder_layers: int = 6
+    encoder_attention_heads: int = 8
+    decoder_attention_heads: int = 8
+    attention_rank: int | None = None
+    ffn_rank: int | None = None
+    embedding_rank: int | None = None
+    decoder_attention_rank: int | None = None
+    decoder_ffn_rank: int | None = None
+    rank_pattern: dict[str, int | None] | None = None
+    embedding: str = "full"
+    adaptive_cutoffs: list[int] | None = None
+    adaptive_factor: int = 4
+    max_position_embeddings: int = 1024
+    scale_embedding: bool = True
+    activation_function: str = "relu"
+    dropout: float | int = 0.1
+    attention_dropout: float | int = 0.0
+    activation_dropout: float | int = 0.0
+    share_encoder_decoder_embeddings: bool = True
+    tie_word_embeddings: bool = True
+    init_std: float | int | None = None
+    use_cache: bool = True
+    is_encoder_decoder: bool = True
+    pad_token_id: int | None = 1
+    bos_token_id: int | None = 0
+    eos_token_id: int | list[int] | None = 2
+    decoder_start_token_id: int | None = 2
+    forced_eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs):
+        self.decoder_vocab_size = self.decoder_vocab_size or self.vocab_size
+        self.rank_pattern = self.rank_pattern or {}
+        self.init_std = self.d_model**-0.5 if self.init_std is None else self.init_std
+        kwargs.setdefault("auto_map", dict(self.auto_classes))
+        super().__post_init__(**kwargs)
+        self.check()
+
+    @property
+    def embedding_width(self) -> int:
+        """Width of the token table."""
+        return self.d_model
+
+    @property
+    def extra_cache_slots(self) -> int:
+        """Cache slots of the decoder besides one for each depth."""
+        return 0
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
+        """As the base class does; a decoder's says how many slots a cache has, which is what caches ask it for."""
+        config = super().get_text_config(decoder=decoder, encoder=encoder)
+        if decoder and not encoder:
+            slots = self.decoder_layers + self.extra_cache_slots
+            if config.num_hidden_layers != slots:
+                config = copy.copy(config)
+                config.num_hidden_layers = slots
+        return config
+
+    def check(self) -> None:
+        """Raise `ValueError` where fields cannot go together."""
+        check_at_least("encoder_layers", self.encoder_layers, 1)
+        check_at_least("decoder_layers", self.decoder_layers, 1)
+        ranks = {field: getattr(self, field) for field in RANK_FIELDS}
+        ranks |= {f"rank_pattern[{pattern!r}]": rank for pattern, rank in self.rank_pattern.items()}
+        for field, rank in ranks.items():
+            if rank is not None and rank < 1:
+                raise ValueError(f"{field} is {rank}; a rank is at least 1, and None means dense")
+        for pattern in self.rank_pattern:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"rank_pattern has {pattern!r}, which is no regular expression: {error}") from error
+        check_one_of("activation_function", self.activation_function, ACT2FN)
+        check_one_of("embedding", self.embedding, self.embeddings)
+        if self.embedding == "adaptive":
+            check_adaptive(self.adaptive_cutoffs, self.adaptive_factor, self.decoder_vocab_size, self.d_model)
+            if self.embedding_rank is not None:
+                raise ValueError(
+                    f"embedding_rank is {self.embedding_rank}, but embedding='adaptive' has narrow bands instead"
+                )
+        if self.share_encoder_decoder_embeddings and self.decoder_vocab_size != self.vocab_size:
+            raise ValueError(
+                f"decoder_vocab_size is {self.decoder_vocab_size} and vocab_size {self.vocab_size}: "
+                "two vocabularies need share_encoder_decoder_embeddings=False"
+            )
+
+    def rank_of_kind(self, stack: str, kind: str) -> int | None:
+        """r that the fields give to `attention`, `ffn` or `embedding` matrices of the `encoder` or `decoder`."""
+        rank = getattr(self, f"{kind}_rank")
+        if stack == "decoder" and kind != "embedding":
+            own = getattr(self, f"decoder_{kind}_rank")
+            rank = rank if own is None else own
+        return rank
+
+
+def causal_config(config: FactorizedConfig) -> FactorizedConfig:
+    """`config` for the decoder alone; the caller's own stays an encoder-decoder's."""
+    config = copy.deepcopy(config)
+    config.is_encoder_decoder = False
+    config.share_encoder_decoder_embeddings, config.vocab_size = False, config.decoder_vocab_size
+    # What transformers calls num_hidden_layers and num_attention_heads are the encoder's.
+    config.encoder_layers, config.encoder_attention_heads = config.decoder_layers, config.decoder_attention_heads
+    return config
+
+
+def check_one_of(field: str, value: str, allowed: Collection[str]) -> None:
+    """Raise `ValueError` naming `field` unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{field} is {value!r}; it is one of {', '.join(sorted(allowed))}")
+
+
+def check_at_least(field: str, value: float | None, least: float) -> None:
+    """Raise `ValueError` naming `field` unless `value` is `None` or at least `least`."""
+    if value is not None and value < least:
+        raise ValueError(f"{field} is {value}; it is at least {least}")
+
+
+def check_heads(field: str, heads: int, width_field: str, width: int) -> None:
+    """Raise `ValueError` naming both fields unless `heads` heads divide `width`."""
+    if heads < 1 or width % heads:
+        divisors = [n for n in range(1, min(width, 32) + 1) if width % n == 0]
+        raise ValueError(
+            f"{field} is {heads}, which does not divide {width_field} {width}; these do: "
+            f"{', '.join(map(str, divisors))}"
+        )
+
+
+def check_adaptive(cutoffs: list[int] | None, factor: int, vocab_size: int, width: int) -> None:
+    """Raise `ValueError` unless `adaptive_cutoffs` cut `vocab_size` tokens, and `adaptive_factor` a `width`."""
+    rising = cutoffs and all(a < b for a, b in zip([0, *cutoffs], [*cutoffs, vocab_size], strict=True))
+    if not rising:
+        raise ValueError(
+            f"adaptive_cutoffs is {cutoffs}: with embedding='adaptive' they rise from 1 to below the vocabulary, "
+            f"which has {vocab_size} tokens (vocab_size)"
+        )
+    if factor < 1 or width // factor ** len(cutoffs) < 1:
+        raise ValueError(
+            f"adaptive_factor is {factor}: {len(cutoffs) + 1} bands would have widths from {width} down to "
+            f"{width / max(factor, 1) ** len(cutoffs):.2g}; it is at least 1, and the last width too"
+        )

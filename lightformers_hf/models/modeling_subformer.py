@@ -1,0 +1,265 @@
+"""Subformer: sandwich-style sharing (§2.2) and self-attentive factorized embeddings, SAFE (§2.1).
+
+Shapes: B batch, T and S lengths; d_m `d_model`, d_s `sandwich_dim`, d_e `embedding_dim`, L layers of a stack.
+"""
+
+from collections import OrderedDict
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.utils.output_capturing import OutputRecorder
+
+from .attention import MultiHeadAttention
+from .configuration_base import causal_config
+from .configuration_subformer import SubformerConfig
+from .embeddings import SinusoidalPositions
+from .heads import CausalLMHead, ConditionalGenerationHead, EncoderDecoder
+from .layer_stack import LayerStack
+from .low_rank import projections
+from .stacks import DecoderStack, EncoderStack, FactorizedPreTrainedModel, make_table
+from .transformer_layer import Depth, TransformerLayer, add_feed_forward, add_layer_norms
+
+
+def stored_at(sharing: str, layers: int) -> list[int]:
+    """Index of the stored layer at each of L depths (§2.2)."""
+    return {
+        "sandwich": [0] + [1] * (layers - 2) + [2],
+        "all": [0] * layers,
+        "all_independent_ffn": [0] * layers,
+        "all_except_last": [0] * (layers - 1) + [1],
+        "every_2": [depth // 2 for depth in range(layers)],
+        "none": list(range(layers)),
+    }[sharing]
+
+
+class SAFE(nn.Module):
+    """Self-attentive factorized embeddings (§2.1): (B, T, d_e) → (B, T, d_m), with 5·d_e² + d_e·d_m weights.
+
+    x = LN(x + dropout(MHA(x))); y = LN(dropout(FC2(ReLU(FC1 x)))): no residual around the feed-forward network, whose
+    output has another width.
+    """
+
+    def __init__(self, config: SubformerConfig, stack: str):
+        super().__init__()
+        width, name = config.embedding_dim, f"{stack}.safe"
+        self.attn = MultiHeadAttention(
+            config,
+            width,
+            config.embedding_attention_heads,
+            projections(config, f"{name}.attn", "attention"),
+            is_causal=stack == "decoder",
+        )
+        self.attn_layer_norm = nn.LayerNorm(width)
+        project = projections(config, name, "ffn")
+        self.fc1 = project("fc1", width, width)
+        self.fc2 = project("fc2", width, config.d_model)
+        self.final_layer_norm = nn.LayerNorm(config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs) -> torch.Tensor:
+        """Scaled vectors with positions (B, T, d_e) → input of the first layer (B, T, d_m)."""
+        attended = self.attn(states, attention_mask=attention_mask, **kwargs)[0]
+        states = self.attn_layer_norm(states + self.dropout(attended))
+        return self.final_layer_norm(self.dropout(self.fc2(self.fc1(states).relu())))
+
+
+class SandwichCrossAttention(nn.Module):
+    """Cross-attention of the sandwich (Appendix A), at the encoder's width: (B, T, d_s) → (B, T, d_s).
+
+    q = LN(Linear(d_s → d_m)); attention at d_m over the encoder's states; LN(Linear(d_m → d_s)).
+    """
+
+    def __init__(self, config: SubformerConfig, name: str):
+        super().__init__()
+        project = projections(config, name, "attention")
+        self.query_projection = project("query_projection", config.sandwich_dim, config.d_model)
+        self.query_layer_norm = nn.LayerNorm(config.d_model)
+        self.attention = MultiHeadAttention(
+            config,
+            config.d_model,
+            config.decoder_attention_heads,
+            projections(config, f"{name}.attention", "attention"),
+            is_causal=False,
+        )
+        self.output_projection = project("output_projection", config.d_model, config.sandwich_dim)
+        self.output_layer_norm = nn.LayerNorm(config.sandwich_dim)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """States of the decoder (B, T, d_s) → (B, T, d_s), and the weights (B, H, T, S) from eager attention."""
+        query = self.query_layer_norm(self.query_projection(hidden_states))
+        output, weights = self.attention(query, **kwargs)
+        return self.output_layer_norm(self.output_projection(output)), weights
+
+
+class SubformerLayer(TransformerLayer):
+    """A stored layer: Transformer layer at d_m or, in the middle of a sandwich, at d_s. Depths bring their LayerNorms.
+
+    Args:
+        stack: `encoder` or `decoder`; a decoder of a causal language model has no cross-attention.
+        index: number of this stored layer.
+    """
+
+    def __init__(self, config: SubformerConfig, stack: str, index: int):
+        name = f"{stack}.layers.{index}"
+        in_sandwich = config.sharing == "sandwich" and index == 1
+        width = config.sandwich_dim if in_sandwich else config.d_model
+        own_heads = getattr(config, f"{stack}_attention_heads")
+
+        def attention(part: str, heads: int, is_causal: bool) -> nn.Module:
+            project = projections(config, f"{name}.{part}", "attention")
+            return MultiHeadAttention(config, width, heads, project, is_causal=is_causal)
+
+        cross = None
+        if stack == "decoder" and config.is_encoder_decoder:
+            if width == config.d_model:
+                cross = attention("encoder_attn", own_heads, is_causal=False)
+            else:
+                cross = SandwichCrossAttention(config, f"{name}.encoder_attn")
+        heads = config.sandwich_attention_heads if in_sandwich else own_heads
+        super().__init__(
+            config,
+            attention("self_attn", heads, is_causal=stack == "decoder"),
+            cross,
+            normalize_before=bool(config.normalize_before),
+        )
+        if config.sharing != "all_independent_ffn":
+            ffn_dim = config.sandwich_ffn_dim if in_sandwich else config.ffn_dim
+            add_feed_forward(self, width, ffn_dim, projections(config, name, "ffn"))
+
+
+class SubformerPreTrainedModel(FactorizedPreTrainedModel):
+    """Weights, loading and saving of every Subformer."""
+
+    config_class = SubformerConfig
+    config: SubformerConfig
+    _no_split_modules = ["SubformerLayer", "SAFE"]  # noqa: RUF012
+
+
+class SubformerStack(SubformerPreTrainedModel):
+    """Embedding, first layer, up to the sandwich and down again, last layer (Figure 1)."""
+
+    def __init__(self, config: SubformerConfig, stack: str):
+        super().__init__(config)
+        self._add_table(config, stack)
+        layers = getattr(config, f"{stack}_layers")
+        self.layers = LayerStack(lambda index: SubformerLayer(config, stack, index), stored_at(config.sharing, layers))
+        has_cross = stack == "decoder" and config.is_encoder_decoder
+        self.depths = nn.ModuleList(Depth() for _ in range(layers))
+        for number, depth in enumerate(self.depths):
+            in_sandwich = config.sharing == "sandwich" and 0 < number < layers - 1
+            add_layer_norms(depth, config.sandwich_dim if in_sandwich else config.d_model, has_cross)
+            if config.sharing == "all_independent_ffn":
+                project = projections(config, f"{stack}.depths.{number}", "ffn")
+                add_feed_forward(depth, config.d_model, config.ffn_dim, project)
+        if config.sandwich_dim != config.d_model:
+            self.up = self._change_width(stack, "up", config.d_model, config.sandwich_dim)
+            self.down = self._change_width(stack, "down", config.sandwich_dim, config.d_model)
+        self.layer_norm = nn.LayerNorm(config.d_model) if config.normalize_before else nn.Identity()
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def _add_table(self, config: SubformerConfig, stack: str) -> None:
+        width, projection = config.d_model, None
+        if config.embedding == "safe":
+            width = config.embedding_dim
+        elif config.embedding == "linear":
+            project = projections(config, stack, "ffn")
+            projection = project("embed_projection", config.embedding_dim, config.d_model)
+        positions = SinusoidalPositions(config.max_position_embeddings, width)
+        self.add_embeddings(make_table(config, stack), positions, width=width, projection=projection)
+        self.safe = SAFE(config, stack) if config.embedding == "safe" else None
+
+    def _change_width(self, stack: str, name: str, in_features: int, out_features: int) -> nn.Module:
+        """Linear, dropout, LayerNorm: (…, in_features) → (…, out_features)."""
+        project = projections(self.config, f"{stack}.{name}", "ffn")
+        return nn.Sequential(
+            OrderedDict(
+                projection=project("projection", in_features, out_features),
+                dropout=nn.Dropout(self.config.projection_dropout),
+                layer_norm=nn.LayerNorm(out_features),
+            )
+        )
+
+    def run(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *cross,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """Vectors with positions (B, T, d_e or d_m) → states (B, T, d_m)."""
+        kwargs["past_key_values"] = past_key_values
+        last = len(self.depths) - 1
+        if self.safe is not None:
+            hidden_states = self.safe(hidden_states, attention_mask, layer_idx=last + 1, **kwargs)
+        widens = self.config.sandwich_dim != self.config.d_model
+        for depth, (layer, slots) in enumerate(self.layers.by_depth()):
+            if widens and depth in (1, last):
+                hidden_states = (self.up if depth == 1 else self.down)(hidden_states)
+            hidden_states = layer(hidden_states, attention_mask, *cross, own=self.depths[depth], **slots, **kwargs)
+        return self.layer_norm(hidden_states)
+
+
+class SubformerEncoder(EncoderStack, SubformerStack):
+    """`encoder_layers` depths of bidirectional self-attention."""
+
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": SubformerLayer,
+        "attentions": OutputRecorder(MultiHeadAttention, index=1, layer_name="self_attn"),
+    }
+
+    def __init__(self, config: SubformerConfig):
+        super().__init__(config, "encoder")
+
+
+class SubformerDecoder(DecoderStack, SubformerStack):
+    """`decoder_layers` depths of causal self-attention, and of cross-attention if `config.is_encoder_decoder`."""
+
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": SubformerLayer,
+        "attentions": OutputRecorder(MultiHeadAttention, index=1, layer_name="self_attn"),
+        "cross_attentions": OutputRecorder(MultiHeadAttention, index=1, layer_name="encoder_attn"),
+    }
+
+    def __init__(self, config: SubformerConfig):
+        super().__init__(config, "decoder")
+
+
+def output_projection(config: SubformerConfig) -> nn.Module | None:
+    """Linear(d_m → d_e) below the output layer, where the table is d_e wide."""
+    if config.embedding not in ("safe", "linear"):
+        return None
+    return projections(config, "lm_head", "ffn")("projection", config.d_model, config.embedding_dim)
+
+
+class SubformerModel(EncoderDecoder, SubformerPreTrainedModel):
+    """Encoder and decoder without a head."""
+
+    def __init__(self, config: SubformerConfig):
+        super().__init__(config)
+        self.add_stacks(SubformerEncoder, SubformerDecoder)
+        self.post_init()
+
+
+class SubformerForConditionalGeneration(ConditionalGenerationHead, SubformerPreTrainedModel, GenerationMixin):
+    """Subformer for translation and summarization: `AutoModelForSeq2SeqLM`."""
+
+    def __init__(self, config: SubformerConfig):
+        super().__init__(config)
+        self.add_head(SubformerModel(config), output_projection(config))
+        self.post_init()
+
+
+class SubformerForCausalLM(CausalLMHead, SubformerPreTrainedModel, GenerationMixin):
+    """The decoder alone, as a causal language model: `AutoModelForCausalLM`. Uses the `decoder_*` fields."""
+
+    def __init__(self, config: SubformerConfig):
+        config = causal_config(config)
+        if config.normalize_before is None:
+            config.normalize_before = True  # §3: as Baevski and Auli
+        super().__init__(config)
+        self.add_head(SubformerDecoder(config), output_projection(config))
+        self.post_init()

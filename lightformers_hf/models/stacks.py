@@ -1,0 +1,167 @@
+"""What encoder and decoder of every architecture do alike: token tables, positions, masks, caches, initialisation."""
+
+import math
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .embeddings import AdaptiveEmbedding, SinusoidalPositions, check_length, position_ids_from
+from .low_rank import init_factors, make_embedding, module_rank
+
+
+def make_table(config, stack: str) -> nn.Module:
+    """Token table of a stack: V×`embedding_width`, of the rank that the configuration gives to it, or adaptive."""
+    if config.embedding == "adaptive":
+        return AdaptiveEmbedding(
+            config.vocab_size, config.d_model, config.adaptive_cutoffs, config.adaptive_factor, config.pad_token_id
+        )
+    name = "shared" if config.share_encoder_decoder_embeddings else f"{stack}.embed_tokens"
+    vocab_size = config.decoder_vocab_size if stack == "decoder" else config.vocab_size
+    rank = module_rank(config, name, "embedding")
+    return make_embedding(vocab_size, config.embedding_width, rank, name=name, padding_idx=config.pad_token_id)
+
+
+class FactorizedPreTrainedModel(PreTrainedModel):
+    """Weights, loading and saving of every architecture."""
+
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        init_factors(module, self.config.init_std)
+        if isinstance(module, SinusoidalPositions | AdaptiveEmbedding):
+            module.reset()
+        elif getattr(module, "final_logits_bias", None) is not None:
+            init.zeros_(module.final_logits_bias)
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """Ties as this configuration has them. The base class drops every tie where `tie_word_embeddings` is false,
+        the one between encoder and decoder tables included."""
+        if all_submodels:
+            return super().get_expanded_tied_weights_keys(all_submodels=True)
+        return dict(self._tied_weights_keys or {})
+
+
+class Stack:
+    """Token and position embeddings of a stack, and what its layers make of them.
+
+    Each stack has its `run(hidden_states, attention_mask, *cross, **kwargs)`: its layers, (B, T, w) → (B, T, d).
+    """
+
+    def add_embeddings(
+        self, table: nn.Module, positions: nn.Module, *, width: int, projection: nn.Module | None = None
+    ) -> None:
+        """Give the stack a token table, whose vectors `projection` brings to width w, and positions of that width."""
+        self.embed_tokens = table
+        self.embed_projection = nn.Identity() if projection is None else projection
+        self.embed_scale = math.sqrt(width) if self.config.scale_embedding else 1.0
+        self.embed_positions = positions
+        self.layernorm_embedding = nn.Identity()
+
+    def embed(
+        self,
+        input_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None = None,
+        past_length=0,
+    ) -> torch.Tensor:
+        """Ids (B, T), or their rows of the table → scaled vectors with positions (B, T, w)."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input ids and input embeddings")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        vectors = self.embed_projection(inputs_embeds)
+        length = vectors.shape[1]
+        if position_ids is None:
+            check_length(self.embed_positions, length + past_length)
+            position_ids = position_ids_from(attention_mask, length, past_length, vectors.device)
+        states = vectors * self.embed_scale + self.embed_positions(position_ids).to(vectors)
+        return nn.functional.dropout(self.layernorm_embedding(states), p=self.config.dropout, training=self.training)
+
+
+class EncoderStack(Stack):
+    """Bidirectional self-attention."""
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs,
+    ) -> BaseModelOutput:
+        """Ids (B, S) → states (B, S, d); `attention_mask` (B, S) is 0 where a token is padding."""
+        hidden_states = self.embed(input_ids, inputs_embeds, attention_mask)
+        mask = create_bidirectional_mask(
+            config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
+        )
+        return BaseModelOutput(last_hidden_state=self.run(hidden_states, mask, **kwargs))
+
+
+class DecoderStack(Stack):
+    """Causal self-attention, and cross-attention if `config.is_encoder_decoder`."""
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        """Ids (B, T), and the encoder's states (B, S, d) → states (B, T, d)."""
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+            if self.config.is_encoder_decoder:
+                past_key_values = EncoderDecoderCache(past_key_values, DynamicCache(config=self.config))
+        past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+        hidden_states = self.embed(input_ids, inputs_embeds, attention_mask, position_ids, past_length)
+
+        is_pair = isinstance(past_key_values, EncoderDecoderCache)
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=hidden_states,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values.self_attention_cache if is_pair else past_key_values,
+            position_ids=position_ids,  # positions that start again at 0 are sentences packed in one row
+        )
+        if encoder_hidden_states is not None:
+            encoder_attention_mask = create_bidirectional_mask(
+                config=self.config,
+                inputs_embeds=hidden_states,
+                attention_mask=encoder_attention_mask,
+                encoder_hidden_states=encoder_hidden_states,
+            )
+        hidden_states = self.run(
+            hidden_states,
+            mask,
+            encoder_hidden_states,  # positional: reentrant checkpointing follows gradients of positional inputs only
+            encoder_attention_mask,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+        return BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=hidden_states, past_key_values=past_key_values
+        )

@@ -1,0 +1,97 @@
+"""The layer of Vaswani et al. 2017, over any attention modules and linear layers, whose parts depths may share."""
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .low_rank import Projection
+
+
+def add_layer_norms(module: nn.Module, width: int, has_cross_attention: bool) -> None:
+    """Give `module` the LayerNorms of a layer of that width."""
+    module.self_attn_layer_norm = nn.LayerNorm(width)
+    if has_cross_attention:
+        module.encoder_attn_layer_norm = nn.LayerNorm(width)
+    module.final_layer_norm = nn.LayerNorm(width)
+
+
+def add_feed_forward(module: nn.Module, width: int, ffn_dim: int, project: Projection) -> None:
+    """Give `module` the two linear layers of a feed-forward network."""
+    module.fc1 = project("fc1", width, ffn_dim)
+    module.fc2 = project("fc2", ffn_dim, width)
+
+
+class Depth(nn.Module):
+    """What one depth has for itself where its layer is shared: LayerNorms, and maybe the feed-forward network."""
+
+
+class TransformerLayer(GradientCheckpointingLayer):
+    """One layer of either stack: self-attention, cross-attention in a decoder, feed-forward network.
+
+    LayerNorms and feed-forward network are attributes of the layer itself (`add_layer_norms`, `add_feed_forward`) or,
+    where the layer serves several depths, come with each call in a `Depth`.
+
+    Args:
+        config: gives dropout and activation.
+        self_attn, encoder_attn: called as `MultiHeadAttention` is.
+        normalize_before: LayerNorm before each sublayer, rather than after its residual connection.
+    """
+
+    def __init__(self, config, self_attn: nn.Module, encoder_attn: nn.Module | None = None, *, normalize_before: bool):
+        super().__init__()
+        self.self_attn = self_attn
+        if encoder_attn is not None:
+            self.encoder_attn = encoder_attn
+        self.normalize_before = normalize_before
+        self.dropout = config.dropout
+        self.activation = ACT2FN[config.activation_function]
+        self.activation_dropout = config.activation_dropout
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        own: nn.Module | None = None,
+        past_key_values: Cache | None = None,
+        layer_idx: int | None = None,
+        cross_layer_idx: int | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """(B, T, d) → (B, T, d). `own` is the `Depth` of this call; the others: see `LayerStack.by_depth`."""
+        norms = self if own is None else own
+        ffn = self if hasattr(self, "fc1") else own
+        kwargs["past_key_values"] = past_key_values
+
+        def self_attention(states: torch.Tensor) -> torch.Tensor:
+            return self.self_attn(states, attention_mask=attention_mask, layer_idx=layer_idx, **kwargs)[0]
+
+        def cross_attention(states: torch.Tensor) -> torch.Tensor:
+            return self.encoder_attn(
+                states,
+                key_value_states=encoder_hidden_states,
+                attention_mask=encoder_attention_mask,
+                layer_idx=cross_layer_idx,
+                **kwargs,
+            )[0]
+
+        def feed_forward(states: torch.Tensor) -> torch.Tensor:
+            inner = self.activation(ffn.fc1(states))
+            return ffn.fc2(nn.functional.dropout(inner, p=self.activation_dropout, training=self.training))
+
+        hidden_states = self._sublayer(hidden_states, norms.self_attn_layer_norm, self_attention)
+        if encoder_hidden_states is not None:
+            hidden_states = self._sublayer(hidden_states, norms.encoder_attn_layer_norm, cross_attention)
+        hidden_states = self._sublayer(hidden_states, norms.final_layer_norm, feed_forward)
+        if hidden_states.dtype == torch.float16:
+            limit = torch.finfo(torch.float16).max - 1000
+            hidden_states = hidden_states.clamp(-limit, limit)
+        return hidden_states
+
+    def _sublayer(self, states: torch.Tensor, norm: nn.Module, compute) -> torch.Tensor:
+        output = compute(norm(states) if self.normalize_before else states)
+        states = states + nn.functional.dropout(output, p=self.dropout, training=self.training)
+        return states if self.normalize_before else norm(states)
