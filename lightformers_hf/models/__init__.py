@@ -7,12 +7,18 @@ else of the package.
 import transformers
 
 from .configuration_lightformer import LightFormerConfig
+from .configuration_partialformer import PartialFormerConfig
 from .configuration_subformer import SubformerConfig
 from .modeling_lightformer import (
     LightFormerForCausalLM,
     LightFormerForConditionalGeneration,
     LightFormerForSequenceClassification,
     LightFormerModel,
+)
+from .modeling_partialformer import (
+    PartialFormerForCausalLM,
+    PartialFormerForConditionalGeneration,
+    PartialFormerModel,
 )
 from .modeling_subformer import SubformerForCausalLM, SubformerForConditionalGeneration, SubformerModel
 
@@ -22,6 +28,10 @@ __all__ = [
     "LightFormerForConditionalGeneration",
     "LightFormerForSequenceClassification",
     "LightFormerModel",
+    "PartialFormerConfig",
+    "PartialFormerForCausalLM",
+    "PartialFormerForConditionalGeneration",
+    "PartialFormerModel",
     "SubformerConfig",
     "SubformerForCausalLM",
     "SubformerForConditionalGeneration",
@@ -40,5 +50,5 @@ def _register(config_class: type) -> None:
             model_class.register_for_auto_class(auto_name)
 
 
-for _config_class in (LightFormerConfig, SubformerConfig):
+for _config_class in (LightFormerConfig, SubformerConfig, PartialFormerConfig):
     _register(_config_class)

@@ -1,0 +1,400 @@
+"""PartialFormer: small gated feed-forward networks inside attention heads (§3.2), residual-like attention (§3.3) and
+head scaling (§3.4).
+
+Shapes: B batch, T and S lengths, d `d_model`, d_k `head_dim`, H heads, h heads of queries and keys (`base`), ρ the
+expansion of the heads' feed-forward network.
+"""
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.output_capturing import OutputRecorder
+
+from .attention import MultiHeadAttention, cached_states
+from .configuration_base import causal_config
+from .configuration_partialformer import PartialFormerConfig
+from .embeddings import SinusoidalPositions
+from .heads import CausalLMHead, ConditionalGenerationHead, EncoderDecoder
+from .layer_stack import LayerStack, in_groups
+from .low_rank import projections
+from .stacks import DecoderStack, EncoderStack, FactorizedPreTrainedModel, make_table
+from .transformer_layer import TransformerLayer, add_feed_forward, add_layer_norms
+
+# Xavier's gain for queries, keys, values and gates, which are made side by side.
+JOINT_GAIN = 2**-0.5
+
+
+def split_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
+    """(B, T, heads·d_k) → (B, heads, T, d_k)."""
+    return states.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def over_heads(logits: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
+    """`linear` over the head axis: (B, h, N) → (B, H, N), by one matrix product and without moving the axis."""
+    weight = linear.weight.expand(logits.shape[0], -1, -1)
+    return torch.baddbmm(linear.bias.unsqueeze(-1), weight, logits)
+
+
+class PartialAttention(nn.Module):
+    """Attention whose heads have a feed-forward network and a gate: AFFN (§3.2, Figure 2c).
+
+    What is made of the same states is one matrix: `in_proj` (d → q, k, v, gate) in self-attention, in cross-attention
+    `query_proj` (d → q, gate) for the decoder's states and `memory_proj` (d → k, v) for the encoder's. The cache holds
+    keys and values with all heads side by side, (B, 1, S, h·d_k) and (B, 1, S, H·d_k), so that their numbers of heads
+    may differ.
+
+    Args:
+        config: gives d, d_k, and what the heads' network looks like.
+        name: of the module, for `rank_pattern`.
+        heads: H.
+        ffn_expansion: ρ; `None` for attention without feed-forward network and gate.
+        head_scaling: whether queries and keys have `base_attention_heads` heads instead of H.
+    """
+
+    def __init__(
+        self,
+        config: PartialFormerConfig,
+        name: str,
+        heads: int,
+        *,
+        is_cross_attention: bool,
+        ffn_expansion: int | None,
+        head_scaling: bool,
+    ):
+        super().__init__()
+        width, project = config.head_dim, projections(config, name, "attention")
+        self.heads, self.base = heads, config.base_attention_heads if head_scaling else heads
+        self.scaling, self.dropout = width**-0.5, config.attention_dropout
+        query = key = self.base * width
+        value = heads * width
+        gate = 0 if ffn_expansion is None else value
+        self.is_cross_attention = is_cross_attention
+        if is_cross_attention:
+            self.parts, self.memory_parts = [query, gate], [key, value]
+            self.query_proj = project("query_proj", config.d_model, query + gate)
+            self.memory_proj = project("memory_proj", config.d_model, key + value)
+        else:
+            self.parts = [query, key, value, gate]
+            self.in_proj = project("in_proj", config.d_model, sum(self.parts))
+        self.out_proj = project("out_proj", value, config.d_model)
+
+        self.expand = self.mix = None
+        if head_scaling:
+            self.expand, self.mix = nn.Linear(self.base, heads), nn.Linear(heads, heads)
+        self.has_ffn = ffn_expansion is not None
+        if self.has_ffn:
+            ffn = projections(config, name, "ffn")
+            add_feed_forward(self, width, ffn_expansion * width, ffn)
+            self.fc_gate = ffn("fc_gate", width, ffn_expansion * width) if config.ffn_glu else None
+            self.activation, self.gate_activation = ACT2FN[config.activation_function], ACT2FN[config.gate_activation]
+            self.activation_dropout, self.ffn_residual = config.activation_dropout, config.ffn_residual
+
+    def joint_projections(self) -> list[tuple[nn.Module, list[int]]]:
+        """Every matrix that holds several side by side, and their widths."""
+        if self.is_cross_attention:
+            return [(self.query_proj, self.parts), (self.memory_proj, self.memory_parts)]
+        return [(self.in_proj, self.parts)]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        layer_idx: int | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(B, T, d) → (B, T, d) and the weights (B, H, T, S).
+
+        `attention_mask` (B, 1 or H, T, S) is added to the logits: masks and A^G alike (Eq. 6).
+        """
+        if self.is_cross_attention:
+            query, gate = self.query_proj(hidden_states).split(self.parts, dim=-1)
+
+            def memory() -> tuple[torch.Tensor, ...]:
+                return self.memory_proj(key_value_states).unsqueeze(1).split(self.memory_parts, dim=-1)
+        else:
+            query, *new, gate = self.in_proj(hidden_states).split(self.parts, dim=-1)
+
+            def memory() -> tuple[torch.Tensor, ...]:
+                return new[0].unsqueeze(1), new[1].unsqueeze(1)
+
+        keys, values = cached_states(past_key_values, layer_idx, self.is_cross_attention, memory)
+        query, keys = split_heads(query * self.scaling, self.base), split_heads(keys.squeeze(1), self.base)
+        logits = torch.matmul(query, keys.transpose(2, 3))
+        if self.expand is not None:
+            logits = self._scale_heads(logits)
+        if attention_mask is not None:
+            logits = logits + attention_mask
+        precision = torch.promote_types(logits.dtype, torch.float32)
+        weights = nn.functional.softmax(logits, dim=-1, dtype=precision).to(query.dtype)
+        weights = nn.functional.dropout(weights, p=self.dropout, training=self.training)
+        states = torch.matmul(weights, split_heads(values.squeeze(1), self.heads)).transpose(1, 2)
+        if self.has_ffn:
+            states = self._feed_forward(states) * self.gate_activation(gate).view(states.shape)
+        return self.out_proj(states.flatten(2)), weights
+
+    def _scale_heads(self, logits: torch.Tensor) -> torch.Tensor:
+        """Attention maps of h heads to those of H (§3.4): (B, h, T, S) → (B, H, T, S)."""
+        flat = logits.flatten(2)
+        return over_heads(over_heads(flat, self.expand).relu(), self.mix).unflatten(2, logits.shape[2:])
+
+    def _feed_forward(self, states: torch.Tensor) -> torch.Tensor:
+        """One network for every head (Eq. 4 and 5): (…, d_k) → (…, d_k)."""
+        inner = self.activation(self.fc1(states) if self.fc_gate is None else self.fc_gate(states))
+        if self.fc_gate is not None:
+            inner = inner * self.fc1(states)
+        output = self.fc2(nn.functional.dropout(inner, p=self.activation_dropout, training=self.training))
+        return states + output if self.ffn_residual else output
+
+
+class GlobalAttention(nn.Module):
+    """A^G of Eq. 6, once for a stack: logits of H heads over the embeddings, neither masked nor normalised.
+
+    With `relative`, a trained vector a distance is added to the keys (Shaw et al. 2018, Eq. 4).
+    """
+
+    def __init__(self, config: PartialFormerConfig, stack: str):
+        super().__init__()
+        self.heads, width = getattr(config, f"{stack}_attention_heads"), config.head_dim
+        self.scaling = width**-0.5
+        self.parts = [self.heads * width] * 2
+        self.layer_norm = nn.LayerNorm(config.d_model)
+        project = projections(config, f"{stack}.global_attention", "attention")
+        self.in_proj = project("in_proj", config.d_model, sum(self.parts))
+        self.furthest = config.max_relative_position
+        self.distances = None
+        if config.global_attention == "relative":
+            self.distances = nn.Embedding(2 * self.furthest + 1, width)
+
+    def joint_projections(self) -> list[tuple[nn.Module, list[int]]]:
+        """As `PartialAttention` has them."""
+        return [(self.in_proj, self.parts)]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None = None,
+        layer_idx: int | None = None,
+    ) -> torch.Tensor:
+        """Embeddings (B, T, d) and mask (B, 1, T, S) → A^G and mask in one sum (B, H, T, S), for every layer."""
+        query, key = self.in_proj(self.layer_norm(hidden_states)).split(self.parts, dim=-1)
+        query = split_heads(query * self.scaling, self.heads)
+        past_length = 0
+        if past_key_values is not None:
+            past_length = past_key_values.get_seq_length(layer_idx)
+        # The slot has keys alone: its values have no width.
+        key = key.unsqueeze(1)
+        key, _ = cached_states(past_key_values, layer_idx, False, lambda: (key, key[..., :0]))
+        key = split_heads(key.squeeze(1), self.heads)
+        logits = torch.matmul(query, key.transpose(2, 3))
+        if self.distances is not None:
+            logits = logits + self._relative(query, key.shape[2], past_length)
+        if attention_mask is None:
+            return logits
+        # Finite below: half precision has no room under its smallest number for a mask and a negative logit.
+        return (logits + attention_mask).clamp(min=torch.finfo(logits.dtype).min)
+
+    def _relative(self, query: torch.Tensor, length: int, past_length) -> torch.Tensor:
+        """q_i·r_(j−i): queries (B, H, T, d_k) → (B, H, T, S)."""
+        positions = torch.arange(query.shape[2], device=query.device) + past_length
+        distance = torch.arange(length, device=query.device) - positions.unsqueeze(-1)
+        index = distance.clamp(-self.furthest, self.furthest) + self.furthest
+        by_distance = torch.matmul(query, self.distances.weight.T)
+        return by_distance.gather(-1, index.expand(*query.shape[:2], -1, -1))
+
+
+class PartialFormerLayer(GradientCheckpointingLayer):
+    """Self-attention in an encoder, self- and cross-attention in a decoder, with the networks inside; pre-norm."""
+
+    def __init__(self, config: PartialFormerConfig, stack: str, index: int):
+        super().__init__()
+        ffn_in = getattr(config, f"{stack}_ffn_in")
+        expansion = getattr(config, f"{stack}_ffn_expansion")
+
+        def attention(part: str, kind: str) -> PartialAttention:
+            return PartialAttention(
+                config,
+                f"{stack}.layers.{index}.{part}",
+                getattr(config, f"{stack}_attention_heads"),
+                is_cross_attention=kind == "cross",
+                ffn_expansion=expansion if ffn_in in (kind, "both") else None,
+                head_scaling=config.head_scaling,
+            )
+
+        self.self_attn_layer_norm = nn.LayerNorm(config.d_model)
+        self.self_attn = attention("self_attn", "self")
+        if stack == "decoder" and config.is_encoder_decoder:
+            self.encoder_attn_layer_norm = nn.LayerNorm(config.d_model)
+            self.encoder_attn = attention("encoder_attn", "cross")
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        layer_idx: int | None = None,
+        cross_layer_idx: int | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """(B, T, d) → (B, T, d). The cache slots: see `LayerStack.by_depth`."""
+        states = self.self_attn_layer_norm(hidden_states)
+        output, _ = self.self_attn(states, attention_mask=attention_mask, layer_idx=layer_idx, **kwargs)
+        hidden_states = hidden_states + self.dropout(output)
+        if encoder_hidden_states is not None:
+            output, _ = self.encoder_attn(
+                self.encoder_attn_layer_norm(hidden_states),
+                key_value_states=encoder_hidden_states,
+                attention_mask=encoder_attention_mask,
+                layer_idx=cross_layer_idx,
+                **kwargs,
+            )
+            hidden_states = hidden_states + self.dropout(output)
+        return hidden_states
+
+
+class VanillaLayer(TransformerLayer):
+    """A Transformer layer, pre-norm, with a feed-forward network of width 4·d (Table 7), and maybe head scaling."""
+
+    def __init__(self, config: PartialFormerConfig, stack: str, index: int):
+        name, d_model = f"{stack}.layers.{index}", config.d_model
+
+        def attention(part: str) -> nn.Module:
+            if config.vanilla_head_scaling:
+                return PartialAttention(
+                    config,
+                    f"{name}.{part}",
+                    getattr(config, f"{stack}_attention_heads"),
+                    is_cross_attention=part == "encoder_attn",
+                    ffn_expansion=None,
+                    head_scaling=True,
+                )
+            project = projections(config, f"{name}.{part}", "attention")
+            is_causal = stack == "decoder" and part == "self_attn"
+            return MultiHeadAttention(config, d_model, config.base_attention_heads, project, is_causal=is_causal)
+
+        has_cross = stack == "decoder" and config.is_encoder_decoder
+        cross = attention("encoder_attn") if has_cross else None
+        super().__init__(config, attention("self_attn"), cross, normalize_before=True)
+        add_feed_forward(self, d_model, 4 * d_model, projections(config, name, "ffn"))
+        add_layer_norms(self, d_model, has_cross)
+
+
+class PartialFormerPreTrainedModel(FactorizedPreTrainedModel):
+    """Weights, loading and saving of every PartialFormer. Attention is eager: its maps are what heads are made of."""
+
+    config_class = PartialFormerConfig
+    config: PartialFormerConfig
+    _no_split_modules = ["PartialFormerLayer", "VanillaLayer", "GlobalAttention"]  # noqa: RUF012
+    _supports_flash_attn = False
+    _supports_sdpa = False
+    _supports_flex_attn = False
+    _supports_attention_backend = False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, nn.Linear) and getattr(module, "kind", None) != "embedding":
+            if not hasattr(module, "product_rank"):
+                init.xavier_uniform_(module.weight)
+        elif isinstance(module, PartialAttention | GlobalAttention):
+            for joint, parts in module.joint_projections():
+                if isinstance(joint, nn.Linear) and not getattr(joint.weight, "_is_hf_initialized", False):
+                    for part in filter(torch.numel, joint.weight.split(parts)):
+                        nn.init.xavier_uniform_(part, gain=JOINT_GAIN)
+
+
+class PartialFormerStack(PartialFormerPreTrainedModel):
+    """Embeddings, A^G, layers, final LayerNorm."""
+
+    def __init__(self, config: PartialFormerConfig, stack: str):
+        super().__init__(config)
+        positions = SinusoidalPositions(config.max_position_embeddings, config.d_model)
+        self.add_embeddings(make_table(config, stack), positions, width=config.d_model)
+        has_global = config.has_global_attention(stack)
+        self.global_attention = GlobalAttention(config, stack) if has_global else None
+        layer_class = PartialFormerLayer if getattr(config, f"{stack}_style") == "partial" else VanillaLayer
+        layers, groups = getattr(config, f"{stack}_layers"), getattr(config, f"{stack}_groups")
+        self.layers = LayerStack(lambda index: layer_class(config, stack, index), in_groups(layers, groups))
+        self.layer_norm = nn.LayerNorm(config.d_model)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def run(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *cross,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """Embeddings with positions (B, T, d) → states (B, T, d)."""
+        if self.global_attention is not None:
+            slot = len(self.layers.stored_at)
+            attention_mask = self.global_attention(hidden_states, attention_mask, past_key_values, slot)
+        kwargs["past_key_values"] = past_key_values
+        for layer, slots in self.layers.by_depth():
+            hidden_states = layer(hidden_states, attention_mask, *cross, **slots, **kwargs)
+        return self.layer_norm(hidden_states)
+
+
+ATTENTIONS = (PartialAttention, MultiHeadAttention)
+
+
+class PartialFormerEncoder(EncoderStack, PartialFormerStack):
+    """`encoder_layers` depths of bidirectional self-attention."""
+
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": [PartialFormerLayer, VanillaLayer],
+        "attentions": [OutputRecorder(kind, index=1, layer_name="self_attn") for kind in ATTENTIONS],
+    }
+
+    def __init__(self, config: PartialFormerConfig):
+        super().__init__(config, "encoder")
+
+
+class PartialFormerDecoder(DecoderStack, PartialFormerStack):
+    """`decoder_layers` depths of causal self-attention, and of cross-attention if `config.is_encoder_decoder`."""
+
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": [PartialFormerLayer, VanillaLayer],
+        "attentions": [OutputRecorder(kind, index=1, layer_name="self_attn") for kind in ATTENTIONS],
+        "cross_attentions": [OutputRecorder(kind, index=1, layer_name="encoder_attn") for kind in ATTENTIONS],
+    }
+
+    def __init__(self, config: PartialFormerConfig):
+        super().__init__(config, "decoder")
+
+
+class PartialFormerModel(EncoderDecoder, PartialFormerPreTrainedModel):
+    """Encoder and decoder without a head."""
+
+    def __init__(self, config: PartialFormerConfig):
+        super().__init__(config)
+        self.add_stacks(PartialFormerEncoder, PartialFormerDecoder)
+        self.post_init()
+
+
+class PartialFormerForConditionalGeneration(ConditionalGenerationHead, PartialFormerPreTrainedModel, GenerationMixin):
+    """PartialFormer for translation and summarization: `AutoModelForSeq2SeqLM`."""
+
+    def __init__(self, config: PartialFormerConfig):
+        super().__init__(config)
+        self.add_head(PartialFormerModel(config))
+        self.post_init()
+
+
+class PartialFormerForCausalLM(CausalLMHead, PartialFormerPreTrainedModel, GenerationMixin):
+    """The decoder alone, as a causal language model: `AutoModelForCausalLM`. Uses the `decoder_*` fields."""
+
+    def __init__(self, config: PartialFormerConfig):
+        super().__init__(causal_config(config))
+        self.add_head(PartialFormerDecoder(self.config))
+        self.post_init()
