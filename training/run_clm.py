@@ -1,0 +1,252 @@
+#!/usr/bin/env python
+"""Train a causal language model: a checkpoint, or the shapes of a configuration from random weights.
+
+    python training/build_tokenizer.py train.txt.gz --kind words --output words
+    python training/run_clm.py --config_name shapes.json --tokenizer_name words --train_file train.txt.gz \
+        --validation_file validation.txt --test_file test.txt --output_dir language_model \
+        --block_size 512 --context_size 448 --per_device_train_batch_size 8 --max_steps 20000 \
+        --learning_rate 1e-3 --lr_scheduler_type cosine --warmup_steps 1000 --eval_strategy steps --eval_steps 1000
+
+The lines of a text become one stream of tokens, each ended by the tokenizer's end token, which also begins the stream.
+The model reads it in blocks of `--block_size` tokens. In training and in evaluation every token is predicted once; in
+evaluation the first `--context_size` tokens of a block repeat the block before, so that every token is predicted
+from at least so many (Baevski & Auli 2019, arXiv 1809.10853). Perplexity is exp of the mean loss over all tokens of
+the text, end tokens counted.
+
+What data is given for is done: training, evaluation, test. All options of `TrainingArguments` work; besides,
+`--nesterov_momentum 0.99 --lr_scheduler_type cosine` is the optimizer of that paper. An interrupted run goes on with
+`--resume_from_checkpoint` added to the same command. What a `shapes.json` leaves out about tokens (`vocab_size`, ids
+of pad, bos and eos) is the tokenizer's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import transformers
+from common import (
+    ModelArguments,
+    OutputArguments,
+    build_model,
+    check_output,
+    chosen_checkpoint,
+    load_texts,
+    load_tokenizer,
+    parameter_count,
+    run_script,
+    summarize,
+    train,
+)
+from datasets import Dataset
+from rich.console import Console
+from transformers import (
+    AutoModelForCausalLM,
+    HfArgumentParser,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    default_data_collator,
+    set_seed,
+)
+from transformers.trainer_utils import EvalLoopOutput
+
+IGNORED = -100  # the label of a token that is only read
+
+
+@dataclass
+class DataArguments:
+    """What it is trained and measured on."""
+
+    train_file: str | None = field(default=None, metadata={"help": ".txt, .json or .jsonl (.gz)."})
+    validation_file: str | None = field(default=None, metadata={"help": "As train_file."})
+    test_file: str | None = field(default=None, metadata={"help": "As train_file."})
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Hub dataset, name or name:configuration, for the parts that have no file."}
+    )
+    train_split: str = field(default="train", metadata={"help": "Its training split ('' for no training)."})
+    validation_split: str = field(default="validation", metadata={"help": "Its validation split ('' for none)."})
+    test_split: str = field(default="test", metadata={"help": "Its test split ('' for none)."})
+    text_column: str = field(default="text", metadata={"help": "Column of the text, where data has columns."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Use only the first so many lines."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "The same, of validation and of test."})
+    block_size: int = field(default=512, metadata={"help": "Tokens that the model reads at once."})
+    context_size: int = field(
+        default=1, metadata={"help": "Evaluation: of these, tokens that were predicted before and are only read."}
+    )
+    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
+
+
+@dataclass
+class TrainingArguments(OutputArguments, transformers.TrainingArguments):
+    """`TrainingArguments`, with a resume that finds its checkpoint."""
+
+    nesterov_momentum: float | None = field(
+        default=None, metadata={"help": "Train by SGD with so much Nesterov momentum, instead of optim."}
+    )
+
+
+class Blocks(torch.utils.data.Dataset):
+    """A stream of tokens in overlapping blocks: `input_ids` and `labels`, both (block_size,).
+
+    Every token but the first is the label of one block. The first `context` tokens of a block are not; they are the
+    last ones of the block before, and in the first block, where there is nothing before, only the stream's first
+    token. The last block is filled with `pad`, ignored; causal models need no mask for it.
+
+    Args:
+        multiple: add blocks without labels until their number is a multiple of this. Several processes then need not
+            repeat blocks to have as many for each.
+    """
+
+    def __init__(self, stream: np.ndarray, block_size: int, *, context: int, pad: int, multiple: int = 1):
+        self.stream, self.block_size, self.context, self.pad = stream, block_size, context, pad
+        blocks = 1 + max(0, math.ceil((len(stream) - block_size) / (block_size - context)))
+        self.blocks = math.ceil(blocks / multiple) * multiple
+        self.labels = len(stream) - 1
+
+    def __len__(self) -> int:
+        return self.blocks
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        start = index * (self.block_size - self.context)
+        tokens = torch.from_numpy(self.stream[start : start + self.block_size].astype(np.int64))
+        ids = torch.full((self.block_size,), self.pad)
+        labels = torch.full((self.block_size,), IGNORED)
+        read_only = self.context if index else 1
+        ids[: len(tokens)] = tokens
+        labels[read_only : len(tokens)] = tokens[read_only:]
+        return {"input_ids": ids, "labels": labels}
+
+
+class LanguageModelTrainer(Trainer):
+    """`Trainer` whose evaluation of `Blocks` is exact: `loss` in nats a token and `perplexity`, over all its tokens.
+
+    It needs nothing of the model but its mean loss, no logits: an adaptive softmax makes none in training.
+    """
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """The sum of the loss over a batch's labels, divided by its blocks, because `Trainer` averages over blocks."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            mean = model(**inputs).loss
+        labels = (inputs["labels"][:, 1:] != IGNORED).sum()
+        total = torch.where(labels > 0, mean * labels, 0)  # the mean of no labels is not a number
+        return total / len(inputs["labels"]), None, None
+
+    def evaluation_loop(self, dataloader, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
+        """As `Trainer` does, with the loss taken from blocks to tokens."""
+        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        blocks = dataloader.dataset
+        loss = output.metrics[f"{metric_key_prefix}_loss"] * len(blocks) / blocks.labels
+        output.metrics[f"{metric_key_prefix}_loss"] = loss
+        output.metrics[f"{metric_key_prefix}_perplexity"] = math.exp(loss) if loss < 700 else math.inf
+        output.metrics[f"{metric_key_prefix}_tokens"] = blocks.labels
+        return output
+
+
+def check_options(args: TrainingArguments, data: DataArguments) -> None:
+    """Raise a `ValueError` for options that cannot be."""
+    if data.block_size < 2:
+        raise ValueError(f"block_size is {data.block_size}: expected at least 2.")
+    if not 1 <= data.context_size < data.block_size:
+        raise ValueError(f"context_size is {data.context_size}: expected from 1 to block_size - 1.")
+    if args.label_smoothing_factor:
+        raise ValueError("label_smoothing_factor is not for language models: perplexity is of the text as it is.")
+    if args.nesterov_momentum is not None and not 0 < args.nesterov_momentum < 1:
+        raise ValueError(f"nesterov_momentum is {args.nesterov_momentum}: expected between 0 and 1.")
+
+
+def load_parts(data: DataArguments) -> dict[str, Dataset]:
+    """The texts of `train`, `validation` and `test`, as far as they are given."""
+    given = {
+        "train": (data.train_file, data.train_split, data.max_train_samples),
+        "validation": (data.validation_file, data.validation_split, data.max_eval_samples),
+        "test": (data.test_file, data.test_split, data.max_eval_samples),
+    }
+    parts = {}
+    for part, (file, split, limit) in given.items():
+        if name := file or (data.dataset_name if split else None):
+            parts[part] = load_texts(name, [data.text_column], split=split, max_samples=limit)
+    if not parts:
+        raise ValueError("No data: give --train_file, --validation_file or --test_file, or --dataset_name.")
+    return parts
+
+
+def token_stream(texts: Dataset, tokenizer: PreTrainedTokenizerBase, num_proc: int | None = None) -> np.ndarray:
+    """One stream of token ids: the end token, then each text followed by the end token."""
+    end = tokenizer.eos_token_id
+
+    def tokenize(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        ids = tokenizer(batch["text"], add_special_tokens=False, verbose=False)["input_ids"]
+        return {"ids": [[*text, end] for text in ids]}
+
+    tokens = texts.map(tokenize, batched=True, remove_columns=texts.column_names, num_proc=num_proc, desc="Tokenizing")
+    chunks = tokens.with_format("arrow")[:]["ids"].chunks
+    return np.concatenate([[end], *(chunk.flatten().to_numpy() for chunk in chunks)]).astype(np.int32)
+
+
+def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, block_size: int) -> None:
+    """Raise a `ValueError` if there is no end token, or a block is longer than what the model reads."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"The tokenizer {tokenizer.name_or_path} has no end token (eos_token): lines need one.")
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions and block_size > positions:
+        raise ValueError(f"The model has {positions} positions: lower --block_size from {block_size}.")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train, evaluate, test, save, summarize."""
+    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
+    model_args, data_args, args = parser.parse_args_into_dataclasses(argv)
+    console = Console(quiet=not args.should_save)
+    checkpoint = check_output(args, [model_args.model_name_or_path, model_args.config_name, model_args.tokenizer_name])
+    check_options(args, data_args)
+    parts = load_parts(data_args)
+    if args.eval_strategy != "no" and "validation" not in parts:
+        raise ValueError(f"eval_strategy is {args.eval_strategy}: give --validation_file.")
+    set_seed(args.seed)
+    tokenizer = load_tokenizer(model_args)
+    model = build_model(model_args, tokenizer, AutoModelForCausalLM)
+    check_model(model, tokenizer, data_args.block_size)
+
+    multiple = args.eval_batch_size * args.world_size
+    blocks = {}
+    with args.main_process_first():
+        for part, texts in parts.items():
+            stream = token_stream(texts, tokenizer, data_args.preprocessing_num_workers)
+            layout = {"context": data_args.context_size, "multiple": multiple} if part != "train" else {"context": 1}
+            blocks[part] = Blocks(stream, data_args.block_size, pad=tokenizer.eos_token_id, **layout)
+    optimizer = None
+    if args.nesterov_momentum is not None:
+        sgd = {"lr": args.learning_rate, "momentum": args.nesterov_momentum, "nesterov": True}
+        optimizer = (torch.optim.SGD, sgd)
+    trainer = LanguageModelTrainer(
+        model,
+        args,
+        train_dataset=blocks.get("train"),
+        eval_dataset=blocks.get("validation"),
+        data_collator=default_data_collator,
+        processing_class=tokenizer,
+        optimizer_cls_and_kwargs=optimizer,
+    )
+    rows = {"unique parameters": parameter_count(model)}
+    if "train" in blocks:
+        rows |= train(trainer, checkpoint)
+    if "validation" in blocks:
+        metrics = trainer.evaluate()
+        trainer.save_metrics("eval", metrics)
+        rows |= {f"validation {name}": metrics[f"eval_{name}"] for name in ("loss", "perplexity")}
+        rows["checkpoint"] = chosen_checkpoint(trainer)
+    if "test" in blocks:
+        metrics = trainer.evaluate(blocks["test"], metric_key_prefix="test")
+        trainer.save_metrics("test", metrics)
+        rows |= {f"test {name}": metrics[f"test_{name}"] for name in ("loss", "perplexity", "tokens")}
+    if "train" in blocks:
+        rows["saved in"] = args.output_dir
+    summarize(rows, console)
+
+
+if __name__ == "__main__":
+    run_script(main)
