@@ -114,7 +114,8 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer.save_pretrained(folder)
     tokens = sum(len(ids) for batch in _batches(texts) for ids in tokenizer(batch)["input_ids"])
     Console().print(
-        f"{len(tokenizer):,} entries, {tokens / len(texts):.1f} tokens a text, saved in {escape(str(output))}"
+        f"{len(tokenizer):,} entries, {tokens / len(texts):.1f} tokens a text, saved in {escape(str(output))}",
+        soft_wrap=True,
     )
 
 

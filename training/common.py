@@ -160,19 +160,17 @@ def load_config(name: str, tokenizer: PreTrainedTokenizerBase, auto_model: AutoM
 def build_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, auto_model: AutoModel) -> PreTrainedModel:
     """The model to train, a checkpoint's weights or random ones in the shapes of a config; it must fit `tokenizer`."""
     name = args.model_name_or_path or args.config_name
-    if args.model_name_or_path and not args.from_scratch:
-        model = load_model(name, args.attn_implementation, auto_model)
-    else:
-        whole = args.model_name_or_path is not None
-        config = AutoConfig.from_pretrained(name) if whole else load_config(name, tokenizer, auto_model)
-        model = auto_model.from_config(config, dtype=torch.float32, attn_implementation=args.attn_implementation)
-        if whole:  # so that it is decoded just as the checkpoint it is compared with
-            model.generation_config = GenerationConfig.from_pretrained(name)
-    if len(tokenizer) > model.config.vocab_size:
+    config = load_config(name, tokenizer, auto_model) if args.config_name else AutoConfig.from_pretrained(name)
+    if len(tokenizer) > config.vocab_size:
         raise ValueError(
             f"The tokenizer {tokenizer.name_or_path} has {len(tokenizer)} entries, the model {name} takes "
-            f"{model.config.vocab_size}: choose a tokenizer and a model that belong together."
+            f"{config.vocab_size}: choose a tokenizer and a model that belong together."
         )
+    if args.model_name_or_path and not args.from_scratch:
+        return load_model(name, args.attn_implementation, auto_model)
+    model = auto_model.from_config(config, dtype=torch.float32, attn_implementation=args.attn_implementation)
+    if args.model_name_or_path:  # so that it is decoded just as the checkpoint it is compared with
+        model.generation_config = GenerationConfig.from_pretrained(name)
     return model
 
 

@@ -146,6 +146,27 @@ def test_from_scratch_keeps_the_shapes_and_nothing_else(base, tmp_path, tiny_mar
     ).read_text()
 
 
+def test_shapes_alone_take_the_rest_from_the_tokenizer(base, tmp_path, tiny_marian):
+    heads = {f"{stack}_attention_heads": 2 for stack in ("encoder", "decoder")}
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    (tmp_path / "shapes.json").write_text(json.dumps({"model_type": "lightformer", **sizes, **heads}))
+    options = {"model_name_or_path": None, "config_name": tmp_path / "shapes.json", "tokenizer_name": tiny_marian}
+    script.main(command(base | options, test_file=tmp_path / "few.jsonl"))
+    saved, marian = (AutoConfig.from_pretrained(folder) for folder in (tmp_path / "out", tiny_marian))
+    for field in ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id"):
+        assert getattr(saved, field) == getattr(marian, field), field
+    assert saved.bos_token_id is None
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation["max_length"] == base["max_target_length"]  # not transformers' 20 tokens
+    assert (tmp_path / "out" / "test_results.json").is_file()
+
+    (tmp_path / "shapes.json").write_text(
+        json.dumps({"model_type": "lightformer", "vocab_size": 50, **sizes, **heads})
+    )
+    with pytest.raises(ValueError, match="belong together"):
+        script.main(command(base | options, output_dir=tmp_path / "other"))
+
+
 def test_two_processes_compute_what_one_does_with_accumulation(base, tmp_path):
     options = base | {"max_steps": 5, "label_smoothing_factor": 0.1, "validation_file": tmp_path / "few.jsonl"}
     one = command(options, gradient_accumulation_steps=2)

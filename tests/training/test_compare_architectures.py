@@ -1,0 +1,87 @@
+"""The comparison of architectures: every model once, its own scores, a table to read and one to compute with."""
+
+import json
+
+import build_tokenizer
+import compare_architectures as script
+import pytest
+
+SHAPES = {
+    "model_type": "lightformer", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def run(*options):
+    script.main([*map(str, options)])
+
+
+def rows(folder):
+    return json.loads((folder / "results.json").read_text())
+
+
+def test_translation(tmp_path, tiny_marian, parallel_sentences, capsys):
+    data, shapes, out = tmp_path / "data.jsonl", tmp_path / "shapes.json", tmp_path / "runs"
+    data.write_text("".join(json.dumps(pair) + "\n" for pair in parallel_sentences), encoding="utf-8")
+    shapes.write_text(json.dumps(SHAPES))
+    options = ["translation", "--models", f"first={shapes}", f"taught={tiny_marian}", "--tokenizer_name", tiny_marian]
+    options += ["--train_file", data, "--test_file", data, "--source_lang", "de", "--target_lang", "en"]
+    options += ["--output_dir", out, "--max_steps", 2, "--jobs", 2, "--speed_sentences", 2, "--speed_runs", 2]
+    options += ["--max_source_length", 40, "--max_target_length", 40, "--learning_rate", 1e-5]
+    run(*options)
+    first, taught = rows(out)
+    assert (first["name"], taught["name"]) == ("first", "taught")
+    assert taught["bleu"] > 80 > first["bleu"]  # from its weights, which know the sentences by heart
+    assert first["speed_ratio"] == 1
+    assert taught["speed_ratio"] > 0
+    for row in (first, taught):
+        state = json.loads((out / row["name"] / "trainer_state.json").read_text())
+        assert row["seconds_per_step"] * 2 == pytest.approx(state["log_history"][-1]["train_runtime"])
+    d, ffn, words = 16, 32, len(json.loads((tiny_marian / "vocab.json").read_text()))
+    attention, block, norm = 4 * (d * d + d), 2 * d * ffn + d + ffn, 2 * d
+    assert first["parameters"] == words * d + 3 * attention + 2 * block + 5 * norm
+    assert "taught" in capsys.readouterr().out
+
+    scores = out / "first" / "test_results.json"
+    scores.write_text(json.dumps({"test_bleu": 12.5, "test_chrf": 3.0}))
+    run(*options)
+    assert rows(out)[0]["bleu"] == 12.5  # not run again
+    with pytest.raises(ValueError, match="results of other options"):
+        run(*options, "--seed", 7)
+
+
+def test_language_models(tmp_path, parallel_sentences):
+    text, shapes, out = tmp_path / "text.txt", tmp_path / "shapes", tmp_path / "runs"
+    text.write_text("".join(f"{pair['en']}\n" for pair in parallel_sentences))
+    shapes.mkdir()  # a folder without weights is shapes
+    (shapes / "config.json").write_text(json.dumps(SHAPES))
+    build_tokenizer.main([str(text), "--kind", "words", "--output", str(tmp_path / "words")])
+    run(
+        "clm", "--models", f"only={shapes}", "--tokenizer_name", tmp_path / "words", "--train_file", text,
+        "--test_file", text, "--output_dir", out, "--max_steps", 1, "--block_size", 16,
+    )  # fmt: skip
+    (row,) = rows(out)
+    assert row["perplexity"] == json.loads((out / "only" / "test_results.json").read_text())["test_perplexity"]
+    assert "speed_ratio" not in row
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        (["shapes.json"], "expected name=path"),
+        (["../up=."], "expected name=path"),
+        (["a=.", "a=."], "'a' twice"),
+        (["a=/no/model"], "No model /no/model"),
+    ],
+)
+def test_bad_models(models, message):
+    with pytest.raises((ValueError, OSError), match=message):
+        script.parse_models(models)
+
+
+def test_a_failed_run_says_where_to_look(tmp_path):
+    (tmp_path / "bad.json").write_text("{}")
+    options = ["--tokenizer_name", "words", "--train_file", "none.txt", "--test_file", "none.txt"]
+    with pytest.raises(ChildProcessError, match=r"bad\.log"):
+        run("clm", "--models", f"bad={tmp_path / 'bad.json'}", *options, "--output_dir", tmp_path / "runs")
+    assert "No data file none.txt" in (tmp_path / "runs" / "bad.log").read_text()
