@@ -79,7 +79,7 @@ def compression_options(command: Callable) -> Callable:
     return with_options
 
 
-def write_json(content: dict, file: Path) -> None:
+def write_json(content: dict | list, file: Path) -> None:
     """Write `content` to `file`, or to stdout where that is `-`."""
     text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     sys.stdout.write(text) if str(file) == "-" else file.write_text(text, encoding="utf-8")
@@ -130,7 +130,7 @@ def convert(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what the folder holds.")] = False,
     options: dict | None = None,
 ) -> None:
-    """Factorize a trained Marian, BART, mBART, Pegasus, M2M100 or LightFormer checkpoint by truncated SVD.
+    """Factorize a trained Marian, BART, mBART, Pegasus, M2M100, LightFormer, Subformer or PartialFormer checkpoint.
 
     The output loads with AutoModelForSeq2SeqLM and AutoTokenizer. Truncation costs quality: fine-tune the result with
     training/run_translation.py before use.
@@ -288,6 +288,30 @@ def demo(
         message = f"Stopped. What is complete stays in {output}: the same command goes on from there."
         Console(stderr=True).print(f"\n{escape(message)}", highlight=False, soft_wrap=True)
         raise typer.Exit(130) from None
+
+
+@app.command()
+def parameters(
+    table: Annotated[str, typer.Option(help="Only rows whose name contains this, e.g. 'Subformer T2'.")] = "",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the counts as JSON to this file, or only to stdout with '-'.")
+    ] = None,
+) -> None:
+    """Print the parameter tables of the papers: the printed count, ours, and the difference.
+
+    Exits with 1 where a row differs by more than its tolerance.
+
+    Example: lightformers parameters --table PartialFormer
+    """
+    from .evaluation.parameters import count_parameters, parameter_table
+
+    counts = count_parameters(table)
+    if str(json_file) != "-":
+        Console().print(parameter_table(counts))
+    if json_file is not None:
+        write_json([count.to_dict() for count in counts], json_file)
+    if not all(count.within for count in counts):
+        raise typer.Exit(1)
 
 
 benchmark_app = typer.Typer(help="Measure this package against what it replaces.", no_args_is_help=True)

@@ -1,0 +1,121 @@
+"""The papers' printed parameter counts beside what their configurations give here.
+
+`parameter_tables.json` has one entry for each row: the configuration in this package's fields, the printed millions,
+the tolerance that the row is held to, and a note where the paper leaves something open.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import resources
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from lightformers_hf import models
+
+from .size import unique_parameters
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """One row of a paper's table.
+
+    Attributes:
+        table: paper, table and row, as in `LightFormer T6 r4`.
+        model: name of the model class.
+        millions: the count as printed; the decimals say how it was rounded.
+        tolerance: largest accepted |ours − printed| / printed.
+        config: fields of the model's configuration.
+        note: what the paper leaves open, and how it was read.
+    """
+
+    table: str
+    model: str
+    millions: float
+    tolerance: float
+    config: dict
+    note: str = ""
+
+    def build(self) -> PreTrainedModel:
+        """The row's model, on torch's default device."""
+        model_class = getattr(models, self.model)
+        return model_class(model_class.config_class(**self.config))
+
+    @property
+    def allowed(self) -> float:
+        """Millions that ours may differ by: the tolerance, and half a unit of the last printed digit at least."""
+        decimals = len(str(self.millions).partition(".")[2])
+        return max(self.tolerance * self.millions, 10.0**-decimals / 2)
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """A row of a paper's table and `ours`, the millions of parameters that its configuration gives."""
+
+    row: ParameterRow
+    ours: float
+
+    @property
+    def difference(self) -> float:
+        """(ours − printed) / printed."""
+        return self.ours / self.row.millions - 1
+
+    @property
+    def within(self) -> bool:
+        """Whether ours is as near to the printed count as the row allows."""
+        return abs(self.ours - self.row.millions) <= self.row.allowed
+
+    def to_dict(self) -> dict:
+        """Everything as one dictionary, for JSON."""
+        return asdict(self.row) | {"ours": self.ours, "difference": self.difference, "within": self.within}
+
+
+@cache
+def parameter_rows() -> tuple[ParameterRow, ...]:
+    """Every row of the papers' tables that is kept in the package."""
+    text = resources.files(__package__).joinpath("parameter_tables.json").read_text(encoding="utf-8")
+    return tuple(ParameterRow(**row) for row in json.loads(text))
+
+
+def find_row(table: str) -> ParameterRow:
+    """The row of exactly that name, as in `LightFormer T6 r4`; `KeyError` where there is none."""
+    return {row.table: row for row in parameter_rows()}[table]
+
+
+def count_parameters(table: str = "") -> list[ParameterCount]:
+    """Count every row whose name contains `table`, in any case, without memory for weights (`meta` device).
+
+    Raises:
+        ValueError: no row's name contains it.
+    """
+    rows = [row for row in parameter_rows() if table.casefold() in row.table.casefold()]
+    if not rows:
+        names = ", ".join(dict.fromkeys(" ".join(row.table.split()[:2]) for row in parameter_rows()))
+        raise ValueError(f"no row of the papers' tables contains {table!r}; there are rows of {names}")
+    with torch.device("meta"):
+        return [ParameterCount(row, unique_parameters(row.build()) / 1e6) for row in rows]
+
+
+def parameter_table(counts: list[ParameterCount]) -> Table:
+    """A rich table of the counts: paper, ours, difference, tolerance, and whether the one is within the other."""
+    within = sum(count.within for count in counts)
+    table = Table(title="Parameters, millions", caption=f"{within} of {len(counts)} rows within their tolerance")
+    for heading in ("row", "paper", "ours", "difference", "tolerance", "within", "note"):
+        table.add_column(heading, justify="left" if heading in ("row", "within", "note") else "right", overflow="fold")
+    for count in counts:
+        row = count.row
+        table.add_row(
+            escape(row.table),
+            f"{row.millions}",
+            f"{count.ours:.2f}",
+            f"{count.difference:+.1%}",
+            f"±{row.allowed / row.millions:.1%}",
+            "yes" if count.within else "[red]no[/red]",
+            escape(row.note),
+        )
+    return table
