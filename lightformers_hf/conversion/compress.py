@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -12,8 +11,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..models.configuration_base import RANK_FIELDS
-from ..models.configuration_lightformer import LightFormerConfig
+from ..models.configuration_base import RANK_FIELDS, FactorizedConfig
 from .options import CompressionOptions
 from .report import CompressionReport, MatrixReport
 from .sharing import merge, source_names
@@ -22,17 +20,11 @@ from .teacher import Teacher, skeleton, stored_tensors
 
 
 def factorizable(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    """(module name, kind) of every matrix of a dense LightFormer that may become low-rank."""
+    """(module name, kind) of every matrix of a dense model that may become low-rank."""
     ties = model.get_expanded_tied_weights_keys(all_submodels=True)
     for name, module in model.named_modules():
-        if f"{name}.weight" in ties or not isinstance(module, (nn.Linear, nn.Embedding)):
-            continue
-        if re.search(r"(self_attn|encoder_attn)\.\w+_proj$", name):
-            yield name, "attention"
-        elif re.search(r"\.fc[12]$", name):
-            yield name, "ffn"
-        elif re.search(r"(shared|embed_tokens|lm_head)$", name) and model.config.embedding_dim is None:
-            yield name, "embedding"
+        if hasattr(module, "kind") and f"{name}.weight" not in ties:
+            yield name, module.kind
 
 
 def _bare(name: str) -> str:
@@ -52,10 +44,15 @@ class Compression:
         self.policy = options.policy()
         groups = {}
         for field in ("encoder_groups", "decoder_groups"):
-            asked = getattr(options, field)
-            groups[field] = getattr(teacher.config, field) if asked is None else asked
+            if (asked := getattr(options, field)) is not None:
+                if not hasattr(teacher.config, field):
+                    raise ValueError(
+                        f"{field} is {asked}, but layers of a {teacher.config.model_type} are shared as its training "
+                        "had them: leave it out"
+                    )
+                groups[field] = asked
         ranks = {field: None for field in RANK_FIELDS}
-        self.dense_config = LightFormerConfig(
+        self.dense_config = type(teacher.config)(
             **{**teacher.config.to_dict(), **groups, **ranks, "rank_pattern": {}, "architectures": None}
         )
         self.dense = skeleton(teacher.model_class, self.dense_config)
@@ -150,7 +147,7 @@ class Compression:
             if name.rpartition(".")[0] not in self.kinds
         }
 
-    def _config(self) -> LightFormerConfig:
+    def _config(self) -> FactorizedConfig:
         """The result's configuration: the commonest rank of each kind as a field, the others as `rank_pattern`."""
         fields: dict[str, int | None] = {}
         common = {}
@@ -164,7 +161,7 @@ class Compression:
             fields[f"decoder_{kind}_rank"] = None if decoder == encoder else decoder
         tables = [rank for name, rank in self.ranks.items() if self.kinds[name] == "embedding"]
         fields["embedding_rank"] = tables[0] if tables else None
-        config = LightFormerConfig(**{**self.dense_config.to_dict(), **fields})
+        config = type(self.dense_config)(**{**self.dense_config.to_dict(), **fields})
         config.rank_pattern = {
             _bare(name): rank
             for name in self.kinds

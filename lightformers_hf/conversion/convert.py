@@ -35,7 +35,7 @@ def plan(source: str | Path, *, progress: bool = True, **options) -> Compression
 def convert(
     source: str | Path, output: str | Path, *, overwrite: bool = False, progress: bool = True, **options
 ) -> CompressionReport:
-    """Compress a trained Marian, BART, mBART, Pegasus, M2M100 or LightFormer checkpoint by truncated SVD (Eq. 11).
+    """Compress a trained checkpoint of Marian, BART, mBART, Pegasus, M2M100 or this package by truncated SVD (Eq. 11).
 
     `output` gets weights, configuration, tokenizer, generation configuration, the model's code, `compression.json` and
     a model card: `AutoModelForSeq2SeqLM.from_pretrained(output)` and `AutoTokenizer.from_pretrained(output)` load it.

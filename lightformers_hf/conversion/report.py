@@ -58,6 +58,8 @@ class CompressionReport:
     Attributes:
         source: name of the source, without the path to it.
         family: `model_type` of the source.
+        architecture: `model_type` of the result.
+        auto_class: the Auto class that loads the result.
         options: the options that were set.
         groups: stored layers of the result and depths, {stack: [stored, depths]}.
         matrices: one a stored matrix of the result.
@@ -67,6 +69,8 @@ class CompressionReport:
 
     source: str
     family: str
+    architecture: str
+    auto_class: str
     options: dict
     groups: dict[str, list[int]]
     matrices: list[MatrixReport]
@@ -83,10 +87,13 @@ class CompressionReport:
         groups = {}
         for stack in ("encoder", "decoder"):
             depths = getattr(config, f"{stack}_layers")
-            groups[stack] = [getattr(config, f"{stack}_groups") or depths, depths]
+            groups[stack] = [getattr(config, f"{stack}_groups", None) or depths, depths]
+        auto_classes = {reference.split(".")[-1]: name for name, reference in config.auto_classes.items()}
         return cls(
             source=teacher.name,
             family=teacher.source_config.model_type,
+            architecture=config.model_type,
+            auto_class=auto_classes[type(model).__name__],
             options=set_options,
             groups=groups,
             matrices=matrices,
@@ -168,13 +175,13 @@ CARD = jinja2.Environment(autoescape=False, trim_blocks=True, lstrip_blocks=True
     """---
 library_name: transformers
 tags:
-- lightformer
+- {{ architecture }}
 - compression
 - low-rank
 ---
 # {{ source }}, compressed
 
-A LightFormer: `{{ source }}` (`{{ family }}`) with its matrices factorized by truncated SVD
+A `{{ architecture }}` model: `{{ source }}` (`{{ family }}`) with its matrices factorized by truncated SVD
 {%- for stack, (stored, depths) in groups.items() if stored != depths %}, its {{ depths }} {{ stack }} layers sharing
 {{ stored }} stored ones{% endfor %}.
 
@@ -189,9 +196,9 @@ Truncation alone costs quality; fine-tune it before use. Options of the conversi
 
 ```python
 import lightformers_hf  # registers the architecture; without it, pass trust_remote_code=True
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import {{ auto_class }}, AutoTokenizer
 
-model = AutoModelForSeq2SeqLM.from_pretrained("PATH")
+model = {{ auto_class }}.from_pretrained("PATH")
 tokenizer = AutoTokenizer.from_pretrained("PATH")
 ```
 

@@ -14,7 +14,7 @@ GROUP_STARTS = ("mean", "first")
 def source_names(name: str, source, target) -> list[str]:
     """Names of the source's tensors that the target's tensor `name` is made of, one for every depth it serves.
 
-    `source` and `target` are configurations with `{stack}_layers` and `{stack}_groups`.
+    `source` and `target` are configurations of one family, with `{stack}_layers` and maybe `{stack}_groups`.
     """
     match = re.match(
         r"(?P<head>.*)(?P<stack>encoder|decoder)\.(?P<part>layers|depths)\.(?P<index>\d+)\.(?P<rest>.+)", name
@@ -23,7 +23,9 @@ def source_names(name: str, source, target) -> list[str]:
         return [name]
     head, stack, part, rest = match["head"], match["stack"], match["part"], match["rest"]
     layers = getattr(target, f"{stack}_layers")
-    source_groups, target_groups = getattr(source, f"{stack}_groups"), getattr(target, f"{stack}_groups")
+    source_groups, target_groups = (getattr(config, f"{stack}_groups", None) for config in (source, target))
+    if source_groups == target_groups:
+        return [name]
     index = int(match["index"])
     if part == "depths":  # private to a depth; in the source too, unless each of its layers has its own anyway
         return [f"{head}{stack}.{'layers' if source_groups is None else 'depths'}.{index}.{rest}"]

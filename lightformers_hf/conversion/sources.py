@@ -1,7 +1,8 @@
-"""Source families: how each teacher's configuration and tensor names read as a LightFormer's.
+"""Source families: how each teacher's configuration and tensor names read as one of this package's.
 
-Tensor names are those of the dense `LightFormerForConditionalGeneration`, which are Marian's and BART's own, so a
-family is one row: its classes, the fields that its code fixes, and what its checkpoints may hold besides.
+The architectures of this package are read as they are. Every other family becomes a LightFormer, whose tensor names
+are Marian's and BART's own, so a family is one row: its classes, the fields that its code fixes, and what its
+checkpoints may hold besides.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from ..models.configuration_base import FactorizedConfig
 from ..models.configuration_lightformer import LightFormerConfig
 
 # Fields that Marian, BART and their relatives call as LightFormer does.
@@ -56,6 +58,8 @@ FAMILIES: dict[str, Family] = {
     "lightformer": Family(
         ("LightFormerForConditionalGeneration", "LightFormerForCausalLM", "LightFormerForSequenceClassification")
     ),
+    "subformer": Family(("SubformerForConditionalGeneration", "SubformerForCausalLM")),
+    "partialformer": Family(("PartialFormerForConditionalGeneration", "PartialFormerForCausalLM")),
 }
 
 
@@ -79,21 +83,22 @@ def family_of(config: PreTrainedConfig) -> Family:
     return family
 
 
-def lightformer_config(config: PreTrainedConfig) -> LightFormerConfig:
-    """The LightFormer, dense and unshared unless the source is one itself, that computes what the source computes."""
-    if isinstance(config, LightFormerConfig):
+def own_config(config: PreTrainedConfig) -> FactorizedConfig:
+    """The configuration that computes what the source computes: the source's own where it is of this package, else the
+    LightFormer's, dense and unshared."""
+    if isinstance(config, FactorizedConfig):
         return config
     shared = {name: getattr(config, name) for name in SHARED_FIELDS if hasattr(config, name)}
     return LightFormerConfig(**shared, **family_of(config).fields, dtype=config.dtype)
 
 
-def canonical_name(name: str, family: Family) -> str | None:
-    """A checkpoint's tensor name as the LightFormer module has it, or `None` for a tensor that says nothing.
+def canonical_name(name: str, config: PreTrainedConfig) -> str | None:
+    """A tensor's name in a checkpoint of `config` as this package's module has it, or `None` if it says nothing.
 
-    Checkpoints saved from the base class lack the `model.` in front.
+    Checkpoints of other families saved from their base class lack the `model.` in front.
     """
     bare = name.removeprefix("model.")
-    if re.fullmatch(family.ignored, bare):
+    if re.fullmatch(family_of(config).ignored, bare):
         return None
-    has_prefix = "LightFormer" in family.architectures[0] or not re.match(r"(encoder|decoder|shared)\.", bare)
+    has_prefix = isinstance(config, FactorizedConfig) or not re.match(r"(encoder|decoder|shared)\.", bare)
     return name if has_prefix else f"model.{bare}"

@@ -1,4 +1,4 @@
-"""A teacher on disk: its configuration and its tensors, read one at a time under LightFormer's names."""
+"""A teacher on disk: its configuration and its tensors, read one at a time under this package's names."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from pathlib import Path
 
 import torch
 import transformers
-from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from .. import models
 from ..models.low_rank import LowRankEmbedding, LowRankLinear, LowRankOutput
 from .checkpoint import CheckpointReader
-from .sources import canonical_name, family_of, lightformer_config
+from .sources import canonical_name, family_of, own_config
 
 
 def skeleton(model_class: type[PreTrainedModel], config) -> PreTrainedModel:
@@ -37,8 +36,8 @@ class Teacher:
     Attributes:
         name: what reports call it: the folder's name without the path to it, or the name on the Hub.
         source_config: the checkpoint's own configuration.
-        config: the `LightFormerConfig` that computes the same.
-        model_class: the LightFormer class with the checkpoint's head.
+        config: the configuration of this package that computes the same.
+        model_class: the class of this package with the checkpoint's head.
         model: its skeleton, whose stored tensors are exactly those that `read` gives.
 
     Raises:
@@ -55,8 +54,8 @@ class Teacher:
             raise ValueError(
                 f"{folder / 'config.json'} is no configuration that transformers knows: {error}"
             ) from None
-        self.family = family_of(self.source_config)
-        self.config = lightformer_config(self.source_config)
+        family_of(self.source_config)
+        self.config = own_config(self.source_config)
         head = (self.source_config.architectures or [""])[0]
         self.model_class = getattr(models, head, models.LightFormerForConditionalGeneration)
         self.model = skeleton(self.model_class, self.config)
@@ -66,14 +65,14 @@ class Teacher:
         self._names = self._match_names()
 
     def _match_names(self) -> dict[str, str]:
-        """{LightFormer's name: name in the checkpoint} of every stored tensor."""
+        """{this package's name: name in the checkpoint} of every stored tensor."""
         expected = stored_tensors(self.model)
         ties = self.model.get_expanded_tied_weights_keys(all_submodels=True)
         names: dict[str, str] = {}
         repeats: dict[str, list[str]] = {}
         unknown = []
         for key in self.reader.keys():  # noqa: SIM118, a reader is no dict
-            name = canonical_name(key, self.family)
+            name = canonical_name(key, self.source_config)
             if name is None:
                 continue
             if name in ties:
@@ -137,8 +136,7 @@ class Teacher:
         if factors is not None:
             return (factors[0].float() @ factors[1].float()).to(factors[0].dtype)
         weight = self.read(f"{module_name}.weight")
-        is_table = isinstance(self.model.get_submodule(module_name), nn.Embedding) or module_name == "lm_head"
-        return weight if is_table else weight.T
+        return weight if self.model.get_submodule(module_name).kind == "embedding" else weight.T
 
     def bias(self, module_name: str) -> torch.Tensor | None:
         """The bias of a module, or `None` where it has none."""
