@@ -8,11 +8,11 @@ dropped, the rest averaged. Here all models take turns within the same runs, so 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from tqdm.auto import tqdm
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 WARM_UP_SENTENCES = 3
+T = TypeVar("T")
 
 
 @dataclass
@@ -34,9 +35,14 @@ class Speed:
     tokens: int
 
 
+def run_ratios(speed: Speed, to: Speed) -> list[float]:
+    """How many times faster `speed` is than `to` in each of the runs that both were measured in."""
+    return [a / b for a, b in zip(speed.runs, to.runs, strict=True)]
+
+
 def speed_ratio(speed: Speed, to: Speed) -> float:
     """How many times faster `speed` is than `to`: the median over the runs that both were measured in."""
-    return median(a / b for a, b in zip(speed.runs, to.runs, strict=True))
+    return median(run_ratios(speed, to))
 
 
 def typical_sentences(
@@ -71,13 +77,6 @@ def tokens_per_second(
         progress: show a bar on stderr.
         generation: arguments of `generate()`: `num_beams`, `max_new_tokens`, …
     """
-    if not sentences or runs < 1:
-        raise ValueError(f"speed of {len(sentences)} sentences in {runs} runs: expected at least one of each.")
-    if forced_length is not None:
-        generation |= {"max_new_tokens": forced_length, "eos_token_id": None, "forced_eos_token_id": None}
-    if generation.get("max_new_tokens") is not None:
-        generation.setdefault("max_length", None)
-
     inputs = {
         name: [
             tokenizer(text, truncation=True, max_length=longest_input(model, tokenizer), return_tensors="pt")
@@ -85,29 +84,73 @@ def tokens_per_second(
         ]
         for name, (model, tokenizer) in models.items()
     }
-    names = list(models)
-    rates: dict[str, list[float]] = {name: [] for name in names}
-    tokens: dict[str, int] = {}
-    training = {name: model.training for name, (model, _) in models.items()}
-    with one_core(), torch.inference_mode(), tqdm(total=runs * len(names), disable=not progress, unit="run") as bar:
+    networks = {name: model for name, (model, _) in models.items()}
+    return generation_speed(networks, inputs, runs=runs, forced_length=forced_length, progress=progress, **generation)
+
+
+def generation_speed(
+    models: dict[str, PreTrainedModel],
+    inputs: dict[str, list[Mapping[str, torch.Tensor]]],
+    *,
+    runs: int = 10,
+    forced_length: int | None = None,
+    progress: bool = False,
+    **generation,
+) -> dict[str, Speed]:
+    """As `tokens_per_second`, of inputs that are tokenized already.
+
+    Args:
+        inputs: name → batches with `input_ids` and `attention_mask`, equally many for every model.
+    """
+    if not all(inputs.values()) or runs < 1:
+        fewest = min(map(len, inputs.values()))
+        raise ValueError(f"speed of {fewest} sentences in {runs} runs: expected at least one of each.")
+    if forced_length is not None:
+        generation |= {"max_new_tokens": forced_length, "eos_token_id": None, "forced_eos_token_id": None}
+    if generation.get("max_new_tokens") is not None:
+        generation.setdefault("max_length", None)
+
+    training = {name: model.training for name, model in models.items()}
+    with one_core(), torch.inference_mode():
         try:
-            for name, (model, _) in models.items():
+            for name, model in models.items():
                 model.eval()
                 _translate_timed(model, inputs[name][:WARM_UP_SENTENCES], generation)
-            for run in range(runs):
-                first = run % len(names)
-                for name in names[first:] + names[:first]:
-                    bar.set_description(name, refresh=False)
-                    tokens[name], seconds = _translate_timed(models[name][0], inputs[name], generation)
-                    rates[name].append(tokens[name] / seconds)
-                    bar.update()
+            actions = {
+                name: lambda name=name, model=model: _translate_timed(model, inputs[name], generation)
+                for name, model in models.items()
+            }
+            timed = take_turns(actions, runs=runs, progress=progress)
         finally:
-            for name, (model, _) in models.items():
+            for name, model in models.items():
                 model.train(training[name])
-    return {name: Speed(_trimmed_mean(rates[name]), rates[name], tokens[name]) for name in names}
+    return {name: speed_of(results) for name, results in timed.items()}
 
 
-def _translate_timed(model: PreTrainedModel, inputs: list, generation: dict) -> tuple[int, float]:
+def take_turns(actions: dict[str, Callable[[], T]], *, runs: int, progress: bool = False) -> dict[str, list[T]]:
+    """What each action returns in each of the runs.
+
+    In a run each action is called once; the one that begins changes from run to run.
+    """
+    names = list(actions)
+    results: dict[str, list[T]] = {name: [] for name in names}
+    with tqdm(total=runs * len(names), disable=not progress, unit="run") as bar:
+        for run in range(runs):
+            first = run % len(names)
+            for name in names[first:] + names[:first]:
+                bar.set_description(name, refresh=False)
+                results[name].append(actions[name]())
+                bar.update()
+    return results
+
+
+def speed_of(timed: list[tuple[int, float]]) -> Speed:
+    """The speed of runs, each so many tokens in so many seconds."""
+    rates = [tokens / seconds for tokens, seconds in timed]
+    return Speed(_trimmed_mean(rates), rates, timed[-1][0])
+
+
+def _translate_timed(model: PreTrainedModel, inputs: list[Mapping], generation: dict) -> tuple[int, float]:
     """Tokens generated for all inputs, one at a time, and the seconds it took."""
     start = time.perf_counter()
     outputs = [
