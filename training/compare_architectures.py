@@ -71,17 +71,14 @@ def options(path: Path, args: argparse.Namespace, others: list[str]) -> list[str
 def seconds_per_step(folder: Path) -> float:
     """Mean time of a training step of the run in `folder`, from the state that its trainer saved."""
     state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
-    return (
-        next(entry["train_runtime"] for entry in state["log_history"] if "train_runtime" in entry)
-        / (state["global_step"])
-    )
+    runtime = next(entry["train_runtime"] for entry in state["log_history"] if "train_runtime" in entry)
+    return runtime / state["global_step"]
 
 
-def decoding_speed(folders: dict[str, Path], args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Generated tokens a second of each model on one core, and the ratio to the first model's."""
+def decoding_speed(models: dict[str, tuple], args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Generated tokens a second of each (model, tokenizer) on one core, and the ratio to the first one's."""
     pairs = load_parallel(args.test_file, source=args.source_lang, target=args.target_lang)
     sources, references = pairs["source"][:], pairs["target"][:]
-    models = {name: load_model(folder) for name, folder in folders.items()}
     tokenizer = next(iter(models.values()))[1]
     sentences = typical_sentences(sources, references, tokenizer, args.speed_sentences)
     length = round(fmean(len(ids) for ids in tokenizer(text_target=references, verbose=False)["input_ids"]))
@@ -125,12 +122,13 @@ def main(argv: list[str] | None = None) -> None:
         ]
         results = {name: job.result() for name, job in zip(paths, tqdm(jobs, desc="runs"), strict=True)}
 
-    speeds = decoding_speed(folders, args) if args.task == "translation" else {}
+    load = load_model if args.task == "translation" else lambda folder: (AutoModelForCausalLM.from_pretrained(folder),)
+    models = {name: load(folder) for name, folder in folders.items()}
+    speeds = decoding_speed(models, args) if args.task == "translation" else {}
     rows = []
-    for name, folder in folders.items():
-        model = load_model(folder)[0] if args.task == "translation" else AutoModelForCausalLM.from_pretrained(folder)
+    for name, (model, *_) in models.items():
         scores = {score: results[name][f"test_{score}"] for score in SCORES[args.task]}
-        measured = {"parameters": unique_parameters(model), "seconds_per_step": seconds_per_step(folder)}
+        measured = {"parameters": unique_parameters(model), "seconds_per_step": seconds_per_step(folders[name])}
         rows.append({"name": name, "model": str(paths[name]), **measured, **scores, **speeds.get(name, {})})
     Path(args.output_dir, "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
