@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from models.lightformer_cases import like_trained
+from models.cases import like_trained
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
