@@ -347,6 +347,35 @@ def benchmark_conversion(
         show(run(shapes, runs=runs, samples=samples), console)
 
 
+@benchmark_app.command("architectures")
+def benchmark_architectures(
+    pair: Annotated[
+        list[str] | None, typer.Option(help="Only this pair, e.g. subformer-base. Repeatable. Default: all five.")
+    ] = None,
+    runs: Annotated[int, typer.Option(min=1, help="Interleaved runs; medians are shown.")] = 10,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated in a run.")] = 25,
+    training: Annotated[bool, typer.Option("--training/--no-training", help="Time training steps, too.")] = True,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Train under bfloat16 autocast.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the runs as JSON to this file, or only to stdout with '-'.")
+    ] = None,
+) -> None:
+    """Time architectures of the papers beside Marian of equal depth and width: decoding and training on one core.
+
+    Example: lightformers benchmark architectures --pair partialformer-36m --no-training
+    """
+    from .evaluation.architectures import PAIRS, compare, comparison_table
+
+    comparisons = [
+        compare(name, runs=runs, new_tokens=new_tokens, training=training, bf16=bf16, progress=True)
+        for name in pair or PAIRS
+    ]
+    if str(json_file) != "-":
+        Console().print(comparison_table(comparisons))
+    if json_file is not None:
+        write_json([comparison.to_dict() for comparison in comparisons], json_file)
+
+
 def main() -> None:
     """Run the command line. An expected error (`ValueError`, `OSError`) is one message on stderr and exit code 1."""
     try:

@@ -14,7 +14,7 @@ from importlib import resources
 import torch
 from rich.markup import escape
 from rich.table import Table
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightformers_hf import models
 
@@ -43,8 +43,11 @@ class ParameterRow:
 
     def build(self) -> PreTrainedModel:
         """The row's model, on torch's default device."""
-        model_class = getattr(models, self.model)
-        return model_class(model_class.config_class(**self.config))
+        return getattr(models, self.model)(self.model_config())
+
+    def model_config(self) -> PreTrainedConfig:
+        """The row's configuration."""
+        return getattr(models, self.model).config_class(**self.config)
 
     @property
     def allowed(self) -> float:
