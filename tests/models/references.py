@@ -172,12 +172,12 @@ def subformer_stored_layer(sharing: str, depth: int, layers: int) -> int:
     return {"every_2": depth // 2, "none": depth}[sharing]
 
 
-def add_and_norm(states: Vectors, norm: Callable, sublayer: Callable, pre_norm: bool) -> Vectors:
+def add_and_norm(states: Vectors, w: Weights, name: str, sublayer: Callable, pre_norm: bool) -> Vectors:
     """Residual connection and LayerNorm around a sublayer of the whole sentence."""
     if pre_norm:
-        outputs = sublayer([norm(x) for x in states])
+        outputs = sublayer([w.norm(name, x) for x in states])
         return [x + y for x, y in zip(states, outputs, strict=True)]
-    return [norm(x + y) for x, y in zip(states, sublayer(states), strict=True)]
+    return [w.norm(name, x + y) for x, y in zip(states, sublayer(states), strict=True)]
 
 
 def subformer_stack(
@@ -208,13 +208,10 @@ def subformer_stack(
         def feed_forward(states, ffn=ffn):
             return [ffn.linear("fc2", relu(ffn.linear("fc1", x))) for x in states]
 
-        def norm(name, own=own):
-            return lambda x: own.norm(name, x)
-
-        states = add_and_norm(states, norm("self_attn_layer_norm"), self_attention, pre_norm)
+        states = add_and_norm(states, own, "self_attn_layer_norm", self_attention, pre_norm)
         if memory is not None:
-            states = add_and_norm(states, norm("encoder_attn_layer_norm"), cross_attention, pre_norm)
-        states = add_and_norm(states, norm("final_layer_norm"), feed_forward, pre_norm)
+            states = add_and_norm(states, own, "encoder_attn_layer_norm", cross_attention, pre_norm)
+        states = add_and_norm(states, own, "final_layer_norm", feed_forward, pre_norm)
     return [w.norm("layer_norm", x) for x in states] if pre_norm else states
 
 
@@ -317,7 +314,7 @@ def partial_attention(
     head_scaling: bool,
     global_logits: Callable[[int, int, int], float] = lambda head, t, s: 0.0,
 ) -> Vectors:
-    """Attention whose heads have a feed-forward network and a gate. `global_logits`: A^G of head, position, position."""
+    """Attention whose heads have a feed-forward network and a gate. `global_logits`: A^G of (head, t, s)."""
     d_k = config.head_dim
     base = config.base_attention_heads if head_scaling else heads
     gate_width = heads * d_k if has_ffn else 0
@@ -332,9 +329,7 @@ def partial_attention(
     for t in range(len(states)):
         seen, logits = seen_by(t, memory, causal), {}
         for s in seen:
-            dots = [
-                head_of(queries[t], h, d_k) @ head_of(keys[s], h, d_k) / math.sqrt(d_k) for h in range(base)
-            ]
+            dots = [head_of(queries[t], h, d_k) @ head_of(keys[s], h, d_k) / math.sqrt(d_k) for h in range(base)]
             logits[s] = scaled_heads(w, dots) if head_scaling else dots
         result = []
         for head in range(heads):
@@ -361,9 +356,7 @@ def global_attention(w: Weights, config, embedded: Vectors, heads: int) -> Calla
     return logit
 
 
-def partialformer_stack(
-    w: Weights, config, stack: str, ids: list[int], memory: Vectors | None = None
-) -> Vectors:
+def partialformer_stack(w: Weights, config, stack: str, ids: list[int], memory: Vectors | None = None) -> Vectors:
     """All depths of a stack, pre-norm, in contiguous groups that share a layer."""
     layers, groups = getattr(config, f"{stack}_layers"), getattr(config, f"{stack}_groups")
     heads, causal = getattr(config, f"{stack}_attention_heads"), stack == "decoder"
@@ -480,9 +473,7 @@ def multiplied_out(model, dense_config) -> torch.nn.Module:
             continue
         if f"{stem}.basis" in state and last == "weight":
             tensor = tensor @ state[f"{stem}.basis"]
-        elif stem.endswith("lm_head.output.output") or (
-            stem == "lm_head.output" and "lm_head.basis" in state
-        ):
+        elif stem.endswith("lm_head.output.output") or (stem == "lm_head.output" and "lm_head.basis" in state):
             stem = stem.removesuffix(".output")
             tensor, name = tensor @ state[f"{stem}.basis"], f"{stem}.weight"
         elif stem.endswith(".u"):
