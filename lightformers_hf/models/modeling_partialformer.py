@@ -185,24 +185,21 @@ class GlobalAttention(nn.Module):
         """Embeddings (B, T, d) and mask (B, 1, T, S) → A^G and mask in one sum (B, H, T, S), for every layer."""
         query, key = self.in_proj(self.layer_norm(hidden_states)).split(self.parts, dim=-1)
         query = split_heads(query * self.scaling, self.heads)
-        past_length = 0
+        # Before the update: a static cache counts in place.
+        positions = torch.arange(query.shape[2], device=query.device)
         if past_key_values is not None:
-            past_length = past_key_values.get_seq_length(layer_idx)
+            positions = positions + past_key_values.get_seq_length(layer_idx)
         # The slot has keys alone: its values have no width.
         key = key.unsqueeze(1)
         key, _ = cached_states(past_key_values, layer_idx, False, lambda: (key, key[..., :0]))
         key = split_heads(key.squeeze(1), self.heads)
         logits = torch.matmul(query, key.transpose(2, 3))
         if self.distances is not None:
-            logits = logits + self._relative(query, key.shape[2], past_length)
-        if attention_mask is None:
-            return logits
-        # Finite below: half precision has no room under its smallest number for a mask and a negative logit.
-        return (logits + attention_mask).clamp(min=torch.finfo(logits.dtype).min)
+            logits = logits + self._relative(query, positions, key.shape[2])
+        return logits if attention_mask is None else logits + attention_mask
 
-    def _relative(self, query: torch.Tensor, length: int, past_length) -> torch.Tensor:
-        """q_i·r_(j−i): queries (B, H, T, d_k) → (B, H, T, S)."""
-        positions = torch.arange(query.shape[2], device=query.device) + past_length
+    def _relative(self, query: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+        """q_i·r_(j−i): queries (B, H, T, d_k) at positions i (T) → (B, H, T, S), for the positions j < S."""
         distance = torch.arange(length, device=query.device) - positions.unsqueeze(-1)
         index = distance.clamp(-self.furthest, self.furthest) + self.furthest
         by_distance = torch.matmul(query, self.distances.weight.T)

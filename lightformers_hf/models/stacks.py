@@ -28,6 +28,17 @@ def make_table(config, stack: str) -> nn.Module:
     return make_embedding(vocab_size, config.embedding_width, rank, name=name, padding_idx=config.pad_token_id)
 
 
+def with_room(mask):
+    """`mask` for attention, where it is added to logits in fp16 kept far enough from -65504 to leave room for them.
+
+    Below is -inf, and a row of padding, which sees nothing, would be NaN: the states of every token would be, in the
+    next layer.
+    """
+    if isinstance(mask, torch.Tensor) and mask.dtype == torch.float16:
+        return mask.clamp(min=torch.finfo(torch.float16).min / 2)
+    return mask
+
+
 class FactorizedPreTrainedModel(PreTrainedModel):
     """Weights, loading and saving of every architecture."""
 
@@ -111,7 +122,7 @@ class EncoderStack(Stack):
         mask = create_bidirectional_mask(
             config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
         )
-        return BaseModelOutput(last_hidden_state=self.run(hidden_states, mask, **kwargs))
+        return BaseModelOutput(last_hidden_state=self.run(hidden_states, with_room(mask), **kwargs))
 
 
 class DecoderStack(Stack):
@@ -156,9 +167,9 @@ class DecoderStack(Stack):
             )
         hidden_states = self.run(
             hidden_states,
-            mask,
+            with_room(mask),
             encoder_hidden_states,  # positional: reentrant checkpointing follows gradients of positional inputs only
-            encoder_attention_mask,
+            with_room(encoder_attention_mask),
             past_key_values=past_key_values,
             **kwargs,
         )
