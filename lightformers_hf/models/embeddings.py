@@ -92,6 +92,18 @@ def _band_sizes(vocab_size: int, cutoffs: list[int]) -> list[int]:
     return [end - start for start, end in zip([0, *cutoffs], [*cutoffs, vocab_size], strict=True)]
 
 
+class AdaptiveTable(nn.Embedding):
+    """Table of one band. It draws itself: transformers passes over modules without parameters of their own."""
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Draw the vectors with a variance of 1/width: whatever the width, projected ones are as long."""
+        fresh = not getattr(self.weight, "_is_hf_initialized", False)
+        init.normal_(self.weight, std=self.embedding_dim**-0.5)
+        if fresh and self.padding_idx is not None:
+            init.zeros_(self.weight[self.padding_idx])
+
+
 class AdaptiveEmbedding(nn.Module):
     """Adaptive input (Baevski and Auli 2019): the rarer a token, the narrower its vector. Ids (…) → vectors (…, d).
 
@@ -105,7 +117,7 @@ class AdaptiveEmbedding(nn.Module):
         sizes = _band_sizes(vocab_size, cutoffs)
         widths = [d_model // factor**band for band in range(len(sizes))]
         self.tables = nn.ModuleList(
-            nn.Embedding(size, width, self._local(padding_idx, band, size))
+            AdaptiveTable(size, width, self._local(padding_idx, band, size))
             for band, (size, width) in enumerate(zip(sizes, widths, strict=True))
         )
         self.projections = nn.ModuleList(nn.Linear(width, d_model, bias=False) for width in widths)
@@ -113,15 +125,6 @@ class AdaptiveEmbedding(nn.Module):
     def _local(self, token: int | None, band: int, size: int) -> int | None:
         local = None if token is None else token - self.starts[band]
         return local if local is not None and 0 <= local < size else None
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Draw the tables: whatever a band's width, its projected vectors have the same variance."""
-        for table in self.tables:
-            fresh = not getattr(table.weight, "_is_hf_initialized", False)
-            init.normal_(table.weight, std=table.embedding_dim**-0.5)
-            if fresh and table.padding_idx is not None:
-                init.zeros_(table.weight[table.padding_idx])
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         vectors = None

@@ -20,7 +20,7 @@ from .configuration_partialformer import PartialFormerConfig
 from .embeddings import SinusoidalPositions
 from .heads import CausalLMHead, ConditionalGenerationHead, EncoderDecoder
 from .layer_stack import LayerStack, in_groups
-from .low_rank import projections
+from .low_rank import Projection, projections
 from .stacks import DecoderStack, EncoderStack, FactorizedPreTrainedModel, make_table
 from .transformer_layer import TransformerLayer, add_feed_forward, add_layer_norms
 
@@ -37,6 +37,13 @@ def over_heads(logits: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
     """`linear` over the head axis: (B, h, N) → (B, H, N), by one matrix product and without moving the axis."""
     weight = linear.weight.expand(logits.shape[0], -1, -1)
     return torch.baddbmm(linear.bias.unsqueeze(-1), weight, logits)
+
+
+def joint_projection(project: Projection, name: str, in_features: int, parts: list[int]) -> nn.Module:
+    """One matrix that holds several side by side, of the widths `parts`. It carries them, to be drawn one by one."""
+    joint = project(name, in_features, sum(parts))
+    joint.joint_parts = parts
+    return joint
 
 
 class PartialAttention(nn.Module):
@@ -75,11 +82,11 @@ class PartialAttention(nn.Module):
         self.is_cross_attention = is_cross_attention
         if is_cross_attention:
             self.parts, self.memory_parts = [query, gate], [key, value]
-            self.query_proj = project("query_proj", config.d_model, query + gate)
-            self.memory_proj = project("memory_proj", config.d_model, key + value)
+            self.query_proj = joint_projection(project, "query_proj", config.d_model, self.parts)
+            self.memory_proj = joint_projection(project, "memory_proj", config.d_model, self.memory_parts)
         else:
             self.parts = [query, key, value, gate]
-            self.in_proj = project("in_proj", config.d_model, sum(self.parts))
+            self.in_proj = joint_projection(project, "in_proj", config.d_model, self.parts)
         self.out_proj = project("out_proj", value, config.d_model)
 
         self.expand = self.mix = None
@@ -92,12 +99,6 @@ class PartialAttention(nn.Module):
             self.fc_gate = ffn("fc_gate", width, ffn_expansion * width) if config.ffn_glu else None
             self.activation, self.gate_activation = ACT2FN[config.activation_function], ACT2FN[config.gate_activation]
             self.activation_dropout, self.ffn_residual = config.activation_dropout, config.ffn_residual
-
-    def joint_projections(self) -> list[tuple[nn.Module, list[int]]]:
-        """Every matrix that holds several side by side, and their widths."""
-        if self.is_cross_attention:
-            return [(self.query_proj, self.parts), (self.memory_proj, self.memory_parts)]
-        return [(self.in_proj, self.parts)]
 
     def forward(
         self,
@@ -165,15 +166,11 @@ class GlobalAttention(nn.Module):
         self.parts = [self.heads * width] * 2
         self.layer_norm = nn.LayerNorm(config.d_model)
         project = projections(config, f"{stack}.global_attention", "attention")
-        self.in_proj = project("in_proj", config.d_model, sum(self.parts))
+        self.in_proj = joint_projection(project, "in_proj", config.d_model, self.parts)
         self.furthest = config.max_relative_position
         self.distances = None
         if config.global_attention == "relative":
             self.distances = nn.Embedding(2 * self.furthest + 1, width)
-
-    def joint_projections(self) -> list[tuple[nn.Module, list[int]]]:
-        """As `PartialAttention` has them."""
-        return [(self.in_proj, self.parts)]
 
     def forward(
         self,
@@ -298,14 +295,15 @@ class PartialFormerPreTrainedModel(FactorizedPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, nn.Linear) and getattr(module, "kind", None) != "embedding":
-            if not hasattr(module, "product_rank"):
-                init.xavier_uniform_(module.weight)
-        elif isinstance(module, PartialAttention | GlobalAttention):
-            for joint, parts in module.joint_projections():
-                if isinstance(joint, nn.Linear) and not getattr(joint.weight, "_is_hf_initialized", False):
-                    for part in filter(torch.numel, joint.weight.split(parts)):
-                        nn.init.xavier_uniform_(part, gain=JOINT_GAIN)
+        if not isinstance(module, nn.Linear) or hasattr(module, "product_rank"):
+            return
+        if hasattr(module, "joint_parts"):
+            # Here a slice is drawn, which does not know whether its matrix was loaded.
+            if not getattr(module.weight, "_is_hf_initialized", False):
+                for part in filter(torch.numel, module.weight.split(module.joint_parts)):
+                    nn.init.xavier_uniform_(part, gain=JOINT_GAIN)
+        elif getattr(module, "kind", None) != "embedding":
+            init.xavier_uniform_(module.weight)
 
 
 class PartialFormerStack(PartialFormerPreTrainedModel):

@@ -12,7 +12,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .embeddings import AdaptiveEmbedding, SinusoidalPositions, check_length, position_ids_from
+from .embeddings import AdaptiveEmbedding, AdaptiveTable, SinusoidalPositions, check_length, position_ids_from
 from .low_rank import init_factors, make_embedding, module_rank
 
 
@@ -54,7 +54,7 @@ class FactorizedPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         init_factors(module, self.config.init_std)
-        if isinstance(module, SinusoidalPositions | AdaptiveEmbedding):
+        if isinstance(module, SinusoidalPositions | AdaptiveTable):
             module.reset()
         elif getattr(module, "final_logits_bias", None) is not None:
             init.zeros_(module.final_logits_bias)
