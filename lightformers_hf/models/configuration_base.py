@@ -41,7 +41,7 @@ class FactorizedConfig(PreTrainedConfig):
         ValueError: fields that cannot go together; the message names the field, its value and what would be right.
     """
 
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012, Trainer adds lists to it
     embeddings = ("full", "adaptive")
     attribute_map = {  # noqa: RUF012
         "hidden_size": "d_model",

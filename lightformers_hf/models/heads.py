@@ -16,6 +16,7 @@ from transformers.modeling_outputs import (
 from transformers.utils import can_return_tuple
 
 from .embeddings import AdaptiveEmbedding, AdaptiveOutput, adaptive_ties
+from .linear import linear
 from .low_rank import make_output, module_rank, table_parameters
 from .stacks import make_table
 
@@ -43,7 +44,7 @@ class ProjectedOutput(nn.Module):
         self.projection, self.output = projection, output
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.output(self.projection(hidden_states))
+        return linear(self.output, self.projection(hidden_states))
 
 
 class Vocabulary:
@@ -249,7 +250,7 @@ class ConditionalGenerationHead(LanguageModelHead):
             use_cache=use_cache,
             **kwargs,
         )
-        logits = self.lm_head(outputs.last_hidden_state)
+        logits = linear(self.lm_head, outputs.last_hidden_state)
         if self.final_logits_bias is not None:
             logits = logits + self.final_logits_bias.to(logits.device)
         loss = None
@@ -317,7 +318,7 @@ class CausalLMHead(LanguageModelHead):
             loss = self.lm_head.loss(states[:, :-1], labels[:, 1:], kwargs.get("num_items_in_batch"))
         else:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.lm_head(states[:, kept])
+            logits = linear(self.lm_head, states[:, kept])
         if labels is not None and loss is None:
             loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **kwargs)
         return CausalLMOutputWithCrossAttentions(
