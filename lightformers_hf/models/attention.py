@@ -7,7 +7,6 @@ from torch import nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .linear import linear
 from .low_rank import Projection
 
 
@@ -119,13 +118,13 @@ class MultiHeadAttention(nn.Module):
 
         def compute() -> tuple[torch.Tensor, torch.Tensor]:
             current = key_value_states if is_cross_attention else hidden_states
-            return self._split_heads(linear(self.k_proj, current)), self._split_heads(linear(self.v_proj, current))
+            return self._split_heads(self.k_proj(current)), self._split_heads(self.v_proj(current))
 
         if self.joint_qkv:
-            query, *new = (self._split_heads(part) for part in linear(self.qkv_proj, hidden_states).chunk(3, dim=-1))
+            query, *new = (self._split_heads(part) for part in self.qkv_proj(hidden_states).chunk(3, dim=-1))
             key, value = cached_states(past_key_values, layer_idx, False, lambda: new)
         else:
-            query = self._split_heads(linear(self.q_proj, hidden_states))
+            query = self._split_heads(self.q_proj(hidden_states))
             key, value = cached_states(past_key_values, layer_idx, is_cross_attention, compute)
 
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
@@ -139,4 +138,4 @@ class MultiHeadAttention(nn.Module):
             scaling=self.scaling,
             **kwargs,
         )
-        return linear(self.out_proj, output.reshape(*hidden_states.shape[:-1], -1)), weights
+        return self.out_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import initialization as init
 from transformers.utils import is_torchdynamo_compiling
 
-from .linear import linear
+from .wide_linear import wide_linear
 
 
 def position_ids_from(attention_mask: torch.Tensor | None, length: int, past_length, device) -> torch.Tensor:
@@ -156,7 +156,7 @@ class AdaptiveOutput(nn.Module):
         self.classes = nn.Linear(d_model, len(cutoffs), bias=False)
 
     def _band(self, states: torch.Tensor, band: int) -> torch.Tensor:
-        return linear(self.tables[band], states @ self.projections[band].weight)
+        return wide_linear(self.tables[band], states @ self.projections[band].weight)
 
     def _first(self, states: torch.Tensor) -> torch.Tensor:
         return _log_softmax(torch.cat([self._band(states, 0), self.classes(states)], dim=-1))

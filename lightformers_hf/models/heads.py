@@ -16,9 +16,9 @@ from transformers.modeling_outputs import (
 from transformers.utils import can_return_tuple
 
 from .embeddings import AdaptiveEmbedding, AdaptiveOutput, adaptive_ties
-from .linear import linear
 from .low_rank import make_output, module_rank, table_parameters
 from .stacks import make_table
+from .wide_linear import wide_linear
 
 
 def shift_right(labels: torch.Tensor, pad_token_id: int, decoder_start_token_id: int) -> torch.Tensor:
@@ -44,7 +44,7 @@ class ProjectedOutput(nn.Module):
         self.projection, self.output = projection, output
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return linear(self.output, self.projection(hidden_states))
+        return wide_linear(self.output, self.projection(hidden_states))
 
 
 class Vocabulary:
@@ -250,7 +250,7 @@ class ConditionalGenerationHead(LanguageModelHead):
             use_cache=use_cache,
             **kwargs,
         )
-        logits = linear(self.lm_head, outputs.last_hidden_state)
+        logits = wide_linear(self.lm_head, outputs.last_hidden_state)
         if self.final_logits_bias is not None:
             logits = logits + self.final_logits_bias.to(logits.device)
         loss = None
@@ -318,7 +318,7 @@ class CausalLMHead(LanguageModelHead):
             loss = self.lm_head.loss(states[:, :-1], labels[:, 1:], kwargs.get("num_items_in_batch"))
         else:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = linear(self.lm_head, states[:, kept])
+            logits = wide_linear(self.lm_head, states[:, kept])
         if labels is not None and loss is None:
             loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **kwargs)
         return CausalLMOutputWithCrossAttentions(

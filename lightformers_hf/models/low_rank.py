@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .linear import linear
+from .wide_linear import wide_linear
 
 # (name of a linear layer, input width, output width) → the module: dense or low-rank, the configuration decides.
 Projection = Callable[[str, int, int], nn.Module]
@@ -68,7 +68,7 @@ class LowRankLinear(nn.Module):
         self.u.product_rank = self.v.product_rank = rank
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return linear(self.v, linear(self.u, hidden_states))
+        return self.v(self.u(hidden_states))
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}"
@@ -134,7 +134,7 @@ class LowRankOutput(nn.Module):
         self.product_rank = self.output.product_rank = rank
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return linear(self.output, nn.functional.linear(hidden_states, self.basis))
+        return wide_linear(self.output, nn.functional.linear(hidden_states, self.basis))
 
 
 def make_embedding(vocab_size: int, width: int, rank: int | None, *, name: str, padding_idx: int | None):

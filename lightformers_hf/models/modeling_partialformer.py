@@ -20,7 +20,6 @@ from .configuration_partialformer import PartialFormerConfig
 from .embeddings import SinusoidalPositions
 from .heads import CausalLMHead, ConditionalGenerationHead, EncoderDecoder
 from .layer_stack import LayerStack, in_groups
-from .linear import linear
 from .low_rank import Projection, projections
 from .stacks import DecoderStack, EncoderStack, FactorizedPreTrainedModel, make_table
 from .transformer_layer import TransformerLayer, add_feed_forward, add_layer_norms
@@ -115,12 +114,12 @@ class PartialAttention(nn.Module):
         `attention_mask` (B, 1 or H, T, S) is added to the logits: masks and A^G alike (Eq. 6).
         """
         if self.is_cross_attention:
-            query, gate = linear(self.query_proj, hidden_states).split(self.parts, dim=-1)
+            query, gate = self.query_proj(hidden_states).split(self.parts, dim=-1)
 
             def memory() -> tuple[torch.Tensor, ...]:
                 return self.memory_proj(key_value_states).unsqueeze(1).split(self.memory_parts, dim=-1)
         else:
-            query, *new, gate = linear(self.in_proj, hidden_states).split(self.parts, dim=-1)
+            query, *new, gate = self.in_proj(hidden_states).split(self.parts, dim=-1)
 
             def memory() -> tuple[torch.Tensor, ...]:
                 return new[0].unsqueeze(1), new[1].unsqueeze(1)
@@ -138,7 +137,7 @@ class PartialAttention(nn.Module):
         states = torch.matmul(weights, split_heads(values.squeeze(1), self.heads)).transpose(1, 2)
         if self.has_ffn:
             states = self._feed_forward(states) * self.gate_activation(gate).view(states.shape)
-        return linear(self.out_proj, states.flatten(2)), weights
+        return self.out_proj(states.flatten(2)), weights
 
     def _scale_heads(self, logits: torch.Tensor) -> torch.Tensor:
         """Attention maps of h heads to those of H (§3.4): (B, h, T, S) → (B, H, T, S)."""
@@ -181,7 +180,7 @@ class GlobalAttention(nn.Module):
         layer_idx: int | None = None,
     ) -> torch.Tensor:
         """Embeddings (B, T, d) and mask (B, 1, T, S) → A^G and mask in one sum (B, H, T, S), for every layer."""
-        query, key = linear(self.in_proj, self.layer_norm(hidden_states)).split(self.parts, dim=-1)
+        query, key = self.in_proj(self.layer_norm(hidden_states)).split(self.parts, dim=-1)
         query = split_heads(query * self.scaling, self.heads)
         # Before the update: a static cache counts in place.
         positions = torch.arange(query.shape[2], device=query.device)

@@ -6,7 +6,6 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .linear import linear
 from .low_rank import Projection
 
 
@@ -80,8 +79,8 @@ class TransformerLayer(GradientCheckpointingLayer):
             )[0]
 
         def feed_forward(states: torch.Tensor) -> torch.Tensor:
-            inner = self.activation(linear(ffn.fc1, states))
-            return linear(ffn.fc2, nn.functional.dropout(inner, p=self.activation_dropout, training=self.training))
+            inner = self.activation(ffn.fc1(states))
+            return ffn.fc2(nn.functional.dropout(inner, p=self.activation_dropout, training=self.training))
 
         hidden_states = self._sublayer(hidden_states, norms.self_attn_layer_norm, self_attention)
         if encoder_hidden_states is not None:
