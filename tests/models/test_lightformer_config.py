@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from cases import TINY, VARIANTS, make_config
 from hypothesis import given
 from hypothesis import strategies as st
-from lightformer_cases import TINY, VARIANTS
 from transformers import AutoConfig
 
 from lightformers_hf.models import (
@@ -19,10 +19,11 @@ from lightformers_hf.models.layer_stack import LayerStack, in_groups
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_json_round_trip(variant, tmp_path):
-    config = LightFormerConfig(**{**TINY, **VARIANTS[variant]})
+    config, (_, fields) = make_config(variant), VARIANTS[variant]
     config.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).to_dict() | {"_name_or_path": ""} == config.to_dict()
-    assert {name: getattr(config, name) for name in VARIANTS[variant]} == VARIANTS[variant]
+    given = {name: value for name, value in fields.items() if value is not None}
+    assert {name: getattr(config, name) for name in given} == given
 
 
 @pytest.mark.parametrize(
@@ -47,20 +48,20 @@ def test_json_round_trip(variant, tmp_path):
 )
 def test_impossible_fields(fields, message):
     with pytest.raises(ValueError, match=message):
-        LightFormerConfig(**{**TINY, **fields})
+        LightFormerConfig(**{**TINY["lightformer"], **fields})
 
 
 @pytest.mark.parametrize("fields", [{"d_model": "16"}, {"attention_rank": 2.5}, {"joint_qkv": "yes"}])
 def test_wrong_types(fields):
     with pytest.raises(Exception, match=next(iter(fields))):
-        LightFormerConfig(**{**TINY, **fields})
+        LightFormerConfig(**{**TINY["lightformer"], **fields})
 
 
 @pytest.mark.parametrize(
     "model_class", [LightFormerModel, LightFormerForConditionalGeneration, LightFormerForCausalLM]
 )
 def test_word_vectors_are_for_classification(model_class):
-    config = LightFormerConfig(**TINY, embedding_dim=10)
+    config = LightFormerConfig(**TINY["lightformer"], embedding_dim=10)
     with pytest.raises(ValueError, match="embedding_dim"):
         model_class(config)
     assert LightFormerForSequenceClassification(config).get_input_embeddings().weight.shape == (40, 10)

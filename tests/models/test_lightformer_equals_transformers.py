@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from lightformer_cases import like_trained, padded, sentences
+from cases import like_trained, padded, sentences
 
 from lightformers_hf.models import LightFormerConfig, LightFormerForConditionalGeneration
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from cases import TINY, make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightformer_cases import TINY, make_model
 from torch import nn
 
 from lightformers_hf.models import LightFormerConfig, LightFormerForConditionalGeneration
@@ -75,7 +75,7 @@ def test_fresh_model(embedding_rank):
     ranks = {"attention_rank": 40, "ffn_rank": 40} if embedding_rank else {}
     config = LightFormerConfig(
         **{
-            **TINY,
+            **TINY["lightformer"],
             "d_model": 128,
             "encoder_ffn_dim": 128,
             "decoder_ffn_dim": 128,
@@ -128,7 +128,7 @@ def test_impossible_rank_names_the_module(make, rank):
 )
 def test_impossible_rank_in_a_configuration(fields, name):
     with pytest.raises(ValueError, match=rf"rank of {name} is (17|99)"):
-        LightFormerForConditionalGeneration(LightFormerConfig(**TINY, **fields))
+        LightFormerForConditionalGeneration(LightFormerConfig(**TINY["lightformer"], **fields))
 
 
 def rank_of(module: nn.Module) -> int | None:
@@ -160,7 +160,7 @@ PATTERNS = {  # pattern → the names it selects
 def test_every_module_has_the_rank_of_its_first_pattern(pattern, attention, ffn, decoder_attention):
     rank_pattern = dict(pattern)
     config = LightFormerConfig(
-        **{**TINY, "encoder_layers": 2},
+        **{**TINY["lightformer"], "encoder_layers": 2},
         rank_pattern=rank_pattern,
         attention_rank=attention,
         ffn_rank=ffn,
@@ -194,8 +194,7 @@ def test_a_pattern_matches_whole_components_from_the_end(name, dropped):
 
 def test_a_low_rank_model_is_the_dense_one_of_its_products():
     low_rank, dense = (
-        make_model(LightFormerForConditionalGeneration, "low_rank"),
-        make_model(LightFormerForConditionalGeneration),
+        make_model("ConditionalGeneration", variant) for variant in ("lightformer-low-rank", "lightformer")
     )
     with torch.no_grad():
         for name, module in low_rank.named_modules():

@@ -6,14 +6,7 @@ import sys
 
 import pytest
 import torch
-from lightformer_cases import make_model
-
-from lightformers_hf.models import (
-    LightFormerForCausalLM,
-    LightFormerForConditionalGeneration,
-    LightFormerForSequenceClassification,
-    LightFormerModel,
-)
+from cases import VARIANTS, every, make_model
 
 STRANGER = """
 import sys
@@ -40,12 +33,24 @@ for folder, auto_name in zip(sys.argv[1::2], sys.argv[2::2]):
     torch.save(result, f"{folder}/result.pt")
     model.save_pretrained(f"{folder}/again")
 """
-CLASSES = {
-    LightFormerForConditionalGeneration: "AutoModelForSeq2SeqLM",
-    LightFormerForCausalLM: "AutoModelForCausalLM",
-    LightFormerForSequenceClassification: "AutoModelForSequenceClassification",
-    LightFormerModel: "AutoModel",
+AUTO = {
+    "ConditionalGeneration": "AutoModelForSeq2SeqLM",
+    "CausalLM": "AutoModelForCausalLM",
+    "Model": "AutoModel",
+    "SequenceClassification": "AutoModelForSequenceClassification",
 }
+# Of every family one with everything that its code can do, as far as one model can have it.
+CASES = every(
+    variants=[
+        "lightformer-private-norms",
+        "lightformer-adaptive",
+        "subformer-sandwich",
+        "subformer-adaptive",
+        "partialformer-relative",
+        "partialformer-vanilla-decoder",
+        "partialformer-adaptive",
+    ]
+)
 
 
 def inputs_for(model) -> dict[str, torch.Tensor]:
@@ -54,15 +59,14 @@ def inputs_for(model) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A checkpoint of every head; a stranger has been to all of them."""
-    root, arguments, folders = tmp_path_factory.mktemp("checkpoints"), [], {}
-    for model_class, auto_name in CLASSES.items():
-        model = make_model(model_class, "groups_private_norms")
-        folders[model_class] = root / auto_name
-        model.save_pretrained(folders[model_class])
-        torch.save(inputs_for(model), folders[model_class] / "inputs.pt")
-        arguments += [str(folders[model_class]), auto_name]
+def root(tmp_path_factory):
+    """A checkpoint of every head of every family, `variant-head`; a stranger has been to all of them."""
+    root, arguments = tmp_path_factory.mktemp("checkpoints"), []
+    for head, variant in CASES.args[1]:
+        model, folder = make_model(head, variant), root / f"{variant}-{head}"
+        model.save_pretrained(folder)
+        torch.save(inputs_for(model), folder / "inputs.pt")
+        arguments += [str(folder), AUTO[head]]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
         "HF_HOME": str(root / "home"),
         "HF_MODULES_CACHE": str(root / "modules"),
@@ -72,14 +76,14 @@ def folders(tmp_path_factory):
     command = [sys.executable, "-c", STRANGER, *arguments]
     run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    return folders
+    return root
 
 
-@pytest.mark.parametrize("model_class", CLASSES, ids=lambda model_class: model_class.__name__)
+@CASES
 @torch.no_grad()
-def test_loading_without_the_package(model_class, folders):
-    folder, model = folders[model_class], make_model(model_class, "groups_private_norms")
-    inputs, result = inputs_for(model), torch.load(folders[model_class] / "result.pt", weights_only=True)
+def test_loading_without_the_package(head, variant, root):
+    folder, model = root / f"{variant}-{head}", make_model(head, variant)
+    inputs, result = inputs_for(model), torch.load(folder / "result.pt", weights_only=True)
     torch.testing.assert_close(result["outputs"], model(**inputs)[0])
     if model.can_generate():
         inputs.pop("decoder_input_ids", None)
@@ -87,4 +91,5 @@ def test_loading_without_the_package(model_class, folders):
         assert torch.equal(result["tokens"], tokens)
     code = {path.name for path in (folder / "again").glob("*.py")}
     assert code == {path.name for path in folder.glob("*.py")}
-    assert {"modeling_lightformer.py", "configuration_lightformer.py", "low_rank.py"} < code
+    family = VARIANTS[variant][0]
+    assert {f"modeling_{family}.py", f"configuration_{family}.py", "low_rank.py"} < code
