@@ -453,6 +453,21 @@ def check_logits(model, logits_of: Callable, side: str) -> None:
     assert_real_positions_equal(logits, target_mask, expected)
 
 
+def check_unpadded_logits(model, logits_of: Callable) -> None:
+    """As `check_logits`, for a sentence alone and without any mask: another path of fused attention."""
+    source, target = SOURCES[0], TARGETS[1]
+    logits = model(torch.tensor([source]), decoder_input_ids=torch.tensor([target])).logits
+    expected = logits_of(Weights.of(model), model.config, source, target)
+    assert_real_positions_equal(logits, torch.ones(1, len(target)), [expected])
+
+
+def check_ranks(model, expected: dict[str, set[int]]) -> None:
+    """The ranks of the linear layers of each part of a model: {part: ranks}."""
+    for part, ranks in expected.items():
+        modules = model.get_submodule(part).named_modules()
+        assert {len(module.weight) for name, module in modules if name.endswith(".u")} == ranks, part
+
+
 def check_causal_logits(model, logits_of: Callable, side: str) -> None:
     """A padded batch through a causal language model, against `logits_of(weights, config, ids)`."""
     ids, mask = padded(SOURCES, side, model.config.pad_token_id)

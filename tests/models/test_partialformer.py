@@ -73,6 +73,11 @@ def test_logits(variant, side):
     references.check_logits(make(VARIANTS[variant]), references.partialformer_logits, side)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_without_masks(variant):
+    references.check_unpadded_logits(make(VARIANTS[variant]), references.partialformer_logits)
+
+
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("variant", CAUSAL)
 def test_causal_logits(variant, side):
@@ -213,6 +218,12 @@ def test_low_rank_is_its_product(fields):
     (source, source_mask), (target, target_mask) = padded(SOURCES, "right", 1), padded(TARGETS, "right", 1)
     batch = (source, source_mask, target, target_mask)
     torch.testing.assert_close(model(*batch).logits, dense(*batch).logits, rtol=0, atol=1e-10)
+
+
+def test_ranks_of_the_decoder():
+    fields = {"attention_rank": 5, "ffn_rank": 4, "decoder_attention_rank": 3, "decoder_ffn_rank": 2}
+    references.check_ranks(make(fields), {"model.encoder": {4, 5}, "model.decoder": {2, 3}})
+    references.check_ranks(make({"attention_rank": 5}), {"model.encoder": {5}, "model.decoder": {5}})
 
 
 def spread_of(matrix: torch.Tensor, gain: float) -> float:
