@@ -83,12 +83,19 @@ class FactorizedConfig(PreTrainedConfig):
     forced_eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs):
+        for field in ("vocab_size", "d_model", "encoder_layers", "decoder_layers", "max_position_embeddings"):
+            check_at_least(field, getattr(self, field), 1)
         self.decoder_vocab_size = self.decoder_vocab_size or self.vocab_size
         self.rank_pattern = self.rank_pattern or {}
         self.init_std = self.d_model**-0.5 if self.init_std is None else self.init_std
         kwargs.setdefault("auto_map", dict(self.auto_classes))
         super().__post_init__(**kwargs)
         self.check()
+
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """The stacks whose fields are used: a causal language model has a decoder alone."""
+        return ("encoder", "decoder") if self.is_encoder_decoder else ("decoder",)
 
     @property
     def embedding_width(self) -> int:
@@ -112,8 +119,9 @@ class FactorizedConfig(PreTrainedConfig):
 
     def check(self) -> None:
         """Raise `ValueError` where fields cannot go together."""
-        check_at_least("encoder_layers", self.encoder_layers, 1)
-        check_at_least("decoder_layers", self.decoder_layers, 1)
+        for field in ("dropout", "attention_dropout", "activation_dropout"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise ValueError(f"{field} is {getattr(self, field)}; it is a share, from 0 to 1")
         ranks = {field: getattr(self, field) for field in RANK_FIELDS}
         ranks |= {f"rank_pattern[{pattern!r}]": rank for pattern, rank in self.rank_pattern.items()}
         for field, rank in ranks.items():

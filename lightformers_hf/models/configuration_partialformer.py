@@ -86,8 +86,8 @@ class PartialFormerConfig(FactorizedConfig):
             check_one_of(field, getattr(self, field), allowed)
         for field in ("head_dim", "base_attention_heads", "max_relative_position"):
             check_at_least(field, getattr(self, field), 1)
-        styles = [self.encoder_style, self.decoder_style]
-        for stack, style in zip(("encoder", "decoder"), styles, strict=True):
+        styles = [getattr(self, f"{stack}_style") for stack in self.stacks]
+        for stack, style in zip(self.stacks, styles, strict=True):
             check_one_of(f"{stack}_style", style, STYLES)
             check_groups(f"{stack}_groups", getattr(self, f"{stack}_groups"), getattr(self, f"{stack}_layers"))
             heads = getattr(self, f"{stack}_attention_heads")

@@ -88,7 +88,7 @@ class SubformerConfig(FactorizedConfig):
         check_one_of("sharing", self.sharing, SHARINGS)
         for field in ("ffn_dim", "sandwich_dim", "sandwich_ffn_dim", "embedding_dim"):
             check_at_least(field, getattr(self, field), 1)
-        for stack in ("encoder", "decoder"):
+        for stack in self.stacks:
             heads, layers = f"{stack}_attention_heads", getattr(self, f"{stack}_layers")
             check_heads(heads, getattr(self, heads), "d_model", self.d_model)
             if self.sharing in ("sandwich", "all_except_last") and layers < 3:

@@ -141,3 +141,10 @@ def test_causal_language_model_keeps_its_configuration(tmp_path):
     assert (config.is_encoder_decoder, model.config.is_encoder_decoder) == (True, False)
     model.config.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).to_dict() | {"_name_or_path": ""} == model.config.to_dict()
+
+
+def test_an_encoder_that_is_not_there_is_not_checked():
+    fields = {**TINY, "head_scaling": False, "decoder_attention_heads": 2, "head_dim": 8}
+    with pytest.raises(ValueError, match="encoder_attention_heads"):
+        PartialFormerConfig(**fields)
+    assert PartialFormerForCausalLM(PartialFormerConfig(**fields, is_encoder_decoder=False)).config.decoder_layers == 2
