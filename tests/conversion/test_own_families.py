@@ -93,7 +93,7 @@ def test_every_matrix_is_truncated(case, tmp_path):
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_projection_is_found(case, tmp_path):
-    """All two-dimensional weights are matrices of the plan, but for position tables, adaptive bands and head scaling."""
+    """All two-dimensional weights are in the plan, but for position tables, adaptive bands and head scaling."""
     teacher = make_teacher(case, tmp_path)
     names = {matrix.name for matrix in plan(tmp_path, ratio=2, progress=False).matrices}
     others = ("expand", "mix", "distances", "tables", "projections", "classes")
