@@ -108,13 +108,16 @@ class FactorizedConfig(PreTrainedConfig):
         return 0
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
-        """As the base class does; a decoder's says how many slots a cache has, which is what caches ask it for."""
-        config = super().get_text_config(decoder=decoder, encoder=encoder)
-        if decoder and not encoder:
-            slots = self.decoder_layers + self.extra_cache_slots
-            if config.num_hidden_layers != slots:
-                config = copy.copy(config)
-                config.num_hidden_layers = slots
+        """As the base class does; a decoder's says how many slots a cache has, which is what caches ask it for.
+
+        Of a decoder's configuration it is that configuration again: the base class would find defaults there.
+        """
+        if not decoder or encoder or not (self.is_encoder_decoder or self.extra_cache_slots):
+            return super().get_text_config(decoder=decoder, encoder=encoder)
+        config = copy.copy(self)
+        config.num_hidden_layers = self.decoder_layers + self.extra_cache_slots
+        config.num_attention_heads = self.decoder_attention_heads
+        config.vocab_size = self.decoder_vocab_size
         return config
 
     def check(self) -> None:

@@ -79,6 +79,19 @@ def test_the_cache_changes_no_token(head, variant, mode):
     assert len(set(map(tuple, cached.tolist()))) > 1
 
 
+@every(GENERATING, PLAIN)
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+def test_a_cache_has_a_slot_for_every_depth(head, variant, implementation):
+    """Also of decoders deeper than the encoder and than the default, which caches ask twice for their depth."""
+    model = make_model(head, variant, encoder_layers=3, decoder_layers=8)
+    slots = 8 + model.config.extra_cache_slots
+    config = model.config.get_text_config(decoder=True)
+    assert config.num_hidden_layers == config.get_text_config(decoder=True).num_hidden_layers == slots
+    settings = {"cache_implementation": implementation, "disable_compile": True, "return_dict_in_generate": True}
+    cache = generate(model, *batch_for(model), **settings).past_key_values
+    assert len(cache.self_attention_cache if head == "ConditionalGeneration" else cache) == slots
+
+
 @every(GENERATING, SPECIAL)
 @pytest.mark.parametrize("beams", [1, 3])
 def test_static_cache(head, variant, beams):
