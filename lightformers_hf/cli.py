@@ -44,6 +44,13 @@ COMPRESSION_HELP = {
     "decoder_groups": "Number of independent decoder layers; must divide the layers.",
     "group_start": "How a group of layers starts: 'mean' of its layers, or the 'first' of them.",
     "split": "Where Σ goes: 'sigma-right' (Eq. 11), or 'balanced', √Σ to each factor.",
+    "calibration": "Parallel text (a file, or a dataset on the Hub; never a test's): keep what the loss feels most.",
+    "calibration_samples": "Sentence pairs drawn from it. Default: 1000, or all of fewer.",
+    "calibration_seed": "Which ones.",
+    "source_lang": "Its column, or language, to translate from. Default: the tokenizer's.",
+    "target_lang": "Its column, or language, to translate to. Default: the tokenizer's.",
+    "allocation": "'uniform': the ratio for every matrix; 'budget': parameters where they spare most loss. Default: "
+    "'budget' with calibration and one ratio.",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -12,7 +13,11 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..models.configuration_base import RANK_FIELDS, FactorizedConfig
+from ..models.heads import ConditionalGenerationHead
+from ..models.low_rank import pattern_matches
+from .calibration import Calibration, Metric, sample_pairs
 from .options import CompressionOptions
+from .ranks import RankPolicy, ranks_under_budget
 from .report import CompressionReport, MatrixReport
 from .sharing import merge, source_names
 from .svd import decompose, in_workers
@@ -57,6 +62,7 @@ class Compression:
         )
         self.dense = skeleton(teacher.model_class, self.dense_config)
         self.kinds = dict(factorizable(self.dense))
+        self.calibration: Calibration | None = None
         if unused := self.policy.unused_patterns(_bare(name) for name in self.kinds):
             raise ValueError(
                 f"rank_pattern {unused[0]!r} matches no matrix of this model; its matrices have names like "
@@ -65,10 +71,14 @@ class Compression:
 
     def run(self, *, dry: bool, progress: bool) -> None:
         """Factorize all matrices, largest first, one a worker; then merge and copy what is no matrix."""
+        if self.options.calibration is not None:
+            self.calibration = self._calibrate(progress)
         self.state: dict[str, torch.Tensor] = {}
         self.ranks: dict[str, int | None] = {}
         reports: dict[str, MatrixReport] = {}
         largest_first = sorted(self.kinds, key=lambda name: -self.dense.get_submodule(name).weight.numel())
+        if self.options.spends_budget:
+            self.policy = self._spend_budget(largest_first, progress)
         results = in_workers(self._matrix, largest_first)
         for name, report, tensors in tqdm(
             results, desc="factorizing", unit="matrix", total=len(largest_first), disable=not progress
@@ -83,20 +93,63 @@ class Compression:
         matrices = [reports[name] for name in self.kinds]
         self.report = CompressionReport.of(self.teacher, self.model, self.options, matrices)
 
-    def _matrix(self, name: str) -> tuple[str, MatrixReport, dict[str, torch.Tensor]]:
-        """Factorize one matrix, or leave it as it is. Returns its name, what was done, and its module's tensors."""
+    def _calibrate(self, progress: bool) -> Calibration:
+        teacher, options = self.teacher, self.options
+        if not issubclass(teacher.model_class, ConditionalGenerationHead):
+            raise ValueError(
+                f"calibration is for sequence-to-sequence models; {teacher.name} is a {teacher.model_class.__name__}"
+            )
+        tokenizer, model = teacher.tokenizer(), teacher.load()
+        pairs = sample_pairs(
+            options.calibration,
+            source=options.source_lang or getattr(tokenizer, "source_lang", None) or "source",
+            target=options.target_lang or getattr(tokenizer, "target_lang", None) or "target",
+            samples=options.calibration_samples,
+            seed=options.calibration_seed,
+        )
+        linear = [name for name, kind in factorizable(model) if kind != "embedding"]
+        return Calibration(model, linear, tokenizer, pairs, progress=progress)
+
+    def _source(self, name: str) -> tuple[list[str], torch.Tensor, list[torch.Tensor], Metric | None]:
+        """Modules of the teacher that a matrix is made of, the matrix, their biases, and its metric, if any."""
         teacher, start, kind = self.teacher, self.options.group_start, self.kinds[name]
         modules = [module.rstrip(".") for module in source_names(f"{name}.", teacher.config, self.dense_config)]
         matrix = merge([teacher.matrix(module) for module in modules], start)
+        biases = [bias for module in modules if (bias := teacher.bias(module)) is not None]
+        metric = None
+        if self.calibration is not None:
+            metric = self.calibration.metric(modules, kind, has_bias=bool(biases))
+        return modules, matrix, biases, metric
+
+    def _spend_budget(self, names: list[str], progress: bool) -> RankPolicy:
+        """The policy that gives every matrix its rank under one budget; ranks the user gave by name come first."""
+
+        def spectrum(name: str) -> tuple[str, tuple[int, int, torch.Tensor]]:
+            _, matrix, _, metric = self._source(name)
+            return name, (*matrix.shape, decompose(metric.weigh(matrix), name=_bare(name)).singular_values)
+
+        free = [name for name in names if not any(pattern_matches(p, _bare(name)) for p in self.policy.rank_pattern)]
+        bar = tqdm(in_workers(spectrum, free), desc="spectra", unit="matrix", total=len(free), disable=not progress)
+        spectra = dict(bar)
+        dense = sum(m * n for m, n, _ in spectra.values())
+        ranks = ranks_under_budget(spectra, int(dense / self.policy.default.ratio))
+        own = {re.escape(_bare(name)): rank for name, rank in ranks.items()}
+        return RankPolicy(None, {}, {**self.policy.rank_pattern, **own})
+
+    def _matrix(self, name: str) -> tuple[str, MatrixReport, dict[str, torch.Tensor]]:
+        """Factorize one matrix, or leave it as it is. Returns its name, what was done, and its module's tensors."""
+        teacher, start, kind = self.teacher, self.options.group_start, self.kinds[name]
+        modules, matrix, biases, metric = self._source(name)
+        weighed = matrix if metric is None else metric.weigh(matrix)
         choose = partial(self.policy.choose, _bare(name), kind, *matrix.shape)
         if self.policy.needs_spectrum(_bare(name), kind):
-            spectrum = decompose(matrix, name=_bare(name))
+            spectrum = decompose(weighed, name=_bare(name))
             rank = choose(spectrum.singular_values)
         else:  # a rank known beforehand makes the decomposition cheaper, no rank spares it
             rank = choose()
-            spectrum = None if rank is None else decompose(matrix, name=_bare(name), rank=rank)
+            spectrum = None if rank is None else decompose(weighed, name=_bare(name), rank=rank)
 
-        energy, relative_error = 1.0, 0.0
+        energy, relative_error, lost = 1.0, 0.0, None
         own = teacher.factors(modules[0]) if len(set(modules)) == 1 else None
         if own is not None and (rank is None or rank >= own[0].shape[1]):
             # A source that is factorized already, and would not get smaller, keeps the factors it has.
@@ -104,6 +157,10 @@ class Compression:
             rank = left.shape[1]
         elif rank is not None:
             factors = spectrum.truncate(rank, self.options.split)
+            if metric is not None:
+                factors = metric.restore(factors)
+                if metric.mean is not None:
+                    lost = metric.mean @ (matrix.double() - factors.left @ factors.right)
             left, right = factors.left.to(matrix.dtype), factors.right.to(matrix.dtype)
             energy, relative_error = spectrum.energy(rank), spectrum.relative_error(rank)
             if kind == "embedding":
@@ -118,8 +175,9 @@ class Compression:
             energy=energy,
             relative_error=relative_error,
         )
-        biases = [bias for module in modules if (bias := teacher.bias(module)) is not None]
         bias = merge(biases, start) if biases else None
+        if lost is not None:  # the mean of what the factors lose
+            bias = (bias.double() + lost).to(bias.dtype)
         if rank is None:
             tensors = {f"{name}.weight": matrix if kind == "embedding" else matrix.T, f"{name}.bias": bias}
         elif isinstance(self.dense.get_submodule(name), nn.Embedding):

@@ -8,6 +8,8 @@ from .ranks import KINDS, RankPolicy, RankRule
 from .sharing import GROUP_STARTS
 from .svd import SPLITS
 
+ALLOCATIONS = (None, "uniform", "budget")
+
 
 @dataclass(frozen=True)
 class CompressionOptions:
@@ -25,6 +27,13 @@ class CompressionOptions:
         encoder_groups, decoder_groups: N, number of stored layers; `None` leaves the source's sharing as it is.
         group_start: a group's layer starts as the `mean` of its layers or as the `first` of them.
         split: where Σ goes: `sigma-right` (Eq. 11) or `balanced`, √Σ to each factor.
+        calibration: parallel text, never that of a test: factorizes in the metric of the loss (`calibration.py`)
+            instead of all entries alike. A file or a dataset on the Hub, see `load_parallel`.
+        calibration_samples, calibration_seed: how many pairs of it are drawn, and which; `None` means 1000, or all
+            of fewer.
+        source_lang, target_lang: its columns; `None` means the languages that the tokenizer names.
+        allocation: `uniform` gives every matrix the ratio, `budget` spends the parameters that the ratio leaves where
+            they spare most loss. `None` means `budget` where there is calibration and one ratio for all kinds.
     """
 
     ratio: float | None = None
@@ -44,12 +53,37 @@ class CompressionOptions:
     decoder_groups: int | None = None
     group_start: str = "mean"
     split: str = "sigma-right"
+    calibration: str | None = None
+    calibration_samples: int | None = None
+    calibration_seed: int = 0
+    source_lang: str | None = None
+    target_lang: str | None = None
+    allocation: str | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in (("group_start", GROUP_STARTS), ("split", SPLITS)):
+        for name, allowed in (("group_start", GROUP_STARTS), ("split", SPLITS), ("allocation", ALLOCATIONS)):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it is one of {', '.join(allowed)}")
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it is one of {', '.join(filter(None, allowed))}")
+        if self.calibration_samples is not None and self.calibration_samples < 1:
+            raise ValueError(f"calibration_samples is {self.calibration_samples}; it is 1 or more")
+        if self.allocation == "budget" and self.calibration is None:
+            raise ValueError(
+                "allocation is 'budget', but without calibration the errors of different matrices do not compare: "
+                "give calibration"
+            )
+        if self.allocation == "budget" and not self._one_ratio():
+            raise ValueError("allocation is 'budget', which needs one ratio for all kinds: give ratio alone")
         self.policy()
+
+    @property
+    def spends_budget(self) -> bool:
+        """Whether ranks are chosen together, under one budget."""
+        return self.calibration is not None and self.allocation != "uniform" and self._one_ratio()
+
+    def _one_ratio(self) -> bool:
+        default = self.policy().default
+        own = [self._rule(f"{kind}_") for kind in KINDS]
+        return default is not None and default.ratio is not None and not any(own)
 
     def _rule(self, prefix: str) -> RankRule | None:
         choice = {name: getattr(self, f"{prefix}{name}") for name in ("ratio", "rank", "energy")}

@@ -40,6 +40,48 @@ def rank_for_energy(singular_values: Tensor, energy: float) -> int:
     return int(torch.searchsorted(held, energy * held[-1]).item()) + 1
 
 
+def ranks_under_budget(spectra: dict[str, tuple[int, int, Tensor]], budget: int) -> dict[str, int | None]:
+    """Ranks of all matrices together: the least total cost that `budget` parameters can buy.
+
+    Rank r of an m×n matrix costs Σ_{i>r} s_i² and keeps r(m+n) parameters; a dense one costs nothing and keeps mn. For
+    a price λ of a parameter every matrix takes what is cheapest for itself, which is the best choice for the number of
+    parameters it comes to (Everett 1963); λ is bisected to the lowest that meets the budget.
+
+    Args:
+        spectra: name → (m, n, singular values, descending), in one unit for all matrices.
+
+    Raises:
+        ValueError: no choice is so small.
+    """
+    smallest = sum(min(m + n, m * n) for m, n, _ in spectra.values())
+    if budget < smallest:
+        raise ValueError(
+            f"{budget:,} parameters for all matrices cannot be met: at rank 1 they have {smallest:,} already; "
+            "lower the ratio"
+        )
+
+    def choose(price: float) -> tuple[dict[str, int | None], int]:
+        ranks, total = {}, 0
+        for name, (m, n, values) in spectra.items():
+            squares = values.double().square()
+            rank = max(1, int((squares > price * (m + n)).sum()))
+            kept = rank * (m + n)
+            if kept >= m * n or squares[rank:].sum().item() + price * kept >= price * m * n:
+                rank, kept = None, m * n
+            ranks[name], total = rank, total + kept
+        return ranks, total
+
+    low, high = 0.0, max(values.double().square().sum().item() for _, _, values in spectra.values()) + 1e-300
+    while choose(high)[1] > budget:
+        high *= 4
+    for _ in range(200):
+        middle = (low * high) ** 0.5 if low > 0 else high * 1e-6
+        if low > 0 and high / low < 1 + 1e-9:
+            break
+        low, high = (low, middle) if choose(middle)[1] <= budget else (middle, high)
+    return choose(high)[0]
+
+
 def worth_factorizing(m: int, n: int, rank: int) -> bool:
     """Whether two factors of that rank hold fewer parameters than the m×n matrix."""
     return rank * (m + n) < m * n

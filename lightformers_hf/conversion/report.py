@@ -84,6 +84,8 @@ class CompressionReport:
         """The report of compressing `teacher` into `model`, whose skeletons give the totals."""
         config = model.config
         set_options = {name: value for name, value in asdict(options).items() if value is not None}
+        if Path(set_options.get("calibration", "")).is_file():  # its name, without the path to it
+            set_options["calibration"] = Path(set_options["calibration"]).name
         groups = {}
         for stack in ("encoder", "decoder"):
             depths = getattr(config, f"{stack}_layers")

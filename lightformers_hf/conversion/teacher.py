@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import models
 from ..models.low_rank import LowRankEmbedding, LowRankLinear, LowRankOutput
@@ -118,6 +118,20 @@ class Teacher:
                 f"{self._names[name]} of {self.folder} holds NaN or infinite values: the checkpoint is broken"
             )
         return tensor
+
+    def load(self) -> PreTrainedModel:
+        """The whole model, fp32."""
+        model = self.model_class(self.config)
+        model.load_state_dict({name: self.read(name).float() for name in stored_tensors(self.model)}, strict=False)
+        model.tie_weights()
+        return model
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The checkpoint's tokenizer. Raises `ValueError` where it has none."""
+        try:
+            return AutoTokenizer.from_pretrained(self.folder)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.folder} has no tokenizer, which calibration needs: {error}") from None
 
     def factors(self, module_name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The two factors of a module, m×r and r×n, or `None` where it is dense."""

@@ -1,0 +1,244 @@
+"""What sample sentences say about each matrix: which inputs it gets, and how much the loss feels its outputs.
+
+Let y = x·W. To second order, and treating x and the loss's gradient g at y as independent (K-FAC, Martens and Grosse
+2015), replacing W by Ŵ costs ½ tr(Δᵀ C Δ G) nats a target token, Δ = W − Ŵ, C = E[xᵀx] and G = Σ gᵀg / target tokens.
+So errors of different matrices are in one unit, and compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..training.data import load_parallel, tokenize_pairs
+from .svd import Factors
+
+# Added to the diagonals, relative to their mean: directions that no sample showed are not free.
+INPUT_DAMPING = 1e-6
+GRADIENT_DAMPING = 1e-2
+# Added to every token's weight, relative to their mean: so that tokens without a sample keep something.
+TOKEN_DAMPING = 1e-2
+# Sentence pairs, unless told otherwise, and those of a batch.
+SAMPLES, BATCH = 1000, 32
+
+
+@dataclass
+class Moments:
+    """Sums over samples at one module; divided by `count`, the inputs' are means."""
+
+    inputs: Tensor | float = 0.0  # xᵀx, m×m
+    mean: Tensor | float = 0.0  # x, m
+    count: int = 0
+    gradients: Tensor | float = 0.0  # gᵀg, n×n; the squares of g, n, at an output layer
+    tokens: Tensor | float = 0.0  # how often each token was looked up, V, at a table
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The norm ‖Lᵀ Δ R‖_F that an error Δ of a matrix, m×n, is measured in; half its square is nats a target token.
+
+    Attributes:
+        left: L, lower triangular with C = L Lᵀ; or the square roots of row weights, m, for a token table.
+        right: R, lower triangular with G = R Rᵀ.
+        mean: E[x], m, where the error of the mean output goes into a bias.
+    """
+
+    left: Tensor
+    right: Tensor
+    mean: Tensor | None = None
+
+    def weigh(self, matrix: Tensor) -> Tensor:
+        """Lᵀ W R: its truncated singular values are what the best approximation of W loses."""
+        matrix = matrix.double()
+        return (self.left[:, None] * matrix if self.left.ndim == 1 else self.left.T @ matrix) @ self.right
+
+    def restore(self, factors: Factors) -> Factors:
+        """The factors of W from those of Lᵀ W R."""
+        left, right = factors.left.double(), factors.right.double()
+        if self.left.ndim == 1:
+            left = left / self.left[:, None]
+        else:
+            left = torch.linalg.solve_triangular(self.left.T, left, upper=True)
+        return Factors(left, torch.linalg.solve_triangular(self.right, right, upper=False, left=False))
+
+
+class Calibration:
+    """The moments of every matrix of a model, from sentence pairs.
+
+    Args:
+        model: a sequence-to-sequence model of this package.
+        linear: names of its linear layers.
+        tokenizer: the model's.
+        pairs: a dataset with the columns `source` and `target`.
+        progress: show a progress bar.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        linear: list[str],
+        tokenizer: PreTrainedTokenizerBase,
+        pairs: Dataset,
+        *,
+        progress: bool,
+    ):
+        self.model = model.eval().requires_grad_(False)
+        self._tables = [stack.embed_tokens for stack in (model.get_encoder(), model.get_decoder())]
+        for table in self._tables:  # gradients flow from the loss to here, past every matrix
+            table.weight.requires_grad_(True)
+        self.moments: dict[str, Moments] = {}
+        self.target_tokens = 0
+        self._masks: dict[str, Tensor] = {}
+        tables = [f"model.{stack}.embed_tokens" for stack in ("encoder", "decoder")]
+        watched = {**dict.fromkeys(linear, "linear"), **dict.fromkeys(tables, "table"), self.output_name: "output"}
+        hooks = [self._watch(name, kind) for name, kind in watched.items()]
+        try:
+            for batch in tqdm(
+                list(_batches(pairs, tokenizer, model)), desc="calibrating", unit="batch", disable=not progress
+            ):
+                self._accumulate(batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @property
+    def output_name(self) -> str:
+        """Name of the layer that makes logits."""
+        return "lm_head.output" if hasattr(self.model.lm_head, "projection") else "lm_head"
+
+    def _watch(self, name: str, kind: str):
+        moments = self.moments[name] = Moments()
+
+        def see(module: nn.Module, arguments: tuple, output: Tensor) -> None:
+            mask = self._masks[_stream(name)]
+            states = arguments[0].detach()[mask]
+            if kind == "table":
+                moments.tokens = moments.tokens + torch.bincount(states, minlength=module.num_embeddings)
+                moments.count += states.numel()
+            else:
+                states = states.flatten(0, -2)
+                moments.inputs = moments.inputs + states.T @ states
+                moments.mean = moments.mean + states.sum(0)
+                moments.count += states.shape[0]
+            output.register_hook(partial(_add_gradients, moments, mask, kind))
+
+        return self.model.get_submodule(name).register_forward_hook(see)
+
+    def _accumulate(self, batch: dict[str, Tensor]) -> None:
+        labels = batch.pop("labels")
+        kept = labels != -100
+        # What stands behind a sentence's end says nothing, and its gradient is zero.
+        self._masks = {"source": batch["attention_mask"].bool(), "target": kept}
+        with torch.enable_grad():
+            logits = self.model(**batch, use_cache=False).logits[kept]
+            loss = nn.functional.cross_entropy(logits, labels[kept], reduction="sum")
+            torch.autograd.grad(loss, [table.weight for table in self._tables])
+        self.target_tokens += int(kept.sum())
+
+    def metric(self, names: list[str], kind: str, has_bias: bool) -> Metric:
+        """The norm in which one matrix that serves as each of the modules `names` is to be approximated."""
+        if kind == "embedding":
+            return self._table_metric(names[0])
+        parts = [self.moments[name] for name in names]
+        inputs = torch.stack([part.inputs.double() / part.count for part in parts]).mean(0)
+        gradients = torch.stack([part.gradients.double() for part in parts]).sum(0) / self.target_tokens
+        mean = None
+        if has_bias:  # the bias takes the mean of the error; what is left is centred
+            mean = torch.stack([part.mean.double() / part.count for part in parts]).mean(0)
+            inputs = inputs - torch.outer(mean, mean)
+        return Metric(_root(inputs, INPUT_DAMPING), _root(gradients, GRADIENT_DAMPING), mean)
+
+    def _table_metric(self, name: str) -> Metric:
+        """A table's two jobs as one pair of weights.
+
+        As an output layer it costs Σ_v a_v Δ_v H Δ_vᵀ, with a_v the mean square of p − y at token v and H the second
+        moment of the states; as a lookup Σ_v f_v Δ_v G Δ_vᵀ, with f_v the frequency of v and G of the gradients.
+        One row weight and one matrix stand for both, exact where the two agree.
+        """
+        jobs = []
+        tied = self.model.get_expanded_tied_weights_keys(all_submodels=True)
+        serves = [watched for watched in self.moments if self._stored(watched, tied) == name]
+        for watched in serves:
+            part = self.moments[watched]
+            if watched == self.output_name:
+                weights = part.gradients.double() / self.target_tokens
+                matrix = part.inputs.double() / part.count
+            else:
+                weights = part.tokens.double() / part.count
+                matrix = part.gradients.double() / self.target_tokens
+            jobs.append((weights, matrix))
+        rows = sum(weights * matrix.trace() for weights, matrix in jobs)
+        columns = sum(weights.sum() * matrix for weights, matrix in jobs)
+        rows = rows + TOKEN_DAMPING * rows.mean()
+        return Metric(rows.sqrt(), _root(columns / columns.trace(), INPUT_DAMPING))
+
+    @staticmethod
+    def _stored(module_name: str, tied: dict[str, str]) -> str:
+        """Name of the module that holds the weights of `module_name`."""
+        for leaf in ("weight", "output.weight"):
+            source = tied.get(f"{module_name}.{leaf}")
+            while source in tied:
+                source = tied[source]
+            if source is not None:
+                return source.removesuffix(".weight")
+        return module_name
+
+
+def _stream(name: str) -> str:
+    """Whose tokens a module sees: cross-attention makes keys and values of the encoder's."""
+    memory = "encoder_attn" in name and name.rpartition(".")[2] in ("k_proj", "v_proj", "memory_proj")
+    return "source" if memory or name.startswith("model.encoder.") else "target"
+
+
+def _add_gradients(moments: Moments, mask: Tensor, kind: str, gradient: Tensor) -> None:
+    gradient = gradient[mask].flatten(0, -2)
+    moments.gradients = moments.gradients + (gradient.square().sum(0) if kind == "output" else gradient.T @ gradient)
+
+
+def _root(moment: Tensor, damping: float) -> Tensor:
+    """L with L·Lᵀ = `moment`, damped; a multiple of the identity where nothing was seen."""
+    size, level = moment.shape[0], moment.diagonal().mean().item()
+    if not level > 0:
+        return torch.eye(size, dtype=torch.float64) * 1e-6
+    # More where rounding has made it indefinite.
+    for factor in (1, 10, 100, 1000, 1e4):
+        root, failed = torch.linalg.cholesky_ex(moment + factor * damping * level * torch.eye(size).double())
+        if not failed:
+            return root
+    raise ValueError("the calibration moments are not positive: the model's states or gradients are too large")
+
+
+def _batches(
+    pairs: Dataset, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> Iterator[dict[str, Tensor]]:
+    """Padded batches of similar lengths."""
+    longest = min(model.config.max_position_embeddings, tokenizer.model_max_length)
+    tokens = tokenize_pairs(pairs, tokenizer, max_source_length=longest, max_target_length=longest)
+    lengths = [sum(pair) for pair in zip(tokens["source_length"], tokens["target_length"], strict=True)]
+    order = sorted(range(len(tokens)), key=lengths.__getitem__)
+    tokens = tokens.remove_columns(["source_length", "target_length"])
+    collate = DataCollatorForSeq2Seq(tokenizer, model=model)
+    for start in range(0, len(order), BATCH):
+        batch = collate([tokens[index] for index in order[start : start + BATCH]])
+        yield {name: batch[name] for name in ("input_ids", "attention_mask", "labels", "decoder_input_ids")}
+
+
+def sample_pairs(data: str, *, source: str, target: str, samples: int | None, seed: int) -> Dataset:
+    """So many random pairs of `data` (see `load_parallel`); `None`: 1000, or all of fewer.
+
+    Raises:
+        ValueError: fewer pairs than asked for.
+    """
+    pairs = load_parallel(data, source=source, target=target)
+    if samples is not None and len(pairs) < samples:
+        raise ValueError(
+            f"{data} holds {len(pairs)} pairs, calibration_samples is {samples}: give more text, or ask for fewer"
+        )
+    return pairs.shuffle(seed=seed).select(range(min(samples or SAMPLES, len(pairs))))

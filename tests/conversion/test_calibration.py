@@ -1,0 +1,239 @@
+"""Factorization in the metric of the loss: its moments, its optimality, one budget for all, what users see."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from lightformers_hf import convert, plan
+from lightformers_hf.conversion.calibration import Calibration, Metric, sample_pairs
+from lightformers_hf.conversion.compress import factorizable
+from lightformers_hf.conversion.ranks import ranks_under_budget
+from lightformers_hf.conversion.svd import decompose
+from lightformers_hf.conversion.teacher import Teacher
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory, parallel_sentences):
+    file = tmp_path_factory.mktemp("text") / "pairs.jsonl"
+    file.write_text("".join(json.dumps({"translation": pair}) + "\n" for pair in parallel_sentences))
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def calibrated(tiny_marian, text):
+    """The tiny teacher as this package's model, and its moments over the ten pairs."""
+    model = Teacher(tiny_marian, str(tiny_marian)).load()
+    pairs = sample_pairs(text, source="de", target="en", samples=10, seed=0)
+    linear = [name for name, kind in factorizable(model) if kind != "embedding"]
+    return model, Calibration(model, linear, AutoTokenizer.from_pretrained(tiny_marian), pairs, progress=False)
+
+
+def one_by_one(model, folder, parallel_sentences, watch):
+    """Inputs and gradients at modules, from one sentence pair at a time: no padding, no masks."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    seen = {name: ([], []) for name in watch}
+    hooks = []
+    for name in watch:
+
+        def see(module, arguments, output, name=name):
+            seen[name][0].append(arguments[0].detach().flatten(0, 1))
+            output.register_hook(lambda gradient: seen[name][1].append(gradient.flatten(0, 1)))
+
+        hooks.append(model.get_submodule(name).register_forward_hook(see))
+    for pair in parallel_sentences:
+        batch = tokenizer([pair["de"]], text_target=[pair["en"]], return_tensors="pt")
+        decoder_input_ids = model.prepare_decoder_input_ids_from_labels(batch["labels"])
+        logits = model(batch["input_ids"], decoder_input_ids=decoder_input_ids, use_cache=False).logits[0]
+        loss = torch.nn.functional.cross_entropy(logits, batch["labels"][0], reduction="sum")
+        torch.autograd.grad(loss, model.model.encoder.embed_tokens.weight)
+    for hook in hooks:
+        hook.remove()
+    return {name: tuple(torch.cat(parts) for parts in lists) for name, lists in seen.items()}
+
+
+def test_moments_are_those_of_sentences_alone(calibrated, tiny_marian, parallel_sentences):
+    model, calibration = calibrated
+    names = ["encoder.layers.0.fc1", "encoder.layers.1.self_attn.v_proj", "decoder.layers.0.fc2"]
+    names += ["decoder.layers.1.encoder_attn.k_proj", "decoder.layers.1.encoder_attn.q_proj"]
+    names = [f"model.{name}" for name in names]
+    expected = one_by_one(model, tiny_marian, parallel_sentences, [*names, "lm_head", "model.decoder.embed_tokens"])
+    for name in names:
+        inputs, gradients = expected[name]
+        moments = calibration.moments[name]
+        assert moments.count == len(inputs)
+        torch.testing.assert_close(moments.inputs, inputs.T @ inputs, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(moments.mean, inputs.sum(0), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(moments.gradients, gradients.T @ gradients, rtol=1e-3, atol=1e-6)
+    inputs, gradients = expected["lm_head"]
+    assert calibration.target_tokens == len(inputs)
+    torch.testing.assert_close(calibration.moments["lm_head"].inputs, inputs.T @ inputs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        calibration.moments["lm_head"].gradients, gradients.square().sum(0), rtol=1e-3, atol=1e-6
+    )
+    ids, gradients = expected["model.decoder.embed_tokens"]
+    table = calibration.moments["model.decoder.embed_tokens"]
+    assert torch.equal(table.tokens, torch.bincount(ids, minlength=len(table.tokens)))
+    torch.testing.assert_close(table.gradients, gradients.T @ gradients, rtol=1e-3, atol=1e-6)
+
+
+def test_a_tables_two_jobs_are_one_metric(calibrated):
+    """An error of one token costs what both jobs say, in the direction where they agree on average."""
+    model, calibration = calibrated
+    metric = calibration.metric(["model.shared"], "embedding", has_bias=False)
+    jobs = [
+        (
+            calibration.moments["lm_head"].gradients / calibration.target_tokens,
+            calibration.moments["lm_head"].inputs / calibration.moments["lm_head"].count,
+        )
+    ]
+    for stack in ("encoder", "decoder"):
+        part = calibration.moments[f"model.{stack}.embed_tokens"]
+        jobs.append((part.tokens / part.count, part.gradients / calibration.target_tokens))
+    total = sum((weights.sum() * matrix.trace()).item() for weights, matrix in jobs)
+    vocabulary, width = model.model.shared.weight.shape
+    cost = (metric.left.square().sum() * metric.right.square().sum()).item()
+    assert cost == pytest.approx(total * 1.01, rel=1e-4)  # 1 % goes to tokens that were not seen
+    assert metric.left.shape == (vocabulary,)
+    assert metric.right.shape == (width, width)
+    assert metric.left.min() > 0
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(2, 9), st.integers(2, 9), st.integers(0, 10_000), st.booleans())
+def test_no_pair_of_factors_is_cheaper(m, n, seed, is_table):
+    """Not the plain SVD's, not random ones: the weighted error is what the singular values beyond the rank say."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    matrix = draw(m, n)
+    square = draw(m, m)
+    left = draw(m).abs() + 0.1 if is_table else torch.linalg.cholesky(square @ square.T + 0.1 * torch.eye(m))
+    square = draw(n, n)
+    metric = Metric(left, torch.linalg.cholesky(square @ square.T + 0.1 * torch.eye(n)))
+    weigh = torch.diag(left) if is_table else left.T
+    rank = 1 + seed % min(m, n)
+    spectrum = decompose(metric.weigh(matrix), name="w")
+    factors = metric.restore(spectrum.truncate(rank))
+    cost = (weigh @ (matrix - factors.left @ factors.right) @ metric.right).square().sum()
+    torch.testing.assert_close(cost, spectrum.singular_values[rank:].square().sum(), rtol=1e-5, atol=1e-9)
+    plain = decompose(matrix, name="w").truncate(rank)
+    others = [plain.left @ plain.right, draw(m, rank) @ draw(rank, n), factors.left @ (factors.right + 0.01)]
+    for other in others:
+        assert cost <= (weigh @ (matrix - other) @ metric.right).square().sum() + 1e-9
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10_000), st.floats(0.2, 1.2))
+def test_no_other_ranks_of_so_many_parameters_are_cheaper(seed, share):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(4, 3), (5, 5), (6, 2)]
+    spectra = {
+        str(index): (m, n, torch.rand(min(m, n), generator=generator).sort(descending=True).values)
+        for index, (m, n) in enumerate(shapes)
+    }
+    dense = sum(m * n for m, n in shapes)
+    budget = int(share * dense)
+    smallest = sum(min(m + n, m * n) for m, n in shapes)
+    if budget < smallest:
+        with pytest.raises(ValueError, match=f"rank 1 they have {smallest}"):
+            ranks_under_budget(spectra, budget)
+        return
+
+    def measure(ranks):
+        kept = cost = 0
+        for (m, n, values), rank in zip(spectra.values(), ranks, strict=True):
+            kept += m * n if rank is None else rank * (m + n)
+            cost += 0 if rank is None else values[rank:].double().square().sum().item()
+        return kept, cost
+
+    chosen = ranks_under_budget(spectra, budget)
+    kept, cost = measure(chosen.values())
+    assert kept <= budget
+    for other in itertools.product(*([None, *range(1, min(shape) + 1)] for shape in shapes)):
+        other_kept, other_cost = measure(other)
+        assert other_kept > kept or other_cost >= cost - 1e-9
+
+
+def loss(folder, teacher, parallel_sentences) -> float:
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    german, english = ([pair[language] for pair in parallel_sentences] for language in ("de", "en"))
+    batch = tokenizer(german, text_target=english, padding=True, return_tensors="pt")
+    batch["labels"][batch["labels"] == tokenizer.pad_token_id] = -100
+    with torch.no_grad():
+        return model(**batch).loss.item()
+
+
+def test_calibration_keeps_more(tiny_marian, text, parallel_sentences, tmp_path):
+    """At equal parameters, one budget in the metric of the loss loses least, plain SVD of everything alike most."""
+    convert(tiny_marian, tmp_path / "plain", ratio=2, progress=False)
+    known = {"calibration": text, "ratio": 2, "progress": False}
+    convert(tiny_marian, tmp_path / "uniform", **known, allocation="uniform")
+    report = convert(tiny_marian, tmp_path / "budget", **known)
+    losses = [loss(tmp_path / name, tiny_marian, parallel_sentences) for name in ("plain", "uniform", "budget")]
+    assert losses[0] > losses[1] + 0.1
+    assert losses[1] > losses[2]
+    card = (tmp_path / "budget" / "README.md").read_text()
+    assert "pairs.jsonl" in card
+    assert text not in card  # no path of this machine
+    assert sum(matrix.parameters_after for matrix in report.matrices) <= (
+        sum(matrix.parameters_before for matrix in report.matrices) / 2
+    )
+    table = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "budget").model.shared
+    assert torch.count_nonzero(table.weight[-1]) == torch.count_nonzero(
+        AutoModelForSeq2SeqLM.from_pretrained(tiny_marian).model.shared.weight[-1]
+    )
+
+
+def test_the_bias_takes_the_mean_error(tiny_marian, text, calibrated, tmp_path):
+    """The mean output over the samples stays what it was, whatever the factors lose."""
+    _, calibration = calibrated
+    name = "model.encoder.layers.0.self_attn.q_proj"
+    mean = calibration.moments[name].mean / calibration.moments[name].count
+    settings = {"calibration": text, "calibration_samples": 10, "attention_rank": 3, "progress": False}
+    convert(tiny_marian, tmp_path / "light", **settings)
+    before = Teacher(tiny_marian, "t").load().get_submodule(name)
+    after = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light").get_submodule(name)
+    assert after.rank == 3
+    torch.testing.assert_close(after(mean), before(mean), atol=1e-4, rtol=1e-4)
+
+
+def test_ranks_given_by_name_come_before_the_budget(tiny_marian, text):
+    report = plan(
+        tiny_marian,
+        calibration=text,
+        calibration_samples=10,
+        ratio=3,
+        rank_pattern={"fc1": 5, "shared": None},
+        progress=False,
+    )
+    ranks = {matrix.name: matrix.rank for matrix in report.matrices}
+    assert ranks["shared"] is None
+    assert {rank for name, rank in ranks.items() if name.endswith("fc1")} == {5}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"calibration": "TEXT", "calibration_samples": 11}, "holds 10 pairs, calibration_samples is 11"),
+        ({"calibration": "TEXT", "calibration_samples": 0}, "calibration_samples is 0"),
+        ({"calibration": "missing.jsonl"}, "missing.jsonl"),
+        ({"calibration": "TEXT", "source_lang": "fr"}, "no column 'fr'"),
+        ({"allocation": "budget"}, "without calibration"),
+        ({"allocation": "greedy"}, "allocation is 'greedy'"),
+        ({"calibration": "TEXT", "allocation": "budget", "ffn_ratio": 3.0}, "one ratio for all kinds"),
+        ({"calibration": "TEXT", "calibration_samples": 10, "ratio": 1000.0}, "cannot be met"),
+    ],
+)
+def test_what_cannot_be_done(tiny_marian, text, tmp_path, options, message):
+    options = {name: text if value == "TEXT" else value for name, value in options.items()}
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        convert(tiny_marian, tmp_path / "light", progress=False, **options)
+    assert not (tmp_path / "light").exists()
