@@ -168,6 +168,12 @@ def print_report(report: CompressionReport, console: Console, *, matrices: bool 
             "hold as many parameters as the matrix.",
             highlight=False,
         )
+    if "calibration" not in report.options and len(dense) < len(report.matrices):
+        console.print(
+            "Without calibration text every entry of a matrix counts alike, which costs most of the quality until the "
+            "result is trained; --calibration keeps what the loss feels most.",
+            highlight=False,
+        )
     for stack, (stored, depths) in report.groups.items():
         if stored != depths:
             console.print(f"The {stack}'s {depths} layers share {stored} stored ones.", highlight=False)

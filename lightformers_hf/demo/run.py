@@ -26,12 +26,13 @@ from lightformers_hf.training import load_parallel
 
 from .stages import DemoSettings, IdleThreads, write_corpus, write_recovered, write_teacher
 
-FOLDERS = ("corpus", "teacher", "compressed", "recovered-svd", "recovered-random")
+FOLDERS = ("corpus", "teacher", "compressed", "calibrated", "recovered-svd", "recovered-random")
 SETTINGS, RESULTS, PICTURE = "settings.json", "results.json", "picture.png"
 MODELS = {  # folder → how the table calls it
     "teacher": "teacher",
-    "compressed": "compressed, untrained",
-    "recovered-svd": "recovered from SVD",
+    "compressed": "plain SVD, untrained",
+    "calibrated": "calibrated SVD, untrained",
+    "recovered-svd": "recovered from calibrated SVD",
     "recovered-random": "trained from random",
 }
 SAMPLES = 4
@@ -57,8 +58,8 @@ def run_demo(
     _check_extra()
     _claim(output, settings, fresh)
     transformers.utils.logging.disable_progress_bar()  # a bar for loading a few megabytes says nothing
-    corpus, teacher, compressed, recovered_svd, recovered_random = (output / name for name in FOLDERS)
-    recovery = (compressed, teacher, corpus, settings)
+    corpus, teacher, _, calibrated, recovered_svd, recovered_random = (output / name for name in FOLDERS)
+    recovery = (calibrated, teacher, corpus, settings)
     makers: dict[str, tuple[str, Callable[[Path], object]]] = {
         "corpus": (
             "Write a German-English corpus from locale data",
@@ -72,8 +73,12 @@ def run_demo(
             f"Compress it by truncated SVD at ratio {settings.ratio:g}",
             lambda folder: convert(teacher, folder, ratio=settings.ratio),
         ),
+        "calibrated": (
+            "Compress it as far, knowing from sample sentences what matters",
+            lambda folder: convert(teacher, folder, ratio=settings.ratio, calibration=str(corpus / "train.jsonl")),
+        ),
         "recovered-svd": (
-            f"Win the quality back: {settings.recovery_steps} steps from the SVD",
+            f"Win the quality back: {settings.recovery_steps} steps from the calibrated SVD",
             lambda folder: _whole(folder, write_recovered, *recovery, random_start=False),
         ),
         "recovered-random": (
@@ -97,7 +102,7 @@ def run_demo(
                 draw(
                     file,
                     teacher=teacher,
-                    compressed=compressed,
+                    compressed=calibrated,
                     svd_start=recovered_svd,
                     random_start=recovered_random,
                 )
@@ -215,7 +220,7 @@ def _show(results: dict, output: Path, console: Console) -> None:
         f"\nPicture: {folder}/{PICTURE}, numbers: {folder}/{RESULTS}. Next:\n"
         f"  echo 'Der Zug nach Prag fährt um 09:20 Uhr ab.' | lightformers translate {folder}/recovered-svd\n"
         f"  lightformers plan {folder}/teacher --ratio 4\n"
-        f"  lightformers convert Helsinki-NLP/opus-mt-de-en opus-mt-de-en-light --ratio 2",
+        f"  lightformers convert Helsinki-NLP/opus-mt-de-en light --ratio 2 --calibration yours.jsonl",
         highlight=False,
         soft_wrap=True,
     )

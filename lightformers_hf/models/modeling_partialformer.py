@@ -347,7 +347,7 @@ class PartialFormerEncoder(EncoderStack, PartialFormerStack):
     """`encoder_layers` depths of bidirectional self-attention."""
 
     _can_record_outputs = {  # noqa: RUF012
-        "hidden_states": [PartialFormerLayer, VanillaLayer],
+        "hidden_states": GradientCheckpointingLayer,  # either kind of layer
         "attentions": [OutputRecorder(kind, index=1, layer_name="self_attn") for kind in ATTENTIONS],
     }
 
@@ -359,7 +359,7 @@ class PartialFormerDecoder(DecoderStack, PartialFormerStack):
     """`decoder_layers` depths of causal self-attention, and of cross-attention if `config.is_encoder_decoder`."""
 
     _can_record_outputs = {  # noqa: RUF012
-        "hidden_states": [PartialFormerLayer, VanillaLayer],
+        "hidden_states": GradientCheckpointingLayer,  # either kind of layer
         "attentions": [OutputRecorder(kind, index=1, layer_name="self_attn") for kind in ATTENTIONS],
         "cross_attentions": [OutputRecorder(kind, index=1, layer_name="encoder_attn") for kind in ATTENTIONS],
     }

@@ -50,6 +50,11 @@ class FactorizedPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
 
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        # transformers looks for its attention interface in the file of the class, but here `attention` has it.
+        return cls._supports_attention_backend
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

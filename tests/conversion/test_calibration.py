@@ -1,5 +1,6 @@
 """Factorization in the metric of the loss: its moments, its optimality, one budget for all, what users see."""
 
+import io
 import itertools
 import json
 
@@ -7,12 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import convert, plan
 from lightformers_hf.conversion.calibration import Calibration, Metric, sample_pairs
 from lightformers_hf.conversion.compress import factorizable
 from lightformers_hf.conversion.ranks import ranks_under_budget
+from lightformers_hf.conversion.report import print_report
 from lightformers_hf.conversion.svd import decompose
 from lightformers_hf.conversion.teacher import Teacher
 
@@ -237,3 +240,11 @@ def test_what_cannot_be_done(tiny_marian, text, tmp_path, options, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         convert(tiny_marian, tmp_path / "light", progress=False, **options)
     assert not (tmp_path / "light").exists()
+
+
+def test_the_plan_says_what_calibration_is_for(tiny_marian, text):
+    console = Console(record=True, width=300, file=io.StringIO())
+    print_report(plan(tiny_marian, ratio=2, progress=False), console)
+    assert "--calibration" in console.export_text()
+    print_report(plan(tiny_marian, ratio=2, calibration=text, progress=False), console)
+    assert "--calibration" not in console.export_text()
