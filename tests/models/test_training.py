@@ -173,6 +173,18 @@ def test_recorded_states(head, variant):
     assert torch.equal(run_model(model, ids, mask, target, return_dict=False)[0], out[0])
 
 
+@pytest.mark.parametrize("variant", ["lightformer", "subformer-sandwich", "subformer-all"])
+@torch.no_grad()
+def test_the_attention_implementation_can_be_changed(variant):
+    model = make_model("ConditionalGeneration", variant, attn_implementation="sdpa")
+    ids, mask = padded(sentences())
+    expected = run_model(model, ids, mask).logits
+    model.set_attn_implementation("eager")
+    out = run_model(model, ids, mask, output_attentions=True)
+    assert len(out.cross_attentions) == model.config.decoder_layers
+    torch.testing.assert_close(out.logits, expected, atol=1e-4, rtol=1e-4)
+
+
 @every(TRAINED)
 @torch.no_grad()
 def test_embeddings_in_place_of_ids(head, variant):
