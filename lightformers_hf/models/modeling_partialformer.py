@@ -340,6 +340,7 @@ class PartialFormerStack(PartialFormerPreTrainedModel):
         return self.layer_norm(hidden_states)
 
 
+# One recorder of both: transformers 5.4 takes a list of two for one of self- and one of cross-attention.
 ATTENTIONS = (PartialAttention, MultiHeadAttention)
 
 
@@ -348,7 +349,7 @@ class PartialFormerEncoder(EncoderStack, PartialFormerStack):
 
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": GradientCheckpointingLayer,  # either kind of layer
-        "attentions": [OutputRecorder(kind, index=1, layer_name="self_attn") for kind in ATTENTIONS],
+        "attentions": OutputRecorder(ATTENTIONS, index=1, layer_name="self_attn"),
     }
 
     def __init__(self, config: PartialFormerConfig):
@@ -360,8 +361,8 @@ class PartialFormerDecoder(DecoderStack, PartialFormerStack):
 
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": GradientCheckpointingLayer,  # either kind of layer
-        "attentions": [OutputRecorder(kind, index=1, layer_name="self_attn") for kind in ATTENTIONS],
-        "cross_attentions": [OutputRecorder(kind, index=1, layer_name="encoder_attn") for kind in ATTENTIONS],
+        "attentions": OutputRecorder(ATTENTIONS, index=1, layer_name="self_attn"),
+        "cross_attentions": OutputRecorder(ATTENTIONS, index=1, layer_name="encoder_attn"),
     }
 
     def __init__(self, config: PartialFormerConfig):
