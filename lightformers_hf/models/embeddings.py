@@ -137,6 +137,13 @@ class AdaptiveEmbedding(nn.Module):
         return vectors
 
 
+class TransposedLinear(nn.Linear):
+    """The weight of an `nn.Linear` used the other way: (…, out_features) → (…, in_features)."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return states @ self.weight
+
+
 class AdaptiveOutput(nn.Module):
     """Adaptive softmax (Grave et al. 2017) in the bands of an `AdaptiveEmbedding`: states (…, d) → log p (…, V).
 
@@ -152,11 +159,11 @@ class AdaptiveOutput(nn.Module):
         self.tables = nn.ModuleList(
             nn.Linear(width, size, bias=False) for width, size in zip(widths, sizes, strict=True)
         )
-        self.projections = nn.ModuleList(nn.Linear(width, d_model, bias=False) for width in widths)
+        self.projections = nn.ModuleList(TransposedLinear(width, d_model, bias=False) for width in widths)
         self.classes = nn.Linear(d_model, len(cutoffs), bias=False)
 
     def _band(self, states: torch.Tensor, band: int) -> torch.Tensor:
-        return wide_linear(self.tables[band], states @ self.projections[band].weight)
+        return wide_linear(self.tables[band], self.projections[band](states))
 
     def _first(self, states: torch.Tensor) -> torch.Tensor:
         return _log_softmax(torch.cat([self._band(states, 0), self.classes(states)], dim=-1))

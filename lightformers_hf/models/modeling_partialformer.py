@@ -33,10 +33,19 @@ def split_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
     return states.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def over_heads(logits: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
-    """`linear` over the head axis: (B, h, N) → (B, H, N), by one matrix product and without moving the axis."""
-    weight = linear.weight.expand(logits.shape[0], -1, -1)
-    return torch.baddbmm(linear.bias.unsqueeze(-1), weight, logits)
+class HeadLinear(nn.Linear):
+    """A linear layer over the head axis: (B, h, N) → (B, H, N), by one matrix product and without moving the axis."""
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.expand(logits.shape[0], -1, -1)
+        return torch.baddbmm(self.bias.unsqueeze(-1), weight, logits)
+
+
+class Distances(nn.Embedding):
+    """A trained vector a distance, of which queries (…, d_k) want their products: (…, distances)."""
+
+    def forward(self, query: torch.Tensor) -> torch.Tensor:
+        return torch.matmul(query, self.weight.T)
 
 
 def joint_projection(project: Projection, name: str, in_features: int, parts: list[int]) -> nn.Module:
@@ -91,7 +100,7 @@ class PartialAttention(nn.Module):
 
         self.expand = self.mix = None
         if head_scaling:
-            self.expand, self.mix = nn.Linear(self.base, heads), nn.Linear(heads, heads)
+            self.expand, self.mix = HeadLinear(self.base, heads), HeadLinear(heads, heads)
         self.has_ffn = ffn_expansion is not None
         if self.has_ffn:
             ffn = projections(config, name, "ffn")
@@ -142,7 +151,7 @@ class PartialAttention(nn.Module):
     def _scale_heads(self, logits: torch.Tensor) -> torch.Tensor:
         """Attention maps of h heads to those of H (§3.4): (B, h, T, S) → (B, H, T, S)."""
         flat = logits.flatten(2)
-        return over_heads(over_heads(flat, self.expand).relu(), self.mix).unflatten(2, logits.shape[2:])
+        return self.mix(self.expand(flat).relu()).unflatten(2, logits.shape[2:])
 
     def _feed_forward(self, states: torch.Tensor) -> torch.Tensor:
         """One network for every head (Eq. 4 and 5): (…, d_k) → (…, d_k)."""
@@ -170,7 +179,7 @@ class GlobalAttention(nn.Module):
         self.furthest = config.max_relative_position
         self.distances = None
         if config.global_attention == "relative":
-            self.distances = nn.Embedding(2 * self.furthest + 1, width)
+            self.distances = Distances(2 * self.furthest + 1, width)
 
     def forward(
         self,
@@ -199,8 +208,7 @@ class GlobalAttention(nn.Module):
         """q_i·r_(j−i): queries (B, H, T, d_k) at positions i (T) → (B, H, T, S), for the positions j < S."""
         distance = torch.arange(length, device=query.device) - positions.unsqueeze(-1)
         index = distance.clamp(-self.furthest, self.furthest) + self.furthest
-        by_distance = torch.matmul(query, self.distances.weight.T)
-        return by_distance.gather(-1, index.expand(*query.shape[:2], -1, -1))
+        return self.distances(query).gather(-1, index.expand(*query.shape[:2], -1, -1))
 
 
 class PartialFormerLayer(GradientCheckpointingLayer):

@@ -25,6 +25,7 @@ def wide_linear(layer: nn.Module, states: torch.Tensor) -> torch.Tensor:
         and layer.out_features >= TALL * layer.in_features
         and states.dtype == layer.weight.dtype == torch.float32
         and states.device.type == "cpu"
+        and layer.weight.device == states.device  # a weight that is loaded for each call is not
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()

@@ -3,10 +3,12 @@
 import copy
 import re
 
+import accelerate
 import pytest
 import torch
 import transformers
 from cases import (
+    GENERATING,
     HEADS,
     PLAIN,
     SPECIAL,
@@ -237,6 +239,15 @@ def test_device_map(variant, device_map, tmp_path):
     loaded = type(model).from_pretrained(tmp_path, device_map=device_map)
     assert torch.equal(outputs(loaded), outputs(model))
     assert tied_names(loaded) == tied_names(model) != set()
+
+
+@every(GENERATING, SPECIAL)
+@torch.no_grad()
+def test_weights_that_are_loaded_for_each_call(head, variant):
+    """Offloading hooks give a module its weights while it runs: nothing may read the weights of another."""
+    model = make_model(head, variant)
+    expected = outputs(model)
+    assert torch.equal(outputs(accelerate.cpu_offload(model, execution_device="cpu")), expected)
 
 
 SIZES = [((47,), 47), ((34,), 34), ((None, 32), 64), ((41, 16), 48)]
