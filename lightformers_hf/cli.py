@@ -51,6 +51,7 @@ COMPRESSION_HELP = {
     "target_lang": "Its column, or language, to translate to. Default: the tokenizer's.",
     "allocation": "'uniform': the ratio for every matrix; 'budget': parameters where they spare most loss. Default: "
     "'budget' with calibration and one ratio.",
+    "refit": "Regress the teacher's outputs on what every layer gets, front to back: minutes, no labels.",
 }
 
 

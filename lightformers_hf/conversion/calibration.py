@@ -89,6 +89,8 @@ class Calibration:
         *,
         progress: bool,
     ):
+        self.linear = linear
+        self.batches = list(_batches(pairs, tokenizer, model))
         self.model = model.eval().requires_grad_(False)
         self._tables = [stack.embed_tokens for stack in (model.get_encoder(), model.get_decoder())]
         for table in self._tables:  # gradients flow from the loss to here, past every matrix
@@ -100,9 +102,7 @@ class Calibration:
         watched = {**dict.fromkeys(linear, "linear"), **dict.fromkeys(tables, "table"), self.output_name: "output"}
         hooks = [self._watch(name, kind) for name, kind in watched.items()]
         try:
-            for batch in tqdm(
-                list(_batches(pairs, tokenizer, model)), desc="calibrating", unit="batch", disable=not progress
-            ):
+            for batch in tqdm(self.batches, desc="calibrating", unit="batch", disable=not progress):
                 self._accumulate(batch)
         finally:
             for hook in hooks:
@@ -117,7 +117,7 @@ class Calibration:
         moments = self.moments[name] = Moments()
 
         def see(module: nn.Module, arguments: tuple, output: Tensor) -> None:
-            mask = self._masks[_stream(name)]
+            mask = self._masks[stream_of(name)]
             states = arguments[0].detach()[mask]
             if kind == "table":
                 moments.tokens = moments.tokens + torch.bincount(states, minlength=module.num_embeddings)
@@ -132,15 +132,24 @@ class Calibration:
         return self.model.get_submodule(name).register_forward_hook(see)
 
     def _accumulate(self, batch: dict[str, Tensor]) -> None:
-        labels = batch.pop("labels")
-        kept = labels != -100
-        # What stands behind a sentence's end says nothing, and its gradient is zero.
-        self._masks = {"source": batch["attention_mask"].bool(), "target": kept}
+        self._masks = {stream: self.mask(batch, stream) for stream in ("source", "target")}
+        labels, kept = batch["labels"], self._masks["target"]
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         with torch.enable_grad():
-            logits = self.model(**batch, use_cache=False).logits[kept]
+            logits = self.model(**inputs, use_cache=False).logits[kept]
             loss = nn.functional.cross_entropy(logits, labels[kept], reduction="sum")
             torch.autograd.grad(loss, [table.weight for table in self._tables])
         self.target_tokens += int(kept.sum())
+
+    @staticmethod
+    def mask(batch: dict[str, Tensor], stream: str) -> Tensor:
+        """Where the `source` or `target` of a batch has tokens: behind a sentence's end, nothing is to be learned."""
+        return batch["attention_mask"].bool() if stream == "source" else batch["labels"] != -100
+
+    def gradient_root(self, names: list[str]) -> Tensor:
+        """R with R·Rᵀ = G, damped, of one matrix that serves as each of the modules `names`."""
+        gradients = torch.stack([self.moments[name].gradients.double() for name in names]).sum(0)
+        return damped_root(gradients / self.target_tokens, GRADIENT_DAMPING)
 
     def metric(self, names: list[str], kind: str, has_bias: bool) -> Metric:
         """The norm in which one matrix that serves as each of the modules `names` is to be approximated."""
@@ -148,12 +157,11 @@ class Calibration:
             return self._table_metric(names[0])
         parts = [self.moments[name] for name in names]
         inputs = torch.stack([part.inputs.double() / part.count for part in parts]).mean(0)
-        gradients = torch.stack([part.gradients.double() for part in parts]).sum(0) / self.target_tokens
         mean = None
         if has_bias:  # the bias takes the mean of the error; what is left is centred
             mean = torch.stack([part.mean.double() / part.count for part in parts]).mean(0)
             inputs = inputs - torch.outer(mean, mean)
-        return Metric(_root(inputs, INPUT_DAMPING), _root(gradients, GRADIENT_DAMPING), mean)
+        return Metric(damped_root(inputs, INPUT_DAMPING), self.gradient_root(names), mean)
 
     def _table_metric(self, name: str) -> Metric:
         """A table's two jobs as one pair of weights.
@@ -177,7 +185,7 @@ class Calibration:
         rows = sum(weights * matrix.trace() for weights, matrix in jobs)
         columns = sum(weights.sum() * matrix for weights, matrix in jobs)
         rows = rows + TOKEN_DAMPING * rows.mean()
-        return Metric(rows.sqrt(), _root(columns / columns.trace(), INPUT_DAMPING))
+        return Metric(rows.sqrt(), damped_root(columns / columns.trace(), INPUT_DAMPING))
 
     @staticmethod
     def _stored(module_name: str, tied: dict[str, str]) -> str:
@@ -191,7 +199,7 @@ class Calibration:
         return module_name
 
 
-def _stream(name: str) -> str:
+def stream_of(name: str) -> str:
     """Whose tokens a module sees: cross-attention makes keys and values of the encoder's."""
     memory = "encoder_attn" in name and name.rpartition(".")[2] in ("k_proj", "v_proj", "memory_proj")
     return "source" if memory or name.startswith("model.encoder.") else "target"
@@ -202,7 +210,7 @@ def _add_gradients(moments: Moments, mask: Tensor, kind: str, gradient: Tensor) 
     moments.gradients = moments.gradients + (gradient.square().sum(0) if kind == "output" else gradient.T @ gradient)
 
 
-def _root(moment: Tensor, damping: float) -> Tensor:
+def damped_root(moment: Tensor, damping: float) -> Tensor:
     """L with L·Lᵀ = `moment`, damped; a multiple of the identity where nothing was seen."""
     size, level = moment.shape[0], moment.diagonal().mean().item()
     if not level > 0:

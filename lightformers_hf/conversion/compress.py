@@ -18,6 +18,7 @@ from ..models.low_rank import pattern_matches
 from .calibration import Calibration, Metric, sample_pairs
 from .options import CompressionOptions
 from .ranks import RankPolicy, ranks_under_budget
+from .refit import refit
 from .report import CompressionReport, MatrixReport
 from .sharing import merge, source_names
 from .svd import decompose, in_workers
@@ -90,6 +91,8 @@ class Compression:
             self.state |= self._other_tensors()
         self.config = self._config()
         self.model = skeleton(self.teacher.model_class, self.config)
+        if self.options.refit and not dry:
+            self._refit(progress)
         matrices = [reports[name] for name in self.kinds]
         self.report = CompressionReport.of(self.teacher, self.model, self.options, matrices)
 
@@ -109,6 +112,13 @@ class Compression:
         )
         linear = [name for name, kind in factorizable(model) if kind != "embedding"]
         return Calibration(model, linear, tokenizer, pairs, progress=progress)
+
+    def _refit(self, progress: bool) -> None:
+        student = self.teacher.model_class(self.config)
+        student.load_state_dict({name: tensor.float() for name, tensor in self.state.items()}, strict=False)
+        student.tie_weights()
+        refit(student.eval(), self.calibration.model, self.calibration, progress=progress)
+        self.state = {name: student.state_dict()[name] for name in self.state}
 
     def _source(self, name: str) -> tuple[list[str], torch.Tensor, list[torch.Tensor], Metric | None]:
         """Modules of the teacher that a matrix is made of, the matrix, their biases, and its metric, if any."""

@@ -34,6 +34,7 @@ class CompressionOptions:
         source_lang, target_lang: its columns; `None` means the languages that the tokenizer names.
         allocation: `uniform` gives every matrix the ratio, `budget` spends the parameters that the ratio leaves where
             they spare most loss. `None` means `budget` where there is calibration and one ratio for all kinds.
+        refit: after truncation, regress the teacher's outputs on what every layer gets, front to back (`refit.py`).
     """
 
     ratio: float | None = None
@@ -59,6 +60,7 @@ class CompressionOptions:
     source_lang: str | None = None
     target_lang: str | None = None
     allocation: str | None = None
+    refit: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("group_start", GROUP_STARTS), ("split", SPLITS), ("allocation", ALLOCATIONS)):
@@ -66,6 +68,8 @@ class CompressionOptions:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it is one of {', '.join(filter(None, allowed))}")
         if self.calibration_samples is not None and self.calibration_samples < 1:
             raise ValueError(f"calibration_samples is {self.calibration_samples}; it is 1 or more")
+        if self.refit and self.calibration is None:
+            raise ValueError("refit is True, but there is no text to refit on: give calibration")
         if self.allocation == "budget" and self.calibration is None:
             raise ValueError(
                 "allocation is 'budget', but without calibration the errors of different matrices do not compare: "

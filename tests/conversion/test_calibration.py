@@ -195,6 +195,47 @@ def test_calibration_keeps_more(tiny_marian, text, parallel_sentences, tmp_path)
     )
 
 
+def test_refit_wins_some_of_it_back(tiny_marian, text, parallel_sentences, tmp_path):
+    known = {"calibration": text, "ratio": 4, "progress": False}
+    before = convert(tiny_marian, tmp_path / "light", **known)
+    after = convert(tiny_marian, tmp_path / "refitted", **known, refit=True)
+    assert [matrix.rank for matrix in before.matrices] == [matrix.rank for matrix in after.matrices]
+    losses = [loss(tmp_path / name, tiny_marian, parallel_sentences) for name in ("light", "refitted")]
+    assert losses[1] < losses[0] - 0.1
+
+
+def test_refit_leaves_alone_what_lost_nothing(tiny_marian, text, tmp_path):
+    """Layers that get the teacher's inputs and are dense give the teacher's outputs already; the last FFN does not."""
+    pattern = {"decoder.layers.1.fc2": 4, ".*": None}
+    convert(tiny_marian, tmp_path / "light", calibration=text, rank_pattern=pattern, refit=True, progress=False)
+    teacher, light = Teacher(tiny_marian, "t").load(), AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light")
+    state = light.state_dict()
+    for name, tensor in teacher.state_dict().items():
+        if "decoder.layers.1.fc2" not in name:
+            torch.testing.assert_close(state[name], tensor, atol=2e-4, rtol=1e-3)
+
+
+def test_a_refitted_layer_is_the_regression_of_the_teachers(tiny_marian, text, parallel_sentences, tmp_path):
+    """The first layer's queries, whose inputs the compressed token table makes: against a direct solution."""
+    convert(tiny_marian, tmp_path / "light", calibration=text, embedding_rank=6, refit=True, progress=False)
+    teacher, light = Teacher(tiny_marian, "t").load(), AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light")
+    name = "model.encoder.layers.0.self_attn.q_proj"
+    rows = {}
+    for key, model in (("teacher", teacher), ("light", light)):
+        model.model.encoder.embed_tokens.weight.requires_grad_(True)
+        rows[key] = one_by_one(model.eval(), tiny_marian, parallel_sentences, [name])[name][0].double()
+    own = teacher.get_submodule(name)
+    x, y = rows["light"], rows["teacher"] @ own.weight.T.double() + own.bias.double()
+    x_mean, y_mean = x.mean(0), y.mean(0)
+    covariance = (x - x_mean).T @ (x - x_mean) / len(x)
+    ridge = 0.01 * covariance.diagonal().mean()
+    right = (x - x_mean).T @ (y - y_mean) / len(x) + ridge * own.weight.T.double()
+    expected = torch.linalg.inv(covariance + ridge * torch.eye(len(covariance)).double()) @ right
+    found = light.get_submodule(name)
+    torch.testing.assert_close(found.weight.T.double(), expected, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(found.bias.double(), y_mean - x_mean @ expected, atol=1e-4, rtol=1e-3)
+
+
 def test_the_bias_takes_the_mean_error(tiny_marian, text, calibrated, tmp_path):
     """The mean output over the samples stays what it was, whatever the factors lose."""
     _, calibration = calibrated
@@ -233,6 +274,8 @@ def test_ranks_given_by_name_come_before_the_budget(tiny_marian, text):
         ({"allocation": "greedy"}, "allocation is 'greedy'"),
         ({"calibration": "TEXT", "allocation": "budget", "ffn_ratio": 3.0}, "one ratio for all kinds"),
         ({"calibration": "TEXT", "calibration_samples": 10, "ratio": 1000.0}, "cannot be met"),
+        ({"refit": True}, "give calibration"),
+        ({"calibration": "TEXT", "refit": True, "encoder_groups": 1}, "serves several layers"),
     ],
 )
 def test_what_cannot_be_done(tiny_marian, text, tmp_path, options, message):
