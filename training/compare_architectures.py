@@ -12,8 +12,9 @@ weights, which starts from random weights. Options it does not know go to `run_t
 second call skips the runs that are complete.
 
 Besides the scores the table has unique parameters, the seconds of a training step (runs at the same time slow each
-other), and for translation the decoding speed on one core as a ratio to the first model: all models take turns within
-the same runs, over test sentences of average length, each generating that length.
+other), and for translation two speeds on one core as ratios to the first model, all models taking turns within the
+same runs: of decoding, over test sentences of average length, each generating that length, and of a training step in
+fp32 on 16 test pairs.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
+from lightformers_hf.evaluation.architectures import training_speed
 from lightformers_hf.evaluation.size import unique_parameters
 from lightformers_hf.evaluation.speed import speed_ratio, tokens_per_second, typical_sentences
 from lightformers_hf.evaluation.translate import load_model
@@ -92,6 +94,18 @@ def decoding_speed(models: dict[str, tuple], args: argparse.Namespace) -> dict[s
     }
 
 
+def step_speed(models: dict[str, tuple], args: argparse.Namespace) -> dict[str, float]:
+    """How fast each (model, tokenizer) takes a training step on 16 test pairs, one core, relative to the first one."""
+    pairs = load_parallel(args.test_file, source=args.source_lang, target=args.target_lang, max_samples=16)
+    tokenizer = next(iter(models.values()))[1]
+    batch = dict(tokenizer(pairs["source"][:], text_target=pairs["target"][:], padding=True, return_tensors="pt"))
+    batch["labels"] = batch["labels"].masked_fill(batch["labels"] == tokenizer.pad_token_id, -100)
+    networks = {name: model for name, (model, _) in models.items()}
+    speeds = training_speed(networks, batch, runs=args.speed_runs, progress=True)
+    first = next(iter(speeds.values()))
+    return {name: speed_ratio(speed, first) for name, speed in speeds.items()}
+
+
 def main(argv: list[str] | None = None) -> None:
     """Train, measure, tabulate; the table also goes to `results.json`."""
     parser = argparse.ArgumentParser(
@@ -130,13 +144,18 @@ def main(argv: list[str] | None = None) -> None:
         scores = {score: results[name][f"test_{score}"] for score in SCORES[args.task]}
         measured = {"parameters": unique_parameters(model), "seconds_per_step": seconds_per_step(folders[name])}
         rows.append({"name": name, "model": str(paths[name]), **measured, **scores, **speeds.get(name, {})})
+    if args.task == "translation":  # last, because it changes the models' weights
+        for row, ratio in zip(rows, step_speed(models, args).values(), strict=True):
+            row["step_speed_ratio"] = ratio
     Path(args.output_dir, "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
-    table = Table("model", "parameters", "s / step", *SCORES[args.task].values(), *(["speed"] if speeds else []))
+    columns = ["model", "parameters", "s / step", *SCORES[args.task].values()]
+    table = Table(*columns, *(["decoding", "training"] if speeds else []))
     for row in rows:
         cells = [escape(row["name"]), f"{row['parameters']:,}", f"{row['seconds_per_step']:.2f}"]
         cells += [f"{row[score]:.1f}" for score in SCORES[args.task]]
-        table.add_row(*cells, *([f"{row['speed_ratio']:.2f}x"] if speeds else []))
+        cells += [f"{row[ratio]:.2f}x" for ratio in ("speed_ratio", "step_speed_ratio") if ratio in row]
+        table.add_row(*cells)
     Console().print(table)
 
 
