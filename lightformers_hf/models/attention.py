@@ -56,7 +56,7 @@ def cached_states(
 
 
 class MultiHeadAttention(nn.Module):
-    """Attention with H heads of width d/H, whose four projections d → d come from `project`.
+    """Attention with H heads of width d_k, whose projections d → H·d_k, and back, come from `project`.
 
     The cache slot is an argument of the call (`layer_idx`, the depth), never a property of the module: a layer that
     is applied at several depths has one slot for each of them.
@@ -65,10 +65,11 @@ class MultiHeadAttention(nn.Module):
         config: gives `_attn_implementation` and `attention_dropout`.
         width: d.
         num_heads: H.
+        head_dim: d_k; `None` means d/H.
         project: builds a projection from its name and widths.
         is_causal: whether a position sees only those before it. Must be right even where a mask is given, because
             SDPA takes causality from here when there is none.
-        joint_qkv: one projection d → 3d in place of three (self-attention only; LightFormer Table 1).
+        joint_qkv: one projection d → 3·H·d_k in place of three (self-attention only; LightFormer Table 1).
         output_projection: whether the heads' outputs are mixed by `out_proj`.
     """
 
@@ -80,22 +81,24 @@ class MultiHeadAttention(nn.Module):
         project: Projection,
         *,
         is_causal: bool,
+        head_dim: int | None = None,
         joint_qkv: bool = False,
         output_projection: bool = True,
     ):
         super().__init__()
         self.config = config
-        self.head_dim = width // num_heads
+        self.head_dim = head_dim or width // num_heads
         self.scaling = self.head_dim**-0.5
         self.dropout = config.attention_dropout
         self.is_causal = is_causal
+        inner = num_heads * self.head_dim
         if joint_qkv:
-            self.qkv_proj = project("qkv_proj", width, 3 * width)
+            self.qkv_proj = project("qkv_proj", width, 3 * inner)
         else:
-            self.q_proj = project("q_proj", width, width)
-            self.k_proj = project("k_proj", width, width)
-            self.v_proj = project("v_proj", width, width)
-        self.out_proj = project("out_proj", width, width) if output_projection else nn.Identity()
+            self.q_proj = project("q_proj", width, inner)
+            self.k_proj = project("k_proj", width, inner)
+            self.v_proj = project("v_proj", width, inner)
+        self.out_proj = project("out_proj", inner, width) if output_projection else nn.Identity()
         self.joint_qkv = joint_qkv
 
     def _split_heads(self, states: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -130,11 +130,7 @@ class FactorizedConfig(PreTrainedConfig):
         for field, rank in ranks.items():
             if rank is not None and rank < 1:
                 raise ValueError(f"{field} is {rank}; a rank is at least 1, and None means dense")
-        for pattern in self.rank_pattern:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"rank_pattern has {pattern!r}, which is no regular expression: {error}") from error
+        check_patterns("rank_pattern", self.rank_pattern)
         check_one_of("activation_function", self.activation_function, ACT2FN)
         check_one_of("embedding", self.embedding, self.embeddings)
         if self.embedding == "adaptive":
@@ -172,6 +168,15 @@ def check_one_of(field: str, value: str, allowed: Collection[str]) -> None:
     """Raise `ValueError` naming `field` unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{field} is {value!r}; it is one of {', '.join(sorted(allowed))}")
+
+
+def check_patterns(field: str, patterns: Iterable[str]) -> None:
+    """Raise `ValueError` naming `field` unless all `patterns` are regular expressions."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{field} has {pattern!r}, which is no regular expression: {error}") from error
 
 
 def check_at_least(field: str, value: float | None, least: float) -> None:

@@ -2,7 +2,7 @@
 
 from huggingface_hub.dataclasses import strict
 
-from .configuration_base import FactorizedConfig, check_heads, check_one_of
+from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of, check_patterns
 from .layer_stack import check_groups
 
 POSITION_EMBEDDING_TYPES = ("sinusoidal", "sinusoidal_half", "learned")
@@ -15,6 +15,9 @@ class LightFormerConfig(FactorizedConfig):
 
     Args:
         encoder_ffn_dim, decoder_ffn_dim: inner width of the feed-forward networks.
+        ffn_dim_pattern: layer name pattern → that width, for layers that differ (`decoder.layers.0`).
+        head_dim: d_k, width of a head; `None` means d_model / heads.
+        head_dim_pattern: attention name pattern → d_k, for those that differ (`decoder.layers.0.encoder_attn`).
         encoder_groups, decoder_groups: N, number of stored layers, in contiguous groups (§3.2). `None`: one a depth.
         share_layer_norms: whether the LayerNorms of a group are shared too; else each depth has its own.
         joint_qkv: one projection d → 3d in self-attention (Table 1 of the paper).
@@ -43,6 +46,9 @@ class LightFormerConfig(FactorizedConfig):
 
     encoder_ffn_dim: int = 2048
     decoder_ffn_dim: int = 2048
+    ffn_dim_pattern: dict[str, int] | None = None
+    head_dim: int | None = None
+    head_dim_pattern: dict[str, int] | None = None
     encoder_groups: int | None = None
     decoder_groups: int | None = None
     share_layer_norms: bool = True
@@ -56,11 +62,28 @@ class LightFormerConfig(FactorizedConfig):
     classifier_dropout: float | int = 0.0
     embedding_dim: int | None = None
 
+    def __post_init__(self, **kwargs):
+        self.ffn_dim_pattern, self.head_dim_pattern = self.ffn_dim_pattern or {}, self.head_dim_pattern or {}
+        super().__post_init__(**kwargs)
+
     def check(self) -> None:
         """Raise `ValueError` where fields cannot go together."""
         super().check()
+        check_at_least("head_dim", self.head_dim, 1)
+        for field in ("ffn_dim_pattern", "head_dim_pattern"):
+            check_patterns(field, getattr(self, field))
+            for pattern, width in getattr(self, field).items():
+                check_at_least(f"{field}[{pattern!r}]", width, 1)
         for stack in ("encoder", "decoder"):
             heads = f"{stack}_attention_heads"
-            check_heads(heads, getattr(self, heads), "d_model", self.d_model)
+            if self.head_dim is None:
+                check_heads(heads, getattr(self, heads), "d_model", self.d_model)
+            check_at_least(heads, getattr(self, heads), 1)
+            inner = {self.head_dim or self.d_model // getattr(self, heads), *self.head_dim_pattern.values()}
+            if not self.attention_output_projection and inner != {self.d_model // getattr(self, heads)}:
+                raise ValueError(
+                    f"head_dim is {self.head_dim} and head_dim_pattern {self.head_dim_pattern}; heads that together "
+                    "are not d_model wide need attention_output_projection=True"
+                )
             check_groups(f"{stack}_groups", getattr(self, f"{stack}_groups"), getattr(self, f"{stack}_layers"))
         check_one_of("position_embedding_type", self.position_embedding_type, POSITION_EMBEDDING_TYPES)

@@ -24,11 +24,11 @@ def pattern_matches(pattern: str, name: str) -> bool:
     return re.fullmatch(rf"(?:.*\.)?(?:{pattern})", name) is not None
 
 
-def rank_from_pattern(rank_pattern: Mapping[str, int | None], name: str, default: int | None) -> int | None:
-    """Rank of the module `name`: the first pattern that matches decides, else `default`. `None` means dense."""
-    for pattern, rank in rank_pattern.items():
+def from_pattern(patterns: Mapping[str, int | None], name: str, default: int | None) -> int | None:
+    """What `patterns` say of the module `name`, a rank or a width: the first that matches decides, else `default`."""
+    for pattern, value in patterns.items():
         if pattern_matches(pattern, name):
-            return rank
+            return value
     return default
 
 
@@ -85,7 +85,7 @@ def make_linear(in_features: int, out_features: int, rank: int | None, *, name: 
 def module_rank(config, name: str, kind: str) -> int | None:
     """r of the module `name` (without the head's `model.`), whose kind is `attention`, `ffn` or `embedding`."""
     stack = "decoder" if name.startswith("decoder.") else "encoder"
-    return rank_from_pattern(config.rank_pattern, name, config.rank_of_kind(stack, kind))
+    return from_pattern(config.rank_pattern, name, config.rank_of_kind(stack, kind))
 
 
 def projections(config, prefix: str, kind: str) -> Projection:

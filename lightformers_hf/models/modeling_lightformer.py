@@ -21,7 +21,7 @@ from .heads import (
     SequenceClassificationHead,
 )
 from .layer_stack import LayerStack, in_groups
-from .low_rank import projections
+from .low_rank import from_pattern, projections
 from .stacks import DecoderStack, EncoderStack, FactorizedPreTrainedModel, make_table
 from .transformer_layer import Depth, TransformerLayer, add_feed_forward, add_layer_norms
 
@@ -45,6 +45,7 @@ class LightFormerLayer(TransformerLayer):
                 getattr(config, f"{stack}_attention_heads"),
                 projections(config, f"{name}.{part}", "attention"),
                 is_causal=is_causal,
+                head_dim=from_pattern(config.head_dim_pattern, f"{name}.{part}", config.head_dim),
                 joint_qkv=joint_qkv,
                 output_projection=config.attention_output_projection,
             )
@@ -56,7 +57,7 @@ class LightFormerLayer(TransformerLayer):
             attention("encoder_attn", is_causal=False) if has_cross else None,
             normalize_before=config.normalize_before,
         )
-        ffn_dim = getattr(config, f"{stack}_ffn_dim")
+        ffn_dim = from_pattern(config.ffn_dim_pattern, name, getattr(config, f"{stack}_ffn_dim"))
         add_feed_forward(self, config.d_model, ffn_dim, projections(config, name, "ffn"))
         if not private_norms:
             add_layer_norms(self, config.d_model, has_cross)

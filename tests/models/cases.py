@@ -60,6 +60,14 @@ VARIANTS = {
         "lightformer",
         {**LOW_RANK, "decoder_layers": 4, "encoder_groups": 2, "decoder_groups": 1, "share_layer_norms": False},
     ),
+    "lightformer-narrow": (
+        "lightformer",
+        {
+            "head_dim": 5,
+            "head_dim_pattern": {"decoder.layers.0.encoder_attn": 3, "encoder.layers.1.self_attn": 2},
+            "ffn_dim_pattern": {"decoder.layers.1": 7},
+        },
+    ),
     "lightformer-joint-qkv": (
         "lightformer",
         {**LOW_RANK, "joint_qkv": True, "attention_output_projection": False},

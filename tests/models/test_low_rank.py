@@ -12,12 +12,12 @@ from lightformers_hf.models.low_rank import (
     LowRankEmbedding,
     LowRankLinear,
     LowRankOutput,
+    from_pattern,
     init_factors,
     make_embedding,
     make_linear,
     make_output,
     pattern_matches,
-    rank_from_pattern,
 )
 
 
@@ -189,7 +189,7 @@ def test_a_pattern_matches_whole_components_from_the_end(name, dropped):
     assert pattern_matches(tail, f"model.{name}")
     assert not pattern_matches(tail, f"{name}.more")
     assert not pattern_matches(tail, f"x{parts[-1]}")
-    assert rank_from_pattern({tail: None, ".*": 3}, name, 5) is None
+    assert from_pattern({tail: None, ".*": 3}, name, 5) is None
 
 
 def test_a_low_rank_model_is_the_dense_one_of_its_products():
