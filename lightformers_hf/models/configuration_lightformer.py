@@ -20,6 +20,8 @@ class LightFormerConfig(FactorizedConfig):
         head_dim_pattern: attention name pattern → d_k, for those that differ (`decoder.layers.0.encoder_attn`).
         encoder_groups, decoder_groups: N, number of stored layers, in contiguous groups (§3.2). `None`: one a depth.
         share_layer_norms: whether the LayerNorms of a group are shared too; else each depth has its own.
+        group_residual_rank: r of a residual that each depth adds to every shared matrix, y = x·W + x·A·B; `None`
+            means none.
         joint_qkv: one projection d → 3d in self-attention (Table 1 of the paper).
         attention_output_projection: whether attention has `out_proj` (Table 1 leaves it out).
         position_embedding_type: `sinusoidal` (Marian, Pegasus), `sinusoidal_half` (M2M100, NLLB) or `learned` (BART).
@@ -52,6 +54,7 @@ class LightFormerConfig(FactorizedConfig):
     encoder_groups: int | None = None
     decoder_groups: int | None = None
     share_layer_norms: bool = True
+    group_residual_rank: int | None = None
     joint_qkv: bool = False
     attention_output_projection: bool = True
     position_embedding_type: str = "sinusoidal"
@@ -70,6 +73,12 @@ class LightFormerConfig(FactorizedConfig):
         """Raise `ValueError` where fields cannot go together."""
         super().check()
         check_at_least("head_dim", self.head_dim, 1)
+        check_at_least("group_residual_rank", self.group_residual_rank, 1)
+        if self.group_residual_rank is not None and self.encoder_groups is None and self.decoder_groups is None:
+            raise ValueError(
+                f"group_residual_rank is {self.group_residual_rank}, but no layers are shared: set encoder_groups or "
+                "decoder_groups, or leave it None"
+            )
         for field in ("ffn_dim_pattern", "head_dim_pattern"):
             check_patterns(field, getattr(self, field))
             for pattern, width in getattr(self, field).items():

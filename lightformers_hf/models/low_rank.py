@@ -44,11 +44,12 @@ def init_factors(module: nn.Module, std: float) -> None:
 
     An entry of U·V is a sum of r products, so its variance is r·s⁴ when both factors have variance s². Factors are
     drawn by the modules that hold them (marked by `product_rank`): transformers passes over one that holds nothing.
+    A `product_rank` of 0 marks a factor that starts at zero.
     """
     rank = getattr(module, "product_rank", None)
     if rank is None:
         return
-    factor_std = (std**2 / rank) ** 0.25
+    factor_std = (std**2 / rank) ** 0.25 if rank else 0.0
     for name, factor in module.named_parameters(recurse=False):
         if name != "bias":
             fresh = not getattr(factor, "_is_hf_initialized", False)
@@ -80,6 +81,26 @@ def make_linear(in_features: int, out_features: int, rank: int | None, *, name: 
         return nn.Linear(in_features, out_features, bias=bias)
     _check_rank(rank, in_features, out_features, name)
     return LowRankLinear(in_features, out_features, rank, bias=bias)
+
+
+def add_residuals(module: nn.Module, shared: nn.Module, rank: int, *, name: str) -> None:
+    """Give `module` a residual x·A·B, zero at first, for every linear layer of `shared`, under the same names."""
+    for path, layer in shared.named_modules():
+        if not hasattr(layer, "kind"):
+            continue
+        _check_rank(rank, layer.in_features, layer.out_features, f"{name}.{path}")
+        residual = LowRankLinear(layer.in_features, layer.out_features, rank, bias=False)
+        residual.v.product_rank = 0
+        parent, _, leaf = path.rpartition(".")
+        if parent and not hasattr(module, parent):
+            module.add_module(parent, nn.Module())
+        module.get_submodule(parent).add_module(leaf, residual)
+
+
+def apply_with_residual(module: nn.Module, name: str, states: torch.Tensor, residuals: nn.Module | None):
+    """`module.<name>(states)`, and what `residuals` adds to it: x·W + x·A·B. (…, m) → (…, n)."""
+    output, residual = getattr(module, name)(states), getattr(residuals, name, None)
+    return output if residual is None else output + residual(states)
 
 
 def module_rank(config, name: str, kind: str) -> int | None:

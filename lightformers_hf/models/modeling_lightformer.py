@@ -4,6 +4,7 @@ Names of modules are those of Marian and BART, so that a converted weight is fou
 """
 
 import copy
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -21,7 +22,8 @@ from .heads import (
     SequenceClassificationHead,
 )
 from .layer_stack import LayerStack, in_groups
-from .low_rank import from_pattern, projections
+from .lean import lean_layers
+from .low_rank import add_residuals, from_pattern, projections
 from .stacks import DecoderStack, EncoderStack, FactorizedPreTrainedModel, make_table
 from .transformer_layer import Depth, TransformerLayer, add_feed_forward, add_layer_norms
 
@@ -90,19 +92,36 @@ class LightFormerStack(LightFormerPreTrainedModel):
         self.layers = LayerStack(
             lambda index: LightFormerLayer(config, stack, index, private_norms), in_groups(layers, groups)
         )
-        self.depths = nn.ModuleList(Depth() for _ in range(layers)) if private_norms else None
-        for depth in self.depths or ():
-            add_layer_norms(depth, d_model, stack == "decoder" and config.is_encoder_decoder)
+        self.has_residuals = groups is not None and config.group_residual_rank is not None
+        self.depths = nn.ModuleList(Depth() for _ in range(layers)) if private_norms or self.has_residuals else None
+        for index, depth in enumerate(self.depths or ()):
+            if private_norms:
+                add_layer_norms(depth, d_model, stack == "decoder" and config.is_encoder_decoder)
+            if self.has_residuals:
+                depth.residuals = nn.Module()
+                shared, name = self.layers[self.layers.stored_at[index]], f"{stack}.depths.{index}.residuals"
+                add_residuals(depth.residuals, shared, config.group_residual_rank, name=name)
         self.layer_norm = nn.LayerNorm(d_model) if config.final_layer_norm else nn.Identity()
         self.gradient_checkpointing = False
         self.post_init()
 
-    def run(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, *cross, **kwargs) -> torch.Tensor:
-        """Apply the layers depth by depth. (B, T, d) → (B, T, d)."""
+    def by_depth(self) -> Iterator[tuple[nn.Module, dict]]:
+        """Every depth's layer and its own arguments."""
         for depth, (layer, slots) in enumerate(self.layers.by_depth()):
             own = None if self.depths is None else self.depths[depth]
-            hidden_states = layer(hidden_states, attention_mask, *cross, own=own, **slots, **kwargs)
-        return self.layer_norm(hidden_states)
+            if self.has_residuals:  # cross-attention's keys and values differ, too
+                slots["cross_layer_idx"] = depth
+            yield layer, {"own": own, **slots}
+
+    def run(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, *cross, **kwargs) -> torch.Tensor:
+        """Apply the layers depth by depth. (B, T, d) → (B, T, d)."""
+        depths, kind = list(self.by_depth()), {"config": self.config, "layer_class": LightFormerLayer}
+        states = lean_layers(depths, hidden_states, attention_mask, *cross, **kind, **kwargs)
+        if states is None:
+            states = hidden_states
+            for layer, arguments in depths:
+                states = layer(states, attention_mask, *cross, **arguments, **kwargs)
+        return self.layer_norm(states)
 
 
 class LightFormerEncoder(EncoderStack, LightFormerStack):

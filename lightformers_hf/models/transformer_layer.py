@@ -6,7 +6,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .low_rank import Projection
+from .low_rank import Projection, apply_with_residual
 
 
 def add_layer_norms(module: nn.Module, width: int, has_cross_attention: bool) -> None:
@@ -24,7 +24,10 @@ def add_feed_forward(module: nn.Module, width: int, ffn_dim: int, project: Proje
 
 
 class Depth(nn.Module):
-    """What one depth has for itself where its layer is shared: LayerNorms, and maybe the feed-forward network."""
+    """What one depth has for itself where its layer is shared: LayerNorms, the feed-forward network, or residuals.
+
+    Residuals are a module `residuals` with a low-rank matrix for each of the shared layer, under its name.
+    """
 
 
 class TransformerLayer(GradientCheckpointingLayer):
@@ -62,12 +65,18 @@ class TransformerLayer(GradientCheckpointingLayer):
         **kwargs,
     ) -> torch.Tensor:
         """(B, T, d) → (B, T, d). `own` is the `Depth` of this call; the others: see `LayerStack.by_depth`."""
-        norms = self if own is None else own
+        norms = self if hasattr(self, "final_layer_norm") else own
         ffn = self if hasattr(self, "fc1") else own
+        residuals = getattr(own, "residuals", None)
         kwargs["past_key_values"] = past_key_values
 
+        def residuals_of(name: str) -> dict[str, nn.Module]:
+            return {} if residuals is None else {"residuals": getattr(residuals, name)}
+
         def self_attention(states: torch.Tensor) -> torch.Tensor:
-            return self.self_attn(states, attention_mask=attention_mask, layer_idx=layer_idx, **kwargs)[0]
+            return self.self_attn(
+                states, attention_mask=attention_mask, layer_idx=layer_idx, **residuals_of("self_attn"), **kwargs
+            )[0]
 
         def cross_attention(states: torch.Tensor) -> torch.Tensor:
             return self.encoder_attn(
@@ -75,12 +84,14 @@ class TransformerLayer(GradientCheckpointingLayer):
                 key_value_states=encoder_hidden_states,
                 attention_mask=encoder_attention_mask,
                 layer_idx=cross_layer_idx,
+                **residuals_of("encoder_attn"),
                 **kwargs,
             )[0]
 
         def feed_forward(states: torch.Tensor) -> torch.Tensor:
-            inner = self.activation(ffn.fc1(states))
-            return ffn.fc2(nn.functional.dropout(inner, p=self.activation_dropout, training=self.training))
+            inner = self.activation(apply_with_residual(ffn, "fc1", states, residuals))
+            inner = nn.functional.dropout(inner, p=self.activation_dropout, training=self.training)
+            return apply_with_residual(ffn, "fc2", inner, residuals)
 
         hidden_states = self._sublayer(hidden_states, norms.self_attn_layer_norm, self_attention)
         if encoder_hidden_states is not None:

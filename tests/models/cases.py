@@ -60,6 +60,22 @@ VARIANTS = {
         "lightformer",
         {**LOW_RANK, "decoder_layers": 4, "encoder_groups": 2, "decoder_groups": 1, "share_layer_norms": False},
     ),
+    "lightformer-residuals": (
+        "lightformer",
+        {"decoder_layers": 4, "encoder_groups": 2, "decoder_groups": 2, "ffn_rank": 6, "group_residual_rank": 3},
+    ),
+    "lightformer-residuals-private-norms": (
+        "lightformer",
+        {
+            **LOW_RANK,
+            "decoder_layers": 4,
+            "decoder_groups": 1,
+            "share_layer_norms": False,
+            "group_residual_rank": 2,
+            "joint_qkv": True,
+            "attention_output_projection": False,
+        },
+    ),
     "lightformer-narrow": (
         "lightformer",
         {
@@ -159,6 +175,7 @@ VARIANTS = {
 PLAIN = ("lightformer", "subformer-sandwich", "partialformer")
 SPECIAL = (
     "lightformer-private-norms",
+    "lightformer-residuals",
     "lightformer-pre-norm",
     "subformer-sandwich",
     "subformer-independent-ffn",

@@ -48,6 +48,8 @@ def test_json_round_trip(variant, tmp_path):
         ({"rank_pattern": {"fc1": 0}}, "rank_pattern.*fc1.* is 0"),
         ({"rank_pattern": {"fc(": 3}}, r"rank_pattern has 'fc\('"),
         ({"head_dim": 0}, "head_dim is 0; it is at least 1"),
+        ({"group_residual_rank": 0, "encoder_groups": 2}, "group_residual_rank is 0; it is at least 1"),
+        ({"group_residual_rank": 4}, "group_residual_rank is 4.*set encoder_groups or decoder_groups"),
         ({"head_dim_pattern": {"self_attn": 0}}, "head_dim_pattern.*self_attn.* is 0; it is at least 1"),
         ({"head_dim_pattern": {"self_attn(": 3}}, r"head_dim_pattern has 'self_attn\('"),
         ({"ffn_dim_pattern": {"layers.0": 0}}, "ffn_dim_pattern.*layers.0.* is 0; it is at least 1"),
