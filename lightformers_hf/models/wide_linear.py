@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-# Where it pays: tall matrices that no cache holds, up to so many rows (fp32, one core: 1.5 to 4 times).
+# Where it pays: tall matrices too large for a core's own cache, up to so many rows (fp32, one core: 1.5 to 4 times).
 MOST_ROWS = 8
-MANY_WEIGHTS = 4_000_000
+MANY_WEIGHTS = 1_000_000
 TALL = 8
 
 
