@@ -1,10 +1,14 @@
-"""How fast the papers' architectures decode and train, each beside transformers' Marian of equal depth and width."""
+"""How fast the papers' architectures decode and train, each beside the Transformer that its paper compares with.
+
+That is transformers' own Marian, of equal width and vocabulary; of equal depth, too, but for LightFormer, whose paper
+compares with six layers in each stack.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import torch
@@ -29,11 +33,26 @@ SAME_FIELDS += ("pad_token_id", "eos_token_id", "decoder_start_token_id")
 class Pair:
     """A row of the papers' parameter tables, and the decoding speed that its paper prints relative to a Transformer.
 
-    The papers measured in batches on a GPU: their ratios are an orientation here, no reference.
+    The papers of Subformer and PartialFormer measured in batches on a GPU: their ratios are an orientation here, no
+    reference. LightFormer's is of one sentence at a time on one core, as here.
+
+    Attributes:
+        table: of the row.
+        paper_ratio: decoding speed relative to a Transformer as printed, where it is.
+        fields: of the configuration, where they are not the row's.
+        transformer_layers: of either stack of the Transformer; `None` means as many as the architecture has.
     """
 
     table: str
     paper_ratio: float | None = None
+    fields: dict[str, int] = field(default_factory=dict)
+    transformer_layers: int | None = None
+
+    @property
+    def row(self) -> ParameterRow:
+        """The row, with the fields of this pair."""
+        row = find_row(self.table)
+        return replace(row, config=row.config | self.fields)
 
 
 PAIRS = {
@@ -42,6 +61,12 @@ PAIRS = {
     "partialformer-36m": Pair("PartialFormer T5 #3 without head scaling", 1.52),  # PartialFormer, Table 9
     "subformer-base": Pair("Subformer T3 base En-De", 0.75),  # Subformer, Table 8
     "sandwich-base": Pair("Subformer T2 sandwich", 1.26),  # Subformer, Table 8
+    # LightFormer, Table 7: IWSLT'14 De-En, encoder-decoder layers; 12-1 is not in it.
+    "lightformer-18-3": Pair("LightFormer T6 r6 / T8 6 groups", 2.1, transformer_layers=6),
+    "lightformer-18-2": Pair("LightFormer T7 18-2", 2.4, transformer_layers=6),
+    "lightformer-12-1": Pair(
+        "LightFormer T7 18-2", fields={"encoder_layers": 12, "decoder_layers": 1}, transformer_layers=6
+    ),
 }
 
 
@@ -89,19 +114,23 @@ class Comparison:
         }
 
 
-def transformer_beside(row: ParameterRow, positions: int) -> MarianMTModel:
-    """A Marian with random weights and the row's depths, width and vocabulary: 8 heads, FFN of width 4·d, ReLU.
+def transformer_beside(pair: Pair, positions: int) -> MarianMTModel:
+    """A Marian with random weights, the row's width and vocabulary, 8 heads, ReLU, FFN as the row's or of width 4·d.
 
     Dropout and special tokens are those of the row's model. Its position tables end at `positions`.
     """
-    config = row.model_config()
+    config = pair.row.model_config()
+    ffn_dim = getattr(config, "decoder_ffn_dim", 4 * config.d_model)
+    fields = {name: getattr(config, name) for name in SAME_FIELDS}
+    if pair.transformer_layers is not None:
+        fields |= dict.fromkeys(("encoder_layers", "decoder_layers"), pair.transformer_layers)
     return MarianMTModel(
         MarianConfig(
-            **{field: getattr(config, field) for field in SAME_FIELDS},
+            **fields,
             encoder_attention_heads=8,
             decoder_attention_heads=8,
-            encoder_ffn_dim=4 * config.d_model,
-            decoder_ffn_dim=4 * config.d_model,
+            encoder_ffn_dim=ffn_dim,
+            decoder_ffn_dim=ffn_dim,
             activation_function="relu",
             max_position_embeddings=positions,
             forced_eos_token_id=None,
@@ -138,8 +167,9 @@ def compare(
         raise ValueError(f"unknown pair {name!r}, expected one of {', '.join(PAIRS)}")
     if runs < 1 or new_tokens < 1:
         raise ValueError(f"runs is {runs} and new_tokens is {new_tokens}, expected 1 or more")
-    row = find_row(PAIRS[name].table)
-    models = {name: row.build(), "transformer": transformer_beside(row, max(new_tokens, SOURCE_TOKENS) + 1)}
+    pair = PAIRS[name]
+    row, positions = pair.row, max(new_tokens, SOURCE_TOKENS) + 1
+    models = {name: row.build(), "transformer": transformer_beside(pair, positions)}
     batch = random_batch(row.config["vocab_size"])
     source = {field: batch[field][:1] for field in ("input_ids", "attention_mask")}
     speeds = {}
@@ -159,7 +189,7 @@ def compare(
         name,
         *(unique_parameters(model) for model in models.values()),
         speeds={measure: tuple(speed.values()) for measure, speed in speeds.items()},
-        paper_ratio=PAIRS[name].paper_ratio,
+        paper_ratio=pair.paper_ratio,
     )
 
 
@@ -216,7 +246,7 @@ def training_speed(
 def comparison_table(comparisons: list[Comparison]) -> Table:
     """A rich table: three rows a pair, medians over the runs, the ratio's quartiles and the paper's ratio."""
     table = Table(
-        title="Beside Marian of equal depth, width and vocabulary: one core, batch 1, random weights",
+        title="Beside Marian of equal width and vocabulary: one core, batch 1, random weights",
         caption="medians of interleaved runs; speed: how many times as fast as the Transformer (quartiles)",
     )
     for heading in ("pair", "parameters", "", "ours", "Transformer", "speed", "paper"):

@@ -44,11 +44,22 @@ def tiny(monkeypatch):
 def test_the_transformer_beside_is_the_papers(name):
     row = find_row(PAIRS[name].table)
     with torch.device("meta"):
-        transformer = architectures.transformer_beside(row, 26)
-    printed = 62 if name.startswith("partialformer") else 61  # Tables 9 and 3 of the papers
+        transformer = architectures.transformer_beside(PAIRS[name], 26)
+    printed = {"partialformer": 62, "lightformer": 37}.get(name.split("-")[0], 61)  # Tables 9, 2 and 3 of the papers
     assert round(unique_parameters(transformer) / 1e6) == printed
-    assert transformer.config.decoder_layers == row.config["decoder_layers"]
+    layers = 6 if name.startswith("lightformer") else row.config["decoder_layers"]
+    assert transformer.config.decoder_layers == layers
     assert transformer.config.vocab_size == row.config["vocab_size"]
+
+
+def test_the_pair_of_twelve_and_one():
+    config = PAIRS["lightformer-12-1"].row.model_config()
+    assert (config.encoder_layers, config.encoder_groups, config.decoder_layers, config.attention_rank) == (
+        12,
+        6,
+        1,
+        80,
+    )
 
 
 @pytest.mark.parametrize("name", TINY)
