@@ -36,22 +36,28 @@ def root(debug: bool = typer.Option(False, "--debug", help="Show the full traceb
 
 
 COMPRESSION_HELP = {
-    "ratio": "p of Eq. 12: dense / kept parameters of each matrix, above 1. Without any choice of ranks or groups: 2.",
+    "ratio": "Dense / kept parameters of the matrices (p of Eq. 12), above 1. Without any choice: 2.",
     "rank": "Singular values kept in each matrix.",
     "energy": "Share of the squared singular values kept in each matrix, in (0, 1].",
+    "params": "Parameters of the result at most, e.g. 20M; in place of the ratio.",
+    "size": "Bytes of the result's weights at most, e.g. 40MB; in place of the ratio.",
     "rank_pattern": "PATTERN=RANK, or PATTERN=dense, for modules whose names end so; comes first. Repeatable.",
     "encoder_groups": "Number of independent encoder layers; must divide the layers.",
     "decoder_groups": "Number of independent decoder layers; must divide the layers.",
     "group_start": "How a group of layers starts: 'mean' of its layers, or the 'first' of them.",
     "split": "Where Σ goes: 'sigma-right' (Eq. 11), or 'balanced', √Σ to each factor.",
-    "calibration": "Parallel text (a file, or a dataset on the Hub; never a test's): keep what the loss feels most.",
-    "calibration_samples": "Sentence pairs drawn from it. Default: 1000, or all of fewer.",
+    "paper": "The paper's procedure exactly: plain SVD of every matrix alone, the ratio for each.",
+    "calibration": "Parallel text (a file, or a dataset on the Hub; never a test's) on which errors are weighed. "
+    "Default: text that the model makes itself.",
+    "calibration_samples": "Sentence pairs drawn from it. Default: 1000, or all of fewer; 256 of the model's own.",
     "calibration_seed": "Which ones.",
     "source_lang": "Its column, or language, to translate from. Default: the tokenizer's.",
     "target_lang": "Its column, or language, to translate to. Default: the tokenizer's.",
     "allocation": "'uniform': the ratio for every matrix; 'budget': parameters where they spare most loss. Default: "
-    "'budget' with calibration and one ratio.",
-    "refit": "Regress the teacher's outputs on what every layer gets, front to back: minutes, no labels.",
+    "'budget' where there is one ratio.",
+    "attention_method": "Attention by 'matrix', low-rank, or by 'product', narrower heads. Default: what loses less.",
+    "ffn_method": "Feed-forward networks by 'matrix', low-rank, or with fewer 'neurons'. Default: what loses less.",
+    "refit": "Regress the teacher's outputs on what every layer gets. Default: where no layer is shared.",
 }
 
 
@@ -155,6 +161,32 @@ def convert(
     )
 
 
+@app.command()
+def export(
+    source: Source,
+    output: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
+    to: Annotated[str, typer.Option(help="ctranslate2 or onnx.", show_default=False)],
+    quantization: Annotated[
+        str | None,
+        typer.Option(help="int8; for ctranslate2 also int16, int8_float16, float16, … Default: float32."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what the folder holds.")] = False,
+) -> None:
+    """Write a LightFormer, or a dense model that becomes one, for CTranslate2 or ONNX Runtime, which run it fastest.
+
+    Says what the engine cannot express, and compares its outputs with the checkpoint's; needs
+    pip install 'lightformers_hf\\[export]'.
+
+    Example: lightformers export opus-mt-de-en-light opus-mt-de-en-int8 --to ctranslate2 --quantization int8
+    """
+    from .export import export as run
+
+    report = run(source, output, to=to, quantization=quantization, overwrite=overwrite)
+    console = Console()
+    for line in report.lines(output):
+        console.print(escape(line), highlight=False, soft_wrap=True)
+
+
 Model = Annotated[str, typer.Argument(help="Folder or Hub name of a checkpoint.", show_default=False)]
 BatchSize = Annotated[int, typer.Option(min=1, help="Sentences translated at once.")]
 NumBeams = Annotated[int | None, typer.Option(min=1, help="Beams; 1 is greedy. Default: the checkpoint's.")]
@@ -193,12 +225,12 @@ def translate(
 
     from tqdm.auto import tqdm
 
-    from .evaluation.translate import load_model, translate_stream, written_whole
+    from .evaluation.translate import load_translator, translate_stream, written_whole
 
     options = generation_options(num_beams=num_beams, max_new_tokens=max_new_tokens)
     with ExitStack() as stack:
         source = stack.enter_context(file.open("rb")) if file else sys.stdin.buffer
-        network, tokenizer = load_model(model, device=device)
+        network, tokenizer = load_translator(model, device=device)
         sink = stack.enter_context(written_whole(output)) if output else sys.stdout.buffer
         bar = stack.enter_context(tqdm(unit="text", disable=None))
         translate_stream(source, sink, network, tokenizer, batch_size=batch_size, progress=bar, **options)
@@ -358,7 +390,7 @@ def benchmark_conversion(
 @benchmark_app.command("architectures")
 def benchmark_architectures(
     pair: Annotated[
-        list[str] | None, typer.Option(help="Only this pair, e.g. subformer-base. Repeatable. Default: all five.")
+        list[str] | None, typer.Option(help="Only this pair, e.g. subformer-base. Repeatable. Default: all.")
     ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Interleaved runs; medians are shown.")] = 10,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated in a run.")] = 25,
@@ -368,7 +400,7 @@ def benchmark_architectures(
         Path | None, typer.Option("--json", help="Write the runs as JSON to this file, or only to stdout with '-'.")
     ] = None,
 ) -> None:
-    """Time architectures of the papers beside Marian of equal depth and width: decoding and training on one core.
+    """Time architectures of the papers beside Marian of equal width: decoding and training on one core.
 
     Example: lightformers benchmark architectures --pair partialformer-36m --no-training
     """

@@ -161,7 +161,7 @@ _CONVERT = """
 import sys
 from lightformers_hf.conversion import convert
 from lightformers_hf.evaluation.size import peak_memory
-convert(sys.argv[1], sys.argv[2], ratio=float(sys.argv[3]), progress=False)
+convert(sys.argv[1], sys.argv[2], ratio=float(sys.argv[3]), paper=True, progress=False)
 print(peak_memory())
 """
 

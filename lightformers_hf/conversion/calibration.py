@@ -7,7 +7,6 @@ So errors of different matrices are in one unit, and compare.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +17,7 @@ from tqdm.auto import tqdm
 from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..training.data import load_parallel, tokenize_pairs
+from .options import CompressionOptions
 from .svd import Factors
 
 # Added to the diagonals, relative to their mean: directions that no sample showed are not free.
@@ -75,22 +75,12 @@ class Calibration:
     Args:
         model: a sequence-to-sequence model of this package.
         linear: names of its linear layers.
-        tokenizer: the model's.
-        pairs: a dataset with the columns `source` and `target`.
+        batches: `input_ids`, `attention_mask`, `labels` (−100 is padding) and `decoder_input_ids`.
         progress: show a progress bar.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        linear: list[str],
-        tokenizer: PreTrainedTokenizerBase,
-        pairs: Dataset,
-        *,
-        progress: bool,
-    ):
-        self.linear = linear
-        self.batches = list(_batches(pairs, tokenizer, model))
+    def __init__(self, model: PreTrainedModel, linear: list[str], batches: list[dict[str, Tensor]], *, progress: bool):
+        self.linear, self.batches = linear, batches
         self.model = model.eval().requires_grad_(False)
         self._tables = [stack.embed_tokens for stack in (model.get_encoder(), model.get_decoder())]
         for table in self._tables:  # gradients flow from the loss to here, past every matrix
@@ -146,22 +136,25 @@ class Calibration:
         """Where the `source` or `target` of a batch has tokens: behind a sentence's end, nothing is to be learned."""
         return batch["attention_mask"].bool() if stream == "source" else batch["labels"] != -100
 
-    def gradient_root(self, names: list[str]) -> Tensor:
-        """R with R·Rᵀ = G, damped, of one matrix that serves as each of the modules `names`."""
-        gradients = torch.stack([self.moments[name].gradients.double() for name in names]).sum(0)
-        return damped_root(gradients / self.target_tokens, GRADIENT_DAMPING)
+    def inputs(self, names: list[str]) -> tuple[Tensor, Tensor]:
+        """E[xᵀx] and E[x] of one matrix that serves as each of the modules `names`."""
+        parts = [self.moments[name] for name in names]
+        second = torch.stack([part.inputs.double() / part.count for part in parts]).mean(0)
+        return second, torch.stack([part.mean.double() / part.count for part in parts]).mean(0)
+
+    def gradients(self, names: list[str]) -> Tensor:
+        """G, of one matrix that serves as each of the modules `names`."""
+        return torch.stack([self.moments[name].gradients.double() for name in names]).sum(0) / self.target_tokens
 
     def metric(self, names: list[str], kind: str, has_bias: bool) -> Metric:
         """The norm in which one matrix that serves as each of the modules `names` is to be approximated."""
         if kind == "embedding":
             return self._table_metric(names[0])
-        parts = [self.moments[name] for name in names]
-        inputs = torch.stack([part.inputs.double() / part.count for part in parts]).mean(0)
-        mean = None
+        inputs, mean = self.inputs(names)
         if has_bias:  # the bias takes the mean of the error; what is left is centred
-            mean = torch.stack([part.mean.double() / part.count for part in parts]).mean(0)
             inputs = inputs - torch.outer(mean, mean)
-        return Metric(damped_root(inputs, INPUT_DAMPING), self.gradient_root(names), mean)
+        right = damped_root(self.gradients(names), GRADIENT_DAMPING)
+        return Metric(damped_root(inputs, INPUT_DAMPING), right, mean if has_bias else None)
 
     def _table_metric(self, name: str) -> Metric:
         """A table's two jobs as one pair of weights.
@@ -223,19 +216,28 @@ def damped_root(moment: Tensor, damping: float) -> Tensor:
     raise ValueError("the calibration moments are not positive: the model's states or gradients are too large")
 
 
-def _batches(
-    pairs: Dataset, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
-) -> Iterator[dict[str, Tensor]]:
-    """Padded batches of similar lengths."""
+def parallel_batches(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: CompressionOptions
+) -> list[dict[str, Tensor]]:
+    """Padded batches of similar lengths, of the text that `options` name. Raises as `sample_pairs`."""
+    pairs = sample_pairs(
+        options.calibration,
+        source=options.source_lang or getattr(tokenizer, "source_lang", None) or "source",
+        target=options.target_lang or getattr(tokenizer, "target_lang", None) or "target",
+        samples=options.calibration_samples,
+        seed=options.calibration_seed,
+    )
     longest = min(model.config.max_position_embeddings, tokenizer.model_max_length)
     tokens = tokenize_pairs(pairs, tokenizer, max_source_length=longest, max_target_length=longest)
     lengths = [sum(pair) for pair in zip(tokens["source_length"], tokens["target_length"], strict=True)]
     order = sorted(range(len(tokens)), key=lengths.__getitem__)
     tokens = tokens.remove_columns(["source_length", "target_length"])
     collate = DataCollatorForSeq2Seq(tokenizer, model=model)
-    for start in range(0, len(order), BATCH):
-        batch = collate([tokens[index] for index in order[start : start + BATCH]])
-        yield {name: batch[name] for name in ("input_ids", "attention_mask", "labels", "decoder_input_ids")}
+    batches = (
+        collate([tokens[index] for index in order[start : start + BATCH]]) for start in range(0, len(order), BATCH)
+    )
+    names = ("input_ids", "attention_mask", "labels", "decoder_input_ids")
+    return [{name: batch[name] for name in names} for batch in batches]
 
 
 def sample_pairs(data: str, *, source: str, target: str, samples: int | None, seed: int) -> Dataset:

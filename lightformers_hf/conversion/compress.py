@@ -1,28 +1,32 @@
-"""One teacher being compressed: every matrix's rank, and every tensor of the result."""
+"""One teacher being compressed: what every part becomes, and every tensor of the result."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 
 import torch
-from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..models.attention import MultiHeadAttention
 from ..models.configuration_base import RANK_FIELDS, FactorizedConfig
+from ..models.configuration_lightformer import LightFormerConfig
 from ..models.heads import ConditionalGenerationHead
 from ..models.low_rank import pattern_matches
-from .calibration import Calibration, Metric, sample_pairs
-from .options import CompressionOptions
-from .ranks import RankPolicy, ranks_under_budget
+from .allocation import Choices, allocate, smallest
+from .calibration import Calibration, parallel_batches
+from .options import CompressionOptions, quantity
+from .parts import Built, HeadsPart, MatrixPart, NeuronsPart, Part, Sources, bare, parameters
 from .refit import refit
-from .report import CompressionReport, MatrixReport
+from .report import OWN_TEXT, CompressionReport
 from .sharing import merge, source_names
-from .svd import decompose, in_workers
+from .svd import in_workers
+from .synthesis import synthetic_batches
 from .teacher import Teacher, skeleton, stored_tensors
+
+# What a safetensors file spends on naming a tensor, about.
+HEADER_BYTES = 130
 
 
 def factorizable(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
@@ -33,13 +37,8 @@ def factorizable(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
             yield name, module.kind
 
 
-def _bare(name: str) -> str:
-    """A module's name as `rank_pattern` has it: without the head's `model.`."""
-    return name.removeprefix("model.")
-
-
 class Compression:
-    """One teacher being compressed: decides every matrix's rank, and makes every tensor of the result.
+    """One teacher being compressed: decides what every part becomes, and makes every tensor of the result.
 
     After `run`, `config` is the result's configuration, `report` says what was done, and `state` holds its tensors
     (empty after a dry run).
@@ -64,145 +63,190 @@ class Compression:
         self.dense = skeleton(teacher.model_class, self.dense_config)
         self.kinds = dict(factorizable(self.dense))
         self.calibration: Calibration | None = None
-        if unused := self.policy.unused_patterns(_bare(name) for name in self.kinds):
+        if unused := self.policy.unused_patterns(bare(name) for name in self.kinds):
             raise ValueError(
                 f"rank_pattern {unused[0]!r} matches no matrix of this model; its matrices have names like "
-                f"{', '.join(_bare(name) for name in list(self.kinds)[:4])}"
+                f"{', '.join(bare(name) for name in list(self.kinds)[:4])}"
+            )
+        possible = issubclass(teacher.model_class, ConditionalGenerationHead)
+        self.calibrates = options.calibrates and possible and self.policy.compresses
+        if options.needs_calibration and not possible:
+            raise ValueError(
+                f"{options.needs_calibration} needs calibration, which is for sequence-to-sequence models; "
+                f"{teacher.name} is a {teacher.model_class.__name__}"
             )
 
     def run(self, *, dry: bool, progress: bool) -> None:
-        """Factorize all matrices, largest first, one a worker; then merge and copy what is no matrix."""
-        if self.options.calibration is not None:
+        """Decide, then make all parts, largest first, one a worker; then merge and copy what is no matrix."""
+        options = self.options
+        if self.calibrates:
             self.calibration = self._calibrate(progress)
+        sources = Sources(self.teacher, self.dense, options.group_start, self.calibration)
+        units = list(self._units(sources))
+        self.parts = {name: part for unit in units for parts in unit for name, part in parts.items()}
+        if self.calibrates and options.spends_budget:
+            self.settings = self._spend_budget(units, progress)
+        else:
+            self.settings = self._follow_policy(units)
         self.state: dict[str, torch.Tensor] = {}
-        self.ranks: dict[str, int | None] = {}
-        reports: dict[str, MatrixReport] = {}
-        largest_first = sorted(self.kinds, key=lambda name: -self.dense.get_submodule(name).weight.numel())
-        if self.options.spends_budget:
-            self.policy = self._spend_budget(largest_first, progress)
-        results = in_workers(self._matrix, largest_first)
-        for name, report, tensors in tqdm(
-            results, desc="factorizing", unit="matrix", total=len(largest_first), disable=not progress
-        ):
-            reports[name], self.ranks[name] = report, report.rank
+        coordinates: dict[str, torch.Tensor] = {}
+        reports = {}
+        results = in_workers(self._build, sorted(self.settings, key=self._weight, reverse=True))
+        bar = tqdm(results, desc="factorizing", unit="part", total=len(self.settings), disable=not progress)
+        for built in bar:
+            reports |= {report.name: report for report in built.reports}
+            coordinates |= built.coordinates
             if not dry:
-                self.state |= tensors
+                self.state |= built.tensors
         if not dry:
             self.state |= self._other_tensors()
+        self.reports = [reports[bare(name)] for name in self.kinds]
         self.config = self._config()
         self.model = skeleton(self.teacher.model_class, self.config)
-        if self.options.refit and not dry:
-            self._refit(progress)
-        matrices = [reports[name] for name in self.kinds]
-        self.report = CompressionReport.of(self.teacher, self.model, self.options, matrices)
+        if self._refits() and not dry:
+            self._refit(coordinates, progress)
+        used = (options.calibration or OWN_TEXT) if self.calibrates else None
+        self.report = CompressionReport.of(self.teacher, self.model, options, self.reports, used)
 
     def _calibrate(self, progress: bool) -> Calibration:
-        teacher, options = self.teacher, self.options
-        if not issubclass(teacher.model_class, ConditionalGenerationHead):
-            raise ValueError(
-                f"calibration is for sequence-to-sequence models; {teacher.name} is a {teacher.model_class.__name__}"
-            )
-        tokenizer, model = teacher.tokenizer(), teacher.load()
-        pairs = sample_pairs(
-            options.calibration,
-            source=options.source_lang or getattr(tokenizer, "source_lang", None) or "source",
-            target=options.target_lang or getattr(tokenizer, "target_lang", None) or "target",
-            samples=options.calibration_samples,
-            seed=options.calibration_seed,
-        )
+        model, options = self.teacher.load(), self.options
+        if options.calibration is None:
+            batches = synthetic_batches(model, self.teacher, options, progress=progress)
+        else:
+            batches = parallel_batches(model, self.teacher.tokenizer(), options)
         linear = [name for name, kind in factorizable(model) if kind != "embedding"]
-        return Calibration(model, linear, tokenizer, pairs, progress=progress)
+        return Calibration(model, linear, batches, progress=progress)
 
-    def _refit(self, progress: bool) -> None:
+    def _units(self, sources: Sources) -> Iterator[list[dict[str, Part]]]:
+        """Every attention block, feed-forward network and other matrix, with the ways to make it smaller."""
+
+        def matrices(*names: str) -> dict[str, Part]:
+            return {name: MatrixPart(name, self.kinds[name], sources, self.options.split) for name in names}
+
+        def free(names: list[str]) -> bool:
+            return not any(self._is_given(name) or sources.factors(name) is not None for name in names)
+
+        taken = set()
+        for name, module in self.dense.named_modules():
+            if not name.startswith("model.") or not hasattr(self.dense_config, "head_dim_pattern"):
+                continue
+            if isinstance(module, MultiHeadAttention):
+                parts, kind, method = ("q_proj", "k_proj", "v_proj", "out_proj"), HeadsPart, "attention_method"
+            elif hasattr(module, "fc1"):
+                parts, kind, method = ("fc1", "fc2"), NeuronsPart, "ffn_method"
+            else:
+                continue
+            names, method = [f"{name}.{part}" for part in parts], getattr(self.options, method)
+            if not all(part in self.kinds for part in names):  # joint projections, or none behind the heads
+                continue
+            taken.update(names)
+            alternatives = [matrices(*names)] if method != kind.method or not free(names) else []
+            if (method == kind.method or (method is None and self.options.spends_budget)) and free(names):
+                alternatives.append({name: kind(name, sources)})
+            yield alternatives
+        for name in self.kinds:
+            if name not in taken:
+                yield [matrices(name)]
+
+    def _weight(self, name: str) -> int:
+        """Parameters of a part, dense."""
+        return sum(parameter.numel() for parameter in self.dense.get_submodule(name).parameters())
+
+    def _is_given(self, name: str) -> bool:
+        """Whether the user gave this matrix its rank."""
+        return any(pattern_matches(pattern, bare(name)) for pattern in self.policy.rank_pattern)
+
+    def _follow_policy(self, units: list) -> dict[str, int | None]:
+        """The setting that ratio, rank or energy give to each part by itself."""
+        settings: dict[str, int | None] = {}
+        for parts, *_ in units:
+            for name, part in parts.items():
+                if isinstance(part, MatrixPart):
+                    shape = part.sources.matrix(name).shape
+                    needs = self.policy.needs_spectrum(bare(name), part.kind)
+                    spectrum = part.spectrum().singular_values if needs else None
+                    settings[name] = self.policy.choose(bare(name), part.kind, *shape, spectrum)
+                else:
+                    rule = self.policy.rule(bare(name), part.kind)
+                    settings[name] = None if rule is None else rule.choose_width(bare(name), part.widths)
+        return settings
+
+    def _spend_budget(self, units: list, progress: bool) -> dict[str, int | None]:
+        """The settings that lose least under one budget; ranks that the user gave by name come first."""
+        given = {name: part for parts, *_ in units for name, part in parts.items() if self._is_given(name)}
+        settings = {
+            name: self.policy.choose(bare(name), part.kind, *part.sources.matrix(name).shape)
+            for name, part in given.items()
+        }
+        free = [
+            [{name: part for name, part in parts.items() if name not in given} for parts in unit] for unit in units
+        ]
+        names = sorted({name for unit in free for parts in unit for name in parts}, key=self._weight, reverse=True)
+
+        def weigh(name: str) -> tuple[str, Choices]:
+            return name, self.parts[name].choices(parameters)
+
+        bar = tqdm(in_workers(weigh, names), desc="weighing", unit="part", total=len(names), disable=not progress)
+        choices = dict(bar)
+        weighed = [[{name: choices[name] for name in parts} for parts in unit] for unit in free]
+        whole, budget = self._budget(settings)
+        if (least := smallest(weighed)) > budget:
+            asked = self.options.budget
+            raise ValueError(
+                f"{asked} is {getattr(self.options, asked) or 2}, which cannot be met: with everything at its "
+                f"smallest {whole + least:,.0f} parameters are left"
+            )
+        return settings | allocate(weighed, budget)
+
+    def _budget(self, given: dict[str, int | None]) -> tuple[float, float]:
+        """Parameters of what is not up to the budget, and what all the rest may have together."""
+        sizes = {name: self.dense.get_submodule(name).weight.numel() for name in self.kinds}
+        fixed = self.dense.num_parameters() - sum(sizes.values())
+        for name, rank in given.items():
+            fixed += sizes[name] if rank is None else rank * sum(self.dense.get_submodule(name).weight.shape)
+        free = sum(size for name, size in sizes.items() if name not in given)
+        options = self.options
+        if options.params is not None:
+            return fixed, quantity("params", options.params) - fixed
+        if options.size is not None:  # a checkpoint holds buffers, too, and a header that names every tensor
+            tensors = stored_tensors(self.dense)
+            buffers = sum(tensor.numel() for tensor in tensors.values()) - self.dense.num_parameters()
+            itemsize = (self.teacher.config.dtype or torch.float32).itemsize
+            return fixed, (quantity("size", options.size) - HEADER_BYTES * len(tensors)) / itemsize - fixed - buffers
+        return fixed, free / self.policy.default.ratio
+
+    def _refits(self) -> bool:
+        """Whether layers are regressed on the teacher's outputs: unless told otherwise, where none is shared."""
+        possible = isinstance(self.config, LightFormerConfig) and not any(
+            getattr(self.config, f"{stack}_groups") for stack in ("encoder", "decoder")
+        )
+        if self.options.refit and not possible:
+            raise ValueError(
+                "refit is True, but layers that are shared serve several places, which one regression can't, and only "
+                "a LightFormer's are known one by one: leave refit or the groups out"
+            )
+        lossy = any(report.relative_error for report in self.reports)
+        return self.calibrates and possible and lossy and self.options.refit is not False
+
+    def _refit(self, coordinates: dict[str, torch.Tensor], progress: bool) -> None:
         student = self.teacher.model_class(self.config)
         student.load_state_dict({name: tensor.float() for name, tensor in self.state.items()}, strict=False)
         student.tie_weights()
-        refit(student.eval(), self.calibration.model, self.calibration, progress=progress)
+        refit(student.eval(), self.calibration.model, self.calibration, coordinates, progress=progress)
         self.state = {name: student.state_dict()[name] for name in self.state}
 
-    def _source(self, name: str) -> tuple[list[str], torch.Tensor, list[torch.Tensor], Metric | None]:
-        """Modules of the teacher that a matrix is made of, the matrix, their biases, and its metric, if any."""
-        teacher, start, kind = self.teacher, self.options.group_start, self.kinds[name]
-        modules = [module.rstrip(".") for module in source_names(f"{name}.", teacher.config, self.dense_config)]
-        matrix = merge([teacher.matrix(module) for module in modules], start)
-        biases = [bias for module in modules if (bias := teacher.bias(module)) is not None]
-        metric = None
-        if self.calibration is not None:
-            metric = self.calibration.metric(modules, kind, has_bias=bool(biases))
-        return modules, matrix, biases, metric
-
-    def _spend_budget(self, names: list[str], progress: bool) -> RankPolicy:
-        """The policy that gives every matrix its rank under one budget; ranks the user gave by name come first."""
-
-        def spectrum(name: str) -> tuple[str, tuple[int, int, torch.Tensor]]:
-            _, matrix, _, metric = self._source(name)
-            return name, (*matrix.shape, decompose(metric.weigh(matrix), name=_bare(name)).singular_values)
-
-        free = [name for name in names if not any(pattern_matches(p, _bare(name)) for p in self.policy.rank_pattern)]
-        bar = tqdm(in_workers(spectrum, free), desc="spectra", unit="matrix", total=len(free), disable=not progress)
-        spectra = dict(bar)
-        dense = sum(m * n for m, n, _ in spectra.values())
-        ranks = ranks_under_budget(spectra, int(dense / self.policy.default.ratio))
-        own = {re.escape(_bare(name)): rank for name, rank in ranks.items()}
-        return RankPolicy(None, {}, {**self.policy.rank_pattern, **own})
-
-    def _matrix(self, name: str) -> tuple[str, MatrixReport, dict[str, torch.Tensor]]:
-        """Factorize one matrix, or leave it as it is. Returns its name, what was done, and its module's tensors."""
-        teacher, start, kind = self.teacher, self.options.group_start, self.kinds[name]
-        modules, matrix, biases, metric = self._source(name)
-        weighed = matrix if metric is None else metric.weigh(matrix)
-        choose = partial(self.policy.choose, _bare(name), kind, *matrix.shape)
-        if self.policy.needs_spectrum(_bare(name), kind):
-            spectrum = decompose(weighed, name=_bare(name))
-            rank = choose(spectrum.singular_values)
-        else:  # a rank known beforehand makes the decomposition cheaper, no rank spares it
-            rank = choose()
-            spectrum = None if rank is None else decompose(weighed, name=_bare(name), rank=rank)
-
-        energy, relative_error, lost = 1.0, 0.0, None
-        own = teacher.factors(modules[0]) if len(set(modules)) == 1 else None
-        if own is not None and (rank is None or rank >= own[0].shape[1]):
-            # A source that is factorized already, and would not get smaller, keeps the factors it has.
-            left, right = own
-            rank = left.shape[1]
-        elif rank is not None:
-            factors = spectrum.truncate(rank, self.options.split)
-            if metric is not None:
-                factors = metric.restore(factors)
-                if metric.mean is not None:
-                    lost = metric.mean @ (matrix.double() - factors.left @ factors.right)
-            left, right = factors.left.to(matrix.dtype), factors.right.to(matrix.dtype)
-            energy, relative_error = spectrum.energy(rank), spectrum.relative_error(rank)
-            if kind == "embedding":
-                left[(matrix == 0).all(dim=1)] = 0  # a padding row that is exactly zero stays so
-
-        report = MatrixReport(
-            name=_bare(name),
-            kind=kind,
-            m=matrix.shape[0],
-            n=matrix.shape[1],
-            rank=rank,
-            energy=energy,
-            relative_error=relative_error,
-        )
-        bias = merge(biases, start) if biases else None
-        if lost is not None:  # the mean of what the factors lose
-            bias = (bias.double() + lost).to(bias.dtype)
-        if rank is None:
-            tensors = {f"{name}.weight": matrix if kind == "embedding" else matrix.T, f"{name}.bias": bias}
-        elif isinstance(self.dense.get_submodule(name), nn.Embedding):
-            tensors = {f"{name}.weight": left, f"{name}.basis": right}
-        elif kind == "embedding":  # an output layer that is not tied to a table
-            tensors = {f"{name}.output.weight": left, f"{name}.basis": right}
-        else:
-            tensors = {f"{name}.u.weight": left.T, f"{name}.v.weight": right.T, f"{name}.v.bias": bias}
-        # A copy where it is a view, so that no source stays mapped and nothing is copied a second time on writing.
-        tensors = {
-            key: tensor.clone(memory_format=torch.contiguous_format)
-            for key, tensor in tensors.items()
-            if tensor is not None
-        }
-        return name, report, tensors
+    def _build(self, name: str) -> Built:
+        part, setting = self.parts[name], self.settings[name]
+        if setting is None and not isinstance(part, MatrixPart):  # as it is
+            parts = [
+                MatrixPart(f"{name}.{leaf}", part.kind, part.sources, self.options.split).build(None)
+                for leaf in part.matrices
+            ]
+            return Built(
+                [report for built in parts for report in built.reports],
+                {key: tensor for built in parts for key, tensor in built.tensors.items()},
+            )
+        return part.build(setting)
 
     def _other_tensors(self) -> dict[str, torch.Tensor]:
         """What belongs to no matrix: norms, positions, the classifier, the bias of the logits."""
@@ -216,24 +260,54 @@ class Compression:
         }
 
     def _config(self) -> FactorizedConfig:
-        """The result's configuration: the commonest rank of each kind as a field, the others as `rank_pattern`."""
-        fields: dict[str, int | None] = {}
+        """The result's configuration: the commonest rank or width of each kind as a field, the others as patterns."""
+        ranks = {report.name: report.rank for report in self.reports}
+        kinds = {report.name: report.kind for report in self.reports}
+        fields: dict[str, object] = {}
         common = {}
         for stack in ("encoder", "decoder"):
             for kind in ("attention", "ffn"):
-                ranks = [rank for name, rank in self.ranks.items() if self.kinds[name] == kind and f"{stack}." in name]
-                common[stack, kind] = Counter(ranks).most_common(1)[0][0] if ranks else None
+                common[stack, kind] = commonest(
+                    [rank for name, rank in ranks.items() if kinds[name] == kind and f"{stack}." in name]
+                )
         for kind in ("attention", "ffn"):
             encoder, decoder = common["encoder", kind], common["decoder", kind]
             fields[f"{kind}_rank"] = encoder
             fields[f"decoder_{kind}_rank"] = None if decoder == encoder else decoder
-        tables = [rank for name, rank in self.ranks.items() if self.kinds[name] == "embedding"]
+        tables = [rank for name, rank in ranks.items() if kinds[name] == "embedding"]
         fields["embedding_rank"] = tables[0] if tables else None
-        config = type(self.dense_config)(**{**self.dense_config.to_dict(), **fields})
+        config = type(self.dense_config)(**{**self.dense_config.to_dict(), **fields, **self._widths()})
         config.rank_pattern = {
-            _bare(name): rank
-            for name in self.kinds
-            if (rank := self.ranks[name])
-            != config.rank_of_kind("decoder" if "decoder." in name else "encoder", self.kinds[name])
+            name: rank
+            for name, rank in ranks.items()
+            if rank != config.rank_of_kind("decoder" if "decoder." in name else "encoder", kinds[name])
         }
         return config
+
+    def _widths(self) -> dict[str, object]:
+        """The fields that say how wide heads and feed-forward networks are, where any became narrower."""
+        fields: dict[str, object] = {}
+        heads = {
+            name: self.settings.get(name) or module.head_dim
+            for name, module in self.dense.named_modules()
+            if isinstance(module, MultiHeadAttention)
+        }
+        if any(isinstance(self.parts[name], HeadsPart) for name in self.settings):
+            fields["head_dim"] = usual = commonest(list(heads.values()))
+            fields["head_dim_pattern"] = {bare(name): width for name, width in heads.items() if width != usual}
+        if any(isinstance(self.parts[name], NeuronsPart) for name in self.settings):
+            fields["ffn_dim_pattern"] = {}
+            for stack in ("encoder", "decoder"):
+                widths = {
+                    name: self.settings.get(name) or module.fc1.out_features
+                    for name, module in self.dense.named_modules()
+                    if f"{stack}.layers." in name and hasattr(module, "fc1")
+                }
+                fields[f"{stack}_ffn_dim"] = usual = commonest(list(widths.values()))
+                fields["ffn_dim_pattern"] |= {bare(name): width for name, width in widths.items() if width != usual}
+        return fields
+
+
+def commonest(values: list) -> object:
+    """The value that stands most often in a list; `None` of an empty one."""
+    return Counter(values).most_common(1)[0][0] if values else None

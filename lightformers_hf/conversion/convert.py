@@ -13,8 +13,6 @@ from .options import CompressionOptions
 from .report import CompressionReport, write_report
 from .teacher import Teacher
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "*.spm", "*.model")
-
 
 def plan(source: str | Path, *, progress: bool = True, **options) -> CompressionReport:
     """What `convert` would do, without writing anything: rank, parameters and error of every matrix.
@@ -60,7 +58,9 @@ def convert(
         compression = Compression(Teacher(folder, str(source)), wanted)
         compression.run(dry=False, progress=progress)
         _write_model(compression, temporary)
-        _write_tokenizer(folder, temporary)
+        if compression.teacher.has_tokenizer:
+            # Loaded and saved rather than copied: the class's name gets written, which the model type no longer tells.
+            AutoTokenizer.from_pretrained(folder).save_pretrained(temporary)
         write_report(compression.report, temporary)
     return compression.report
 
@@ -76,9 +76,3 @@ def _write_model(compression: Compression, folder: Path) -> None:
     model.tie_weights()
     model.generation_config = compression.teacher.generation_config()
     model.save_pretrained(folder)
-
-
-def _write_tokenizer(source: Path, folder: Path) -> None:
-    # Loaded and saved rather than copied: the class's name gets written down, which the model type no longer tells.
-    if any(list(source.glob(pattern)) for pattern in TOKENIZER_FILES):
-        AutoTokenizer.from_pretrained(source).save_pretrained(folder)

@@ -2,44 +2,65 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from .ranks import KINDS, RankPolicy, RankRule
 from .sharing import GROUP_STARTS
 from .svd import SPLITS
 
-ALLOCATIONS = (None, "uniform", "budget")
+# Fields and what they may be.
+CHOICES = {
+    "group_start": GROUP_STARTS,
+    "split": SPLITS,
+    "allocation": (None, "uniform", "budget"),
+    "attention_method": (None, "matrix", "product"),
+    "ffn_method": (None, "matrix", "neurons"),
+}
+BUDGETS = ("ratio", "params", "size")
+QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([kMG]?)B?")
 
 
 @dataclass(frozen=True)
 class CompressionOptions:
-    """What is compressed, and how far. Of ratio, rank and energy at most one is set, in general and for each kind.
+    """What is compressed, and how far. Of ratio, rank, energy, params and size at most one is set; the first
+    three may be set for each kind, too.
 
     With none of them, and no groups, the ratio is 2. With groups alone nothing is factorized; with a choice for some
     kinds alone, the other kinds stay dense.
 
     Attributes:
-        ratio: p of Eq. 12, dense parameters / factorized parameters of each matrix; above 1.
+        ratio: p of Eq. 12, dense parameters / kept parameters of the matrices together; above 1.
         rank: r of each matrix.
         energy: share of the squared singular values that each matrix keeps, in (0, 1].
+        params: unique parameters of the result at most: `20M`.
+        size: bytes of the result's weights at most: `40MB`.
         embedding_ratio … ffn_energy: the same for the matrices of one kind, before the general choice.
         rank_pattern: module name pattern → rank, `None` for dense; before every other choice.
         encoder_groups, decoder_groups: N, number of stored layers; `None` leaves the source's sharing as it is.
         group_start: a group's layer starts as the `mean` of its layers or as the `first` of them.
         split: where Σ goes: `sigma-right` (Eq. 11) or `balanced`, √Σ to each factor.
-        calibration: parallel text, never that of a test: factorizes in the metric of the loss (`calibration.py`)
-            instead of all entries alike. A file or a dataset on the Hub, see `load_parallel`.
+        paper: the paper's procedure exactly: plain truncated SVD of every matrix alone, the ratio for each.
+        calibration: parallel text, never that of a test: a file or a dataset on the Hub, see `load_parallel`. Errors
+            are measured by what they cost the loss there (`calibration.py`). `None`: on text that the teacher makes
+            itself (`synthesis.py`); models that are no sequence-to-sequence models go without.
         calibration_samples, calibration_seed: how many pairs of it are drawn, and which; `None` means 1000, or all
-            of fewer.
+            of fewer, and 256 of the teacher's own.
         source_lang, target_lang: its columns; `None` means the languages that the tokenizer names.
         allocation: `uniform` gives every matrix the ratio, `budget` spends the parameters that the ratio leaves where
             they spare most loss. `None` means `budget` where there is calibration and one ratio for all kinds.
+        attention_method: attention by `matrix`, each by itself, or by `product`: narrower heads (`narrowing.py`).
+            `None`: within a budget whichever loses less, else `matrix`.
+        ffn_method: feed-forward networks by `matrix`, or with fewer `neurons`; `None` likewise.
         refit: after truncation, regress the teacher's outputs on what every layer gets, front to back (`refit.py`).
+            `None`: where there is calibration, and no layer is shared.
     """
 
     ratio: float | None = None
     rank: int | None = None
     energy: float | None = None
+    params: str | None = None
+    size: str | None = None
     embedding_ratio: float | None = None
     embedding_rank: int | None = None
     embedding_energy: float | None = None
@@ -54,40 +75,67 @@ class CompressionOptions:
     decoder_groups: int | None = None
     group_start: str = "mean"
     split: str = "sigma-right"
+    paper: bool = False
     calibration: str | None = None
     calibration_samples: int | None = None
     calibration_seed: int = 0
     source_lang: str | None = None
     target_lang: str | None = None
     allocation: str | None = None
-    refit: bool = False
+    attention_method: str | None = None
+    ffn_method: str | None = None
+    refit: bool | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in (("group_start", GROUP_STARTS), ("split", SPLITS), ("allocation", ALLOCATIONS)):
+        for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it is one of {', '.join(filter(None, allowed))}")
         if self.calibration_samples is not None and self.calibration_samples < 1:
             raise ValueError(f"calibration_samples is {self.calibration_samples}; it is 1 or more")
-        if self.refit and self.calibration is None:
-            raise ValueError("refit is True, but there is no text to refit on: give calibration")
-        if self.allocation == "budget" and self.calibration is None:
-            raise ValueError(
-                "allocation is 'budget', but without calibration the errors of different matrices do not compare: "
-                "give calibration"
-            )
-        if self.allocation == "budget" and not self._one_ratio():
+        budgets = [name for name in BUDGETS if getattr(self, name) is not None]
+        if len(budgets) > 1:
+            raise ValueError(f"{' and '.join(budgets)} are given; one budget is enough")
+        for name in {"params", "size"} & {*budgets}:
+            quantity(name, getattr(self, name))
+        if self.paper:
+            others = ("calibration", "allocation", "attention_method", "ffn_method", "refit", "params", "size")
+            if given := [name for name in others if getattr(self, name)]:
+                raise ValueError(f"paper is True, but the paper's procedure has no {given[0]}: leave one of them out")
+        if self.allocation == "budget" and not self._one_budget():
             raise ValueError("allocation is 'budget', which needs one ratio for all kinds: give ratio alone")
+        if not self._one_budget() and (given := [name for name in ("params", "size") if getattr(self, name)]):
+            raise ValueError(f"{given[0]} is one budget for all matrices: leave rank, energy and single kinds out")
+        if self.allocation == "uniform" and {"params", "size"} & {*budgets}:
+            raise ValueError(f"allocation is 'uniform', which needs a ratio: leave {budgets[0]} out")
         self.policy()
 
     @property
-    def spends_budget(self) -> bool:
-        """Whether ranks are chosen together, under one budget."""
-        return self.calibration is not None and self.allocation != "uniform" and self._one_ratio()
+    def calibrates(self) -> bool:
+        """Whether errors are weighed by what they cost the loss, where the model allows it."""
+        return not self.paper
 
-    def _one_ratio(self) -> bool:
+    @property
+    def needs_calibration(self) -> str | None:
+        """An option given that means nothing without calibration."""
+        names = ("calibration", "refit", "params", "size")
+        budget = "allocation" if self.allocation == "budget" else None
+        return next((name for name in names if getattr(self, name)), budget)
+
+    @property
+    def budget(self) -> str:
+        """The option that sets the budget."""
+        return next((name for name in BUDGETS if getattr(self, name) is not None), "ratio")
+
+    @property
+    def spends_budget(self) -> bool:
+        """Whether all parts are decided together, under one budget."""
+        return self.calibrates and self.allocation != "uniform" and self._one_budget()
+
+    def _one_budget(self) -> bool:
+        if any(self._rule(f"{kind}_") for kind in KINDS):
+            return False
         default = self.policy().default
-        own = [self._rule(f"{kind}_") for kind in KINDS]
-        return default is not None and default.ratio is not None and not any(own)
+        return default is not None and default.ratio is not None
 
     def _rule(self, prefix: str) -> RankRule | None:
         choice = {name: getattr(self, f"{prefix}{name}") for name in ("ratio", "rank", "energy")}
@@ -98,6 +146,15 @@ class CompressionOptions:
         default = self._rule("")
         kinds = {kind: rule for kind in KINDS if (rule := self._rule(f"{kind}_")) is not None}
         shares = self.encoder_groups is not None or self.decoder_groups is not None
-        if not (default or kinds or self.rank_pattern or shares):
+        whole = self.params is not None or self.size is not None  # what the budget is, is not known here
+        if default is None and (whole or not (kinds or self.rank_pattern or shares)):
             default = RankRule(ratio=2.0)
         return RankPolicy(default, kinds, self.rank_pattern or {})
+
+
+def quantity(name: str, text: str) -> int:
+    """`20M`, `40MB`, `1.5G`, `300000` → a number. Raises `ValueError` naming the option."""
+    match = QUANTITY.fullmatch(str(text).strip())
+    if match is None or not float(match[1]):
+        raise ValueError(f"{name} is {text!r}, expected a number above 0 with k, M or G behind it: 20M, 40MB")
+    return int(float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[match[2]])

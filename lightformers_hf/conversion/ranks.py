@@ -40,48 +40,6 @@ def rank_for_energy(singular_values: Tensor, energy: float) -> int:
     return int(torch.searchsorted(held, energy * held[-1]).item()) + 1
 
 
-def ranks_under_budget(spectra: dict[str, tuple[int, int, Tensor]], budget: int) -> dict[str, int | None]:
-    """Ranks of all matrices together: the least total cost that `budget` parameters can buy.
-
-    Rank r of an m×n matrix costs Σ_{i>r} s_i² and keeps r(m+n) parameters; a dense one costs nothing and keeps mn. For
-    a price λ of a parameter every matrix takes what is cheapest for itself, which is the best choice for the number of
-    parameters it comes to (Everett 1963); λ is bisected to the lowest that meets the budget.
-
-    Args:
-        spectra: name → (m, n, singular values, descending), in one unit for all matrices.
-
-    Raises:
-        ValueError: no choice is so small.
-    """
-    smallest = sum(min(m + n, m * n) for m, n, _ in spectra.values())
-    if budget < smallest:
-        raise ValueError(
-            f"{budget:,} parameters for all matrices cannot be met: at rank 1 they have {smallest:,} already; "
-            "lower the ratio"
-        )
-
-    def choose(price: float) -> tuple[dict[str, int | None], int]:
-        ranks, total = {}, 0
-        for name, (m, n, values) in spectra.items():
-            squares = values.double().square()
-            rank = max(1, int((squares > price * (m + n)).sum()))
-            kept = rank * (m + n)
-            if kept >= m * n or squares[rank:].sum().item() + price * kept >= price * m * n:
-                rank, kept = None, m * n
-            ranks[name], total = rank, total + kept
-        return ranks, total
-
-    low, high = 0.0, max(values.double().square().sum().item() for _, _, values in spectra.values()) + 1e-300
-    while choose(high)[1] > budget:
-        high *= 4
-    for _ in range(200):
-        middle = (low * high) ** 0.5 if low > 0 else high * 1e-6
-        if low > 0 and high / low < 1 + 1e-9:
-            break
-        low, high = (low, middle) if choose(middle)[1] <= budget else (middle, high)
-    return choose(high)[0]
-
-
 def worth_factorizing(m: int, n: int, rank: int) -> bool:
     """Whether two factors of that rank hold fewer parameters than the m×n matrix."""
     return rank * (m + n) < m * n
@@ -120,6 +78,16 @@ class RankRule:
     def needs_spectrum(self) -> bool:
         """Whether the choice depends on the singular values, and not on the shape alone."""
         return self.energy is not None
+
+    def choose_width(self, name: str, widths: list[int]) -> int:
+        """The largest of `widths`, neurons or widths of heads, that makes the largest of them `ratio` times smaller.
+
+        Raises:
+            ValueError: there is no ratio.
+        """
+        if self.ratio is None:
+            raise ValueError(f"{name}: narrower heads and networks are chosen by ratio, params, size or speedup")
+        return max((width for width in widths if width * self.ratio <= max(widths)), default=min(widths))
 
     def choose(self, name: str, m: int, n: int, singular_values: Tensor | None = None) -> int | None:
         """The rank of an m×n matrix, or None where it stays dense because its factors would not be smaller.
@@ -170,6 +138,11 @@ class RankPolicy:
                 re.compile(pattern)
             except re.error as error:
                 raise ValueError(f"rank_pattern {pattern!r} is not a regular expression: {error}") from None
+
+    @property
+    def compresses(self) -> bool:
+        """Whether any matrix may get smaller."""
+        return bool(self.default or self.kinds or any(rank is not None for rank in self.rank_pattern.values()))
 
     def rule(self, name: str, kind: str) -> RankRule | None:
         """The rule for one matrix; None where it stays dense."""

@@ -1,7 +1,7 @@
 """Refit: every linear layer learns to give the teacher's outputs from the inputs that it gets after compression.
 
-Front to back, layer by layer, by regression on the calibration sentences; no labels, no back-propagation. What one
-layer loses, the next ones make up for.
+Front to back in one pass, by regression on the calibration sentences; no labels, no back-propagation. What one layer
+loses, the next ones make up for.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..models.low_rank import LowRankLinear
-from .calibration import INPUT_DAMPING, Calibration, Metric, damped_root, stream_of
+from .calibration import GRADIENT_DAMPING, INPUT_DAMPING, Calibration, Metric, damped_root, stream_of
 from .svd import decompose
 
 # Weight of the layer's own matrix in the regression, relative to the mean variance of its inputs.
 RIDGE = 1e-2
-SHARED = "serves several layers, and one regression can't serve two places; leave refit or the groups out"
 
 
 class _StopError(Exception):
@@ -27,7 +26,14 @@ class _StopError(Exception):
 
 
 @torch.no_grad()
-def refit(student: PreTrainedModel, teacher: PreTrainedModel, calibration: Calibration, *, progress: bool) -> None:
+def refit(
+    student: PreTrainedModel,
+    teacher: PreTrainedModel,
+    calibration: Calibration,
+    coordinates: dict[str, Tensor],
+    *,
+    progress: bool,
+) -> None:
     """Change the linear layers of `student` in place; ranks, shapes, tables and LayerNorms stay.
 
     A layer's inputs x are the student's, with all layers before it refitted; its aim is the teacher's output y:
@@ -35,29 +41,127 @@ def refit(student: PreTrainedModel, teacher: PreTrainedModel, calibration: Calib
     means agree. W is the layer as it was in the teacher, ρ = 0.01 · the mean variance of x.
 
     Args:
-        student, teacher: of one class and depth; the teacher dense or not.
+        student, teacher: LightFormers of one depth without shared layers; the teacher dense or not.
         calibration: of the teacher.
+        coordinates: module → what its outputs are of the teacher's (n×n'), where they are fewer.
     """
-    groups = _groups(student, calibration)
-    of_encoder = [names[0].startswith("model.encoder.") for names in groups]
-    memory: list[tuple] = [(None, None)] * len(calibration.batches)
-    for index, names in enumerate(tqdm(groups, desc="refitting", unit="group", disable=not progress)):
-        if not of_encoder[index] and of_encoder[index - 1]:  # the encoder is done: its states are what they will be
-            memory = [
-                tuple(model.get_encoder()(batch["input_ids"], batch["attention_mask"]) for model in (student, teacher))
-                for batch in calibration.batches
+    memory: list[tuple] = [()] * len(calibration.batches)
+    total = sum(len(model.layers) for model in (student.get_encoder(), student.get_decoder()))
+    with tqdm(total=total, desc="refitting", unit="layer", disable=not progress) as bar:
+        for stack in ("encoder", "decoder"):
+            walks = [
+                _Walk(getattr(model.model, stack), f"model.{stack}", calibration.batches, memory, index)
+                for index, model in enumerate((student, teacher))
             ]
-        inputs = _Sums()
-        outputs = {name: _Sums() for name in names}
-        for batch, states in zip(calibration.batches, memory, strict=True):
-            mask = calibration.mask(batch, stream_of(names[0]))
-            x = _pass(student, batch, names, mask, states[0], before=True)[names[0]]
-            y = _pass(teacher, batch, names, mask, states[1], before=False)
-            inputs.add(x, x)
-            for name in names:
-                outputs[name].add(x, y[name])
+            for depth in range(len(walks[0].stack.layers)):
+                _refit_layer(*walks, depth, calibration, coordinates)
+                for walk in walks:
+                    walk.advance(depth)
+                bar.update()
+            memory = list(zip(*(walk.outputs() for walk in walks), strict=True))
+
+
+class _Walk:
+    """The hidden states of all batches on their way through one stack of one model.
+
+    Args:
+        name: of the stack.
+        memory: for every batch the encoder's outputs of all models, for a decoder; `which` is this model.
+    """
+
+    def __init__(self, stack: nn.Module, name: str, batches: list[dict[str, Tensor]], memory: list, which: int):
+        self.stack, self.name = stack, name
+        self.states: list[Tensor] = []
+        self.calls: list[list[tuple]] = []
+        for batch, encoded in zip(batches, memory, strict=True):
+            calls: list[tuple] = []
+
+            def record(module: nn.Module, args: tuple, kwargs: dict, calls: list = calls) -> None:
+                if not calls:
+                    self.states.append(args[0])
+                calls.append((args[1:], kwargs))
+
+            hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in stack.layers]
+            try:
+                if encoded:
+                    cross = {
+                        "encoder_hidden_states": encoded[which],
+                        "encoder_attention_mask": batch["attention_mask"],
+                    }
+                    stack(batch["decoder_input_ids"], None, use_cache=False, **cross)
+                else:
+                    stack(batch["input_ids"], batch["attention_mask"])
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            self.calls.append(calls)
+
+    def call(self, depth: int, batch: int) -> Tensor:
+        """The layer's output for the states as they are."""
+        args, kwargs = self.calls[batch][depth]
+        return self.stack.layers[depth](self.states[batch], *args, **kwargs)
+
+    def advance(self, depth: int) -> None:
+        """Put the states behind the layer."""
+        self.states = [self.call(depth, batch) for batch in range(len(self.states))]
+
+    def outputs(self) -> list[Tensor]:
+        """What the stack gives, once the last layer is passed."""
+        return [self.stack.layer_norm(states) for states in self.states]
+
+    def watch(self, depth: int, batch: int, names: list[str], *, before: bool) -> dict[str, Tensor]:
+        """What goes into the modules `names` of a layer, or comes out of them, in the order of their calls.
+
+        What follows the last of them is not computed.
+        """
+        seen: dict[str, Tensor] = {}
+
+        def see(module: nn.Module, arguments: tuple, output: Tensor | None = None, *, name: str) -> None:
+            seen[name] = arguments[0] if before else output
+            if len(seen) == len(names):
+                raise _StopError
+
+        hooks = []
         for name in names:
-            _solve(student.get_submodule(name), teacher.get_submodule(name), inputs, outputs[name], calibration, name)
+            module = self.stack.get_submodule(name.removeprefix(f"{self.name}."))
+            register = module.register_forward_pre_hook if before else module.register_forward_hook
+            hooks.append(register(partial(see, name=name)))
+        try:
+            self.call(depth, batch)
+        except _StopError:
+            pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return seen
+
+
+def _refit_layer(student: _Walk, teacher: _Walk, depth: int, calibration: Calibration, coordinates: dict) -> None:
+    names = [name for name in calibration.linear if name.startswith(f"{student.name}.layers.{depth}.")]
+    groups: dict[int, list[str]] = {}  # those with one input are one regression
+    for name, states in (seen := student.watch(depth, 0, names, before=True)).items():
+        groups.setdefault(id(states), []).append(name)
+    del seen
+    for group in groups.values():
+        inputs, outputs = _Sums(), {name: _Sums() for name in group}
+        for index, batch in enumerate(calibration.batches):
+            mask = calibration.mask(batch, stream_of(group[0]))
+            x = student.watch(depth, index, group[:1], before=True)[group[0]][mask]
+            y = teacher.watch(depth, index, group, before=False)
+            inputs.add(x, x)
+            for name in group:
+                target = y[name][mask]
+                if name in coordinates:
+                    target = target @ coordinates[name].to(target.dtype)
+                outputs[name].add(x, target)
+        for name in group:
+            modules = [walk.stack.get_submodule(name.removeprefix(f"{walk.name}.")) for walk in (student, teacher)]
+            own = _matrix(modules[1])
+            if name in coordinates:
+                own = own @ coordinates[name]
+            elif len(own) != len(inputs.left):
+                own = _matrix(modules[0])
+            _solve(name, modules[0], own, inputs, outputs[name], calibration.gradients([name]))
 
 
 class _Sums:
@@ -78,18 +182,14 @@ class _Sums:
         return left, right, self.product / self.count - torch.outer(left, right)
 
 
-def _solve(
-    module: nn.Module, dense: nn.Module, inputs: _Sums, outputs: _Sums, calibration: Calibration, name: str
-) -> None:
+def _solve(name: str, module: nn.Module, own: Tensor, inputs: _Sums, outputs: _Sums, gradients: Tensor) -> None:
+    """Give `module` the regression, shrunk towards the matrix `own`."""
     mean_in, _, covariance = inputs.centred()
     _, mean_out, cross = outputs.centred()
-    own = _matrix(dense)
     ridge = RIDGE * covariance.diagonal().mean()
-    matrix = torch.linalg.solve(
-        covariance + ridge * torch.eye(len(covariance)).double(), cross + ridge * own, left=True
-    )
+    matrix = torch.linalg.solve(covariance + ridge * torch.eye(len(covariance)).double(), cross + ridge * own)
     if isinstance(module, LowRankLinear):
-        metric = Metric(damped_root(covariance, INPUT_DAMPING), calibration.gradient_root([name]))
+        metric = Metric(damped_root(covariance, INPUT_DAMPING), damped_root(gradients, GRADIENT_DAMPING))
         rank = module.rank
         left, right = metric.restore(decompose(metric.weigh(matrix), name=name, rank=rank).truncate(rank, "balanced"))
         module.u.weight.copy_(left.T)
@@ -107,69 +207,3 @@ def _matrix(module: nn.Module) -> Tensor:
     if isinstance(module, LowRankLinear):
         return module.u.weight.T.double() @ module.v.weight.T.double()
     return module.weight.T.double()
-
-
-def _pass(
-    model: PreTrainedModel, batch: dict[str, Tensor], names: list[str], mask: Tensor, states, *, before: bool
-) -> dict[str, Tensor]:
-    """What goes into the modules `names`, or comes out of them, one row a token; what follows is not computed.
-
-    `states` are those of the encoder where they are known.
-    """
-    seen: dict[str, Tensor] = {}
-
-    def see(module: nn.Module, arguments: tuple, output: Tensor | None = None, *, name: str) -> None:
-        seen[name] = (arguments[0] if before else output)[mask].flatten(0, -2)
-        if len(seen) == len(names):
-            raise _StopError
-
-    hooks = []
-    for name in names:
-        module = model.get_submodule(name)
-        register = module.register_forward_pre_hook if before else module.register_forward_hook
-        hooks.append(register(partial(see, name=name)))
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
-    if states is not None:
-        inputs["encoder_outputs"] = states
-    try:
-        model(**inputs, use_cache=False)
-    except _StopError:
-        return seen
-    finally:
-        for hook in hooks:
-            hook.remove()
-    raise RuntimeError(f"the model never called {', '.join(names)}")
-
-
-def _groups(model: PreTrainedModel, calibration: Calibration) -> list[list[str]]:
-    """Linear layers in the order of their calls, those with one input together.
-
-    Raises:
-        ValueError: a layer is shared.
-    """
-    calls: list[tuple[str, int]] = []
-    kept: list[Tensor] = []  # so that no address is used twice
-    hooks = []
-    modules = dict(model.named_modules())
-    for name in calibration.linear:
-        if name not in modules:
-            raise ValueError(f"refit: the layer of {name} {SHARED}")
-
-        def record(module: nn.Module, arguments: tuple, name: str = name) -> None:
-            kept.append(arguments[0])
-            calls.append((name, id(arguments[0])))
-
-        hooks.append(modules[name].register_forward_pre_hook(record))
-    try:
-        batch = {key: value for key, value in calibration.batches[0].items() if key != "labels"}
-        model(**batch, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    names = [name for name, _ in calls]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"refit: {twice[0]} {SHARED}")
-    groups: dict[tuple[int, str], list[str]] = {}
-    for name, address in calls:
-        groups.setdefault((address, stream_of(name)), []).append(name)
-    return list(groups.values())

@@ -14,12 +14,14 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from .options import CompressionOptions
 from .teacher import Teacher, stored_tensors
 
 REPORT_FILE = "compression.json"
+OWN_TEXT = "text that the model made itself"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MatrixReport:
     """One matrix.
 
@@ -27,18 +29,23 @@ class MatrixReport:
         name: its module, as `rank_pattern` has it.
         kind: `embedding`, `attention` or `ffn`.
         m, n: its shape; inputs×outputs, or V×d.
-        rank: r, or `None` where it stays dense.
+        rank: r of its factors, or `None` where it has none.
+        parameters_after: parameters kept: r(m + n), those of a narrower matrix, or mn.
         energy: share of its squared singular values that is kept.
-        relative_error: Frobenius norm of what is lost / of the matrix.
+        relative_error: norm of what is lost / of the matrix: Frobenius, or in the metric of the calibration.
+        width: neurons that stay, or width of the heads that stay, where there are fewer; energy and error are then
+            those of the whole network or block.
     """
 
     name: str
     kind: str
     m: int
     n: int
-    rank: int | None
+    rank: int | None = None
+    parameters_after: int
     energy: float
     relative_error: float
+    width: int | None = None
 
     @property
     def parameters_before(self) -> int:
@@ -46,9 +53,11 @@ class MatrixReport:
         return self.m * self.n
 
     @property
-    def parameters_after(self) -> int:
-        """Parameters kept: r(m + n), or mn."""
-        return self.parameters_before if self.rank is None else self.rank * (self.m + self.n)
+    def form(self) -> str:
+        """What has become of it, in a word: `dense`, a rank, a width."""
+        if self.width is not None:
+            return f"{'heads' if self.kind == 'attention' else 'neurons'} {self.width}"
+        return "dense" if self.rank is None else str(self.rank)
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,7 @@ class CompressionReport:
         architecture: `model_type` of the result.
         auto_class: the Auto class that loads the result.
         options: the options that were set.
+        calibration: the text that errors were weighed on; `None`: all entries of a matrix alike.
         groups: stored layers of the result and depths, {stack: [stored, depths]}.
         matrices: one a stored matrix of the result.
         parameters_before, parameters_after: unique parameters of the whole models.
@@ -72,6 +82,7 @@ class CompressionReport:
     architecture: str
     auto_class: str
     options: dict
+    calibration: str | None
     groups: dict[str, list[int]]
     matrices: list[MatrixReport]
     parameters_before: int
@@ -80,12 +91,19 @@ class CompressionReport:
     bytes_after: int
 
     @classmethod
-    def of(cls, teacher: Teacher, model: PreTrainedModel, options: object, matrices: list[MatrixReport]):
+    def of(
+        cls,
+        teacher: Teacher,
+        model: PreTrainedModel,
+        options: CompressionOptions,
+        matrices: list[MatrixReport],
+        calibration: str | None,
+    ):
         """The report of compressing `teacher` into `model`, whose skeletons give the totals."""
         config = model.config
         set_options = {name: value for name, value in asdict(options).items() if value is not None}
-        if Path(set_options.get("calibration", "")).is_file():  # its name, without the path to it
-            set_options["calibration"] = Path(set_options["calibration"]).name
+        if calibration is not None and Path(calibration).is_file():  # its name, without the path to it
+            set_options["calibration"] = calibration = Path(calibration).name
         groups = {}
         for stack in ("encoder", "decoder"):
             depths = getattr(config, f"{stack}_layers")
@@ -97,6 +115,7 @@ class CompressionReport:
             architecture=config.model_type,
             auto_class=auto_classes[type(model).__name__],
             options=set_options,
+            calibration=calibration,
             groups=groups,
             matrices=matrices,
             parameters_before=teacher.model.num_parameters(),
@@ -107,16 +126,15 @@ class CompressionReport:
 
     @property
     def ratio(self) -> float:
-        """Dense parameters / kept parameters of the factorized matrices together (Eq. 12's p)."""
-        factorized = [matrix for matrix in self.matrices if matrix.rank is not None]
+        """Dense parameters / kept parameters of the matrices that got smaller, together (Eq. 12's p)."""
+        factorized = [matrix for matrix in self.matrices if matrix.form != "dense"]
         kept = sum(matrix.parameters_after for matrix in factorized)
         return sum(matrix.parameters_before for matrix in factorized) / kept if kept else 1.0
 
     def to_dict(self) -> dict:
         """Everything as JSON holds it, derived figures included."""
         matrices = [
-            asdict(matrix)
-            | {"parameters_before": matrix.parameters_before, "parameters_after": matrix.parameters_after}
+            asdict(matrix) | {"form": matrix.form, "parameters_before": matrix.parameters_before}
             for matrix in self.matrices
         ]
         return asdict(self) | {"matrices": matrices, "ratio": self.ratio}
@@ -143,7 +161,7 @@ def print_report(report: CompressionReport, console: Console, *, matrices: bool 
                 escape(matrix.name),
                 matrix.kind,
                 f"{matrix.m}x{matrix.n}",
-                "dense" if matrix.rank is None else str(matrix.rank),
+                matrix.form,
                 f"{matrix.parameters_before:,}",
                 f"{matrix.parameters_after:,}",
                 f"{matrix.energy:.1%}",
@@ -161,17 +179,23 @@ def print_report(report: CompressionReport, console: Console, *, matrices: bool 
         shown = [f"{value:,}" if unit == 1 else f"{value / unit:,.1f}" for value in (before, after)]
         totals.add_row(label, *shown, f"{before / after:.2f}")
     console.print(totals)
-    dense = [matrix.name for matrix in report.matrices if matrix.rank is None]
+    dense = [matrix.name for matrix in report.matrices if matrix.form == "dense"]
     if dense:
         console.print(
             f"{len(dense)} of {len(report.matrices)} matrices stay dense: no rank was asked for, or the factors would "
             "hold as many parameters as the matrix.",
             highlight=False,
         )
-    if "calibration" not in report.options and len(dense) < len(report.matrices):
+    if report.calibration is None and len(dense) < len(report.matrices):
         console.print(
-            "Without calibration text every entry of a matrix counts alike, which costs most of the quality until the "
-            "result is trained; --calibration keeps what the loss feels most.",
+            "Without calibration every entry of a matrix counts alike, which costs most of the quality until the "
+            "result is trained.",
+            highlight=False,
+        )
+    elif report.calibration == OWN_TEXT:
+        console.print(
+            f"Errors were weighed on {OWN_TEXT}; --calibration with a thousand sentence pairs like those it is for "
+            "keeps more.",
             highlight=False,
         )
     for stack, (stored, depths) in report.groups.items():
@@ -189,7 +213,8 @@ tags:
 ---
 # {{ source }}, compressed
 
-A `{{ architecture }}` model: `{{ source }}` (`{{ family }}`) with its matrices factorized by truncated SVD
+A `{{ architecture }}` model: `{{ source }}` (`{{ family }}`) with its matrices made smaller
+{%- if calibration %}, errors weighed on {{ calibration }}{% endif %}
 {%- for stack, (stored, depths) in groups.items() if stored != depths %}, its {{ depths }} {{ stack }} layers sharing
 {{ stored }} stored ones{% endfor %}.
 
@@ -215,7 +240,7 @@ tokenizer = AutoTokenizer.from_pretrained("PATH")
 | matrix | shape | rank | energy kept | relative error |
 |---|---|---|---|---|
 {% for matrix in matrices %}
-| `{{ matrix.name }}` | {{ matrix.m }}×{{ matrix.n }} | {{ matrix.rank or "dense" }} | {{
+| `{{ matrix.name }}` | {{ matrix.m }}×{{ matrix.n }} | {{ matrix.form }} | {{
 "%.1f" | format(100 * matrix.energy) }} % | {{ "%.4f" | format(matrix.relative_error) }} |
 {% endfor %}
 """

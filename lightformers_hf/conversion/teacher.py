@@ -13,6 +13,8 @@ from ..models.low_rank import LowRankEmbedding, LowRankLinear, LowRankOutput
 from .checkpoint import CheckpointReader
 from .sources import canonical_name, family_of, own_config
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "*.spm", "*.model")
+
 
 def skeleton(model_class: type[PreTrainedModel], config) -> PreTrainedModel:
     """The model without storage: every name and shape, no byte of weights."""
@@ -125,6 +127,11 @@ class Teacher:
         model.load_state_dict({name: self.read(name).float() for name in stored_tensors(self.model)}, strict=False)
         model.tie_weights()
         return model
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the folder holds one."""
+        return any(any(self.folder.glob(pattern)) for pattern in TOKENIZER_FILES)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The checkpoint's tokenizer. Raises `ValueError` where it has none."""

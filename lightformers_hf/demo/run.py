@@ -71,7 +71,7 @@ def run_demo(
         ),
         "compressed": (
             f"Compress it by truncated SVD at ratio {settings.ratio:g}",
-            lambda folder: convert(teacher, folder, ratio=settings.ratio),
+            lambda folder: convert(teacher, folder, ratio=settings.ratio, paper=True),
         ),
         "calibrated": (
             "Compress it as far, knowing from sample sentences what matters",

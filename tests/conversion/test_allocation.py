@@ -1,0 +1,78 @@
+"""One budget: against every other choice of so much."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightformers_hf.conversion.allocation import Choices, allocate, smallest, tails
+
+
+def part(generator: torch.Generator, number: int) -> Choices:
+    """Random choices, the last of which loses nothing."""
+    costs = torch.rand(number, generator=generator).double().sort(descending=True).values
+    costs[-1] = 0
+    sizes = torch.randint(1, 30, (number,), generator=generator).double().sort().values
+    return Choices([*range(1, number), None], costs, sizes)
+
+
+def measure(units, picks) -> tuple[float, float]:
+    chosen = [(alternatives[which], places) for alternatives, (which, places) in zip(units, picks, strict=True)]
+    pairs = [
+        (choices, index) for parts, places in chosen for choices, index in zip(parts.values(), places, strict=True)
+    ]
+    return (
+        sum(choices.sizes[index].item() for choices, index in pairs),
+        sum(choices.costs[index].item() for choices, index in pairs),
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10_000), st.floats(0.05, 1.1))
+def test_no_other_choice_of_so_much_is_cheaper(seed, share):
+    generator = torch.Generator().manual_seed(seed)
+    units = [
+        [{"heads": part(generator, 4)}, {"q": part(generator, 3), "k": part(generator, 3)}],
+        [{"neurons": part(generator, 4)}, {"fc": part(generator, 3)}],
+        [{"table": part(generator, 5)}],
+    ]
+    budget = share * sum(
+        max(sum(choices.sizes.max().item() for choices in parts.values()) for parts in alternatives)
+        for alternatives in units
+    )
+    options = [
+        [
+            (which, places)
+            for which, parts in enumerate(alternatives)
+            for places in itertools.product(*(range(len(choices.settings)) for choices in parts.values()))
+        ]
+        for alternatives in units
+    ]
+    every = [measure(units, picks) for picks in itertools.product(*options)]
+    least = min(size for size, _ in every)
+    assert smallest(units) == least
+    if budget < least:
+        with pytest.raises(ValueError, match="cannot be met"):
+            allocate(units, budget)
+        return
+    chosen = allocate(units, budget)
+    picks = []
+    for alternatives in units:
+        (which,) = [index for index, parts in enumerate(alternatives) if set(parts) <= set(chosen)]
+        settings_of = [choices.settings.index(chosen[name]) for name, choices in alternatives[which].items()]
+        picks.append((which, settings_of))
+    assert len(chosen) == sum(len(units[index][which]) for index, (which, _) in enumerate(picks))
+    size, cost = measure(units, picks)
+    assert size <= budget
+    assert all(other_size > size or other_cost >= cost - 1e-9 for other_size, other_cost in every)
+
+
+def test_a_budget_for_everything_loses_nothing():
+    free = Choices([1, None], torch.tensor([1.0, 0.0]), torch.tensor([1.0, 5.0]))
+    assert allocate([[{"a": free}], [{"b": free}]], 10) == {"a": None, "b": None}
+
+
+def test_tails():
+    assert tails(torch.tensor([3.0, 2.0, 1.0])).tolist() == [14, 5, 1, 0]

@@ -1,0 +1,264 @@
+"""Costs of products and of sentences, from a machine whose speed is known. No test here looks at a clock."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig, BertConfig, MarianConfig, MarianMTModel
+
+from lightformers_hf.conversion import costs as products
+from lightformers_hf.conversion import sentence_costs as module
+from lightformers_hf.conversion.costs import MachineCosts, Table, linear_microseconds, machine_costs, time_product
+from lightformers_hf.conversion.sentence_costs import layers_of, merge_unprofitable, model_cost, sentence_costs
+from lightformers_hf.models import LightFormerConfig, LightFormerForConditionalGeneration
+
+SIZES = {"vocab_size": 50, "d_model": 32, "encoder_layers": 4, "decoder_layers": 2}
+SIZES |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 40}
+RANKS = {"attention_rank": 8, "ffn_rank": 6, "embedding_rank": 10, "encoder_groups": 2, "decoder_groups": 1}
+OVERHEADS = {f"{kind}, 50 tokens": [1000.0, 100.0, 10.0, 1.0] for kind in ("lightformer", "marian")}
+
+
+def table(call: float, weight: float) -> Table:
+    """call + weight·m·n microseconds: bilinear, so that nothing is lost between the grid's points."""
+    grid = (8, 64, 512)
+    return Table(grid, grid, [[call + weight * m * n for n in grid] for m in grid])
+
+
+@pytest.fixture
+def machine():
+    """Half of what is read for 10 MB comes from the cache."""
+    return MachineCosts(
+        cached=table(1, 0.01),
+        uncached=table(1, 0.05),
+        output=table(2, 0.02),
+        sentence=table(3, 0.1),
+        working_sets=(1e6, 10e6, 20e6),
+        misses=(0.0, 0.5, 1.0),
+        overheads=dict(OVERHEADS),
+    )
+
+
+def light(**fields):
+    torch.manual_seed(0)
+    return LightFormerForConditionalGeneration(LightFormerConfig(**SIZES | fields)).eval()
+
+
+def marian():
+    return MarianMTModel(MarianConfig(**SIZES, pad_token_id=1, eos_token_id=2, decoder_start_token_id=1))
+
+
+@pytest.mark.parametrize(("working_set", "weight"), [(0, 0.01), (10e6, 0.03), (15e6, 0.04), (1e9, 0.05)])
+def test_a_product_costs_what_is_read_from_where(machine, working_set, weight):
+    for m, n in [(8, 8), (40, 100), (512, 512), (4, 1000)]:  # inside the grid and beyond it
+        cost = linear_microseconds(m, n, costs=machine, working_set=working_set)
+        assert cost.item() == pytest.approx(1 + weight * m * n)
+    pair = linear_microseconds(100, 200, 30, costs=machine, working_set=working_set)
+    assert pair.item() == pytest.approx(2 + weight * 30 * 300)
+
+
+def test_many_sizes_at_once(machine):
+    ranks = torch.arange(1, 100)
+    together = linear_microseconds(64, 300, ranks, costs=machine)
+    one_by_one = [linear_microseconds(64, 300, int(rank), costs=machine).item() for rank in ranks]
+    assert together.tolist() == pytest.approx(one_by_one)
+
+
+@pytest.mark.parametrize("output", [False, True])
+def test_a_product_is_timed_over_the_whole_working_set(output, monkeypatch):
+    seen = []
+
+    def weights_of(run):
+        calls = []
+        name = "wide_linear" if output else "linear"
+        owner = products if output else torch.nn.functional
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, lambda first, second: calls.append(first if output else second))
+            run()
+        weights = [call.weight if output else call for call in calls]
+        seen.append(len({weight.data_ptr() for weight in weights}))
+        assert {tuple(weight.shape) for weight in weights} == {(30, 20)}
+        return 2e-3
+
+    microseconds = time_product(20, 30, 24_000, output=output, timer=weights_of)
+    assert seen == [10]
+    assert microseconds == pytest.approx(200)
+
+
+def test_costs_are_measured_once_and_kept(tmp_path, monkeypatch):
+    timed = []
+
+    def timer(run):
+        timed.append(run)
+        return 1e-3
+
+    monkeypatch.setattr(products, "CACHED_WIDTHS", (8, 16))
+    for name in ("WIDTHS", "OUTPUT_WIDTHS", "VOCABULARIES"):
+        monkeypatch.setattr(products, name, (8, 16))
+    monkeypatch.setattr(products, "UNCACHED", 4e6)
+    monkeypatch.setattr(products, "BETWEEN", (3.5e6,))
+    file = tmp_path / "there" / "costs.json"
+    first = machine_costs(file, timer=timer)
+    measured = len(timed)
+    assert measured > 0
+    assert machine_costs(file, timer=timer).row(8, 16).item() == first.row(8, 16).item()
+    assert len(timed) == measured
+    machine_costs(file, afresh=True, timer=timer)
+    assert len(timed) == 2 * measured
+    monkeypatch.setattr(products, "machine_name", lambda: "another")
+    machine_costs(file, timer=timer)
+    assert len(timed) == 3 * measured
+    assert len(json.loads(file.read_text())["machines"]) == 2
+    file.write_text("{")  # a file cut short
+    machine_costs(file, timer=timer)
+    assert len(timed) == 4 * measured
+
+
+def test_the_file_is_in_the_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert products.costs_file() == tmp_path / "lightformers_hf" / "costs.json"
+
+
+def counted(model, source_tokens: int, target_tokens: int) -> dict[str, int]:
+    """Rows that go through each linear layer while one sentence is translated."""
+    rows = {}
+    names = {module: name.removeprefix("model.") for name, module in model.named_modules()}
+
+    def count(module, inputs, output):
+        rows[names[module]] = rows.get(names[module], 0) + inputs[0].numel() // inputs[0].shape[-1]
+
+    for layer in names:
+        if hasattr(layer, "in_features"):
+            layer.register_forward_hook(count)
+    ids = torch.randint(3, 50, (1, source_tokens))
+    settings = {"max_new_tokens": target_tokens, "eos_token_id": None, "forced_eos_token_id": None}
+    model.generate(ids, attention_mask=torch.ones_like(ids), num_beams=1, do_sample=False, max_length=None, **settings)
+    return rows
+
+
+@pytest.mark.parametrize("fields", [{}, RANKS, RANKS | {"group_residual_rank": 2}, None], ids=str)
+def test_products_are_counted_as_they_run(fields):
+    model = marian() if fields is None else light(**fields)
+    layers = layers_of(model)
+    rows = counted(model, 7, 5)
+    for name, layer in layers.items():
+        if layer.kind == "linear":
+            assert rows[name] == 7 * layer.sentence + 5 * layer.token, name
+            module = model.get_submodule(f"model.{name}")
+            assert (layer.m, layer.n) == (module.in_features, module.out_features)
+    linear = {name for name, layer in layers.items() if layer.kind == "linear"}
+    rest = {name for name in rows if name not in linear and not name.endswith((".u", ".v"))}
+    assert rest <= {"lm_head", "lm_head.output"}
+
+
+def test_a_sentence_costs_the_sum_of_its_products(machine):
+    costs = sentence_costs(marian(), 12, 10, machine=machine)
+    assert costs.overhead == pytest.approx(1000 + 4 * 100 + 10 * (10 + 2 * 1))
+    square, ffn = 32 * 32, 32 * 48
+    encoder = 4 * (4 * (3 + 0.1 * square) + 2 * (3 + 0.1 * ffn)) / 2  # 12 of 24 rows
+    cross = 2 * 2 * (3 + 0.1 * square) / 2
+    decoder = 10 * 2 * (6 * (1 + 0.01 * square) + 2 * (1 + 0.01 * 32 * 40))
+    output = 10 * (1 + 0.01 * 32 * 50)
+    assert costs.products == pytest.approx(encoder + cross + decoder + output)
+    assert costs.total == pytest.approx(model_cost(marian(), 12, 10, machine=machine))
+    assert costs.working_set == 4 * (2 * (6 * square + 2 * 32 * 40) + 32 * 50)
+
+
+def test_the_embedding_is_read_and_written(machine):
+    costs = sentence_costs(light(**RANKS), 12, 10, machine=machine)
+    looked_up = (3 + 0.1 * 10 * 32) / 2 + 10 * (1 + 0.01 * 10 * 32)
+    written = 10 * (1 + 0.01 * 32 * 10 + 2 + 0.02 * 10 * 50)
+    assert costs("shared", 50, 32, 10).item() == pytest.approx(looked_up + written)
+    assert costs("model.shared", 50, 32).item() == pytest.approx(10 * (2 + 0.02 * 32 * 50))
+    apart = sentence_costs(light(**RANKS, tie_word_embeddings=False), 12, 10, machine=machine)
+    assert apart("shared", 50, 32, 10).item() == pytest.approx(looked_up)
+    assert apart("lm_head", 32, 50, 10).item() == pytest.approx(written)
+
+
+def test_a_configuration_is_enough(machine):
+    config = LightFormerConfig(**SIZES | RANKS)
+    assert model_cost(config, machine=machine) == pytest.approx(model_cost(light(**RANKS), machine=machine))
+
+
+def test_overheads_are_what_products_leave(machine):
+    """Timers that know what each narrow model takes: 7 + 5·encoder layers + tokens·(3 + 2·decoder layers) more."""
+    model, made = light(**RANKS), []
+    real = module.narrow_config
+
+    def noted(config, encoder_layers, decoder_layers):
+        made.append(real(config, encoder_layers, decoder_layers))
+        return made[-1]
+
+    def timer(run):
+        tokens = run.__closure__[[*run.__code__.co_freevars].index("tokens")].cell_contents
+        costs = module._costs(LightFormerForConditionalGeneration(made[-1]), layers_of(
+            LightFormerForConditionalGeneration(made[-1])), machine, 25, tokens, 0.0)  # fmt: skip
+        layers = made[-1].encoder_layers, made[-1].decoder_layers
+        return (costs.products + 7 + 5 * layers[0] + tokens * (3 + 2 * layers[1])) / 1e6
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "narrow_config", noted)
+        found = module.measure_overheads(model, machine, timer)
+    assert (found.sentence, found.encoder_layer) == pytest.approx((7, 5), abs=1e-6)
+    assert (found.token, found.decoder_layer) == pytest.approx((3, 2), abs=1e-6)
+    assert all(config.rank_pattern == {} and config.attention_rank is None for config in made)
+
+
+def test_overheads_of_narrow_models_can_be_measured(machine):
+    machine.overheads.clear()
+    runs = []
+
+    def timer(run):
+        run()
+        runs.append(run)
+        return 1.0
+
+    for model in (marian(), light(**RANKS, head_dim=8, joint_qkv=True)):
+        assert sentence_costs(model, machine=machine, timer=timer).total > 0
+    assert len(machine.overheads) == 2
+    assert len(runs) == 8
+
+
+def test_other_models_are_refused(machine):
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        layers_of(torch.nn.Module()) if False else layers_of(_bert())
+    with pytest.raises(ValueError, match="fc3"):
+        sentence_costs(marian(), machine=machine)("decoder.layers.0.fc3", 4, 4)
+
+
+def _bert():
+    from transformers import BertModel
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    return BertModel(BertConfig(vocab_size=20, **sizes))
+
+
+def test_what_costs_more_than_its_product_is_multiplied_out(machine, tmp_path):
+    wide = {"decoder.layers.0.fc1": 30, "encoder.layers.1.self_attn.q_proj": 2}
+    model = light(**RANKS | {"attention_rank": 20, "rank_pattern": wide})
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    ids = torch.randint(3, 50, (2, 6))
+    with torch.no_grad():
+        before = model(ids, decoder_input_ids=ids).logits
+        merged = merge_unprofitable(model, sentence_costs(model, machine=machine))
+        after = model(ids, decoder_input_ids=ids).logits
+    assert "decoder.layers.0.fc1" in merged
+    assert "decoder.layers.0.self_attn.q_proj" in merged
+    assert "encoder.layers.1.self_attn.q_proj" not in merged
+    assert "decoder.layers.0.fc2" not in merged
+    torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
+    model.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).rank_pattern == model.config.rank_pattern
+    loaded = LightFormerForConditionalGeneration.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids, decoder_input_ids=ids).logits, after)
+    assert merge_unprofitable(loaded, sentence_costs(loaded, machine=machine)) == []
+
+
+def test_what_pays_stays_in_factors(machine):
+    model = light(**RANKS)
+    cheap = replace(machine, sentence=table(0, 0.1), cached=table(0, 0.01))
+    names = set(model.state_dict())
+    assert merge_unprofitable(model, sentence_costs(model, machine=cheap)) == []
+    assert set(model.state_dict()) == names

@@ -1,0 +1,124 @@
+"""Narrower heads and networks: optimal by an independent computation, and exact where nothing is lost."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
+
+from lightformers_hf import convert
+from lightformers_hf.conversion.narrowing import Bottlenecks, Elimination, blocks
+
+
+def moment(generator: torch.Generator, size: int) -> torch.Tensor:
+    square = torch.randn(size, size + 2, generator=generator, dtype=torch.float64)
+    return square @ square.T
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(2, 7), st.integers(1, 3), st.integers(0, 10_000))
+def test_no_other_bottleneck_costs_less(width, heads, seed):
+    generator = torch.Generator().manual_seed(seed)
+    second, gradients = (torch.stack([moment(generator, width) for _ in range(heads)]) for _ in range(2))
+    bottlenecks = Bottlenecks.of(second, gradients)
+    inner = 1 + seed % width
+
+    def cost(maps):
+        lost = torch.eye(width) - maps
+        return torch.einsum("hij,hik,hkl,hjl->", lost, second, lost, gradients).item()
+
+    into, out_of = bottlenecks.at(inner)
+    found = cost(into @ out_of)
+    # The damping is part of what is minimised: 1 % of the gradients' mean.
+    slack = 0.05 * bottlenecks.costs()[0].item() + 1e-9
+    assert found == pytest.approx(bottlenecks.costs()[inner].item(), abs=slack)
+    for _ in range(5):
+        other = torch.randn(heads, width, inner, generator=generator, dtype=torch.float64) * 0.3
+        back = torch.linalg.pinv(other)
+        assert found <= cost(other @ back) + slack
+    full = torch.matmul(*bottlenecks.at(width))
+    torch.testing.assert_close(full, torch.eye(width).double().expand(heads, -1, -1), atol=1e-6, rtol=0)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(3, 12), st.integers(2, 6), st.integers(0, 10_000))
+def test_the_cost_of_removing_neurons_is_that_of_the_regression(size, outputs, seed):
+    generator = torch.Generator().manual_seed(seed)
+    second, gradients = moment(generator, size), moment(generator, outputs)
+    weight = torch.randn(size, outputs, generator=generator, dtype=torch.float64)
+    elimination = Elimination.of(second, weight, gradients)
+    assert sorted(elimination.order.tolist()) == list(range(size))
+    damped = gradients + 0.01 * gradients.diagonal().mean() * torch.eye(outputs)
+    for removed, cost in zip(elimination.removed, elimination.costs, strict=True):
+        kept, new = elimination.at(size - removed, weight, second)
+        lost = weight.clone()
+        lost[kept] -= new
+        expected = torch.einsum("io,ij,jp,op->", lost, second, lost, damped)
+        torch.testing.assert_close(cost, expected, rtol=1e-3, atol=1e-4)
+    # The first to go is the cheapest of all.
+    kept_by = [[other for other in range(size) if other != gone] for gone in range(size)]
+    each = []
+    for kept in kept_by:
+        lost = weight.clone()
+        lost[kept] -= torch.linalg.solve(second[kept][:, kept], second[kept] @ weight)
+        each.append(torch.einsum("io,ij,jp,op->", lost, second, lost, damped).item())
+    assert elimination.costs[1].item() == pytest.approx(min(each), rel=2e-2, abs=1e-3)
+
+
+def test_blocks_are_the_heads_own():
+    matrix = torch.arange(36.0).view(6, 6)
+    assert blocks(matrix, 3)[1].tolist() == [[14, 15], [20, 21]]
+
+
+@pytest.fixture(scope="module")
+def narrow_inside(tmp_path_factory):
+    """A Marian whose heads, eight wide, use four dimensions of their products, and with dead and twin neurons."""
+    folder = tmp_path_factory.mktemp("teacher")
+    config = MarianConfig(
+        vocab_size=40, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=64,
+        pad_token_id=39, decoder_start_token_id=39, eos_token_id=0, forced_eos_token_id=0, bos_token_id=None,
+        activation_function="relu",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = MarianMTModel(config).eval()
+    with torch.no_grad():
+        for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):  # not the sines
+            parameter.add_(torch.randn(parameter.shape), alpha=0.3)
+        for name in dict(model.named_modules()):
+            if name.endswith("q_proj"):  # queries in four dimensions of a head, and values too
+                attention = model.get_submodule(name.rpartition(".")[0])
+                for part in (attention.q_proj, attention.v_proj):
+                    flat = torch.randn(2, 8, 4) @ torch.randn(2, 4, 8)
+                    part.weight.copy_(torch.block_diag(*flat) @ part.weight)
+                    part.bias.copy_(torch.block_diag(*flat) @ part.bias)
+            if name.endswith("fc1"):
+                layer = model.get_submodule(name.rpartition(".")[0])
+                layer.fc1.weight[:4], layer.fc1.bias[:4] = 0, -1  # never fire
+                layer.fc1.weight[4:8], layer.fc1.bias[4:8] = 2 * layer.fc1.weight[8:12], 2 * layer.fc1.bias[8:12]
+    model.save_pretrained(folder)
+    return folder, model
+
+
+def logits(model) -> torch.Tensor:
+    ids = torch.arange(1, 21).view(2, 10)
+    with torch.no_grad():
+        return model(ids, attention_mask=torch.ones_like(ids), decoder_input_ids=ids[:, 3:9]).logits
+
+
+def test_what_heads_and_neurons_do_not_use_is_left_out_without_loss(narrow_inside, tmp_path):
+    folder, teacher = narrow_inside
+    options = {"attention_method": "product", "refit": False, "progress": False}
+    report = convert(folder, tmp_path / "light", **options, attention_ratio=2, ffn_method="neurons", ffn_ratio=2)
+    light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light").eval()
+    assert light.config.head_dim == 4
+    assert light.config.encoder_ffn_dim == light.config.decoder_ffn_dim == 8
+    assert light.config.head_dim_pattern == light.config.ffn_dim_pattern == {}
+    torch.testing.assert_close(logits(light), logits(teacher), atol=1e-4, rtol=1e-4)
+    matrix = next(matrix for matrix in report.matrices if matrix.name == "decoder.layers.0.encoder_attn.out_proj")
+    assert (matrix.m, matrix.n, matrix.width, matrix.parameters_after) == (16, 16, 4, 8 * 16)
+    assert report.parameters_after == light.num_parameters()
+    saved = json.loads((tmp_path / "light" / "compression.json").read_text())
+    assert {entry["form"] for entry in saved["matrices"]} == {"dense", "heads 4", "neurons 8"}
