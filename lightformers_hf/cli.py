@@ -187,6 +187,32 @@ def export(
         console.print(escape(line), highlight=False, soft_wrap=True)
 
 
+@app.command()
+def export(
+    source: Source,
+    output: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
+    to: Annotated[str, typer.Option(help="ctranslate2 or onnx.", show_default=False)],
+    quantization: Annotated[
+        str | None,
+        typer.Option(help="int8; for ctranslate2 also int16, int8_float16, float16, … Default: float32."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what the folder holds.")] = False,
+) -> None:
+    """Write a LightFormer, or a dense model that becomes one, for CTranslate2 or ONNX Runtime, which run it fastest.
+
+    Says what the engine cannot express, and compares its outputs with the checkpoint's; needs
+    pip install 'lightformers_hf\\[export]'.
+
+    Example: lightformers export opus-mt-de-en-light opus-mt-de-en-int8 --to ctranslate2 --quantization int8
+    """
+    from .export import export as run
+
+    report = run(source, output, to=to, quantization=quantization, overwrite=overwrite)
+    console = Console()
+    for line in report.lines(output):
+        console.print(escape(line), highlight=False, soft_wrap=True)
+
+
 Model = Annotated[str, typer.Argument(help="Folder or Hub name of a checkpoint.", show_default=False)]
 BatchSize = Annotated[int, typer.Option(min=1, help="Sentences translated at once.")]
 NumBeams = Annotated[int | None, typer.Option(min=1, help="Beams; 1 is greedy. Default: the checkpoint's.")]

@@ -17,6 +17,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from ..export import Engine
+
 logger = logging.getLogger(__name__)
 READ_BYTES = 1 << 16  # what translate_stream takes at once: some five hundred sentences, enough to sort by length
 
@@ -24,7 +26,12 @@ READ_BYTES = 1 << 16  # what translate_stream takes at once: some five hundred s
 def load_model(
     name: str | os.PathLike, *, device: str | torch.device = "cpu"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a sequence-to-sequence checkpoint and its tokenizer from a folder or from the Hub, in evaluation mode.
+    """Load a sequence-to-sequence checkpoint and its tokenizer from a folder or from the Hub: see `load_network`."""
+    return load_network(name, device=device), AutoTokenizer.from_pretrained(name)
+
+
+def load_network(name: str | os.PathLike, *, device: str | torch.device = "cpu") -> PreTrainedModel:
+    """Load a sequence-to-sequence checkpoint from a folder or from the Hub, in evaluation mode.
 
     It computes in float32, whatever it is stored in, so that speeds of different checkpoints compare.
 
@@ -37,6 +44,8 @@ def load_model(
         raise FileNotFoundError(
             f"No model folder {name}: give a folder that holds a checkpoint, or a name on the Hub."
         )
+    if is_export(name):
+        raise ValueError(f"{name} was exported for another engine: give the checkpoint that it was exported from.")
     try:
         config = AutoConfig.from_pretrained(name)
     except OSError as error:
@@ -55,18 +64,42 @@ def load_model(
         raise ValueError(
             f"{name} lacks the weights {', '.join(sorted(loading['missing_keys']))}: get the whole checkpoint."
         )
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
+    return model.to(device).eval()
 
 
-def longest_input(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+def is_export(name: str | os.PathLike) -> bool:
+    """Whether a folder was written by `lightformers export`."""
+    return Path(name, "export.json").is_file()
+
+
+def load_translator(
+    name: str | os.PathLike, *, device: str | torch.device = "cpu"
+) -> tuple[PreTrainedModel | Engine, PreTrainedTokenizerBase]:
+    """As `load_model`, but also what `lightformers export` wrote, which runs on as many CPU cores as PyTorch would.
+
+    Raises:
+        ValueError: the engine is not installed, or it should run elsewhere than on the CPU.
+    """
+    if not is_export(name):
+        return load_model(name, device=device)
+    from ..export import load_engine  # which loads checkpoints by this module
+
+    if str(device) != "cpu":
+        raise ValueError(f"{name} was exported to run on the CPU, not on {device}")
+    return load_engine(name, threads=torch.get_num_threads()), AutoTokenizer.from_pretrained(name)
+
+
+def longest_input(model: PreTrainedModel | Engine, tokenizer: PreTrainedTokenizerBase) -> int:
     """The number of source tokens that model and tokenizer both take."""
+    if hasattr(model, "longest_input"):
+        return min(model.longest_input, tokenizer.model_max_length)
     limit = getattr(model.config, "max_position_embeddings", None) or tokenizer.model_max_length
     return min(limit, tokenizer.model_max_length)
 
 
 def translate(
     texts: list[str],
-    model: PreTrainedModel | str | os.PathLike,
+    model: PreTrainedModel | Engine | str | os.PathLike,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     batch_size: int = 32,
@@ -79,19 +112,21 @@ def translate(
     the model. Texts longer than the model takes are cut, and one logged warning says how many.
 
     Args:
-        model: a sequence-to-sequence model, or the folder or Hub name of one (its tokenizer then comes with it).
+        model: a sequence-to-sequence model or an exported one (`load_engine`), or the folder or Hub name of either
+            (its tokenizer then comes with it).
         tokenizer: the model's tokenizer; needed with a model object.
         progress: show a bar on stderr; or a bar to move on by one for each text.
         generation: arguments of `generate()`: `num_beams`, `max_new_tokens`, … What is not given is the checkpoint's.
     """
     if not hasattr(model, "generate"):
-        model, default_tokenizer = load_model(model)
+        model, default_tokenizer = load_translator(model)
         tokenizer = tokenizer or default_tokenizer
     if tokenizer is None:
         raise ValueError("translate() got a model object without its tokenizer: pass both, or the checkpoint's name.")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: expected 1 or more.")
-    if generation.get("max_new_tokens") is not None:
+    is_network = isinstance(model, torch.nn.Module)
+    if is_network and generation.get("max_new_tokens") is not None:
         generation.setdefault("max_length", None)  # the checkpoint's own limit would only cause a warning
 
     outputs = [""] * len(texts)
@@ -102,21 +137,26 @@ def translate(
 
     bar = tqdm(total=len(texts), disable=not progress, unit="text") if isinstance(progress, bool) else progress
     bar.update(len(texts) - len(filled))
-    was_training = model.training
-    model.eval()
+    was_training = is_network and model.training
+    if was_training:
+        model.eval()
     try:
         with torch.inference_mode():
             for start in range(0, len(longest_first), batch_size):
                 chosen = longest_first[start : start + batch_size]
                 batch = {"input_ids": [token_ids[i] for i in chosen]}
-                batch = tokenizer.pad(batch, return_tensors="pt", verbose=False).to(model.device)
-                sequences = model.generate(**batch, **generation)
+                if is_network:
+                    batch = tokenizer.pad(batch, return_tensors="pt", verbose=False).to(model.device)
+                    sequences = model.generate(**batch, **generation)
+                else:
+                    sequences = model.generate(batch["input_ids"], **generation)
                 decoded = tokenizer.batch_decode(sequences, skip_special_tokens=True)
                 for i, output in zip(chosen, decoded, strict=True):
                     outputs[i] = output
                 bar.update(len(chosen))
     finally:
-        model.train(was_training)
+        if was_training:
+            model.train()
         if isinstance(progress, bool):
             bar.close()
     return outputs

@@ -1,0 +1,317 @@
+"""LightFormer → CTranslate2, by a Transformer specification of its own library, without any change to the engine.
+
+What CTranslate2 can express stays as small as it is: narrow heads (`head_dim` of each attention), narrow feed-forward
+networks, the low-rank token table and output layer of the decoder (`project_in`, `project_out`), repeated layers
+(stored once, as aliases). It has no low-rank linear layer: other pairs of factors are multiplied out. Attention then
+gets narrower again: what a head computes are the products W_Q·W_Kᵀ and W_V·W_O, of rank maybe below the head's width.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import ctranslate2
+import numpy as np
+import torch
+from ctranslate2.specs import common_spec, transformer_spec
+from torch import Tensor
+
+from .layers import Attention, Expansion, Layer, Linear, read_output, read_stack
+from .search import NEVER, Search
+from .source import Source
+
+Activation = common_spec.Activation
+ACTIVATIONS = {
+    "gelu": Activation.GELU,
+    "gelu_python": Activation.GELU,
+    "gelu_fast": Activation.GELUTanh,
+    "gelu_new": Activation.GELUTanh,
+    "gelu_pytorch_tanh": Activation.GELUTanh,
+    "quick_gelu": Activation.GELUSigmoid,
+    "relu": Activation.RELU,
+    "sigmoid": Activation.Sigmoid,
+    "silu": Activation.SWISH,
+    "swish": Activation.SWISH,
+    "tanh": Activation.Tanh,
+}
+QUANTIZATIONS = ("float32", "int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16")
+# Singular values of a head's product below this share of the largest are what rounding in fp32 left of zeros.
+ZERO = 1e-6
+
+
+def write(source: Source, folder: Path, quantization: str | None) -> Expansion:
+    """Write model, configuration and vocabularies to `folder`, and say what was multiplied out.
+
+    Raises:
+        ValueError: an activation or a quantization that CTranslate2 does not have.
+    """
+    config, expansion = source.model.config, Expansion()
+    if quantization not in (None, *QUANTIZATIONS):
+        raise ValueError(f"quantization is {quantization!r}; CTranslate2 has {', '.join(QUANTIZATIONS)}")
+    if config.activation_function not in ACTIVATIONS:
+        raise ValueError(
+            f"activation_function is {config.activation_function!r}, which CTranslate2 does not have (it has "
+            f"{', '.join(ACTIVATIONS)}): export to ONNX, or train the model with one of these"
+        )
+    spec = _specification(source, expansion)
+    for side, size in (("source", config.vocab_size), ("target", config.decoder_vocab_size)):
+        getattr(spec, f"register_{side}_vocabulary")(vocabulary(source.tokenizer, size, side))
+    _set_special_tokens(spec, source)
+    spec.validate()
+    spec.optimize(quantization)
+    spec.save(str(folder))
+    return expansion
+
+
+def vocabulary(tokenizer, size: int, side: str) -> list[str]:
+    """The token of every id, each another one: the tokenizer's, else (no tokenizer, or more ids) made from the id."""
+    if tokenizer is None:
+        return [str(token_id) for token_id in range(size)]
+    known = getattr(tokenizer, "target_encoder", None) if side == "target" else None
+    token_of = {token_id: token for token, token_id in (known or tokenizer.get_vocab()).items()}
+    tokens = [token_of.get(token_id, f"<id {token_id}>") for token_id in range(size)]
+    if len(set(tokens)) < size:
+        raise ValueError(
+            f"the tokenizer has one token for several of the {size} {side} ids: CTranslate2 needs one each"
+        )
+    return tokens
+
+
+def _specification(source: Source, expansion: Expansion) -> transformer_spec.TransformerSpec:
+    model, config = source.model, source.model.config
+    activation = ACTIVATIONS[config.activation_function]
+    encoder, decoder = read_stack(model.model.encoder), read_stack(model.model.decoder)
+    output = read_output(model)
+    # `pre_norm` here says whether there is a final LayerNorm, which Python builds only for pre-norm models.
+    encoder_spec = transformer_spec.TransformerEncoderSpec(
+        len(encoder.layers),
+        config.encoder_attention_heads,
+        pre_norm=encoder.final_norm is not None,
+        activation=activation,
+        layernorm_embedding=encoder.embedding_norm is not None,
+    )
+    decoder_spec = transformer_spec.TransformerDecoderSpec(
+        len(decoder.layers),
+        config.decoder_attention_heads,
+        pre_norm=decoder.final_norm is not None,
+        activation=activation,
+        layernorm_embedding=decoder.embedding_norm is not None,
+        project_in_out=True,
+    )
+    for spec, stack in ((encoder_spec, encoder), (decoder_spec, decoder)):
+        spec.pre_norm = config.normalize_before
+        spec.scale_embeddings = np.float32(stack.scale)
+        spec.position_encodings.encodings = _array(stack.positions)
+        if stack.embedding_norm is not None:
+            _set_norm(spec.layernorm_embedding, stack.embedding_norm)
+        if stack.final_norm is not None:
+            _set_norm(spec.layer_norm, stack.final_norm)
+        for layer_spec, layer in zip(spec.layer, stack.layers, strict=True):
+            _set_layer(layer_spec, layer, expansion)
+    encoder_spec.embeddings[0].weight = _array(expansion.multiply(encoder.embedding))
+    _set_vocabulary_layers(decoder_spec, decoder.embedding, output, Search.of(source.generation).suppressed)
+    return transformer_spec.TransformerSpec(encoder_spec, decoder_spec)
+
+
+def _set_vocabulary_layers(spec, embedding: Linear, output: Linear, suppressed: tuple[int, ...]) -> None:
+    """Token table and output layer of the decoder, each in one piece or with its second factor as a projection."""
+    (table, *basis), (*projection, weight) = embedding.chains[0], output.chains[0]
+    spec.embeddings.weight = _array(table)
+    spec.projection.weight = _array(weight.T)
+    for name, factors in (("project_in", basis), ("project_out", projection)):
+        if factors:
+            getattr(spec, name).weight = _array(factors[0].T)
+        else:
+            delattr(spec, name)
+    bias = output.bias
+    if suppressed:
+        # What generation_config.json forbids stays forbidden for whoever calls the engine without knowing of it.
+        bias = torch.zeros(weight.shape[1]) if bias is None else bias.clone()
+        bias[list(suppressed)] = NEVER
+    if bias is not None:
+        spec.projection.bias = _array(bias)
+
+
+def _set_layer(spec, layer: Layer, expansion: Expansion) -> None:
+    _set_attention(spec.self_attention, layer.attention, expansion, cross=False)
+    _set_norm(spec.self_attention.layer_norm, layer.attention_norm)
+    if layer.cross is not None:
+        _set_attention(spec.attention, layer.cross, expansion, cross=True)
+        _set_norm(spec.attention.layer_norm, layer.cross_norm)
+    for linear_spec, linear in ((spec.ffn.linear_0, layer.fc1), (spec.ffn.linear_1, layer.fc2)):
+        _set_linear(linear_spec, expansion.multiply(linear), linear.bias)
+    _set_norm(spec.ffn.layer_norm, layer.ffn_norm)
+
+
+def _set_attention(spec, attention: Attention, expansion: Expansion, *, cross: bool) -> None:
+    heads = narrowed(attention, expansion)
+    if cross:
+        _set_linear(spec.linear[0], heads.query[0], heads.query[1])
+        _set_linear(spec.linear[1], *_joined(heads.key, heads.value))
+    else:
+        _set_linear(spec.linear[0], *_joined(heads.query, heads.key, heads.value))
+    _set_linear(spec.linear[-1], *heads.output)
+    # The library declares both only for other models, but the engine reads them from any attention.
+    spec.__dict__["head_dim"] = np.int32(heads.head_dim)
+    spec.queries_scale = np.float32(attention.scale)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The four (matrix, bias) of an attention, fp64, and its d_k."""
+
+    query: tuple[Tensor, Tensor | None]
+    key: tuple[Tensor, Tensor | None]
+    value: tuple[Tensor, Tensor | None]
+    output: tuple[Tensor, Tensor | None]
+    head_dim: int
+
+    @property
+    def parameters(self) -> int:
+        return sum(matrix.numel() for matrix, _ in (self.query, self.key, self.value, self.output))
+
+
+def narrowed(attention: Attention, expansion: Expansion) -> Heads:
+    """An attention's matrices, multiplied out, with heads no wider than the rank of what they multiply.
+
+    Exact: q·k = (x·W_Q + b_Q)·(y·W_K)ᵀ up to what is the same for every y, which softmax does not see; and the weights
+    of the values add to 1, so that b_V·W_O goes to the output's bias. Each product is split evenly, √Σ to either side.
+    """
+    parts = []
+    for linear in attention.inputs:
+        matrix, count = expansion.multiply(linear), 3 if len(attention.inputs) == 1 else 1
+        biases = [None] * count if linear.bias is None else linear.bias.double().chunk(count)
+        parts += zip(matrix.chunk(count, dim=1), biases, strict=True)
+    query, key, value = parts
+    if attention.output is None:
+        output = (torch.eye(value[0].shape[1], dtype=torch.float64), None)
+    else:
+        bias = attention.output.bias
+        output = (expansion.multiply(attention.output), None if bias is None else bias.double())
+    wide = Heads(query, key, value, output, attention.head_dim)
+    if attention.output is None or all(linear.is_dense for linear in (*attention.inputs, attention.output)):
+        return wide
+
+    H = attention.heads
+    with_bias = torch.cat([query[0], _or_zero(query)[None]])
+    scores = [_split(q, k) for q, k in zip(with_bias.chunk(H, dim=1), key[0].chunk(H, dim=1), strict=True)]
+    values = [_split(v, o.T) for v, o in zip(value[0].chunk(H, dim=1), output[0].chunk(H), strict=True)]
+    width = max(int((s > ZERO * s[0]).sum()) for _, s, _ in scores + values)
+    if width >= attention.head_dim:
+        return wide
+
+    def side(products: list[tuple[Tensor, Tensor, Tensor]], index: int) -> Tensor:
+        return torch.cat([product[index][:, :width] * product[1][:width].sqrt() for product in products], dim=1)
+
+    queries = side(scores, 0)
+    narrow = Heads(
+        (queries[:-1], queries[-1]),
+        (side(scores, 2), None),
+        (side(values, 0), None),
+        (side(values, 2).T, _or_zero(output) + _or_zero(value) @ output[0]),
+        width,
+    )
+    expansion.narrow(attention, wide.parameters - narrow.parameters)
+    return narrow
+
+
+def _split(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """U, σ, V of left·rightᵀ (m×k and n×k): of as many columns as both have, not of m×n."""
+    q1, r1 = torch.linalg.qr(left)
+    q2, r2 = torch.linalg.qr(right)
+    u, s, vh = torch.linalg.svd(r1 @ r2.T, full_matrices=False)
+    return q1 @ u, s, q2 @ vh.T
+
+
+def _or_zero(linear: tuple[Tensor, Tensor | None]) -> Tensor:
+    matrix, bias = linear
+    return matrix.new_zeros(matrix.shape[1]) if bias is None else bias
+
+
+def _joined(*linears: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    matrices = torch.cat([matrix for matrix, _ in linears], dim=1)
+    if all(bias is None for _, bias in linears):
+        return matrices, None
+    return matrices, torch.cat([_or_zero(linear) for linear in linears])
+
+
+def _set_linear(spec, matrix: Tensor, bias: Tensor | None) -> None:
+    spec.weight = _array(matrix.T)
+    if bias is not None:
+        spec.bias = _array(bias)
+
+
+def _set_norm(spec, norm: tuple[Tensor, Tensor]) -> None:
+    spec.gamma, spec.beta = (_array(tensor) for tensor in norm)
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    # A copy: the library quantizes in place, and the model's own weights must stay as they are.
+    return np.array(tensor.detach().float().numpy(), order="C")
+
+
+def _set_special_tokens(spec, source: Source) -> None:
+    tokens = {side: spec._vocabularies[side][0] for side in ("source", "target")}
+    search = Search.of(source.generation)
+    target = tokens["target"]
+    spec.config.decoder_start_token = target[search.start]
+    spec.config.eos_token = target[search.ends[0]] if search.ends else target[search.pad]
+    # Both must be tokens of the vocabulary, or the engine adds one of its own behind the model's.
+    for name in ("unk_token", "bos_token"):
+        token = getattr(source.tokenizer, name, None)
+        known = token in tokens["source"] and token in target
+        setattr(spec.config, name, token if known else spec.config.eos_token)
+
+
+class CTranslate2Model:
+    """An exported folder, run by CTranslate2: see `load_engine`."""
+
+    def __init__(self, folder: Path, search: Search, threads: int):
+        self.search = search
+        self.translator = ctranslate2.Translator(str(folder), device="cpu", intra_threads=threads, inter_threads=1)
+        source, target = (_read_vocabulary(folder, side) for side in ("source", "target"))
+        self._source, self._target = source, target
+        self._id_of = {token: token_id for token_id, token in enumerate(target)}
+
+    def generate(self, batch: list[list[int]], search: Search) -> list[list[int]]:
+        sources = [[self._source[token] for token in sentence] for sentence in batch]
+        most, ends = search.max_new_tokens, [self._target[token] for token in search.ends]
+        prefix = None if search.forced_start is None else [[self._target[search.forced_start]]] * len(batch)
+        results = self.translator.translate_batch(
+            sources,
+            prefix,
+            beam_size=search.num_beams,
+            length_penalty=search.length_penalty,
+            no_repeat_ngram_size=search.no_repeat_ngram_size,
+            end_token=ends or None,
+            return_end_token=True,
+            max_input_length=0,
+            max_decoding_length=most,
+            min_decoding_length=search.min_new_tokens if ends else most,
+        )
+        outputs = [[self._id_of[token] for token in result.hypotheses[0]] for result in results]
+        if search.forced_end is not None:
+            outputs = [[*ids[:-1], search.forced_end] if len(ids) == most else ids for ids in outputs]
+        return outputs
+
+    def score(self, sources: list[list[int]], targets: list[list[int]]) -> list[list[float]]:
+        """log p of every token of `targets`, and of the end behind them, given `sources`."""
+        results = self.translator.score_batch(
+            [[self._source[token] for token in sentence] for sentence in sources],
+            [[self._target[token] for token in sentence] for sentence in targets],
+            max_input_length=0,
+        )
+        return [result.log_probs for result in results]
+
+
+def load(folder: Path, search: Search, threads: int) -> CTranslate2Model:
+    """What `write` wrote, ready to run."""
+    return CTranslate2Model(folder, search, threads)
+
+
+def _read_vocabulary(folder: Path, side: str) -> list[str]:
+    file = folder / f"{side}_vocabulary.json"
+    file = file if file.is_file() else folder / "shared_vocabulary.json"
+    return json.loads(file.read_text(encoding="utf-8"))

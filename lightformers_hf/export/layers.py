@@ -1,0 +1,212 @@
+"""A LightFormer as exporters read it: what each depth computes, matrix by matrix, shared or not, factorized or not.
+
+Symbols: a weight is m×n with y = x·W + b, d is `d_model`, H the number of heads, d_k the width of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..models.low_rank import LowRankEmbedding, LowRankLinear, LowRankOutput
+from ..models.modeling_lightformer import LightFormerForConditionalGeneration
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One linear layer at one depth: y = Σ x·W₁·W₂… + b.
+
+    Attributes:
+        chains: one chain of factors for each term of the sum: (W,) where it is dense, (U, V) where it is factorized;
+            a depth's own residual over a shared layer is a second term.
+        bias: b (n), or `None`.
+    """
+
+    chains: tuple[tuple[Tensor, ...], ...]
+    bias: Tensor | None
+
+    @property
+    def is_dense(self) -> bool:
+        return len(self.chains) == 1 and len(self.chains[0]) == 1
+
+    @property
+    def parameters(self) -> int:
+        """Numbers stored, the bias left out."""
+        return sum(factor.numel() for chain in self.chains for factor in chain)
+
+    @property
+    def out_features(self) -> int:
+        return self.chains[0][-1].shape[1]
+
+    def multiplied(self) -> Tensor:
+        """The one matrix W, m×n, in fp64: a product in fp32 would lose digits that a dense layer keeps."""
+        return sum(
+            torch.linalg.multi_dot([factor.double() for factor in chain]) if len(chain) > 1 else chain[0].double()
+            for chain in self.chains
+        )
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention at one depth.
+
+    Attributes:
+        inputs: the projections of queries, keys and values, or one for all three.
+        output: the projection of the heads' outputs; `None` where there is none.
+        heads, head_dim: H and d_k.
+        scale: what q·k is multiplied by.
+    """
+
+    inputs: tuple[Linear, ...]
+    output: Linear | None
+    heads: int
+    head_dim: int
+    scale: float
+
+
+@dataclass
+class Expansion:
+    """What has no counterpart in an engine: matrices multiplied out, and their numbers before and after.
+
+    What several depths share counts once, as it is stored.
+    """
+
+    matrices: int = 0
+    parameters_before: int = 0
+    parameters_after: int = 0
+    narrowed_attentions: int = 0
+    _seen: set = field(default_factory=set)
+
+    def multiply(self, linear: Linear) -> Tensor:
+        """The one matrix of a layer (m×n, fp64); a factorized one is counted."""
+        matrix = linear.multiplied()
+        if not linear.is_dense and self._is_new(linear):
+            self.matrices += 1
+            self.parameters_before += linear.parameters
+            self.parameters_after += matrix.numel()
+        return matrix
+
+    def narrow(self, attention: Attention, spared: int) -> None:
+        """Count an attention whose matrices need `spared` numbers less than multiplied out."""
+        if self._is_new(*attention.inputs):
+            self.narrowed_attentions += 1
+            self.parameters_after -= spared
+
+    def _is_new(self, *linears: Linear) -> bool:
+        place = tuple(factor.data_ptr() for linear in linears for chain in linear.chains for factor in chain)
+        is_new = place not in self._seen
+        self._seen.add(place)
+        return is_new
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One depth. Norms are (weight, bias); `cross` is `None` in an encoder.
+
+    `cross_source` is the first depth whose cross-attention has the same keys and values, which are then made once.
+    """
+
+    attention: Attention
+    attention_norm: tuple[Tensor, Tensor]
+    cross: Attention | None
+    cross_norm: tuple[Tensor, Tensor] | None
+    cross_source: int
+    fc1: Linear
+    fc2: Linear
+    ffn_norm: tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Encoder or decoder. `positions` is the table from position 0 on; norms that the model lacks are `None`."""
+
+    embedding: Linear
+    scale: float
+    positions: Tensor
+    embedding_norm: tuple[Tensor, Tensor] | None
+    layers: tuple[Layer, ...]
+    final_norm: tuple[Tensor, Tensor] | None
+
+
+def read_linear(module: nn.Module, residual: nn.Module | None = None) -> Linear:
+    """A dense or low-rank layer of the model, and what a depth adds to it."""
+    if isinstance(module, LowRankLinear):
+        chains = [(module.u.weight.T, module.v.weight.T)]
+        bias = module.v.bias
+    else:
+        chains, bias = [(module.weight.T,)], module.bias
+    if residual is not None:
+        chains += read_linear(residual).chains
+    return Linear(tuple(chains), bias)
+
+
+def read_table(table: nn.Module) -> Linear:
+    """A token table (V×d) as the matrix that one-hot rows are multiplied by."""
+    if isinstance(table, LowRankEmbedding):
+        return Linear(((table.weight, table.basis),), None)
+    return Linear(((table.weight,),), None)
+
+
+def read_output(model: LightFormerForConditionalGeneration) -> Linear:
+    """The output layer (d×V) with the fixed bias of the logits, `None` where that is zero."""
+    bias = model.final_logits_bias.flatten() if model.final_logits_bias is not None else None
+    bias = bias if bias is not None and bias.any() else None
+    head = model.lm_head
+    if isinstance(head, LowRankOutput):
+        return Linear(((head.basis.T, head.output.weight.T),), bias)
+    return Linear(((head.weight.T,),), bias)
+
+
+def read_stack(stack: nn.Module) -> Stack:
+    """What a stack of the model computes, depth by depth."""
+    positions = getattr(stack.embed_positions, "table", None)
+    positions = stack.embed_positions.weight if positions is None else positions
+    layers = []
+    for depth, (layer, slots) in enumerate(stack.layers.by_depth()):
+        own = None if stack.depths is None else stack.depths[depth]
+        residuals = getattr(own, "residuals", None)
+        norms = layer if hasattr(layer, "final_layer_norm") else own
+        cross_source = depth if residuals is not None else slots["cross_layer_idx"]
+        has_cross = hasattr(layer, "encoder_attn")
+        layers.append(
+            Layer(
+                _attention(layer.self_attn, getattr(residuals, "self_attn", None)),
+                _norm(norms.self_attn_layer_norm),
+                _attention(layer.encoder_attn, getattr(residuals, "encoder_attn", None)) if has_cross else None,
+                _norm(norms.encoder_attn_layer_norm) if has_cross else None,
+                cross_source,
+                *(read_linear(getattr(layer, name), getattr(residuals, name, None)) for name in ("fc1", "fc2")),
+                _norm(norms.final_layer_norm),
+            )
+        )
+    return Stack(
+        read_table(stack.embed_tokens),
+        float(stack.embed_scale),
+        positions[stack.embed_positions.offset :],
+        _norm(stack.layernorm_embedding),
+        tuple(layers),
+        _norm(stack.layer_norm),
+    )
+
+
+def _attention(module: nn.Module, residuals: nn.Module | None) -> Attention:
+    def projection(name: str) -> Linear:
+        return read_linear(getattr(module, name), getattr(residuals, name, None))
+
+    names = ("qkv_proj",) if module.joint_qkv else ("q_proj", "k_proj", "v_proj")
+    inputs = tuple(projection(name) for name in names)
+    inner = sum(linear.out_features for linear in inputs) // 3
+    has_output = not isinstance(module.out_proj, nn.Identity)
+    return Attention(
+        inputs,
+        projection("out_proj") if has_output else None,
+        inner // module.head_dim,
+        module.head_dim,
+        module.scaling,
+    )
+
+
+def _norm(module: nn.Module) -> tuple[Tensor, Tensor] | None:
+    return None if isinstance(module, nn.Identity) else (module.weight, module.bias)

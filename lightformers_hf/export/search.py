@@ -1,0 +1,219 @@
+"""How an exported model generates: the options that every engine knows, and greedy and beam search in numpy.
+
+The two searches give the tokens of transformers' `generate()`, without its overhead a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from transformers import GenerationConfig
+
+NEVER = -1e9
+# Options of `generate()` that change greedy or beam search, that engines do not have, and the value that is none.
+UNSUPPORTED = {
+    "do_sample": False,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "encoder_no_repeat_ngram_size": 0,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
+    "begin_suppress_tokens": None,
+    "sequence_bias": None,
+    "exponential_decay_length_penalty": None,
+    "guidance_scale": None,
+    "force_words_ids": None,
+    "constraints": None,
+    "prompt_lookup_num_tokens": None,
+    "penalty_alpha": None,
+}
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a generation configuration says, in new tokens; see `transformers.GenerationConfig` for the words."""
+
+    start: int
+    pad: int
+    ends: tuple[int, ...]
+    num_beams: int = 1
+    max_new_tokens: int = 19
+    min_new_tokens: int = 0
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    no_repeat_ngram_size: int = 0
+    suppressed: tuple[int, ...] = ()
+    forced_start: int | None = None
+    forced_end: int | None = None
+
+    @classmethod
+    def of(cls, generation: GenerationConfig) -> Search:
+        """The search that `generation` asks for. Raises `ValueError` where it has an option that no engine has."""
+        for option, none in UNSUPPORTED.items():
+            value = getattr(generation, option, None)
+            if value is not None and value != none:
+                raise ValueError(
+                    f"generation_config.json has {option}={value!r}, which exported models do not know: set it to "
+                    f"{none!r} there, or run the model in transformers"
+                )
+        bad = generation.bad_words_ids or []
+        if longer := [words for words in bad if len(words) > 1]:
+            raise ValueError(
+                f"generation_config.json has bad_words_ids of several tokens ({longer[0]}), but exported models "
+                "forbid single ones only: remove it there, or run the model in transformers"
+            )
+        start = generation.decoder_start_token_id
+        if start is None:
+            raise ValueError(
+                "generation_config.json has no decoder_start_token_id: set the token that decoding starts from"
+            )
+        ends = _listed(generation.eos_token_id)
+        new = generation.max_new_tokens or (generation.max_length or 20) - 1
+        least = generation.min_new_tokens or max((generation.min_length or 0) - 1, 0)
+        forced_end = _listed(generation.forced_eos_token_id)
+        pad = generation.pad_token_id
+        return cls(
+            start=start,
+            pad=ends[0] if pad is None and ends else pad or 0,
+            ends=ends,
+            num_beams=generation.num_beams or 1,
+            max_new_tokens=new,
+            min_new_tokens=least,
+            length_penalty=1.0 if generation.length_penalty is None else generation.length_penalty,
+            early_stopping=generation.early_stopping or False,
+            no_repeat_ngram_size=generation.no_repeat_ngram_size or 0,
+            suppressed=tuple(sorted({words[0] for words in bad} | set(generation.suppress_tokens or ()))),
+            forced_start=generation.forced_bos_token_id,
+            forced_end=forced_end[0] if forced_end else None,
+        )
+
+    def with_options(self, num_beams: int | None, max_new_tokens: int | None, forced_length: int | None) -> Search:
+        """The same with other numbers; `forced_length` is so many tokens for every sentence, past any end token."""
+        changes: dict = {}
+        if num_beams is not None:
+            changes["num_beams"] = num_beams
+        if max_new_tokens is not None:
+            changes["max_new_tokens"] = max_new_tokens
+        if forced_length is not None:
+            changes |= {"max_new_tokens": forced_length, "min_new_tokens": 0, "ends": (), "forced_end": None}
+        for name in ("num_beams", "max_new_tokens"):
+            if changes.get(name, 1) < 1:
+                raise ValueError(f"{name} is {changes[name]}: expected 1 or more")
+        return replace(self, **changes)
+
+    def restrict(self, scores: np.ndarray, step: int, tokens: np.ndarray) -> np.ndarray:
+        """`scores` (N, V), what must not come next at -inf. `tokens` (N, 1 + step): those so far, start included."""
+        forced = self.forced_start if step == 0 else None
+        if step == self.max_new_tokens - 1 and self.forced_end is not None:
+            forced = self.forced_end
+        if forced is not None:
+            scores = np.full_like(scores, -np.inf)
+            scores[:, forced] = 0
+            return scores
+        if self.suppressed:
+            scores[:, self.suppressed] = -np.inf
+        if step < self.min_new_tokens and self.ends:
+            scores[:, self.ends] = -np.inf
+        size = self.no_repeat_ngram_size
+        if size and tokens.shape[1] + 1 >= size:
+            for row, sentence in enumerate(tokens):
+                last = sentence[len(sentence) - size + 1 :]
+                for first in range(len(sentence) - size + 1):
+                    if np.array_equal(sentence[first : first + size - 1], last):
+                        scores[row, sentence[first + size - 1]] = -np.inf
+        return scores
+
+
+# Tokens (N) of this step, and for each of them the row that it goes on from, or None where that is its own → logits.
+Step = Callable[[np.ndarray, np.ndarray | None], np.ndarray]
+
+
+def generate(step: Step, sentences: int, search: Search) -> list[list[int]]:
+    """New tokens of each sentence, the end token included, by greedy or beam search."""
+    return greedy(step, sentences, search) if search.num_beams == 1 else beams(step, sentences, search)
+
+
+def greedy(step: Step, sentences: int, search: Search) -> list[list[int]]:
+    """The most probable token at every step."""
+    tokens = np.full((sentences, search.max_new_tokens + 1), search.pad, dtype=np.int64)
+    tokens[:, 0] = search.start
+    lengths = np.full(sentences, search.max_new_tokens)
+    running = np.ones(sentences, dtype=bool)
+    for length in range(search.max_new_tokens):
+        logits = search.restrict(step(tokens[:, length], None), length, tokens[:, : length + 1])
+        chosen = logits.argmax(axis=1)
+        tokens[running, length + 1] = chosen[running]
+        if search.ends:
+            ended = running & np.isin(chosen, search.ends)
+            lengths[ended] = length + 1
+            running &= ~ended
+            if not running.any():
+                break
+    return [row[1 : count + 1].tolist() for row, count in zip(tokens, lengths, strict=True)]
+
+
+def beams(step: Step, sentences: int, search: Search) -> list[list[int]]:
+    """Beam search as transformers' `generate()` does it: K beams, finished ones by score / length^penalty."""
+    B, K, most = sentences, search.num_beams, search.max_new_tokens
+    kept = max(2, 1 + len(search.ends)) * K
+    tokens = np.full((B, K, most + 1), search.pad, dtype=np.int64)
+    tokens[:, :, 0] = search.start
+    scores = np.where(np.arange(K) == 0, 0.0, NEVER).astype(np.float32)[None].repeat(B, axis=0)
+    done = tokens.copy()
+    done_scores = np.full((B, K), NEVER, dtype=np.float32)
+    done_lengths = np.zeros((B, K), dtype=np.int64)
+    is_done = np.zeros((B, K), dtype=bool)
+    open_ = np.ones((B, 1), dtype=bool)
+    order = None
+    for length in range(most):
+        logits = step(tokens[:, :, length].reshape(-1), order)
+        log_p = search.restrict(log_softmax(logits), length, tokens[:, :, : length + 1].reshape(B * K, -1))
+        V = log_p.shape[1]
+        log_p += scores.reshape(-1, 1)
+        totals, flat = largest(log_p.reshape(B, K * V), kept)
+        beam, token = flat // V, flat % V
+        candidates = np.take_along_axis(tokens, beam[:, :, None], axis=1)
+        candidates[:, :, length + 1] = token
+        ends = np.isin(token, search.ends) | (length + 1 == most)
+
+        scores, chosen = largest(totals + ends * np.float32(NEVER), K)
+        tokens = np.take_along_axis(candidates, chosen[:, :, None], axis=1)
+        order = (np.take_along_axis(beam, chosen, axis=1) + np.arange(B)[:, None] * K).reshape(-1)
+
+        finished = ends & (np.arange(kept) < K)
+        full = is_done.all(axis=1, keepdims=True) & (search.early_stopping is True)
+        new_scores = totals / np.float32((length + 1) ** search.length_penalty)
+        new_scores = new_scores + np.float32(NEVER) * full + np.float32(NEVER) * ~open_ + np.float32(NEVER) * ~finished
+        done_scores, chosen = largest(np.concatenate([done_scores, new_scores], axis=1), K)
+        done = np.take_along_axis(np.concatenate([done, candidates], axis=1), chosen[:, :, None], axis=1)
+        lengths = np.concatenate([done_lengths, np.full_like(token, length + 1)], axis=1)
+        done_lengths = np.take_along_axis(lengths, chosen, axis=1)
+        is_done = np.take_along_axis(np.concatenate([is_done, finished], axis=1), chosen, axis=1)
+
+        hypothetical = most if search.early_stopping == "never" and search.length_penalty > 0 else length + 1
+        best = scores[:, :1] / np.float32(hypothetical**search.length_penalty)
+        worst = np.where(is_done, done_scores.min(axis=1, keepdims=True), NEVER)
+        open_ &= (best > worst).any(axis=1, keepdims=True)
+        if not open_.any() or (is_done.all() and search.early_stopping is True) or ends.all():
+            break
+    return [row[0, 1 : count[0] + 1].tolist() for row, count in zip(done, done_lengths, strict=True)]
+
+
+def largest(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The `count` largest values of each row in falling order, and their columns."""
+    found, columns = torch.topk(torch.from_numpy(values), count)
+    return found.numpy(), columns.numpy()
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """log softmax over the last axis."""
+    return torch.log_softmax(torch.from_numpy(logits), dim=-1).numpy()
+
+
+def _listed(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)

@@ -1,0 +1,56 @@
+"""What is exported: a checkpoint read whole, with its tokenizer and how it generates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import transformers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ..conversion.teacher import Teacher
+from ..models.modeling_lightformer import LightFormerForConditionalGeneration
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "*.spm", "*.model")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint to export.
+
+    Attributes:
+        name: what the user called it.
+        folder: where it lies.
+        model: the LightFormer that computes what the checkpoint computes, fp32, in evaluation mode.
+        tokenizer: the checkpoint's, or `None` where it has none.
+        generation: how it generates.
+    """
+
+    name: str
+    folder: Path
+    model: LightFormerForConditionalGeneration
+    tokenizer: PreTrainedTokenizerBase | None
+    generation: transformers.GenerationConfig
+
+
+def read_source(folder: Path, name: str, engine: str) -> Source:
+    """Read a LightFormer, or a dense checkpoint of a family that this package converts, as the equal LightFormer.
+
+    Raises:
+        FileNotFoundError, ValueError: as `convert`; also an architecture or a head that no engine gets.
+    """
+    teacher = Teacher(folder, name)
+    if teacher.model_class is not LightFormerForConditionalGeneration:
+        raise ValueError(
+            f"{name} holds a {teacher.model_class.__name__}, which {engine} has no counterpart for: what is exported "
+            "are LightFormers for translation or summarization, and the dense models that become one (Marian, BART, "
+            "mBART, Pegasus, M2M100). Run it in transformers, or convert its dense teacher and export that."
+        )
+    has_tokenizer = any(list(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
+    return Source(
+        name,
+        folder,
+        teacher.load().eval().requires_grad_(False),
+        AutoTokenizer.from_pretrained(folder) if has_tokenizer else None,
+        teacher.generation_config(),
+    )

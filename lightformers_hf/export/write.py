@@ -1,0 +1,160 @@
+"""A checkpoint in, a folder for another engine out, compared with the checkpoint before it is kept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+
+import torch
+
+from ..conversion.checkpoint import atomic_output, resolve_source
+from ..evaluation.size import unique_parameters
+from .engines import DESCRIPTION, TransformersModel, engine_module
+from .search import Search
+from .source import Source, read_source
+
+SENTENCES, TOKENS = 6, 12  # of the comparison
+EXACT = 1e-3
+# Mean difference in log p, as a share of how much log p differs between tokens: unrelated models are above 1.
+ALIKE = 0.5
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was written.
+
+    Attributes:
+        engine, quantization: as asked for.
+        source: the checkpoint.
+        parameters: its unique ones.
+        multiplied_out: stored matrices that became dense because the engine has no product of two.
+        factor_parameters, product_parameters: their numbers before and after.
+        narrowed_attentions: attentions among them whose heads got narrower than they were, exactly.
+        weight_bytes: of the model's files, without the tokenizer.
+        difference: largest difference of log p from the checkpoint's, in nats, over random sentences; in less than
+            32 bits the mean difference.
+        max_position_embeddings: most tokens of an input.
+    """
+
+    engine: str
+    quantization: str | None
+    source: str
+    parameters: int
+    multiplied_out: int
+    factor_parameters: int
+    product_parameters: int
+    narrowed_attentions: int
+    weight_bytes: int
+    difference: float
+    max_position_embeddings: int
+
+    def lines(self, output: str | Path) -> list[str]:
+        """The same as sentences, and how to load the folder."""
+        form = self.quantization or "float32"
+        lines = [
+            f"{self.source}: {self.parameters:,} parameters, {self.weight_bytes / 1e6:.1f} MB in {output} "
+            f"({self.engine}, {form}).",
+            f"Its log-probabilities differ from the checkpoint's by {self.difference:.2g} "
+            f"({'at most' if self.quantization in (None, 'float32') else 'on average'}, in nats).",
+        ]
+        if self.multiplied_out:
+            lines.append(
+                f"{self.engine} has no low-rank linear layer: {self.multiplied_out} matrices were multiplied out, "
+                f"{self.factor_parameters:,} parameters to {self.product_parameters:,}."
+            )
+        if self.narrowed_attentions:
+            lines.append(f"The heads of {self.narrowed_attentions} attentions were narrowed to their rank, exactly.")
+        if self.engine == "ctranslate2":
+            lines.append(
+                f"Load it: ctranslate2.Translator({str(output)!r}), AutoTokenizer.from_pretrained({str(output)!r})."
+            )
+        lines.append(
+            f"Or: lightformers translate {output}; in Python lightformers_hf.export.load_engine({str(output)!r})."
+        )
+        return lines
+
+
+def export(
+    model: str | Path,
+    output: str | Path,
+    *,
+    to: str,
+    quantization: str | None = None,
+    overwrite: bool = False,
+) -> ExportReport:
+    """Write a LightFormer, or a dense checkpoint of a family that this package converts, for another engine.
+
+    `output` gets the engine's files, the tokenizer, the generation configuration and `export.json`. It is written
+    whole or not at all, and only after its log-probabilities were compared with the checkpoint's.
+
+    Args:
+        model: a checkpoint folder, or a name on the Hub.
+        output: the folder to write.
+        to: `ctranslate2` or `onnx`.
+        quantization: `int8`; for CTranslate2 also its other types (`int16`, `int8_float16`, …). `None`: float32.
+        overwrite: replace what `output` holds.
+
+    Raises:
+        ValueError: the engine is unknown or not installed, it cannot express the model (the message says which part),
+            or what it computes is not what the checkpoint computes.
+        FileNotFoundError: no such checkpoint.
+        FileExistsError: `output` is not empty and `overwrite` is false.
+    """
+    engine = engine_module(to)
+    folder = resolve_source(model)
+    with atomic_output(output, overwrite=overwrite, forbidden=folder) as temporary:
+        source = read_source(folder, str(model), to)
+        expansion = engine.write(source, temporary, quantization)
+        written = sum(file.stat().st_size for file in temporary.iterdir())
+        if source.tokenizer is not None:
+            source.tokenizer.save_pretrained(temporary)
+        source.generation.save_pretrained(temporary)
+        report = ExportReport(
+            engine=to,
+            quantization=quantization,
+            source=str(model),
+            parameters=unique_parameters(source.model),
+            multiplied_out=expansion.matrices,
+            factor_parameters=expansion.parameters_before,
+            product_parameters=expansion.parameters_after,
+            narrowed_attentions=expansion.narrowed_attentions,
+            weight_bytes=written,
+            difference=_difference(source, engine, temporary, quantization),
+            max_position_embeddings=source.model.config.max_position_embeddings,
+        )
+        (temporary / DESCRIPTION).write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
+    return report
+
+
+def _difference(source: Source, engine, folder: Path, quantization: str | None) -> float:
+    """How far the written model's log p are from the checkpoint's. Raises `ValueError` where it is another model."""
+    search, config = Search.of(source.generation), source.model.config
+    special = {search.start, search.pad, *search.ends, *search.suppressed}
+    generator = torch.Generator().manual_seed(0)
+    longest = max(min(TOKENS, config.max_position_embeddings - 1), 1)
+
+    def random_sentences(vocabulary: int) -> list[list[int]]:
+        ids = torch.tensor([token for token in range(vocabulary) if token not in special] or [0])
+        lengths = torch.randint(1, longest + 1, (SENTENCES,), generator=generator).tolist()
+        return [ids[torch.randint(len(ids), (length,), generator=generator)].tolist() for length in lengths]
+
+    sentences = random_sentences(config.vocab_size), random_sentences(config.decoder_vocab_size)
+    expected, found = (
+        torch.tensor([score for scores in model.score(*sentences) for score in scores], dtype=torch.float64)
+        for model in (TransformersModel(source.model, search, 1), engine.load(folder, search, 1))
+    )
+    errors = (found - expected).abs()
+    if quantization in (None, "float32"):
+        difference, limit = float(errors.max()), EXACT * max(1.0, float(expected.abs().max()))
+    else:
+        spread = fmean((expected - expected.mean()).abs().tolist())
+        difference, limit = float(errors.mean()), ALIKE * spread
+    if not difference <= limit:
+        raise ValueError(
+            f"the exported model's log-probabilities differ from the checkpoint's by {difference:.2g} nats, more than "
+            f"{limit:.2g}: nothing was written. "
+            + ("Please report it." if quantization in (None, "float32") else "Export it without quantization.")
+        )
+    return difference

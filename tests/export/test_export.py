@@ -1,0 +1,331 @@
+"""Exported models give the tokens of `generate()`, hold what they share once, and say what they cannot do."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conversion.teachers import TEACHERS, make_teacher
+from models.cases import VARIANTS, make_model
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from lightformers_hf import cli, translate
+from lightformers_hf.export import export, load_engine
+
+ENGINES = ("ctranslate2", "onnx")
+LIGHTFORMERS = sorted(
+    name
+    for name, (family, fields) in VARIANTS.items()
+    if family == "lightformer" and fields.get("embedding") != "adaptive"
+)
+SENTENCES = [[9, 17, 5, 22, 30, 11, 2], [7, 2], [12, 29, 4, 2]]
+LENGTH = 12
+WEIGHTS = {"ctranslate2": "model.bin", "onnx": "weights.bin"}
+
+
+def save(model, folder, **generation):
+    """Save a tiny model; `early_stopping`, because that is when CTranslate2 stops its beam search, too."""
+    model.generation_config.update(**{"max_length": LENGTH, "num_beams": 4, "early_stopping": True, **generation})
+    model.save_pretrained(folder)
+    return folder
+
+
+def expected(model, sentences=SENTENCES, **options):
+    """What `generate()` makes of the sentences, padded to one batch: new tokens up to the end token."""
+    pad, ends = model.config.pad_token_id, np.atleast_1d(model.generation_config.eos_token_id).tolist()
+    width = max(map(len, sentences))
+    ids = torch.tensor([sentence + [pad] * (width - len(sentence)) for sentence in sentences])
+    mask = torch.tensor([[1] * len(sentence) + [0] * (width - len(sentence)) for sentence in sentences])
+    rows = model.generate(input_ids=ids, attention_mask=mask, **options)[:, 1:].tolist()
+    cut = [next((place + 1 for place, token in enumerate(row) if token in ends), len(row)) for row in rows]
+    return [row[:length] for row, length in zip(rows, cut, strict=True)]
+
+
+def assert_same_tokens(model, folder, beams=(1, 4), **options):
+    engine = load_engine(folder)
+    for count in beams:
+        found = engine.generate(SENTENCES, num_beams=count, **options)
+        assert found == expected(model, num_beams=count, **options)
+        assert [engine.generate([sentence], num_beams=count, **options)[0] for sentence in SENTENCES] == found
+    return engine
+
+
+@pytest.mark.parametrize("to", ENGINES)
+@pytest.mark.parametrize("variant", LIGHTFORMERS)
+def test_tokens_of_every_variant(to, variant, tmp_path):
+    model = make_model("ConditionalGeneration", variant)
+    export(save(model, tmp_path / "model"), tmp_path / "out", to=to)
+    assert_same_tokens(model, tmp_path / "out")
+
+
+@pytest.mark.parametrize("to", ENGINES)
+@pytest.mark.parametrize("name", sorted(TEACHERS))
+def test_tokens_of_dense_teachers(to, name, tmp_path):
+    teacher = make_teacher(name, tmp_path / "teacher")
+    teacher.generation_config.forced_eos_token_id = None  # beam search in CTranslate2 ends without it
+    save(teacher, tmp_path / "teacher")
+    export(tmp_path / "teacher", tmp_path / "out", to=to)
+    assert_same_tokens(teacher, tmp_path / "out")
+
+
+@pytest.mark.parametrize("to", ENGINES)
+@pytest.mark.parametrize(
+    "fields",
+    [{"activation_function": name} for name in ("relu", "gelu", "gelu_new", "silu", "quick_gelu", "tanh", "sigmoid")]
+    + [{"normalize_before": True}, {"final_layer_norm": True}, {"tie_word_embeddings": False, "embedding_rank": 7}],
+    ids=str,
+)
+def test_tokens_of_single_fields(to, fields, tmp_path):
+    model = make_model("ConditionalGeneration", "lightformer", encoder_layers=1, **fields)
+    export(save(model, tmp_path / "model"), tmp_path / "out", to=to)
+    assert_same_tokens(model, tmp_path / "out")
+
+
+GENERATION = [
+    {"length_penalty": 0.3},
+    {"min_length": 8},
+    {"no_repeat_ngram_size": 2},
+    {"forced_bos_token_id": 5},
+    {"forced_eos_token_id": 2},
+    {"bad_words_ids": [[1], [7]]},
+    {"eos_token_id": [2, 8]},
+    {"early_stopping": False},
+    {"early_stopping": "never", "length_penalty": 2.0},
+]
+
+
+@pytest.mark.parametrize("generation", GENERATION, ids=str)
+def test_onnx_searches_as_generate_does(generation, tmp_path):
+    model = make_model("ConditionalGeneration", "lightformer-low-rank", seed=1, spread=0.4)
+    folder = save(model, tmp_path / "model")
+    model.generation_config.update(**generation)
+    model.generation_config.save_pretrained(folder)
+    export(folder, tmp_path / "out", to="onnx")
+    assert_same_tokens(model, tmp_path / "out", beams=(1, 2, 4))
+
+
+@pytest.mark.parametrize("generation", GENERATION[1:7], ids=str)
+def test_ctranslate2_knows_the_options_of_greedy_search(generation, tmp_path):
+    model = make_model("ConditionalGeneration", "lightformer-low-rank", seed=1, spread=0.4)
+    folder = save(model, tmp_path / "model")
+    model.generation_config.update(**generation)
+    model.generation_config.save_pretrained(folder)
+    export(folder, tmp_path / "out", to="ctranslate2")
+    assert_same_tokens(model, tmp_path / "out", beams=(1,))
+
+
+@pytest.mark.parametrize("to", ENGINES)
+def test_forced_length_and_options_of_a_call(to, tmp_path):
+    model = make_model("ConditionalGeneration", "lightformer")
+    export(save(model, tmp_path / "model", num_beams=3), tmp_path / "out", to=to)
+    engine, checkpoint = load_engine(tmp_path / "out"), load_engine(tmp_path / "model")
+    assert checkpoint.name == "transformers"
+    for options in ({"forced_length": 9}, {"forced_length": 9, "num_beams": 1}, {"max_new_tokens": 3}, {}):
+        assert engine.generate(SENTENCES, **options) == checkpoint.generate(SENTENCES, **options)
+    assert {len(ids) for ids in engine.generate(SENTENCES, forced_length=9)} == {9}
+    padded = torch.tensor([[7, 2, 1, 1], [12, 29, 4, 2]])
+    batch = {"input_ids": padded, "attention_mask": (padded != 1).long()}
+    assert engine.generate(batch) == engine.generate(SENTENCES[1:])
+    targets = [[5, 6], [4], []]
+    pairs = zip(engine.score(SENTENCES, targets), checkpoint.score(SENTENCES, targets), strict=True)
+    assert all(found == pytest.approx(right, abs=1e-4) for found, right in pairs)
+
+
+@pytest.mark.parametrize("to", ENGINES)
+@pytest.mark.parametrize("variant", ["lightformer-low-rank", "lightformer-narrow", "lightformer-two-vocabularies"])
+def test_int8_is_close_and_small(to, variant, tmp_path):
+    model = make_model(
+        "ConditionalGeneration", variant, d_model=64, vocab_size=300, decoder_vocab_size=300, spread=0.3
+    )
+    folder = save(model, tmp_path / "model")
+    before = {name: tensor.clone() for name, tensor in load_engine(folder).model.network.state_dict().items()}
+    full = export(folder, tmp_path / "full", to=to)
+    small = export(folder, tmp_path / "small", to=to, quantization="int8")
+    sizes = [(tmp_path / name / WEIGHTS[to]).stat().st_size for name in ("small", "full")]
+    assert sizes[0] < 0.5 * sizes[1]
+    assert full.difference < 1e-3 < small.difference
+    engines = [load_engine(tmp_path / name) for name in ("model", "small")]
+    scores = [np.concatenate(engine.score(SENTENCES, SENTENCES)) for engine in engines]
+    assert np.corrcoef(*scores)[0, 1] > 0.9  # heads of width 2 with random weights are the worst
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engines[0].model.network.state_dict().items())
+
+
+@pytest.mark.parametrize("to", ENGINES)
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_shared_layers_and_tied_tables_are_stored_once(to, quantization, tmp_path):
+    fields = {"d_model": 64, "vocab_size": 200, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "decoder_layers": 1}
+    sizes = []
+    for layers in (2, 8):
+        model = make_model("ConditionalGeneration", "lightformer", encoder_layers=layers, encoder_groups=2, **fields)
+        report = export(save(model, tmp_path / "m"), tmp_path / "o", to=to, quantization=quantization, overwrite=True)
+        sizes.append((tmp_path / "o" / WEIGHTS[to]).stat().st_size)
+    stored = sum(parameter.numel() for parameter in model.parameters())
+    bytes_each = 4 if quantization is None else 1
+    positions = 48 * 64 * 4
+    assert sizes[1] < sizes[0] * 1.1
+    assert sizes[1] < stored * bytes_each * 1.35 + positions
+    assert report.multiplied_out == 0
+
+
+def test_ctranslate2_narrows_heads_to_the_rank_of_their_products(tmp_path):
+    fields = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "decoder_groups": 1}
+    model = make_model("ConditionalGeneration", "lightformer", attention_rank=3, **fields)
+    report = export(save(model, tmp_path / "model"), tmp_path / "out", to="ctranslate2")
+    assert (report.multiplied_out, report.narrowed_attentions) == (12, 3)
+    assert report.factor_parameters == 12 * 2 * 32 * 3
+    # Heads of rank 3: of 4 heads in the encoder, of 2 in the decoder; queries may need one more for their bias.
+    widths = 4 * 4 + 2 * 2 * 4
+    assert report.product_parameters <= 4 * 32 * widths
+    assert_same_tokens(model, tmp_path / "out")
+    assert export(tmp_path / "model", tmp_path / "onnx", to="onnx").multiplied_out == 0
+
+
+@pytest.fixture(scope="module")
+def exported(tiny_marian, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported")
+    for to in ENGINES:
+        export(tiny_marian, folder / to, to=to)
+    return folder
+
+
+@pytest.mark.parametrize("to", ENGINES)
+def test_int8_of_a_trained_model(to, tiny_marian, parallel_sentences, tmp_path):
+    export(tiny_marian, tmp_path / "out", to=to, quantization="int8")
+    pairs = [(pair["de"], pair["en"]) for pair in parallel_sentences]
+    outputs = translate([german for german, _ in pairs], tmp_path / "out", num_beams=1)
+    assert sum(output == english for output, (_, english) in zip(outputs, pairs, strict=True)) >= 8
+
+
+def test_int8_products_on_processors_where_they_overflow(tmp_path, monkeypatch):
+    from lightformers_hf.export import onnx
+
+    for variant in ("lightformer", "lightformer-groups"):
+        folder = save(make_model("ConditionalGeneration", variant), tmp_path / "model")
+        export(folder, tmp_path / variant, to="onnx", quantization="int8")
+    usual = load_engine(tmp_path / "lightformer").generate(SENTENCES)
+    monkeypatch.setattr(onnx, "overflows", lambda: True)
+    assert load_engine(tmp_path / "lightformer").generate(SENTENCES) == usual
+    with pytest.raises(ValueError, match=r"overflow on this processor.*ctranslate2"):
+        load_engine(tmp_path / "lightformer-groups")
+
+
+@pytest.mark.parametrize("to", ENGINES)
+def test_a_marian_with_its_tokenizer(to, exported, tiny_marian, parallel_sentences):
+    german = [pair["de"] for pair in parallel_sentences]
+    assert translate(german, exported / to, num_beams=1) == translate(german, tiny_marian, num_beams=1)
+    tokenizer = AutoTokenizer.from_pretrained(exported / to)
+    assert tokenizer(german)["input_ids"] == AutoTokenizer.from_pretrained(tiny_marian)(german)["input_ids"]
+
+
+def test_ctranslate2_alone_needs_nothing_of_ours(exported, tiny_marian, parallel_sentences):
+    import ctranslate2
+
+    german = [pair["de"] for pair in parallel_sentences]
+    tokenizer = AutoTokenizer.from_pretrained(exported / "ctranslate2")
+    translator = ctranslate2.Translator(str(exported / "ctranslate2"))
+    tokens = [tokenizer.convert_ids_to_tokens(ids) for ids in tokenizer(german)["input_ids"]]
+    results = translator.translate_batch(tokens, beam_size=1)
+    ids = [tokenizer.convert_tokens_to_ids(result.hypotheses[0]) for result in results]
+    assert tokenizer.batch_decode(ids, skip_special_tokens=True) == translate(german, tiny_marian, num_beams=1)
+
+
+def test_a_tokenizer_with_fewer_tokens_than_ids(tmp_path):
+    words = {f"w{token}": token for token in range(35)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    model = make_model("ConditionalGeneration", "lightformer")
+    folder = save(model, tmp_path / "model")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="w3", eos_token="w2", pad_token="w1"
+    ).save_pretrained(folder)
+    export(folder, tmp_path / "out", to="ctranslate2")
+    assert_same_tokens(model, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "shared_vocabulary.json").read_text())[33:37] == [
+        "w33",
+        "w34",
+        "<id 35>",
+        "<id 36>",
+    ]
+
+
+def test_command_line(exported, tiny_marian, tmp_path, monkeypatch, capsys):
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["lightformers", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        return exit_.value.code, *capsys.readouterr()
+
+    code, out, _ = run("export", tiny_marian, tmp_path / "out", "--to", "onnx", "--quantization", "int8")
+    assert code == 0
+    assert "load_engine" in out
+    assert "(onnx, int8)" in out
+    code, _, err = run("export", tiny_marian, tmp_path / "out", "--to", "onnx")
+    assert (code, "--overwrite" in err) == (1, True)
+    assert json.loads((tmp_path / "out" / "export.json").read_text())["quantization"] == "int8"
+    (tmp_path / "text").write_text("Zwei Hunde spielen im Schnee.\n", encoding="utf-8")
+    code, out, _ = run("translate", exported / "onnx", tmp_path / "text")
+    assert (code, out) == (0, "Two dogs are playing in the snow.\n")
+    code, _, err = run("evaluate", exported / "onnx", "--data", "x.jsonl")
+    assert (code, "exported for another engine" in err) == (1, True)
+
+
+def test_what_cannot_be_exported(tiny_marian, tmp_path, monkeypatch):
+    def fails(message, model=tiny_marian, to="onnx", **options):
+        with pytest.raises(ValueError, match=message):
+            export(model, tmp_path / "out", to=to, **options)
+        assert not (tmp_path / "out").exists()
+
+    fails("unknown engine 'tflite'.*ctranslate2 or onnx", to="tflite")
+    fails("quantization is 'int4'; CTranslate2 has float32, int8", to="ctranslate2", quantization="int4")
+    fails("quantization is 'int16'; for ONNX it is float32 or int8", quantization="int16")
+    for variant in ("subformer-sandwich", "partialformer"):
+        folder = save(make_model("ConditionalGeneration", variant), tmp_path / variant)
+        for to in ENGINES:
+            fails(f"{to} has no counterpart.*transformers", model=folder, to=to)
+    causal = make_model("CausalLM", "lightformer")
+    causal.save_pretrained(tmp_path / "causal")
+    fails("LightFormerForCausalLM", model=tmp_path / "causal")
+    odd = save(make_model("ConditionalGeneration", "lightformer", activation_function="mish"), tmp_path / "odd")
+    for to in ENGINES:
+        fails("activation_function is 'mish'", model=odd, to=to)
+    for field in ({"repetition_penalty": 1.3}, {"bad_words_ids": [[4, 5]]}):
+        sampling = save(make_model("ConditionalGeneration", "lightformer"), tmp_path / "generation", **field)
+        fails(next(iter(field)), model=sampling)
+    broken = make_model("ConditionalGeneration", "lightformer")
+    broken.model.encoder.layers[0].fc1.weight.data[0, 0] = torch.nan
+    fails("encoder.layers.0.fc1.weight.*NaN", model=save(broken, tmp_path / "broken"))
+    for to, library in (("ctranslate2", "ctranslate2"), ("onnx", "onnxruntime")):
+        monkeypatch.setitem(sys.modules, library, None)
+        monkeypatch.delitem(sys.modules, f"lightformers_hf.export.{to}", raising=False)
+        fails(rf"{library}, which is not installed: pip install 'lightformers_hf\[export\]'", to=to)
+
+
+def test_a_model_that_computes_something_else_is_not_kept(tiny_marian, tmp_path, monkeypatch):
+    from lightformers_hf.export import onnx
+
+    monkeypatch.setattr(onnx, "EPSILON", 0.5)
+    with pytest.raises(ValueError, match="differ from the checkpoint's by"):
+        export(tiny_marian, tmp_path / "out", to="onnx")
+    right = onnx.quantized
+    monkeypatch.undo()
+    monkeypatch.setattr(onnx, "quantized", lambda table: (right(table)[0][::-1], right(table)[1]))
+    with pytest.raises(ValueError, match="Export it without quantization"):
+        export(tiny_marian, tmp_path / "out", to="onnx", quantization="int8")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", ENGINES)
+def test_bad_calls(to, exported, tmp_path):
+    engine = load_engine(exported / to)
+    for batch, options, message in (
+        ([], {}, "0 sentences"),
+        ([[5], []], {}, "shortest of 0 tokens"),
+        ([[5] * 65], {}, "65 tokens, more than the model's 64 positions"),
+        ([[5]], {"num_beams": 0}, "num_beams is 0"),
+        ([[5]], {"forced_length": 65}, "65 new tokens are more than the model's 64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.generate(batch, **options)
+    with pytest.raises(FileNotFoundError):
+        load_engine(tmp_path / "nothing")
