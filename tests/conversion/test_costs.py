@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig, BertConfig, MarianConfig, MarianMTModel
+from transformers import AutoConfig, BertConfig, BertModel, MarianConfig, MarianMTModel
 
 from lightformers_hf.conversion import costs as products
 from lightformers_hf.conversion import sentence_costs as module
@@ -220,17 +220,11 @@ def test_overheads_of_narrow_models_can_be_measured(machine):
 
 
 def test_other_models_are_refused(machine):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     with pytest.raises(ValueError, match="encoder-decoder"):
-        layers_of(torch.nn.Module()) if False else layers_of(_bert())
+        layers_of(BertModel(BertConfig(vocab_size=20, **sizes)))
     with pytest.raises(ValueError, match="fc3"):
         sentence_costs(marian(), machine=machine)("decoder.layers.0.fc3", 4, 4)
-
-
-def _bert():
-    from transformers import BertModel
-
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    return BertModel(BertConfig(vocab_size=20, **sizes))
 
 
 def test_what_costs_more_than_its_product_is_multiplied_out(machine, tmp_path):
