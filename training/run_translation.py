@@ -107,6 +107,9 @@ class DistillationArguments:
         default=0.5, metadata={"help": "Weight of the teacher: 0 labels only, 1 teacher only."}
     )
     distillation_temperature: float = field(default=1.0, metadata={"help": "Divides both models' logits."})
+    hidden_weight: float = field(
+        default=0.0, metadata={"help": "Weight of the distance between the layers' states of model and teacher."}
+    )
 
 
 @dataclass
@@ -210,6 +213,7 @@ def main(argv: list[str] | None = None) -> None:
         teacher=teacher,
         distillation_alpha=distillation.distillation_alpha,
         distillation_temperature=distillation.distillation_temperature,
+        hidden_weight=distillation.hidden_weight,
     )
     rows = {"unique parameters": parameter_count(model)}
     if "train" in tokens:

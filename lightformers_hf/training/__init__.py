@@ -2,13 +2,14 @@
 
 from .batching import TokenBatchSampler
 from .data import load_parallel, tokenize_pairs
-from .trainer import RecoveryTrainer, distillation_loss, find_last_checkpoint
+from .trainer import RecoveryTrainer, distillation_loss, find_last_checkpoint, hidden_loss
 
 __all__ = [
     "RecoveryTrainer",
     "TokenBatchSampler",
     "distillation_loss",
     "find_last_checkpoint",
+    "hidden_loss",
     "load_parallel",
     "tokenize_pairs",
 ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -29,6 +31,8 @@ class RecoveryTrainer(Seq2SeqTrainer):
             never part of a checkpoint.
         distillation_alpha: weight of the teacher in the loss, from 0 to 1; see `distillation_loss`.
         distillation_temperature: divides both models' logits, above 0.
+        hidden_weight: weight of `hidden_loss` between the encoders' and between the decoders' layers, beside the
+            loss of logits and labels; 0 leaves it out.
 
     Evaluation reports the loss against the labels alone, so that runs with and without a teacher compare.
 
@@ -43,6 +47,7 @@ class RecoveryTrainer(Seq2SeqTrainer):
         teacher: PreTrainedModel | None = None,
         distillation_alpha: float = 0.5,
         distillation_temperature: float = 1.0,
+        hidden_weight: float = 0.0,
         **kwargs,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -50,7 +55,9 @@ class RecoveryTrainer(Seq2SeqTrainer):
         self.model_accepts_loss_kwargs = True
         self.max_tokens = max_tokens
         self.alpha, self.temperature = distillation_alpha, distillation_temperature
-        self.teacher = None
+        self.hidden_weight, self.teacher = hidden_weight, None
+        if hidden_weight < 0 or (hidden_weight and teacher is None):
+            raise ValueError(f"hidden_weight is {hidden_weight}: expected 0 or more, and a teacher.")
         if teacher is not None:
             _check_teacher(self.model, teacher, distillation_alpha, distillation_temperature)
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
@@ -87,15 +94,23 @@ class RecoveryTrainer(Seq2SeqTrainer):
         if "decoder_input_ids" not in inputs:  # without them and without labels a model would make up its own
             unwrapped = self.accelerator.unwrap_model(model)
             inputs["decoder_input_ids"] = unwrapped.prepare_decoder_input_ids_from_labels(labels=labels)
-        outputs = model(**inputs)
+        distils = self.teacher is not None and model.training
+        hidden = {"output_hidden_states": True} if distils and self.hidden_weight else {}
+        outputs = model(**inputs, **hidden)
         kept = labels != IGNORED
         logits, labels = outputs.logits[kept].float(), labels[kept]
         loss = F.cross_entropy(logits, labels, label_smoothing=self.args.label_smoothing_factor, reduction="sum")
-        if self.teacher is not None and model.training:
+        if distils:
             with torch.inference_mode(), self.accelerator.autocast():
-                teacher_logits = self.teacher(**inputs).logits
-            divergence = distillation_loss(logits, teacher_logits[kept].float(), self.temperature)
+                teacher = self.teacher(**inputs, **hidden)
+            divergence = distillation_loss(logits, teacher.logits[kept].float(), self.temperature)
             loss = self.alpha * divergence + (1 - self.alpha) * loss
+            if hidden:
+                source = inputs["attention_mask"].bool()
+                loss += self.hidden_weight * (
+                    hidden_loss(outputs.encoder_hidden_states, teacher.encoder_hidden_states, source)
+                    + hidden_loss(outputs.decoder_hidden_states, teacher.decoder_hidden_states, kept)
+                )
         if num_items_in_batch is None:
             loss = loss / labels.numel()
         else:
@@ -115,6 +130,32 @@ def distillation_loss(student: torch.Tensor, teacher: torch.Tensor, temperature:
     """
     student, teacher = (F.log_softmax(logits / temperature, dim=-1) for logits in (student, teacher))
     return temperature**2 * F.kl_div(student, teacher, log_target=True, reduction="sum")
+
+
+def hidden_loss(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
+    """Σ ‖s/‖s‖ − t/‖t‖‖² over tokens, a mean over layers (PKD: Sun et al. 2019, arXiv 1908.09355, Eq. 7).
+
+    Args:
+        student, teacher: states (B, T, d) before the first layer and after each, of equal d. Stacks of unequal depth
+            are compared where both are equally far: with 6 and 3 layers after 2 and 1, 4 and 2, 6 and 3.
+        mask: (B, T), true where there is a token.
+
+    Raises:
+        ValueError: the widths differ.
+    """
+    depths = [len(states) - 1 for states in (student, teacher)]
+    stops = math.gcd(*depths)
+    total = 0.0
+    for stop in range(1, stops + 1):
+        pair = [states[stop * depth // stops] for states, depth in zip((student, teacher), depths, strict=True)]
+        if pair[0].shape != pair[1].shape:
+            raise ValueError(
+                f"The teacher's states are {pair[1].shape[-1]} wide, the model's {pair[0].shape[-1]}: hidden states "
+                "compare where the widths agree, set hidden_weight to 0."
+            )
+        ours, theirs = (F.normalize(states[mask].float(), dim=-1) for states in pair)
+        total = total + (ours - theirs).square().sum()
+    return total / stops
 
 
 def _check_teacher(student: PreTrainedModel, teacher: PreTrainedModel, alpha: float, temperature: float) -> None:

@@ -7,7 +7,13 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq, MarianTokenizer, Seq2SeqTrainingArguments
 
 from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration
-from lightformers_hf.training import RecoveryTrainer, distillation_loss, find_last_checkpoint, tokenize_pairs
+from lightformers_hf.training import (
+    RecoveryTrainer,
+    distillation_loss,
+    find_last_checkpoint,
+    hidden_loss,
+    tokenize_pairs,
+)
 
 
 @pytest.fixture
@@ -47,7 +53,7 @@ def build_trainer(tiny_marian, tmp_path, tokens):
             model = AutoModelForSeq2SeqLM.from_pretrained(tiny_marian)
             for parameter in model.parameters():
                 parameter.data += 0.1 * torch.randn_like(parameter)
-        recovery = {k: options.pop(k) for k in list(options) if k == "max_tokens" or k.startswith("distillation")}
+        recovery = {k: options.pop(k) for k in list(options) if k.startswith(("max_tokens", "distillation", "hidden"))}
         args = Seq2SeqTrainingArguments(
             output_dir=str(tmp_path / "out"), use_cpu=True, logging_steps=1, disable_tqdm=True, save_strategy="no",
             optim="sgd", learning_rate=1.0, lr_scheduler_type="constant", max_grad_norm=0.0, seed=0, **options,
@@ -107,6 +113,63 @@ def test_loss_is_its_definition(build_trainer, alpha, temperature, smoothing):
     assert trainer.train().training_loss == pytest.approx(expected, rel=1e-4)
 
 
+def distances_one_by_one(trainer):
+    """Mean over layers of the squared distance of unit vectors, a target token, from unpadded sentences."""
+    total, count = 0.0, 0
+    for row in trainer.train_dataset:
+        start = torch.tensor([[trainer.model.config.decoder_start_token_id, *row["labels"][:-1]]])
+        inputs = {"input_ids": torch.tensor([row["input_ids"]]), "decoder_input_ids": start}
+        outputs = [m(**inputs, output_hidden_states=True) for m in (trainer.model.eval(), trainer.teacher)]
+        for name in ("encoder_hidden_states", "decoder_hidden_states"):
+            layers = [getattr(output, name)[1:] for output in outputs]
+            assert len(layers[0]) == len(layers[1]) > 0
+            for student, teacher in zip(*layers, strict=True):
+                for s, t in zip(student[0], teacher[0].detach(), strict=True):
+                    distance = (s / (s * s).sum() ** 0.5 - t / (t * t).sum() ** 0.5) ** 2
+                    total = total + distance.sum() / len(layers[0])
+        count += len(row["labels"])
+    return total / count
+
+
+def test_hidden_states_are_pulled_as_defined(build_trainer):
+    """With no other loss: its value and its gradients, through padded batches in two pieces."""
+    options = {"with_teacher": True, "distillation_alpha": 1.0, "max_steps": 1}
+    plain, pulled = (
+        build_trainer(per_device_train_batch_size=4, gradient_accumulation_steps=2, **options, **hidden)
+        for hidden in ({}, {"hidden_weight": 0.7})
+    )
+    expected = distances_one_by_one(pulled)
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in pulled.model.named_parameters() if p.grad is not None}
+    pulled.model.zero_grad()
+    losses = [trainer.train().training_loss for trainer in (plain, pulled)]
+    assert expected.item() > 0.01
+    assert losses[1] - losses[0] == pytest.approx(0.7 * expected.item(), rel=1e-4)
+    # One step of plain descent at rate 1 from the same weights: the difference is the gradient.
+    for (name, one), other in zip(plain.model.named_parameters(), pulled.model.parameters(), strict=True):
+        torch.testing.assert_close(one - other, 0.7 * gradients.get(name, torch.zeros_like(one)), atol=2e-6, rtol=1e-3)
+
+
+def test_hidden_states_in_half_precision(build_trainer):
+    options = {"with_teacher": True, "distillation_alpha": 0.5, "hidden_weight": 1.0, "max_steps": 1}
+    whole, half = (build_trainer(**options, bf16=bf16).train().training_loss for bf16 in (False, True))
+    assert half == pytest.approx(whole, rel=0.05)
+
+
+def test_stacks_of_unequal_depth_meet_where_both_are_equally_far():
+    ours, theirs = ([torch.randn(2, 3, 5) for _ in range(depth + 1)] for depth in (6, 4))
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    expected = 0.0
+    for s, t in ((ours[3], theirs[2]), (ours[6], theirs[4])):
+        for row, position in ((0, 0), (0, 1), (1, 0)):
+            expected += (
+                s[row, position] / s[row, position].norm() - t[row, position] / t[row, position].norm()
+            ).norm() ** 2 / 2
+    torch.testing.assert_close(hidden_loss(ours, theirs, mask), expected)
+    with pytest.raises(ValueError, match="The teacher's states are 7 wide, the model's 5"):
+        hidden_loss(ours, [torch.randn(2, 3, 7)] * 4, mask)
+
+
 @pytest.mark.parametrize("with_teacher", [False, True])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("model", ["marian", "lightformer"])
@@ -164,6 +227,10 @@ def test_epochs_of_token_batches_are_whole_and_differ(build_trainer):
 def test_unfit_teachers_are_refused(build_trainer, tiny_marian):
     with pytest.raises(ValueError, match="distillation_alpha is 2"):
         build_trainer(with_teacher=True, distillation_alpha=2.0)
+    with pytest.raises(ValueError, match="hidden_weight is -1"):
+        build_trainer(with_teacher=True, hidden_weight=-1.0)
+    with pytest.raises(ValueError, match=r"hidden_weight is 1\.0: expected 0 or more, and a teacher"):
+        build_trainer(hidden_weight=1.0)
     with pytest.raises(ValueError, match="distillation_temperature is 0"):
         build_trainer(with_teacher=True, distillation_temperature=0)
     other = AutoModelForSeq2SeqLM.from_pretrained(tiny_marian)
