@@ -6,7 +6,7 @@ r"""Compress one teacher in several ways, recover each at equal steps, and print
         --ratios 2 4 --encoder_groups 3 --max_steps 1000 --max_tokens 4096 --bf16 --learning_rate 1e-3
 
 For every ratio, without and with `--encoder_groups`, it scores the converted model as it is, then trains it from its
-SVD start and from random weights (`--starts`), on labels alone and with the teacher (`--trainings`), same steps, same
+converted weights and from random weights (`--starts`), on labels alone and with the teacher (`--trainings`), same steps, same
 seed.
 Options it does not know go to `run_translation.py`. A second call skips the runs that are complete.
 """
@@ -84,6 +84,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--validation_file")
     parser.add_argument("--ratios", type=float, nargs="+", default=[2.0, 4.0])
     parser.add_argument("--encoder_groups", type=int, nargs="*", default=[], help="besides no sharing")
+    parser.add_argument("--paper", action="store_true", help="convert as the paper does, without calibration")
     parser.add_argument("--starts", nargs="+", choices=["svd", "random"], default=["svd", "random"])
     parser.add_argument("--trainings", nargs="+", choices=["labels", "distilled"], default=["labels", "distilled"])
     parser.add_argument("--max_steps", type=int, default=1000)
@@ -97,7 +98,10 @@ def main(argv: list[str] | None = None) -> None:
     for run in dict.fromkeys(Run(run.ratio, run.groups) for run in runs):
         model = folder / run.converted / "model"
         if not model.exists():
-            convert(args.teacher, model, ratio=run.ratio, encoder_groups=run.groups)
+            convert(
+                args.teacher, model, ratio=run.ratio, encoder_groups=run.groups, paper=args.paper,
+                calibration=None if args.paper else args.train_file,
+            )  # fmt: skip
         parameters[run.converted] = json.loads((model / "compression.json").read_text())["parameters_after"]
     with ThreadPoolExecutor(args.jobs) as pool:
         jobs = [

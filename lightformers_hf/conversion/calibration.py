@@ -217,16 +217,9 @@ def damped_root(moment: Tensor, damping: float) -> Tensor:
 
 
 def parallel_batches(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: CompressionOptions
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Dataset
 ) -> list[dict[str, Tensor]]:
-    """Padded batches of similar lengths, of the text that `options` name. Raises as `sample_pairs`."""
-    pairs = sample_pairs(
-        options.calibration,
-        source=options.source_lang or getattr(tokenizer, "source_lang", None) or "source",
-        target=options.target_lang or getattr(tokenizer, "target_lang", None) or "target",
-        samples=options.calibration_samples,
-        seed=options.calibration_seed,
-    )
+    """Padded batches of similar lengths, of the columns `source` and `target`."""
     longest = min(model.config.max_position_embeddings, tokenizer.model_max_length)
     tokens = tokenize_pairs(pairs, tokenizer, max_source_length=longest, max_target_length=longest)
     lengths = [sum(pair) for pair in zip(tokens["source_length"], tokens["target_length"], strict=True)]
@@ -240,15 +233,20 @@ def parallel_batches(
     return [{name: batch[name] for name in names} for batch in batches]
 
 
-def sample_pairs(data: str, *, source: str, target: str, samples: int | None, seed: int) -> Dataset:
-    """So many random pairs of `data` (see `load_parallel`); `None`: 1000, or all of fewer.
+def sample_pairs(tokenizer: PreTrainedTokenizerBase, options: CompressionOptions) -> Dataset:
+    """So many random pairs of the text that `options` name (see `load_parallel`).
 
     Raises:
         ValueError: fewer pairs than asked for.
     """
-    pairs = load_parallel(data, source=source, target=target)
+    data, samples = options.calibration, options.calibration_samples
+    pairs = load_parallel(
+        data,
+        source=options.source_lang or getattr(tokenizer, "source_lang", None) or "source",
+        target=options.target_lang or getattr(tokenizer, "target_lang", None) or "target",
+    )
     if samples is not None and len(pairs) < samples:
         raise ValueError(
             f"{data} holds {len(pairs)} pairs, calibration_samples is {samples}: give more text, or ask for fewer"
         )
-    return pairs.shuffle(seed=seed).select(range(min(samples or SAMPLES, len(pairs))))
+    return pairs.shuffle(seed=options.calibration_seed).select(range(min(samples or SAMPLES, len(pairs))))

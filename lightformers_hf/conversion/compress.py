@@ -14,8 +14,9 @@ from ..models.configuration_base import RANK_FIELDS, FactorizedConfig
 from ..models.configuration_lightformer import LightFormerConfig
 from ..models.heads import ConditionalGenerationHead
 from ..models.low_rank import pattern_matches
+from ..training.data import fingerprint
 from .allocation import Choices, allocate, smallest
-from .calibration import Calibration, parallel_batches
+from .calibration import Calibration, parallel_batches, sample_pairs
 from .options import CompressionOptions, quantity
 from .parts import Built, HeadsPart, MatrixPart, NeuronsPart, Part, Sources, bare, parameters
 from .refit import refit
@@ -63,6 +64,7 @@ class Compression:
         self.dense = skeleton(teacher.model_class, self.dense_config)
         self.kinds = dict(factorizable(self.dense))
         self.calibration: Calibration | None = None
+        self.calibrated_on: list[str] = []
         if unused := self.policy.unused_patterns(bare(name) for name in self.kinds):
             raise ValueError(
                 f"rank_pattern {unused[0]!r} matches no matrix of this model; its matrices have names like "
@@ -106,14 +108,18 @@ class Compression:
         if self._refits() and not dry:
             self._refit(coordinates, progress)
         used = (options.calibration or OWN_TEXT) if self.calibrates else None
-        self.report = CompressionReport.of(self.teacher, self.model, options, self.reports, used)
+        texts = {"calibration": used, "calibrated_on": self.calibrated_on}
+        self.report = CompressionReport.of(self.teacher, self.model, options, self.reports, **texts)
 
     def _calibrate(self, progress: bool) -> Calibration:
         model, options = self.teacher.load(), self.options
         if options.calibration is None:
             batches = synthetic_batches(model, self.teacher, options, progress=progress)
         else:
-            batches = parallel_batches(model, self.teacher.tokenizer(), options)
+            tokenizer = self.teacher.tokenizer()
+            pairs = sample_pairs(tokenizer, options)
+            self.calibrated_on = sorted({fingerprint(sentence) for sentence in pairs["source"]})
+            batches = parallel_batches(model, tokenizer, pairs)
         linear = [name for name, kind in factorizable(model) if kind != "embedding"]
         return Calibration(model, linear, batches, progress=progress)
 

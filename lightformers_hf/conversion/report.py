@@ -71,6 +71,7 @@ class CompressionReport:
         auto_class: the Auto class that loads the result.
         options: the options that were set.
         calibration: the text that errors were weighed on; `None`: all entries of a matrix alike.
+        calibrated_on: fingerprints of its sentences, so that an evaluation can tell whether it sees them again.
         groups: stored layers of the result and depths, {stack: [stored, depths]}.
         matrices: one a stored matrix of the result.
         parameters_before, parameters_after: unique parameters of the whole models.
@@ -83,6 +84,7 @@ class CompressionReport:
     auto_class: str
     options: dict
     calibration: str | None
+    calibrated_on: list[str]
     groups: dict[str, list[int]]
     matrices: list[MatrixReport]
     parameters_before: int
@@ -97,7 +99,9 @@ class CompressionReport:
         model: PreTrainedModel,
         options: CompressionOptions,
         matrices: list[MatrixReport],
+        *,
         calibration: str | None,
+        calibrated_on: list[str],
     ):
         """The report of compressing `teacher` into `model`, whose skeletons give the totals."""
         config = model.config
@@ -116,6 +120,7 @@ class CompressionReport:
             auto_class=auto_classes[type(model).__name__],
             options=set_options,
             calibration=calibration,
+            calibrated_on=calibrated_on,
             groups=groups,
             matrices=matrices,
             parameters_before=teacher.model.num_parameters(),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
 from rich.table import Table
 
-from lightformers_hf.training.data import load_parallel
+from lightformers_hf.training.data import fingerprint, load_parallel
 
 from .quality import comet_score, translation_quality
 from .size import translation_memory, unique_parameters, weight_bytes
@@ -19,6 +22,7 @@ from .translate import load_model, translate
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 MEMORY_SENTENCES = 10
 
 
@@ -134,9 +138,10 @@ def evaluate_model(
     loaded = {role: load_model(name, device=device) for role, name in names.items()}
     # The teacher searches with the model's number of beams, whatever its own checkpoint says.
     generation = {"num_beams": loaded["model"][0].generation_config.num_beams or 1} | generation
-    source, target = _direction(model, loaded["model"][1], source, target)
+    source, target = direction(model, loaded["model"][1], source, target)
     pairs = load_parallel(data, source=source, target=target, split=split, max_samples=max_samples)
     sources, references = list(pairs["source"]), list(pairs["target"])
+    warn_of_overlap(model, data, sources)
 
     found: dict[str, dict] = {}
     for role, name in names.items():
@@ -170,7 +175,20 @@ def evaluate_model(
     )
 
 
-def _direction(
+def warn_of_overlap(model: str, data: str, sources: list[str]) -> None:
+    """Warn where sentences to be scored are among those that the conversion was calibrated on."""
+    report = Path(model, "compression.json")
+    if not report.is_file():
+        return
+    known = set(json.loads(report.read_text(encoding="utf-8")).get("calibrated_on", ()))
+    if seen := [sentence for sentence in sources if fingerprint(sentence) in known]:
+        logger.warning(
+            f"{len(seen)} of the {len(sources)} sentences of {data} were among those that {model} was calibrated on, "
+            f"so its scores say too much; for example: {seen[0]}"
+        )
+
+
+def direction(
     name: str, tokenizer: PreTrainedTokenizerBase, source: str | None, target: str | None
 ) -> tuple[str, str]:
     """The columns to read: as given, else the languages that the tokenizer names (Marian's does)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 from pathlib import Path
 
 import pandas
@@ -110,6 +111,11 @@ def _check_text(pairs: Dataset, data: str, names: dict[str, str]) -> None:
             bad = next((i for i, value in enumerate(pairs[column]) if not isinstance(value, str)), None)
         if bad is not None:
             raise ValueError(f"{data}, row {bad + 1}, {name!r}: expected text, found {pairs[bad][column]!r}.")
+
+
+def fingerprint(sentence: str) -> str:
+    """Twelve hexadecimal digits that tell sentences apart, letter case and spaces aside."""
+    return hashlib.sha256(" ".join(sentence.casefold().split()).encode()).hexdigest()[:12]
 
 
 def tokenize_pairs(

@@ -11,7 +11,7 @@ from rich.console import Console
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import convert, plan
-from lightformers_hf.conversion.calibration import Calibration, Metric, parallel_batches
+from lightformers_hf.conversion.calibration import Calibration, Metric, parallel_batches, sample_pairs
 from lightformers_hf.conversion.compress import factorizable
 from lightformers_hf.conversion.options import CompressionOptions
 from lightformers_hf.conversion.report import print_report
@@ -30,8 +30,9 @@ def text(tmp_path_factory, parallel_sentences):
 def calibrated(tiny_marian, text):
     """The tiny teacher as this package's model, and its moments over the ten pairs."""
     model = Teacher(tiny_marian, str(tiny_marian)).load()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_marian)
     options = CompressionOptions(calibration=text, source_lang="de", target_lang="en", calibration_samples=10)
-    batches = parallel_batches(model, AutoTokenizer.from_pretrained(tiny_marian), options)
+    batches = parallel_batches(model, tokenizer, sample_pairs(tokenizer, options))
     linear = [name for name, kind in factorizable(model) if kind != "embedding"]
     return model, Calibration(model, linear, batches, progress=False)
 
