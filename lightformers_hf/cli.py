@@ -53,6 +53,7 @@ COMPRESSION_HELP = {
     "calibration_seed": "Which ones.",
     "source_lang": "Its column, or language, to translate from. Default: the tokenizer's.",
     "target_lang": "Its column, or language, to translate to. Default: the tokenizer's.",
+    "weighting": "Errors of a matrix are weighed by the 'loss'; for comparison by its 'inputs' alone, or by 'rows'.",
     "allocation": "'uniform': the ratio for every matrix; 'budget': parameters where they spare most loss. Default: "
     "'budget' where there is one ratio.",
     "attention_method": "Attention by 'matrix', low-rank, or by 'product', narrower heads. Default: what loses less.",
@@ -159,32 +160,6 @@ def convert(
     console.print(
         f"Written to {escape(str(output))}; every matrix is listed in its compression.json.", highlight=False
     )
-
-
-@app.command()
-def export(
-    source: Source,
-    output: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
-    to: Annotated[str, typer.Option(help="ctranslate2 or onnx.", show_default=False)],
-    quantization: Annotated[
-        str | None,
-        typer.Option(help="int8; for ctranslate2 also int16, int8_float16, float16, … Default: float32."),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what the folder holds.")] = False,
-) -> None:
-    """Write a LightFormer, or a dense model that becomes one, for CTranslate2 or ONNX Runtime, which run it fastest.
-
-    Says what the engine cannot express, and compares its outputs with the checkpoint's; needs
-    pip install 'lightformers_hf\\[export]'.
-
-    Example: lightformers export opus-mt-de-en-light opus-mt-de-en-int8 --to ctranslate2 --quantization int8
-    """
-    from .export import export as run
-
-    report = run(source, output, to=to, quantization=quantization, overwrite=overwrite)
-    console = Console()
-    for line in report.lines(output):
-        console.print(escape(line), highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -440,6 +415,63 @@ def benchmark_architectures(
         Console().print(comparison_table(comparisons))
     if json_file is not None:
         write_json([comparison.to_dict() for comparison in comparisons], json_file)
+
+
+@benchmark_app.command("engines")
+def benchmark_engines(
+    teacher: Annotated[str, typer.Argument(help="Folder or Hub name of the dense checkpoint.", show_default=False)],
+    students: Annotated[
+        list[str] | None, typer.Argument(help="Folders or Hub names of checkpoints made from it.", show_default=False)
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="transformers, ctranslate2, ctranslate2-int8, onnx or onnx-int8. Repeatable. Default: all five."
+        ),
+    ] = None,
+    cores: Annotated[list[int] | None, typer.Option(help="Repeatable. Default: 1 and 2.")] = None,
+    batch_size: Annotated[list[int] | None, typer.Option(help="Repeatable. Default: 1 and 32.")] = None,
+    num_beams: Annotated[list[int] | None, typer.Option(help="Repeatable. Default: 1 and 4.")] = None,
+    runs: Annotated[int, typer.Option(min=1, help="Interleaved runs; medians are shown.")] = 5,
+    sentences: Annotated[int, typer.Option(min=1, help="Sentences of a run at batch size 1.")] = 10,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated for every sentence.")] = 25,
+    data: Annotated[str | None, typer.Option(help="Parallel text to measure BLEU and chrF on, too.")] = None,
+    source: Annotated[str | None, typer.Option("--source-column", "--source-lang", help="See evaluate.")] = None,
+    target: Annotated[str | None, typer.Option("--target-column", "--target-lang", help="See evaluate.")] = None,
+    max_samples: Annotated[int | None, typer.Option(min=1, help="Use the first so many pairs. Default: all.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the runs as JSON to this file, or only to stdout with '-'.")
+    ] = None,
+) -> None:
+    """Time a teacher and its students in transformers, CTranslate2 and ONNX Runtime, in float32 and int8.
+
+    Ratios are to the teacher in the same engine, and to the teacher in CTranslate2 int8, what a user would deploy.
+    Needs pip install 'lightformers_hf\\[export]'.
+
+    Example: lightformers benchmark engines opus-mt-de-en recovered --data test.jsonl --cores 1 --batch-size 1
+    """
+    from .evaluation.engines import FORMS, compare_engines
+
+    comparison = compare_engines(
+        teacher,
+        students or [],
+        forms=engine or list(FORMS),
+        cores=cores or [1, 2],
+        batch_sizes=batch_size or [1, 32],
+        beams=num_beams or [1, 4],
+        runs=runs,
+        sentences=sentences,
+        new_tokens=new_tokens,
+        data=data,
+        source=source,
+        target=target,
+        max_samples=max_samples,
+        progress=True,
+    )
+    if str(json_file) != "-":
+        Console().print(comparison.table())
+    if json_file is not None:
+        write_json(comparison.to_dict(), json_file)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ So errors of different matrices are in one unit, and compare.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -146,11 +146,22 @@ class Calibration:
         """G, of one matrix that serves as each of the modules `names`."""
         return torch.stack([self.moments[name].gradients.double() for name in names]).sum(0) / self.target_tokens
 
-    def metric(self, names: list[str], kind: str, has_bias: bool) -> Metric:
-        """The norm in which one matrix that serves as each of the modules `names` is to be approximated."""
+    def metric(self, names: list[str], kind: str, has_bias: bool, weighting: str = "loss") -> Metric:
+        """The norm in which one matrix that serves as each of the modules `names` is to be approximated.
+
+        `weighting`: `loss`, both C and G; for comparison `inputs`, C alone, or `rows`, one weight a row, the mean
+        square of its weights' gradients: E[x_i²]·tr G, of which only the first differs from row to row.
+        """
         if kind == "embedding":
-            return self._table_metric(names[0])
+            metric = self._table_metric(names[0])
+            return metric if weighting == "loss" else replace(metric, right=torch.eye(len(metric.right)).double())
         inputs, mean = self.inputs(names)
+        if weighting != "loss":
+            right = torch.eye(len(self.moments[names[0]].gradients)).double()
+            if weighting == "rows":
+                rows = inputs.diagonal()
+                return Metric((rows + INPUT_DAMPING * rows.mean()).sqrt(), right)
+            return Metric(damped_root(inputs, INPUT_DAMPING), right)
         if has_bias:  # the bias takes the mean of the error; what is left is centred
             inputs = inputs - torch.outer(mean, mean)
         right = damped_root(self.gradients(names), GRADIENT_DAMPING)

@@ -83,7 +83,7 @@ class Compression:
         options = self.options
         if self.calibrates:
             self.calibration = self._calibrate(progress)
-        sources = Sources(self.teacher, self.dense, options.group_start, self.calibration)
+        sources = Sources(self.teacher, self.dense, options.group_start, self.calibration, options.weighting)
         units = list(self._units(sources))
         self.parts = {name: part for unit in units for parts in unit for name, part in parts.items()}
         if self.calibrates and options.spends_budget:

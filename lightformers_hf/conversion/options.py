@@ -13,6 +13,7 @@ from .svd import SPLITS
 CHOICES = {
     "group_start": GROUP_STARTS,
     "split": SPLITS,
+    "weighting": ("loss", "inputs", "rows"),
     "allocation": (None, "uniform", "budget"),
     "attention_method": (None, "matrix", "product"),
     "ffn_method": (None, "matrix", "neurons"),
@@ -47,6 +48,8 @@ class CompressionOptions:
         calibration_samples, calibration_seed: how many pairs of it are drawn, and which; `None` means 1000, or all
             of fewer, and 256 of the teacher's own.
         source_lang, target_lang: its columns; `None` means the languages that the tokenizer names.
+        weighting: what errors of a matrix are weighed by there: the `loss`, its `inputs` alone, or one weight a row
+            (`rows`), see `Calibration.metric`. Only the first makes errors of different matrices compare.
         allocation: `uniform` gives every matrix the ratio, `budget` spends the parameters that the ratio leaves where
             they spare most loss. `None` means `budget` where there is calibration and one ratio for all kinds.
         attention_method: attention by `matrix`, each by itself, or by `product`: narrower heads (`narrowing.py`).
@@ -81,6 +84,7 @@ class CompressionOptions:
     calibration_seed: int = 0
     source_lang: str | None = None
     target_lang: str | None = None
+    weighting: str = "loss"
     allocation: str | None = None
     attention_method: str | None = None
     ffn_method: str | None = None
@@ -107,6 +111,11 @@ class CompressionOptions:
             raise ValueError(f"{given[0]} is one budget for all matrices: leave rank, energy and single kinds out")
         if self.allocation == "uniform" and {"params", "size"} & {*budgets}:
             raise ValueError(f"allocation is 'uniform', which needs a ratio: leave {budgets[0]} out")
+        if self.weighting != "loss" and not (self.allocation == "uniform" and self.refit is False):
+            raise ValueError(
+                f"weighting is {self.weighting!r}, by which errors of different matrices do not compare: it needs "
+                "allocation='uniform' and refit=False"
+            )
         self.policy()
 
     @property

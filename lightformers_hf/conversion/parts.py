@@ -43,12 +43,14 @@ class Sources:
         dense: skeleton of the result before anything gets smaller.
         start: how a group of layers is merged.
         calibration: the moments, if any.
+        weighting: what errors of a matrix are weighed by.
     """
 
     teacher: Teacher
     dense: nn.Module
     start: str
     calibration: Calibration | None
+    weighting: str
 
     def modules(self, name: str) -> list[str]:
         """The teacher's modules that a module is made of."""
@@ -70,7 +72,7 @@ class Sources:
             return None
         modules = self.modules(name)
         has_bias = any(self.teacher.bias(module) is not None for module in modules)
-        return self.calibration.metric(modules, kind, has_bias=has_bias)
+        return self.calibration.metric(modules, kind, has_bias, self.weighting)
 
     def factors(self, name: str) -> tuple[Tensor, Tensor] | None:
         """The two factors of a module that is factorized in the teacher already, and not merged."""

@@ -235,6 +235,24 @@ def test_ranks_given_by_name_come_before_the_budget(tiny_marian, text):
     assert {rank for name, rank in ranks.items() if name.endswith("fc1")} == {5}
 
 
+@pytest.mark.parametrize("weighting", ["inputs", "rows"])
+def test_other_weightings_are_optimal_by_their_own_measure(tiny_marian, text, calibrated, tmp_path, weighting):
+    model, calibration = calibrated
+    name = "model.decoder.layers.0.fc1"
+    settings = {"calibration": text, "calibration_samples": 10, "ffn_rank": 4, "refit": False, "progress": False}
+    convert(tiny_marian, tmp_path / "light", **settings, allocation="uniform", weighting=weighting)
+    light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light").get_submodule(name)
+    matrix = model.get_submodule(name).weight.detach().T.double()
+    second = calibration.moments[name].inputs.double() / calibration.moments[name].count
+    if weighting == "rows":
+        second = torch.diag(second.diagonal())
+    values, vectors = torch.linalg.eigh(second)
+    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
+    optimum = torch.linalg.svdvals(root @ matrix)[4:].norm()
+    error = (root @ (matrix - light.u.weight.T.double() @ light.v.weight.T.double())).norm()
+    assert error.item() == pytest.approx(optimum.item(), rel=2e-2)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -246,6 +264,7 @@ def test_ranks_given_by_name_come_before_the_budget(tiny_marian, text):
         ({"paper": True, "calibration": "TEXT"}, "the paper's procedure has no calibration"),
         ({"attention_method": "heads"}, "attention_method is 'heads'; it is one of matrix, product"),
         ({"attention_method": "product", "rank": 4}, "chosen by ratio, params, size or speedup"),
+        ({"weighting": "inputs"}, "it needs allocation='uniform' and refit=False"),
         ({"params": "many"}, "params is 'many', expected a number"),
         ({"params": "3k"}, r"params is 3k, which cannot be met: .* parameters are left"),
         ({"params": "9k", "ratio": 2.0}, "ratio and params are given"),
