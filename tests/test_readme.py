@@ -16,6 +16,7 @@ SMALLER = {
     "steps 500": "steps 1",
     "--encoder-groups 3": "--encoder-groups 1",
     "benchmark architectures": "benchmark architectures --pair sandwich-base --runs 1 --new-tokens 1 --no-training",
+    "recovered --data test.jsonl ": "recovered --data test.jsonl --cores 1 --batch-size 2 --runs 1 --new-tokens 2 ",
     "--max_steps 3000": "--max_steps 1 --speed_sentences 2 --speed_runs 1 --max_source_length 48 "
     "--max_target_length 48",
 }

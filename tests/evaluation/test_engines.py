@@ -1,0 +1,89 @@
+"""The benchmark of engines: every setting once, ratios within runs, quality the same in every fp32 engine."""
+
+import io
+import json
+from statistics import median
+
+import pytest
+from rich.console import Console
+
+from lightformers_hf import convert
+from lightformers_hf.evaluation.engines import FORMS, compare_engines
+
+
+@pytest.fixture(scope="module")
+def student(tiny_marian, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("student") / "small"
+    convert(tiny_marian, folder, ratio=1.5, calibration=None, refit=False, progress=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(parallel_sentences, tmp_path_factory):
+    file = tmp_path_factory.mktemp("data") / "test.jsonl"
+    file.write_text("".join(json.dumps({"translation": pair}) + "\n" for pair in parallel_sentences), encoding="utf-8")
+    return file
+
+
+def test_every_model_in_every_form_and_setting(tiny_marian, student, data):
+    comparison = compare_engines(
+        str(tiny_marian),
+        [str(student)],
+        cores=[1],
+        batch_sizes=[1, 3],
+        beams=[1, 2],
+        runs=2,
+        sentences=2,
+        new_tokens=3,
+        data=str(data),
+    )
+    settings = [(t.model, t.form, t.batch_size, t.beams) for t in comparison.timings]
+    models = comparison.models
+    assert models == [tiny_marian.name, "small"]
+    assert sorted(settings) == sorted(
+        (m, f, size, k) for m in models for f in FORMS for size in (1, 3) for k in (1, 2)
+    )
+    by_setting = dict(zip(settings, comparison.timings, strict=True))
+    for (model, form, size, beams), timing in by_setting.items():
+        assert timing.speed.tokens == (2 if size == 1 else 3) * 3
+        same, baseline = (by_setting[models[0], name, size, beams].speed.runs for name in (form, "ctranslate2-int8"))
+        runs = timing.speed.runs
+        assert timing.to_teacher == pytest.approx(median(a / b for a, b in zip(runs, same, strict=True)))
+        assert timing.to_baseline == pytest.approx(median(a / b for a, b in zip(runs, baseline, strict=True)))
+        assert model != models[0] or timing.to_teacher == 1
+
+    places = {(place.model, place.form): place for place in comparison.deployed}
+    for model in models:
+        assert places[model, "onnx"].bleu == places[model, "transformers"].bleu
+        assert places[model, "onnx-int8"].disk_bytes < places[model, "onnx"].disk_bytes
+    assert places[models[0], "ctranslate2-int8"].bleu > 70
+
+    console = Console(file=io.StringIO(), width=100)
+    console.print(comparison.table())
+    text = console.file.getvalue()
+    assert all(form in text for form in FORMS)
+    assert "1 core, batch 3, beam 2" in text
+    assert (
+        json.loads(json.dumps(comparison.to_dict()))["timings"][0]["speed"]["runs"] == comparison.timings[0].speed.runs
+    )
+
+
+def test_without_students_data_and_baseline(tiny_marian):
+    comparison = compare_engines(
+        str(tiny_marian), [], forms=["onnx"], cores=[1], batch_sizes=[2], beams=[1], runs=1, new_tokens=2
+    )
+    (timing,) = comparison.timings
+    assert (timing.speed.tokens, timing.to_baseline, comparison.deployed[0].bleu) == (4, None, None)
+
+
+def test_what_cannot_be_measured(tiny_marian, tmp_path):
+    with pytest.raises(ValueError, match="unknown engine 'tensorrt', expected one of transformers"):
+        compare_engines(str(tiny_marian), [], forms=["tensorrt"])
+    with pytest.raises(ValueError, match=r"batch_sizes is \[0\]"):
+        compare_engines(str(tiny_marian), [], batch_sizes=[0])
+    with pytest.raises(FileNotFoundError):
+        compare_engines(str(tmp_path / "nothing"), [], forms=["onnx"])
+    with pytest.raises(
+        ValueError, match=r"process that measures on 1 cores failed: ValueError: 100 new tokens.*64 positions"
+    ):
+        compare_engines(str(tiny_marian), [], forms=["onnx"], cores=[1], new_tokens=100)
