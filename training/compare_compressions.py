@@ -3,11 +3,12 @@ r"""Compress one teacher in several ways, recover each at equal steps, and print
 
     python training/compare_compressions.py opus-mt-de-en --train_file train.jsonl --validation_file validation.jsonl \
         --test_file test.jsonl --source_lang de --target_lang en --output_dir runs/compare \
-        --ratios 2 4 --encoder_groups 3 --max_steps 1000 --max_tokens 4096 --bf16 --learning_rate 1e-3
+        --ratios 2 4 --methods paper all --max_steps 1000 --max_tokens 4096 --bf16 --learning_rate 1e-3
 
-For every ratio, without and with `--encoder_groups`, it scores the converted model as it is, then trains it from its
-converted weights and from random weights (`--starts`), on labels alone and with the teacher (`--trainings`), same steps, same
-seed.
+For every ratio, method of conversion, calibration seed, and number of encoder groups, it scores the converted model
+as it is, then trains it from its converted weights and from random ones (`--starts`), on labels alone and with the
+teacher (`--trainings`; none: no training), same steps, same seed. The table also goes to `results.json`, and where there are
+several ratios a picture, BLEU against size, to `results.png`.
 Options it does not know go to `run_translation.py`. A second call skips the runs that are complete.
 """
 
@@ -18,6 +19,7 @@ import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from common import run_once, run_script
@@ -28,6 +30,24 @@ from tqdm import tqdm
 from lightformers_hf import convert
 
 TRAIN = Path(__file__).with_name("run_translation.py")
+EACH = {"allocation": "uniform", "refit": False}
+# Options of the conversion. All but the first and the last are calibrated on the training text.
+METHODS = {
+    "paper": {"paper": True},  # plain SVD, the ratio for every matrix
+    "rows": {"weighting": "rows", **EACH},
+    "inputs": {"weighting": "inputs", **EACH},
+    "loss": EACH,
+    "product": {"attention_method": "product", **EACH},
+    "neurons": {"ffn_method": "neurons", **EACH},
+    "matrices": {"attention_method": "matrix", "ffn_method": "matrix", "refit": False},  # one budget for all matrices
+    "budget": {"refit": False},  # heads and neurons among the choices
+    "narrow": {
+        "attention_method": "product",
+        "ffn_method": "neurons",
+    },  # no products of thin matrices, but the table's
+    "all": {},
+    "own-text": {},  # calibrated on what the teacher makes of random tokens
+}
 
 
 @dataclass(frozen=True)
@@ -35,14 +55,18 @@ class Run:
     """One cell of the table. `trained` is `None` for a model scored as it was converted."""
 
     ratio: float
+    method: str
+    seed: int
     groups: int | None
-    start: str = "svd"
+    start: str = "converted"
     trained: str | None = None
 
     @property
     def converted(self) -> str:
         """Folder of the converted model that the run starts from."""
-        return f"ratio-{self.ratio:g}" + (f"-groups-{self.groups}" if self.groups else "")
+        parts = [f"ratio-{self.ratio:g}", self.method]
+        parts += [f"groups-{self.groups}"] if self.groups else []
+        return "-".join([*parts, f"seed-{self.seed}"] if self.seed else parts)
 
     @property
     def folder(self) -> str:
@@ -53,10 +77,20 @@ class Run:
 def grid(args: argparse.Namespace) -> list[Run]:
     """Every run that the arguments ask for: each model as converted, then each start with each way of training."""
     runs = []
-    for ratio, groups in itertools.product(args.ratios, [None, *args.encoder_groups]):
-        runs.append(Run(ratio, groups))
-        runs += [Run(ratio, groups, *how) for how in itertools.product(args.starts, args.trainings)]
+    seeds = args.calibration_seeds
+    for ratio, method, groups in itertools.product(args.ratios, args.methods, [None, *args.encoder_groups]):
+        for seed in seeds if method != "paper" else seeds[:1]:
+            runs.append(Run(ratio, method, seed, groups))
+            runs += [Run(ratio, method, seed, groups, *how) for how in itertools.product(args.starts, args.trainings)]
     return runs
+
+
+def compress(run: Run, args: argparse.Namespace, model: Path) -> None:
+    """Convert the teacher as the run has it."""
+    calibration = {"calibration": args.train_file, "source_lang": args.source_lang, "target_lang": args.target_lang}
+    given = {} if run.method in ("paper", "own-text") else calibration
+    seed = {} if run.method == "paper" else {"calibration_seed": run.seed}
+    convert(args.teacher, model, ratio=run.ratio, encoder_groups=run.groups, **METHODS[run.method], **given, **seed)
 
 
 def options(run: Run, args: argparse.Namespace, others: list[str]) -> list[str]:
@@ -75,6 +109,29 @@ def options(run: Run, args: argparse.Namespace, others: list[str]) -> list[str]:
     return parts
 
 
+def draw(rows: list[dict], path: Path) -> None:
+    """BLEU against parameters, one curve for every method and way of training; the mean of several seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    curves: dict[str, dict[int, list[float]]] = {}
+    for row in rows:
+        words = [row["method"], f"{row['groups']} groups" if row["groups"] else "", row["trained"] or ""]
+        words += ["from random" if row["start"] == "random" else ""]
+        name = ", ".join(filter(None, words))
+        curves.setdefault(name, {}).setdefault(row["parameters"], []).append(row["bleu"])
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for name, points in curves.items():
+        sizes = sorted(points)
+        axes.plot([size / 1e6 for size in sizes], [sum(points[s]) / len(points[s]) for s in sizes], "o-", label=name)
+    axes.set(xlabel="parameters, millions", ylabel="BLEU", xscale="log")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Convert, run, tabulate; the table also goes to `results.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -83,25 +140,25 @@ def main(argv: list[str] | None = None) -> None:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--validation_file")
     parser.add_argument("--ratios", type=float, nargs="+", default=[2.0, 4.0])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["paper", "all"])
+    parser.add_argument("--calibration_seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--encoder_groups", type=int, nargs="*", default=[], help="besides no sharing")
-    parser.add_argument("--paper", action="store_true", help="convert as the paper does, without calibration")
-    parser.add_argument("--starts", nargs="+", choices=["svd", "random"], default=["svd", "random"])
-    parser.add_argument("--trainings", nargs="+", choices=["labels", "distilled"], default=["labels", "distilled"])
+    parser.add_argument("--starts", nargs="+", choices=["converted", "random"], default=["converted", "random"])
+    parser.add_argument("--trainings", nargs="*", choices=["labels", "distilled"], default=["labels", "distilled"])
     parser.add_argument("--max_steps", type=int, default=1000)
     parser.add_argument("--distillation_alpha", type=float, default=0.7)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; above 1 each has one thread")
     args, others = parser.parse_known_args(argv)
 
+    if len(args.ratios) > 1 and find_spec("matplotlib") is None:
+        raise ValueError("The picture of several ratios needs matplotlib: pip install 'lightformers_hf[demo]'")
     folder = Path(args.output_dir)
     runs = grid(args)
     parameters = {}
-    for run in dict.fromkeys(Run(run.ratio, run.groups) for run in runs):
+    for run in {run.converted: run for run in runs}.values():
         model = folder / run.converted / "model"
         if not model.exists():
-            convert(
-                args.teacher, model, ratio=run.ratio, encoder_groups=run.groups, paper=args.paper,
-                calibration=None if args.paper else args.train_file,
-            )  # fmt: skip
+            compress(run, args, model)
         parameters[run.converted] = json.loads((model / "compression.json").read_text())["parameters_after"]
     with ThreadPoolExecutor(args.jobs) as pool:
         jobs = [
@@ -110,26 +167,17 @@ def main(argv: list[str] | None = None) -> None:
         ]
         scores = {run: job.result() for run, job in zip(runs, tqdm(jobs, desc="runs"), strict=True)}
 
-    table = Table("ratio", "encoder groups", "parameters", "start", "training", "BLEU", "chrF")
+    table = Table("ratio", "method", "seed", "groups", "parameters", "start", "training", "BLEU", "chrF")
     rows = []
     for run, result in scores.items():
-        rows.append(
-            {
-                **vars(run),
-                "parameters": parameters[run.converted],
-                **{k: result[f"test_{k}"] for k in ("bleu", "chrf")},
-            }
-        )
-        table.add_row(
-            f"{run.ratio:g}",
-            str(run.groups or "-"),
-            f"{parameters[run.converted]:,}",
-            run.start,
-            run.trained or "none",
-            f"{result['test_bleu']:.1f}",
-            f"{result['test_chrf']:.1f}",
-        )
+        measured = {score: result[f"test_{score}"] for score in ("bleu", "chrf")}
+        rows.append({**vars(run), "parameters": parameters[run.converted], **measured})
+        shown = [f"{run.ratio:g}", run.method, str(run.seed), str(run.groups or "-")]
+        shown += [f"{parameters[run.converted]:,}", run.start, run.trained or "none"]
+        table.add_row(*shown, *(f"{score:.1f}" for score in measured.values()))
     (folder / "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if len(args.ratios) > 1:
+        draw(rows, folder / "results.png")
     Console().print(table)
 
 
