@@ -7,8 +7,8 @@ r"""Compress one teacher in several ways, recover each at equal steps, and print
 
 For every ratio, method of conversion, calibration seed, and number of encoder groups, it scores the converted model
 as it is, then trains it from its converted weights and from random ones (`--starts`), on labels alone and with the
-teacher (`--trainings`; none: no training), same steps, same seed. The table also goes to `results.json`, and where there
-are several ratios a picture, BLEU against size, to `results.png`.
+teacher (`--trainings`; none: no training), same steps, same seed. The table also goes to `results.json`, and where
+there are several ratios a picture, BLEU against size, to `results.png`.
 Options it does not know go to `run_translation.py`. A second call skips the runs that are complete.
 """
 
