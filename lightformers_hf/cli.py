@@ -53,6 +53,7 @@ COMPRESSION_HELP = {
     "calibration_seed": "Which ones.",
     "source_lang": "Its column, or language, to translate from. Default: the tokenizer's.",
     "target_lang": "Its column, or language, to translate to. Default: the tokenizer's.",
+    "weighting": "Errors of a matrix are weighed by the 'loss'; for comparison by its 'inputs' alone, or by 'rows'.",
     "allocation": "'uniform': the ratio for every matrix; 'budget': parameters where they spare most loss. Default: "
     "'budget' where there is one ratio.",
     "attention_method": "Attention by 'matrix', low-rank, or by 'product', narrower heads. Default: what loses less.",
@@ -159,32 +160,6 @@ def convert(
     console.print(
         f"Written to {escape(str(output))}; every matrix is listed in its compression.json.", highlight=False
     )
-
-
-@app.command()
-def export(
-    source: Source,
-    output: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
-    to: Annotated[str, typer.Option(help="ctranslate2 or onnx.", show_default=False)],
-    quantization: Annotated[
-        str | None,
-        typer.Option(help="int8; for ctranslate2 also int16, int8_float16, float16, … Default: float32."),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what the folder holds.")] = False,
-) -> None:
-    """Write a LightFormer, or a dense model that becomes one, for CTranslate2 or ONNX Runtime, which run it fastest.
-
-    Says what the engine cannot express, and compares its outputs with the checkpoint's; needs
-    pip install 'lightformers_hf\\[export]'.
-
-    Example: lightformers export opus-mt-de-en-light opus-mt-de-en-int8 --to ctranslate2 --quantization int8
-    """
-    from .export import export as run
-
-    report = run(source, output, to=to, quantization=quantization, overwrite=overwrite)
-    console = Console()
-    for line in report.lines(output):
-        console.print(escape(line), highlight=False, soft_wrap=True)
 
 
 @app.command()
