@@ -19,6 +19,8 @@ from .svd import decompose
 
 # Weight of the layer's own matrix in the regression, relative to the mean variance of its inputs.
 RIDGE = 1e-2
+# Steps that balance the tokens' probabilities, and occurrences of each that are added to those seen.
+BALANCING, SMOOTHING = 4, 0.5
 
 
 class _StopError(Exception):
@@ -38,7 +40,8 @@ def refit(
 
     A layer's inputs x are the student's, with all layers before it refitted; its aim is the teacher's output y:
     W* = (E[xᵀx] + ρI)⁻¹ (E[xᵀy] + ρW), all centred, truncated in the metric of the calibration; the bias makes the
-    means agree. W is the layer as it was in the teacher, ρ = 0.01 · the mean variance of x.
+    means agree. W is the layer as it was in the teacher, ρ = 0.01 · the mean variance of x. Last, the bias of the
+    logits makes every token as likely on average as the teacher finds it.
 
     Args:
         student, teacher: LightFormers of one depth without shared layers; the teacher dense or not.
@@ -59,6 +62,22 @@ def refit(
                     walk.advance(depth)
                 bar.update()
             memory = list(zip(*(walk.outputs() for walk in walks), strict=True))
+    _balance(student, teacher, calibration.batches, memory)
+
+
+def _balance(student: PreTrainedModel, teacher: PreTrainedModel, batches: list, states: list[tuple]) -> None:
+    """Scale tokens' probabilities by b until their means are the teacher's: then no b has a lower cross-entropy.
+
+    Every step, b += log(teacher's mean / own mean), lowers it (Darroch and Ratcliff 1972).
+    """
+    kept = [batch["labels"] != -100 for batch in batches]
+    for _ in range(BALANCING):
+        sums = []
+        for which, model in enumerate((student, teacher)):
+            rows = (model.lm_head(state[which][mask]) for state, mask in zip(states, kept, strict=True))
+            sums.append(sum((row + model.final_logits_bias).softmax(-1).sum(0).double() for row in rows))
+        own, target = sums
+        student.final_logits_bias += ((target + SMOOTHING) / (own + SMOOTHING)).log().float()
 
 
 class _Walk:
