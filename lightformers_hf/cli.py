@@ -41,6 +41,7 @@ COMPRESSION_HELP = {
     "energy": "Share of the squared singular values kept in each matrix, in (0, 1].",
     "params": "Parameters of the result at most, e.g. 20M; in place of the ratio.",
     "size": "Bytes of the result's weights at most, e.g. 40MB; in place of the ratio.",
+    "speedup": "Times as fast as the source, estimated from costs measured on this machine; in place of the ratio.",
     "rank_pattern": "PATTERN=RANK, or PATTERN=dense, for modules whose names end so; comes first. Repeatable.",
     "encoder_groups": "Number of independent encoder layers; must divide the layers.",
     "decoder_groups": "Number of independent decoder layers; must divide the layers.",
@@ -469,7 +470,7 @@ def benchmark_engines(
         progress=True,
     )
     if str(json_file) != "-":
-        Console().print(comparison.table())
+        Console().print(*comparison.tables())
     if json_file is not None:
         write_json(comparison.to_dict(), json_file)
 

@@ -88,38 +88,36 @@ class EngineComparison:
         """The same as nested dictionaries and lists, for JSON. Runs are tokens a second."""
         return asdict(self)
 
-    def table(self) -> Table:
-        """One section a setting, one row a model and form."""
-        caption = (
-            f"{self.new_tokens} tokens for every sentence; ratios are medians over {self.runs} interleaved runs:\n"
-            f"'same' to the teacher in the same engine, 'int8' to the teacher in {BASELINE}."
-        )
+    def tables(self) -> list[Table]:
+        """One table a setting, one row a model and form; what they mean is said below the last."""
+        notes = [
+            f"{self.new_tokens} tokens for every sentence; ratios are medians over {self.runs} interleaved runs:",
+            f"'same' to the teacher in the same engine, 'int8' to the teacher in {BASELINE}.",
+        ]
         if self.data:
-            caption += f"\nQuality: {self.quality_sentences} sentences of {self.data}, beam {self.quality_beams}."
-        table = Table(caption=escape("\n".join([caption, *self.signatures])))
-        table.add_column("engine", no_wrap=True)
-        table.add_column("model", overflow="fold")
-        for column in ("tokens/s", "same", "int8", "MB", "BLEU", "chrF"):
-            table.add_column(column, justify="right", no_wrap=True)
+            notes.append(f"Quality: {self.quality_sentences} sentences of {self.data}, beam {self.quality_beams}.")
         deployed = {place.key: place for place in self.deployed}
-        last = None
+        tables: dict[tuple, Table] = {}
         for timing in self.timings:
-            cores = f"{timing.cores} core{'s' * (timing.cores > 1)}"
-            setting = f"{cores}, batch {timing.batch_size}, beam {timing.beams}"
-            if setting != last:
-                table.add_section()
-                table.add_row(f"[bold]{setting}[/bold]")
-                last = setting
+            setting = (timing.cores, timing.batch_size, timing.beams)
+            if setting not in tables:
+                cores = f"{timing.cores} core{'s' * (timing.cores > 1)}"
+                tables[setting] = table = Table(title=f"{cores}, batch {timing.batch_size}, beam {timing.beams}")
+                table.add_column("engine", no_wrap=True)
+                table.add_column("model", overflow="fold")
+                for column in ("tokens/s", "same", "int8", "MB", *(("BLEU", "chrF") if self.data else ())):
+                    table.add_column(column, justify="right", no_wrap=True)
             place = deployed[f"{timing.model} {timing.form}"]
-            table.add_row(
+            tables[setting].add_row(
                 timing.form,
                 escape(timing.model),
                 f"{timing.speed.tokens_per_second:,.0f}",
                 *("" if ratio is None else f"{ratio:.2f}x" for ratio in (timing.to_teacher, timing.to_baseline)),
                 f"{place.disk_bytes / 1e6:.1f}",
-                *("" if score is None else f"{score:.1f}" for score in (place.bleu, place.chrf)),
+                *(f"{score:.1f}" for score in (place.bleu, place.chrf) if score is not None),
             )
-        return table
+        tables[setting].caption = escape("\n".join([*notes, *self.signatures]))
+        return list(tables.values())
 
     @property
     def runs(self) -> int:

@@ -42,6 +42,9 @@ class Engine:
     ) -> list[list[int]]:
         """The new tokens of each sentence, up to the end token, included.
 
+        In fp32 they are those of `generate()`, but for beam search in CTranslate2, which always ends when as many
+        outputs as beams are complete (`early_stopping=True`) and renormalizes over the tokens that are not forbidden.
+
         Args:
             batch: sentences as lists of token ids; or what tokenizers give, `input_ids` and `attention_mask` (B, S).
             num_beams, max_new_tokens: by default those of the model's generation configuration.

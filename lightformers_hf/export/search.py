@@ -13,6 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 NEVER = -1e9
+PART, WIDE = 16, 4096
 # Options of `generate()` that change greedy or beam search, that engines do not have, and the value that is none.
 UNSUPPORTED = {
     "do_sample": False,
@@ -203,9 +204,23 @@ def beams(step: Step, sentences: int, search: Search) -> list[list[int]]:
 
 
 def largest(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The `count` largest values of each row in falling order, and their columns."""
-    found, columns = torch.topk(torch.from_numpy(values), count)
-    return found.numpy(), columns.numpy()
+    """The `count` largest values of each row in falling order, and their columns.
+
+    Wide rows are cut into parts first: the largest values are in those `count` parts whose maxima are largest.
+    """
+    rows, width = values.shape
+    table = torch.from_numpy(values)
+    parts = width // PART
+    if width < WIDE or parts <= count:
+        found, columns = table.topk(count)
+        return found.numpy(), columns.numpy()
+    # Part i has the columns i, i + parts, …: maxima over rows of a table are fast, over its columns slow.
+    maxima = table[:, : parts * PART].view(rows, PART, parts).amax(dim=1)
+    best = maxima.topk(count).indices
+    columns = (best[:, :, None] + parts * torch.arange(PART)).view(rows, -1)
+    columns = torch.cat([columns, torch.arange(parts * PART, width).expand(rows, -1)], dim=1)
+    found, places = table.gather(1, columns).topk(count)
+    return found.numpy(), columns.gather(1, places).numpy()
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

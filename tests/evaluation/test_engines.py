@@ -59,7 +59,7 @@ def test_every_model_in_every_form_and_setting(tiny_marian, student, data):
     assert places[models[0], "ctranslate2-int8"].bleu > 70
 
     console = Console(file=io.StringIO(), width=100)
-    console.print(comparison.table())
+    console.print(*comparison.tables())
     text = console.file.getvalue()
     assert all(form in text for form in FORMS)
     assert "1 core, batch 3, beam 2" in text

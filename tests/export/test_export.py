@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lightformers_hf import cli, translate
 from lightformers_hf.export import export, load_engine
+from lightformers_hf.export.search import largest
 
 ENGINES = ("ctranslate2", "onnx")
 LIGHTFORMERS = sorted(
@@ -329,3 +330,12 @@ def test_bad_calls(to, exported, tmp_path):
             engine.generate(batch, **options)
     with pytest.raises(FileNotFoundError):
         load_engine(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("width", [50, 4096, 40961])
+def test_largest_values_of_wide_rows(width):
+    values = np.random.default_rng(0).standard_normal((3, width)).astype(np.float32)
+    found, columns = largest(values, 8)
+    right = np.argsort(-values, axis=1)[:, :8]
+    assert np.array_equal(columns, right)
+    assert np.array_equal(found, np.take_along_axis(values, right, axis=1))
