@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from tqdm.auto import tqdm
@@ -21,6 +22,7 @@ from .options import CompressionOptions, quantity
 from .parts import Built, HeadsPart, MatrixPart, NeuronsPart, Part, Sources, bare, parameters
 from .refit import refit
 from .report import OWN_TEXT, CompressionReport
+from .sentence_costs import sentence_costs
 from .sharing import merge, source_names
 from .svd import in_workers
 from .synthesis import synthetic_batches
@@ -108,8 +110,13 @@ class Compression:
         if self._refits() and not dry:
             self._refit(coordinates, progress)
         used = (options.calibration or OWN_TEXT) if self.calibrates else None
+        speedup = None
+        if options.speedup is not None:
+            speedup = sentence_costs(self.teacher.source_config).total / sentence_costs(self.config).total
         texts = {"calibration": used, "calibrated_on": self.calibrated_on}
-        self.report = CompressionReport.of(self.teacher, self.model, options, self.reports, **texts)
+        self.report = CompressionReport.of(
+            self.teacher, self.model, options, self.reports, estimated_speedup=speedup, **texts
+        )
 
     def _calibrate(self, progress: bool) -> Calibration:
         model, options = self.teacher.load(), self.options
@@ -179,10 +186,10 @@ class Compression:
 
     def _spend_budget(self, units: list, progress: bool) -> dict[str, int | None]:
         """The settings that lose least under one budget; ranks that the user gave by name come first."""
-        given = {name: part for parts, *_ in units for name, part in parts.items() if self._is_given(name)}
-        settings = {
-            name: self.policy.choose(bare(name), part.kind, *part.sources.matrix(name).shape)
-            for name, part in given.items()
+        parts = [part for parts, *_ in units for part in parts.values() if self._is_given(part.name)]
+        given = {
+            part.name: self.policy.choose(bare(part.name), part.kind, *part.sources.matrix(part.name).shape)
+            for part in parts
         }
         free = [
             [{name: part for name, part in parts.items() if name not in given} for parts in unit] for unit in units
@@ -194,15 +201,46 @@ class Compression:
 
         bar = tqdm(in_workers(weigh, names), desc="weighing", unit="part", total=len(names), disable=not progress)
         choices = dict(bar)
-        weighed = [[{name: choices[name] for name in parts} for parts in unit] for unit in free]
-        whole, budget = self._budget(settings)
-        if (least := smallest(weighed)) > budget:
+
+        def solve(budget: float, choices: dict[str, Choices]) -> dict[str, int | None]:
+            weighed = [[{name: choices[name] for name in parts} for parts in unit] for unit in free]
+            if (least := smallest(weighed)) > budget:
+                raise BudgetError(least)
+            return given | allocate(weighed, budget)
+
+        if self.options.speedup is not None:
+            return self._reach_speedup(given, names, solve)
+        fixed, budget = self._budget(given)
+        try:
+            return solve(budget, choices)
+        except BudgetError as error:
             asked = self.options.budget
             raise ValueError(
                 f"{asked} is {getattr(self.options, asked) or 2}, which cannot be met: with everything at its "
-                f"smallest {whole + least:,.0f} parameters are left"
-            )
-        return settings | allocate(weighed, budget)
+                f"smallest {fixed + error.least:,.0f} parameters are left"
+            ) from None
+
+    def _reach_speedup(self, given: dict[str, int | None], names: list[str], solve: Callable) -> dict[str, int | None]:
+        """The settings whose estimated time is the teacher's / speedup: a budget of microseconds."""
+        wanted = self.options.speedup
+        teacher, whole = sentence_costs(self.teacher.source_config), sentence_costs(self.dense_config)
+        read = whole.working_set / wanted
+        for _ in range(4):  # what a token reads decides how much of it stays in the cache
+            measure = replace(whole, working_set=read)
+            fixed = whole.overhead + sum(float(self.parts[name].size(rank, measure)) for name, rank in given.items())
+            try:
+                settings = solve(
+                    teacher.total / wanted - fixed, {name: self.parts[name].choices(measure) for name in names}
+                )
+            except BudgetError as error:
+                most = teacher.total / (fixed + error.least)
+                raise ValueError(
+                    f"speedup is {wanted:g}, which cannot be met: with everything at its smallest this model is "
+                    f"estimated {most:.2g} times as fast as its teacher; fewer layers would take it further"
+                ) from None
+            left = sum(float(self.parts[name].size(value, whole.bytes_read)) for name, value in settings.items())
+            read = (read + left) / 2
+        return settings
 
     def _budget(self, given: dict[str, int | None]) -> tuple[float, float]:
         """Parameters of what is not up to the budget, and what all the rest may have together."""
@@ -312,6 +350,14 @@ class Compression:
                 fields[f"{stack}_ffn_dim"] = usual = commonest(list(widths.values()))
                 fields["ffn_dim_pattern"] |= {bare(name): width for name, width in widths.items() if width != usual}
         return fields
+
+
+class BudgetError(Exception):
+    """A budget below the `least` that the parts can have."""
+
+    def __init__(self, least: float):
+        super().__init__(least)
+        self.least = least
 
 
 def commonest(values: list) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -18,14 +19,15 @@ CHOICES = {
     "attention_method": (None, "matrix", "product"),
     "ffn_method": (None, "matrix", "neurons"),
 }
-BUDGETS = ("ratio", "params", "size")
+BUDGETS = ("ratio", "params", "size", "speedup")
+OTHER_BUDGETS = BUDGETS[1:]
 QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([kMG]?)B?")
 
 
 @dataclass(frozen=True)
 class CompressionOptions:
-    """What is compressed, and how far. Of ratio, rank, energy, params and size at most one is set; the first
-    three may be set for each kind, too.
+    """What is compressed, and how far. Of ratio, rank, energy, params, size and speedup at most one is set;
+    the first three may be set for each kind, too.
 
     With none of them, and no groups, the ratio is 2. With groups alone nothing is factorized; with a choice for some
     kinds alone, the other kinds stay dense.
@@ -36,6 +38,8 @@ class CompressionOptions:
         energy: share of the squared singular values that each matrix keeps, in (0, 1].
         params: unique parameters of the result at most: `20M`.
         size: bytes of the result's weights at most: `40MB`.
+        speedup: how many times as fast as the source, estimated from costs measured on this machine: one core,
+            batch 1, greedy (`sentence_costs.py`); above 1.
         embedding_ratio … ffn_energy: the same for the matrices of one kind, before the general choice.
         rank_pattern: module name pattern → rank, `None` for dense; before every other choice.
         encoder_groups, decoder_groups: N, number of stored layers; `None` leaves the source's sharing as it is.
@@ -64,6 +68,7 @@ class CompressionOptions:
     energy: float | None = None
     params: str | None = None
     size: str | None = None
+    speedup: float | None = None
     embedding_ratio: float | None = None
     embedding_rank: int | None = None
     embedding_energy: float | None = None
@@ -102,14 +107,16 @@ class CompressionOptions:
         for name in {"params", "size"} & {*budgets}:
             quantity(name, getattr(self, name))
         if self.paper:
-            others = ("calibration", "allocation", "attention_method", "ffn_method", "refit", "params", "size")
+            others = ("calibration", "allocation", "attention_method", "ffn_method", "refit", *OTHER_BUDGETS)
             if given := [name for name in others if getattr(self, name)]:
                 raise ValueError(f"paper is True, but the paper's procedure has no {given[0]}: leave one of them out")
+        if self.speedup is not None and not 1 < self.speedup < math.inf:
+            raise ValueError(f"speedup is {self.speedup}, expected a number above 1: times as fast as the source")
         if self.allocation == "budget" and not self._one_budget():
             raise ValueError("allocation is 'budget', which needs one ratio for all kinds: give ratio alone")
-        if not self._one_budget() and (given := [name for name in ("params", "size") if getattr(self, name)]):
+        if not self._one_budget() and (given := [name for name in OTHER_BUDGETS if getattr(self, name)]):
             raise ValueError(f"{given[0]} is one budget for all matrices: leave rank, energy and single kinds out")
-        if self.allocation == "uniform" and {"params", "size"} & {*budgets}:
+        if self.allocation == "uniform" and {*OTHER_BUDGETS} & {*budgets}:
             raise ValueError(f"allocation is 'uniform', which needs a ratio: leave {budgets[0]} out")
         if self.weighting != "loss" and not (self.allocation == "uniform" and self.refit is False):
             raise ValueError(
@@ -126,7 +133,7 @@ class CompressionOptions:
     @property
     def needs_calibration(self) -> str | None:
         """An option given that means nothing without calibration."""
-        names = ("calibration", "refit", "params", "size")
+        names = ("calibration", "refit", *OTHER_BUDGETS)
         budget = "allocation" if self.allocation == "budget" else None
         return next((name for name in names if getattr(self, name)), budget)
 
@@ -155,7 +162,7 @@ class CompressionOptions:
         default = self._rule("")
         kinds = {kind: rule for kind in KINDS if (rule := self._rule(f"{kind}_")) is not None}
         shares = self.encoder_groups is not None or self.decoder_groups is not None
-        whole = self.params is not None or self.size is not None  # what the budget is, is not known here
+        whole = any(getattr(self, name) is not None for name in OTHER_BUDGETS)  # how much it is, is not known here
         if default is None and (whole or not (kinds or self.rank_pattern or shares)):
             default = RankRule(ratio=2.0)
         return RankPolicy(default, kinds, self.rank_pattern or {})

@@ -117,15 +117,21 @@ class MatrixPart:
         metric, matrix = self.sources.metric(self.name, self.kind), self.sources.matrix(self.name)
         return decompose(matrix if metric is None else metric.weigh(matrix), name=bare(self.name), rank=rank)
 
+    @cached_property
+    def _singular_values(self) -> Tensor:
+        return self.spectrum().singular_values
+
+    def size(self, rank: int | Tensor | None, measure: Measure) -> Tensor | float:
+        """What the matrix takes of the budget at that rank."""
+        return measure(self.name, *self.sources.matrix(self.name).shape, rank)
+
     def choices(self, measure: Measure) -> Choices:
         """Every rank, and dense."""
-        spectrum = self.spectrum()
-        m, n = self.sources.matrix(self.name).shape
-        ranks = torch.arange(1, len(spectrum.singular_values) + 1)
-        sizes = torch.as_tensor(measure(self.name, m, n, ranks)).double()
-        dense = torch.as_tensor(float(measure(self.name, m, n, None))).double()
+        ranks = torch.arange(1, len(self._singular_values) + 1)
+        sizes = torch.as_tensor(self.size(ranks, measure)).double()
+        dense = torch.as_tensor(self.size(None, measure)).double()
         pays = sizes < dense
-        costs = torch.cat([tails(spectrum.singular_values)[1:][pays], torch.zeros(1).double()])
+        costs = torch.cat([tails(self._singular_values)[1:][pays], torch.zeros(1).double()])
         return Choices([*ranks[pays].tolist(), None], costs, torch.cat([sizes[pays], dense[None]]))
 
     def build(self, rank: int | None) -> Built:
@@ -209,17 +215,22 @@ class HeadsPart:
         """All that its heads can have, that of the teacher's included."""
         return list(range(1, self.sources.dense.get_submodule(self.name).head_dim + 1))
 
+    def size(self, width: int | Tensor | None, measure: Measure) -> Tensor | float:
+        """What the block takes of the budget with heads of that width."""
+        inner = self.heads * (max(self.widths) if width is None else width)
+        total = 0.0
+        for part in self.matrices:
+            m, n = self.sources.matrix(f"{self.name}.{part}").shape
+            shape = (inner, n) if part == "out_proj" else (m, inner)
+            total = total + measure(f"{self.name}.{part}", *shape, None)
+        return total
+
     def choices(self, measure: Measure) -> Choices:
         """Every width below that of the teacher's heads, and that."""
         queries, contexts, _ = self._bottlenecks
-        costs = queries.costs() + contexts.costs()
-        inner = self.heads * torch.arange(1, len(costs))
-        sizes = torch.zeros(len(inner)).double()
-        for part in self.matrices:
-            name = f"{self.name}.{part}"
-            m, n = self.sources.matrix(name).shape
-            sizes += measure(name, *((inner, n) if part == "out_proj" else (m, inner)), None)
-        return Choices([*range(1, len(inner)), None], torch.cat([costs[1:-1], torch.zeros(1).double()]), sizes)
+        costs = (queries.costs() + contexts.costs())[1:].index_fill(0, torch.tensor(len(self.widths) - 1), 0.0)
+        sizes = torch.as_tensor(self.size(torch.tensor(self.widths), measure)).double()
+        return Choices([*self.widths[:-1], None], costs, sizes)
 
     def build(self, width: int) -> Built:
         """The block with heads of that width."""
@@ -286,15 +297,17 @@ class NeuronsPart:
         elimination = self._elimination
         return [len(elimination.order) - removed for removed in elimination.removed]
 
+    def size(self, width: int | Tensor | None, measure: Measure) -> Tensor | float:
+        """What the network takes of the budget with so many neurons."""
+        first, second = (f"{self.name}.{part}" for part in self.matrices)
+        m, size = self.sources.matrix(first).shape
+        width = size if width is None else width
+        return measure(first, m, width, None) + measure(second, width, self.sources.matrix(second).shape[1], None)
+
     def choices(self, measure: Measure) -> Choices:
         """So many neurons as the elimination has a cost for."""
-        elimination = self._elimination
-        first, second = (f"{self.name}.{part}" for part in ("fc1", "fc2"))
-        m, size = self.sources.matrix(first).shape
-        n = self.sources.matrix(second).shape[1]
-        widths = size - torch.tensor(elimination.removed)
-        sizes = torch.as_tensor(measure(first, m, widths, None) + measure(second, widths, n, None)).double()
-        return Choices([None, *widths[1:].tolist()], elimination.costs, sizes)
+        sizes = torch.as_tensor(self.size(torch.tensor(self.widths), measure)).double()
+        return Choices([None, *self.widths[1:]], self._elimination.costs, sizes)
 
     def build(self, width: int) -> Built:
         """The network with so many neurons."""

@@ -72,6 +72,8 @@ class CompressionReport:
         options: the options that were set.
         calibration: the text that errors were weighed on; `None`: all entries of a matrix alike.
         calibrated_on: fingerprints of its sentences, so that an evaluation can tell whether it sees them again.
+        estimated_speedup: how many times as fast as the teacher, where that was asked for: on the machine of the
+            conversion, one core, batch 1, greedy, through `generate()`.
         groups: stored layers of the result and depths, {stack: [stored, depths]}.
         matrices: one a stored matrix of the result.
         parameters_before, parameters_after: unique parameters of the whole models.
@@ -85,6 +87,7 @@ class CompressionReport:
     options: dict
     calibration: str | None
     calibrated_on: list[str]
+    estimated_speedup: float | None
     groups: dict[str, list[int]]
     matrices: list[MatrixReport]
     parameters_before: int
@@ -102,6 +105,7 @@ class CompressionReport:
         *,
         calibration: str | None,
         calibrated_on: list[str],
+        estimated_speedup: float | None,
     ):
         """The report of compressing `teacher` into `model`, whose skeletons give the totals."""
         config = model.config
@@ -121,6 +125,7 @@ class CompressionReport:
             options=set_options,
             calibration=calibration,
             calibrated_on=calibrated_on,
+            estimated_speedup=estimated_speedup,
             groups=groups,
             matrices=matrices,
             parameters_before=teacher.model.num_parameters(),
@@ -184,6 +189,13 @@ def print_report(report: CompressionReport, console: Console, *, matrices: bool 
         shown = [f"{value:,}" if unit == 1 else f"{value / unit:,.1f}" for value in (before, after)]
         totals.add_row(label, *shown, f"{before / after:.2f}")
     console.print(totals)
+    if report.estimated_speedup is not None:
+        console.print(
+            f"Estimated {report.estimated_speedup:.2f} times as fast as {escape(report.source)} on this machine: "
+            "greedy, one sentence at a time, one core, through generate(). `lightformers evaluate --teacher` measures "
+            "it.",
+            highlight=False,
+        )
     dense = [matrix.name for matrix in report.matrices if matrix.form == "dense"]
     if dense:
         console.print(

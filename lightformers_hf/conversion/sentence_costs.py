@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -190,6 +190,10 @@ class SentenceCosts:
             row = linear_microseconds(m, n, rank, costs=self.machine, working_set=self.working_set)
             total = total + layer.token * tokens * row
         return total
+
+    def bytes_read(self, name: str, m: Number, n: Number, rank: Number | None = None) -> Number:
+        """Bytes that a target token reads of the matrix `name` if it were m×n of that rank."""
+        return replace(self.layers[bare(name)], m=m, n=n, rank=rank).bytes_read
 
     @property
     def products(self) -> float:

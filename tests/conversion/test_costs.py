@@ -2,11 +2,14 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from transformers import AutoConfig, BertConfig, BertModel, MarianConfig, MarianMTModel
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, BertConfig, BertModel, MarianConfig, MarianMTModel
 
+from lightformers_hf import convert
+from lightformers_hf.conversion import compress
 from lightformers_hf.conversion import costs as products
 from lightformers_hf.conversion import sentence_costs as module
 from lightformers_hf.conversion.costs import MachineCosts, Table, linear_microseconds, machine_costs, time_product
@@ -256,3 +259,20 @@ def test_what_pays_stays_in_factors(machine):
     names = set(model.state_dict())
     assert merge_unprofitable(model, sentence_costs(model, machine=cheap)) == []
     assert set(model.state_dict()) == names
+
+
+def test_a_speedup_is_a_budget_of_time(machine, tiny_marian, tmp_path, monkeypatch):
+    """The result's estimate is what was asked for, and what cannot be reached is said."""
+    config = AutoConfig.from_pretrained(tiny_marian)
+    for kind in ("lightformer", "marian"):
+        machine.overheads[f"{kind}, {config.vocab_size} tokens"] = [100.0, 10.0, 1.0, 1.0]
+    monkeypatch.setattr(compress, "sentence_costs", partial(sentence_costs, machine=machine))
+    report = convert(tiny_marian, tmp_path / "light", speedup=1.5, refit=False, progress=False)
+    assert report.estimated_speedup == pytest.approx(1.5, rel=0.1)
+    light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light")
+    estimate = model_cost(config, machine=machine) / model_cost(light, machine=machine)
+    assert report.estimated_speedup == pytest.approx(estimate)
+    with pytest.raises(ValueError, match=r"speedup is 1000, which cannot be met.*estimated [\d.]+ times as fast"):
+        convert(tiny_marian, tmp_path / "none", speedup=1000, progress=False)
+    with pytest.raises(ValueError, match=r"speedup is 0.5, expected a number above 1"):
+        convert(tiny_marian, tmp_path / "none", speedup=0.5, progress=False)

@@ -26,6 +26,14 @@ def test_json_round_trip(variant, tmp_path):
     assert {name: getattr(config, name) for name in given} == given
 
 
+@pytest.mark.parametrize("field", ["rank_pattern", "head_dim_pattern", "ffn_dim_pattern"])
+def test_patterns_keep_their_order(field, tmp_path):
+    """The first that matches decides, after loading too."""
+    pattern = {"layers.1": 4, "decoder.layers.1": 3, "a.*": 2}
+    LightFormerConfig(**TINY["lightformer"], **{field: pattern}).save_pretrained(tmp_path)
+    assert list(getattr(AutoConfig.from_pretrained(tmp_path), field).items()) == list(pattern.items())
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
