@@ -77,6 +77,9 @@ class Calibration:
         linear: names of its linear layers.
         batches: `input_ids`, `attention_mask`, `labels` (−100 is padding) and `decoder_input_ids`.
         progress: show a progress bar.
+
+    Raises:
+        ValueError: states or gradients that are not finite, with the module's name.
     """
 
     def __init__(self, model: PreTrainedModel, linear: list[str], batches: list[dict[str, Tensor]], *, progress: bool):
@@ -97,6 +100,10 @@ class Calibration:
         finally:
             for hook in hooks:
                 hook.remove()
+        for name, moments in self.moments.items():
+            for what, sums in (("inputs", moments.inputs), ("gradients", moments.gradients)):
+                if not torch.isfinite(torch.as_tensor(sums)).all():
+                    raise ValueError(f"calibration: the {what} at {name} hold NaN or infinite values")
 
     @property
     def output_name(self) -> str:

@@ -313,3 +313,12 @@ def test_refit_balances_tokens(tiny_marian, text, parallel_sentences, tmp_path):
     balanced = compare()
     light.final_logits_bias.copy_(teacher.final_logits_bias)
     assert all(after < before - 0.01 for after, before in zip(balanced, compare(), strict=True))
+
+
+def test_states_that_are_not_finite_are_named(calibrated, tiny_marian):
+    model = Teacher(tiny_marian, "t").load()
+    with torch.no_grad():
+        model.model.encoder.layers[1].fc1.bias[0] = 1e38
+        model.model.encoder.layers[1].fc2.weight[0, 0] = 1e38
+    with pytest.raises(ValueError, match=r"at model\.decoder\.\S+ hold NaN or infinite values"):
+        Calibration(model, ["model.decoder.layers.0.encoder_attn.k_proj"], calibrated[1].batches, progress=False)
