@@ -129,7 +129,7 @@ def _set_vocabulary_layers(spec, embedding: Linear, output: Linear, suppressed: 
     if suppressed:
         # What generation_config.json forbids stays forbidden for whoever calls the engine without knowing of it.
         bias = torch.zeros(weight.shape[1]) if bias is None else bias.clone()
-        bias[list(suppressed)] = NEVER
+        bias[list(suppressed)] = float(NEVER)
     if bias is not None:
         spec.projection.bias = _array(bias)
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-NEVER = -1e9
+NEVER = np.float32(-1e9)
 PART, WIDE = 16, 4096
 # Options of `generate()` that change greedy or beam search, that engines do not have, and the value that is none.
 UNSUPPORTED = {
@@ -114,10 +114,8 @@ class Search:
             scores = np.full_like(scores, -np.inf)
             scores[:, forced] = 0
             return scores
-        if self.suppressed:
-            scores[:, self.suppressed] = -np.inf
-        if step < self.min_new_tokens and self.ends:
-            scores[:, self.ends] = -np.inf
+        for token in self.suppressed + (self.ends if step < self.min_new_tokens else ()):
+            scores[:, token] = -np.inf
         size = self.no_repeat_ngram_size
         if size and tokens.shape[1] + 1 >= size:
             for row, sentence in enumerate(tokens):
@@ -148,7 +146,7 @@ def greedy(step: Step, sentences: int, search: Search) -> list[list[int]]:
         chosen = logits.argmax(axis=1)
         tokens[running, length + 1] = chosen[running]
         if search.ends:
-            ended = running & np.isin(chosen, search.ends)
+            ended = running & is_among(chosen, search.ends)
             lengths[ended] = length + 1
             running &= ~ended
             if not running.any():
@@ -159,48 +157,60 @@ def greedy(step: Step, sentences: int, search: Search) -> list[list[int]]:
 def beams(step: Step, sentences: int, search: Search) -> list[list[int]]:
     """Beam search as transformers' `generate()` does it: K beams, finished ones by score / length^penalty."""
     B, K, most = sentences, search.num_beams, search.max_new_tokens
+    stops_early = search.early_stopping is True
     kept = max(2, 1 + len(search.ends)) * K
+    rows = np.arange(B)[:, None]
     tokens = np.full((B, K, most + 1), search.pad, dtype=np.int64)
     tokens[:, :, 0] = search.start
-    scores = np.where(np.arange(K) == 0, 0.0, NEVER).astype(np.float32)[None].repeat(B, axis=0)
-    done = tokens.copy()
-    done_scores = np.full((B, K), NEVER, dtype=np.float32)
-    done_lengths = np.zeros((B, K), dtype=np.int64)
-    is_done = np.zeros((B, K), dtype=bool)
-    open_ = np.ones((B, 1), dtype=bool)
+    scores = np.full((B, K), NEVER, dtype=np.float32)
+    scores[:, 0] = 0  # all beams are the same at first: only one may go on
+    done, done_scores = tokens.copy(), np.full((B, K), NEVER, dtype=np.float32)
+    done_lengths, is_done = np.zeros((B, K), dtype=np.int64), np.zeros((B, K), dtype=bool)
+    is_open = np.ones(B, dtype=bool)
     order = None
-    for length in range(most):
-        logits = step(tokens[:, :, length].reshape(-1), order)
-        log_p = search.restrict(log_softmax(logits), length, tokens[:, :, : length + 1].reshape(B * K, -1))
+    for length in range(1, most + 1):
+        logits = step(tokens[:, :, length - 1].reshape(-1), order)
+        log_p = search.restrict(log_softmax(logits), length - 1, tokens[:, :, :length].reshape(B * K, -1))
         V = log_p.shape[1]
         log_p += scores.reshape(-1, 1)
         totals, flat = largest(log_p.reshape(B, K * V), kept)
-        beam, token = flat // V, flat % V
-        candidates = np.take_along_axis(tokens, beam[:, :, None], axis=1)
-        candidates[:, :, length + 1] = token
-        ends = np.isin(token, search.ends) | (length + 1 == most)
+        beam, token = np.divmod(flat, V)
+        candidates = tokens[rows, beam]
+        candidates[:, :, length] = token
+        ended = is_among(token, search.ends) | (length == most)
 
-        scores, chosen = largest(totals + ends * np.float32(NEVER), K)
-        tokens = np.take_along_axis(candidates, chosen[:, :, None], axis=1)
-        order = (np.take_along_axis(beam, chosen, axis=1) + np.arange(B)[:, None] * K).reshape(-1)
+        chosen = np.argsort(ended, axis=1, kind="stable")[:, :K]  # the best that go on
+        scores = totals[rows, chosen] + NEVER * ended[rows, chosen]
+        tokens = candidates[rows, chosen]
+        order = (beam[rows, chosen] + rows * K).reshape(-1)
 
-        finished = ends & (np.arange(kept) < K)
-        full = is_done.all(axis=1, keepdims=True) & (search.early_stopping is True)
-        new_scores = totals / np.float32((length + 1) ** search.length_penalty)
-        new_scores = new_scores + np.float32(NEVER) * full + np.float32(NEVER) * ~open_ + np.float32(NEVER) * ~finished
-        done_scores, chosen = largest(np.concatenate([done_scores, new_scores], axis=1), K)
-        done = np.take_along_axis(np.concatenate([done, candidates], axis=1), chosen[:, :, None], axis=1)
-        lengths = np.concatenate([done_lengths, np.full_like(token, length + 1)], axis=1)
-        done_lengths = np.take_along_axis(lengths, chosen, axis=1)
-        is_done = np.take_along_axis(np.concatenate([is_done, finished], axis=1), chosen, axis=1)
-
-        hypothetical = most if search.early_stopping == "never" and search.length_penalty > 0 else length + 1
-        best = scores[:, :1] / np.float32(hypothetical**search.length_penalty)
-        worst = np.where(is_done, done_scores.min(axis=1, keepdims=True), NEVER)
-        open_ &= (best > worst).any(axis=1, keepdims=True)
-        if not open_.any() or (is_done.all() and search.early_stopping is True) or ends.all():
+        finished = ended.copy()
+        finished[:, K:] = False
+        if finished.any():
+            barred = ~finished | ~is_open[:, None] | (is_done.all(axis=1, keepdims=True) & stops_early)
+            new_scores = totals / np.float32(length**search.length_penalty) + NEVER * barred
+            done_scores, chosen = largest(np.concatenate([done_scores, new_scores], axis=1), K)
+            done = np.concatenate([done, candidates], axis=1)[rows, chosen]
+            lengths = np.concatenate([done_lengths, np.full_like(token, length)], axis=1)
+            done_lengths = lengths[rows, chosen]
+            is_done = np.concatenate([is_done, finished], axis=1)[rows, chosen]
+        if is_done.any():
+            hypothetical = most if search.early_stopping == "never" and search.length_penalty > 0 else length
+            best = scores[:, :1] / np.float32(hypothetical**search.length_penalty)
+            is_open &= (best > np.where(is_done, done_scores.min(axis=1, keepdims=True), NEVER)).any(axis=1)
+            if not is_open.any() or (stops_early and is_done.all()):
+                break
+        if ended.all():
             break
     return [row[0, 1 : count[0] + 1].tolist() for row, count in zip(done, done_lengths, strict=True)]
+
+
+def is_among(tokens: np.ndarray, few: tuple[int, ...]) -> np.ndarray:
+    """Which tokens are one of a few."""
+    found = np.zeros(tokens.shape, dtype=bool)
+    for one in few:
+        found |= tokens == one
+    return found
 
 
 def largest(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
