@@ -45,7 +45,9 @@ COMPRESSION_HELP = {
     "rank_pattern": "PATTERN=RANK, or PATTERN=dense, for modules whose names end so; comes first. Repeatable.",
     "encoder_groups": "Number of independent encoder layers; must divide the layers.",
     "decoder_groups": "Number of independent decoder layers; must divide the layers.",
-    "group_start": "How a group of layers starts: 'mean' of its layers, or the 'first' of them.",
+    "group_start": "How a group of layers starts: 'aligned' and merged, 'mean', or 'first'. Default: aligned.",
+    "share_layer_norms": "Whether LayerNorms of a group are shared, too.",
+    "group_residual_rank": "Rank of what each depth of a group has for itself of every matrix.",
     "split": "Where Σ goes: 'sigma-right' (Eq. 11), or 'balanced', √Σ to each factor.",
     "paper": "The paper's procedure exactly: plain SVD of every matrix alone, the ratio for each.",
     "calibration": "Parallel text (a file, or a dataset on the Hub; never a test's) on which errors are weighed. "

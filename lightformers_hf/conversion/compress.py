@@ -14,8 +14,10 @@ from ..models.attention import MultiHeadAttention
 from ..models.configuration_base import RANK_FIELDS, FactorizedConfig
 from ..models.configuration_lightformer import LightFormerConfig
 from ..models.heads import ConditionalGenerationHead
+from ..models.layer_stack import group_of_depth
 from ..models.low_rank import pattern_matches
 from ..training.data import fingerprint
+from .alignment import Turn, alignment, residual_factors, turned
 from .allocation import Choices, allocate, smallest
 from .calibration import Calibration, parallel_batches, sample_pairs
 from .options import CompressionOptions, quantity
@@ -58,7 +60,17 @@ class Compression:
                         f"{field} is {asked}, but layers of a {teacher.config.model_type} are shared as its training "
                         "had them: leave it out"
                     )
-                groups[field] = asked
+                if asked != getattr(teacher.config, field):
+                    groups[field] = asked
+        self.start = options.group_start or self._usual_start(groups)
+        if groups and isinstance(teacher.config, LightFormerConfig):
+            different = ("head_dim_pattern", "ffn_dim_pattern", "group_residual_rank")
+            if held := [field for field in different if getattr(teacher.config, field)]:
+                raise ValueError(
+                    f"{next(iter(groups))} is {next(iter(groups.values()))}, but layers of {teacher.name} differ in "
+                    f"shape ({held[0]}) and can't be merged: share the layers of its own teacher"
+                )
+            groups |= {name: getattr(options, name) for name in ("share_layer_norms", "group_residual_rank")}
         ranks = {field: None for field in RANK_FIELDS}
         self.dense_config = type(teacher.config)(
             **{**teacher.config.to_dict(), **groups, **ranks, "rank_pattern": {}, "architectures": None}
@@ -85,7 +97,8 @@ class Compression:
         options = self.options
         if self.calibrates:
             self.calibration = self._calibrate(progress)
-        sources = Sources(self.teacher, self.dense, options.group_start, self.calibration, options.weighting)
+        turns = self._align() if self.start == "aligned" else {}
+        sources = Sources(self.teacher, self.dense, self.start, self.calibration, options.weighting, turns)
         units = list(self._units(sources))
         self.parts = {name: part for unit in units for parts in unit for name, part in parts.items()}
         if self.calibrates and options.spends_budget:
@@ -103,7 +116,7 @@ class Compression:
             if not dry:
                 self.state |= built.tensors
         if not dry:
-            self.state |= self._other_tensors()
+            self.state |= self._other_tensors(sources)
         self.reports = [reports[bare(name)] for name in self.kinds]
         self.config = self._config()
         self.model = skeleton(self.teacher.model_class, self.config)
@@ -117,6 +130,41 @@ class Compression:
         self.report = CompressionReport.of(
             self.teacher, self.model, options, self.reports, estimated_speedup=speedup, **texts
         )
+
+    def _usual_start(self, groups: dict[str, int]) -> str:
+        """`aligned` where the teacher's layers have matrices for each head, and are yet to be shared."""
+        config = self.teacher.config
+        possible = groups and not self.options.paper and isinstance(config, LightFormerConfig)
+        if possible and not config.joint_qkv and config.attention_output_projection:
+            return "aligned"
+        return "mean"
+
+    def _align(self) -> dict[str, Turn]:
+        """Bases in which the layers of each new group are alike; the moments are turned along."""
+        turns = {}
+        config, moments = self.teacher.config, self.calibration and self.calibration.moments
+        for stack in ("encoder", "decoder"):
+            prefix, groups = f"model.{stack}.layers.", getattr(self.dense_config, f"{stack}_groups")
+            names = [name.removeprefix(f"{prefix}0.") for name in self.kinds if name.startswith(f"{prefix}0.")]
+            for group in range(groups or 0):
+                sources = source_names(f"{prefix}{group}.{names[0]}", config, self.dense_config)
+                layers = list(dict.fromkeys(source.removesuffix(names[0]) for source in sources))
+                if len(layers) == 1:
+                    continue
+                linear = [{name: self.teacher.linear(layer + name) for name in names} for layer in layers]
+                seen = moments and [
+                    {name: moments[layer + name].inputs / moments[layer + name].count for name in names}
+                    for layer in layers
+                ]
+                own = alignment(linear, getattr(config, f"{stack}_attention_heads"), seen)
+                for layer, found in zip(layers, own, strict=True):
+                    turns |= {layer + name: turn for name, turn in found.items()}
+        for name, turn in turns.items() if moments else ():
+            part = moments[name]
+            part.inputs = turned(part.inputs, turn.inputs, turn.inputs)
+            part.mean = turned(part.mean, turn.inputs)
+            part.gradients = turned(part.gradients, turn.outputs, turn.outputs)
+        return turns
 
     def _calibrate(self, progress: bool) -> Calibration:
         model, options = self.teacher.load(), self.options
@@ -292,16 +340,38 @@ class Compression:
             )
         return part.build(setting)
 
-    def _other_tensors(self) -> dict[str, torch.Tensor]:
-        """What belongs to no matrix: norms, positions, the classifier, the bias of the logits."""
-        return {
-            name: merge(
-                [self.teacher.read(source) for source in source_names(name, self.teacher.config, self.dense_config)],
-                self.options.group_start,
-            )
-            for name in stored_tensors(self.dense)
-            if name.rpartition(".")[0] not in self.kinds
-        }
+    def _other_tensors(self, sources: Sources) -> dict[str, torch.Tensor]:
+        """What belongs to no matrix: norms, positions, the classifier, the bias of the logits; residuals of depths."""
+        tensors = {}
+        for name in stored_tensors(self.dense):
+            if name.rpartition(".")[0] in self.kinds:
+                continue
+            read = source_names(name, self.teacher.config, self.dense_config)
+            if ".residuals." not in name or name in stored_tensors(self.teacher.model):
+                tensors[name] = merge([self.teacher.read(source) for source in read], self.start)
+            elif name.endswith(".u.weight"):
+                left, right = self._residual(name.removesuffix(".u.weight"), sources)
+                tensors |= {name: left.T.contiguous(), name.replace(".u.", ".v."): right.T.contiguous()}
+        return tensors
+
+    def _residual(self, name: str, sources: Sources) -> tuple[torch.Tensor, torch.Tensor]:
+        """The factors of what one depth's matrix is, less what its group's has become."""
+        stack, _, rest = name.partition(".depths.")
+        depth, _, leaf = rest.partition(".residuals.")
+        layers, groups = (f"{stack.rpartition('.')[2]}_{what}" for what in ("layers", "groups"))
+        stored, source = (
+            f"{stack}.layers.{group_of_depth(int(depth), getattr(config, layers), getattr(config, groups))}.{leaf}"
+            for config in (self.dense_config, self.teacher.config)
+        )
+        if f"{stored}.weight" in self.state:
+            shared = self.state[f"{stored}.weight"].T
+        else:
+            shared = self.state[f"{stored}.u.weight"].T @ self.state[f"{stored}.v.weight"].T
+        own = sources.turns.get(source, Turn()).linear(self.teacher.linear(source)).matrix
+        metric = None
+        if self.calibration is not None:
+            metric = self.calibration.metric([source], self.kinds[stored], has_bias=False)
+        return residual_factors(own, shared, self.dense_config.group_residual_rank, name=bare(name), metric=metric)
 
     def _config(self) -> FactorizedConfig:
         """The result's configuration: the commonest rank or width of each kind as a field, the others as patterns."""

@@ -43,7 +43,11 @@ class CompressionOptions:
         embedding_ratio … ffn_energy: the same for the matrices of one kind, before the general choice.
         rank_pattern: module name pattern → rank, `None` for dense; before every other choice.
         encoder_groups, decoder_groups: N, number of stored layers; `None` leaves the source's sharing as it is.
-        group_start: a group's layer starts as the `mean` of its layers or as the `first` of them.
+        group_start: a group's layer starts as the `mean` of its layers, as the `first` of them, or as the mean after
+            heads and neurons of all are `aligned` to the first, weighted by their inputs (`alignment.py`). `None`:
+            `aligned` where the layers of a LightFormer allow it, else `mean`.
+        share_layer_norms: whether the LayerNorms of new groups are shared, too.
+        group_residual_rank: r of what each depth of new groups has for itself of every matrix; `None` is nothing.
         split: where Σ goes: `sigma-right` (Eq. 11) or `balanced`, √Σ to each factor.
         paper: the paper's procedure exactly: plain truncated SVD of every matrix alone, the ratio for each.
         calibration: parallel text, never that of a test: a file or a dataset on the Hub, see `load_parallel`. Errors
@@ -81,7 +85,9 @@ class CompressionOptions:
     rank_pattern: dict[str, int | None] | None = None
     encoder_groups: int | None = None
     decoder_groups: int | None = None
-    group_start: str = "mean"
+    group_start: str | None = None
+    share_layer_norms: bool = True
+    group_residual_rank: int | None = None
     split: str = "sigma-right"
     paper: bool = False
     calibration: str | None = None
@@ -101,13 +107,18 @@ class CompressionOptions:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it is one of {', '.join(filter(None, allowed))}")
         if self.calibration_samples is not None and self.calibration_samples < 1:
             raise ValueError(f"calibration_samples is {self.calibration_samples}; it is 1 or more")
+        if self.encoder_groups is None and self.decoder_groups is None:
+            alone = {"share_layer_norms": not self.share_layer_norms, "group_residual_rank": self.group_residual_rank}
+            if given := [name for name, value in alone.items() if value]:
+                raise ValueError(f"{given[0]} is for layers that share: give encoder_groups or decoder_groups")
         budgets = [name for name in BUDGETS if getattr(self, name) is not None]
         if len(budgets) > 1:
             raise ValueError(f"{' and '.join(budgets)} are given; one budget is enough")
         for name in {"params", "size"} & {*budgets}:
             quantity(name, getattr(self, name))
         if self.paper:
-            others = ("calibration", "allocation", "attention_method", "ffn_method", "refit", *OTHER_BUDGETS)
+            others = ("calibration", "allocation", "attention_method", "ffn_method", "group_residual_rank", "refit")
+            others += OTHER_BUDGETS
             if given := [name for name in others if getattr(self, name)]:
                 raise ValueError(f"paper is True, but the paper's procedure has no {given[0]}: leave one of them out")
         if self.speedup is not None and not 1 < self.speedup < math.inf:

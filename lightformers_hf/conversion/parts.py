@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ..models.attention import MultiHeadAttention
+from .alignment import Linear, Turn, merge_linear
 from .allocation import Choices, tails
 from .calibration import Calibration, Metric
 from .narrowing import Bottlenecks, Elimination, blocks
 from .report import MatrixReport
-from .sharing import merge, source_names
+from .sharing import source_names
 from .svd import Spectrum, Split, decompose
 from .teacher import Teacher
 
@@ -41,9 +42,10 @@ class Sources:
     Attributes:
         teacher: where tensors come from.
         dense: skeleton of the result before anything gets smaller.
-        start: how a group of layers is merged.
+        start: how a group of layers is merged: `aligned`, `mean` or `first`.
         calibration: the moments, if any.
         weighting: what errors of a matrix are weighed by.
+        turns: teacher module → bases in which it is merged.
     """
 
     teacher: Teacher
@@ -51,20 +53,34 @@ class Sources:
     start: str
     calibration: Calibration | None
     weighting: str
+    turns: dict[str, Turn] = field(default_factory=dict)
+    _merged: dict[str, Linear] = field(default_factory=dict)
 
     def modules(self, name: str) -> list[str]:
         """The teacher's modules that a module is made of."""
         names = source_names(f"{name}.", self.teacher.config, self.dense.config)
         return [module.rstrip(".") for module in names]
 
+    def linear(self, name: str) -> Linear:
+        """The layer, with the layers of a group merged."""
+        if name not in self._merged:
+            modules = self.modules(name)
+            layers = [self.turns.get(module, Turn()).linear(self.teacher.linear(module)) for module in modules]
+            if len(layers) == 1 or self.start == "first":
+                return layers[0]
+            moments = None
+            if self.start == "aligned" and self.calibration is not None:
+                moments = [self.calibration.inputs([module]) for module in modules]
+            self._merged[name] = merge_linear(layers, moments)
+        return self._merged[name]
+
     def matrix(self, name: str) -> Tensor:
         """m×n, inputs×outputs, or V×d."""
-        return merge([self.teacher.matrix(module) for module in self.modules(name)], self.start)
+        return self.linear(name).matrix
 
     def bias(self, name: str) -> Tensor | None:
         """(n), or `None`."""
-        biases = [bias for module in self.modules(name) if (bias := self.teacher.bias(module)) is not None]
-        return merge(biases, self.start) if biases else None
+        return self.linear(name).bias
 
     def metric(self, name: str, kind: str) -> Metric | None:
         """In which the matrix is truncated; `None` without calibration."""

@@ -20,7 +20,7 @@ from .svd import decompose
 # Weight of the layer's own matrix in the regression, relative to the mean variance of its inputs.
 RIDGE = 1e-2
 # Steps that balance the tokens' probabilities, and occurrences of each that are added to those seen.
-BALANCING, SMOOTHING = 4, 0.5
+BALANCING, SMOOTHING = 2, 0.5
 
 
 class _StopError(Exception):

@@ -8,7 +8,7 @@ import torch
 
 from ..models.layer_stack import group_of_depth
 
-GROUP_STARTS = ("mean", "first")
+GROUP_STARTS = (None, "aligned", "mean", "first")
 
 
 def source_names(name: str, source, target) -> list[str]:
@@ -35,7 +35,7 @@ def source_names(name: str, source, target) -> list[str]:
 
 
 def merge(tensors: list[torch.Tensor], start: str) -> torch.Tensor:
-    """One tensor for a group: the `mean` of its layers' tensors, or the `first` layer's. fp32, any one shape."""
+    """One tensor for a group: the `first` layer's, or else the mean of its layers' tensors. fp32, any one shape."""
     if start == "first" or len(tensors) == 1:
         return tensors[0]
     return torch.stack([tensor.float() for tensor in tensors]).mean(dim=0)

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 
 from .. import models
 from ..models.low_rank import LowRankEmbedding, LowRankLinear, LowRankOutput
+from .alignment import Linear
 from .checkpoint import CheckpointReader
 from .sources import canonical_name, family_of, own_config
 
@@ -165,6 +166,10 @@ class Teacher:
             if name in self._names:
                 return self.read(name)
         return None
+
+    def linear(self, module_name: str) -> Linear:
+        """Matrix and bias of a module."""
+        return Linear(self.matrix(module_name), self.bias(module_name))
 
     def generation_config(self) -> transformers.GenerationConfig:
         """The checkpoint's own, or what its configuration says where it has none."""
