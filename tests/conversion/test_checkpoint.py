@@ -145,7 +145,9 @@ def test_a_folder_is_its_own_source(tmp_path):
 
 
 @pytest.mark.parametrize("source", ["./not-there", "/not/there", "a/b/c", "~/not-there", "../x", "two words"])
-def test_a_path_that_is_not_there(source, monkeypatch):
+def test_a_path_that_is_not_there(source, monkeypatch, tmp_path):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(checkpoint, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
     with pytest.raises(FileNotFoundError, match="is no folder: expected the folder of a checkpoint, or a model's Hub"):
         resolve_source(source)
