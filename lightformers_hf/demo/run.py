@@ -31,8 +31,8 @@ SETTINGS, RESULTS, PICTURE = "settings.json", "results.json", "picture.png"
 MODELS = {  # folder → how the table calls it
     "teacher": "teacher",
     "compressed": "plain SVD, untrained",
-    "calibrated": "calibrated SVD, untrained",
-    "recovered-svd": "recovered from calibrated SVD",
+    "calibrated": "calibrated, untrained",
+    "recovered-svd": "recovered from calibrated",
     "recovered-random": "trained from random",
 }
 SAMPLES = 4
@@ -74,11 +74,11 @@ def run_demo(
             lambda folder: convert(teacher, folder, ratio=settings.ratio, paper=True),
         ),
         "calibrated": (
-            "Compress it as far, knowing from sample sentences what matters",
+            "Compress it as far, weighing errors on sample sentences",
             lambda folder: convert(teacher, folder, ratio=settings.ratio, calibration=str(corpus / "train.jsonl")),
         ),
         "recovered-svd": (
-            f"Win the quality back: {settings.recovery_steps} steps from the calibrated SVD",
+            f"Win the quality back: {settings.recovery_steps} steps from there",
             lambda folder: _whole(folder, write_recovered, *recovery, random_start=False),
         ),
         "recovered-random": (
