@@ -19,8 +19,9 @@ from .svd import decompose
 
 # Weight of the layer's own matrix in the regression, relative to the mean variance of its inputs.
 RIDGE = 1e-2
-# Steps that balance the tokens' probabilities, and occurrences of each that are added to those seen.
-BALANCING, SMOOTHING = 2, 0.5
+# Steps that balance the tokens' probabilities, occurrences of each that are added to those seen, and how many nats a
+# token they must win together.
+BALANCING, SMOOTHING, WORTH_BALANCING = 4, 0.5, 0.05
 
 
 class _StopError(Exception):
@@ -68,16 +69,23 @@ def refit(
 def _balance(student: PreTrainedModel, teacher: PreTrainedModel, batches: list, states: list[tuple]) -> None:
     """Scale tokens' probabilities by b until their means are the teacher's: then no b has a lower cross-entropy.
 
-    Every step, b += log(teacher's mean / own mean), lowers it (Darroch and Ratcliff 1972).
+    Every step, b += log(teacher's mean / own mean), lowers it (Darroch and Ratcliff 1972). Where all of them win little,
+    b stays: sentences become as short as the teacher's own, which then costs more than it gives.
     """
     kept = [batch["labels"] != -100 for batch in batches]
-    for _ in range(BALANCING):
-        sums = []
-        for which, model in enumerate((student, teacher)):
-            rows = (model.lm_head(state[which][mask]) for state, mask in zip(states, kept, strict=True))
-            sums.append(sum((row + model.final_logits_bias).softmax(-1).sum(0).double() for row in rows))
-        own, target = sums
-        student.final_logits_bias += ((target + SMOOTHING) / (own + SMOOTHING)).log().float()
+    bias, losses = student.final_logits_bias.clone(), []
+    for step in range(BALANCING + 1):
+        own = target = loss = 0.0
+        for (student_states, teacher_states), mask in zip(states, kept, strict=True):
+            logits = student.lm_head(student_states[mask]) + student.final_logits_bias
+            wanted = (teacher.lm_head(teacher_states[mask]) + teacher.final_logits_bias).softmax(-1)
+            loss -= (wanted * logits.log_softmax(-1)).sum().item()
+            own, target = own + logits.softmax(-1).sum(0).double(), target + wanted.sum(0).double()
+        losses.append(loss / sum(mask.sum().item() for mask in kept))
+        if step < BALANCING:
+            student.final_logits_bias += ((target + SMOOTHING) / (own + SMOOTHING)).log().float()
+    if losses[0] - losses[-1] < WORTH_BALANCING:
+        student.final_logits_bias.copy_(bias)
 
 
 class _Walk:

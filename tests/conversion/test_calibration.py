@@ -322,3 +322,11 @@ def test_states_that_are_not_finite_are_named(calibrated, tiny_marian):
         model.model.encoder.layers[1].fc2.weight[0, 0] = 1e38
     with pytest.raises(ValueError, match=r"at model\.decoder\.\S+ hold NaN or infinite values"):
         Calibration(model, ["model.decoder.layers.0.encoder_attn.k_proj"], calibrated[1].batches, progress=False)
+
+
+def test_refit_leaves_balance_where_it_wins_little(tiny_marian, text, tmp_path):
+    convert(
+        tiny_marian, tmp_path / "light", calibration=text, rank_pattern={"encoder.layers.0.fc1": 8}, progress=False
+    )
+    teacher, light = (AutoModelForSeq2SeqLM.from_pretrained(folder) for folder in (tiny_marian, tmp_path / "light"))
+    torch.testing.assert_close(light.final_logits_bias, teacher.final_logits_bias)
