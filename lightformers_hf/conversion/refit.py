@@ -69,8 +69,8 @@ def refit(
 def _balance(student: PreTrainedModel, teacher: PreTrainedModel, batches: list, states: list[tuple]) -> None:
     """Scale tokens' probabilities by b until their means are the teacher's: then no b has a lower cross-entropy.
 
-    Every step, b += log(teacher's mean / own mean), lowers it (Darroch and Ratcliff 1972). Where all of them win little,
-    b stays: sentences become as short as the teacher's own, which then costs more than it gives.
+    Every step, b += log(teacher's mean / own mean), lowers it (Darroch and Ratcliff 1972). Where all of them win
+    little, b stays: sentences become as short as the teacher's own, which then costs more than it gives.
     """
     kept = [batch["labels"] != -100 for batch in batches]
     bias, losses = student.final_logits_bias.clone(), []
