@@ -16,7 +16,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from .calibration import INPUT_DAMPING, Metric, damped_root
-from .svd import Factors, decompose
+from .svd import Factors, decompose, rescaled
 
 
 class Linear(NamedTuple):
@@ -157,7 +157,8 @@ def residual_factors(matrix: Tensor, mean: Tensor, rank: int, *, name: str, metr
     difference = matrix.double() - mean.double()
     if metric is None:
         return decompose(difference, name=name, rank=rank).truncate(rank, "balanced")
-    return metric.restore(decompose(metric.weigh(difference), name=name, rank=rank).truncate(rank, "balanced"))
+    factors = metric.restore(decompose(metric.weigh(difference), name=name, rank=rank).truncate(rank))
+    return rescaled(factors, "balanced")
 
 
 def _rows(layer: Linear) -> Tensor:

@@ -18,7 +18,7 @@ from .calibration import Calibration, Metric
 from .narrowing import Bottlenecks, Elimination, blocks
 from .report import MatrixReport
 from .sharing import source_names
-from .svd import Spectrum, Split, decompose
+from .svd import Factors, Spectrum, Split, decompose, rescaled
 from .teacher import Teacher
 
 # (module, m, n, r) → what it takes of the budget; m, n and r may be tensors, r `None` is dense.
@@ -164,7 +164,7 @@ class MatrixPart:
             spectrum = self.spectrum(rank)
             factors = spectrum.truncate(rank, self.split)
             if metric is not None:
-                factors = metric.restore(factors)
+                factors = rescaled(metric.restore(factors), self.split)
                 if metric.mean is not None:  # the bias takes the mean of what the factors lose
                     lost = metric.mean @ (matrix.double() - factors.left @ factors.right)
                     bias = (bias.double() + lost).to(bias.dtype)
@@ -226,6 +226,18 @@ class HeadsPart:
         queries = Bottlenecks.of(blocks(second, heads), blocks(gradients, heads))
         return queries, Bottlenecks.of(blocks(contexts, heads), blocks(of_contexts, heads)), mean
 
+    def _scaled(self, maps: tuple[Tensor, Tensor], first: str, second: str) -> tuple[Tensor, Tensor]:
+        """X and Y of every head, scaled for columns of W·X to be as long as what Y makes of the second matrix."""
+        left, right = (self.sources.matrix(f"{self.name}.{part}").double() for part in (first, second))
+        right = right if second == "out_proj" else right.T
+        scaled = []
+        for head, (into, out_of) in enumerate(zip(*maps, strict=True)):
+            own = slice(head * len(into), (head + 1) * len(into))
+            pair = Factors(left[:, own] @ into, out_of @ right[own])
+            scale = (rescaled(pair, "balanced").left.norm(dim=0) / pair.left.norm(dim=0)).nan_to_num(nan=1.0)
+            scaled.append((into * scale, out_of / scale[:, None]))
+        return tuple(torch.stack(side) for side in zip(*scaled, strict=True))
+
     @property
     def widths(self) -> list[int]:
         """All that its heads can have, that of the teacher's included."""
@@ -252,8 +264,9 @@ class HeadsPart:
         """The block with heads of that width."""
         queries, contexts, mean = self._bottlenecks
         full = queries.into.shape[-1]
-        into_q, out_of_q = queries.at(width)
-        into_v, out_of_v = contexts.at(width)
+        # As long as each other: inside a head, any basis and scale computes the same.
+        into_q, out_of_q = self._scaled(queries.at(width), "q_proj", "k_proj")
+        into_v, out_of_v = self._scaled(contexts.at(width), "v_proj", "out_proj")
         coordinates = {
             "q_proj": torch.block_diag(*(into_q * (width / full) ** 0.5)),  # scores are divided by the root of it
             "k_proj": torch.block_diag(*out_of_q.mT),

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..models.low_rank import LowRankLinear
 from .calibration import GRADIENT_DAMPING, INPUT_DAMPING, Calibration, Metric, damped_root, stream_of
-from .svd import decompose
+from .svd import decompose, rescaled
 
 # Weight of the layer's own matrix in the regression, relative to the mean variance of its inputs.
 RIDGE = 1e-2
@@ -218,7 +218,8 @@ def _solve(name: str, module: nn.Module, own: Tensor, inputs: _Sums, outputs: _S
     if isinstance(module, LowRankLinear):
         metric = Metric(damped_root(covariance, INPUT_DAMPING), damped_root(gradients, GRADIENT_DAMPING))
         rank = module.rank
-        left, right = metric.restore(decompose(metric.weigh(matrix), name=name, rank=rank).truncate(rank, "balanced"))
+        factors = metric.restore(decompose(metric.weigh(matrix), name=name, rank=rank).truncate(rank))
+        left, right = rescaled(factors, "balanced")
         module.u.weight.copy_(left.T)
         module.v.weight.copy_(right.T)
         matrix = left @ right

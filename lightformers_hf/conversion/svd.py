@@ -50,6 +50,20 @@ class Factors(NamedTuple):
     right: Tensor
 
 
+def rescaled(factors: Factors, split: Split) -> Factors:
+    """The same product, with every column of the left factor and row of the right one as long as `split` has them.
+
+    `balanced`: equally long. `sigma-right`: the left one of length 1. Training takes steps of one size everywhere, and
+    a factor a thousand times smaller than its partner would not survive the first.
+    """
+    lengths = factors.left.norm(dim=0), factors.right.norm(dim=1)
+    used = (lengths[0] > 0) & (lengths[1] > 0)
+    scale = lengths[0].where(used, torch.ones_like(lengths[0]))
+    if split == "balanced":
+        scale = (scale / lengths[1].where(used, scale)).sqrt()
+    return Factors(factors.left / scale, factors.right * scale[:, None])
+
+
 @dataclass(frozen=True, eq=False)
 class Spectrum:
     """The decomposition of one matrix, ready to be truncated at any rank up to `max_rank`.

@@ -117,6 +117,10 @@ def test_what_heads_and_neurons_do_not_use_is_left_out_without_loss(narrow_insid
     assert light.config.encoder_ffn_dim == light.config.decoder_ffn_dim == 8
     assert light.config.head_dim_pattern == light.config.ffn_dim_pattern == {}
     torch.testing.assert_close(logits(light), logits(teacher), atol=1e-4, rtol=1e-4)
+    for attention in (layer.self_attn for layer in light.model.encoder.layers):  # fit for training
+        sizes = [attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj]
+        sizes = [linear.weight.norm().item() for linear in sizes]
+        assert max(sizes) < 4 * min(sizes)
     matrix = next(matrix for matrix in report.matrices if matrix.name == "decoder.layers.0.encoder_attn.out_proj")
     assert (matrix.m, matrix.n, matrix.width, matrix.parameters_after) == (16, 16, 4, 8 * 16)
     assert report.parameters_after == light.num_parameters()

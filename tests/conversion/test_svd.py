@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightformers_hf.conversion import svd
-from lightformers_hf.conversion.svd import SPLITS, decompose, in_workers
+from lightformers_hf.conversion.svd import SPLITS, Factors, decompose, in_workers, rescaled
 
 FLOAT32_ROUNDING = 1e-6
 
@@ -235,3 +235,14 @@ def test_an_error_in_a_worker_is_raised():
 
     with pytest.raises(ValueError, match="matrix 3"):
         list(in_workers(work, range(10), workers=2))
+
+
+@pytest.mark.parametrize("split", ["balanced", "sigma-right"])
+def test_rescaled_factors_have_the_same_product(split):
+    left, right = torch.randn(7, 3) * torch.tensor([1e-3, 5.0, 0.0]), torch.randn(3, 5)
+    new = rescaled(Factors(left, right), split)
+    torch.testing.assert_close(new.left @ new.right, left @ right)
+    lengths = new.left.norm(dim=0)[:2], new.right.norm(dim=1)[:2]
+    torch.testing.assert_close(lengths[0], lengths[1] if split == "balanced" else torch.ones(2))
+    assert torch.isfinite(new.left).all()
+    assert torch.isfinite(new.right).all()
