@@ -5,30 +5,37 @@ The scripts are run as `python training/run_….py`, which puts this folder on t
 
 from __future__ import annotations
 
+import argparse
 import copy
+import dataclasses
+import difflib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import transformers
+import yaml
 from datasets import Dataset, Value, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetGenerationError
+from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     GenerationConfig,
+    HfArgumentParser,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -46,6 +53,14 @@ AutoModel = type[AutoModelForSeq2SeqLM] | type[AutoModelForCausalLM]
 class ModelArguments:
     """What is trained."""
 
+    config: str | None = field(
+        default=None,
+        metadata={
+            "help": "Recipe: a .yaml file of options, and below `model:` of fields of the model's configuration. The "
+            "command line wins; it gives fields as --model.d_model 256."
+        },
+    )
+    model: dict[str, object] = field(init=False, default_factory=dict)  # the fields, of the recipe and of --model.…
     model_name_or_path: str | None = field(default=None, metadata={"help": "Checkpoint: a folder or a Hub name."})
     config_name: str | None = field(
         default=None, metadata={"help": "Train from random weights: folder, Hub name or config.json of the shapes."}
@@ -80,6 +95,90 @@ class OutputArguments:
         # Without it, --bf16 is refused on a machine that has nothing but its CPU.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         super().__post_init__()
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str) -> None:
+        """One line instead of the usage of some hundred options."""
+        raise ValueError(f"{message}. --help lists all options.")
+
+
+def parse_arguments(classes: Iterable[type], argv: list[str] | None = None) -> tuple:
+    """An object of each of the dataclasses, as of `HfArgumentParser`, from the command line and from its recipe.
+
+    `--config recipe.yaml` names a YAML mapping of options; its mapping `model` goes to `ModelArguments.model`, with
+    the fields given as `--model.d_model 256` (values in YAML, `--model.adaptive_cutoffs "[4000, 12000]"`). A recipe
+    `base: other.yaml` changes only what it names of that file, which is looked for beside it. What the command line
+    says wins.
+
+    Args:
+        classes: dataclasses, one of them a `ModelArguments`.
+        argv: the command line; `None` means the script's.
+
+    Raises:
+        ValueError: an unknown option or field, with its file and the names that are like it; values of a wrong type.
+        FileNotFoundError: no such recipe.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config")
+    known, argv = first.parse_known_args(argv)
+    recipe = load_recipe(known.config) if known.config else {}
+    fields, options, arguments = {}, [], iter(argv)
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name.startswith("--model."):
+            fields[name.removeprefix("--model.")] = yaml.safe_load(value if equals else next(arguments, ""))
+        else:
+            options.append(argument)
+    model = recipe.pop("model", {})
+    if model_type := (model | fields).get("model_type"):
+        check_model_fields(fields, model_type, "The command line")
+        check_model_fields(model, model_type, known.config)
+    names = [f.name for each in classes for f in dataclasses.fields(each) if f.init]
+    check_names(recipe, names, f"{known.config}: no option")
+    given = ["--config", known.config] if known.config else []
+    for name, value in recipe.items():
+        if value is not None:
+            values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+            given += [f"--{name}", *map(str, values)]
+    parser = _Parser(tuple(classes), allow_abbrev=False)
+    *parsed, rest = parser.parse_args_into_dataclasses([*given, *options], return_remaining_strings=True)
+    check_names([text.partition("=")[0] for text in rest], [f"--{name}" for name in names], "There is no option")
+    for each in parsed:
+        if isinstance(each, ModelArguments):
+            each.model = model | fields
+    return tuple(parsed)
+
+
+def load_recipe(path: str | Path) -> dict[str, object]:
+    """The options of a recipe, its `model` a mapping of its own, laid over those of its `base`."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"No recipe {path}: give an existing .yaml file.")
+    try:
+        recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(recipe, dict) or not isinstance(recipe.get("model", {}), dict):
+        raise ValueError(f"{path}: expected a mapping of options, and below model: a mapping of fields.")
+    base = recipe.pop("base", None)
+    below = load_recipe(Path(path).parent / base) if base else {}
+    return below | recipe | {"model": below.get("model", {}) | recipe.get("model", {})}
+
+
+def check_model_fields(fields: Iterable[str], model_type: str, source: str) -> None:
+    """Raise a `ValueError` that begins with `source` if there is no such type, or one of `fields` is not of its."""
+    check_names([model_type], list(CONFIG_MAPPING), f"{source}: no model_type")
+    config = CONFIG_MAPPING[model_type]
+    names = ["model_type", "num_labels", *(f.name for f in dataclasses.fields(config)), *config.attribute_map]
+    check_names(fields, names, f"{source}: no field of a {model_type}'s configuration is named")
+
+
+def check_names(names: Iterable[str], known: list[str], what: str) -> None:
+    """Raise a `ValueError` that begins with `what` at the first of `names` that is not `known`."""
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known)
+            raise ValueError(f"{what} {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else "."))
 
 
 def check_output(args: transformers.TrainingArguments, models: list[str | None]) -> str | None:
@@ -119,57 +218,92 @@ def check_output(args: transformers.TrainingArguments, models: list[str | None])
 
 def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
     """The tokenizer that the arguments name, or the model's own."""
-    if (args.model_name_or_path is None) == (args.config_name is None):
-        raise ValueError("Give one of --model_name_or_path (a checkpoint) and --config_name (random weights).")
+    given = [args.model_name_or_path, args.config_name, args.model or None]
+    if not any(given) or all(given[:2]):
+        raise ValueError(
+            "Give one of --model_name_or_path (a checkpoint), and for random weights --config_name (shapes) or "
+            "--config (a recipe with a model)."
+        )
     name = args.tokenizer_name or args.model_name_or_path or args.config_name
+    if name is None:
+        raise ValueError("A recipe's model has no tokenizer of its own: give --tokenizer_name.")
     if Path(name).is_file():
         raise ValueError(f"{name} is a configuration without a tokenizer: give --tokenizer_name.")
     return AutoTokenizer.from_pretrained(name)
 
 
-def load_model(name: str, attention: str | None, auto_model: AutoModel = AutoModelForSeq2SeqLM) -> PreTrainedModel:
-    """A checkpoint in fp32, whatever it is stored in: fp16 weights do not train. Every weight must be there."""
-    model, info = auto_model.from_pretrained(
-        name, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
-    )
+def load_model(
+    name: str,
+    attention: str | None,
+    auto_model: AutoModel = AutoModelForSeq2SeqLM,
+    config: PreTrainedConfig | None = None,
+) -> PreTrainedModel:
+    """A checkpoint in fp32, whatever it is stored in: fp16 weights do not train. Every weight must be there.
+
+    Its configuration is `config`, or its own. Raises `ValueError` if its weights are not those of the configuration.
+    """
+    try:
+        model, info = auto_model.from_pretrained(
+            name, config=config, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
+        )
+    except RuntimeError as error:
+        if config is None or "mismatch" not in str(error):
+            raise
+        raise ValueError(
+            f"The weights of {name} do not have the shapes of the fields of model that are given."
+        ) from error
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"{name} lacks {len(missing)} of the model's weights, such as {missing[0]}.")
     return model
 
 
-def load_config(name: str, tokenizer: PreTrainedTokenizerBase, auto_model: AutoModel) -> PreTrainedConfig:
-    """The configuration `name` (a folder, a Hub name or a .json file); what it leaves out comes from `tokenizer`.
+def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, auto_model: AutoModel) -> PreTrainedConfig:
+    """The configuration of the checkpoint or of `config_name` with the fields `model` laid over it, or those alone.
 
-    That is `vocab_size` and the ids of pad, bos and eos; for a sequence-to-sequence model also
-    `decoder_start_token_id`: bos, or pad where the tokenizer has no bos (Marian), or eos where it has neither.
+    What a model of random weights leaves out comes from `tokenizer`. That is `vocab_size` and the ids of pad, bos and
+    eos; for a sequence-to-sequence model also `decoder_start_token_id`: bos, or pad where the tokenizer has no bos
+    (Marian), or eos where it has neither.
+
+    Raises:
+        ValueError: no model_type, another one than the checkpoint's, an unknown field, a value of a wrong type.
     """
-    content, _ = PreTrainedConfig.get_config_dict(name)
-    if "model_type" not in content:
-        raise ValueError(f"{name} names no model_type: add one, such as 'lightformer'.")
+    name = args.model_name_or_path or args.config_name
+    content = PreTrainedConfig.get_config_dict(name)[0] if name else {}
+    source = args.config or name or "--model"
+    model_type = (content | args.model).get("model_type")
+    if model_type is None:
+        raise ValueError(f"{source} names no model_type: add one, such as 'lightformer'.")
+    if name and model_type != content.get("model_type", model_type):
+        raise ValueError(f"{source} is of a {model_type}, but {name} is a {content['model_type']}.")
+    check_model_fields(args.model, model_type, source)
     tokens = {"vocab_size": len(tokenizer)}
     tokens |= {f"{token}_token_id": getattr(tokenizer, f"{token}_token_id") for token in ("pad", "bos", "eos")}
     if auto_model is AutoModelForSeq2SeqLM:
         starts = (tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
         tokens["decoder_start_token_id"] = next((token for token in starts if token is not None), None)
-    if content.keys() >= tokens.keys():
+    if not args.model and (args.model_name_or_path or content.keys() >= tokens.keys()):
         return AutoConfig.from_pretrained(name)
     # Given to the constructor, so that fields that follow from them follow, and fields that must fit are checked.
-    return AutoConfig.for_model(**tokens | content)
+    try:
+        return AutoConfig.for_model(**({} if args.model_name_or_path else tokens) | content | args.model)
+    except StrictDataclassError as error:  # not a ValueError, though it is about a value
+        raise ValueError(f"{source}: {' '.join(str(error).split())}") from error
 
 
 def build_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, auto_model: AutoModel) -> PreTrainedModel:
     """The model to train, a checkpoint's weights or random ones in the shapes of a config; it must fit `tokenizer`."""
-    name = args.model_name_or_path or args.config_name
-    config = load_config(name, tokenizer, auto_model) if args.config_name else AutoConfig.from_pretrained(name)
+    name = args.model_name_or_path
+    config = load_config(args, tokenizer, auto_model)
     if len(tokenizer) > config.vocab_size:
+        source = name or args.config_name or args.config or "--model"
         raise ValueError(
-            f"The tokenizer {tokenizer.name_or_path} has {len(tokenizer)} entries, the model {name} takes "
+            f"The tokenizer {tokenizer.name_or_path} has {len(tokenizer)} entries, the model {source} takes "
             f"{config.vocab_size}: choose a tokenizer and a model that belong together."
         )
-    if args.model_name_or_path and not args.from_scratch:
-        return load_model(name, args.attn_implementation, auto_model)
+    if name and not args.from_scratch:
+        return load_model(name, args.attn_implementation, auto_model, config if args.model else None)
     model = auto_model.from_config(config, dtype=torch.float32, attn_implementation=args.attn_implementation)
-    if args.model_name_or_path:  # so that it is decoded just as the checkpoint it is compared with
+    if name:  # so that it is decoded just as the checkpoint it is compared with
         model.generation_config = GenerationConfig.from_pretrained(name)
     return model
 

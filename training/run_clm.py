@@ -36,6 +36,7 @@ from common import (
     load_texts,
     load_tokenizer,
     parameter_count,
+    parse_arguments,
     run_script,
     summarize,
     train,
@@ -44,7 +45,6 @@ from datasets import Dataset
 from rich.console import Console
 from transformers import (
     AutoModelForCausalLM,
-    HfArgumentParser,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
@@ -198,8 +198,7 @@ def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, bloc
 
 def main(argv: list[str] | None = None) -> None:
     """Train, evaluate, test, save, summarize."""
-    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
-    model_args, data_args, args = parser.parse_args_into_dataclasses(argv)
+    model_args, data_args, args = parse_arguments((ModelArguments, DataArguments, TrainingArguments), argv)
     console = Console(quiet=not args.should_save)
     checkpoint = check_output(args, [model_args.model_name_or_path, model_args.config_name, model_args.tokenizer_name])
     check_options(args, data_args)

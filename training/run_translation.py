@@ -31,6 +31,7 @@ from common import (
     load_model,
     load_tokenizer,
     parameter_count,
+    parse_arguments,
     run_script,
     summarize,
     train,
@@ -42,7 +43,6 @@ from transformers import (
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     EvalPrediction,
-    HfArgumentParser,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Seq2SeqTrainingArguments,
@@ -165,8 +165,9 @@ def load_teacher(name: str, tokenizer: PreTrainedTokenizerBase, attention: str |
 
 def main(argv: list[str] | None = None) -> None:
     """Train, evaluate, test, save, summarize."""
-    parser = HfArgumentParser((ModelArguments, DataArguments, DistillationArguments, TrainingArguments))
-    model_args, data_args, distillation, args = parser.parse_args_into_dataclasses(argv)
+    model_args, data_args, distillation, args = parse_arguments(
+        (ModelArguments, DataArguments, DistillationArguments, TrainingArguments), argv
+    )
     console = Console(quiet=not args.should_save)
     reads = [model_args.model_name_or_path, model_args.config_name, model_args.tokenizer_name, distillation.teacher]
     checkpoint = check_output(args, reads)
