@@ -1,0 +1,127 @@
+#!/usr/bin/env python
+"""Let the teacher translate (or summarize) the source side of a corpus: data for sequence-level distillation.
+
+    python training/distill_data.py opus-mt-de-en train.jsonl --source_lang de --target_lang en \
+        --output distilled.jsonl
+    python training/run_translation.py --train_file distilled.jsonl --source_lang de --target_lang en …
+
+A student learns more from what its teacher would say than from what people said (Kim & Rush 2016, arXiv 1606.07947).
+The output has one object a line, in the order of the data, `{"translation": {"de": "…", "en": "…"}}`: the source as it
+was, and the teacher's best hypothesis. It stands under its name only when it is complete: the same command goes on
+where a kill ended it, and ends with the same file as without the kill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import torch
+from common import load_texts, run_script
+from rich.console import Console
+from rich.markup import escape
+from tqdm.auto import tqdm
+
+from lightformers_hf import translate
+from lightformers_hf.evaluation.translate import load_model
+
+CHUNK = 2048  # texts that are sorted by length together, and written together
+
+
+def resume(partial: Path, record: Path, options: dict, sources: list[str], columns: tuple[str, str]) -> int:
+    """How many whole chunks of `partial` stand; what a kill left behind them is cut off.
+
+    Raises `ValueError` where they were written with other `options` (`record` says with which), or from other data.
+    """
+    if not (partial.is_file() and record.is_file()):
+        record.write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")
+        partial.write_bytes(b"")
+        return 0
+    before = json.loads(record.read_text(encoding="utf-8"))
+    if differing := [name for name in options if before.get(name) != options[name]]:
+        raise ValueError(
+            f"{partial} was begun with {differing[0]} {before.get(differing[0])!r}, not "
+            f"{options[differing[0]]!r}: give the same options to go on, or delete it to begin anew."
+        )
+    whole, kept = 0, 0
+    with partial.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            if number > len(sources) or json.loads(line)["translation"][columns[0]] != sources[number - 1]:
+                raise ValueError(f"{partial}, line {number}, is not of this data: delete it to begin anew.")
+            if number % CHUNK == 0 or number == len(sources):
+                whole, kept = number, file.tell()
+    os.truncate(partial, kept)
+    return whole
+
+
+def distill(options: dict, sources: list[str], output: Path, columns: tuple[str, str]) -> int:
+    """Write the teacher's outputs for `sources` to `output`, and return how many of them an earlier run had made.
+
+    Args:
+        options: what the outputs depend on: `teacher`, `batch_size` and, under `generation`, arguments of `generate()`.
+        columns: names of the two texts in the output.
+    """
+    partial, record = (output.with_name(f"{output.name}.{end}") for end in ("partial", "options.json"))
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    model, tokenizer = load_model(options["teacher"], device=device)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    done = resume(partial, record, options, sources, columns)
+    with (
+        tqdm(total=len(sources), initial=done, unit="text", desc="Translating") as bar,
+        partial.open("a", encoding="utf-8") as file,
+    ):
+        for start in range(done, len(sources), CHUNK):
+            texts = sources[start : start + CHUNK]
+            size, generation = options["batch_size"], options["generation"]
+            outputs = translate(texts, model, tokenizer, batch_size=size, progress=bar, **generation)
+            for pair in zip(texts, outputs, strict=True):
+                row = {"translation": dict(zip(columns, pair, strict=True))}
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    partial.replace(output)
+    record.unlink()
+    return done
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Read, translate, write, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("teacher", help="checkpoint: a folder or a Hub name")
+    parser.add_argument("data", help=".txt, .json, .jsonl (.gz), or a Hub dataset")
+    parser.add_argument("--split", default="train", help="of a Hub dataset")
+    parser.add_argument("--source_lang", required=True, help="column, or language in a column 'translation'")
+    parser.add_argument("--target_lang", required=True, help="name of the teacher's texts in the output")
+    parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to write")
+    parser.add_argument("--num_beams", type=int, default=5)
+    parser.add_argument("--max_new_tokens", type=int, help="default: the checkpoint's limit")
+    parser.add_argument("--batch_size", type=int, default=32, help="texts of similar length translated at once")
+    parser.add_argument("--max_samples", type=int, help="only the first so many texts")
+    args = parser.parse_args(argv)
+    if args.source_lang == args.target_lang:
+        raise ValueError(f"Source and target are both {args.source_lang!r}: give the teacher's texts another name.")
+    for name in ("num_beams", "batch_size", "max_samples"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ValueError(f"{name} is {value}: expected 1 or more.")
+    if args.output.suffix != ".jsonl":
+        raise ValueError(f"The output is {args.output}: expected a name that ends in .jsonl.")
+    if args.output.exists():
+        raise FileExistsError(f"{args.output} is there already, and complete: choose another name, or delete it.")
+    texts = load_texts(args.data, [args.source_lang], split=args.split, max_samples=args.max_samples)["text"][:]
+    generation = {"num_beams": args.num_beams}
+    if args.max_new_tokens is not None:
+        generation["max_new_tokens"] = args.max_new_tokens
+    # Sums over other batches round otherwise, which can tip a beam: the batch size is part of what the file is.
+    options = {name: getattr(args, name) for name in ("teacher", "data", "split", "batch_size")}
+    options |= {"source_lang": args.source_lang, "target_lang": args.target_lang, "generation": generation}
+    done = distill(options, texts, args.output, (args.source_lang, args.target_lang))
+    made = f"{len(texts):,} pairs in {args.output}" + (f", {done:,} of them from before" if done else "")
+    Console().print(escape(made), soft_wrap=True)
+
+
+if __name__ == "__main__":
+    run_script(main)
