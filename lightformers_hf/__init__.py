@@ -5,6 +5,7 @@ Importing the package registers its architectures, so that `AutoModelForSeq2SeqL
 
 from .conversion import CompressionOptions, convert, plan
 from .evaluation.translate import translate
+from .hub import push_to_hub
 from .models import (
     LightFormerConfig,
     LightFormerForCausalLM,
@@ -40,5 +41,6 @@ __all__ = [
     "SubformerModel",
     "convert",
     "plan",
+    "push_to_hub",
     "translate",
 ]

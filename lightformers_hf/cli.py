@@ -308,6 +308,45 @@ def evaluate(
 
 
 @app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(help="What convert or a training run wrote.", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(help="user/model, or model in your own namespace on the Hub.", show_default=False)
+    ],
+    private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
+    revision: Annotated[
+        str | None, typer.Option("--revision", "--branch", help="Branch to commit to. Default: main.")
+    ] = None,
+    message: Annotated[str | None, typer.Option("--message", "-m", help="Of the commit.")] = None,
+    results: Annotated[
+        list[Path] | None,
+        typer.Option(help="What evaluate --json wrote: becomes tables of the model card. Repeatable."),
+    ] = None,
+) -> None:
+    """Share a checkpoint on the Hub, with its code: who has not installed this package loads it, too.
+
+    One commit: weights, configuration, tokenizer, code, compression.json and a model card. Log in before with
+    'hf auth login', or set HF_TOKEN. After an interruption the same command goes on.
+
+    Examples:
+
+        lightformers push recovered user/opus-mt-de-en-light --results results.json
+
+        lightformers push recovered opus-mt-de-en-light --private --revision v2 --message "Trained longer"
+    """
+    from .hub import push_to_hub
+
+    commit = push_to_hub(folder, name, private=private, revision=revision, message=message, results=results or ())
+    console = Console()
+    for line in (
+        f"{commit.repo_url} at commit {commit.oid}.",
+        f'Load it: from_pretrained("{commit.repo_url.repo_id}", revision="{commit.oid}"), and with '
+        "trust_remote_code=True where lightformers_hf is not installed.",
+    ):
+        console.print(escape(line), highlight=False, soft_wrap=True)
+
+
+@app.command()
 def demo(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for everything the demo makes.")] = Path(
         "demo-output"

@@ -133,8 +133,8 @@ def _open_index(path: Path) -> dict[str, Callable[[], Tensor]]:
 def resolve_source(source: str | Path) -> Path:
     """The local folder of a checkpoint: `source` itself, or the snapshot of a Hub model of that name.
 
-    Of a Hub model only configuration, tokenizer and weights are fetched, and `.bin` weights only where there are no
-    safetensors. Without network, a snapshot fetched before is used.
+    Of a Hub model only configuration, tokenizer, card and weights are fetched, and `.bin` weights only where there
+    are no safetensors. Without network, a snapshot fetched before is used.
 
     Raises:
         FileNotFoundError: no such folder, no such model, or the Hub is out of reach.
@@ -147,7 +147,7 @@ def resolve_source(source: str | Path) -> Path:
         raise ValueError(f"{source} is a file, expected the folder of a checkpoint")
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(source)):
         raise FileNotFoundError(f"{source} is no folder: expected the folder of a checkpoint, or a model's Hub name")
-    wanted = ["*.json", "model*.safetensors", "*.spm", "*.model", "*.txt"]
+    wanted = ["*.json", "model*.safetensors", "*.spm", "*.model", "*.txt", "README.md"]
     try:
         folder = Path(snapshot_download(str(source), allow_patterns=wanted))
         if not any(folder.glob("model*.safetensors")):

@@ -6,7 +6,6 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import jinja2
 import torch
 from rich import box
 from rich.console import Console
@@ -14,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from .card import CARD_FILE, inherited_metadata, model_card
 from .options import CompressionOptions
 from .teacher import Teacher, stored_tensors
 
@@ -78,6 +78,7 @@ class CompressionReport:
         matrices: one a stored matrix of the result.
         parameters_before, parameters_after: unique parameters of the whole models.
         bytes_before, bytes_after: bytes of the tensors of both.
+        inherited: what the result's card takes over from the source's: licence, languages, task, its name on the Hub.
     """
 
     source: str
@@ -94,6 +95,7 @@ class CompressionReport:
     parameters_after: int
     bytes_before: int
     bytes_after: int
+    inherited: dict
 
     @classmethod
     def of(
@@ -132,6 +134,9 @@ class CompressionReport:
             parameters_after=model.num_parameters(),
             bytes_before=tensor_bytes(teacher.model),
             bytes_after=tensor_bytes(model),
+            inherited=inherited_metadata(
+                teacher.folder, teacher.name if teacher.name != teacher.folder.name else None
+            ),
         )
 
     @property
@@ -220,57 +225,8 @@ def print_report(report: CompressionReport, console: Console, *, matrices: bool 
             console.print(f"The {stack}'s {depths} layers share {stored} stored ones.", highlight=False)
 
 
-CARD = jinja2.Environment(autoescape=False, trim_blocks=True, lstrip_blocks=True).from_string(
-    """---
-library_name: transformers
-tags:
-- {{ architecture }}
-- compression
-- low-rank
----
-# {{ source }}, compressed
-
-A `{{ architecture }}` model: `{{ source }}` (`{{ family }}`) with its matrices made smaller
-{%- if calibration %}, errors weighed on {{ calibration }}{% endif %}
-{%- for stack, (stored, depths) in groups.items() if stored != depths %}, its {{ depths }} {{ stack }} layers sharing
-{{ stored }} stored ones{% endfor %}.
-
-| | before | after | ratio |
-|---|---|---|---|
-| unique parameters | {{ "{:,}".format(parameters_before) }} | {{ "{:,}".format(parameters_after) }} | {{
-"%.2f" | format(parameters_before / parameters_after) }} |
-| megabytes | {{ "%.1f" | format(bytes_before / 1e6) }} | {{ "%.1f" | format(bytes_after / 1e6) }} | {{
-"%.2f" | format(bytes_before / bytes_after) }} |
-
-Truncation alone costs quality; fine-tune it before use. Options of the conversion: `{{ options }}`.
-
-```python
-import lightformers_hf  # registers the architecture; without it, pass trust_remote_code=True
-from transformers import {{ auto_class }}, AutoTokenizer
-
-model = {{ auto_class }}.from_pretrained("PATH")
-tokenizer = AutoTokenizer.from_pretrained("PATH")
-```
-
-## Every matrix
-
-| matrix | shape | rank | energy kept | relative error |
-|---|---|---|---|---|
-{% for matrix in matrices %}
-| `{{ matrix.name }}` | {{ matrix.m }}×{{ matrix.n }} | {{ matrix.form }} | {{
-"%.1f" | format(100 * matrix.energy) }} % | {{ "%.4f" | format(matrix.relative_error) }} |
-{% endfor %}
-"""
-)
-
-
 def write_report(report: CompressionReport, folder: Path) -> None:
     """Write `compression.json` and the model card `README.md` into `folder`."""
     content = report.to_dict()
     (folder / REPORT_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    # A name from elsewhere must not end the code span it stands in.
-    safe = {
-        key: value.replace("`", "").replace("|", "") if isinstance(value, str) else value
-        for key, value in content.items()
-    }
-    (folder / "README.md").write_text(CARD.render(safe), encoding="utf-8")
+    (folder / CARD_FILE).write_text(model_card(content), encoding="utf-8")

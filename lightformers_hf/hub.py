@@ -1,0 +1,219 @@
+"""Share a checkpoint: one commit on the Hub holds all that a stranger needs to load and train it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    ModelCard,
+    constants,
+    get_token,
+)
+from huggingface_hub.errors import HfHubHTTPError, HTTPError  # HTTPError: of whichever HTTP library the client uses
+from huggingface_hub.utils import validate_repo_id
+from transformers.dynamic_module_utils import get_relative_import_files
+
+from . import models
+from .conversion.card import CARD_FILE, MARK, evaluation_results, model_card, read_results
+from .conversion.report import REPORT_FILE, tensor_bytes
+from .conversion.teacher import Teacher
+from .models.configuration_base import FactorizedConfig
+
+# What belongs to a model; whatever else lies in its folder (optimizer states, logs, data) stays at home.
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+)
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.spm",
+    "*.model",
+)
+
+
+def push_to_hub(
+    folder: str | Path,
+    name: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    message: str | None = None,
+    results: Sequence[str | Path] = (),
+) -> CommitInfo:
+    """Put a checkpoint of this package on the Hub: weights, configurations, tokenizer, code, report and model card.
+
+    All of it becomes visible together, in one commit; files of an earlier push that the checkpoint no longer has are
+    removed by the same commit, all others in the repository stay. After an interruption the same call goes on: files
+    that arrived are not sent again. The token is huggingface_hub's own (`hf auth login`, or HF_TOKEN).
+
+    Args:
+        folder: what `convert` or a training run wrote.
+        name: `user/model`, or `model` in the token's own namespace. The repository is made if it is not there.
+        private: make it private. A public one that is there already is refused.
+        revision: the branch to commit to, made if it is not there. Default: `main`.
+        message: of the commit.
+        results: files written by `lightformers evaluate --json`, for the card's tables and the Hub's.
+
+    Returns: the commit; its `oid` pins the model: `from_pretrained(name, revision=oid)`.
+
+    A `README.md` in the folder without the line that marks a generated card is the user's own and is pushed as it is,
+    with the results among its metadata.
+
+    Raises:
+        FileNotFoundError: no checkpoint in `folder`, or a part of it or a file of results is not there.
+        ValueError: it is not a checkpoint of this package, its parts do not fit, or an argument is out of range.
+        PermissionError: no token, one that the Hub does not know, or one that may not write there.
+        ConnectionError: the Hub was out of reach, or the connection broke.
+        OSError: the Hub answered something else.
+    """
+    folder = Path(folder).expanduser()
+    validate_repo_id(name)
+    if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
+        raise ValueError(f"revision {revision} is a commit, which nothing can be added to: give the name of a branch")
+    teacher = _checked(folder)
+    files = _files(folder, teacher.source_config)
+    measured = [read_results(Path(file), teacher.model.num_parameters()) for file in results]
+    _card(folder, teacher, name, measured)  # whatever is wrong with it is said before anything is made on the Hub
+    _check_token()
+    with _explained(name):
+        api = HfApi(library_name="lightformers_hf")
+        name = api.create_repo(name, private=private or None, exist_ok=True).repo_id
+        there = api.model_info(name)
+        if private and not there.private:
+            raise ValueError(
+                f"{name} exists and is public, so nothing was uploaded: make it private in its settings on the Hub, "
+                "or give another name"
+            )
+        if revision:
+            api.create_branch(name, branch=revision, exist_ok=True)
+            there = api.model_info(name, revision=revision)
+        adds = [CommitOperationAdd(path.name, path) for path in files]
+        adds.append(CommitOperationAdd(CARD_FILE, _card(folder, teacher, name, measured).encode()))
+        stale = {file.rfilename for file in there.siblings or () if _ours(file.rfilename)}
+        stale -= {operation.path_in_repo for operation in adds}
+        return api.create_commit(
+            name,
+            [*adds, *(CommitOperationDelete(path) for path in sorted(stale))],
+            commit_message=message or f"Upload {teacher.source_config.model_type}",
+            revision=revision,
+            parent_commit=there.sha,
+        )
+
+
+def _checked(folder: Path) -> Teacher:
+    """The checkpoint, read as conversion reads it: whole, of this package, its tensors those of its configuration."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder: give what `lightformers convert` or a training run wrote")
+    teacher = Teacher(folder, str(folder))
+    if not isinstance(teacher.source_config, FactorizedConfig):
+        raise ValueError(
+            f"{folder} holds a {teacher.source_config.model_type!r} model, which needs nothing of this package: "
+            "upload it with `hf upload`, or convert it first"
+        )
+    if not any(folder.glob("model*.safetensors")):
+        raise ValueError(f"the weights in {folder} are pickled: load them and save_pretrained writes safetensors")
+    return teacher
+
+
+def _files(folder: Path, config: FactorizedConfig) -> list[Path]:
+    """The files to upload, less the card: the model's, the tokenizer's, the report, the code that `auto_map` names."""
+    code = {folder / f"{reference.split('.')[0]}.py" for reference in config.auto_map.values()}
+    try:
+        code |= {Path(file) for first in sorted(code) for file in get_relative_import_files(first)}
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{folder} lacks {Path(error.filename).name}, code without which strangers cannot load the model: with "
+            "lightformers_hf imported, load it and save it again with save_pretrained"
+        ) from None
+    patterns = (*MODEL_FILES, *TOKENIZER_FILES, REPORT_FILE)
+    listed = {path for path in folder.iterdir() if path.is_file() and any(fnmatch(path.name, p) for p in patterns)}
+    return sorted(listed | code)
+
+
+def _ours(path: str) -> bool:
+    """Whether a file in a repository is one that a push of this package would have put there."""
+    code = {file.name for file in Path(models.__file__).parent.glob("*.py")}
+    patterns = (*MODEL_FILES, *TOKENIZER_FILES, REPORT_FILE)
+    return "/" not in path and (path in code or any(fnmatch(path, pattern) for pattern in patterns))
+
+
+def _card(folder: Path, teacher: Teacher, name: str, results: Sequence[dict]) -> str:
+    """The user's own card, or one that says what the folder's files and the results say."""
+    file, config = folder / CARD_FILE, teacher.source_config
+    own = file.read_text(encoding="utf-8") if file.is_file() else MARK
+    if MARK not in own:
+        card = ModelCard(own)
+        if results:
+            card.data.model_name = name.rpartition("/")[2]
+            card.data.eval_results = evaluation_results(results, card.data.pipeline_tag or "translation")
+        return str(card) if results else own
+    report, state = folder / REPORT_FILE, folder / "trainer_state.json"
+    facts = json.loads(report.read_text(encoding="utf-8")) if report.is_file() else {}
+    auto_classes = {reference.split(".")[-1]: auto for auto, reference in config.auto_classes.items()}
+    facts |= {
+        "architecture": config.model_type,
+        "auto_class": auto_classes[teacher.model_class.__name__],
+        "parameters_after": teacher.model.num_parameters(),
+        "bytes_after": tensor_bytes(teacher.model),
+    }
+    steps = json.loads(state.read_text(encoding="utf-8")).get("global_step") if state.is_file() else None
+    return model_card(facts, name=name, steps=steps, results=results)
+
+
+def _check_token() -> None:
+    """Raise `PermissionError` without a token, or with one whose characters would end up in an error's text."""
+    token = get_token()
+    if token is None:
+        raise PermissionError("no token of the Hub: log in with `hf auth login`, or set HF_TOKEN")
+    if not re.fullmatch(r"[!-~]+", token):
+        raise PermissionError("the Hub's token has characters that no token has: log in again, or set HF_TOKEN anew")
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Say in a sentence what went wrong between here and the Hub, and what to do."""
+    try:
+        yield
+    except (HTTPError, OSError, RuntimeError) as error:
+        cause = error
+        while isinstance(cause, RuntimeError) and cause.__cause__ is not None:  # the client wraps what ends an upload
+            cause = cause.__cause__
+        raise _explanation(cause, name) from error
+
+
+def _explanation(error: BaseException, name: str) -> OSError:
+    if isinstance(error, OSError) and not isinstance(error, (HTTPError, ConnectionError, TimeoutError)):
+        return error  # of this machine, not of the Hub
+    again = "run the same again, what has arrived is not sent twice, and until all has, nobody sees a part of it"
+    if not isinstance(error, HfHubHTTPError):
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        return ConnectionError(f"the connection to {constants.ENDPOINT} broke ({reason}): {again}")
+    status = error.response.status_code
+    said = f"{status}: {' '.join((error.server_message or error.response.reason_phrase).split())}"
+    if status == 401:
+        return PermissionError(f"the Hub does not accept the token ({said}): `hf auth login`, or another HF_TOKEN")
+    if status == 403:
+        return PermissionError(
+            f"the token may not write to {name} ({said}): take one with write access, or a repository of its owner"
+        )
+    if status == 412:
+        return OSError(f"somebody else changed {name} in the meantime ({said}): {again}")
+    return OSError(f"the Hub refused {name} ({said})" + (f": {again}" if status >= 500 else ""))
