@@ -10,6 +10,7 @@ import json
 import sys
 import typing
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -344,6 +345,58 @@ def push(
         "trust_remote_code=True where lightformers_hf is not installed.",
     ):
         console.print(escape(line), highlight=False, soft_wrap=True)
+
+
+@app.command()
+def analyze(
+    models: Annotated[
+        list[str], typer.Argument(help="Folders or Hub names of checkpoints, shown side by side.", show_default=False)
+    ],
+    data: Annotated[
+        str,
+        typer.Option(help="Parallel text: a .jsonl, .json, .csv, .tsv or .parquet file, or a Hub name."),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder for a picture of every measure, for light and for dark pages."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what the folder holds.")] = False,
+    source: Annotated[str | None, typer.Option("--source-column", "--source-lang", help="See evaluate.")] = None,
+    target: Annotated[str | None, typer.Option("--target-column", "--target-lang", help="See evaluate.")] = None,
+    split: Annotated[str, typer.Option(help="Split of a dataset on the Hub.")] = "test",
+    max_samples: Annotated[int | None, typer.Option(min=1, help="Use the first so many pairs. Default: all.")] = None,
+    device: Device = "cpu",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the numbers as JSON to this file, or only to stdout with '-'.")
+    ] = None,
+) -> None:
+    """Look inside checkpoints by the papers' measures: heads, tokens, neurons, MACs, memory, singular values.
+
+    Head diversity, token uniformity, activated neurons: layer by layer, while the model reads the text's two sides.
+    MACs and memory of the matrices follow from the shapes, the steps to convergence from a trainer_state.json beside
+    the weights. Pictures need pip install 'lightformers_hf\\[demo]'.
+
+    Example: lightformers analyze ./teacher ./small --data test.jsonl --output inside
+    """
+    from importlib.util import find_spec
+
+    from .conversion.checkpoint import atomic_output
+    from .evaluation.analysis import analysis_table
+    from .evaluation.analysis import analyze as run
+
+    if output is not None and find_spec("matplotlib") is None:
+        raise ValueError("--output needs matplotlib to draw: pip install 'lightformers_hf[demo]'")
+    options = {"source": source, "target": target, "split": split, "max_samples": max_samples, "device": device}
+    with atomic_output(output, overwrite=overwrite) if output else nullcontext() as folder:
+        analyses = run(models, data, **options, progress=True)
+        if folder:
+            from .evaluation.plots import draw_analyses
+
+            draw_analyses(analyses, folder)
+    if str(json_file) != "-":
+        Console().print(analysis_table(analyses))
+    if json_file is not None:
+        write_json([analysis.to_dict() for analysis in analyses], json_file)
 
 
 @app.command()

@@ -111,10 +111,7 @@ def options(run: Run, args: argparse.Namespace, others: list[str]) -> list[str]:
 
 def draw(rows: list[dict], path: Path) -> None:
     """BLEU against parameters, one curve for every method and way of training; the mean of several seeds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from lightformers_hf.evaluation.plots import save_picture  # needs matplotlib
 
     curves: dict[str, dict[int, list[float]]] = {}
     for row in rows:
@@ -122,14 +119,15 @@ def draw(rows: list[dict], path: Path) -> None:
         words += ["from random" if row["start"] == "random" else ""]
         name = ", ".join(filter(None, words))
         curves.setdefault(name, {}).setdefault(row["parameters"], []).append(row["bleu"])
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for name, points in curves.items():
-        sizes = sorted(points)
-        axes.plot([size / 1e6 for size in sizes], [sum(points[s]) / len(points[s]) for s in sizes], "o-", label=name)
-    axes.set(xlabel="parameters, millions", ylabel="BLEU", xscale="log")
-    axes.legend()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+
+    def paint(panels: list) -> None:
+        for name, points in curves.items():
+            sizes = sorted(points)
+            means = [sum(points[size]) / len(points[size]) for size in sizes]
+            panels[0].plot([size / 1e6 for size in sizes], means, "o-", label=name)
+        panels[0].set(xlabel="parameters, millions", ylabel="BLEU", xscale="log")
+
+    save_picture(path, paint, height=5)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 from safetensors import safe_open
 
 from lightformers_hf.conversion.report import REPORT_FILE
+from lightformers_hf.evaluation.plots import save_picture
 
-BLUE, ORANGE, GREEN, RED = "#0072b2", "#e69f00", "#009e73", "#d55e00"  # told apart by colour-blind eyes, too
 SHOWN = {  # module of the teacher → what it is called
-    "model.shared": ("embedding", BLUE),
-    "model.encoder.layers.0.self_attn.q_proj": ("encoder query", ORANGE),
-    "model.decoder.layers.0.encoder_attn.v_proj": ("cross-attention value", GREEN),
-    "model.decoder.layers.0.fc1": ("decoder FFN", RED),
+    "model.shared": "embedding",
+    "model.encoder.layers.0.self_attn.q_proj": "encoder query",
+    "model.decoder.layers.0.encoder_attn.v_proj": "cross-attention value",
+    "model.decoder.layers.0.fc1": "decoder FFN",
 }
 
 
@@ -27,31 +27,30 @@ def draw(file: BinaryIO, *, teacher: Path, compressed: Path, svd_start: Path, ra
     Left: training loss of the recovery from the SVD and from random weights, logarithmic. Right: singular values of
     some of the teacher's matrices, each relative to its largest, with a dot at the rank that was kept.
     """
-    figure = Figure(figsize=(10, 4.2), dpi=160, layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for folder, name, color in ((svd_start, "from the SVD", BLUE), (random_start, "from random weights", ORANGE)):
-        losses = json.loads((folder / "losses.json").read_text(encoding="utf-8"))
-        left.plot(*zip(*losses, strict=True), color=color, label=name, linewidth=2)
-    left.set(yscale="log", xlabel="step", ylabel="training loss, nats a token", title="Recovery at equal size")
-    left.legend(frameon=False)
 
-    ranks = {m["name"]: m["rank"] for m in json.loads((compressed / REPORT_FILE).read_text("utf-8"))["matrices"]}
-    with safe_open(teacher / "model.safetensors", "pt") as weights:
-        for module, (name, color) in SHOWN.items():
-            values = torch.linalg.svdvals(weights.get_tensor(f"{module}.weight").float())
-            values = values / values[0]
-            right.plot(range(1, len(values) + 1), values, color=color, label=name, linewidth=1.5)
-            rank = next((r for key, r in ranks.items() if r and module.endswith(key.removeprefix("model."))), None)
-            if rank:
-                right.plot(rank, values[rank - 1], "o", color=color, markersize=7)
-    right.set(
-        xlabel="number of the singular value",
-        ylabel="relative to the largest",
-        title="Singular values of the teacher (dot: rank kept)",
-        ylim=(0, 1.02),
-    )
-    right.legend(frameon=False)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25, which="both")
-    figure.savefig(file, format="png")
+    def paint(panels: list[Axes]) -> None:
+        left, right = panels
+        for folder, name in ((svd_start, "from the SVD"), (random_start, "from random weights")):
+            losses = json.loads((folder / "losses.json").read_text(encoding="utf-8"))
+            left.plot(*zip(*losses, strict=True), label=name)
+        left.set(yscale="log", xlabel="step", ylabel="training loss, nats a token", title="Recovery at equal size")
+        left.legend()
+
+        ranks = {m["name"]: m["rank"] for m in json.loads((compressed / REPORT_FILE).read_text("utf-8"))["matrices"]}
+        with safe_open(teacher / "model.safetensors", "pt") as weights:
+            for color, (module, name) in enumerate(SHOWN.items()):
+                values = torch.linalg.svdvals(weights.get_tensor(f"{module}.weight").float())
+                values = values / values[0]
+                right.plot(range(1, len(values) + 1), values, label=name, linewidth=1.5)
+                rank = next((r for key, r in ranks.items() if r and module.endswith(key.removeprefix("model."))), None)
+                if rank:
+                    right.plot(rank, values[rank - 1], "o", color=f"C{color}", markersize=7)
+        right.set(
+            xlabel="number of the singular value",
+            ylabel="relative to the largest",
+            title="Singular values of the teacher (dot: rank kept)",
+            ylim=(0, 1.02),
+        )
+        right.legend()
+
+    save_picture(file, paint, columns=2)

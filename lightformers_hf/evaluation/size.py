@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,17 +20,23 @@ from transformers.utils import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 
 def unique_parameters(model: PreTrainedModel) -> int:
-    """The number of scalars that were learned: a shared or tied tensor counts once, buffers do not count.
+    """The number of scalars that were learned: a shared or tied tensor counts once, buffers do not count."""
+    return sum(parameter.numel() for _, parameter in learned_parameters(model))
 
-    Tables that the class computes instead of storing them (Marian's sinusoidal positions are `nn.Parameter`s) do not
-    count either, so that two ways of holding the same positions give the same number.
+
+def learned_parameters(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Name and tensor of every parameter that was learned, a shared or tied one once.
+
+    Tables that the class computes instead of storing them (Marian's sinusoidal positions are `nn.Parameter`s) are not
+    among them, so that two ways of holding the same positions give the same number.
     """
     computed = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    return sum(parameter.numel() for name, parameter in model.named_parameters() if name not in computed)
+    yield from ((name, parameter) for name, parameter in model.named_parameters() if name not in computed)
 
 
 def weight_bytes(name: str | os.PathLike) -> int:

@@ -1,0 +1,366 @@
+"""`lightformers analyze`: the papers' measures of checkpoints on parallel text, as numbers and as a table."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from lightformers_hf.conversion.calibration import parallel_batches
+from lightformers_hf.conversion.ranks import rank_for_energy
+from lightformers_hf.training.data import load_parallel
+
+from .evaluate import MEMORY_SENTENCES, direction
+from .macs import TOKENS, Footprint, Macs, generation_macs, memory_footprint
+from .measures import (
+    activated_neurons,
+    head_diversity,
+    iterations_to_convergence,
+    loss_curve,
+    matrix_spectra,
+    token_uniformity,
+)
+from .size import translation_memory
+from .translate import load_model
+
+STACKS = ("encoder", "decoder")
+SITES = {"encoder": "encoder", "decoder": "decoder self-attention", "cross": "cross-attention"}
+ENERGY = 0.9
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The feed-forward networks of one depth, a mean over tokens (PartialFormer, §6.5).
+
+    Attributes:
+        activated: n_act, neurons above 0.
+        neurons: hidden width; of PartialFormer the sum over its heads, and over self- and cross-attention.
+        parameters: of the networks themselves (W₁, b₁, W₂, b₂ of Eq. 4; gates of heads are none of theirs).
+    """
+
+    activated: float
+    neurons: int
+    parameters: int
+
+    @property
+    def ratio(self) -> float:
+        """R_act: the share of the neurons that is activated."""
+        return self.activated / self.neurons
+
+    @property
+    def efficiency(self) -> float:
+        """η_ffn: activated neurons a parameter."""
+        return self.activated / self.parameters
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What a model does with text: a value for every depth, from the input on.
+
+    Attributes:
+        head_diversity: `encoder`, `decoder` (self-attention) and `cross` → means over tokens.
+        token_uniformity: `encoder`, `decoder` → of each layer's outputs, means over sentences of two tokens or more.
+        ffn: `encoder`, `decoder` → of each layer; none where no layer has a feed-forward network.
+    """
+
+    head_diversity: dict[str, list[float]]
+    token_uniformity: dict[str, list[float]]
+    ffn: dict[str, list[Activation]]
+
+
+@dataclass(frozen=True)
+class Analysis(Behaviour):
+    """All measures of one checkpoint; loss and step are `None` where it has no `trainer_state.json`."""
+
+    name: str
+    label: str  # in tables and pictures
+    macs: Macs
+    macs_cached: Macs
+    footprint: Footprint
+    memory_bytes: int  # peak of a process that loads the checkpoint and translates
+    libraries_bytes: int  # the part of it that was there before the checkpoint was loaded
+    spectra: dict[str, list[float]]  # singular values of every matrix
+    loss_name: str | None = None
+    loss_curve: list[tuple[int, float]] = field(default_factory=list)
+    convergence_step: int | None = None
+
+    @property
+    def own_memory_bytes(self) -> int:
+        """Peak memory beyond what the libraries alone take."""
+        return self.memory_bytes - self.libraries_bytes
+
+    @staticmethod
+    def kind_of(matrix: str) -> str:
+        """`embedding`, `attention` or `feed-forward`, from a matrix's name."""
+        if re.search(r"fc\d|fc_gate|\.up\.|\.down\.", matrix):
+            return "feed-forward"
+        return "attention" if "attn" in matrix or "attention" in matrix else "embedding"
+
+    def energy_rank(self, kind: str) -> float:
+        """Singular values that hold 90 % of a matrix's energy, the mean over the matrices of a kind."""
+        spectra = [values for name, values in self.spectra.items() if self.kind_of(name) == kind]
+        return fmean(rank_for_energy(torch.tensor(values), ENERGY) for values in spectra) if spectra else 0.0
+
+    def to_dict(self) -> dict:
+        """Everything as nested dictionaries and lists of numbers, for JSON."""
+        ffn = {
+            stack: [asdict(layer) | {"ratio": layer.ratio, "efficiency": layer.efficiency} for layer in layers]
+            for stack, layers in self.ffn.items()
+        }
+        return asdict(self) | {"ffn": ffn}
+
+
+@torch.inference_mode()
+def behaviour(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]], *, progress: bool = False) -> Behaviour:
+    """Run an encoder-decoder over text (the decoder sees the references) and measure heads, tokens and neurons.
+
+    Nothing but sums outlives a layer, so that memory is that of one batch. Padding does not count. The self-attention
+    below a Subformer's first layer (SAFE) and its network belong to no depth, and are not measured.
+
+    Args:
+        model: LightFormer, Subformer, PartialFormer, or one of transformers' that is built like Marian and BART.
+        batches: each with `input_ids`, `attention_mask` (B, S), `decoder_input_ids` and `labels` (B, T; −100 is
+            padding).
+        progress: show a bar on stderr.
+
+    Raises:
+        ValueError: no batches, or an architecture whose parts have other names.
+    """
+    meter = _Meter(model)
+    training = model.training
+    with ExitStack() as stack:
+        stack.callback(model.train, training)
+        stack.callback(meter.remove)
+        model.eval()
+        for batch in tqdm(batches, disable=not progress, unit="batch"):
+            batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+            meter.start({"encoder": batch["attention_mask"] != 0, "decoder": batch["labels"] != -100})
+            # Without the head: logits are the largest tensor of all, and nobody looks at them.
+            model.base_model(
+                input_ids=batch["input_ids"],
+                attention_mask=batch["attention_mask"],
+                decoder_input_ids=batch["decoder_input_ids"],
+                use_cache=False,
+            )
+    return meter.result()
+
+
+class _Meter:
+    """Sums over what hooks see. A layer that serves several depths is told apart by the order of its calls."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.sums: dict[tuple, float] = defaultdict(float)
+        self.networks: dict[tuple[str, int], set[nn.Module]] = defaultdict(set)
+        self.tokens, self.sentences = dict.fromkeys(STACKS, 0), dict.fromkeys(STACKS, 0)
+        self.kept: dict[str, Tensor] = {}
+        self.depth: dict[str, int] = {}
+        self.handles = []
+        for stack in STACKS:
+            root = getattr(model, f"get_{stack}")()
+            layers = getattr(root, "layers", None)
+            attentions = [
+                (name, module)
+                for name, module in root.named_modules()
+                if hasattr(module, "out_proj") and (hasattr(module, "head_dim") or hasattr(module, "heads"))
+            ]
+            if layers is None or not attentions:
+                raise ValueError(
+                    f"{type(model).__name__} can't be analyzed: expected a LightFormer, Subformer, PartialFormer, or "
+                    "a model built like Marian and BART (layers, attention with out_proj)"
+                )
+            for layer in layers:
+                self.handles.append(layer.register_forward_pre_hook(partial(self._enter, stack)))
+                self.handles.append(layer.register_forward_hook(partial(self._leave, stack)))
+            for name, module in attentions:
+                site = "cross" if "encoder_attn" in name else stack
+                self._before(module.out_proj, partial(self._see_heads, stack, site, module))
+            for name, module in root.named_modules():
+                # The residual of a shared layer has the names of the layer that it adds to.
+                if hasattr(module, "fc1") and hasattr(module, "fc2") and "residuals" not in name:
+                    self._see_network(stack, module)
+
+    def _before(self, module: nn.Module, see: Callable[[Tensor], None]) -> None:
+        self.handles.append(module.register_forward_pre_hook(lambda _, arguments: see(arguments[0])))
+
+    def start(self, kept: dict[str, Tensor]) -> None:
+        """A batch begins; `kept` (B, T) of each stack says which of its tokens count."""
+        self.kept, self.depth = kept, dict.fromkeys(STACKS, -1)
+        for stack, mask in kept.items():
+            self.tokens[stack] += int(mask.sum())
+            self.sentences[stack] += int((mask.sum(dim=1) > 1).sum())
+
+    def _enter(self, stack: str, _layer: nn.Module, _arguments: tuple) -> None:
+        self.depth[stack] += 1
+
+    def _leave(self, stack: str, _layer: nn.Module, _arguments: tuple, output: Tensor | tuple) -> None:
+        states = output if isinstance(output, Tensor) else output[0]
+        uniformity = token_uniformity(states.float(), self.kept[stack])
+        self.sums["uniformity", stack, self.depth[stack]] += uniformity.nan_to_num().sum().item()
+
+    def _see_heads(self, stack: str, site: str, attention: nn.Module, states: Tensor) -> None:
+        if self.depth[stack] >= 0:
+            sizes = (attention.heads, -1) if hasattr(attention, "heads") else (-1, attention.head_dim)
+            diversity = head_diversity(states.float().unflatten(-1, sizes))[self.kept[stack]]
+            self.sums["diversity", site, self.depth[stack]] += diversity.sum().item()
+
+    def _see_network(self, stack: str, owner: nn.Module) -> None:
+        gate = getattr(owner, "fc_gate", None)
+        parts = {part for part in (owner.fc1, owner.fc2, gate) if part is not None}
+
+        def see(inner: Tensor) -> None:
+            if (depth := self.depth[stack]) < 0:
+                return
+            kept = self.kept[stack]
+            self.sums["activated", stack, depth] += activated_neurons(inner)[kept].sum().item()
+            self.sums["neurons", stack, depth] += inner[0, 0].numel() * int(kept.sum())
+            self.networks[stack, depth] |= parts
+
+        if gate is None:
+            self._before(owner.fc2, see)
+        else:  # of a gated network the gate has the activation function, none of which changes the sign
+            self.handles.append(gate.register_forward_hook(lambda _module, _arguments, output: see(output)))
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self.handles:
+            handle.remove()
+
+    def result(self) -> Behaviour:
+        """The means over all batches."""
+        if not min(self.tokens.values()):
+            raise ValueError("there is no token to analyze: expected at least one pair of texts")
+
+        def means(measure: str, site: str, count: int) -> list[float]:
+            depths = sorted(key[2] for key in self.sums if key[:2] == (measure, site))
+            return [self.sums[measure, site, depth] / max(count, 1) for depth in depths]
+
+        def networks(stack: str) -> list[Activation]:
+            neurons = means("neurons", stack, self.tokens[stack])
+            sizes = [
+                sum(parameter.numel() for part in self.networks[key] for parameter in part.parameters())
+                for key in sorted(self.networks)
+                if key[0] == stack
+            ]
+            found = zip(means("activated", stack, self.tokens[stack]), map(round, neurons), sizes, strict=True)
+            return [Activation(*layer) for layer in found]
+
+        tokens = self.tokens | {"cross": self.tokens["decoder"]}
+        return Behaviour(
+            head_diversity={site: means("diversity", site, tokens[site]) for site in SITES},
+            token_uniformity={stack: means("uniformity", stack, self.sentences[stack]) for stack in STACKS},
+            ffn={stack: networks(stack) for stack in STACKS},
+        )
+
+
+def analyze(
+    names: Sequence[str],
+    data: str,
+    *,
+    source: str | None = None,
+    target: str | None = None,
+    split: str = "test",
+    max_samples: int | None = None,
+    device: str = "cpu",
+    progress: bool = False,
+) -> list[Analysis]:
+    """Take every measure of the papers of checkpoints, one after another.
+
+    Args:
+        names: folders or Hub names of sequence-to-sequence checkpoints. The loss is that of a `trainer_state.json` in
+            a folder, where there is one.
+        data, split, max_samples: as for `load_parallel`.
+        source, target: names of columns, or languages in a column `translation`; by default the tokenizer's own.
+        device: where a model runs over the text; the peak memory is that of translating on the CPU.
+        progress: show a bar on stderr.
+
+    Raises:
+        FileNotFoundError, ValueError: a checkpoint or data that is not there or not fit, each with what to do.
+    """
+    short = [Path(name).name for name in names]
+    labels = short if len(set(short)) == len(short) else names
+    analyses = []
+    for name, label in zip(names, labels, strict=True):
+        model, tokenizer = load_model(name, device=device)
+        columns = dict(zip(("source", "target"), direction(name, tokenizer, source, target), strict=True))
+        pairs = load_parallel(data, **columns, split=split, max_samples=max_samples)
+        found = behaviour(model, parallel_batches(model, tokenizer, pairs), progress=progress)
+        memory, libraries = translation_memory(name, pairs[:MEMORY_SENTENCES]["source"])
+        analysis = Analysis(
+            **vars(found),
+            **_training(Path(name)),
+            name=name,
+            label=label,
+            macs=generation_macs(model.config),
+            macs_cached=generation_macs(model.config, use_cache=True),
+            footprint=memory_footprint(model),
+            memory_bytes=memory,
+            libraries_bytes=libraries,
+            spectra={matrix: values.tolist() for matrix, values in matrix_spectra(model)},
+        )
+        analyses.append(analysis)
+    return analyses
+
+
+def _training(folder: Path) -> dict:
+    """What `Analysis` says of the training that `trainer_state.json` in the folder tells of."""
+    state = folder / "trainer_state.json"
+    if not state.is_file():
+        return {}
+    name, curve = loss_curve(json.loads(state.read_text(encoding="utf-8"))["log_history"])
+    return {"loss_name": name, "loss_curve": curve, "convergence_step": iterations_to_convergence(curve)}
+
+
+def analysis_table(analyses: list[Analysis]) -> Table:
+    """A rich table: one row a measure, one column a model; means over layers where a measure has one for each."""
+    table = Table(caption="heads, tokens and neurons: means over the layers")
+    table.add_column("", no_wrap=True)
+    for analysis in analyses:
+        table.add_column(escape(analysis.label), justify="right", overflow="fold")
+
+    def row(label: str, value_of: Callable[[Analysis], float | None], form: str = "{:.3f}") -> None:
+        values = [value_of(analysis) for analysis in analyses]
+        if any(value is not None for value in values):
+            table.add_row(label, *("" if value is None else form.format(value) for value in values))
+
+    def mean(values: list[float]) -> float | None:
+        return fmean(values) if values else None
+
+    for site, words in SITES.items():
+        row(f"head diversity, {words}", lambda one, site=site: mean(one.head_diversity[site]))
+    for stack in STACKS:
+        row(f"token uniformity, {stack}", lambda one, stack=stack: mean(one.token_uniformity[stack]))
+    for stack in STACKS:
+        for label, measure, scale, form in (
+            (f"activated neurons, {stack}", "activated", 1, "{:,.0f}"),
+            ("  of", "neurons", 1, "{:,.0f}"),
+            ("  share", "ratio", 1, "{:.1%}"),
+            ("  a thousand parameters", "efficiency", 1000, "{:.3f}"),
+        ):
+
+            def value_of(one: Analysis, stack: str = stack, measure: str = measure, scale: int = scale):
+                return mean([getattr(layer, measure) * scale for layer in one.ffn[stack]])
+
+            row(label, value_of, form)
+    table.add_section()
+    row(f"million MACs, {TOKENS}/{TOKENS} tokens", lambda one: one.macs.total / 1e6, "{:,.0f}")
+    row("  with a cache", lambda one: one.macs_cached.total / 1e6, "{:,.0f}")
+    for part in ("embedding", "encoder", "decoder", "output"):
+        row(f"matrices, {part}", lambda one, part=part: getattr(one.footprint, part) * 4 / 1e6, "{:,.1f} MB")
+    row("peak memory beyond libraries", lambda one: one.own_memory_bytes / 1e6, "{:,.1f} MB")
+    for kind in ("embedding", "attention", "feed-forward"):
+        row(f"rank of 90 % energy, {kind}", lambda one, kind=kind: one.energy_rank(kind), "{:.0f}")
+    row("steps to convergence", lambda one: one.convergence_step, "{:,}")
+    return table

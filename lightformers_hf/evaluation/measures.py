@@ -1,0 +1,119 @@
+"""The papers' measures of a model's inside, as functions of tensors and of training logs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+from transformers import PreTrainedModel
+
+from lightformers_hf.conversion.svd import decompose
+from lightformers_hf.models.low_rank import LowRankEmbedding, LowRankLinear, LowRankOutput
+
+
+def head_diversity(heads: Tensor) -> Tensor:
+    """D_output of PartialFormer, Eq. 7 (Li et al. 2018): exp(−1/H² Σᵢ Σⱼ |Oⁱ·Oʲ| / (‖Oⁱ‖ ‖Oʲ‖)).
+
+    Outputs of H heads at a position, (…, H, d_k) → (…). From 1/e, all heads point the same way, to exp(−1/H), they are
+    orthogonal. A head that is zero is similar to none. Only heads of one width compare: the narrower, the more similar
+    they are by chance (|cos| of random directions is about √(2/(π·d_k))).
+    """
+    unit = normalize(heads, dim=-1, eps=torch.finfo(heads.dtype).tiny)
+    return torch.exp(-(unit @ unit.mT).abs().mean(dim=(-2, -1)))
+
+
+def token_uniformity(states: Tensor, mask: Tensor) -> Tensor:
+    """Mean Pearson correlation of two tokens of a sentence (PartialFormer, Appendix H; lower is better).
+
+    States (B, T, d), mask (B, T), 0 where a token does not count → (B): the mean over all pairs of different tokens,
+    from −1 to 1, NaN where a sentence has fewer than two. A state whose entries are all equal correlates with none.
+    """
+    centred = states - states.mean(dim=-1, keepdim=True)
+    unit = normalize(centred, dim=-1, eps=torch.finfo(states.dtype).tiny) * mask.unsqueeze(-1)
+    tokens = mask.sum(dim=-1)
+    # The square of the sum of unit vectors is the sum over all pairs; those of a token with itself are taken off.
+    pairs = unit.sum(dim=1).square().sum(dim=-1) - unit.square().sum(dim=(1, 2))
+    return pairs / (tokens * (tokens - 1))
+
+
+def activated_neurons(inner: Tensor) -> Tensor:
+    """n_act (PartialFormer, §6.5; Zhang et al. 2022): how many neurons the activation function leaves above 0.
+
+    Hidden states of a feed-forward network (B, T, width), or (B, T, H, width) of networks inside heads, whose widths
+    add up → (B, T).
+    """
+    return (inner.flatten(2) > 0).sum(dim=-1)
+
+
+def matrix_spectra(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Name and singular values (descending, float64) of every matrix that is stored, one after another.
+
+    A low-rank matrix has those of its product, as many as its rank; the product itself is never made. A tied or shared
+    matrix comes once, position tables do not come.
+
+    Raises:
+        ValueError: a matrix holds NaN or infinity.
+    """
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        factors = _stored_matrix(module)
+        if factors and id(factors[0]) not in seen and "embed_positions" not in name:
+            seen.update(map(id, factors))  # the factors of a matrix are matrices of modules inside, too
+            yield name, singular_values(name, *factors)
+
+
+def _stored_matrix(module: nn.Module) -> tuple[Tensor, ...]:
+    """The matrix of a module, transposed maybe: one tensor, two whose product it is, or none."""
+    match module:
+        case LowRankLinear():
+            return module.v.weight, module.u.weight
+        case LowRankEmbedding():
+            return module.weight, module.basis
+        case LowRankOutput():
+            return module.output.weight, module.basis
+        case nn.Linear() | nn.Embedding():
+            return (module.weight,)
+    return ()
+
+
+@torch.no_grad()
+def singular_values(name: str, left: Tensor, right: Tensor | None = None) -> Tensor:
+    """Singular values, descending, float64, of a matrix m×n, or of the product of two, m×r and r×n, without making it.
+
+    Raises:
+        ValueError: NaN or infinity in a matrix; the message has its `name`.
+    """
+    if right is None:
+        return decompose(left.cpu(), name=name).singular_values
+    # The product's orthonormal factors on the outside change no singular value: what is inside is r×r.
+    left, right = (torch.linalg.qr(factor.cpu().double(), mode="r").R for factor in (left, right.T))
+    return decompose(left @ right.T, name=name).singular_values
+
+
+def loss_curve(log_history: Sequence[dict]) -> tuple[str, list[tuple[int, float]]]:
+    """Name and (step, value) pairs of the loss in a `trainer_state.json`: `eval_loss`, else `loss` of the training.
+
+    Raises:
+        ValueError: neither was logged.
+    """
+    for name in ("eval_loss", "loss"):
+        if curve := [(entry["step"], entry[name]) for entry in log_history if name in entry]:
+            return name, curve
+    raise ValueError("the training log has neither eval_loss nor loss: train with --logging_steps or --eval_steps")
+
+
+def iterations_to_convergence(curve: Sequence[tuple[int, float]], *, tolerance: float = 0.01) -> int:
+    """The first step whose loss is within `tolerance`, relatively, of the lowest (Subformer, Table 7).
+
+    The paper does not say when a model has converged: here the rest of the training wins less than one percent.
+
+    Raises:
+        ValueError: an empty curve, or one without a finite value.
+    """
+    finite = [(step, loss) for step, loss in curve if loss == loss and abs(loss) != float("inf")]
+    if not finite:
+        raise ValueError("no finite loss was logged: expected one at least")
+    best = min(loss for _, loss in finite)
+    return next(step for step, loss in finite if loss <= best + tolerance * abs(best))
