@@ -76,6 +76,24 @@ class ModelArguments:
 
 
 @dataclass
+class DataArguments:
+    """The parts of a corpus, each a file or a split of one Hub dataset. A base of the scripts' own."""
+
+    train_file: str | None = field(default=None, metadata={"help": ".json, .jsonl, .csv, .tsv (.gz) or .parquet."})
+    validation_file: str | None = field(default=None, metadata={"help": "As train_file."})
+    test_file: str | None = field(default=None, metadata={"help": "As train_file."})
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Hub dataset, name or name:configuration, for the parts that have no file."}
+    )
+    train_split: str = field(default="train", metadata={"help": "Its training split ('' for no training)."})
+    validation_split: str = field(default="validation", metadata={"help": "Its validation split ('' for none)."})
+    test_split: str = field(default="test", metadata={"help": "Its test split ('' for none)."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Use only the first so many rows."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "The same, of validation."})
+    max_predict_samples: int | None = field(default=None, metadata={"help": "The same, of test."})
+
+
+@dataclass
 class OutputArguments:
     """A resume that finds its checkpoint; a base that comes before one of transformers' `TrainingArguments`."""
 
@@ -216,6 +234,25 @@ def check_output(args: transformers.TrainingArguments, models: list[str | None])
     return last
 
 
+def load_parts(data: DataArguments, load: Callable[..., Dataset]) -> dict[str, Dataset]:
+    """`load(file or Hub name, split=…, max_samples=…)` of `train`, `validation` and `test`, as far as they are given.
+
+    Raises `ValueError` where none of them is.
+    """
+    given = {
+        "train": (data.train_file, data.train_split, data.max_train_samples),
+        "validation": (data.validation_file, data.validation_split, data.max_eval_samples),
+        "test": (data.test_file, data.test_split, data.max_predict_samples),
+    }
+    parts = {}
+    for part, (file, split, limit) in given.items():
+        if name := file or (data.dataset_name if split else None):
+            parts[part] = load(name, split=split, max_samples=limit)
+    if not parts:
+        raise ValueError("No data: give --train_file, --validation_file or --test_file, or --dataset_name.")
+    return parts
+
+
 def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
     """The tokenizer that the arguments name, or the model's own."""
     given = [args.model_name_or_path, args.config_name, args.model or None]
@@ -229,7 +266,23 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
         raise ValueError("A recipe's model has no tokenizer of its own: give --tokenizer_name.")
     if Path(name).is_file():
         raise ValueError(f"{name} is a configuration without a tokenizer: give --tokenizer_name.")
-    return AutoTokenizer.from_pretrained(name)
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    if args.tokenizer_name and args.model_name_or_path and not args.from_scratch:
+        check_own_tokenizer(args.model_name_or_path, tokenizer)
+    return tokenizer
+
+
+def check_own_tokenizer(model: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise a `ValueError` if the checkpoint `model` comes with a tokenizer of another vocabulary."""
+    try:
+        own = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError):  # it has none
+        return
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"The tokenizer {tokenizer.name_or_path} has other entries than that of {model}, whose weights know its "
+            "own: leave --tokenizer_name out, or train from random weights (--from_scratch)."
+        )
 
 
 def load_model(
@@ -356,9 +409,31 @@ def _text_column(rows: Dataset, column: str, data: str) -> Dataset:
     return text if name == "text" else text.rename_column(name, "text")
 
 
+def check_resume(checkpoint: str, trainer: Trainer) -> None:
+    """Raise a `ValueError` if `checkpoint` is of another model or tokenizer than `trainer`'s.
+
+    Its Trainer would load what fits of the weights, and train on.
+    """
+    # What says nothing of the weights, or what Trainer itself makes agree with the tokenizer before the first step.
+    passing = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
+    passing |= {f"{token}_token_id" for token in ("bos", "eos", "pad")}
+    before, now = AutoConfig.from_pretrained(checkpoint).to_dict(), trainer.model.config.to_dict()
+    for name in sorted((before.keys() | now.keys()) - passing):
+        if before.get(name) != now.get(name):
+            raise ValueError(
+                f"{checkpoint} was trained with {name} {before.get(name)!r}, this run has {now.get(name)!r}: go on "
+                "with the same configuration, or choose another output_dir."
+            )
+    tokenizer = trainer.processing_class
+    if tokenizer is not None and AutoTokenizer.from_pretrained(checkpoint).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(f"{checkpoint} was trained with another tokenizer than {tokenizer.name_or_path}.")
+
+
 def train(trainer: Trainer, checkpoint: str | None) -> dict[str, object]:
     """Train from the beginning, or from `checkpoint`; save model and state; return what the summary says of it."""
     args = trainer.args
+    if checkpoint is not None:
+        check_resume(checkpoint, trainer)
     if args.should_save and checkpoint is None:
         for stale in Path(args.output_dir).glob("checkpoint-*"):
             if re.fullmatch(r"checkpoint-\d+", stale.name):

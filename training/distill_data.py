@@ -62,7 +62,7 @@ def distill(options: dict, sources: list[str], output: Path, columns: tuple[str,
     """Write the teacher's outputs for `sources` to `output`, and return how many of them an earlier run had made.
 
     Args:
-        options: what the outputs depend on: `teacher`, `batch_size` and, under `generation`, arguments of `generate()`.
+        options: what the outputs depend on: `teacher`, `batch_size`, and arguments of `generate()` in `generation`.
         columns: names of the two texts in the output.
     """
     partial, record = (output.with_name(f"{output.name}.{end}") for end in ("partial", "options.json"))

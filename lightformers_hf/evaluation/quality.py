@@ -1,4 +1,4 @@
-"""How good translations are: sacreBLEU and chrF through `evaluate`, COMET where it is installed.
+"""How good outputs are: sacreBLEU and chrF through `evaluate`, COMET where it is installed; ROUGE of summaries.
 
 `evaluate.load("sacrebleu")` fetches a script from the Hub, so the metric is defined here and works with no network.
 """
@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from statistics import fmean
 
 import datasets
 import evaluate
@@ -50,11 +51,30 @@ def translation_quality(predictions: list[str], references: list[str]) -> dict[s
     Returns `bleu`, `bleu_signature`, `chrf`, `chrf_signature`; the scores run from 0 to 100.
     Raises `ValueError` for lists of different lengths and for empty ones.
     """
+    _check_counts(predictions, references)
+    return TranslationQuality(keep_in_memory=True).compute(predictions=predictions, references=references)
+
+
+def summary_quality(predictions: list[str], references: list[str]) -> dict[str, float]:
+    """ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004) of `predictions` against one reference each: mean F1, from 0 to 100.
+
+    Google's `rouge_score`: lower-cased words of a-z and 0-9 only, Porter's stems; the L is that of the whole text.
+    Returns `rouge1`, `rouge2`, `rougeL`. Raises `ValueError` for lists of different lengths and for empty ones.
+    """
+    from rouge_score.rouge_scorer import RougeScorer  # brings all of nltk along, which takes a second or two
+
+    _check_counts(predictions, references)
+    names = ["rouge1", "rouge2", "rougeL"]
+    scorer = RougeScorer(names, use_stemmer=True)
+    scores = [scorer.score(reference, text) for text, reference in zip(predictions, references, strict=True)]
+    return {name: 100 * fmean(score[name].fmeasure for score in scores) for name in names}
+
+
+def _check_counts(predictions: list[str], references: list[str]) -> None:
     if len(predictions) != len(references):
         raise ValueError(f"{len(predictions)} predictions for {len(references)} references: give one reference each")
     if not predictions:
-        raise ValueError("no predictions: BLEU and chrF need at least one sentence")
-    return TranslationQuality(keep_in_memory=True).compute(predictions=predictions, references=references)
+        raise ValueError("no predictions: a score needs at least one sentence")
 
 
 def comet_score(sources: list[str], predictions: list[str], references: list[str], checkpoint: str) -> float:

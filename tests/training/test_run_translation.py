@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
+from lightformers_hf.training import RecoveryTrainer
+
 SCRIPT = Path(__file__).parents[2] / "training" / "run_translation.py"
 spec = importlib.util.spec_from_file_location("run_translation", SCRIPT)
 script = importlib.util.module_from_spec(spec)
@@ -110,10 +112,10 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(base, tmp_path, tiny_ma
             raise KilledError
         return step(trainer, *args, **kwargs)
 
-    step = script.RecoveryTrainer.training_step
+    step = RecoveryTrainer.training_step
     cut_off = options | {"output_dir": tmp_path / "cut"}
     with monkeypatch.context() as patch:
-        patch.setattr(script.RecoveryTrainer, "training_step", killed)
+        patch.setattr(RecoveryTrainer, "training_step", killed)
         with pytest.raises(KilledError):
             script.main(command(cut_off))
     half = tmp_path / "cut" / "checkpoint-12"  # what a kill while saving leaves
@@ -198,6 +200,9 @@ def test_two_processes_compute_what_one_does_with_accumulation(base, tiny_marian
         ({"distillation_alpha": 1.5, "teacher": "TINY"}, "distillation_alpha is 1.5"),
         ({"output_dir": "TINY", "overwrite_output": True}, "which this run reads"),
         ({"source_code": "de_DE", "target_code": "en_XX"}, "multilingual"),
+        ({"num_beams": 0}, "num_beams is 0"),
+        ({"min_length": 50}, "min_length is 50, max_length 48"),
+        ({"length_penalty": 0.6, "num_beams": 1}, "num_beams above 1"),
     ],
 )
 def test_bad_input_ends_before_the_first_step(base, tiny_marian, tmp_path, changes, message):
@@ -209,15 +214,58 @@ def test_bad_input_ends_before_the_first_step(base, tiny_marian, tmp_path, chang
     assert sorted(tiny_marian.iterdir()) == before
 
 
-def test_a_teacher_with_other_words_is_refused(base, tiny_marian, tmp_path):
+@pytest.fixture
+def other_words(tiny_marian, tmp_path):
+    """The tiny model with as many words, one of them another."""
     other = tmp_path / "teacher"
     AutoModelForSeq2SeqLM.from_pretrained(tiny_marian).save_pretrained(other)
     AutoTokenizer.from_pretrained(tiny_marian).save_pretrained(other)
     words = json.loads((other / "vocab.json").read_text())
     words["▁unheard"] = words.pop(next(word for word, i in words.items() if i == 50))
     (other / "vocab.json").write_text(json.dumps(words))
+    return other
+
+
+def test_a_teacher_with_other_words_is_refused(base, other_words):
     with pytest.raises(ValueError, match="another vocabulary"):
-        script.main(command(base, teacher=other))
+        script.main(command(base, teacher=other_words))
+
+
+def test_a_tokenizer_with_other_words_than_the_checkpoint_is_refused(base, other_words, tmp_path):
+    with pytest.raises(ValueError, match="has other entries than that of"):
+        script.main(command(base, tokenizer_name=other_words))
+    script.main(command(base, tokenizer_name=other_words, from_scratch=True, max_steps=1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"config_name": "wider"}, "was trained with encoder_ffn_dim 16, this run has 32"),
+        ({"tokenizer_name": "WORDS"}, "another tokenizer"),
+    ],
+)
+def test_a_resume_from_another_configuration_is_refused(base, tmp_path, tiny_marian, other_words, changes, message):
+    heads = {f"{stack}_attention_heads": 2 for stack in ("encoder", "decoder")}
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    for name, change in {"shapes": {}, "wider": {"encoder_ffn_dim": 32}}.items():
+        (tmp_path / name).write_text(json.dumps({"model_type": "lightformer", **sizes, **heads, **change}))
+    options = base | {"model_name_or_path": None, "tokenizer_name": tiny_marian, "config_name": tmp_path / "shapes"}
+    options |= {"save_strategy": "steps", "save_steps": 1}
+    script.main(command(options, max_steps=1))
+    changes = {name: other_words if value == "WORDS" else tmp_path / value for name, value in changes.items()}
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    with pytest.raises(ValueError, match=message):
+        script.main([*command(options | changes), "--resume_from_checkpoint"])
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
+    script.main([*command(options), "--resume_from_checkpoint"])
+    assert json.loads((tmp_path / "out" / "trainer_state.json").read_text())["global_step"] == 2
+
+
+def test_generation_options_are_obeyed_and_saved(base, tmp_path, tiny_marian):
+    options = {"num_beams": 3, "length_penalty": 0.6, "min_length": 5, "max_length": 30, "no_repeat_ngram_size": 3}
+    script.main(command(base, max_steps=1, **options))
+    saved, own = (json.loads((f / "generation_config.json").read_text()) for f in (tmp_path / "out", tiny_marian))
+    assert saved == own | options
 
 
 def test_files_are_written_over_only_when_asked(base, tmp_path):

@@ -1,0 +1,48 @@
+#!/usr/bin/env python
+"""Train a summarization model: a converted checkpoint, a dense one, or the same shapes from random weights.
+
+    python training/run_summarization.py --model_name_or_path converted --teacher bart-large-cnn \
+        --train_file train.jsonl --validation_file validation.jsonl --test_file test.jsonl \
+        --text_column document --summary_column summary --output_dir recovered \
+        --max_tokens 4096 --max_steps 30000 --label_smoothing_factor 0.1 --bf16 \
+        --learning_rate 3e-5 --lr_scheduler_type polynomial --warmup_steps 500 \
+        --num_beams 4 --length_penalty 2.0 --min_length 55 --max_length 140 --no_repeat_ngram_size 3
+
+Data: JSON lines `{"document": "…", "summary": "…"}`, or two columns of a CSV or Parquet file or of a Hub dataset. All
+else is as in `run_translation.py`: what data is given for is done, all options of `Seq2SeqTrainingArguments` work, the
+teacher may be left out, an interrupted run goes on with `--resume_from_checkpoint`. Measured by ROUGE-1, ROUGE-2 and
+ROUGE-L (F1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import seq2seq
+from common import ModelArguments, parse_arguments, run_script
+from seq2seq import DistillationArguments, GenerationArguments, Task, TrainingArguments
+
+from lightformers_hf.evaluation.quality import summary_quality
+
+
+@dataclass(kw_only=True)
+class DataArguments(seq2seq.DataArguments):
+    """What it is trained and measured on."""
+
+    text_column: str = field(default="document", metadata={"help": "Column of the text to summarize."})
+    summary_column: str = field(default="summary", metadata={"help": "Column of its summary."})
+    max_source_length: int = field(default=512, metadata={"help": "Tokens; longer texts are cut."})
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train, evaluate, test, save, summarize."""
+    classes = (ModelArguments, GenerationArguments, DataArguments, DistillationArguments, TrainingArguments)
+    arguments = parse_arguments(classes, argv)
+    data = arguments[2]
+    columns = (data.text_column, data.summary_column)
+    measures = ("rouge1", "rouge2", "rougeL")
+    seq2seq.run(Task(columns, outputs="summaries", score=summary_quality, measures=measures), *arguments)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,229 @@
+"""What the sequence-to-sequence scripts share: a whole run from arguments to scores. A task is what they differ in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import common
+import numpy as np
+from common import (
+    OutputArguments,
+    build_model,
+    check_output,
+    chosen_checkpoint,
+    load_model,
+    load_parts,
+    load_tokenizer,
+    parameter_count,
+    summarize,
+    train,
+)
+from rich.console import Console
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Seq2SeqTrainingArguments,
+    set_seed,
+)
+
+from lightformers_hf.training import RecoveryTrainer, load_parallel, tokenize_pairs
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a script does that another does not.
+
+    Attributes:
+        columns: names of the columns of source and target, or languages within a column `translation`.
+        outputs: what the generated texts are called; those of the test go to `test_<outputs>.txt`, a line each.
+        score: measures of generated texts against one reference each.
+        measures: those of them that are shown of the validation.
+        prepare: last changes to model and tokenizer.
+    """
+
+    columns: tuple[str, str]
+    outputs: str
+    score: Callable[[list[str], list[str]], dict[str, float | str]]
+    measures: tuple[str, ...]
+    prepare: Callable[[PreTrainedModel, PreTrainedTokenizerBase], None] | None = None
+
+
+@dataclass
+class GenerationArguments:
+    """How texts are generated; what is given also becomes the saved model's generation config."""
+
+    num_beams: int | None = field(default=None, metadata={"help": "Default, here and below: the model's own."})
+    length_penalty: float | None = field(
+        default=None, metadata={"help": "Beam scores are divided by length to the power of this: above 0 for longer."}
+    )
+    no_repeat_ngram_size: int | None = field(default=None, metadata={"help": "No n-gram of this size comes twice."})
+    min_length: int | None = field(default=None, metadata={"help": "Tokens of an output, at least."})
+    max_length: int | None = field(default=None, metadata={"help": "Tokens of an output, at most."})
+
+
+@dataclass(kw_only=True)
+class DataArguments(common.DataArguments):
+    """What it is trained and measured on."""
+
+    max_source_length: int = field(default=128, metadata={"help": "Tokens; longer texts are cut."})
+    max_target_length: int = field(default=128, metadata={"help": "Tokens; longer texts are cut (in training)."})
+    max_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Budget of a batch of one process: rows x (longest source + longest target) tokens, padding "
+            "counted. Replaces per_device_train_batch_size."
+        },
+    )
+    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
+
+
+@dataclass
+class DistillationArguments:
+    """The teacher, if any."""
+
+    teacher: str | None = field(default=None, metadata={"help": "Checkpoint whose predictions are imitated."})
+    distillation_alpha: float = field(
+        default=0.5, metadata={"help": "Weight of the teacher: 0 labels only, 1 teacher only."}
+    )
+    distillation_temperature: float = field(default=1.0, metadata={"help": "Divides both models' logits."})
+    hidden_weight: float = field(
+        default=0.0, metadata={"help": "Weight of the distance between the layers' states of model and teacher."}
+    )
+
+
+@dataclass
+class TrainingArguments(OutputArguments, Seq2SeqTrainingArguments):
+    """`Seq2SeqTrainingArguments`, with generation in evaluation and a resume that finds its checkpoint."""
+
+    predict_with_generate: bool = field(
+        default=True, metadata={"help": "Evaluate by generating texts, besides the loss."}
+    )
+
+
+def load_teacher(name: str, tokenizer: PreTrainedTokenizerBase, attention: str | None) -> PreTrainedModel:
+    """The teacher; a ValueError if its words are not those of `tokenizer`."""
+    if AutoTokenizer.from_pretrained(name).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"The teacher {name} has another vocabulary than the model's tokenizer: distillation compares their "
+            "predictions word by word, choose a teacher with the same tokenizer."
+        )
+    return load_model(name, attention)
+
+
+def set_generation(model: PreTrainedModel, generation: GenerationArguments, args: common.ModelArguments, longest: int):
+    """Write the options that are given into the model's generation config, which is saved with it.
+
+    A model of random weights has no limit of its own; transformers would stop after 20 tokens, it gets `longest`.
+
+    Raises `ValueError` for options that cannot be, or not together.
+    """
+    config = model.generation_config
+    if not args.model_name_or_path and config.max_length is None:
+        config.max_length = longest
+    for name, value in vars(generation).items():
+        if value is not None:
+            setattr(config, name, value)
+    shortest, most = config.min_length or 0, config.max_length
+    for name, least in {"num_beams": 1, "no_repeat_ngram_size": 0, "min_length": 0, "max_length": 1}.items():
+        if (value := getattr(generation, name)) is not None and value < least:
+            raise ValueError(f"{name} is {value}: expected {least} or more.")
+    if most is not None and shortest > most:
+        raise ValueError(f"min_length is {shortest}, max_length {most}: expected no more than that.")
+    if generation.length_penalty is not None and (config.num_beams or 1) == 1:
+        raise ValueError("length_penalty chooses between the outputs of a beam: give --num_beams above 1 with it.")
+
+
+def check_positions(model: PreTrainedModel, data: DataArguments) -> None:
+    """Raise a `ValueError` if texts may be longer than what the model reads."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions and max(data.max_source_length, data.max_target_length) > positions:
+        raise ValueError(f"The model has {positions} positions: lower --max_source_length and --max_target_length.")
+
+
+def run(
+    task: Task,
+    model_args: common.ModelArguments,
+    generation: GenerationArguments,
+    data_args: DataArguments,
+    distillation: DistillationArguments,
+    args: TrainingArguments,
+) -> None:
+    """Train, evaluate, test, save, summarize: each where there is data for it."""
+    console = Console(quiet=not args.should_save)
+    reads = [model_args.model_name_or_path, model_args.config_name, model_args.tokenizer_name, distillation.teacher]
+    checkpoint = check_output(args, reads)
+    source, target = task.columns
+    parts = load_parts(data_args, partial(load_parallel, source=source, target=target))
+    if args.eval_strategy != "no" and "validation" not in parts:
+        raise ValueError(f"eval_strategy is {args.eval_strategy}: give --validation_file.")
+    set_seed(args.seed)
+    tokenizer = load_tokenizer(model_args)
+    model = build_model(model_args, tokenizer, AutoModelForSeq2SeqLM)
+    check_positions(model, data_args)
+    set_generation(model, generation, model_args, data_args.max_target_length)
+    if task.prepare is not None:
+        task.prepare(model, tokenizer)
+    teacher = None
+    if distillation.teacher:
+        teacher = load_teacher(distillation.teacher, tokenizer, model_args.attn_implementation)
+
+    with args.main_process_first():
+        lengths = {k: getattr(data_args, k) for k in ("max_source_length", "max_target_length")}
+        workers = data_args.preprocessing_num_workers
+        tokens = {part: tokenize_pairs(pairs, tokenizer, num_proc=workers, **lengths) for part, pairs in parts.items()}
+    # Texts of similar length are generated together. Texts are scored against the untouched references.
+    order = {part: np.argsort(tokens[part]["source_length"][:], kind="stable") for part in tokens if part != "train"}
+    references = {part: [parts[part][int(i)]["target"] for i in order[part]] for part in order}
+
+    def decode(predictions: np.ndarray, part: str) -> list[str]:
+        # With several processes Seq2SeqTrainer appends texts from the beginning, to have as many for each.
+        predictions = predictions[: len(references[part])]
+        predictions = np.where(predictions < 0, tokenizer.pad_token_id, predictions)
+        return tokenizer.batch_decode(predictions, skip_special_tokens=True)
+
+    def score_validation(prediction: EvalPrediction) -> dict[str, float]:
+        scores = task.score(decode(prediction.predictions, "validation"), references["validation"])
+        return {name: scores[name] for name in task.measures}
+
+    trainer = RecoveryTrainer(
+        model,
+        args,
+        train_dataset=tokens.get("train"),
+        eval_dataset=tokens["validation"].select(order["validation"]) if "validation" in tokens else None,
+        data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+        processing_class=tokenizer,
+        compute_metrics=score_validation if args.predict_with_generate else None,
+        max_tokens=data_args.max_tokens,
+        teacher=teacher,
+        distillation_alpha=distillation.distillation_alpha,
+        distillation_temperature=distillation.distillation_temperature,
+        hidden_weight=distillation.hidden_weight,
+    )
+    rows = {"unique parameters": parameter_count(model)}
+    if "train" in tokens:
+        rows |= train(trainer, checkpoint)
+    if "validation" in tokens:
+        metrics = trainer.evaluate()
+        trainer.save_metrics("eval", metrics)
+        rows |= {f"validation {k}": metrics[f"eval_{k}"] for k in ("loss", *task.measures) if f"eval_{k}" in metrics}
+        rows["checkpoint"] = chosen_checkpoint(trainer)
+    if "test" in tokens:
+        args.predict_with_generate, trainer.compute_metrics = True, None
+        result = trainer.predict(tokens["test"].select(order["test"]), metric_key_prefix="test")
+        texts = decode(result.predictions, "test")
+        scores = task.score(texts, references["test"])
+        rows |= {f"test {name}": value for name, value in scores.items()}
+        trainer.save_metrics("test", {f"test_{name}": value for name, value in scores.items()})
+        if args.should_save:
+            lines = "".join(f"{' '.join(texts[i].splitlines())}\n" for i in np.argsort(order["test"]))
+            Path(args.output_dir, f"test_{task.outputs}.txt").write_text(lines, encoding="utf-8")
+    if "train" in tokens:
+        rows["saved in"] = args.output_dir
+    summarize(rows, console)
