@@ -44,6 +44,8 @@ COMPRESSION_HELP = {
     "size": "Bytes of the result's weights at most, e.g. 40MB; in place of the ratio.",
     "speedup": "Times as fast as the source, estimated from costs measured on this machine; in place of the ratio.",
     "rank_pattern": "PATTERN=RANK, or PATTERN=dense, for modules whose names end so; comes first. Repeatable.",
+    "encoder_layers": "Layers of the encoder that are kept, evenly spread.",
+    "decoder_layers": "Layers of the decoder that are kept: they cost most time.",
     "encoder_groups": "Number of independent encoder layers; must divide the layers.",
     "decoder_groups": "Number of independent decoder layers; must divide the layers.",
     "group_start": "How a group of layers starts: 'aligned' and merged, 'mean', or 'first'. Default: aligned.",

@@ -45,12 +45,16 @@ def factorizable(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
 class Compression:
     """One teacher being compressed: decides what every part becomes, and makes every tensor of the result.
 
+    `whole` is the teacher with all its layers, `teacher` with those that stay.
+
     After `run`, `config` is the result's configuration, `report` says what was done, and `state` holds its tensors
     (empty after a dry run).
     """
 
     def __init__(self, teacher: Teacher, options: CompressionOptions):
-        self.teacher, self.options = teacher, options
+        self.whole, self.options = teacher, options
+        layers = {stack: getattr(options, f"{stack}_layers") for stack in ("encoder", "decoder")}
+        self.teacher = teacher = teacher.shortened(layers)
         self.policy = options.policy()
         groups = {}
         for field in ("encoder_groups", "decoder_groups"):
@@ -128,7 +132,7 @@ class Compression:
             speedup = sentence_costs(self.teacher.source_config).total / sentence_costs(self.config).total
         texts = {"calibration": used, "calibrated_on": self.calibrated_on}
         self.report = CompressionReport.of(
-            self.teacher, self.model, options, self.reports, estimated_speedup=speedup, **texts
+            self.whole, self.model, options, self.reports, estimated_speedup=speedup, **texts
         )
 
     def _usual_start(self, groups: dict[str, int]) -> str:
@@ -169,7 +173,8 @@ class Compression:
     def _calibrate(self, progress: bool) -> Calibration:
         model, options = self.teacher.load(), self.options
         if options.calibration is None:
-            batches = synthetic_batches(model, self.teacher, options, progress=progress)
+            author = model if self.whole is self.teacher else self.whole.load()
+            batches = synthetic_batches(author, self.whole, options, progress=progress)
         else:
             tokenizer = self.teacher.tokenizer()
             pairs = sample_pairs(tokenizer, options)
@@ -284,7 +289,7 @@ class Compression:
                 most = teacher.total / (fixed + error.least)
                 raise ValueError(
                     f"speedup is {wanted:g}, which cannot be met: with everything at its smallest this model is "
-                    f"estimated {most:.2g} times as fast as its teacher; fewer layers would take it further"
+                    f"estimated {most:.2g} times as fast as its teacher; decoder_layers would take it further"
                 ) from None
             left = sum(float(self.parts[name].size(value, whole.bytes_read)) for name, value in settings.items())
             read = (read + left) / 2

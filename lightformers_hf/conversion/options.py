@@ -29,8 +29,8 @@ class CompressionOptions:
     """What is compressed, and how far. Of ratio, rank, energy, params, size and speedup at most one is set;
     the first three may be set for each kind, too.
 
-    With none of them, and no groups, the ratio is 2. With groups alone nothing is factorized; with a choice for some
-    kinds alone, the other kinds stay dense.
+    With none of them, the ratio is 2, unless layers or groups are asked for: then nothing is factorized. With a choice
+    for some kinds alone, the other kinds stay dense.
 
     Attributes:
         ratio: p of Eq. 12, dense parameters / kept parameters of the matrices together; above 1.
@@ -42,6 +42,8 @@ class CompressionOptions:
             batch 1, greedy (`sentence_costs.py`); above 1.
         embedding_ratio … ffn_energy: the same for the matrices of one kind, before the general choice.
         rank_pattern: module name pattern → rank, `None` for dense; before every other choice.
+        encoder_layers, decoder_layers: layers that are kept, evenly spread and the first among them; the others are
+            left out before anything else. The decoder's cost most time. `None` keeps all.
         encoder_groups, decoder_groups: N, number of stored layers; `None` leaves the source's sharing as it is.
         group_start: a group's layer starts as the `mean` of its layers, as the `first` of them, or as the mean after
             heads and neurons of all are `aligned` to the first, weighted by their inputs (`alignment.py`). `None`:
@@ -83,6 +85,8 @@ class CompressionOptions:
     ffn_rank: int | None = None
     ffn_energy: float | None = None
     rank_pattern: dict[str, int | None] | None = None
+    encoder_layers: int | None = None
+    decoder_layers: int | None = None
     encoder_groups: int | None = None
     decoder_groups: int | None = None
     group_start: str | None = None
@@ -118,7 +122,7 @@ class CompressionOptions:
             quantity(name, getattr(self, name))
         if self.paper:
             others = ("calibration", "allocation", "attention_method", "ffn_method", "group_residual_rank", "refit")
-            others += OTHER_BUDGETS
+            others += ("encoder_layers", "decoder_layers", *OTHER_BUDGETS)
             if given := [name for name in others if getattr(self, name)]:
                 raise ValueError(f"paper is True, but the paper's procedure has no {given[0]}: leave one of them out")
         if self.speedup is not None and not 1 < self.speedup < math.inf:
@@ -172,9 +176,10 @@ class CompressionOptions:
         """The choice of ranks that these options ask for. Raises `ValueError` where a value is out of its range."""
         default = self._rule("")
         kinds = {kind: rule for kind in KINDS if (rule := self._rule(f"{kind}_")) is not None}
-        shares = self.encoder_groups is not None or self.decoder_groups is not None
+        fields = ("encoder_layers", "decoder_layers", "encoder_groups", "decoder_groups")
+        fewer = any(getattr(self, name) is not None for name in fields)
         whole = any(getattr(self, name) is not None for name in OTHER_BUDGETS)  # how much it is, is not known here
-        if default is None and (whole or not (kinds or self.rank_pattern or shares)):
+        if default is None and (whole or not (kinds or self.rank_pattern or fewer)):
             default = RankRule(ratio=2.0)
         return RankPolicy(default, kinds, self.rank_pattern or {})
 

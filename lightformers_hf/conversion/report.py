@@ -74,6 +74,7 @@ class CompressionReport:
         calibrated_on: fingerprints of its sentences, so that an evaluation can tell whether it sees them again.
         estimated_speedup: how many times as fast as the teacher, where that was asked for: on the machine of the
             conversion, one core, batch 1, greedy, through `generate()`.
+        layers: layers of the result and of the source, {stack: [kept, before]}.
         groups: stored layers of the result and depths, {stack: [stored, depths]}.
         matrices: one a stored matrix of the result.
         parameters_before, parameters_after: unique parameters of the whole models.
@@ -89,6 +90,7 @@ class CompressionReport:
     calibration: str | None
     calibrated_on: list[str]
     estimated_speedup: float | None
+    layers: dict[str, list[int]]
     groups: dict[str, list[int]]
     matrices: list[MatrixReport]
     parameters_before: int
@@ -114,9 +116,10 @@ class CompressionReport:
         set_options = {name: value for name, value in asdict(options).items() if value is not None}
         if calibration is not None and Path(calibration).is_file():  # its name, without the path to it
             set_options["calibration"] = calibration = Path(calibration).name
-        groups = {}
+        layers, groups = {}, {}
         for stack in ("encoder", "decoder"):
             depths = getattr(config, f"{stack}_layers")
+            layers[stack] = [depths, getattr(teacher.config, f"{stack}_layers")]
             groups[stack] = [getattr(config, f"{stack}_groups", None) or depths, depths]
         auto_classes = {reference.split(".")[-1]: name for name, reference in config.auto_classes.items()}
         return cls(
@@ -128,6 +131,7 @@ class CompressionReport:
             calibration=calibration,
             calibrated_on=calibrated_on,
             estimated_speedup=estimated_speedup,
+            layers=layers,
             groups=groups,
             matrices=matrices,
             parameters_before=teacher.model.num_parameters(),
@@ -220,6 +224,9 @@ def print_report(report: CompressionReport, console: Console, *, matrices: bool 
             "keeps more.",
             highlight=False,
         )
+    for stack, (kept, before) in report.layers.items():
+        if kept != before:
+            console.print(f"The {stack} keeps {kept} of {before} layers.", highlight=False)
     for stack, (stored, depths) in report.groups.items():
         if stored != depths:
             console.print(f"The {stack}'s {depths} layers share {stored} stored ones.", highlight=False)

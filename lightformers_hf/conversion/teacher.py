@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from pathlib import Path
 
 import torch
@@ -9,6 +11,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import models
+from ..models.configuration_lightformer import LightFormerConfig
 from ..models.low_rank import LowRankEmbedding, LowRankLinear, LowRankOutput
 from .alignment import Linear
 from .checkpoint import CheckpointReader
@@ -105,6 +108,45 @@ class Teacher:
                     f"its configuration asks for {tuple(expected[name].shape)}"
                 )
         return names
+
+    def shortened(self, layers: dict[str, int | None]) -> Teacher:
+        """This teacher with fewer layers: so many of the `encoder` and of the `decoder` (`None`: all).
+
+        Those that stay are spread evenly from the first to the last; of one, the first.
+
+        Raises:
+            ValueError: fewer than one or more than there are, or layers that are shared or differ in shape.
+        """
+        asked = {stack: count for stack, count in layers.items() if count is not None}
+        kept = {}
+        for stack, count in asked.items():
+            field = f"{stack}_layers"
+            depths = getattr(self.config, field)
+            if not 1 <= count <= depths:
+                raise ValueError(f"{field} is {count}; {self.name} has {depths} layers: give 1 to {depths}")
+            kept[stack] = [round(i * (depths - 1) / max(count - 1, 1)) for i in range(count)]
+        if not asked:
+            return self
+        special = ("encoder_groups", "decoder_groups", "rank_pattern", "head_dim_pattern", "ffn_dim_pattern")
+        if held := [field for field in special if getattr(self.config, field, None)]:
+            raise ValueError(
+                f"{next(iter(asked))}_layers can't be changed: layers of {self.name} share weights or differ in shape "
+                f"({held[0]}); leave layers out of its own teacher"
+            )
+        if not isinstance(self.config, LightFormerConfig):
+            raise ValueError(f"{next(iter(asked))}_layers can't be changed in a {self.config.model_type}")
+        shorter = copy.copy(self)
+        fields = {f"{stack}_layers": count for stack, count in asked.items()}
+        shorter.config = type(self.config)(**{**self.config.to_dict(), **fields})
+        shorter.model = skeleton(self.model_class, shorter.config)
+
+        def before(name: str) -> str:
+            match = re.match(r"(.*\b(encoder|decoder)\.layers\.)(\d+)(\..*)", name)
+            return f"{match[1]}{kept[match[2]][int(match[3])]}{match[4]}" if match and match[2] in kept else name
+
+        sources = {name: before(name) for name in stored_tensors(shorter.model)}
+        shorter._names = {name: self._names[source] for name, source in sources.items() if source in self._names}
+        return shorter
 
     def read(self, name: str) -> torch.Tensor:
         """One stored tensor. A bias that a checkpoint may leave out (`final_logits_bias`) is then zero.
