@@ -347,7 +347,7 @@ def analysis_table(analyses: list[Analysis]) -> Table:
             (f"activated neurons, {stack}", "activated", 1, "{:,.0f}"),
             ("  of", "neurons", 1, "{:,.0f}"),
             ("  share", "ratio", 1, "{:.1%}"),
-            ("  a thousand parameters", "efficiency", 1000, "{:.3f}"),
+            ("  a thousand parameters", "efficiency", 1000, "{:.3g}"),
         ):
 
             def value_of(one: Analysis, stack: str = stack, measure: str = measure, scale: int = scale):
@@ -358,8 +358,8 @@ def analysis_table(analyses: list[Analysis]) -> Table:
     row(f"million MACs, {TOKENS}/{TOKENS} tokens", lambda one: one.macs.total / 1e6, "{:,.0f}")
     row("  with a cache", lambda one: one.macs_cached.total / 1e6, "{:,.0f}")
     for part in ("embedding", "encoder", "decoder", "output"):
-        row(f"matrices, {part}", lambda one, part=part: getattr(one.footprint, part) * 4 / 1e6, "{:,.1f} MB")
-    row("peak memory beyond libraries", lambda one: one.own_memory_bytes / 1e6, "{:,.1f} MB")
+        row(f"matrices, {part}, MB", lambda one, part=part: getattr(one.footprint, part) * 4 / 1e6, "{:,.1f}")
+    row("peak memory beyond libraries, MB", lambda one: one.own_memory_bytes / 1e6, "{:,.1f}")
     for kind in ("embedding", "attention", "feed-forward"):
         row(f"rank of 90 % energy, {kind}", lambda one, kind=kind: one.energy_rank(kind), "{:.0f}")
     row("steps to convergence", lambda one: one.convergence_step, "{:,}")

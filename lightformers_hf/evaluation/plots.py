@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 LIGHT = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
 DARK = ("#56b4e9", "#f0b93f", "#2fc79b", "#ff8a4c", "#e5a5c8", "#7c9cff")
 WIDTH = 10  # inches of a picture
+FAR_APART = 20  # times: more than this, and an axis is logarithmic
 Paint = Callable[[list[Axes]], None]
 
 
@@ -71,7 +72,10 @@ def draw_analyses(analyses: list[Analysis], folder: Path) -> list[Path]:
         "ffn-activation": (lambda panels: _ffn_activation(panels, analyses), {"rows": 2, "columns": 3, "height": 6.5}),
         "macs": (lambda panels: _macs(panels, analyses), {"columns": 2, "height": _bars_height(analyses)}),
         "memory": (lambda panels: _memory(panels, analyses), {"columns": 2, "height": _bars_height(analyses)}),
-        "spectra": (lambda panels: _spectra(panels, analyses), {"columns": 3}),
+        "spectra": (
+            lambda panels: _spectra(panels, analyses),
+            {"rows": len(analyses), "columns": 3, "height": 1.4 + 2.4 * len(analyses)},
+        ),
     }
     if curves:
         pictures["convergence"] = (lambda panels: _convergence(panels, curves), {})
@@ -113,7 +117,7 @@ def _ffn_activation(panels: list[Axes], analyses: list[Analysis]) -> None:
     measures = {
         "activated": "activated neurons",
         "ratio": "share of the neurons",
-        "efficiency": "activated, a thousand parameters",
+        "efficiency": "per 1000 parameters",
     }
     for row, stack in enumerate(("encoder", "decoder")):
         for axes, (measure, title) in zip(panels[3 * row : 3 * row + 3], measures.items(), strict=True):
@@ -123,8 +127,12 @@ def _ffn_activation(panels: list[Axes], analyses: list[Analysis]) -> None:
                 return [getattr(layer, measure) * scale for layer in analysis.ffn[stack]]
 
             _by_depth(axes, analyses, values_of, xlabel="layer" if row else "", title="" if row else title)
-            axes.margins(y=0.15)
-            axes.set_ylim(bottom=0)
+            drawn = [value for line in axes.lines for value in line.get_ydata()]
+            if measure == "efficiency" and max(drawn, default=0) > FAR_APART * min(drawn, default=0):
+                axes.set_yscale("log")
+            else:
+                axes.margins(y=0.15)
+                axes.set_ylim(bottom=0)
         panels[3 * row].set(ylabel=stack)
 
 
@@ -177,15 +185,20 @@ def _memory(panels: list[Axes], analyses: list[Analysis]) -> None:
 
 
 def _spectra(panels: list[Axes], analyses: list[Analysis]) -> None:
-    for axes, kind in zip(panels, ("embedding", "attention", "feed-forward"), strict=True):
-        for color, analysis in enumerate(analyses):
+    kinds = ("embedding", "attention", "feed-forward")
+    for row, analysis in enumerate(analyses):
+        for column, kind in enumerate(kinds):
+            axes = panels[3 * row + column]
+            if row:
+                axes.sharex(panels[column])
             for name, values in analysis.spectra.items():
                 if analysis.kind_of(name) == kind and values[0] > 0:
                     heights = [value / values[0] for value in values]
-                    axes.plot(range(1, len(values) + 1), heights, color=f"C{color}", linewidth=1, alpha=0.5)
-            axes.plot([], [], color=f"C{color}", label=analysis.label)
-        axes.set(title=kind, xlabel="number of the singular value", ylim=(0, 1.02))
-    panels[0].set(ylabel="relative to the largest")
+                    axes.plot(range(1, len(values) + 1), heights, color=f"C{row}", linewidth=1, alpha=0.6)
+            axes.set(title="" if row else kind, ylim=(0, 1.02))
+            if row == len(analyses) - 1:
+                axes.set(xlabel="number of the singular value")
+        panels[3 * row].set(ylabel=f"{analysis.label}\nrelative to largest")
 
 
 def _convergence(panels: list[Axes], analyses: list[Analysis]) -> None:

@@ -1,0 +1,343 @@
+"""What hooks measure beside what the models' own outputs say, and the command that shows it."""
+
+import io
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from matplotlib.image import imread
+from models.cases import make_model, padded, sentences
+from rich.console import Console
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from lightformers_hf import convert
+from lightformers_hf.cli import main
+from lightformers_hf.evaluation.analysis import Activation, analysis_table, analyze, behaviour
+from lightformers_hf.evaluation.macs import generation_macs
+from lightformers_hf.evaluation.measures import head_diversity
+from lightformers_hf.evaluation.translate import load_model
+
+DENSE = {
+    "vocab_size": 40,
+    "d_model": 16,
+    "encoder_layers": 3,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 20,
+    "max_position_embeddings": 48,
+    "pad_token_id": 1,
+    "decoder_start_token_id": 1,
+}
+CLASSES = {"marian": (MarianMTModel, MarianConfig), "bart": (BartForConditionalGeneration, BartConfig)}
+POST_NORM = ("marian", "bart", "lightformer", "lightformer-low-rank", "lightformer-groups", "subformer-sandwich")
+OURS = ("lightformer-residuals", "lightformer-narrow", "lightformer-joint-qkv", "lightformer-pre-norm")
+OURS += ("subformer-independent-ffn", "partialformer", "partialformer-vanilla-head-scaling")
+
+
+def build(kind, **fields):
+    if kind not in CLASSES:
+        return make_model("ConditionalGeneration", kind, **fields)
+    model_class, config_class = CLASSES[kind]
+    torch.manual_seed(0)
+    return model_class(config_class(**DENSE, **fields)).eval()
+
+
+def batch_of(sources, targets):
+    (ids, mask), (labels, label_mask) = padded(sources), padded(targets)
+    shifted = torch.cat([torch.full_like(labels[:, :1], 1), labels[:, :-1]], dim=1)
+    labels = labels.masked_fill(label_mask == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": shifted, "labels": labels}
+
+
+SOURCES, TARGETS = sentences((9, 5, 7)), sentences((4, 8, 6), seed=1)
+
+
+@pytest.fixture
+def batch():
+    return batch_of(SOURCES, TARGETS)
+
+
+@torch.no_grad()
+def outputs_of(model, batch):
+    """The model's own records, from eager attention."""
+    model.set_attn_implementation("eager")
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "decoder_input_ids")}
+    return model(**inputs, output_hidden_states=True, output_attentions=True, use_cache=False)
+
+
+def mean_correlation(states, lengths):
+    """Mean over sentences, of the mean over pairs of their tokens."""
+    found = []
+    for sentence, length in zip(states, lengths, strict=True):
+        correlations = torch.corrcoef(sentence[:length].double())
+        found.append((correlations.sum() - correlations.trace()).item() / (length * (length - 1)))
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize("kind", POST_NORM)
+def test_token_uniformity_is_that_of_the_hidden_states(kind, batch):
+    model = build(kind)
+    found = behaviour(model, [batch]).token_uniformity
+    outputs = outputs_of(model, batch)
+    for stack, states, texts in (
+        ("encoder", outputs.encoder_hidden_states, SOURCES),
+        ("decoder", outputs.decoder_hidden_states, TARGETS),
+    ):
+        lengths = list(map(len, texts))
+        expected = [mean_correlation(layer, lengths) for layer in states[-len(found[stack]) :]]
+        assert len(found[stack]) == getattr(model.config, f"{stack}_layers")
+        assert found[stack] == pytest.approx(expected, abs=1e-5)
+
+
+def heads_of(attention, weights, states):
+    """A·V of every head, (B, T, H, d_k), from the weights (B, H, T, S) and what the values are made of (B, S, d)."""
+    values = attention.v_proj(states).unflatten(-1, (weights.shape[1], -1))
+    return torch.einsum("bhts,bshd->bthd", weights, values)
+
+
+def mean_diversity(heads, lengths):
+    return torch.cat([head_diversity(one[:length]) for one, length in zip(heads, lengths, strict=True)]).mean().item()
+
+
+@pytest.mark.parametrize("kind", ["marian", "bart", "lightformer", "lightformer-low-rank", "lightformer-groups"])
+def test_head_diversity_is_that_of_attention_weights_and_values(kind, batch):
+    model = build(kind)
+    found = behaviour(model, [batch]).head_diversity
+    outputs = outputs_of(model, batch)
+    encoder, decoder = model.model.encoder, model.model.decoder
+    of_depth = getattr(encoder.layers, "stored_at", range(len(encoder.layers)))
+    for depth, index in enumerate(of_depth):
+        attention, weights = encoder.layers[index].self_attn, outputs.encoder_attentions[depth]
+        heads = heads_of(attention, weights, outputs.encoder_hidden_states[depth])
+        assert found["encoder"][depth] == pytest.approx(mean_diversity(heads, map(len, SOURCES)), abs=1e-5)
+    of_depth = getattr(decoder.layers, "stored_at", range(len(decoder.layers)))
+    assert len(found["cross"]) == len(found["decoder"]) == len(of_depth)
+    for depth, index in enumerate(of_depth):
+        layer = decoder.layers[index]
+        heads = heads_of(layer.self_attn, outputs.decoder_attentions[depth], outputs.decoder_hidden_states[depth])
+        assert found["decoder"][depth] == pytest.approx(mean_diversity(heads, map(len, TARGETS)), abs=1e-5)
+        weights, states = outputs.cross_attentions[depth], outputs.encoder_last_hidden_state
+        heads = heads_of(layer.encoder_attn, weights, states)
+        assert found["cross"][depth] == pytest.approx(mean_diversity(heads, map(len, TARGETS)), abs=1e-5)
+
+
+@torch.no_grad()
+def test_heads_of_partialformer_are_gated_and_went_through_their_network(batch):
+    model = build("partialformer")
+    found = behaviour(model, [batch]).head_diversity["encoder"]
+    outputs = outputs_of(model, batch)
+    for depth, layer in enumerate(model.model.encoder.layers):
+        attention = layer.self_attn
+        states = layer.self_attn_layer_norm(outputs.encoder_hidden_states[depth])
+        *_, values, gate = attention.in_proj(states).split(attention.parts, dim=-1)
+        values, gate = (part.unflatten(-1, (5, 4)) for part in (values, gate))
+        heads = torch.einsum("bhts,bshd->bthd", outputs.encoder_attentions[depth], values)
+        heads = (heads + attention.fc2(attention.fc1(heads).relu())) * gate.relu()
+        assert found[depth] == pytest.approx(mean_diversity(heads, map(len, SOURCES)), abs=1e-5)
+
+
+@torch.no_grad()
+def activate(model, neurons):
+    """Every network gets so many neurons that are above 0 whatever comes in, and others that are not."""
+    for name, module in model.named_modules():
+        if name.endswith(("fc1", "fc_gate")) and "residuals" not in name:
+            last = getattr(module, "v", module)
+            last.weight.zero_()
+            last.bias.fill_(-1)
+            last.bias[:neurons] = 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "encoder", "decoder"),
+    [
+        ("marian", Activation(3, 24, 2 * 16 * 24 + 24 + 16), Activation(3, 20, 2 * 16 * 20 + 20 + 16)),
+        ("bart", Activation(3, 24, 2 * 16 * 24 + 24 + 16), Activation(3, 20, 2 * 16 * 20 + 20 + 16)),
+        ("lightformer", Activation(3, 24, 2 * 16 * 24 + 24 + 16), Activation(3, 20, 2 * 16 * 20 + 20 + 16)),
+        ("lightformer-low-rank", Activation(3, 24, 6 * 80 + 24 + 16), Activation(3, 20, 3 * 72 + 20 + 16)),
+        ("subformer-all", Activation(3, 24, 2 * 16 * 24 + 24 + 16), Activation(3, 24, 2 * 16 * 24 + 24 + 16)),
+        # 5 heads of width 4, four times as wide inside; in the decoder 3, twice as wide, in two attentions.
+        ("partialformer", Activation(15, 80, 2 * 4 * 16 + 16 + 4), Activation(18, 48, 2 * (2 * 4 * 8 + 8 + 4))),
+    ],
+)
+def test_activation_of_networks_with_a_known_number_of_neurons(kind, encoder, decoder, batch):
+    model = build(kind)
+    activate(model, 3)
+    found = behaviour(model, [batch]).ffn
+    assert found["encoder"] == [encoder] * model.config.encoder_layers
+    assert found["decoder"] == [decoder] * model.config.decoder_layers
+    assert encoder.ratio == encoder.activated / encoder.neurons
+    assert encoder.efficiency == encoder.activated / encoder.parameters
+
+
+def test_activation_of_gated_networks_is_that_of_the_gate(batch):
+    model = build("partialformer", ffn_glu=True)
+    activate(model, 3)
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if name.endswith("fc1"):
+                module.bias.fill_(-1)
+    found = behaviour(model, [batch]).ffn
+    assert {layer.activated for layer in found["encoder"]} == {15}
+
+
+def test_wide_layers_of_a_sandwich_have_their_own_width(batch):
+    found = behaviour(build("subformer-sandwich"), [batch]).ffn
+    assert [layer.neurons for layer in found["encoder"]] == [24, 28, 28, 24]
+
+
+@pytest.mark.parametrize("kind", [*POST_NORM, *OURS])
+def test_batching_and_padding_change_nothing(kind, batch):
+    model = build(kind)
+    together = behaviour(model, [batch])
+    alone = behaviour(model, [batch_of([source], [target]) for source, target in zip(SOURCES, TARGETS, strict=True)])
+    for measure in ("head_diversity", "token_uniformity"):
+        first, second = getattr(together, measure), getattr(alone, measure)
+        assert {site: pytest.approx(values, abs=1e-5) for site, values in first.items()} == second
+        for stack in ("encoder", "decoder"):
+            assert len(first[stack]) == getattr(model.config, f"{stack}_layers")
+    for stack, layers in together.ffn.items():
+        assert [layer.activated for layer in layers] == pytest.approx([layer.activated for layer in alone.ffn[stack]])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_left_as_it_was(batch, training):
+    model = build("lightformer").train(training)
+    behaviour(model, [batch])
+    assert model.training == training
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_what_cannot_be_analyzed(batch):
+    config = T5Config(vocab_size=40, d_model=16, d_kv=4, d_ff=20, num_layers=1, num_heads=4)
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration can't be analyzed"):
+        behaviour(T5ForConditionalGeneration(config), [batch])
+    with pytest.raises(ValueError, match="no token to analyze"):
+        behaviour(build("marian"), [])
+
+
+LOSSES = [{"step": 10, "loss": 5.0}, {"step": 20, "loss": 2.01}, {"step": 30, "loss": 2.0}]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory, tiny_marian, parallel_sentences):
+    """Paths of a teacher, of a compressed model with a training log, and of parallel text."""
+    folder = tmp_path_factory.mktemp("analyze")
+    shutil.copytree(tiny_marian, folder / "teacher")
+    convert(tiny_marian, folder / "light $x_1$", rank=4, refit=False, progress=False)
+    (folder / "light $x_1$" / "trainer_state.json").write_text(json.dumps({"log_history": LOSSES}))
+    text = "".join(json.dumps({"translation": pair}) + "\n" for pair in parallel_sentences)
+    (folder / "text.jsonl").write_text(text)
+    return folder
+
+
+@pytest.fixture
+def lightformers(monkeypatch, capsys):
+    """Run the command line; gives exit code, stdout and stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["lightformers", *map(str, arguments)])
+        capsys.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_analyze_models_side_by_side(lightformers, checkpoints, tmp_path):
+    models = [checkpoints / "teacher", checkpoints / "light $x_1$"]
+    text, pictures = checkpoints / "text.jsonl", tmp_path / "inside"
+    code, printed, _ = lightformers(
+        "analyze", *models, "--data", text, "--output", pictures, "--json", tmp_path / "a.json"
+    )
+    assert code == 0
+    for expected in ("head diversity, encoder", "million MACs", "peak memory", "rank of 90 % energy", "steps to"):
+        assert expected in printed
+    teacher, light = json.loads((tmp_path / "a.json").read_text())
+
+    network, _ = load_model(models[0])
+    macs = generation_macs(network.config)
+    assert teacher["macs"] == {"encoder": macs.encoder, "decoder": macs.decoder, "output": macs.output}
+    assert light["macs"]["output"] < teacher["macs"]["output"]
+    assert len(teacher["spectra"]["model.encoder.layers.0.fc1"]) == 32
+    assert len(light["spectra"]["model.encoder.layers.0.fc1"]) == 4
+    assert light["footprint"]["encoder"] == 2 * 4 * (4 * 64 + 2 * 96)
+    assert teacher["memory_bytes"] > teacher["libraries_bytes"] > 0
+    assert (teacher["loss_name"], teacher["convergence_step"]) == (None, None)
+    assert (light["loss_name"], light["convergence_step"], light["loss_curve"][0]) == ("loss", 20, [10, 5.0])
+    assert 0 < teacher["ffn"]["decoder"][1]["ratio"] < 1
+
+    measures = ("head-diversity", "token-uniformity", "ffn-activation", "macs", "memory", "spectra", "convergence")
+    assert {path.name for path in pictures.iterdir()} == {
+        f"{measure}{suffix}.png" for measure in measures for suffix in ("", "-dark")
+    }
+    for path in pictures.iterdir():
+        picture = imread(path)
+        assert picture.shape[1] == 1600
+        corner = picture[0, 0, :3]
+        assert corner.max() < 0.15 if "dark" in path.stem else corner.min() == 1
+        assert picture[..., :3].std() > 0.03  # something is drawn
+
+
+@pytest.fixture
+def no_process(monkeypatch):
+    """Peak memory is not measured, which takes seconds."""
+    monkeypatch.setattr("lightformers_hf.evaluation.analysis.translation_memory", lambda *_: (3_000_000, 1_000_000))
+
+
+@pytest.mark.usefixtures("no_process")
+def test_one_model_without_pictures(lightformers, checkpoints):
+    arguments = ("analyze", checkpoints / "teacher", "--data", checkpoints / "text.jsonl", "--json", "-")
+    code, printed, _ = lightformers(*arguments, "--max-samples", 2)
+    assert code == 0
+    assert len(json.loads(printed)) == 1
+
+
+@pytest.mark.usefixtures("no_process")
+def test_folders_of_the_same_name_are_told_apart(checkpoints, tmp_path):
+    names = [str(shutil.copytree(checkpoints / "teacher", tmp_path / parent / "[red]model")) for parent in "ab"]
+    analyses = analyze(names, str(checkpoints / "text.jsonl"), max_samples=2)
+    assert [analysis.label for analysis in analyses] == names
+    printed = io.StringIO()
+    Console(file=printed, width=400).print(analysis_table(analyses))
+    assert all(name in printed.getvalue() for name in names)
+
+
+def test_bad_input_is_one_message_and_leaves_nothing(lightformers, checkpoints, tmp_path):
+    teacher, text = checkpoints / "teacher", checkpoints / "text.jsonl"
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for arguments, message in (
+        ((tmp_path / "missing", "--data", text), "No model folder"),
+        ((teacher, "--data", tmp_path / "missing.jsonl"), "missing.jsonl"),
+        ((teacher, "--data", text, "--source-column", "fr"), "'fr'"),
+        ((teacher, "--data", text, "--output", tmp_path / "full"), "is not empty"),
+    ):
+        code, _, error = lightformers("analyze", "--output", tmp_path / "new", *arguments)
+        assert code == 1
+        assert message in error.replace("\n", " ")
+        assert "Traceback" not in error
+    assert {path.name for path in tmp_path.iterdir()} == {"full"}
+
+
+def test_pictures_need_matplotlib(lightformers, checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    arguments = ("analyze", checkpoints / "teacher", "--data", checkpoints / "text.jsonl")
+    code, _, error = lightformers(*arguments, "--output", tmp_path / "new")
+    assert code == 1
+    assert "pip install" in error
+    assert not list(tmp_path.iterdir())
