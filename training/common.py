@@ -43,7 +43,7 @@ from transformers import (
 )
 
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
-from lightformers_hf.training import find_last_checkpoint
+from lightformers_hf.training import find_last_checkpoint, gather_model, prepare_sharding
 
 TEXT_SUFFIXES, JSON_SUFFIXES = (".txt",), (".json", ".jsonl")
 AutoModel = type[AutoModelForSeq2SeqLM] | type[AutoModelForCausalLM]
@@ -439,10 +439,15 @@ def train(trainer: Trainer, checkpoint: str | None) -> dict[str, object]:
             if re.fullmatch(r"checkpoint-\d+", stale.name):
                 shutil.rmtree(stale)
     generation_config = copy.deepcopy(trainer.model.generation_config)  # evaluation fills in its own defaults
+    prepare_sharding(trainer)
     result = trainer.train(resume_from_checkpoint=checkpoint)
     trainer.model.generation_config = generation_config
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    trainer.save_model()
+    if not trainer.accelerator.is_fsdp2:
+        trainer.save_model()
+    elif model := gather_model(trainer):
+        model.save_pretrained(args.output_dir)
+        trainer.processing_class.save_pretrained(args.output_dir)
     trainer.save_state()
     return {
         "steps": trainer.state.global_step,

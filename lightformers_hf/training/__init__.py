@@ -2,6 +2,7 @@
 
 from .batching import TokenBatchSampler
 from .data import load_parallel, tokenize_pairs
+from .sharding import gather_model, prepare_sharding
 from .trainer import RecoveryTrainer, distillation_loss, find_last_checkpoint, hidden_loss
 
 __all__ = [
@@ -9,7 +10,9 @@ __all__ = [
     "TokenBatchSampler",
     "distillation_loss",
     "find_last_checkpoint",
+    "gather_model",
     "hidden_loss",
     "load_parallel",
+    "prepare_sharding",
     "tokenize_pairs",
 ]

@@ -190,4 +190,5 @@ def _is_complete(checkpoint: Path) -> bool:
     except (OSError, ValueError):
         return False
     weights = any(checkpoint.glob("*.safetensors"))
-    return weights and all((checkpoint / name).is_file() for name in ("config.json", "optimizer.pt", "scheduler.pt"))
+    optimizer = any((checkpoint / name).is_file() for name in ("optimizer.pt", "optimizer.bin"))  # .bin is of FSDP
+    return weights and optimizer and all((checkpoint / name).is_file() for name in ("config.json", "scheduler.pt"))
