@@ -20,12 +20,14 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import HfHubHTTPError, HTTPError  # HTTPError: of whichever HTTP library the client uses
 from huggingface_hub.utils import validate_repo_id
+from transformers import AutoConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from . import models
 from .conversion.card import CARD_FILE, MARK, evaluation_results, model_card, read_results
+from .conversion.checkpoint import CheckpointReader
 from .conversion.report import REPORT_FILE, tensor_bytes
-from .conversion.teacher import Teacher
+from .conversion.teacher import skeleton, stored_tensors
 from .models.configuration_base import FactorizedConfig
 
 # What belongs to a model; whatever else lies in its folder (optimizer states, logs, data) stays at home.
@@ -88,14 +90,15 @@ def push_to_hub(
     validate_repo_id(name)
     if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
         raise ValueError(f"revision {revision} is a commit, which nothing can be added to: give the name of a branch")
-    teacher = _checked(folder)
-    files = _files(folder, teacher.source_config)
-    measured = [read_results(Path(file), teacher.model.num_parameters()) for file in results]
-    _card(folder, teacher, name, measured)  # whatever is wrong with it is said before anything is made on the Hub
+    model = _skeleton(folder)
+    files = _files(folder, model.config)
+    measured = [read_results(Path(file), model.num_parameters()) for file in results]
+    _card(folder, model, name, measured)  # whatever is wrong with it is said before anything is made on the Hub
     _check_token()
     with _explained(name):
         api = HfApi(library_name="lightformers_hf")
         name = api.create_repo(name, private=private or None, exist_ok=True).repo_id
+    with _explained(name):
         there = api.model_info(name)
         if private and not there.private:
             raise ValueError(
@@ -106,31 +109,41 @@ def push_to_hub(
             api.create_branch(name, branch=revision, exist_ok=True)
             there = api.model_info(name, revision=revision)
         adds = [CommitOperationAdd(path.name, path) for path in files]
-        adds.append(CommitOperationAdd(CARD_FILE, _card(folder, teacher, name, measured).encode()))
+        adds.append(CommitOperationAdd(CARD_FILE, _card(folder, model, name, measured).encode()))
         stale = {file.rfilename for file in there.siblings or () if _ours(file.rfilename)}
         stale -= {operation.path_in_repo for operation in adds}
         return api.create_commit(
             name,
             [*adds, *(CommitOperationDelete(path) for path in sorted(stale))],
-            commit_message=message or f"Upload {teacher.source_config.model_type}",
+            commit_message=message or f"Upload {model.config.model_type}",
             revision=revision,
             parent_commit=there.sha,
         )
 
 
-def _checked(folder: Path) -> Teacher:
-    """The checkpoint, read as conversion reads it: whole, of this package, its tensors those of its configuration."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder: give what `lightformers convert` or a training run wrote")
-    teacher = Teacher(folder, str(folder))
-    if not isinstance(teacher.source_config, FactorizedConfig):
+def _skeleton(folder: Path) -> PreTrainedModel:
+    """The model that a folder holds, without storage, once it is sure that its weights are whole, and no pickle."""
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} holds no config.json: give what convert or a training run wrote")
+    config = AutoConfig.from_pretrained(folder)
+    if not isinstance(config, FactorizedConfig):
         raise ValueError(
-            f"{folder} holds a {teacher.source_config.model_type!r} model, which needs nothing of this package: "
-            "upload it with `hf upload`, or convert it first"
+            f"{folder} holds a {config.model_type!r} model, which needs nothing of this package: upload it with "
+            "`hf upload`, or convert it first"
         )
+    model = skeleton(getattr(models, config.architectures[0]), config)
     if not any(folder.glob("model*.safetensors")):
-        raise ValueError(f"the weights in {folder} are pickled: load them and save_pretrained writes safetensors")
-    return teacher
+        raise FileNotFoundError(f"{folder} holds no safetensors: load the model and save it with save_pretrained")
+    reader, ties = CheckpointReader(folder), model.get_expanded_tied_weights_keys(all_submodels=True)
+    expected = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
+    found = {ties.get(name, name): reader.shape(name) for name in reader.keys()}  # noqa: SIM118, a reader is no dict
+    if differing := sorted(name for name in expected | found if expected.get(name) != found.get(name)):
+        name = differing[0]
+        raise ValueError(
+            f"the weights in {folder} are not those that its config.json describes: {name} should have the shape "
+            f"{expected.get(name)} and has {found.get(name)}; save the model again"
+        )
+    return model
 
 
 def _files(folder: Path, config: FactorizedConfig) -> list[Path]:
@@ -155,9 +168,9 @@ def _ours(path: str) -> bool:
     return "/" not in path and (path in code or any(fnmatch(path, pattern) for pattern in patterns))
 
 
-def _card(folder: Path, teacher: Teacher, name: str, results: Sequence[dict]) -> str:
+def _card(folder: Path, model: PreTrainedModel, name: str, results: Sequence[dict]) -> str:
     """The user's own card, or one that says what the folder's files and the results say."""
-    file, config = folder / CARD_FILE, teacher.source_config
+    file, config = folder / CARD_FILE, model.config
     own = file.read_text(encoding="utf-8") if file.is_file() else MARK
     if MARK not in own:
         card = ModelCard(own)
@@ -166,16 +179,23 @@ def _card(folder: Path, teacher: Teacher, name: str, results: Sequence[dict]) ->
             card.data.eval_results = evaluation_results(results, card.data.pipeline_tag or "translation")
         return str(card) if results else own
     report, state = folder / REPORT_FILE, folder / "trainer_state.json"
-    facts = json.loads(report.read_text(encoding="utf-8")) if report.is_file() else {}
+    facts = _json(report)
     auto_classes = {reference.split(".")[-1]: auto for auto, reference in config.auto_classes.items()}
     facts |= {
         "architecture": config.model_type,
-        "auto_class": auto_classes[teacher.model_class.__name__],
-        "parameters_after": teacher.model.num_parameters(),
-        "bytes_after": tensor_bytes(teacher.model),
+        "auto_class": auto_classes[type(model).__name__],
+        "parameters_after": model.num_parameters(),
+        "bytes_after": tensor_bytes(model),
     }
-    steps = json.loads(state.read_text(encoding="utf-8")).get("global_step") if state.is_file() else None
-    return model_card(facts, name=name, steps=steps, results=results)
+    return model_card(facts, name=name, steps=_json(state).get("global_step"), results=results)
+
+
+def _json(file: Path) -> dict:
+    """The content of a file, nothing where there is none."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}): write it again, or remove it") from None
 
 
 def _check_token() -> None:

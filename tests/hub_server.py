@@ -120,8 +120,9 @@ class Handler(BaseHTTPRequestHandler):
                     if route is not Handler.upload:
                         self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                     self.query = parse_qs(url.query)
+                    parts = {name: unquote(part) for name, part in match.groupdict().items() if part is not None}
                     with self.server.lock:
-                        return route(self, **{name: unquote(value) for name, value in match.groupdict().items()})
+                        return route(self, **parts)
             raise Refusal(404, f"no such page: {self.command} {url.path}")
         except Refusal as refusal:
             headers = {"X-Error-Code": refusal.code, "X-Error-Message": refusal.content["error"]}

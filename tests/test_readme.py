@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hub_server import Hub
+from huggingface_hub import ModelCard
 
 ROOT = Path(__file__).parents[1]
 SMALLER = {
@@ -16,6 +18,7 @@ SMALLER = {
     "steps 500": "steps 1",
     "--encoder-groups 3": "--encoder-groups 1",
     "benchmark architectures": "benchmark architectures --pair sandwich-base --runs 1 --new-tokens 1 --no-training",
+    "test.jsonl --json": "test.jsonl --no-speed --json",
     "recovered --data test.jsonl ": "recovered --data test.jsonl --cores 1 --batch-size 2 --runs 1 --new-tokens 2 ",
     "--max_steps 3000": "--max_steps 1 --speed_sentences 2 --speed_runs 1 --max_source_length 48 "
     "--max_target_length 48",
@@ -39,15 +42,23 @@ def workplace(tmp_path_factory, tiny_marian, parallel_sentences):
     return folder
 
 
-def run(command, folder):
+@pytest.fixture(scope="module")
+def hub():
+    """A Hub on loopback, for what the README pushes."""
+    with Hub() as server:
+        yield server
+
+
+def run(command, folder, **variables):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
     return subprocess.run(
         command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
 
 
-def test_the_commands_work_one_after_another(workplace):
+def test_the_commands_work_one_after_another(workplace, hub):
+    online = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.endpoint, "HF_TOKEN": "hf_alice", "HF_HUB_DISABLE_XET": "1"}
     commands = []
     for block in blocks("bash"):
         lines = re.sub(r"\\\n\s*", "", block).splitlines()
@@ -56,9 +67,12 @@ def test_the_commands_work_one_after_another(workplace):
     for command in commands:
         for long, short in SMALLER.items():
             command = command.replace(long, short)
-        done = run(command, workplace)
+        done = run(command, workplace, **(online if command.startswith("lightformers push") else {}))
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     assert (workplace / "recovered" / "model.safetensors").is_file()
+    card = ModelCard(hub.repositories["alice/opus-mt-de-en-light"].files["README.md"].decode())
+    assert {result.metric_type for result in card.data.eval_results} == {"bleu", "chrf"}
+    assert "compressed" in card.text
 
 
 def test_the_python_snippets_work(workplace, monkeypatch):

@@ -33,6 +33,7 @@ from transformers import (
     set_seed,
 )
 
+from lightformers_hf.conversion.report import copy_report
 from lightformers_hf.training import RecoveryTrainer, load_parallel, tokenize_pairs
 
 
@@ -209,6 +210,8 @@ def run(
     rows = {"unique parameters": parameter_count(model)}
     if "train" in tokens:
         rows |= train(trainer, checkpoint)
+        if args.should_save and model_args.model_name_or_path and not model_args.from_scratch:
+            copy_report(model_args.model_name_or_path, args.output_dir)
     if "validation" in tokens:
         metrics = trainer.evaluate()
         trainer.save_metrics("eval", metrics)

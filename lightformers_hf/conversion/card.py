@@ -150,6 +150,7 @@ def model_card(facts: dict, *, name: str | None = None, steps: int | None = None
         name=name,
         steps=steps,
         results=results,
+        labels=METRICS,
         compressed=compressed,
         **forms,
     )
@@ -202,7 +203,7 @@ A `{{ architecture }}` model of {{ "{:,}".format(parameters_after) }} unique par
 
 {% for result in results %}
 {{ result.sentences }} sentences of {{ result.data | code }}, {{ result.source | code }} → {{ result.target | code }}
-{%- for option, value in result.generation.items() %}, {{ option | code }} {{ value }}{% endfor %}:
+{%- for option in result.generation.items() %}, {{ option | join(" ") | code }}{% endfor %}:
 
 {% for row in result.rows %}
 | {{ row | join(" | ") }} |
@@ -211,8 +212,8 @@ A `{{ architecture }}` model of {{ "{:,}".format(parameters_after) }} unique par
 {% endif %}
 {% endfor %}
 
-{% for signature in ("bleu_signature", "chrf_signature") if result.model[signature] %}
-{{ signature[:4] }}: {{ result.model[signature] | replace("|", " ") | code }}{{ "." if loop.last else "; " }}
+{% for metric in ("bleu", "chrf") if result.model[metric ~ "_signature"] %}
+{{ labels[metric] }}: {{ result.model[metric ~ "_signature"] | replace("|", " ") | code }}.
 {% endfor %}
 
 {% endfor %}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from transformers import PreTrainedModel
+from transformers.utils import cached_file
 
 from .card import CARD_FILE, inherited_metadata, model_card
 from .options import CompressionOptions
@@ -237,3 +239,20 @@ def write_report(report: CompressionReport, folder: Path) -> None:
     content = report.to_dict()
     (folder / REPORT_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     (folder / CARD_FILE).write_text(model_card(content), encoding="utf-8")
+
+
+def copy_report(source: str, folder: str | Path) -> None:
+    """Put the `compression.json` of a checkpoint beside what training made of it, so that a card can tell of it.
+
+    Args:
+        source: the checkpoint that training started from, a folder or a name on the Hub. It may have none.
+        folder: where the result lies.
+    """
+    found = cached_file(
+        source,
+        REPORT_FILE,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if found is not None:
+        shutil.copyfile(found, Path(folder, REPORT_FILE))

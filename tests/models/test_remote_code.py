@@ -7,19 +7,11 @@ import sys
 import pytest
 import torch
 from cases import VARIANTS, every, make_model
+from strangers import AUTO, BLOCKER, inputs_for
 
-STRANGER = """
-import sys
-
-class Blocker:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name.partition(".")[0] == "lightformers_hf":
-            raise ModuleNotFoundError(name)
-
-sys.meta_path.insert(0, Blocker)
-import torch, transformers
-
+STRANGER = (
+    BLOCKER
+    + """
 for folder, auto_name in zip(sys.argv[1::2], sys.argv[2::2]):
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
     model = getattr(transformers, auto_name).from_pretrained(folder, trust_remote_code=True).eval()
@@ -33,12 +25,7 @@ for folder, auto_name in zip(sys.argv[1::2], sys.argv[2::2]):
     torch.save(result, f"{folder}/result.pt")
     model.save_pretrained(f"{folder}/again")
 """
-AUTO = {
-    "ConditionalGeneration": "AutoModelForSeq2SeqLM",
-    "CausalLM": "AutoModelForCausalLM",
-    "Model": "AutoModel",
-    "SequenceClassification": "AutoModelForSequenceClassification",
-}
+)
 # Of every family one with everything that its code can do, as far as one model can have it.
 CASES = every(
     variants=[
@@ -51,11 +38,6 @@ CASES = every(
         "partialformer-adaptive",
     ]
 )
-
-
-def inputs_for(model) -> dict[str, torch.Tensor]:
-    inputs = {"input_ids": torch.tensor([[5, 9, 11, 30]]), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
-    return inputs | ({"decoder_input_ids": torch.tensor([[2, 8]])} if model.config.is_encoder_decoder else {})
 
 
 @pytest.fixture(scope="module")

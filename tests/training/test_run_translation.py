@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
+from lightformers_hf import convert
 from lightformers_hf.training import RecoveryTrainer
 
 SCRIPT = Path(__file__).parents[2] / "training" / "run_translation.py"
@@ -290,3 +291,13 @@ def test_the_command_line_prints_one_message_and_fails(base, tmp_path, monkeypat
     errors = capsys.readouterr().err
     assert errors.count("error:") == 1
     assert "empty.jsonl holds no rows" in errors
+
+
+def test_a_report_of_compression_stays_with_what_was_compressed(base, tmp_path, tiny_marian):
+    convert(tiny_marian, tmp_path / "light", rank=5, paper=True, progress=False)
+    options = base | {"model_name_or_path": tmp_path / "light", "max_steps": 1}
+    script.main(command(options))
+    script.main(command(options, from_scratch=True, output_dir=tmp_path / "scratch"))
+    report = (tmp_path / "light" / "compression.json").read_text()
+    assert (tmp_path / "out" / "compression.json").read_text() == report
+    assert not (tmp_path / "scratch" / "compression.json").exists()

@@ -1,0 +1,166 @@
+"""The model card: what it says, what the Hub reads in it, and that no foreign text changes what it is."""
+
+import json
+import logging
+import shutil
+
+import pytest
+from conversion.cards import evaluation_of
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+
+from lightformers_hf import convert, plan
+from lightformers_hf.conversion.card import inherited_metadata, model_card, read_results
+
+FACTS = {"architecture": "subformer", "auto_class": "AutoModelForCausalLM"}
+FACTS |= {"parameters_after": 1_234_567, "bytes_after": 4_938_268}
+
+
+def blocks(card: ModelCard) -> list[str]:
+    """The kinds of a card's blocks in order, as a Markdown parser finds them."""
+    return [token.type for token in MarkdownIt("commonmark").enable("table").parse(card.text)]
+
+
+def table_rows(card: ModelCard) -> list[list[str]]:
+    """The cells of every row of every table."""
+    rows = []
+    for token in MarkdownIt("commonmark").enable("table").parse(card.text):
+        if token.type == "tr_open":
+            rows.append([])
+        elif token.type == "inline" and rows and token.level > 2:
+            rows[-1].append(token.content)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, tiny_marian):
+    """The tiny Marian as an organization publishes it."""
+    folder = tmp_path_factory.mktemp("card") / "opus-mt-de-en"
+    shutil.copytree(tiny_marian, folder)
+    card = "---\nlicense: other\nlicense_name: ours\nlicense_link: LICENSE\nlanguage:\n- de\n- no\n"
+    (folder / "README.md").write_text(card + "pipeline_tag: translation\ntags: [marian]\n---\n# A teacher\n")
+    return folder
+
+
+def evaluated(folder, parameters, **options):
+    file = folder / "results.json"
+    file.write_text(json.dumps(evaluation_of("/home/someone/light", parameters, **options).to_dict()))
+    return read_results(file, parameters)
+
+
+def test_what_was_made_of_what(source, tmp_path):
+    report = convert(
+        source, tmp_path / "light", rank=5, rank_pattern={"fc1|fc2": 3}, encoder_groups=1, paper=True, progress=False
+    )
+    card = ModelCard.load(tmp_path / "light" / "README.md")
+    assert card.data.to_dict() == {
+        "license": "other",
+        "license_name": "ours",
+        "license_link": "LICENSE",
+        "language": ["de", "no"],  # which YAML takes for false
+        "library_name": "transformers",
+        "pipeline_tag": "translation",
+        "tags": ["lightformer", "compression", "low-rank"],
+    }
+    assert "`opus-mt-de-en` (`marian`)" in card.text
+    assert "its 2 encoder layers sharing\n1 stored ones" in card.text
+    assert "(ranks 3 to 5)" in card.text
+    assert '"fc1|fc2": 3' in card.text
+    rows = table_rows(card)
+    counts = [f"{count:,}" for count in (report.parameters_before, report.parameters_after)]
+    assert ["unique parameters", *counts, f"{report.parameters_before / report.parameters_after:.2f}"] in rows
+    ranks = {row[0].strip("`"): row[2] for row in rows if len(row) == 5}
+    assert ranks == {"matrix": "rank"} | {matrix.name: str(matrix.rank) for matrix in report.matrices}
+    assert "fine-tune it before use" in card.text
+    assert 'AutoModelForSeq2SeqLM.from_pretrained("PATH", trust_remote_code=True)' in card.text
+
+
+def test_the_hub_reads_the_results(source, tmp_path):
+    facts = plan(source, rank=5, paper=True, progress=False).to_dict()
+    first = evaluated(tmp_path, 5000, teacher="/home/someone/opus-mt-de-en")
+    second = evaluated(tmp_path, 5000, data="/home/someone/other.jsonl")
+    card = ModelCard(model_card(facts, name="alice/light", steps=2000, results=[first, second]))
+    assert card.data.model_name == "light"
+    assert [(result.dataset_type, result.metric_type, result.metric_value) for result in card.data.eval_results] == [
+        ("test.jsonl", "bleu", 41.25),
+        ("test.jsonl", "chrf", 62.5),
+        ("other.jsonl", "bleu", 41.25),
+        ("other.jsonl", "chrf", 62.5),
+    ]
+    assert {result.task_type for result in card.data.eval_results} == {"translation"}
+    rows = table_rows(card)
+    assert ["BLEU", "41.2", "42.0"] in rows
+    assert ["BLEU", "41.2"] in rows
+    assert ["unique parameters", "5,000", "10,000"] in rows
+    assert ["tokens/s, one core", "150.0 (1.50x)", "100.0"] in rows
+    assert ["tokens/s, one core", "150.0"] in rows
+    assert "someone" not in str(card)
+    assert "It was trained for 2,000 steps after that." in card.text
+    assert "fine-tune it" not in card.text
+
+
+def test_a_model_that_was_not_compressed():
+    card = ModelCard(model_card(FACTS, name="alice/subformer"))
+    assert card.data.to_dict() == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["subformer"],
+    }
+    assert "1,234,567 unique parameters in 4.9 megabytes" in card.text
+    assert 'AutoModelForCausalLM.from_pretrained("alice/subformer", trust_remote_code=True)' in card.text
+    assert "compressed" not in card.text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`a` | b",
+        "<script>alert(1)</script>",
+        "x\n\n# A heading\n\n---\nlicense: mit\n---",
+        "{{ 7 * 7 }}",
+        "``` | ",
+        "|",
+    ],
+)
+def test_foreign_text_stays_text(source, tmp_path, text):
+    """It neither ends what it stands in nor becomes markup, metadata or a template."""
+    facts = plan(source, rank=5, paper=True, progress=False).to_dict()
+    plain = model_card(facts, name="alice/light", results=[evaluated(tmp_path, 50, teacher="teacher")])
+    facts |= {"source": text, "family": text, "calibration": text, "options": {text: text}}
+    facts["inherited"] |= {"license": text, "language": [text], "pipeline_tag": text, "base_model": text}
+    hostile = [evaluated(tmp_path, 50, teacher=text, data=text)]
+    hostile[0] |= {"source": text, "target": text, "generation": {text: text}}
+    card = ModelCard(model_card(facts, name="alice/light", results=hostile))
+    assert blocks(card) == blocks(ModelCard(plain))
+    assert (card.data.license, card.data.language, card.data.base_model) == (text, [text], text)
+    html = MarkdownIt("commonmark").enable("table").render(card.text)
+    assert "<script" not in html
+    assert "49" not in html.partition("Results")[0].partition("<table>")[0]
+
+
+@pytest.mark.parametrize(
+    "metadata", ["a: [1\n", "- a list\n", "license: {name: x}\nlanguage: [1, 2]\n", "license: 3\n", ""]
+)
+def test_a_card_that_cannot_be_read_gives_nothing(tmp_path, metadata, caplog):
+    (tmp_path / "README.md").write_text(f"---\n{metadata}---\nText\n")
+    with caplog.at_level(logging.WARNING, "lightformers_hf"):
+        assert inherited_metadata(tmp_path, None) == {}
+    warned = any("so nothing is inherited" in record.message for record in caplog.records)
+    assert warned == metadata.startswith(("a", "-"))
+
+
+def test_what_a_source_on_the_hub_adds(source):
+    metadata = inherited_metadata(source, "org/model")
+    assert metadata["base_model"] == "org/model"
+    assert metadata["license_link"] == "https://huggingface.co/org/model/blob/main/LICENSE"
+    assert inherited_metadata(source / "nowhere", "org/model") == {"base_model": "org/model"}
+
+
+def test_results_of_another_model_are_refused(tmp_path):
+    evaluated(tmp_path, 50)
+    with pytest.raises(ValueError, match=r"results.json measures a model of 50 parameters, this one has 1,000"):
+        read_results(tmp_path / "results.json", 1000)
+    for content in ("{", "[]", "{}", '{"model": {"parameters": 50}}', '{"model": null}'):
+        (tmp_path / "results.json").write_text(content)
+        with pytest.raises(ValueError, match=r"results.json holds no results"):
+            read_results(tmp_path / "results.json", 50)
