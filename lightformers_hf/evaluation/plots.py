@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -39,8 +39,12 @@ def style(*, dark: bool = False) -> dict:
         "legend.frameon": False,
         "font.size": 12,
         "lines.linewidth": 2,
-        "text.parse_math": False,  # names of models are text
     }
+
+
+def as_text(name: str) -> str:
+    """A name for a picture: its dollar signs are no formulas (which `text.parse_math` would forbid to axes, too)."""
+    return name.replace("$", r"\$")
 
 
 def save_picture(
@@ -87,11 +91,22 @@ def draw_analyses(analyses: list[Analysis], folder: Path) -> list[Path]:
     return paths
 
 
+def draw_spectrum(axes: Axes, values: Sequence[float], *, color: str, rank: int | None = None) -> None:
+    """Singular values (descending) of a matrix, relative to the largest; a dot at the rank that was kept, if any."""
+    if values[0] > 0:
+        heights = [value / values[0] for value in values]
+        axes.plot(range(1, len(values) + 1), heights, color=color, linewidth=1, alpha=0.6)
+        if rank:
+            axes.plot(rank, heights[rank - 1], "o", color=color, markersize=5)
+
+
 def _by_depth(axes: Axes, analyses: list[Analysis], values_of: Callable[[Analysis], list[float]], **labels) -> None:
     """A line a model, over the depths of a stack."""
     for color, analysis in enumerate(analyses):
         if values := values_of(analysis):
-            axes.plot(range(1, len(values) + 1), values, "o-", color=f"C{color}", markersize=5, label=analysis.label)
+            axes.plot(
+                range(1, len(values) + 1), values, "o-", color=f"C{color}", markersize=5, label=as_text(analysis.label)
+            )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set(**labels)
 
@@ -151,7 +166,7 @@ def _stacked(
             start += size
         total = f"{start:,.0f}" if start >= 100 else f"{start:.1f}"
         axes.annotate(total, (start, row), xytext=(4, 0), textcoords="offset points", va="center")
-    axes.set(yticks=range(len(analyses)), yticklabels=[analysis.label for analysis in analyses], xlabel=unit)
+    axes.set(yticks=range(len(analyses)), yticklabels=[as_text(analysis.label) for analysis in analyses], xlabel=unit)
     axes.margins(x=0.16)
     axes.invert_yaxis()
     axes.grid(visible=False)
@@ -192,18 +207,17 @@ def _spectra(panels: list[Axes], analyses: list[Analysis]) -> None:
             if row:
                 axes.sharex(panels[column])
             for name, values in analysis.spectra.items():
-                if analysis.kind_of(name) == kind and values[0] > 0:
-                    heights = [value / values[0] for value in values]
-                    axes.plot(range(1, len(values) + 1), heights, color=f"C{row}", linewidth=1, alpha=0.6)
+                if analysis.kind_of(name) == kind:
+                    draw_spectrum(axes, values, color=f"C{row}")
             axes.set(title="" if row else kind, ylim=(0, 1.02))
             if row == len(analyses) - 1:
                 axes.set(xlabel="number of the singular value")
-        panels[3 * row].set(ylabel=f"{analysis.label}\nrelative to largest")
+        panels[3 * row].set(ylabel=f"{as_text(analysis.label)}\nrelative to largest")
 
 
 def _convergence(panels: list[Axes], analyses: list[Analysis]) -> None:
     for color, analysis in enumerate(analyses):
-        panels[0].plot(*zip(*analysis.loss_curve, strict=True), color=f"C{color}", label=analysis.label)
+        panels[0].plot(*zip(*analysis.loss_curve, strict=True), color=f"C{color}", label=as_text(analysis.label))
         reached = dict(analysis.loss_curve)[analysis.convergence_step]
         panels[0].plot(analysis.convergence_step, reached, "o", color=f"C{color}", markersize=8)
     names = " or ".join(dict.fromkeys(analysis.loss_name for analysis in analyses))

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 import torch
+from matplotlib.cbook import is_math_text
 from matplotlib.image import imread
+from matplotlib.text import Text
 from models.cases import make_model, padded, sentences
 from rich.console import Console
 from transformers import (
@@ -24,6 +26,7 @@ from lightformers_hf.cli import main
 from lightformers_hf.evaluation.analysis import Activation, analysis_table, analyze, behaviour
 from lightformers_hf.evaluation.macs import generation_macs
 from lightformers_hf.evaluation.measures import head_diversity
+from lightformers_hf.evaluation.plots import as_text, save_picture
 from lightformers_hf.evaluation.translate import load_model
 
 DENSE = {
@@ -261,10 +264,10 @@ def lightformers(monkeypatch, capsys):
 def test_analyze_models_side_by_side(lightformers, checkpoints, tmp_path):
     models = [checkpoints / "teacher", checkpoints / "light $x_1$"]
     text, pictures = checkpoints / "text.jsonl", tmp_path / "inside"
-    code, printed, _ = lightformers(
+    code, printed, error = lightformers(
         "analyze", *models, "--data", text, "--output", pictures, "--json", tmp_path / "a.json"
     )
-    assert code == 0
+    assert code == 0, error
     for expected in ("head diversity, encoder", "million MACs", "peak memory", "rank of 90 % energy", "steps to"):
         assert expected in printed
     teacher, light = json.loads((tmp_path / "a.json").read_text())
@@ -341,3 +344,19 @@ def test_pictures_need_matplotlib(lightformers, checkpoints, tmp_path, monkeypat
     assert code == 1
     assert "pip install" in error
     assert not list(tmp_path.iterdir())
+
+
+def test_names_with_dollar_signs_are_text_and_logarithmic_axes_are_not(monkeypatch, tmp_path):
+    texts = []
+    draw = Text.draw
+    monkeypatch.setattr(Text, "draw", lambda self, *arguments: (texts.append(self), draw(self, *arguments))[1])
+
+    def paint(panels):
+        panels[0].plot([1, 1000], [1, 1000], label=as_text("model $x_1$"))
+        panels[0].set(yscale="log")
+
+    save_picture(tmp_path / "picture.png", paint)
+    formulas = {text.get_text() for text in texts if text.get_parse_math() and is_math_text(text.get_text())}
+    assert any("10^{2}" in text for text in formulas)
+    assert not any("model" in text for text in formulas)
+    assert any("model" in text.get_text() for text in texts)
