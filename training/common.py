@@ -438,10 +438,12 @@ def train(trainer: Trainer, checkpoint: str | None) -> dict[str, object]:
         for stale in Path(args.output_dir).glob("checkpoint-*"):
             if re.fullmatch(r"checkpoint-\d+", stale.name):
                 shutil.rmtree(stale)
-    generation_config = copy.deepcopy(trainer.model.generation_config)  # evaluation fills in its own defaults
+    # Evaluation fills in its own defaults; a classifier generates nothing.
+    generation_config = copy.deepcopy(getattr(trainer.model, "generation_config", None))
     prepare_sharding(trainer)
     result = trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.model.generation_config = generation_config
+    if generation_config is not None:
+        trainer.model.generation_config = generation_config
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     if not trainer.accelerator.is_fsdp2:
         trainer.save_model()

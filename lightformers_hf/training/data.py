@@ -34,14 +34,25 @@ def load_parallel(
     """
     if max_samples is not None and max_samples < 1:
         raise ValueError(f"max_samples is {max_samples}: expected 1 or more, or None for all.")
-    pairs = _load_file(Path(data)) if _is_file_name(data) else _load_hub(data, split)
-    if len(pairs) == 0:
-        raise ValueError(f"{data} holds no rows: expected at least one pair of {source!r} and {target!r}.")
+    pairs = load_rows(data, split=split)
     pairs = _two_columns(pairs, data, source, target)
     if max_samples is not None:
         pairs = pairs.select(range(min(max_samples, len(pairs))))
     _check_text(pairs, data, {"source": source, "target": target})
     return pairs
+
+
+def load_rows(data: str, *, split: str = "train") -> Dataset:
+    """All columns of a file or a Hub dataset, as `load_parallel` finds them; at least one row.
+
+    Raises:
+        FileNotFoundError: no such file, or no such dataset on the Hub.
+        ValueError: an unknown file type, unreadable or empty data.
+    """
+    rows = _load_file(Path(data)) if _is_file_name(data) else _load_hub(data, split)
+    if len(rows) == 0:
+        raise ValueError(f"{data} holds no rows: expected at least one.")
+    return rows
 
 
 def _is_file_name(data: str) -> bool:
