@@ -48,7 +48,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSe
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 name, pairs = "alice/marian-light", json.load(open("pairs.json"))
-tokenizer = AutoTokenizer.from_pretrained(name)
+tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)
 model = AutoModelForSeq2SeqLM.from_pretrained(name, trust_remote_code=True)
 data = [{**tokenizer(pair["de"]), "labels": tokenizer(text_target=pair["en"])["input_ids"]} for pair in pairs]
 batch = tokenizer([pair["de"] for pair in pairs], padding=True, return_tensors="pt")
@@ -141,6 +141,7 @@ def python(program, hub, folder, **variables):
         [sys.executable, "-c", program],
         env=environment(hub, folder, **variables),
         cwd=folder,
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,
@@ -190,7 +191,8 @@ def test_strangers_load_run_and_train_what_was_pushed(hub, light, parallel_sente
     push_to_hub(light, "marian-light")
     (tmp_path / "tasks.json").write_text(json.dumps(tasks))
     (tmp_path / "pairs.json").write_text(json.dumps(parallel_sentences))
-    python(BLOCKER + STRANGERS_LOADING + STRANGERS_TRAINING, hub, tmp_path)
+    run = python(BLOCKER + STRANGERS_LOADING + STRANGERS_TRAINING, hub, tmp_path)
+    assert "Do you wish to run the custom code" not in run.stdout + run.stderr
 
     refused = [described for described in tasks if described["token"] == "hf_bob"]
     for described in tasks:

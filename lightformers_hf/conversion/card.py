@@ -195,7 +195,8 @@ Compression alone costs quality; fine-tune it before use.
 {% endif %}
 {% else %}
 A `{{ architecture }}` model of {{ "{:,}".format(parameters_after) }} unique parameters in {{
-"%.1f" | format(bytes_after / 1e6) }} megabytes.
+"%.1f" | format(bytes_after / 1e6) }} megabytes
+{%- if steps %}, trained for {{ "{:,}".format(steps) }} steps{% endif %}.
 {% endif %}
 
 {% if results %}
@@ -223,9 +224,9 @@ A `{{ architecture }}` model of {{ "{:,}".format(parameters_after) }} unique par
 ```python
 from transformers import {{ auto_class }}, AutoTokenizer
 
-# The model's code lies beside its weights. After `import lightformers_hf` it is loaded without trust_remote_code.
+# The model's code lies beside its weights. After `import lightformers_hf` nothing needs trust_remote_code.
 model = {{ auto_class }}.from_pretrained("{{ name or 'PATH' }}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{{ name or 'PATH' }}")
+tokenizer = AutoTokenizer.from_pretrained("{{ name or 'PATH' }}", trust_remote_code=True)
 {% if auto_class in ("AutoModelForSeq2SeqLM", "AutoModelForCausalLM") %}
 inputs = tokenizer(["A sentence."], return_tensors="pt")
 print(tokenizer.batch_decode(model.generate(**inputs), skip_special_tokens=True))

@@ -100,13 +100,13 @@ def test_the_hub_reads_the_results(source, tmp_path):
 
 
 def test_a_model_that_was_not_compressed():
-    card = ModelCard(model_card(FACTS, name="alice/subformer"))
+    card = ModelCard(model_card(FACTS, name="alice/subformer", steps=3000))
     assert card.data.to_dict() == {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["subformer"],
     }
-    assert "1,234,567 unique parameters in 4.9 megabytes" in card.text
+    assert "1,234,567 unique parameters in 4.9 megabytes, trained for 3,000 steps." in card.text
     assert 'AutoModelForCausalLM.from_pretrained("alice/subformer", trust_remote_code=True)' in card.text
     assert "compressed" not in card.text
 
