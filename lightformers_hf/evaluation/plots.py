@@ -31,6 +31,9 @@ def style(*, dark: bool = False) -> dict:
         **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), page),
         "axes.prop_cycle": matplotlib.cycler(color=DARK if dark else LIGHT),
         "axes.grid": True,
+        "axes.grid.which": "both",
+        "axes.formatter.min_exponent": 3,  # 20, not 2×10¹
+        "axes.titlesize": "medium",
         "axes.axisbelow": True,
         "grid.color": ink,
         "grid.alpha": 0.2,
