@@ -11,6 +11,7 @@ import sys
 import typing
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -104,6 +105,12 @@ def write_json(content: dict | list, file: Path) -> None:
     """Write `content` to `file`, or to stdout where that is `-`."""
     text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     sys.stdout.write(text) if str(file) == "-" else file.write_text(text, encoding="utf-8")
+
+
+def check_installed(module: str, extra: str, what: str) -> None:
+    """Raise `ValueError` where a module of an optional extra is missing, without which `what` can't be done."""
+    if find_spec(module) is None:
+        raise ValueError(f"{what} needs {module}: pip install 'lightformers_hf[{extra}]'")
 
 
 def parse_rank_pattern(items: list[str]) -> dict[str, int | None]:
@@ -380,14 +387,12 @@ def analyze(
 
     Example: lightformers analyze ./teacher ./small --data test.jsonl --output inside
     """
-    from importlib.util import find_spec
-
     from .conversion.checkpoint import atomic_output
     from .evaluation.analysis import analysis_table
     from .evaluation.analysis import analyze as run
 
-    if output is not None and find_spec("matplotlib") is None:
-        raise ValueError("--output needs matplotlib to draw: pip install 'lightformers_hf[demo]'")
+    if output is not None:
+        check_installed("matplotlib", "demo", "--output")
     options = {"source": source, "target": target, "split": split, "max_samples": max_samples, "device": device}
     with atomic_output(output, overwrite=overwrite) if output else nullcontext() as folder:
         analyses = run(models, data, **options, progress=True)
@@ -399,6 +404,59 @@ def analyze(
         Console().print(analysis_table(analyses))
     if json_file is not None:
         write_json([analysis.to_dict() for analysis in analyses], json_file)
+
+
+@app.command()
+def report(
+    model: Annotated[
+        str, typer.Argument(help="What convert or a training run wrote: folder, or Hub name.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("report.html"),
+    teacher: Annotated[
+        str | None,
+        typer.Option(help="What it was made of: adds singular values with the chosen ranks, and its translations."),
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Parallel text, as for evaluate: adds sample translations.")] = None,
+    results: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="What evaluate --json wrote, of this model or others: adds quality against size and speed. "
+            "Repeatable."
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Translations shown, evenly spread over the data.")] = 8,
+    source: Annotated[str | None, typer.Option("--source-column", "--source-lang", help="See evaluate.")] = None,
+    target: Annotated[str | None, typer.Option("--target-column", "--target-lang", help="See evaluate.")] = None,
+    split: Annotated[str, typer.Option(help="Split of a dataset on the Hub.")] = "test",
+    num_beams: NumBeams = None,
+    max_new_tokens: MaxNewTokens = None,
+) -> None:
+    """Write one HTML page of what became of a model: plan, pictures, translations beside the teacher's.
+
+    The page holds all of it, loads nothing, and is light or dark as its reader's browser. The plan and the errors come
+    from compression.json, the training curve from trainer_state.json. Needs pip install 'lightformers_hf\\[demo]'.
+
+    Example: lightformers report ./small --teacher ./teacher --data test.jsonl --results results.json
+    """
+    check_installed("matplotlib", "demo", "report")
+    from .evaluation.page import report_page
+    from .evaluation.translate import written_whole
+
+    page = report_page(
+        model,
+        teacher=teacher,
+        data=data,
+        results=results or (),
+        samples=samples,
+        source=source,
+        target=target,
+        split=split,
+        progress=True,
+        **generation_options(num_beams=num_beams, max_new_tokens=max_new_tokens),
+    )
+    with written_whole(output) as file:
+        file.write(page.encode())
+    Console().print(f"Written to {escape(str(output))}: open it in a browser.", highlight=False, soft_wrap=True)
 
 
 @app.command()
