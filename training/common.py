@@ -150,8 +150,9 @@ def parse_arguments(classes: Iterable[type], argv: list[str] | None = None) -> t
             options.append(argument)
     model = recipe.pop("model", {})
     if model_type := (model | fields).get("model_type"):
-        check_model_fields(fields, model_type, "The command line")
-        check_model_fields(model, model_type, known.config)
+        sources = [(fields, "The command line"), (model, known.config)]
+        for given, source in sorted(sources, key=lambda pair: "model_type" not in pair[0]):  # who names it first
+            check_model_fields(given, model_type, source)
     names = [f.name for each in classes for f in dataclasses.fields(each) if f.init]
     check_names(recipe, names, f"{known.config}: no option")
     given = ["--config", known.config] if known.config else []
