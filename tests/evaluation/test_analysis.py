@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import sys
 
@@ -261,6 +262,13 @@ def lightformers(monkeypatch, capsys):
     return run
 
 
+@pytest.fixture
+def no_process(monkeypatch):
+    """Peak memory is not measured, which takes seconds (`test_size` does)."""
+    monkeypatch.setattr("lightformers_hf.evaluation.analysis.translation_memory", lambda *_: (3_000_000, 1_000_000))
+
+
+@pytest.mark.usefixtures("no_process")
 def test_analyze_models_side_by_side(lightformers, checkpoints, tmp_path):
     models = [checkpoints / "teacher", checkpoints / "light $x_1$"]
     text, pictures = checkpoints / "text.jsonl", tmp_path / "inside"
@@ -279,7 +287,8 @@ def test_analyze_models_side_by_side(lightformers, checkpoints, tmp_path):
     assert len(teacher["spectra"]["model.encoder.layers.0.fc1"]) == 32
     assert len(light["spectra"]["model.encoder.layers.0.fc1"]) == 4
     assert light["footprint"]["encoder"] == 2 * 4 * (4 * 64 + 2 * 96)
-    assert teacher["memory_bytes"] > teacher["libraries_bytes"] > 0
+    assert (teacher["memory_bytes"], teacher["libraries_bytes"]) == (3_000_000, 1_000_000)
+    assert re.search(r"peak memory beyond libraries, MB\W+2.0\W+2.0", printed)
     assert (teacher["loss_name"], teacher["convergence_step"]) == (None, None)
     assert (light["loss_name"], light["convergence_step"], light["loss_curve"][0]) == ("loss", 20, [10, 5.0])
     assert 0 < teacher["ffn"]["decoder"][1]["ratio"] < 1
@@ -294,12 +303,6 @@ def test_analyze_models_side_by_side(lightformers, checkpoints, tmp_path):
         corner = picture[0, 0, :3]
         assert corner.max() < 0.15 if "dark" in path.stem else corner.min() == 1
         assert picture[..., :3].std() > 0.03  # something is drawn
-
-
-@pytest.fixture
-def no_process(monkeypatch):
-    """Peak memory is not measured, which takes seconds."""
-    monkeypatch.setattr("lightformers_hf.evaluation.analysis.translation_memory", lambda *_: (3_000_000, 1_000_000))
 
 
 @pytest.mark.usefixtures("no_process")
