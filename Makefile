@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help demo test lint format clean
+.PHONY: help demo test docs lint format clean
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -20,6 +20,9 @@ demo: $(VENV)/installed  ## train a teacher, compress it, win its quality back: 
 test: $(VENV)/installed lint  ## every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests
 
+docs: $(VENV)/installed  ## the documentation, as a site in site/
+	$(BIN)/mkdocs build
+
 lint: $(VENV)/installed  ## style and format, unchanged files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -28,5 +31,5 @@ format: $(VENV)/installed  ## rewrite files in the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean:  ## remove the virtual environment and the demo's output
-	rm -rf $(VENV) demo-output
+clean:  ## remove the virtual environment, the demo's output, the site
+	rm -rf $(VENV) demo-output site notebooks/cache

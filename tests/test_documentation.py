@@ -1,0 +1,203 @@
+"""The documentation's commands and snippets, run page by page as they stand there: only some numbers are smaller.
+
+The README's are in test_readme.py. Everything runs in this process: to start Python takes longer than most commands.
+"""
+
+import contextlib
+import io
+import json
+import re
+import runpy
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from tokenizers import ByteLevelBPETokenizer
+from tokenizers.processors import RobertaProcessing
+from transformers import BartConfig, BartForConditionalGeneration, PreTrainedTokenizerFast
+
+from lightformers_hf import cli, convert
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+
+# What is made smaller, so that a page takes seconds on a checkpoint of two layers and ten sentence pairs.
+SMALLER = {
+    r"--max_steps \d+": "--max_steps 2 --logging_steps 1 --max_source_length 48 --max_target_length 48",
+    r"--(warmup|eval|save)_steps \d+": r"--\1_steps 1",
+    r"--max_tokens \d+": "--max_tokens 200",
+    r"--ratios 2 4": "--ratios 2 --methods paper --trainings",
+    r"fc1=64": "fc1=8",
+    r"--vocab_size 8000": "--vocab_size 90",
+    r"--encoder-groups 3": "--encoder-groups 1",
+    r"--params \w+|--size \w+": "--params 20k",
+    r"lightformers (plan|convert)": r"lightformers \1 --calibration-samples 4",
+    r"--json results.json": "--no-speed --json results.json",
+    r"--cores 1 --batch-size 1": "--cores 1 --batch-size 1 --num-beams 1 --runs 1 --sentences 1 --new-tokens 2 "
+    "--max-samples 2 --engine transformers --engine ctranslate2",
+    r"training/shapes/multi30k/partialformer.json": "partialformer.json",
+}
+# What needs a network or several machines, or a model large enough to become faster, and is only parsed.
+PARSED_ONLY = re.compile("lightformers push|torchrun|accelerate launch|.* --speedup")
+
+
+def blocks(page):
+    """(language, title, content) of every fenced block."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(r"^```(\w+)(?: title=\"(.+?)\")?\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def commands(block):
+    """The commands of a block, one a line."""
+    return [line for line in re.sub(r"\\\n\s*", "", block).splitlines() if line.strip()]
+
+
+@pytest.fixture(scope="session")
+def tiny_bart(tmp_path_factory, parallel_sentences):
+    """A folder with a `BartForConditionalGeneration` of random weights and a tokenizer like its own."""
+    folder = tmp_path_factory.mktemp("tiny-bart")
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    bpe = ByteLevelBPETokenizer()
+    texts = [text for pair in parallel_sentences for text in pair.values()]
+    bpe.train_from_iterator(texts, vocab_size=300, min_frequency=1, special_tokens=special, show_progress=False)
+    bpe._tokenizer.post_processor = RobertaProcessing(("</s>", 2), ("<s>", 0))
+    names = dict(zip(("bos_token", "pad_token", "eos_token", "unk_token"), special, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, model_max_length=64, **names).save_pretrained(folder)
+    width = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = BartConfig(vocab_size=bpe.get_vocab_size(), encoder_layers=1, decoder_layers=1, **width, **heads)
+    BartForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_recovered(tmp_path_factory, tiny_marian):
+    """What the tutorial ends with, and other pages begin with."""
+    folder = tmp_path_factory.mktemp("tiny-recovered") / "recovered"
+    convert(tiny_marian, folder, rank=8, progress=False)
+    return folder
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch, tiny_marian, tiny_bart, tiny_recovered, parallel_sentences):
+    """A folder with what the pages assume, which is the working directory."""
+    shutil.copytree(tiny_marian, tmp_path / "opus-mt-de-en")
+    shutil.copytree(tiny_bart, tmp_path / "bart")
+    for name in ("light", "recovered"):
+        shutil.copytree(tiny_recovered, tmp_path / name)
+    (tmp_path / "training").symlink_to(ROOT / "training")
+    for part in ("train", "validation", "test"):
+        lines = [json.dumps({"translation": pair}) + "\n" for pair in parallel_sentences]
+        (tmp_path / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
+    lines = [json.dumps({"document": pair["de"], "summary": pair["en"]}) + "\n" for pair in parallel_sentences]
+    (tmp_path / "articles.jsonl").write_text("".join(lines), encoding="utf-8")
+    shapes = json.loads((ROOT / "training/shapes/multi30k/partialformer.json").read_text(encoding="utf-8"))
+    small = {"d_model": 32, "head_dim": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 8}
+    (tmp_path / "partialformer.json").write_text(json.dumps(shapes | small | {"decoder_attention_heads": 8}))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "training"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path
+
+
+def run(command, monkeypatch):
+    """Run one command of a page; an unknown one fails, and so does one that ends with an error."""
+    for long, short in SMALLER.items():
+        command = re.sub(long, short, command)
+    spoken, _, piped = command.partition(" | ")
+    if piped:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"{shlex.split(spoken)[1]}\n".encode())))
+    words = shlex.split(piped or command, comments=True)
+    monkeypatch.setattr(sys, "argv", words[1:] if words[0] == "python" else words)
+    said, code = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), None
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            if PARSED_ONLY.match(command):
+                parse(words, monkeypatch)
+            elif words[0] == "lightformers":
+                cli.main()
+            elif words[0] == "python":
+                runpy.run_path(words[1], run_name="__main__")
+            else:
+                pytest.fail(f"no test knows how to run: {command}")
+        except SystemExit as end:
+            code = end.code
+    said.seek(0)
+    assert not code, f"{command}\n{said.read()}"
+
+
+def parse(words, monkeypatch):
+    """Check that the options of a command exist, of its launcher, too."""
+    if words[0] == "lightformers":
+        group = typer.main.get_command(cli.app)
+        with group.make_context("lightformers", words[1:]) as context:
+            name, command, arguments = group.resolve_command(context, words[1:])
+            command.make_context(name, arguments, parent=context)
+        return
+    if words[0] == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        launched = get_args_parser().parse_args(words[1:])
+    else:
+        from accelerate.commands.launch import launch_command_parser
+
+        launched = launch_command_parser().parse_args(words[2:])
+    import seq2seq
+
+    ran = []
+    monkeypatch.setattr(seq2seq, "run", lambda *arguments: ran.append(arguments))
+    monkeypatch.setattr(sys, "argv", [launched.training_script, *launched.training_script_args])
+    runpy.run_path(launched.training_script, run_name="__main__")
+    assert ran, "the script did not reach its run"
+
+
+def runs_something(page):
+    return any(language in ("bash", "python") for language, _, _ in blocks(page))
+
+
+@pytest.mark.parametrize("page", filter(runs_something, PAGES))
+def test_a_page_can_be_followed(page, workplace, monkeypatch):
+    if page == "tutorial.md":  # which makes them itself
+        shutil.rmtree("light")
+        shutil.rmtree("recovered")
+    names = {}
+    for language, title, content in blocks(page):
+        if title:
+            Path(title).write_text(content, encoding="utf-8")
+        elif language == "bash":
+            for command in commands(content):
+                run(command, monkeypatch)
+        elif language == "python":
+            exec(compile(content, page, "exec"), names)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("lightformers plan opus-mt-de-en --ratoi 2", "ratoi"),
+        ("lightformers plan nowhere --ratio 2", "nowhere"),
+        ("lightformers push recovered you/light --privat", "privat"),
+        ("torchrun --nnodes 2 training/run_translation.py --learning_rat 1", "learning_rat"),
+        ("torchrun --nods 2 training/run_translation.py", "nods"),
+        ("rm -r light", "no test knows"),
+    ],
+)
+def test_a_wrong_command_is_noticed(workplace, monkeypatch, wrong, message):
+    with pytest.raises((Exception, pytest.fail.Exception), match=message):
+        run(wrong, monkeypatch)
+
+
+def test_the_site_builds(tmp_path):
+    mkdocs = pytest.importorskip("mkdocs.commands.build")
+    pytest.importorskip("mkdocstrings")
+    from mkdocs.config import load_config
+
+    mkdocs.build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site")))
+    commands = (tmp_path / "site/reference/cli/index.html").read_text(encoding="utf-8")
+    assert "lightformers convert" in commands
+    assert "<math" in (tmp_path / "site/explanation/weighting/index.html").read_text(encoding="utf-8")
+    python = (tmp_path / "site/reference/python/index.html").read_text(encoding="utf-8")
+    assert "FileExistsError" in python
