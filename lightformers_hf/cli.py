@@ -460,6 +460,38 @@ def report(
 
 
 @app.command()
+def compare(
+    teacher: Annotated[str, typer.Argument(help="Folder or Hub name of the dense checkpoint.", show_default=False)],
+    light: Annotated[
+        str, typer.Argument(help="The smaller one; like the teacher, it may be an export.", show_default=False)
+    ],
+    num_beams: Annotated[int | None, typer.Option(min=1, help="Beams of both. Default: the light model's.")] = None,
+    max_new_tokens: MaxNewTokens = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Where to serve. Default: the first free one from 7860.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Whom to serve: 127.0.0.1 is this machine alone, 0.0.0.0 whoever reaches it.")
+    ] = "127.0.0.1",
+    browser: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+) -> None:
+    """Serve a page to try two models side by side: type a sentence, see both translations, tokens and time.
+
+    Nothing leaves this machine. Ctrl-C ends it. The same page is a Space on the Hub: see lightformers_hf/app.py.
+    Needs pip install 'lightformers_hf\\[app]'.
+
+    Example: lightformers compare opus-mt-de-en opus-mt-de-en-light --open
+    """
+    check_installed("gradio", "app", "compare")
+    from .app import build, serve
+
+    page = build(teacher, light, num_beams=num_beams, max_new_tokens=max_new_tokens)
+    address = serve(page, host=host, port=port, browser=browser)
+    Console().print(f"Both models are at {address} until Ctrl-C.", highlight=False, soft_wrap=True)
+    page.block_thread()
+
+
+@app.command()
 def demo(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for everything the demo makes.")] = Path(
         "demo-output"

@@ -1,6 +1,7 @@
 """What tests share: a small Marian checkpoint, made from nothing in a few seconds."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,18 @@ def tiny_marian(tmp_path_factory, parallel_sentences) -> Path:
         optimizer.zero_grad()
     model.eval().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def browser():
+    """A headless Chromium: one that is installed, or that `playwright install chromium` brought. Else a skip."""
+    from playwright.sync_api import sync_playwright
+
+    # One a test, and no longer: while it runs, the thread has an event loop, and nobody else can start one.
+    with sync_playwright() as playwright:
+        names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
+        found = next(filter(None, map(shutil.which, names)), playwright.chromium.executable_path)
+        if not Path(found).exists():
+            pytest.skip("no browser: apt-get install chromium, or playwright install chromium")
+        with playwright.chromium.launch(executable_path=found) as running:
+            yield running
