@@ -22,6 +22,7 @@ of pad, bos and eos) is the tokenizer's.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -41,7 +42,7 @@ from common import (
     summarize,
     train,
 )
-from datasets import Dataset
+from datasets import Dataset, Features, Value
 from rich.console import Console
 from transformers import (
     AutoModelForCausalLM,
@@ -102,7 +103,7 @@ class Blocks(torch.utils.data.Dataset):
             repeat blocks to have as many for each.
     """
 
-    def __init__(self, stream: np.ndarray, block_size: int, *, context: int, pad: int, multiple: int = 1):
+    def __init__(self, stream: Sequence[int], block_size: int, *, context: int, pad: int, multiple: int = 1):
         self.stream, self.block_size, self.context, self.pad = stream, block_size, context, pad
         blocks = 1 + max(0, math.ceil((len(stream) - block_size) / (block_size - context)))
         self.blocks = math.ceil(blocks / multiple) * multiple
@@ -176,17 +177,23 @@ def load_parts(data: DataArguments) -> dict[str, Dataset]:
     return parts
 
 
-def token_stream(texts: Dataset, tokenizer: PreTrainedTokenizerBase, num_proc: int | None = None) -> np.ndarray:
-    """One stream of token ids: the end token, then each text followed by the end token."""
+def token_stream(texts: Dataset, tokenizer: PreTrainedTokenizerBase, num_proc: int | None = None) -> Sequence[int]:
+    """One stream of token ids: the end token, then each text followed by the end token.
+
+    Slices of it are arrays. It lies in a file of the `datasets` cache that is mapped, not read, into memory.
+    """
     end = tokenizer.eos_token_id
 
-    def tokenize(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+    def tokenize(batch: dict[str, list[str]], rows: list[int]) -> dict[str, list[int]]:
         ids = tokenizer(batch["text"], add_special_tokens=False, verbose=False)["input_ids"]
-        return {"ids": [[*text, end] for text in ids]}
+        first = [end] if rows[0] == 0 else []
+        return {"id": first + [token for text in ids for token in (*text, end)]}
 
-    tokens = texts.map(tokenize, batched=True, remove_columns=texts.column_names, num_proc=num_proc, desc="Tokenizing")
-    chunks = tokens.with_format("arrow")[:]["ids"].chunks
-    return np.concatenate([[end], *(chunk.flatten().to_numpy() for chunk in chunks)]).astype(np.int32)
+    tokens = texts.map(
+        tokenize, batched=True, with_indices=True, remove_columns=texts.column_names, num_proc=num_proc,
+        features=Features({"id": Value("int32")}), desc="Tokenizing",
+    )  # fmt: skip
+    return tokens.with_format("numpy")["id"]
 
 
 def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, block_size: int) -> None:
