@@ -1,0 +1,201 @@
+"""Recipes: how they are read and overridden; each in its true shape beside its paper's count, and for two steps."""
+
+import json
+import re
+import string
+from importlib import import_module
+from pathlib import Path
+
+import build_tokenizer
+import common
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+)
+
+from lightformers_hf.evaluation.size import unique_parameters
+
+TRAINING = Path(common.__file__).parent
+RECIPES = sorted((TRAINING / "recipes").rglob("*.yaml"))
+AUTO = {"run_clm": AutoModelForCausalLM, "run_classification": AutoModelForSequenceClassification}
+# For two steps: few and narrow layers of the same kind. A sandwich that is wider than the rest stays so.
+TINY = {
+    "d_model": 40, "encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "encoder_groups": 2,
+    "attention_rank": 4, "ffn_rank": 4, "embedding_rank": 4, "decoder_attention_rank": 3, "decoder_ffn_rank": 3,
+    "ffn_dim": 32, "sandwich_dim": 80, "sandwich_ffn_dim": 32, "embedding_dim": 40, "adaptive_cutoffs": [10, 20],
+    "head_dim": 10, "base_attention_heads": 4,
+}  # fmt: skip
+SHORT = {
+    "max_steps": 2, "eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False, "logging_steps": 1,
+    "report_to": "none", "disable_tqdm": True, "use_cpu": True,
+}  # fmt: skip
+
+
+def script_of(path):
+    """The script and the recipe's path, as the command in its head names them."""
+    script, name = re.search(r"python training/(run_\w+)\.py --config training/(\S+)", path.read_text()).groups()
+    assert TRAINING / name == path
+    return script
+
+
+def words(options):
+    texts = []
+    for name, value in options.items():
+        texts += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return texts
+
+
+def id_of(path):
+    return f"{path.parent.name}-{path.stem}"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=id_of)
+def test_the_true_shape_has_the_parameters_of_its_head(path):
+    script, text = script_of(path), path.read_text()
+    paper, ours = (re.search(p, text) for p in (r"([\d.]+)M parameters", r"\(([\d.]+)M (?:parameters )?here\)"))
+    vocabulary = re.search(r"\(vocabulary (\d+)\)", text)
+    fields = common.load_recipe(path)["model"] | {"vocab_size": int(vocabulary[1]) if vocabulary else 2}
+    with torch.device("meta"):
+        model = AUTO.get(script, AutoModelForSeq2SeqLM).from_config(AutoConfig.for_model(**fields))
+    printed = (ours or paper)[1]
+    rounding = 0.5 * 10.0 ** -len(printed.partition(".")[2])
+    tolerance = rounding if ours else max(rounding, 0.025 * float(printed))
+    assert unique_parameters(model) / 1e6 == pytest.approx(float(printed), abs=tolerance)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, parallel_sentences, tiny_marian):
+    """Options of each script: data that its recipes' columns fit, and a tokenizer."""
+    folder = tmp_path_factory.mktemp("recipes")
+    german, english = ([pair[language] for pair in parallel_sentences] for language in ("de", "en"))
+    rows = [
+        {"translation": dict.fromkeys(("fr", "ro"), g) | {"de": g, "en": e}, "document": e, "summary": g}
+        for g, e in zip(german, english, strict=True)
+    ]
+    reviews = [{"text": text, "label": i % 2} for i, text in enumerate(english * 2)]
+    for name, content in {"pairs": rows, "reviews": reviews}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    (folder / "text.txt").write_text("".join(f"{line}\n" for line in english * 40))
+    build_tokenizer.main([str(folder / "text.txt"), "--kind", "words", "--output", str(folder / "words")])
+    (folder / "corpus.txt").write_text("".join(f"{line} {string.ascii_letters}.\n" for line in english * 3))
+    unigram = ["--kind", "unigram", "--vocab_size", "90", "--output", str(folder / "unigram")]
+    build_tokenizer.main([str(folder / "corpus.txt"), *unigram])
+    pairs = {"tokenizer_name": tiny_marian, "train_file": folder / "pairs.jsonl"}
+    small = {"block_size": 16, "per_device_train_batch_size": 2}
+    return {
+        "run_translation": pairs,
+        "run_summarization": pairs,
+        "run_clm": small | {"tokenizer_name": folder / "words", "train_file": folder / "text.txt", "context_size": 4},
+        "run_classification": {
+            "tokenizer_name": folder / "words", "train_file": folder / "reviews.jsonl", "num_folds": 2,
+        },
+        "run_denoising": small | {"tokenizer_name": folder / "unigram", "train_files": folder / "corpus.txt"},
+    }  # fmt: skip
+
+
+def tiny(fields):
+    """The fields of a recipe's model, those that TINY has replaced."""
+    small = {name: TINY.get(name, value) if value is not None else None for name, value in fields.items()}
+    if fields.get("sandwich_dim") == fields["d_model"]:
+        small["sandwich_dim"] = TINY["d_model"]
+    return small
+
+
+def trains(path):
+    """Whether a recipe has options of training, and is not only another model of its base."""
+    return bool(common.yaml.safe_load(path.read_text()).keys() - {"base", "model"})
+
+
+@pytest.mark.parametrize("path", filter(trains, RECIPES), ids=id_of)
+def test_two_steps_of_the_script(path, data, tmp_path):
+    name, recipe = script_of(path), common.load_recipe(path)
+    fields = tiny(recipe["model"])
+    options = data[name] | SHORT | {"output_dir": tmp_path / "out"}
+    options["gradient_accumulation_steps"] = min(2, recipe.get("gradient_accumulation_steps", 1))
+    options |= {f"model.{field}": json.dumps(value) for field, value in fields.items()}
+    import_module(name).main(["--config", str(path), *words(options)])
+    (state, *_) = tmp_path.rglob("trainer_state.json")
+    history = [entry for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
+    assert len(history) == 2
+    assert all(entry["loss"] > 0 and 0 < entry["grad_norm"] < 1e4 for entry in history)
+    saved = json.loads((state.parent / "config.json").read_text())
+    assert {field: saved[field] for field in fields} == fields
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if not trains(path)], ids=id_of)
+def test_two_steps_of_another_model(path):
+    """Its options are those of its base, which the script has taken."""
+    auto = AUTO.get(script_of(path), AutoModelForSeq2SeqLM)
+    tokens = {"vocab_size": 50, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
+    torch.manual_seed(0)
+    model = auto.from_config(AutoConfig.for_model(**tiny(common.load_recipe(path)["model"]) | tokens))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batch = {"input_ids": torch.randint(3, 50, (2, 6))}
+    batch["labels"] = batch["input_ids"] if auto is not AutoModelForSequenceClassification else torch.tensor([0, 1])
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for _ in range(2):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss > 0
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert new.isfinite().all()
+        assert not torch.equal(old, new)
+
+
+@pytest.fixture
+def parse(tmp_path):
+    from seq2seq import DataArguments, TrainingArguments
+
+    def parse(recipe, *argv, **others):
+        for name, text in {"recipe": recipe, **others}.items():
+            (tmp_path / f"{name}.yaml").write_text(text)
+        given = ["--config", str(tmp_path / "recipe.yaml"), *argv]
+        return common.parse_arguments((common.ModelArguments, DataArguments, TrainingArguments), given)
+
+    return parse
+
+
+def test_the_command_line_wins_over_the_recipe_and_that_over_its_base(parse):
+    base = "model: {model_type: lightformer, d_model: 64, ffn_rank: 8}\nlearning_rate: 1e-3\nmax_tokens: 7\nbf16: true"
+    recipe = (
+        "base: base.yaml\nmodel: {d_model: 32, ffn_rank: null}\nmax_tokens: 8\nseed: 5\nlogging_nan_inf_filter: false"
+    )
+    model, data, args = parse(
+        recipe, "--max_tokens", "9", "--model.dropout", "0.25", "--model.rank_pattern={fc1: 3}", base=base
+    )
+    assert model.model == {
+        "model_type": "lightformer", "d_model": 32, "ffn_rank": None, "dropout": 0.25, "rank_pattern": {"fc1": 3}
+    }  # fmt: skip
+    assert (data.max_tokens, args.learning_rate, args.seed, args.bf16) == (9, 1e-3, 5, True)
+    assert not args.logging_nan_inf_filter
+
+
+@pytest.mark.parametrize(
+    ("recipe", "argv", "message"),
+    [
+        ("lerning_rate: 1", [], r"recipe\.yaml: no option 'lerning_rate'; did you mean learning_rate"),
+        ("model: {model_type: lightformer, d_modle: 3}", [], r"recipe\.yaml: .* 'd_modle'; did you mean d_model"),
+        (
+            "model: {model_type: lightfromer}",
+            [],
+            r"recipe\.yaml: no model_type 'lightfromer'; did you mean lightformer",
+        ),
+        ("model: {model_type: bart, attention_rank: 3}", [], "of a bart's configuration is named 'attention_rank'"),
+        ("model: 3", [], r"recipe\.yaml: expected a mapping"),
+        ("a: [", [], r"recipe\.yaml is not YAML"),
+        ("base: nowhere.yaml", [], r"No recipe .*nowhere\.yaml"),
+        ("max_tokens: many", [], "--max_tokens.*invalid int value: 'many'"),
+        ("model: {model_type: lightformer}", ["--model.d_modle", "3"], "command line: .*did you mean d_model"),
+        ("seed: 1", ["--max_token", "3"], "no option '--max_token'; did you mean --max_tokens"),
+    ],
+)
+def test_what_is_unknown_is_named_with_its_file_and_what_is_like_it(parse, recipe, argv, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        parse(recipe, *argv)
