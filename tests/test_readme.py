@@ -15,6 +15,7 @@ from huggingface_hub import ModelCard
 ROOT = Path(__file__).parents[1]
 SMALLER = {
     "--max_steps 1500": "--max_steps 2 --max_source_length 48 --max_target_length 48",
+    "--max_steps 20000": "--max_steps 1",
     "steps 500": "steps 1",
     "--encoder-groups 3": "--encoder-groups 1",
     "benchmark architectures": "benchmark architectures --pair sandwich-base --runs 1 --new-tokens 1 --no-training",
