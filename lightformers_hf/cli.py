@@ -75,7 +75,7 @@ def compression_options(command: Callable) -> Callable:
     options = []
     for option in dataclasses.fields(CompressionOptions):
         kind, _, choice = option.name.rpartition("_")
-        of_kind = kind in KINDS
+        of_kind = kind in KINDS and option.name not in COMPRESSION_HELP
         text = f"--{choice} for the {kind} matrices alone." if of_kind else COMPRESSION_HELP[option.name]
         panel = "Ranks of one kind" if of_kind else "Compression"
         value_type = (
