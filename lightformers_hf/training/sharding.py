@@ -21,7 +21,7 @@ def prepare_sharding(trainer: Trainer) -> None:
     classes = {type(module).__name__ for module in model.modules()}
     if plugin.transformer_cls_names_to_wrap is None:
         plugin.transformer_cls_names_to_wrap = sorted(classes & set(model._no_split_modules or ()))
-    model._auto_class = None  # checkpoints would take torch's code of the sharded class for the architecture's
+    model.is_remote_code = lambda: False  # checkpoints would take torch's code of the sharded class for the model's
     owners: dict[torch.nn.Parameter, list[torch.nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -29,12 +29,16 @@ def prepare_sharding(trainer: Trainer) -> None:
     tied = list(dict.fromkeys(module for modules in owners.values() if len(modules) > 1 for module in modules))
     inner = {part for module in tied for part in module.modules() if part is not module}
     if tied:
+        group = [module for module in tied if module not in inner]
         fully_shard(
-            [module for module in tied if module not in inner],
+            group,
             reshard_after_forward=False,  # the output layer needs what the first embedding has gathered
             mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
             offload_policy=plugin.cpu_offload,
         )
+        output = model.get_output_embeddings()  # in a low-rank output layer only a part of what is sharded
+        whole = next((module for module in group if output in set(module.modules())), output)
+        model.get_output_embeddings = lambda: whole
 
 
 def gather_model(trainer: Trainer) -> PreTrainedModel | None:

@@ -1,0 +1,134 @@
+"""More than one process on CPUs (gloo): the losses of one, after SIGKILL too, and fully sharded models."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import run_translation as script
+import torch
+from transformers import AutoModelForSeq2SeqLM
+
+TRAINING = Path(script.__file__).parent
+RECIPE = """\
+model:
+  {model_type: subformer, d_model: 32, encoder_layers: 3, decoder_layers: 3, encoder_attention_heads: 4,
+   decoder_attention_heads: 4, ffn_dim: 32, sandwich_dim: 40, sandwich_ffn_dim: 32, embedding_dim: 40,
+   projection_dropout: 0.0, dropout: 0.0, max_position_embeddings: 64}
+source_lang: de
+target_lang: en
+max_source_length: 60
+max_target_length: 60
+max_tokens: 100
+learning_rate: 1e-3
+label_smoothing_factor: 0.1
+logging_steps: 1
+use_cpu: true
+disable_tqdm: true
+report_to: none
+"""
+# accelerate shards on accelerators only; nothing below it minds a CPU.
+SHARDED = """\
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+init = AcceleratorState.__init__
+def shard_on_cpu(self, *args, fsdp_plugin=None, **kwargs):
+    init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+    if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+        self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+AcceleratorState.__init__ = shard_on_cpu
+"""
+KILLED = """\
+import os, signal
+from lightformers_hf.training import RecoveryTrainer
+step = RecoveryTrainer.training_step
+def killed(trainer, *args, **kwargs):
+    if trainer.state.global_step == 14:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(trainer, *args, **kwargs)
+RecoveryTrainer.training_step = killed
+"""
+
+
+@pytest.fixture
+def launch(tmp_path, tiny_marian, parallel_sentences):
+    """Run the script as the launcher does, its options those of RECIPE and of the call; returns what ended it. None: here."""
+    rows = "".join(json.dumps({"translation": row}) + "\n" for row in parallel_sentences)
+    (tmp_path / "train.jsonl").write_text(rows)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+
+    def launch(*options, launcher=("torch.distributed.run", "--standalone", "--nproc_per_node", "2"), before=""):
+        options = ["--config", "recipe.yaml", "--train_file", "train.jsonl", "--tokenizer_name", tiny_marian, *options]
+        if launcher is None:
+            with contextlib.chdir(tmp_path):
+                return script.main([*map(str, options)])
+        program = TRAINING / "run_translation.py"
+        if before:
+            program = tmp_path / "program.py"
+            run = "from run_translation import main, run_script\nrun_script(main)\n"
+            program.write_text(f"import sys\nsys.path.insert(0, {str(TRAINING)!r})\n{before}{run}")
+        command = [sys.executable, "-m", *launcher, str(program), *map(str, options)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TRAINING.parent)}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
+
+    return launch
+
+
+def losses(folder):
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+def test_two_processes_have_the_losses_of_one_also_after_a_kill(launch, tmp_path):
+    """The same batches by the same steps: two at a time, or one after the other."""
+    fifty = ["--max_steps", 50, "--save_strategy", "steps", "--save_steps", 10, "--save_total_limit", 1]
+    launch(*fifty, "--gradient_accumulation_steps", 2, "--output_dir", "one", launcher=None)
+    # Its --cpu starts one process without MPI; --multi_gpu starts two anywhere.
+    accelerate = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
+    accelerate += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0")
+    two = launch(*fifty, "--output_dir", "two", launcher=accelerate)
+    assert two.returncode == 0, two.stderr
+    expected = losses(tmp_path / "one")
+    assert len(expected) == 50
+    assert expected[-1] < expected[0] - 0.5
+    assert losses(tmp_path / "two") == pytest.approx(expected, abs=1e-4)
+
+    cut = [*fifty, "--output_dir", "cut"]
+    killed = launch(*cut, before=KILLED)
+    assert re.search(rf"exitcode\s*: -{signal.SIGKILL:d}", killed.stderr)
+    assert not (tmp_path / "cut" / "trainer_state.json").exists()
+    resumed = launch(*cut, "--resume_from_checkpoint")
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(tmp_path / "cut") == losses(tmp_path / "two")
+
+
+def test_a_fully_sharded_run_is_the_same_and_loads(launch, tmp_path):
+    options = ["--max_steps", 4, "--save_strategy", "steps", "--save_steps", 2]
+    launch(*options, "--gradient_accumulation_steps", 2, "--output_dir", "plain", launcher=None)
+    sharded = [*options, "--fsdp", "--output_dir", "sharded"]
+    done = launch(*sharded, before=SHARDED)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "plain"), abs=1e-5)
+    expected = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "plain").state_dict()
+    for folder in ("sharded", "sharded/checkpoint-4"):
+        model, info = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / folder, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        torch.testing.assert_close(model.state_dict(), expected, atol=1e-3, rtol=0)
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("plain", "sharded")]
+    assert sizes[0] == sizes[1]  # tied tables are stored once
+    assert (tmp_path / "sharded" / "modeling_subformer.py").is_file()
+
+    shutil.rmtree(tmp_path / "sharded" / "checkpoint-4")
+    for file in (tmp_path / "sharded").glob("*.*"):
+        file.unlink()
+    resumed = launch(*sharded, "--resume_from_checkpoint", before=SHARDED)
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "plain"), abs=1e-5)
