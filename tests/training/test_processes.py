@@ -59,7 +59,7 @@ RecoveryTrainer.training_step = killed
 
 @pytest.fixture
 def launch(tmp_path, tiny_marian, parallel_sentences):
-    """Run the script as the launcher does, its options those of RECIPE and of the call; returns what ended it. None: here."""
+    """Run the script as the launcher does, with RECIPE and the options; returns what ended it. None: here."""
     rows = "".join(json.dumps({"translation": row}) + "\n" for row in parallel_sentences)
     (tmp_path / "train.jsonl").write_text(rows)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
