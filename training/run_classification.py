@@ -30,20 +30,18 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 
-import common
+import arguments
 import numpy as np
 import torch
 import transformers
+from arguments import ModelArguments, OutputArguments, parse_arguments
 from common import (
-    ModelArguments,
-    OutputArguments,
     check_output,
     chosen_checkpoint,
     load_config,
     load_parts,
     load_tokenizer,
     parameter_count,
-    parse_arguments,
     run_script,
     summarize,
     train,
@@ -69,7 +67,7 @@ ENCODER_OF_PAIR = {r"^model\.encoder\.": "encoder.", r"^model\.shared\.": "encod
 
 
 @dataclass
-class DataArguments(common.DataArguments):
+class DataArguments(arguments.DataArguments):
     """What it is trained and measured on."""
 
     text_column: str = field(default="text", metadata={"help": "Column of the text."})

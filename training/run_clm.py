@@ -28,16 +28,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 import transformers
+from arguments import ModelArguments, OutputArguments, parse_arguments
 from common import (
-    ModelArguments,
-    OutputArguments,
     build_model,
     check_output,
     chosen_checkpoint,
     load_texts,
     load_tokenizer,
     parameter_count,
-    parse_arguments,
     run_script,
     summarize,
     train,

@@ -26,15 +26,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from arguments import ModelArguments, OutputArguments, parse_arguments
 from common import (
-    ModelArguments,
-    OutputArguments,
     build_model,
     check_output,
     chosen_checkpoint,
     load_tokenizer,
     parameter_count,
-    parse_arguments,
     run_script,
     summarize,
     train,

@@ -19,7 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import seq2seq
-from common import ModelArguments, parse_arguments, run_script
+from arguments import ModelArguments, parse_arguments
+from common import run_script
 from seq2seq import DistillationArguments, GenerationArguments, Task, TrainingArguments
 
 from lightformers_hf.evaluation.quality import summary_quality

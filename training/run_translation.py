@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import seq2seq
-from common import ModelArguments, parse_arguments, run_script
+from arguments import ModelArguments, parse_arguments
+from common import run_script
 from seq2seq import DistillationArguments, GenerationArguments, Task, TrainingArguments
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 

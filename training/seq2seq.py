@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import common
+import arguments
 import numpy as np
+from arguments import OutputArguments
 from common import (
-    OutputArguments,
     build_model,
     check_output,
     chosen_checkpoint,
@@ -70,7 +70,7 @@ class GenerationArguments:
 
 
 @dataclass(kw_only=True)
-class DataArguments(common.DataArguments):
+class DataArguments(arguments.DataArguments):
     """What it is trained and measured on."""
 
     max_source_length: int = field(default=128, metadata={"help": "Tokens; longer texts are cut."})
@@ -118,7 +118,9 @@ def load_teacher(name: str, tokenizer: PreTrainedTokenizerBase, attention: str |
     return load_model(name, attention)
 
 
-def set_generation(model: PreTrainedModel, generation: GenerationArguments, args: common.ModelArguments, longest: int):
+def set_generation(
+    model: PreTrainedModel, generation: GenerationArguments, args: arguments.ModelArguments, longest: int
+):
     """Write the options that are given into the model's generation config, which is saved with it.
 
     A model of random weights has no limit of its own; transformers would stop after 20 tokens, it gets `longest`.
@@ -150,7 +152,7 @@ def check_positions(model: PreTrainedModel, data: DataArguments) -> None:
 
 def run(
     task: Task,
-    model_args: common.ModelArguments,
+    model_args: arguments.ModelArguments,
     generation: GenerationArguments,
     data_args: DataArguments,
     distillation: DistillationArguments,

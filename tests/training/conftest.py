@@ -1,4 +1,4 @@
-"""The scripts import their sibling `common`, as they do when Python runs them from their folder."""
+"""The scripts import their siblings, as they do when Python runs them from their folder."""
 
 import sys
 from pathlib import Path

@@ -6,8 +6,8 @@ import string
 from importlib import import_module
 from pathlib import Path
 
+import arguments
 import build_tokenizer
-import common
 import pytest
 import torch
 from transformers import (
@@ -19,7 +19,7 @@ from transformers import (
 
 from lightformers_hf.evaluation.size import unique_parameters
 
-TRAINING = Path(common.__file__).parent
+TRAINING = Path(arguments.__file__).parent
 RECIPES = sorted((TRAINING / "recipes").rglob("*.yaml"))
 AUTO = {"run_clm": AutoModelForCausalLM, "run_classification": AutoModelForSequenceClassification}
 # For two steps: few and narrow layers of the same kind. A sandwich that is wider than the rest stays so.
@@ -59,7 +59,7 @@ def test_the_true_shape_has_the_parameters_of_its_head(path):
     script, text = script_of(path), path.read_text()
     paper, ours = (re.search(p, text) for p in (r"([\d.]+)M parameters", r"\(([\d.]+)M (?:parameters )?here\)"))
     vocabulary = re.search(r"\(vocabulary (\d+)\)", text)
-    fields = common.load_recipe(path)["model"] | {"vocab_size": int(vocabulary[1]) if vocabulary else 2}
+    fields = arguments.load_recipe(path)["model"] | {"vocab_size": int(vocabulary[1]) if vocabulary else 2}
     with torch.device("meta"):
         model = AUTO.get(script, AutoModelForSeq2SeqLM).from_config(AutoConfig.for_model(**fields))
     printed = (ours or paper)[1]
@@ -108,12 +108,12 @@ def tiny(fields):
 
 def trains(path):
     """Whether a recipe has options of training, and is not only another model of its base."""
-    return bool(common.yaml.safe_load(path.read_text()).keys() - {"base", "model"})
+    return bool(arguments.yaml.safe_load(path.read_text()).keys() - {"base", "model"})
 
 
 @pytest.mark.parametrize("path", filter(trains, RECIPES), ids=id_of)
 def test_two_steps_of_the_script(path, data, tmp_path):
-    name, recipe = script_of(path), common.load_recipe(path)
+    name, recipe = script_of(path), arguments.load_recipe(path)
     fields = tiny(recipe["model"])
     options = data[name] | SHORT | {"output_dir": tmp_path / "out"}
     options["gradient_accumulation_steps"] = min(2, recipe.get("gradient_accumulation_steps", 1))
@@ -133,7 +133,7 @@ def test_two_steps_of_another_model(path):
     auto = AUTO.get(script_of(path), AutoModelForSeq2SeqLM)
     tokens = {"vocab_size": 50, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
     torch.manual_seed(0)
-    model = auto.from_config(AutoConfig.for_model(**tiny(common.load_recipe(path)["model"]) | tokens))
+    model = auto.from_config(AutoConfig.for_model(**tiny(arguments.load_recipe(path)["model"]) | tokens))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = {"input_ids": torch.randint(3, 50, (2, 6))}
     batch["labels"] = batch["input_ids"] if auto is not AutoModelForSequenceClassification else torch.tensor([0, 1])
@@ -157,7 +157,7 @@ def parse(tmp_path):
         for name, text in {"recipe": recipe, **others}.items():
             (tmp_path / f"{name}.yaml").write_text(text)
         given = ["--config", str(tmp_path / "recipe.yaml"), *argv]
-        return common.parse_arguments((common.ModelArguments, DataArguments, TrainingArguments), given)
+        return arguments.parse_arguments((arguments.ModelArguments, DataArguments, TrainingArguments), given)
 
     return parse
 
