@@ -24,7 +24,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+import arguments
 import numpy as np
 import torch
 import transformers
@@ -33,6 +35,7 @@ from common import (
     build_model,
     check_output,
     chosen_checkpoint,
+    load_parts,
     load_texts,
     load_tokenizer,
     parameter_count,
@@ -58,21 +61,10 @@ IGNORED = -100  # the label of a token that is only read
 
 
 @dataclass
-class DataArguments:
+class DataArguments(arguments.DataArguments):
     """What it is trained and measured on."""
 
-    train_file: str | None = field(default=None, metadata={"help": ".txt, .json or .jsonl (.gz)."})
-    validation_file: str | None = field(default=None, metadata={"help": "As train_file."})
-    test_file: str | None = field(default=None, metadata={"help": "As train_file."})
-    dataset_name: str | None = field(
-        default=None, metadata={"help": "Hub dataset, name or name:configuration, for the parts that have no file."}
-    )
-    train_split: str = field(default="train", metadata={"help": "Its training split ('' for no training)."})
-    validation_split: str = field(default="validation", metadata={"help": "Its validation split ('' for none)."})
-    test_split: str = field(default="test", metadata={"help": "Its test split ('' for none)."})
     text_column: str = field(default="text", metadata={"help": "Column of the text, where data has columns."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Use only the first so many lines."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "The same, of validation and of test."})
     block_size: int = field(default=512, metadata={"help": "Tokens that the model reads at once."})
     context_size: int = field(
         default=1, metadata={"help": "Evaluation: of these, tokens that were predicted before and are only read."}
@@ -159,22 +151,6 @@ def check_options(args: TrainingArguments, data: DataArguments) -> None:
         raise ValueError(f"nesterov_momentum is {args.nesterov_momentum}: expected between 0 and 1.")
 
 
-def load_parts(data: DataArguments) -> dict[str, Dataset]:
-    """The texts of `train`, `validation` and `test`, as far as they are given."""
-    given = {
-        "train": (data.train_file, data.train_split, data.max_train_samples),
-        "validation": (data.validation_file, data.validation_split, data.max_eval_samples),
-        "test": (data.test_file, data.test_split, data.max_eval_samples),
-    }
-    parts = {}
-    for part, (file, split, limit) in given.items():
-        if name := file or (data.dataset_name if split else None):
-            parts[part] = load_texts(name, [data.text_column], split=split, max_samples=limit)
-    if not parts:
-        raise ValueError("No data: give --train_file, --validation_file or --test_file, or --dataset_name.")
-    return parts
-
-
 def token_stream(texts: Dataset, tokenizer: PreTrainedTokenizerBase, num_proc: int | None = None) -> Sequence[int]:
     """One stream of token ids: the end token, then each text followed by the end token.
 
@@ -209,7 +185,7 @@ def main(argv: list[str] | None = None) -> None:
     console = Console(quiet=not args.should_save)
     checkpoint = check_output(args, [model_args.model_name_or_path, model_args.config_name, model_args.tokenizer_name])
     check_options(args, data_args)
-    parts = load_parts(data_args)
+    parts = load_parts(data_args, partial(load_texts, columns=[data_args.text_column]))
     if args.eval_strategy != "no" and "validation" not in parts:
         raise ValueError(f"eval_strategy is {args.eval_strategy}: give --validation_file.")
     set_seed(args.seed)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import run_translation as script
 import torch
+from scripts import losses
 from transformers import AutoModelForSeq2SeqLM
 
 TRAINING = Path(script.__file__).parent
@@ -79,11 +80,6 @@ def launch(tmp_path, tiny_marian, parallel_sentences):
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
 
     return launch
-
-
-def losses(folder):
-    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    return [entry["loss"] for entry in history if "loss" in entry]
 
 
 def test_two_processes_have_the_losses_of_one_also_after_a_kill(launch, tmp_path):

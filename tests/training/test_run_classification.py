@@ -14,6 +14,7 @@ import word_vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from scripts import command
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
 import lightformers_hf
@@ -53,11 +54,6 @@ def base(tmp_path):
         "use_cpu": True,
         "disable_tqdm": True,
     }
-
-
-def command(base, **changes):
-    options = {name: value for name, value in (base | changes).items() if value is not None}
-    return [text for name, value in options.items() for text in (f"--{name}", str(value))]
 
 
 def results(folder):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import run_clm as script
 import torch
+from scripts import command, losses
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 LIGHTFORMER = {
@@ -57,16 +58,6 @@ def base(tmp_path, parallel_sentences):
         "use_cpu": True,
         "disable_tqdm": True,
     }
-
-
-def command(base, **changes):
-    options = {name: value for name, value in (base | changes).items() if value is not None}
-    return [text for name, value in options.items() for text in (f"--{name}", str(value))]
-
-
-def losses(folder):
-    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    return [entry["loss"] for entry in history if "loss" in entry]
 
 
 def results(folder):

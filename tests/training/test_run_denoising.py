@@ -18,6 +18,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, poisson
+from scripts import losses
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 MASK = -1
@@ -209,11 +210,6 @@ def command(base, **changes):
     for name, value in options.items():
         texts += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return texts
-
-
-def losses(folder):
-    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    return [entry["loss"] for entry in history if "loss" in entry]
 
 
 def test_a_run_and_a_resumed_one(base, corpus, tmp_path, capsys):

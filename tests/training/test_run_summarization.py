@@ -4,6 +4,7 @@ import json
 
 import pytest
 import run_summarization as script
+from scripts import command
 from transformers import AutoTokenizer
 
 from lightformers_hf import translate
@@ -29,11 +30,6 @@ def base(tmp_path, tiny_marian, parallel_sentences):
         "use_cpu": True,
         "disable_tqdm": True,
     }
-
-
-def command(base, **changes):
-    options = {name: value for name, value in (base | changes).items() if value is not None}
-    return [text for name, value in options.items() for text in (f"--{name}", str(value))]
 
 
 def test_rouge_counts_as_its_definition_does():

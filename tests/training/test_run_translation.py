@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from scripts import command, losses
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import convert
@@ -44,16 +45,6 @@ def base(tmp_path, tiny_marian, parallel_sentences):
         "use_cpu": True,
         "disable_tqdm": True,
     }
-
-
-def command(base, **changes):
-    options = {name: value for name, value in (base | changes).items() if value is not None}
-    return [text for name, value in options.items() for text in (f"--{name}", str(value))]
-
-
-def losses(folder):
-    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    return [entry["loss"] for entry in history if "loss" in entry]
 
 
 def test_a_whole_run(base, tmp_path, tiny_marian, capsys, parallel_sentences):
