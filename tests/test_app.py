@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -84,7 +85,10 @@ def serve(tmp_path, light, tiny_marian):
             command = [sys.executable, "app.py"]
             environment.update(TEACHER=str(tiny_marian), LIGHT=str(light), GRADIO_SERVER_PORT=str(port))
         with (tmp_path / "log").open("wb") as log:
-            process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
+            # What a shell runs in the background ignores Ctrl-C, and so does all that it starts.
+            heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+            output = {"stdout": log, "stderr": log}
+            process = subprocess.Popen(command, cwd=tmp_path, env=environment, preexec_fn=heed, **output)
         started.append(process)
         deadline = time.monotonic() + PATIENCE
         while process.poll() is None and time.monotonic() < deadline:

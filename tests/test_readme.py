@@ -20,7 +20,7 @@ SMALLER = {
     "--encoder-groups 3": "--encoder-groups 1",
     "benchmark architectures": "benchmark architectures --pair sandwich-base --runs 1 --new-tokens 1 --no-training",
     "test.jsonl --json": "test.jsonl --no-speed --json",
-    "recovered --data test.jsonl ": "recovered --data test.jsonl --cores 1 --batch-size 2 --runs 1 --new-tokens 2 ",
+    "benchmark engines": "benchmark engines --cores 1 --batch-size 2 --runs 1 --new-tokens 2",
     "--max_steps 3000": "--max_steps 1 --speed_sentences 2 --speed_runs 1 --max_source_length 48 "
     "--max_target_length 48",
 }
