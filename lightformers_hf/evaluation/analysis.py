@@ -319,7 +319,10 @@ def _training(folder: Path) -> dict:
     state = folder / "trainer_state.json"
     if not state.is_file():
         return {}
-    name, curve = loss_curve(json.loads(state.read_text(encoding="utf-8"))["log_history"])
+    history = json.loads(state.read_text(encoding="utf-8"))["log_history"]
+    if not any({"loss", "eval_loss"} & entry.keys() for entry in history):  # shorter than its logging_steps
+        return {}
+    name, curve = loss_curve(history)
     return {"loss_name": name, "loss_curve": curve, "convergence_step": iterations_to_convergence(curve)}
 
 

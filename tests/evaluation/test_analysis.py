@@ -24,7 +24,7 @@ from transformers import (
 
 from lightformers_hf import convert
 from lightformers_hf.cli import main
-from lightformers_hf.evaluation.analysis import Activation, analysis_table, analyze, behaviour
+from lightformers_hf.evaluation.analysis import Activation, _training, analysis_table, analyze, behaviour
 from lightformers_hf.evaluation.macs import generation_macs
 from lightformers_hf.evaluation.measures import head_diversity
 from lightformers_hf.evaluation.plots import as_text, save_picture
@@ -363,3 +363,10 @@ def test_names_with_dollar_signs_are_text_and_logarithmic_axes_are_not(monkeypat
     assert any("10^{4}" in text for text in formulas)
     assert not any("model" in text for text in formulas)
     assert any("model" in text.get_text() for text in texts)
+
+
+def test_a_training_log_without_losses_is_as_none(tmp_path):
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [{"train_runtime": 3.0, "step": 2}]}))
+    assert _training(tmp_path) == {}
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [{"loss": 3.0, "step": 2}]}))
+    assert _training(tmp_path)["convergence_step"] == 2
