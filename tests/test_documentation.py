@@ -39,7 +39,6 @@ SMALLER = {
     r"--json results.json": "--no-speed --json results.json",
     r"--cores 1 --batch-size 1": "--cores 1 --batch-size 1 --num-beams 1 --runs 1 --sentences 1 --new-tokens 2 "
     "--max-samples 2 --engine transformers --engine ctranslate2",
-    r"training/shapes/multi30k/partialformer.json": "partialformer.json",
 }
 # What needs a network or several machines, or a model large enough to become faster, and is only parsed.
 PARSED_ONLY = re.compile("lightformers push|torchrun|accelerate launch|.* --speedup")
@@ -95,9 +94,6 @@ def workplace(tmp_path, monkeypatch, tiny_marian, tiny_bart, tiny_recovered, par
         (tmp_path / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
     lines = [json.dumps({"document": pair["de"], "summary": pair["en"]}) + "\n" for pair in parallel_sentences]
     (tmp_path / "articles.jsonl").write_text("".join(lines), encoding="utf-8")
-    shapes = json.loads((ROOT / "training/shapes/multi30k/partialformer.json").read_text(encoding="utf-8"))
-    small = {"d_model": 32, "head_dim": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 8}
-    (tmp_path / "partialformer.json").write_text(json.dumps(shapes | small | {"decoder_attention_heads": 8}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "training"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

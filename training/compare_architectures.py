@@ -1,20 +1,26 @@
 #!/usr/bin/env python
 r"""Train several models with equal data, tokenizer and number of steps, and print one table of their test scores.
 
-    python training/compare_architectures.py translation --models transformer=shapes.json lightformer-svd=converted \
-        --tokenizer_name opus-mt-de-en --train_file train.jsonl --test_file test.jsonl --source_lang de \
-        --target_lang en --output_dir runs/architectures --max_steps 1500 --jobs 2 --learning_rate 1e-3
-    python training/compare_architectures.py clm --models transformer=a.json subformer=b.json --tokenizer_name words \
-        --train_file train.txt --test_file test.txt --output_dir runs/language --max_steps 1500 --block_size 128
+    python training/compare_architectures.py translation --tokenizer_name opus-mt-de-en --seeds 1 2 3 \
+        --models transformer=training/recipes/multi30k/transformer.yaml \
+        narrow=training/recipes/multi30k/transformer.yaml,d_model=128,encoder_ffn_dim=512,decoder_ffn_dim=512 \
+        lightformer-svd=converted --train_file train.jsonl --test_file test.jsonl --source_lang de --target_lang en \
+        --output_dir runs/architectures --max_steps 1500 --jobs 2
+    python training/compare_architectures.py clm --models transformer=training/recipes/wikitext2/transformer.yaml \
+        subformer=training/recipes/wikitext2/subformer.yaml --tokenizer_name words \
+        --train_file train.txt --test_file test.txt --output_dir runs/language
 
-A model is a folder with weights, which is trained further, or the shapes of one, a `.json` file or a folder without
-weights, which starts from random weights. Options it does not know go to `run_translation.py` or `run_clm.py`. A
-second call skips the runs that are complete.
+A model is a recipe (`.yaml`: shapes, and how it is trained), which starts from random weights; or a folder with
+weights, which is trained further (`{seed}` in its name is the run's seed); or shapes alone, a `.json` file or a folder
+without weights. Behind a comma come fields of its configuration, `field=value`. Options this script does not know go
+to `run_translation.py`, `run_summarization.py` or `run_clm.py` and win over those of recipes; `--config` among them is
+for the models without a recipe. Every model is trained once for each seed. A second call skips the runs that are
+complete.
 
 Besides the scores the table has unique parameters, the seconds of a training step (runs at the same time slow each
 other), and for translation two speeds on one core as ratios to the first model, all models taking turns within the
 same runs: of decoding, over test sentences of average length, each generating that length, and of a training step in
-fp32 on 16 test pairs.
+fp32 on 16 test pairs. `results.json` has every run.
 """
 
 from __future__ import annotations
@@ -23,15 +29,16 @@ import argparse
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 from common import run_once, run_script
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
 from lightformers_hf.evaluation.architectures import training_speed
@@ -40,34 +47,63 @@ from lightformers_hf.evaluation.speed import speed_ratio, tokens_per_second, typ
 from lightformers_hf.evaluation.translate import load_model
 from lightformers_hf.training import load_parallel
 
-SCRIPTS = {"translation": "run_translation.py", "clm": "run_clm.py"}
-SCORES = {"translation": {"bleu": "BLEU", "chrf": "chrF"}, "clm": {"perplexity": "perplexity"}}
+SCRIPTS = {"translation": "run_translation.py", "summarization": "run_summarization.py", "clm": "run_clm.py"}
+SCORES = {
+    "translation": {"bleu": "BLEU", "chrf": "chrF"},
+    "summarization": {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"},
+    "clm": {"perplexity": "perplexity"},
+}
 
 
-def parse_models(models: list[str]) -> dict[str, Path]:
-    """{name: folder or .json file} of `name=path` arguments. Raises `ValueError` or `FileNotFoundError`."""
-    paths = {}
-    for model in models:
-        name, separator, path = model.partition("=")
+@dataclass(frozen=True)
+class Model:
+    """What `--models` says of one: a file or folder, and fields of the configuration that replace its own."""
+
+    path: str
+    fields: tuple[str, ...] = ()
+
+    def at(self, seed: int) -> Path:
+        """The path, for a run with `seed`."""
+        return Path(self.path.replace("{seed}", str(seed)))
+
+    def options(self, seed: int) -> list[str]:
+        """What the training script is told of it."""
+        path = self.at(seed)
+        if path.suffix == ".yaml":
+            source = "--config"
+        else:
+            weights = path.is_dir() and any(any(path.glob(kind)) for kind in ("*.safetensors", "pytorch_model*.bin"))
+            source = "--model_name_or_path" if weights else "--config_name"
+        return [source, str(path), *(f"--model.{field}" for field in self.fields)]
+
+
+def parse_models(models: list[str], seeds: list[int]) -> dict[str, Model]:
+    """{name: model} of `name=path,field=value,…` arguments. Raises `ValueError` or `FileNotFoundError`."""
+    parsed: dict[str, Model] = {}
+    for text in models:
+        name, separator, rest = text.partition("=")
+        path, *fields = re.split(r",(?=[a-z_]+=)", rest)
         if not separator or not re.fullmatch(r"\w[\w.-]*", name):
-            raise ValueError(f"--models {model}: expected name=path, the name of letters, digits, '-', '_' and '.'.")
-        if name in paths:
+            raise ValueError(f"--models {text}: expected name=path, the name of letters, digits, '-', '_' and '.'.")
+        if name in parsed:
             raise ValueError(f"--models names {name!r} twice: give every model a name of its own.")
-        if not Path(path).exists():
-            raise FileNotFoundError(f"No model {path}: give a folder of a checkpoint, or a .json file of shapes.")
-        paths[name] = Path(path)
-    return paths
+        parsed[name] = Model(path, tuple(fields))
+        for place in map(parsed[name].at, seeds):
+            if not place.exists():
+                raise FileNotFoundError(
+                    f"No model {place}: give a recipe, a folder of a checkpoint, or a .json file of shapes."
+                )
+    return parsed
 
 
-def options(path: Path, args: argparse.Namespace, others: list[str]) -> list[str]:
-    """What the training script is told for the model `path`."""
-    weights = path.is_dir() and any(any(path.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
-    parts = ["--model_name_or_path" if weights else "--config_name", str(path)]
-    given = ["tokenizer_name", "train_file", "test_file", "max_steps"]
-    if args.task == "translation":
-        given += ["source_lang", "target_lang", "num_beams"]
-    parts += [text for name in given for text in (f"--{name}", str(getattr(args, name)))]
-    return [*parts, "--save_strategy", "no", "--report_to", "none", *others]
+def options(model: Model, seed: int, args: argparse.Namespace, others: list[str]) -> list[str]:
+    """What the training script is told for a run."""
+    given = ["tokenizer_name", "train_file", "test_file", "max_steps", "num_beams"]
+    given += ["source_lang", "target_lang"] if args.task == "translation" else []
+    told = [(f"--{name}", str(getattr(args, name))) for name in given if getattr(args, name) is not None]
+    parts = [text for option in told for text in option]
+    parts += ["--seed", str(seed), "--save_strategy", "no", "--report_to", "none"]
+    return [*others, *model.options(seed), *parts]  # the last --config counts
 
 
 def seconds_per_step(folder: Path) -> float:
@@ -85,7 +121,7 @@ def decoding_speed(models: dict[str, tuple], args: argparse.Namespace) -> dict[s
     sentences = typical_sentences(sources, references, tokenizer, args.speed_sentences)
     length = round(fmean(len(ids) for ids in tokenizer(text_target=references, verbose=False)["input_ids"]))
     speeds = tokens_per_second(
-        models, sentences, runs=args.speed_runs, forced_length=length, num_beams=args.num_beams, progress=True
+        models, sentences, runs=args.speed_runs, forced_length=length, num_beams=args.num_beams or 1, progress=True
     )
     first = next(iter(speeds.values()))
     return {
@@ -106,57 +142,79 @@ def step_speed(models: dict[str, tuple], args: argparse.Namespace) -> dict[str, 
     return {name: speed_ratio(speed, first) for name, speed in speeds.items()}
 
 
+def tabulate(rows: list[dict], task: str) -> Table:
+    """A line for every model: means over its seeds, with the standard deviation of the scores."""
+    speeds = {"speed_ratio": "decoding", "step_speed_ratio": "training"}
+    speeds = {key: title for key, title in speeds.items() if key in rows[0]}
+    table = Table("model", "parameters", "s / step", *SCORES[task].values(), *speeds.values())
+    for name in dict.fromkeys(row["name"] for row in rows):
+        runs = [row for row in rows if row["name"] == name]
+        cells = [escape(name), f"{runs[0]['parameters']:,}", f"{fmean(run['seconds_per_step'] for run in runs):.2f}"]
+        for score in SCORES[task]:
+            values = [run[score] for run in runs]
+            cells.append(f"{fmean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else ""))
+        table.add_row(*cells, *(f"{runs[0][key]:.2f}x" for key in speeds))
+    return table
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Train, measure, tabulate; the table also goes to `results.json`."""
+    """Train, measure, tabulate; the rows also go to `results.json`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("task", choices=SCRIPTS)
-    parser.add_argument("--models", nargs="+", required=True, metavar="NAME=PATH")
+    parser.add_argument("--models", nargs="+", required=True, metavar="NAME=PATH[,FIELD=VALUE]")
     for name in ("tokenizer_name", "train_file", "test_file", "output_dir"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--source_lang", help="translation: column or language")
     parser.add_argument("--target_lang", help="translation: column or language")
-    parser.add_argument("--max_steps", type=int, default=1000)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42], help="a run of every model for each")
+    parser.add_argument("--max_steps", type=int, help="default: of the recipes")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; above 1 each has one thread")
-    parser.add_argument("--num_beams", type=int, default=1, help="translation: of every model, in test and speed")
+    parser.add_argument("--num_beams", type=int, help="of every model, in test and speed")
     parser.add_argument("--speed_sentences", type=int, default=50, help="translation: sentences of a run")
-    parser.add_argument("--speed_runs", type=int, default=10, help="translation: runs")
+    parser.add_argument("--speed_runs", type=int, default=10, help="translation: runs; 0 for no speeds")
     args, others = parser.parse_known_args(argv)
-    paths = parse_models(args.models)
+    models = parse_models(args.models, args.seeds)
     if args.task == "translation" and not (args.source_lang and args.target_lang):
         raise ValueError("Translation needs --source_lang and --target_lang.")
 
-    folders = {name: Path(args.output_dir, name) for name in paths}
+    several = len(args.seeds) > 1
+    runs = {(name, seed): f"{name}-seed-{seed}" if several else name for name in models for seed in args.seeds}
+    folders = {run: Path(args.output_dir, folder) for run, folder in runs.items()}
     script = Path(__file__).with_name(SCRIPTS[args.task])
     with ThreadPoolExecutor(args.jobs) as pool:
-        jobs = [
-            pool.submit(run_once, script, options(path, args, others), folders[name], one_thread=args.jobs > 1)
-            for name, path in paths.items()
-        ]
-        results = {name: job.result() for name, job in zip(paths, tqdm(jobs, desc="runs"), strict=True)}
+        jobs = {
+            (name, seed): pool.submit(
+                run_once, script, options(models[name], seed, args, others), folder, one_thread=args.jobs > 1
+            )
+            for (name, seed), folder in folders.items()
+        }
+        progress = tqdm(jobs.items(), desc="runs", total=len(jobs))
+        results = {run: {score: job.result()[f"test_{score}"] for score in SCORES[args.task]} for run, job in progress}
 
-    load = load_model if args.task == "translation" else lambda folder: (AutoModelForCausalLM.from_pretrained(folder),)
-    models = {name: load(folder) for name, folder in folders.items()}
-    speeds = decoding_speed(models, args) if args.task == "translation" else {}
+    load = load_model if args.task == "translation" else lambda folder: (load_weights(folder),)
+    trained = {name: load(folders[name, args.seeds[0]]) for name in models}
+    timed = args.task == "translation" and args.speed_runs > 0
+    speeds = decoding_speed(trained, args) if timed else {}
     rows = []
-    for name, (model, *_) in models.items():
-        scores = {score: results[name][f"test_{score}"] for score in SCORES[args.task]}
-        measured = {"parameters": unique_parameters(model), "seconds_per_step": seconds_per_step(folders[name])}
-        rows.append({"name": name, "model": str(paths[name]), **measured, **scores, **speeds.get(name, {})})
-    if args.task == "translation":  # last, because it changes the models' weights
-        for row, ratio in zip(rows, step_speed(models, args).values(), strict=True):
-            row["step_speed_ratio"] = ratio
+    for (name, seed), scores in results.items():
+        measured = {"parameters": unique_parameters(trained[name][0])}
+        measured["seconds_per_step"] = seconds_per_step(folders[name, seed])
+        row = {"name": name, "model": str(models[name].at(seed)), "fields": models[name].fields, "seed": seed}
+        rows.append(row | measured | scores | speeds.get(name, {}))
+    if timed:  # last, because it changes the models' weights
+        steps = step_speed(trained, args)
+        for row in rows:
+            row["step_speed_ratio"] = steps[row["name"]]
     Path(args.output_dir, "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    Console().print(tabulate(rows, args.task))
 
-    columns = ["model", "parameters", "s / step", *SCORES[args.task].values()]
-    table = Table(*columns, *(["decoding", "training"] if speeds else []))
-    for row in rows:
-        cells = [escape(row["name"]), f"{row['parameters']:,}", f"{row['seconds_per_step']:.2f}"]
-        cells += [f"{row[score]:.1f}" for score in SCORES[args.task]]
-        cells += [f"{row[ratio]:.2f}x" for ratio in ("speed_ratio", "step_speed_ratio") if ratio in row]
-        table.add_row(*cells)
-    Console().print(table)
+
+def load_weights(folder: Path) -> PreTrainedModel:
+    """The trained model of a task whose speed is not measured."""
+    causal = not AutoConfig.from_pretrained(folder).is_encoder_decoder
+    return (AutoModelForCausalLM if causal else AutoModelForSeq2SeqLM).from_pretrained(folder)
 
 
 if __name__ == "__main__":

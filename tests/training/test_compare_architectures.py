@@ -1,10 +1,13 @@
 """The comparison of architectures: every model once, its own scores, a table to read and one to compute with."""
 
 import json
+import shutil
+from statistics import fmean, stdev
 
 import build_tokenizer
 import compare_architectures as script
 import pytest
+import yaml
 
 SHAPES = {
     "model_type": "lightformer", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
@@ -50,6 +53,35 @@ def test_translation(tmp_path, tiny_marian, parallel_sentences, capsys):
         run(*options, "--seed", 7)
 
 
+def test_recipes_their_variants_and_several_seeds(tmp_path, tiny_marian, parallel_sentences, capsys):
+    data, recipe, out = tmp_path / "data.jsonl", tmp_path / "recipe.yaml", tmp_path / "runs"
+    rows_of = [{"document": pair["de"], "summary": pair["en"]} for pair in parallel_sentences]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows_of), encoding="utf-8")
+    recipe.write_text(
+        yaml.safe_dump({"model": SHAPES, "max_steps": 1, "max_source_length": 40, "learning_rate": 0.25})
+    )
+    shutil.copytree(tiny_marian, tmp_path / "weights-2")
+    shutil.copytree(tiny_marian, tmp_path / "weights-3")
+    wide = f"wide={recipe},encoder_ffn_dim=64,rank_pattern={{fc1: 3, fc2: 4}}"
+    run(
+        "summarization", "--models", f"plain={recipe}", wide, f"taught={tmp_path}/weights-{{seed}}", "--seeds", 2, 3,
+        "--tokenizer_name", tiny_marian, "--train_file", data, "--test_file", data, "--output_dir", out,
+        "--max_steps", 2, "--max_target_length", 40, "--generation_max_length", 12,
+    )  # fmt: skip
+    results = rows(out)
+    assert [(row["name"], row["seed"]) for row in results] == [
+        (n, s) for n in ("plain", "wide", "taught") for s in (2, 3)
+    ]
+    config = json.loads((out / "wide-seed-3" / "config.json").read_text())
+    assert (config["encoder_ffn_dim"], config["rank_pattern"]) == (64, {"fc1": 3, "fc2": 4})
+    state = json.loads((out / "plain-seed-2" / "trainer_state.json").read_text())
+    assert state["global_step"] == 2  # the command line wins
+    assert state["log_history"][0].get("learning_rate", 0.25) <= 0.25
+    assert results[4]["model"].endswith("weights-2")
+    scores = [row["rouge1"] for row in results[4:]]
+    assert f"{fmean(scores):.1f} ± {stdev(scores):.1f}" in capsys.readouterr().out
+
+
 def test_language_models(tmp_path, parallel_sentences):
     text, shapes, out = tmp_path / "text.txt", tmp_path / "shapes", tmp_path / "runs"
     text.write_text("".join(f"{pair['en']}\n" for pair in parallel_sentences))
@@ -72,11 +104,12 @@ def test_language_models(tmp_path, parallel_sentences):
         (["../up=."], "expected name=path"),
         (["a=.", "a=."], "'a' twice"),
         (["a=/no/model"], "No model /no/model"),
+        (["a=/no/{seed},d_model=3"], "No model /no/1"),
     ],
 )
 def test_bad_models(models, message):
     with pytest.raises((ValueError, OSError), match=message):
-        script.parse_models(models)
+        script.parse_models(models, [1])
 
 
 def test_a_failed_run_says_where_to_look(tmp_path):

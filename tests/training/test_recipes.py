@@ -20,7 +20,7 @@ from transformers import (
 from lightformers_hf.evaluation.size import unique_parameters
 
 TRAINING = Path(arguments.__file__).parent
-RECIPES = sorted((TRAINING / "recipes").rglob("*.yaml"))
+RECIPES = [path for path in sorted((TRAINING / "recipes").rglob("*.yaml")) if path.name != "training.yaml"]
 AUTO = {"run_clm": AutoModelForCausalLM, "run_classification": AutoModelForSequenceClassification}
 # For two steps: few and narrow layers of the same kind. A sandwich that is wider than the rest stays so.
 TINY = {
