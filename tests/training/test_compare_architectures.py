@@ -66,7 +66,7 @@ def test_recipes_their_variants_and_several_seeds(tmp_path, tiny_marian, paralle
     run(
         "summarization", "--models", f"plain={recipe}", wide, f"taught={tmp_path}/weights-{{seed}}", "--seeds", 2, 3,
         "--tokenizer_name", tiny_marian, "--train_file", data, "--test_file", data, "--output_dir", out,
-        "--max_steps", 2, "--max_target_length", 40, "--generation_max_length", 12,
+        "--max_steps", 2, "--max_source_length", 40, "--max_target_length", 40, "--generation_max_length", 12,
     )  # fmt: skip
     results = rows(out)
     assert [(row["name"], row["seed"]) for row in results] == [
