@@ -66,6 +66,7 @@ COMPRESSION_HELP = {
     "attention_method": "Attention by 'matrix', low-rank, or by 'product', narrower heads. Default: what loses less.",
     "ffn_method": "Feed-forward networks by 'matrix', low-rank, or with fewer 'neurons'. Default: what loses less.",
     "refit": "Regress the teacher's outputs on what every layer gets. Default: where no layer is shared.",
+    "device": "Where the model runs and matrices are decomposed: cpu, cuda, cuda:1, mps.",
 }
 
 

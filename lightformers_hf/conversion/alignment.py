@@ -25,6 +25,10 @@ class Linear(NamedTuple):
     matrix: Tensor  # W, m×n
     bias: Tensor | None  # b, n
 
+    def to(self, device: torch.device) -> Linear:
+        """The same on a device."""
+        return Linear(self.matrix.to(device), None if self.bias is None else self.bias.to(device))
+
 
 class Turn(NamedTuple):
     """Other bases for the inputs and outputs of a linear layer, each as `turned` takes them."""
@@ -182,7 +186,7 @@ def _relative(first: Tensor, second: Tensor, moment: Tensor | None = None) -> Te
 
 def _match(alike: Tensor) -> Tensor:
     """For every row, the column that is matched to it."""
-    return torch.from_numpy(linear_sum_assignment(alike.numpy(), maximize=True)[1])
+    return torch.from_numpy(linear_sum_assignment(alike.cpu().numpy(), maximize=True)[1]).to(alike.device)
 
 
 def _heads_turn(
@@ -208,10 +212,11 @@ def _heads_turn(
     order = _match(alike)
     bases = []
     for cross in crosses:
-        left, _, right = torch.linalg.svd(cross[torch.arange(heads), order])
+        each = torch.arange(heads, device=order.device)
+        left, _, right = torch.linalg.svd(cross[each, order])
         width = left.shape[-1]
-        basis = torch.zeros(heads, width, heads, width, dtype=torch.float64)
-        basis[order, :, torch.arange(heads)] = (left @ right).mT
+        basis = left.new_zeros(heads, width, heads, width)
+        basis[order, :, each] = (left @ right).mT
         bases.append(basis.flatten(0, 1).flatten(1))
     return {
         query: Turn(outputs=bases[0]),

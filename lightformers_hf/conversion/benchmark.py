@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import BartConfig, BartForConditionalGeneration, MarianConfig, MarianMTModel
 
 from .ranks import rank_for_ratio
-from .svd import decompose, in_workers
+from .svd import decompose
+from .workers import in_workers
 
 Shapes = Literal["opus-mt", "bart-large"]
 # (m, n) → how many a checkpoint has, largest first. Both keep one token table for encoder, decoder and output.

@@ -7,6 +7,7 @@ So errors of different matrices are in one unit, and compare.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,27 +18,21 @@ from tqdm.auto import tqdm
 from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..training.data import load_parallel, tokenize_pairs
+from .moments import Moments
 from .options import CompressionOptions
+from .shelf import Shelf
 from .svd import Factors
+from .workers import add_up, agreed, algebra_device, gathered, several
 
 # Added to the diagonals, relative to their mean: directions that no sample showed are not free.
 INPUT_DAMPING = 1e-6
 GRADIENT_DAMPING = 1e-2
 # Added to every token's weight, relative to their mean: so that tokens without a sample keep something.
 TOKEN_DAMPING = 1e-2
-# Sentence pairs, unless told otherwise, and those of a batch.
-SAMPLES, BATCH = 1000, 32
-
-
-@dataclass
-class Moments:
-    """Sums over samples at one module; divided by `count`, the inputs' are means."""
-
-    inputs: Tensor | float = 0.0  # xᵀx, m×m
-    mean: Tensor | float = 0.0  # x, m
-    count: int = 0
-    gradients: Tensor | float = 0.0  # gᵀg, n×n; the squares of g, n, at an output layer
-    tokens: Tensor | float = 0.0  # how often each token was looked up, V, at a table
+# Sentence pairs, unless told otherwise; those of a batch at most, and its tokens on both sides with padding.
+SAMPLES, BATCH, TOKENS = 1000, 32, 1024
+# Rows of a table that are taken to float64 together.
+ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -56,8 +51,10 @@ class Metric:
 
     def weigh(self, matrix: Tensor) -> Tensor:
         """Lᵀ W R: its truncated singular values are what the best approximation of W loses."""
-        matrix = matrix.double()
-        return (self.left[:, None] * matrix if self.left.ndim == 1 else self.left.T @ matrix) @ self.right
+        if self.left.ndim == 2:
+            return self.left.T @ matrix.double() @ self.right
+        pieces = zip(self.left.split(ROWS), matrix.split(ROWS), strict=True)  # a table is large
+        return torch.cat([weights[:, None] * rows.double() @ self.right for weights, rows in pieces])
 
     def restore(self, factors: Factors) -> Factors:
         """The factors of W from those of Lᵀ W R."""
@@ -70,12 +67,13 @@ class Metric:
 
 
 class Calibration:
-    """The moments of every matrix of a model, from sentence pairs.
+    """The moments of every matrix of a model, from sentence pairs: sums, for which memory is bounded (see `Shelf`).
 
     Args:
-        model: a sequence-to-sequence model of this package.
+        model: a sequence-to-sequence model of this package, on the device where it is to run.
         linear: names of its linear layers.
-        batches: `input_ids`, `attention_mask`, `labels` (−100 is padding) and `decoder_input_ids`.
+        batches: `input_ids`, `attention_mask`, `labels` (−100 is padding) and `decoder_input_ids`. Larger ones than
+            `TOKENS` are cut. Each of several processes has its own; sums are over all.
         progress: show a progress bar.
 
     Raises:
@@ -83,46 +81,60 @@ class Calibration:
     """
 
     def __init__(self, model: PreTrainedModel, linear: list[str], batches: list[dict[str, Tensor]], *, progress: bool):
-        self.linear, self.batches = linear, batches
+        self.linear, self.batches = linear, [piece for batch in batches for piece in _pieces(batch)]
         self.model = model.eval().requires_grad_(False)
         self._tables = [stack.embed_tokens for stack in (model.get_encoder(), model.get_decoder())]
         for table in self._tables:  # gradients flow from the loss to here, past every matrix
             table.weight.requires_grad_(True)
         self.moments: dict[str, Moments] = {}
         self.target_tokens = 0
+        self._shelf = Shelf(algebra_device(model.device))
         self._masks: dict[str, Tensor] = {}
         tables = [f"model.{stack}.embed_tokens" for stack in ("encoder", "decoder")]
         watched = {**dict.fromkeys(linear, "linear"), **dict.fromkeys(tables, "table"), self.output_name: "output"}
         hooks = [self._watch(name, kind) for name, kind in watched.items()]
         try:
-            for batch in tqdm(self.batches, desc="calibrating", unit="batch", disable=not progress):
-                self._accumulate(batch)
+            with agreed():
+                for batch in tqdm(self.batches, desc="calibrating", unit="batch", disable=not progress):
+                    self._accumulate(self.moved(batch))
         finally:
             for hook in hooks:
                 hook.remove()
+        if several():
+            self._add_up()
         for name, moments in self.moments.items():
-            for what, sums in (("inputs", moments.inputs), ("gradients", moments.gradients)):
-                if not torch.isfinite(torch.as_tensor(sums)).all():
+            for what in ("inputs", "gradients", "squares"):
+                if not moments.finite(what):
+                    what = "gradients" if what == "squares" else what
                     raise ValueError(f"calibration: the {what} at {name} hold NaN or infinite values")
+
+    @property
+    def device(self) -> torch.device:
+        """Where moments and metrics are."""
+        return self._shelf.device
 
     @property
     def output_name(self) -> str:
         """Name of the layer that makes logits."""
         return "lm_head.output" if hasattr(self.model.lm_head, "projection") else "lm_head"
 
+    def moved(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A batch, where the model is."""
+        return {name: tensor.to(self.model.device) for name, tensor in batch.items()}
+
     def _watch(self, name: str, kind: str):
-        moments = self.moments[name] = Moments()
+        moments = self.moments[name] = Moments(name, self._shelf)
 
         def see(module: nn.Module, arguments: tuple, output: Tensor) -> None:
             mask = self._masks[stream_of(name)]
             states = arguments[0].detach()[mask]
             if kind == "table":
-                moments.tokens = moments.tokens + torch.bincount(states, minlength=module.num_embeddings)
+                moments.add("tokens", torch.bincount(states, minlength=module.num_embeddings))
                 moments.count += states.numel()
             else:
                 states = states.flatten(0, -2)
-                moments.inputs = moments.inputs + states.T @ states
-                moments.mean = moments.mean + states.sum(0)
+                moments.add_rows("inputs", states)
+                moments.add("mean", states.sum(0))
                 moments.count += states.shape[0]
             output.register_hook(partial(_add_gradients, moments, mask, kind))
 
@@ -138,6 +150,13 @@ class Calibration:
             torch.autograd.grad(loss, [table.weight for table in self._tables])
         self.target_tokens += int(kept.sum())
 
+    def _add_up(self) -> None:
+        """Sum over all processes."""
+        shapes = gathered({name: moments.shapes() for name, moments in self.moments.items()})
+        for name, moments in self.moments.items():
+            moments.add_up(max((own[name] for own in shapes), key=lambda own: len(own[1])))
+        self.target_tokens = int(add_up(torch.tensor(self.target_tokens)))
+
     @staticmethod
     def mask(batch: dict[str, Tensor], stream: str) -> Tensor:
         """Where the `source` or `target` of a batch has tokens: behind a sentence's end, nothing is to be learned."""
@@ -147,7 +166,7 @@ class Calibration:
         """E[xᵀx] and E[x] of one matrix that serves as each of the modules `names`."""
         parts = [self.moments[name] for name in names]
         second = torch.stack([part.inputs.double() / part.count for part in parts]).mean(0)
-        return second, torch.stack([part.mean.double() / part.count for part in parts]).mean(0)
+        return second, torch.stack([part.vectors["mean"].double() / part.count for part in parts]).mean(0)
 
     def gradients(self, names: list[str]) -> Tensor:
         """G, of one matrix that serves as each of the modules `names`."""
@@ -161,10 +180,10 @@ class Calibration:
         """
         if kind == "embedding":
             metric = self._table_metric(names[0])
-            return metric if weighting == "loss" else replace(metric, right=torch.eye(len(metric.right)).double())
+            return metric if weighting == "loss" else replace(metric, right=self._identity(len(metric.right)))
         inputs, mean = self.inputs(names)
         if weighting != "loss":
-            right = torch.eye(len(self.moments[names[0]].gradients)).double()
+            right = self._identity(self.moments[names[0]].sizes["gradients"])
             if weighting == "rows":
                 rows = inputs.diagonal()
                 return Metric((rows + INPUT_DAMPING * rows.mean()).sqrt(), right)
@@ -173,6 +192,9 @@ class Calibration:
             inputs = inputs - torch.outer(mean, mean)
         right = damped_root(self.gradients(names), GRADIENT_DAMPING)
         return Metric(damped_root(inputs, INPUT_DAMPING), right, mean if has_bias else None)
+
+    def _identity(self, size: int) -> Tensor:
+        return torch.eye(size, dtype=torch.float64, device=self.device)
 
     def _table_metric(self, name: str) -> Metric:
         """A table's two jobs as one pair of weights.
@@ -187,10 +209,10 @@ class Calibration:
         for watched in serves:
             part = self.moments[watched]
             if watched == self.output_name:
-                weights = part.gradients.double() / self.target_tokens
+                weights = part.vectors["squares"].double() / self.target_tokens
                 matrix = part.inputs.double() / part.count
             else:
-                weights = part.tokens.double() / part.count
+                weights = part.vectors["tokens"].double() / part.count
                 matrix = part.gradients.double() / self.target_tokens
             jobs.append((weights, matrix))
         rows = sum(weights * matrix.trace() for weights, matrix in jobs)
@@ -218,17 +240,29 @@ def stream_of(name: str) -> str:
 
 def _add_gradients(moments: Moments, mask: Tensor, kind: str, gradient: Tensor) -> None:
     gradient = gradient[mask].flatten(0, -2)
-    moments.gradients = moments.gradients + (gradient.square().sum(0) if kind == "output" else gradient.T @ gradient)
+    if kind == "output":
+        moments.add("squares", gradient.square().sum(0))
+    else:
+        moments.add_rows("gradients", gradient)
+
+
+def _pieces(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """A batch in pieces of at most `TOKENS`, or of one pair."""
+    rows = max(1, TOKENS // (batch["input_ids"].shape[1] + batch["labels"].shape[1]))
+    for pieces in zip(*(tensor.split(rows) for tensor in batch.values()), strict=True):
+        yield dict(zip(batch, pieces, strict=True))
 
 
 def damped_root(moment: Tensor, damping: float) -> Tensor:
     """L with L·Lᵀ = `moment`, damped; a multiple of the identity where nothing was seen."""
     size, level = moment.shape[0], moment.diagonal().mean().item()
     if not level > 0:
-        return torch.eye(size, dtype=torch.float64) * 1e-6
+        return torch.eye(size, dtype=torch.float64, device=moment.device) * 1e-6
     # More where rounding has made it indefinite.
     for factor in (1, 10, 100, 1000, 1e4):
-        root, failed = torch.linalg.cholesky_ex(moment + factor * damping * level * torch.eye(size).double())
+        damped = moment.clone()
+        damped.diagonal().add_(factor * damping * level)
+        root, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
             return root
     raise ValueError("the calibration moments are not positive: the model's states or gradients are too large")

@@ -26,10 +26,11 @@ from .refit import refit
 from .report import OWN_TEXT, CompressionReport
 from .sentence_costs import sentence_costs
 from .sharing import merge, source_names
-from .svd import in_workers
 from .synthesis import synthetic_batches
 from .teacher import Teacher, skeleton, stored_tensors
+from .workers import algebra_device, is_main, own_share, shared_out
 
+CPU = torch.device("cpu")
 # What a safetensors file spends on naming a tensor, about.
 HEADER_BYTES = 130
 
@@ -47,12 +48,16 @@ class Compression:
 
     `whole` is the teacher with all its layers, `teacher` with those that stay.
 
+    All processes, where there are several, go through it together and have the same results; the tensors are the main
+    process's alone.
+
     After `run`, `config` is the result's configuration, `report` says what was done, and `state` holds its tensors
     (empty after a dry run).
     """
 
-    def __init__(self, teacher: Teacher, options: CompressionOptions):
-        self.whole, self.options = teacher, options
+    def __init__(self, teacher: Teacher, options: CompressionOptions, device: torch.device = CPU):
+        self.whole, self.options, self.device = teacher, options, device
+        self.algebra = algebra_device(device)
         layers = {stack: getattr(options, f"{stack}_layers") for stack in ("encoder", "decoder")}
         self.teacher = teacher = teacher.shortened(layers)
         self.policy = options.policy()
@@ -102,7 +107,8 @@ class Compression:
         if self.calibrates:
             self.calibration = self._calibrate(progress)
         turns = self._align() if self.start == "aligned" else {}
-        sources = Sources(self.teacher, self.dense, self.start, self.calibration, options.weighting, turns)
+        metrics = self.calibration, options.weighting
+        sources = Sources(self.teacher, self.dense, self.start, *metrics, self.algebra, turns)
         units = list(self._units(sources))
         self.parts = {name: part for unit in units for parts in unit for name, part in parts.items()}
         if self.calibrates and options.spends_budget:
@@ -112,14 +118,14 @@ class Compression:
         self.state: dict[str, torch.Tensor] = {}
         coordinates: dict[str, torch.Tensor] = {}
         reports = {}
-        results = in_workers(self._build, sorted(self.settings, key=self._weight, reverse=True))
+        results = shared_out(self._build, sorted(self.settings, key=self._weight, reverse=True), self.algebra)
         bar = tqdm(results, desc="factorizing", unit="part", total=len(self.settings), disable=not progress)
         for built in bar:
             reports |= {report.name: report for report in built.reports}
             coordinates |= built.coordinates
-            if not dry:
+            if not dry and (is_main() or options.refit is not False):
                 self.state |= built.tensors
-        if not dry:
+        if not dry and (is_main() or options.refit is not False):
             self.state |= self._other_tensors(sources)
         self.reports = [reports[bare(name)] for name in self.kinds]
         self.config = self._config()
@@ -155,7 +161,9 @@ class Compression:
                 layers = list(dict.fromkeys(source.removesuffix(names[0]) for source in sources))
                 if len(layers) == 1:
                     continue
-                linear = [{name: self.teacher.linear(layer + name) for name in names} for layer in layers]
+                linear = [
+                    {name: self.teacher.linear(layer + name).to(self.algebra) for name in names} for layer in layers
+                ]
                 seen = moments and [
                     {name: moments[layer + name].inputs / moments[layer + name].count for name in names}
                     for layer in layers
@@ -166,20 +174,20 @@ class Compression:
         for name, turn in turns.items() if moments else ():
             part = moments[name]
             part.inputs = turned(part.inputs, turn.inputs, turn.inputs)
-            part.mean = turned(part.mean, turn.inputs)
+            part.vectors["mean"] = turned(part.vectors["mean"], turn.inputs)
             part.gradients = turned(part.gradients, turn.outputs, turn.outputs)
         return turns
 
     def _calibrate(self, progress: bool) -> Calibration:
-        model, options = self.teacher.load(), self.options
+        model, options = self.teacher.load().to(self.device), self.options
         if options.calibration is None:
-            author = model if self.whole is self.teacher else self.whole.load()
+            author = model if self.whole is self.teacher else self.whole.load().to(self.device)
             batches = synthetic_batches(author, self.whole, options, progress=progress)
         else:
             tokenizer = self.teacher.tokenizer()
             pairs = sample_pairs(tokenizer, options)
             self.calibrated_on = sorted({fingerprint(sentence) for sentence in pairs["source"]})
-            batches = parallel_batches(model, tokenizer, pairs)
+            batches = own_share(parallel_batches(model, tokenizer, pairs))
         linear = [name for name, kind in factorizable(model) if kind != "embedding"]
         return Calibration(model, linear, batches, progress=progress)
 
@@ -252,8 +260,8 @@ class Compression:
         def weigh(name: str) -> tuple[str, Choices]:
             return name, self.parts[name].choices(parameters)
 
-        bar = tqdm(in_workers(weigh, names), desc="weighing", unit="part", total=len(names), disable=not progress)
-        choices = dict(bar)
+        results = shared_out(weigh, names, self.algebra)
+        choices = dict(tqdm(results, desc="weighing", unit="part", total=len(names), disable=not progress))
 
         def solve(budget: float, choices: dict[str, Choices]) -> dict[str, int | None]:
             weighed = [[{name: choices[name] for name in parts} for parts in unit] for unit in free]
@@ -329,8 +337,9 @@ class Compression:
         student = self.teacher.model_class(self.config)
         student.load_state_dict({name: tensor.float() for name, tensor in self.state.items()}, strict=False)
         student.tie_weights()
-        refit(student.eval(), self.calibration.model, self.calibration, coordinates, progress=progress)
-        self.state = {name: student.state_dict()[name] for name in self.state}
+        student = student.eval().to(self.device)
+        refit(student, self.calibration.model, self.calibration, coordinates, progress=progress)
+        self.state = {name: student.state_dict()[name].cpu() for name in self.state}
 
     def _build(self, name: str) -> Built:
         part, setting = self.parts[name], self.settings[name]
@@ -356,7 +365,10 @@ class Compression:
                 tensors[name] = merge([self.teacher.read(source) for source in read], self.start)
             elif name.endswith(".u.weight"):
                 left, right = self._residual(name.removesuffix(".u.weight"), sources)
-                tensors |= {name: left.T.contiguous(), name.replace(".u.", ".v."): right.T.contiguous()}
+                tensors |= {
+                    name: left.T.contiguous().cpu(),
+                    name.replace(".u.", ".v."): right.T.contiguous().cpu(),
+                }
         return tensors
 
     def _residual(self, name: str, sources: Sources) -> tuple[torch.Tensor, torch.Tensor]:
@@ -372,10 +384,11 @@ class Compression:
             shared = self.state[f"{stored}.weight"].T
         else:
             shared = self.state[f"{stored}.u.weight"].T @ self.state[f"{stored}.v.weight"].T
-        own = sources.turns.get(source, Turn()).linear(self.teacher.linear(source)).matrix
+        own = sources.turns.get(source, Turn()).linear(self.teacher.linear(source).to(self.algebra)).matrix
         metric = None
         if self.calibration is not None:
             metric = self.calibration.metric([source], self.kinds[stored], has_bias=False)
+        shared = shared.to(self.algebra)
         return residual_factors(own, shared, self.dense_config.group_residual_rank, name=bare(name), metric=metric)
 
     def _config(self) -> FactorizedConfig:

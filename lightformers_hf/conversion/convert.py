@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from .compress import Compression
 from .options import CompressionOptions
 from .report import CompressionReport, write_report
 from .teacher import Teacher
+from .workers import ended_together, find_device, is_main
 
 
 def plan(source: str | Path, *, progress: bool = True, **options) -> CompressionReport:
@@ -25,8 +27,11 @@ def plan(source: str | Path, *, progress: bool = True, **options) -> Compression
     Raises:
         ValueError, FileNotFoundError: as `convert`.
     """
-    compression = Compression(Teacher(resolve_source(source), str(source)), CompressionOptions(**options))
-    compression.run(dry=True, progress=progress)
+    wanted = CompressionOptions(**options)
+    device = find_device(wanted.device)
+    with ended_together():
+        compression = Compression(Teacher(resolve_source(source), str(source)), wanted, device)
+        compression.run(dry=True, progress=progress and is_main())
     return compression.report
 
 
@@ -39,6 +44,9 @@ def convert(
     a model card: `AutoModelForSeq2SeqLM.from_pretrained(output)` and `AutoTokenizer.from_pretrained(output)` load it.
     It is written whole or not at all.
 
+    Processes that `torchrun` or `accelerate launch` started must all call it: they share the work, and one of them
+    writes.
+
     Args:
         source: a checkpoint folder, or a name on the Hub.
         output: the folder to write.
@@ -47,22 +55,30 @@ def convert(
         options: the fields of `CompressionOptions`: `ratio=2`, `encoder_groups=3`, ….
 
     Raises:
-        ValueError: the source is of no known family, holds NaN, does not fit its configuration, or an option is out of
-            its range.
+        ValueError: the source is of no known family, holds NaN, does not fit its configuration, an option is out of
+            its range, or another process failed.
         FileNotFoundError: the source, its weights or one of its shards is not there.
         FileExistsError: `output` is not empty and `overwrite` is false.
     """
     wanted = CompressionOptions(**options)
-    folder = resolve_source(source)
-    with atomic_output(Path(output), overwrite=overwrite, forbidden=folder) as temporary:
-        compression = Compression(Teacher(folder, str(source)), wanted)
-        compression.run(dry=False, progress=progress)
-        _write_model(compression, temporary)
-        if compression.teacher.has_tokenizer:
-            # Loaded and saved rather than copied: the class's name gets written, which the model type no longer tells.
-            AutoTokenizer.from_pretrained(folder).save_pretrained(temporary)
-        write_report(compression.report, temporary)
+    device = find_device(wanted.device)
+    with ended_together():
+        folder = resolve_source(source)
+        place = {"overwrite": overwrite, "forbidden": folder}
+        with atomic_output(Path(output), **place) if is_main() else nullcontext() as temporary:
+            compression = Compression(Teacher(folder, str(source)), wanted, device)
+            compression.run(dry=False, progress=progress and is_main())
+            if is_main():
+                _write(compression, temporary)
     return compression.report
+
+
+def _write(compression: Compression, folder: Path) -> None:
+    _write_model(compression, folder)
+    if compression.teacher.has_tokenizer:
+        # Loaded and saved rather than copied: the class's name gets written, which the model type no longer tells.
+        AutoTokenizer.from_pretrained(compression.teacher.folder).save_pretrained(folder)
+    write_report(compression.report, folder)
 
 
 def _write_model(compression: Compression, folder: Path) -> None:

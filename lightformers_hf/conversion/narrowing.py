@@ -98,19 +98,19 @@ class Elimination:
         rows = weight.double() @ root
         inverse = torch.cholesky_inverse(damped_root(moment.double(), INPUT_DAMPING))
         step = max(1, round(size * STEP))
-        alive = torch.arange(size)
+        alive = torch.arange(size, device=moment.device)
         order, removed, costs, total = [], [0], [0.0], 0.0
         while len(alive) > 1:
             # Down to a multiple of the step, but never to nothing.
             count = min(len(alive) - 1, (len(alive) - 1) % step + 1)
             price = rows.square().sum(1) / inverse.diagonal()
             goes = price.topk(count, largest=False).indices
-            stays = torch.ones(len(alive), dtype=torch.bool).index_fill(0, goes, False)
+            stays = torch.ones_like(alive, dtype=torch.bool).index_fill(0, goes, False)
             solved = torch.linalg.solve(inverse[goes][:, goes], torch.cat([rows[goes], inverse[goes]], 1))
             shares, columns = solved[:, : rows.shape[1]], solved[:, rows.shape[1] :]
             total += (rows[goes] * shares).sum().item()
             rows = (rows - inverse[:, goes] @ shares)[stays]
-            inverse = (inverse - inverse[:, goes] @ columns)[stays][:, stays]
+            inverse = inverse.addmm_(inverse[:, goes], columns, alpha=-1)[stays][:, stays]
             order += alive[goes[price[goes].argsort()]].tolist()
             alive = alive[stays]
             removed.append(len(order))
@@ -119,7 +119,7 @@ class Elimination:
 
     def at(self, width: int, weight: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
         """The `width` neurons that stay, ascending, and the second matrix regressed onto them (width×n)."""
-        kept = self.order[len(self.order) - width :].sort().values
+        kept = self.order[len(self.order) - width :].sort().values.to(moment.device)
         root = damped_root(moment.double(), INPUT_DAMPING)  # as above: neurons that never fire leave C singular
         moment = root @ root.T
         return kept, torch.linalg.solve(moment[kept][:, kept], moment[kept] @ weight.double())

@@ -67,6 +67,8 @@ class CompressionOptions:
         ffn_method: feed-forward networks by `matrix`, or with fewer `neurons`; `None` likewise.
         refit: after truncation, regress the teacher's outputs on what every layer gets, front to back (`refit.py`).
             `None`: where there is calibration, and no layer is shared.
+        device: where the model runs and matrices are decomposed: `cpu`, `cuda`, `cuda:1`, `mps`, …. One that knows no
+            float64 (mps) runs the model only.
     """
 
     ratio: float | None = None
@@ -104,6 +106,7 @@ class CompressionOptions:
     attention_method: str | None = None
     ffn_method: str | None = None
     refit: bool | None = None
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():

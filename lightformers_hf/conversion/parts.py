@@ -45,6 +45,7 @@ class Sources:
         start: how a group of layers is merged: `aligned`, `mean` or `first`.
         calibration: the moments, if any.
         weighting: what errors of a matrix are weighed by.
+        device: where matrices and moments are, and everything is computed.
         turns: teacher module → bases in which it is merged.
     """
 
@@ -53,6 +54,7 @@ class Sources:
     start: str
     calibration: Calibration | None
     weighting: str
+    device: torch.device
     turns: dict[str, Turn] = field(default_factory=dict)
     _merged: dict[str, Linear] = field(default_factory=dict)
 
@@ -65,7 +67,8 @@ class Sources:
         """The layer, with the layers of a group merged."""
         if name not in self._merged:
             modules = self.modules(name)
-            layers = [self.turns.get(module, Turn()).linear(self.teacher.linear(module)) for module in modules]
+            own = {module: self.teacher.linear(module).to(self.device) for module in modules}
+            layers = [self.turns.get(module, Turn()).linear(own[module]) for module in modules]
             if len(layers) == 1 or self.start == "first":
                 return layers[0]
             moments = None
@@ -135,7 +138,7 @@ class MatrixPart:
 
     @cached_property
     def _singular_values(self) -> Tensor:
-        return self.spectrum().singular_values
+        return self.spectrum().singular_values.cpu()
 
     def size(self, rank: int | Tensor | None, measure: Measure) -> Tensor | float:
         """What the matrix takes of the budget at that rank."""
@@ -256,7 +259,8 @@ class HeadsPart:
     def choices(self, measure: Measure) -> Choices:
         """Every width below that of the teacher's heads, and that."""
         queries, contexts, _ = self._bottlenecks
-        costs = (queries.costs() + contexts.costs())[1:].index_fill(0, torch.tensor(len(self.widths) - 1), 0.0)
+        costs = (queries.costs() + contexts.costs()).cpu()[1:]
+        costs[-1] = 0.0  # as it is
         sizes = torch.as_tensor(self.size(torch.tensor(self.widths), measure)).double()
         return Choices([*self.widths[:-1], None], costs, sizes)
 
@@ -291,7 +295,8 @@ class HeadsPart:
                     parameters_after=new.numel(), energy=1 - share, relative_error=share**0.5,
                 )
             )  # fmt: skip
-        return Built(reports, stored(tensors), {f"{self.name}.{part}": matrix for part, matrix in coordinates.items()})
+        coordinates = {f"{self.name}.{part}": matrix.cpu() for part, matrix in coordinates.items()}
+        return Built(reports, stored(tensors), coordinates)
 
 
 @dataclass(frozen=True, eq=False)
@@ -317,7 +322,7 @@ class NeuronsPart:
     def _elimination(self) -> Elimination:
         second = self.sources.matrix(f"{self.name}.fc2")
         known = self.sources.calibration is not None
-        gradients = self.sources.gradients(f"{self.name}.fc2") if known else torch.eye(second.shape[1])
+        gradients = self.sources.gradients(f"{self.name}.fc2") if known else torch.eye(second.shape[1]).to(second)
         return Elimination.of(self._moments()[0], second, gradients)
 
     @property
@@ -361,7 +366,7 @@ class NeuronsPart:
             )
             for name, shape, other in ((first, w_1.shape, len(w_1)), (second, w_2.shape, w_2.shape[1]))
         ]  # fmt: skip
-        coordinates = {first: torch.eye(size).double()[:, kept]}
+        coordinates = {first: torch.eye(size).double()[:, kept.cpu()]}
         return Built(reports, stored(tensors), coordinates)
 
 
@@ -369,12 +374,12 @@ Part = MatrixPart | HeadsPart | NeuronsPart
 
 
 def stored(tensors: dict[str, dict[str, Tensor | None]]) -> dict[str, Tensor]:
-    """{module: {leaf: tensor}} → {name: tensor}, without what is `None`.
+    """{module: {leaf: tensor}} → {name: tensor} on the CPU, without what is `None`.
 
     A copy where it is a view, so that no source stays mapped and nothing is copied a second time on writing.
     """
     return {
-        f"{name}.{leaf}": tensor.clone(memory_format=torch.contiguous_format)
+        f"{name}.{leaf}": tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, leaves in tensors.items()
         for leaf, tensor in leaves.items()
         if tensor is not None

@@ -15,7 +15,9 @@ from transformers import PreTrainedModel
 
 from ..models.low_rank import LowRankLinear
 from .calibration import GRADIENT_DAMPING, INPUT_DAMPING, Calibration, Metric, damped_root, stream_of
+from .shelf import Shelf
 from .svd import decompose, rescaled
+from .workers import add_up, agreed, gathered
 
 # Weight of the layer's own matrix in the regression, relative to the mean variance of its inputs.
 RIDGE = 1e-2
@@ -49,41 +51,52 @@ def refit(
         calibration: of the teacher.
         coordinates: module → what its outputs are of the teacher's (n×n'), where they are fewer.
     """
-    memory: list[tuple] = [()] * len(calibration.batches)
+    shelf = Shelf(calibration.model.device)
     total = sum(len(model.layers) for model in (student.get_encoder(), student.get_decoder()))
     with tqdm(total=total, desc="refitting", unit="layer", disable=not progress) as bar:
         for stack in ("encoder", "decoder"):
-            walks = [
-                _Walk(getattr(model.model, stack), f"model.{stack}", calibration.batches, memory, index)
-                for index, model in enumerate((student, teacher))
-            ]
+            with agreed():
+                walks = [
+                    _Walk(who, stack, getattr(model.model, stack), calibration, shelf)
+                    for who, model in (("student", student), ("teacher", teacher))
+                ]
             for depth in range(len(walks[0].stack.layers)):
                 _refit_layer(*walks, depth, calibration, coordinates)
-                for walk in walks:
-                    walk.advance(depth)
+                with agreed():
+                    for walk in walks:
+                        walk.advance(depth)
                 bar.update()
-            memory = list(zip(*(walk.outputs() for walk in walks), strict=True))
-    _balance(student, teacher, calibration.batches, memory)
+            for walk in walks:
+                walk.finish()
+    _balance(student, teacher, calibration, shelf)
 
 
-def _balance(student: PreTrainedModel, teacher: PreTrainedModel, batches: list, states: list[tuple]) -> None:
+def _balance(student: PreTrainedModel, teacher: PreTrainedModel, calibration: Calibration, shelf: Shelf) -> None:
     """Scale tokens' probabilities by b until their means are the teacher's: then no b has a lower cross-entropy.
 
     Every step, b += log(teacher's mean / own mean), lowers it (Darroch and Ratcliff 1972). Where all of them win
     little, b stays: sentences become as short as the teacher's own, which then costs more than it gives.
     """
-    kept = [batch["labels"] != -100 for batch in batches]
     bias, losses = student.final_logits_bias.clone(), []
+    size, device = bias.numel(), calibration.device
     for step in range(BALANCING + 1):
-        own = target = loss = 0.0
-        for (student_states, teacher_states), mask in zip(states, kept, strict=True):
-            logits = student.lm_head(student_states[mask]) + student.final_logits_bias
-            wanted = (teacher.lm_head(teacher_states[mask]) + teacher.final_logits_bias).softmax(-1)
-            loss -= (wanted * logits.log_softmax(-1)).sum().item()
-            own, target = own + logits.softmax(-1).sum(0).double(), target + wanted.sum(0).double()
-        losses.append(loss / sum(mask.sum().item() for mask in kept))
+        own, target, loss = (torch.zeros(n, dtype=torch.float64, device=device) for n in (size, size, 1))
+        with agreed():
+            for index, batch in enumerate(calibration.batches):
+                kept = (batch["labels"] != -100).to(student.device)
+                states = (shelf[who, "decoder", index][kept] for who in ("student", "teacher"))
+                logits, wanted = (
+                    model.lm_head(rows) + model.final_logits_bias
+                    for model, rows in zip((student, teacher), states, strict=True)
+                )
+                wanted = wanted.softmax(-1)
+                loss -= (wanted * logits.log_softmax(-1)).sum().to(device)
+                own += logits.softmax(-1).sum(0).to(device)
+                target += wanted.sum(0).to(device)
+        own, target, loss = (add_up(sums) for sums in (own, target, loss))
+        losses.append(loss.item() / calibration.target_tokens)
         if step < BALANCING:
-            student.final_logits_bias += ((target + SMOOTHING) / (own + SMOOTHING)).log().float()
+            student.final_logits_bias += ((target + SMOOTHING) / (own + SMOOTHING)).log().float().to(bias.device)
     if losses[0] - losses[-1] < WORTH_BALANCING:
         student.final_logits_bias.copy_(bias)
 
@@ -92,49 +105,61 @@ class _Walk:
     """The hidden states of all batches on their way through one stack of one model.
 
     Args:
-        name: of the stack.
-        memory: for every batch the encoder's outputs of all models, for a decoder; `which` is this model.
+        who: student or teacher.
+        name: of the stack, `encoder` or `decoder`.
+        shelf: has the states, and behind a decoder's those that its encoder gave.
     """
 
-    def __init__(self, stack: nn.Module, name: str, batches: list[dict[str, Tensor]], memory: list, which: int):
-        self.stack, self.name = stack, name
-        self.states: list[Tensor] = []
-        self.calls: list[list[tuple]] = []
-        for batch, encoded in zip(batches, memory, strict=True):
-            calls: list[tuple] = []
+    def __init__(self, who: str, name: str, stack: nn.Module, calibration: Calibration, shelf: Shelf):
+        self.who, self.name, self.stack = who, name, stack
+        self.calibration, self.shelf = calibration, shelf
+        for index in range(len(calibration.batches)):
+            (states, *_), _ = self._arguments(index)
+            shelf[who, name, index] = states
 
-            def record(module: nn.Module, args: tuple, kwargs: dict, calls: list = calls) -> None:
-                if not calls:
-                    self.states.append(args[0])
-                calls.append((args[1:], kwargs))
+    @property
+    def prefix(self) -> str:
+        """What stands before the names of the stack's modules."""
+        return f"model.{self.name}."
 
-            hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in stack.layers]
-            try:
-                if encoded:
-                    cross = {
-                        "encoder_hidden_states": encoded[which],
-                        "encoder_attention_mask": batch["attention_mask"],
-                    }
-                    stack(batch["decoder_input_ids"], None, use_cache=False, **cross)
-                else:
-                    stack(batch["input_ids"], batch["attention_mask"])
-            finally:
-                for hook in hooks:
-                    hook.remove()
-            self.calls.append(calls)
+    def _arguments(self, index: int) -> tuple[tuple, dict]:
+        """What the first layer is called with for a batch; to others, all but the states is the same."""
+        batch, found = self.calibration.moved(self.calibration.batches[index]), []
 
-    def call(self, depth: int, batch: int) -> Tensor:
-        """The layer's output for the states as they are."""
-        args, kwargs = self.calls[batch][depth]
-        return self.stack.layers[depth](self.states[batch], *args, **kwargs)
+        def see(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            found.append((args, kwargs))
+            raise _StopError
+
+        hook = self.stack.layers[0].register_forward_pre_hook(see, with_kwargs=True)
+        try:
+            if self.name == "decoder":
+                memory = {
+                    "encoder_hidden_states": self.shelf[self.who, "encoder", index],
+                    "encoder_attention_mask": batch["attention_mask"],
+                }
+                self.stack(batch["decoder_input_ids"], None, use_cache=False, **memory)
+            else:
+                self.stack(batch["input_ids"], batch["attention_mask"])
+        except _StopError:
+            pass
+        finally:
+            hook.remove()
+        return found[0]
+
+    def call(self, depth: int, index: int) -> Tensor:
+        """The layer's output for the states of a batch as they are."""
+        (_, *args), kwargs = self._arguments(index)
+        return self.stack.layers[depth](self.shelf[self.who, self.name, index], *args, **kwargs)
 
     def advance(self, depth: int) -> None:
         """Put the states behind the layer."""
-        self.states = [self.call(depth, batch) for batch in range(len(self.states))]
+        for index in range(len(self.calibration.batches)):
+            self.shelf[self.who, self.name, index] = self.call(depth, index)
 
-    def outputs(self) -> list[Tensor]:
-        """What the stack gives, once the last layer is passed."""
-        return [self.stack.layer_norm(states) for states in self.states]
+    def finish(self) -> None:
+        """Put the states behind the stack, once the last layer is passed."""
+        for index in range(len(self.calibration.batches)):
+            self.shelf[self.who, self.name, index] = self.stack.layer_norm(self.shelf[self.who, self.name, index])
 
     def watch(self, depth: int, batch: int, names: list[str], *, before: bool) -> dict[str, Tensor]:
         """What goes into the modules `names` of a layer, or comes out of them, in the order of their calls.
@@ -150,7 +175,7 @@ class _Walk:
 
         hooks = []
         for name in names:
-            module = self.stack.get_submodule(name.removeprefix(f"{self.name}."))
+            module = self.stack.get_submodule(name.removeprefix(self.prefix))
             register = module.register_forward_pre_hook if before else module.register_forward_hook
             hooks.append(register(partial(see, name=name)))
         try:
@@ -164,44 +189,61 @@ class _Walk:
 
 
 def _refit_layer(student: _Walk, teacher: _Walk, depth: int, calibration: Calibration, coordinates: dict) -> None:
-    names = [name for name in calibration.linear if name.startswith(f"{student.name}.layers.{depth}.")]
+    names = [name for name in calibration.linear if name.startswith(f"{student.prefix}layers.{depth}.")]
     groups: dict[int, list[str]] = {}  # those with one input are one regression
-    for name, states in (seen := student.watch(depth, 0, names, before=True)).items():
-        groups.setdefault(id(states), []).append(name)
-    del seen
-    for group in groups.values():
-        inputs, outputs = _Sums(), {name: _Sums() for name in group}
-        for index, batch in enumerate(calibration.batches):
-            mask = calibration.mask(batch, stream_of(group[0]))
-            x = student.watch(depth, index, group[:1], before=True)[group[0]][mask]
-            y = teacher.watch(depth, index, group, before=False)
-            inputs.add(x, x)
-            for name in group:
-                target = y[name][mask]
-                if name in coordinates:
-                    target = target @ coordinates[name].to(target.dtype)
-                outputs[name].add(x, target)
-        for name in group:
-            modules = [walk.stack.get_submodule(name.removeprefix(f"{walk.name}.")) for walk in (student, teacher)]
-            own = _matrix(modules[1])
+    if calibration.batches:
+        for name, states in (seen := student.watch(depth, 0, names, before=True)).items():
+            groups.setdefault(id(states), []).append(name)
+        del seen
+    for group in gathered(list(groups.values()))[0]:  # the first process always has a batch
+        pairs = {
+            name: [walk.stack.get_submodule(name.removeprefix(walk.prefix)) for walk in (student, teacher)]
+            for name in group
+        }
+        outputs = {name: _Sums(own.in_features, own.out_features, calibration) for name, (own, _) in pairs.items()}
+        inputs = _Sums(pairs[group[0]][0].in_features, pairs[group[0]][0].in_features, calibration)
+        with agreed():
+            for index, batch in enumerate(calibration.batches):
+                mask = calibration.mask(batch, stream_of(group[0])).to(calibration.model.device)
+                x = student.watch(depth, index, group[:1], before=True)[group[0]][mask]
+                y = teacher.watch(depth, index, group, before=False)
+                inputs.add(x, x)
+                for name in group:
+                    target = y[name][mask]
+                    if name in coordinates:
+                        target = target @ coordinates[name].to(target)
+                    outputs[name].add(x, target)
+        for sums in (inputs, *outputs.values()):
+            sums.add_up()
+        for name, modules in pairs.items():
+            own = _matrix(modules[1], calibration)
             if name in coordinates:
-                own = own @ coordinates[name]
+                own = own @ coordinates[name].to(own)
             elif len(own) != len(inputs.left):
-                own = _matrix(modules[0])
+                own = _matrix(modules[0], calibration)
             _solve(name, modules[0], own, inputs, outputs[name], calibration.gradients([name]))
 
 
 class _Sums:
-    """Means and second moments of pairs of rows, accumulated in double precision."""
+    """Means and second moments of pairs of rows, m and n wide, accumulated in double precision."""
 
-    def __init__(self) -> None:
-        self.count, self.left, self.right, self.product = 0, 0.0, 0.0, 0.0
+    def __init__(self, m: int, n: int, calibration: Calibration):
+        self.count = 0
+        self.left, self.right, self.product = (
+            torch.zeros(shape, dtype=torch.float64, device=calibration.device) for shape in (m, n, (m, n))
+        )
 
     def add(self, left: Tensor, right: Tensor) -> None:
+        device = self.product.device
         self.count += left.shape[0]
-        self.left = self.left + left.sum(0).double()
-        self.right = self.right + right.sum(0).double()
-        self.product = self.product + (left.T @ right).double()
+        self.left += left.sum(0).to(device)
+        self.right += right.sum(0).to(device)
+        self.product += (left.T @ right).to(device)
+
+    def add_up(self) -> None:
+        """Sum over all processes."""
+        self.count = int(add_up(torch.tensor(self.count)))
+        self.left, self.right, self.product = (add_up(sums) for sums in (self.left, self.right, self.product))
 
     def centred(self) -> tuple[Tensor, Tensor, Tensor]:
         """Both means, and the covariance."""
@@ -214,24 +256,27 @@ def _solve(name: str, module: nn.Module, own: Tensor, inputs: _Sums, outputs: _S
     mean_in, _, covariance = inputs.centred()
     _, mean_out, cross = outputs.centred()
     ridge = RIDGE * covariance.diagonal().mean()
-    matrix = torch.linalg.solve(covariance + ridge * torch.eye(len(covariance)).double(), cross + ridge * own)
+    damped = covariance.clone()
+    damped.diagonal().add_(ridge)
+    matrix = torch.linalg.solve(damped, cross + ridge * own)
     if isinstance(module, LowRankLinear):
         metric = Metric(damped_root(covariance, INPUT_DAMPING), damped_root(gradients, GRADIENT_DAMPING))
         rank = module.rank
         factors = metric.restore(decompose(metric.weigh(matrix), name=name, rank=rank).truncate(rank))
         left, right = rescaled(factors, "balanced")
-        module.u.weight.copy_(left.T)
-        module.v.weight.copy_(right.T)
+        module.u.weight.copy_(left.T.float())
+        module.v.weight.copy_(right.T.float())
         matrix = left @ right
     else:
-        module.weight.copy_(matrix.T)
+        module.weight.copy_(matrix.T.float())
     bias = module.v.bias if isinstance(module, LowRankLinear) else module.bias
     if bias is not None:
-        bias.copy_(mean_out - mean_in @ matrix)
+        bias.copy_((mean_out - mean_in @ matrix).float())
 
 
-def _matrix(module: nn.Module) -> Tensor:
+def _matrix(module: nn.Module, calibration: Calibration) -> Tensor:
     """W, inputs×outputs, double."""
     if isinstance(module, LowRankLinear):
-        return module.u.weight.T.double() @ module.v.weight.T.double()
-    return module.weight.T.double()
+        left, right = (factor.weight.T.to(calibration.device).double() for factor in (module.u, module.v))
+        return left @ right
+    return module.weight.T.to(calibration.device).double()

@@ -116,6 +116,7 @@ class CompressionReport:
         """The report of compressing `teacher` into `model`, whose skeletons give the totals."""
         config = model.config
         set_options = {name: value for name, value in asdict(options).items() if value is not None}
+        del set_options["device"]  # where it was computed, not what
         if calibration is not None and Path(calibration).is_file():  # its name, without the path to it
             set_options["calibration"] = calibration = Path(calibration).name
         layers, groups = {}, {}

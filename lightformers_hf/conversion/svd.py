@@ -17,19 +17,14 @@ So there are two routes:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import islice
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 Split = Literal["sigma-right", "balanced"]
 SPLITS = get_args(Split)
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 # Share of the discarded energy that the fast route may lose: half of it is the relative excess of the error.
 TOLERATED_LOSS = 2e-6
@@ -141,7 +136,8 @@ def decompose(weight: Tensor, *, name: str, rank: int | None = None) -> Spectrum
     """Singular values and what is needed to truncate.
 
     Args:
-        weight: W, m×n, any float type, on the CPU. A torch `Linear.weight` is Wᵀ: the caller transposes.
+        weight: W, m×n, any float type, on any device that knows float64. A torch `Linear.weight` is Wᵀ: the caller
+            transposes.
         name: the tensor's name, for messages.
         rank: the largest rank that will be asked for, where it is known: allows the fast route.
 
@@ -175,7 +171,7 @@ def decompose(weight: Tensor, *, name: str, rank: int | None = None) -> Spectrum
 def _gram(tall: Tensor, dtype: torch.dtype, block: int = 256) -> Tensor:
     """Lower triangle of WᵀW, accumulated in `dtype`; what stands above the diagonal blocks stays zero."""
     size = tall.shape[1]
-    gram = torch.zeros(size, size, dtype=dtype)
+    gram = torch.zeros(size, size, dtype=dtype, device=tall.device)
     for chunk in tall.split(8 * CHUNK_ROWS):
         rows = chunk.to(dtype)
         for start in range(0, size, block):
@@ -207,10 +203,10 @@ def _certified(tall: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor] | None:
     # One Newton-Schulz step: orthonormal to 1e-6 becomes orthonormal to 1e-12.
     space = 1.5 * space - 0.5 * space @ (space.T @ space)
     probes = torch.randn(size, PROBES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    both = torch.cat([space, probes], dim=1)
-    image = torch.empty(tall.shape[0], kept, dtype=torch.float64)
-    gram_probes = torch.zeros(PROBES, size, dtype=torch.float64)
-    total = torch.zeros((), dtype=torch.float64)
+    both = torch.cat([space, probes.to(space.device)], dim=1)
+    image = torch.empty(tall.shape[0], kept, dtype=torch.float64, device=tall.device)
+    gram_probes = torch.zeros(PROBES, size, dtype=torch.float64, device=tall.device)
+    total = torch.zeros((), dtype=torch.float64, device=tall.device)
     for chunk, target in zip(tall.split(CHUNK_ROWS), image.split(CHUNK_ROWS), strict=True):
         rows = chunk.double()
         total += torch.linalg.vector_norm(rows).square()
@@ -235,27 +231,3 @@ def _certified(tall: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor] | None:
     rest *= (total - ritz.sum()) / rest.sum()
     energies = torch.cat([ritz, rest]).sort(descending=True).values
     return energies, space @ rotation, image @ rotation
-
-
-def in_workers(
-    function: Callable[[Item], Result], items: Iterable[Item], workers: int | None = None
-) -> Iterator[Result]:
-    """Results of `function` in worker threads, each as soon as it is there (so not in the order of `items`).
-
-    Every worker has one BLAS thread: several matrices side by side are faster than one matrix on several cores.
-    `items` is read as workers become free, so a lazily loading iterable keeps at most `workers` matrices in memory.
-    Give the largest first, so that none is left for the end.
-
-    Args:
-        workers: number of threads; as many as torch has threads unless given.
-    """
-    workers = workers or torch.get_num_threads()
-    items = iter(items)
-    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        running = {pool.submit(function, item) for item in islice(items, workers)}
-        while running:
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                result = future.result()
-                running.update(pool.submit(function, item) for item in islice(items, 1))
-                yield result

@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from .calibration import BATCH
 from .options import CompressionOptions
 from .teacher import Teacher
+from .workers import own_share
 
 # Sources, unless told otherwise, and the tokens that each has.
 SOURCES, SHORTEST, LONGEST = 256, 5, 30
@@ -27,10 +28,10 @@ SOURCES, SHORTEST, LONGEST = 256, 5, 30
 def synthetic_batches(
     model: PreTrainedModel, teacher: Teacher, options: CompressionOptions, *, progress: bool
 ) -> list[dict[str, Tensor]]:
-    """Batches as `Calibration` takes them, from the teacher alone.
+    """This process's batches as `Calibration` takes them, from the teacher alone.
 
     Args:
-        model: the teacher in fp32.
+        model: the teacher in fp32, on the device where it is to run.
         options: give `calibration_samples` and `calibration_seed`.
     """
     tokenizer = teacher.tokenizer() if teacher.has_tokenizer else None
@@ -39,14 +40,18 @@ def synthetic_batches(
     longest = min(LONGEST, model.config.max_position_embeddings - 2)
     number = options.calibration_samples or SOURCES
     lengths = torch.randint(min(SHORTEST, longest), longest + 1, (number,), generator=generator).sort().values
+    drawn = [
+        [torch.multinomial(frequencies, int(n), True, generator=generator).tolist() for n in some]
+        for some in lengths.split(BATCH)
+    ]
+    room = min(2 * longest, model.config.max_position_embeddings - 1)
     batches = []
-    for some in tqdm(lengths.split(BATCH), desc="making text", unit="batch", disable=not progress):
-        drawn = [torch.multinomial(frequencies, int(n), True, generator=generator).tolist() for n in some]
-        inputs, mask = _padded(drawn, tokenizer, model.config)
-        room = min(2 * longest, model.config.max_position_embeddings - 1)
+    for sources in tqdm(own_share(drawn), desc="making text", unit="batch", disable=not progress):
+        inputs, mask = _padded(sources, tokenizer, model.config)
+        settings = {"attention_mask": mask.to(model.device), "generation_config": _greedy(teacher, room)}
         with torch.inference_mode():
-            targets = model.generate(inputs, attention_mask=mask, generation_config=_greedy(teacher, room))
-        targets = targets.clone()  # out of inference mode: gradients are taken with them
+            targets = model.generate(inputs.to(model.device), **settings)
+        targets = targets.to("cpu", copy=True)  # out of inference mode: gradients are taken with them
         labels = targets[:, 1:].masked_fill(targets[:, 1:] == model.config.pad_token_id, -100)
         parts = {"input_ids": inputs, "attention_mask": mask, "labels": labels, "decoder_input_ids": targets[:, :-1]}
         batches.append(parts)

@@ -71,17 +71,17 @@ def test_moments_are_those_of_sentences_alone(calibrated, tiny_marian, parallel_
         moments = calibration.moments[name]
         assert moments.count == len(inputs)
         torch.testing.assert_close(moments.inputs, inputs.T @ inputs, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(moments.mean, inputs.sum(0), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(moments.vectors["mean"], inputs.sum(0), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(moments.gradients, gradients.T @ gradients, rtol=1e-3, atol=1e-6)
     inputs, gradients = expected["lm_head"]
     assert calibration.target_tokens == len(inputs)
     torch.testing.assert_close(calibration.moments["lm_head"].inputs, inputs.T @ inputs, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(
-        calibration.moments["lm_head"].gradients, gradients.square().sum(0), rtol=1e-3, atol=1e-6
+        calibration.moments["lm_head"].vectors["squares"], gradients.square().sum(0), rtol=1e-3, atol=1e-6
     )
     ids, gradients = expected["model.decoder.embed_tokens"]
     table = calibration.moments["model.decoder.embed_tokens"]
-    assert torch.equal(table.tokens, torch.bincount(ids, minlength=len(table.tokens)))
+    assert torch.equal(table.vectors["tokens"], torch.bincount(ids, minlength=model.config.vocab_size))
     torch.testing.assert_close(table.gradients, gradients.T @ gradients, rtol=1e-3, atol=1e-6)
 
 
@@ -91,13 +91,13 @@ def test_a_tables_two_jobs_are_one_metric(calibrated):
     metric = calibration.metric(["model.shared"], "embedding", has_bias=False)
     jobs = [
         (
-            calibration.moments["lm_head"].gradients / calibration.target_tokens,
+            calibration.moments["lm_head"].vectors["squares"] / calibration.target_tokens,
             calibration.moments["lm_head"].inputs / calibration.moments["lm_head"].count,
         )
     ]
     for stack in ("encoder", "decoder"):
         part = calibration.moments[f"model.{stack}.embed_tokens"]
-        jobs.append((part.tokens / part.count, part.gradients / calibration.target_tokens))
+        jobs.append((part.vectors["tokens"] / part.count, part.gradients / calibration.target_tokens))
     total = sum((weights.sum() * matrix.trace()).item() for weights, matrix in jobs)
     vocabulary, width = model.model.shared.weight.shape
     cost = (metric.left.square().sum() * metric.right.square().sum()).item()
@@ -212,7 +212,7 @@ def test_the_bias_takes_the_mean_error(tiny_marian, text, calibrated, tmp_path):
     """The mean output over the samples stays what it was, whatever the factors lose."""
     _, calibration = calibrated
     name = "model.encoder.layers.0.self_attn.q_proj"
-    mean = calibration.moments[name].mean / calibration.moments[name].count
+    mean = calibration.moments[name].vectors["mean"] / calibration.moments[name].count
     settings = {"calibration": text, "calibration_samples": 10, "attention_rank": 3, "refit": False, "progress": False}
     convert(tiny_marian, tmp_path / "light", **settings)
     before = Teacher(tiny_marian, "t").load().get_submodule(name)

@@ -1,14 +1,12 @@
 """Truncated factorization against `torch.linalg.svd` in float64."""
 
-import threading
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightformers_hf.conversion import svd
-from lightformers_hf.conversion.svd import SPLITS, Factors, decompose, in_workers, rescaled
+from lightformers_hf.conversion.svd import SPLITS, Factors, decompose, rescaled
 
 FLOAT32_ROUNDING = 1e-6
 
@@ -199,42 +197,6 @@ def test_missing_convergence_is_an_error_with_the_name(monkeypatch):
     monkeypatch.setattr(torch.linalg, "eigh", fail)
     with pytest.raises(ValueError, match="fc2: the singular value decomposition did not converge"):
         decompose(torch.randn(200, 150), name="fc2", rank=10)
-
-
-def test_workers_give_every_result_and_hold_few_items():
-    threads = torch.get_num_threads()
-    lock, live, most = threading.Lock(), 0, 0
-
-    def items():
-        nonlocal live, most
-        for index in range(20):
-            with lock:
-                live += 1
-                most = max(most, live)
-            yield index
-
-    def work(index):
-        nonlocal live
-        used = torch.get_num_threads()
-        with lock:
-            live -= 1
-        return index, used
-
-    results = list(in_workers(work, items(), workers=3))
-    assert sorted(index for index, _ in results) == list(range(20))
-    assert {used for _, used in results} == {1}
-    assert most <= 3
-    assert torch.get_num_threads() == threads
-
-
-def test_an_error_in_a_worker_is_raised():
-    def work(index):
-        if index == 3:
-            raise ValueError("matrix 3")
-        return index
-
-    with pytest.raises(ValueError, match="matrix 3"):
-        list(in_workers(work, range(10), workers=2))
 
 
 @pytest.mark.parametrize("split", ["balanced", "sigma-right"])

@@ -1,0 +1,91 @@
+"""Tensors put aside: in memory while they are few, in a temporary file beyond that."""
+
+from __future__ import annotations
+
+import errno
+import math
+import tempfile
+from collections.abc import Hashable
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+# Bytes that a shelf keeps in memory; on an accelerator, a share of what is free there.
+ROOM, FREE_SHARE = 2**29, 0.25
+
+
+class Shelf:
+    """Tensors by key. They come back on `device`; those in memory are the tensors themselves, not copies.
+
+    The file has no name, so that it is gone with the process, however that ends. It lies in the folder for temporary
+    files, which `TMPDIR` sets.
+
+    Args:
+        device: where the tensors are, and come back to.
+        room: bytes kept in memory; unless given half a GiB, or a quarter of what is free on a GPU.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", room: int | None = None):
+        self.device = torch.device(device)
+        if room is None:
+            on_gpu = self.device.type == "cuda"
+            room = int(torch.cuda.mem_get_info(self.device)[0] * FREE_SHARE) if on_gpu else ROOM
+        self.room = room
+        self._held: dict[Hashable, Tensor] = {}
+        self._places: dict[Hashable, tuple[int, torch.dtype, torch.Size]] = {}
+        self._file, self._end, self._lock = None, 0, Lock()
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._held or key in self._places
+
+    def __setitem__(self, key: Hashable, tensor: Tensor) -> None:
+        """Put a tensor aside. In place of another of the same size it takes no further room.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        if key not in self._places:
+            size = tensor.numel() * tensor.element_size()
+            before = self._held.pop(key, tensor[:0])
+            room = self.room + before.numel() * before.element_size()
+            if size <= room:
+                self._held[key], self.room = tensor, room - size
+                return
+            self.room = room
+        with self._lock:
+            offset, dtype, shape = self._places.get(key, (self._end, tensor.dtype, tensor.shape))
+            if (dtype, math.prod(shape)) != (tensor.dtype, tensor.numel()):
+                offset = self._end
+            self._places[key] = offset, tensor.dtype, tensor.shape
+            try:
+                if self._file is None:
+                    self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, open as long as the shelf
+                self._file.seek(offset)
+                left = _bytes(tensor.detach().cpu().contiguous())
+                while left:  # one call writes 2 GiB at most
+                    left = left[self._file.write(left) :]
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                raise OSError(
+                    f"the disk of {tempfile.gettempdir()} is full, where calibration puts what would fill the memory: "
+                    "set TMPDIR to a folder with more room"
+                ) from error
+            self._end = max(self._end, self._file.tell())
+
+    def __getitem__(self, key: Hashable) -> Tensor:
+        if key in self._held:
+            return self._held[key]
+        offset, dtype, shape = self._places[key]
+        tensor = torch.empty(shape, dtype=dtype)
+        with self._lock:
+            self._file.seek(offset)
+            left = _bytes(tensor)
+            while left:
+                left = left[self._file.readinto(left) :]
+        return tensor.to(self.device)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())

@@ -1,0 +1,166 @@
+"""Who does the work: threads, an accelerator, or several processes that share it.
+
+Processes are those that `torchrun` or `accelerate launch` start. All of them run the same program; what is shared out
+is what takes long. No process goes on where another failed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from itertools import islice
+from typing import TypeVar
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name; of several processes each gets its own accelerator.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        device = torch.device(name)
+        if device.type == "meta":
+            raise RuntimeError("it holds no values")
+        if several():
+            if device.index is not None:
+                raise RuntimeError("each of several processes gets its own: leave the number out")
+            device = team(device).device if device.type == "cuda" else device
+        torch.ones(1, device=device).sum().item()
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"device is {name!r}, which can't be used here ({reason}): give cpu, or one there is"
+        ) from None
+    return device
+
+
+def algebra_device(device: torch.device) -> torch.device:
+    """Where decompositions are computed: on the device if it knows float64, which they need, else on the CPU."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def several() -> bool:
+    """Whether this is one of several processes."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def team(device: torch.device | None = None) -> PartialState:
+    """The processes, which meet at the first call."""
+    # Never made for one alone: it would decide the device of a Trainer that comes later.
+    return PartialState(cpu=device is None or device.type != "cuda")
+
+
+def is_main() -> bool:
+    """Whether this process is the one that writes and speaks."""
+    return not several() or team().is_main_process
+
+
+def own_share(items: Sequence[Item]) -> Sequence[Item]:
+    """This process's share: every n-th, so that of items in order of size all have alike."""
+    return items[team().process_index :: team().num_processes] if several() else items
+
+
+@contextmanager
+def agreed() -> Iterator[None]:
+    """What fails inside in any process, fails in all, with that message. All of them must come here.
+
+    Collective operations belong between such blocks, never inside: a process that failed would be missed there.
+    """
+    if not several():
+        yield
+        return
+    error = None
+    try:
+        yield
+    except Exception as found:
+        if getattr(found, "agreed", False):
+            raise
+        error = found
+    messages = [message for message in gathered(error and (str(error) or type(error).__name__)) if message]
+    if messages:
+        error = error or ValueError(messages[0])
+        error.agreed = True
+        raise error
+
+
+@contextmanager
+def ended_together() -> Iterator[None]:
+    """Let no process end before the others have ended, too: launchers stop those that remain."""
+    try:
+        with agreed():
+            yield
+    except Exception:
+        if several():
+            team().wait_for_everyone()
+        raise
+
+
+def add_up(tensor: Tensor) -> Tensor:
+    """The sum of a tensor over all processes."""
+    if not several():
+        return tensor
+    moved = tensor.to(team().device, copy=True)
+    torch.distributed.all_reduce(moved)
+    return moved.to(tensor.device)
+
+
+def gathered(value: Result) -> list[Result]:
+    """The value of every process."""
+    return gather_object([value]) if several() else [value]
+
+
+def shared_out(function: Callable[[Item], Result], items: Sequence[Item], device: torch.device) -> Iterator[Result]:
+    """Results of `function`, computed by all processes and seen by all; own ones as soon as they are there.
+
+    Args:
+        items: the largest first.
+        device: where `function` computes; on a CPU in a pool of workers.
+    """
+    own = []
+    with agreed():
+        for result in (in_workers if device.type == "cpu" else map)(function, own_share(items)):
+            if several():
+                own.append(result)
+            yield result
+    if several():
+        for index in range(len(items)):
+            position, owner = divmod(index, team().num_processes)
+            mine = owner == team().process_index
+            box = broadcast_object_list([own[position] if mine else None], from_process=owner)
+            if not mine:
+                yield box[0]
+
+
+def in_workers(
+    function: Callable[[Item], Result], items: Iterable[Item], workers: int | None = None
+) -> Iterator[Result]:
+    """Results of `function` in worker threads, each as soon as it is there (so not in the order of `items`).
+
+    Every worker has one BLAS thread: several matrices side by side are faster than one matrix on several cores.
+    `items` is read as workers become free, so a lazily loading iterable keeps at most `workers` matrices in memory.
+    Give the largest first, so that none is left for the end.
+
+    Args:
+        workers: number of threads; as many as torch has threads unless given.
+    """
+    workers = workers or torch.get_num_threads()
+    items = iter(items)
+    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        running = {pool.submit(function, item) for item in islice(items, workers)}
+        while running:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                result = future.result()
+                running.update(pool.submit(function, item) for item in islice(items, 1))
+                yield result
