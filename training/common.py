@@ -37,6 +37,7 @@ from transformers import (
 )
 
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
+from lightformers_hf.conversion.report import copy_report
 from lightformers_hf.training import find_last_checkpoint, gather_model, prepare_sharding
 
 TEXT_SUFFIXES, JSON_SUFFIXES = (".txt",), (".json", ".jsonl")
@@ -205,6 +206,18 @@ def build_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, auto_m
     return model
 
 
+def set_languages(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str | None, target: str | None
+) -> None:
+    """Give the codes of the languages to a multilingual tokenizer and to what the model generates from."""
+    if not (source or target):
+        return
+    if not (source and target and hasattr(tokenizer, "src_lang")):
+        raise ValueError("--source_code and --target_code go together, and with a multilingual tokenizer only.")
+    tokenizer.src_lang, tokenizer.tgt_lang = source, target
+    model.generation_config.forced_bos_token_id = tokenizer.convert_tokens_to_ids(target)
+
+
 def load_texts(data: str, columns: list[str], *, split: str = "train", max_samples: int | None = None) -> Dataset:
     """The texts of a file or a Hub dataset as one column `text`, in their order; one column after another.
 
@@ -273,8 +286,11 @@ def check_resume(checkpoint: str, trainer: Trainer) -> None:
         raise ValueError(f"{checkpoint} was trained with another tokenizer than {tokenizer.name_or_path}.")
 
 
-def train(trainer: Trainer, checkpoint: str | None) -> dict[str, object]:
-    """Train from the beginning, or from `checkpoint`; save model and state; return what the summary says of it."""
+def train(trainer: Trainer, checkpoint: str | None, model_args: ModelArguments) -> dict[str, object]:
+    """Train from the beginning, or from `checkpoint`; save model and state; return what the summary says of it.
+
+    What the conversion of the checkpoint that `model_args` name wrote of itself goes along.
+    """
     args = trainer.args
     if checkpoint is not None:
         check_resume(checkpoint, trainer)
@@ -295,6 +311,8 @@ def train(trainer: Trainer, checkpoint: str | None) -> dict[str, object]:
         model.save_pretrained(args.output_dir)
         trainer.processing_class.save_pretrained(args.output_dir)
     trainer.save_state()
+    if args.should_save and model_args.model_name_or_path and not model_args.from_scratch:
+        copy_report(model_args.model_name_or_path, args.output_dir)
     return {
         "steps": trainer.state.global_step,
         "time": f"{result.metrics['train_runtime']:.0f} s" + (" since the resume" if checkpoint else ""),

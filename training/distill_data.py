@@ -19,7 +19,7 @@ import os
 from pathlib import Path
 
 import torch
-from common import load_texts, run_script
+from common import load_texts, run_script, set_languages
 from rich.console import Console
 from rich.markup import escape
 from tqdm.auto import tqdm
@@ -62,12 +62,14 @@ def distill(options: dict, sources: list[str], output: Path, columns: tuple[str,
     """Write the teacher's outputs for `sources` to `output`, and return how many of them an earlier run had made.
 
     Args:
-        options: what the outputs depend on: `teacher`, `batch_size`, and arguments of `generate()` in `generation`.
+        options: what the outputs depend on: `teacher`, `batch_size`, arguments of `generate()` in `generation`, and in
+            `codes` the languages' codes of a multilingual tokenizer, or twice `None`.
         columns: names of the two texts in the output.
     """
     partial, record = (output.with_name(f"{output.name}.{end}") for end in ("partial", "options.json"))
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     model, tokenizer = load_model(options["teacher"], device=device)
+    set_languages(model, tokenizer, *options["codes"])
     output.parent.mkdir(parents=True, exist_ok=True)
     done = resume(partial, record, options, sources, columns)
     with (
@@ -96,6 +98,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--split", default="train", help="of a Hub dataset")
     parser.add_argument("--source_lang", required=True, help="column, or language in a column 'translation'")
     parser.add_argument("--target_lang", required=True, help="name of the teacher's texts in the output")
+    parser.add_argument("--source_code", help="multilingual teachers: code of the source language, such as de_DE")
+    parser.add_argument("--target_code", help="the same of the target language, such as en_XX")
     parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to write")
     parser.add_argument("--num_beams", type=int, default=5)
     parser.add_argument("--max_new_tokens", type=int, help="default: the checkpoint's limit")
@@ -118,6 +122,7 @@ def main(argv: list[str] | None = None) -> None:
     # Sums over other batches round otherwise, which can tip a beam: the batch size is part of what the file is.
     options = {name: getattr(args, name) for name in ("teacher", "data", "split", "batch_size")}
     options |= {"source_lang": args.source_lang, "target_lang": args.target_lang, "generation": generation}
+    options["codes"] = [args.source_code, args.target_code]
     done = distill(options, texts, args.output, (args.source_lang, args.target_lang))
     made = f"{len(texts):,} pairs in {args.output}" + (f", {done:,} of them from before" if done else "")
     Console().print(escape(made), soft_wrap=True)

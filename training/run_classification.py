@@ -236,7 +236,7 @@ def run(
     table = sum(parameter.numel() for parameter in model.get_input_embeddings().parameters())
     rows = {"unique parameters": parameter_count(model), "of these in the token table": f"{table:,}"}
     if "train" in tokens:
-        rows |= train(trainer, checkpoint)
+        rows |= train(trainer, checkpoint, model_args)
     if "validation" in tokens:
         metrics = trainer.evaluate()
         trainer.save_metrics("eval", metrics)
@@ -277,7 +277,7 @@ def check_record(record: Path, options: dict, resume: bool, write: bool) -> None
 
 def cross_validate(model_args: ModelArguments, data_args: DataArguments, args: TrainingArguments) -> dict[str, object]:
     """A round of `run` for each fold; the rows of the summary. `test_results.json` has the same figures."""
-    if any((data_args.validation_file, data_args.test_file, data_args.num_folds and data_args.fold_column)):
+    if data_args.validation_file or data_args.test_file:
         raise ValueError(
             "Folds are parts of the training data: give --num_folds or --fold_column, and only that data."
         )
@@ -290,6 +290,11 @@ def cross_validate(model_args: ModelArguments, data_args: DataArguments, args: T
         folds = np.array(rows["fold"][:])
         if len(np.unique(folds)) < 2:
             raise ValueError(f"Column {data_args.fold_column!r} has one fold only: expected two or more.")
+        if data_args.num_folds not in (None, len(np.unique(folds))):
+            raise ValueError(
+                f"Column {data_args.fold_column!r} has {len(np.unique(folds))} folds, num_folds is "
+                f"{data_args.num_folds}: leave one of them out."
+            )
     else:
         folds = stratified_folds(rows["label"][:], data_args.num_folds, args.seed)
     validate = args.eval_strategy != "no"

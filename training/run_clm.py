@@ -55,8 +55,6 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput
 
-from lightformers_hf.conversion.report import copy_report
-
 IGNORED = -100  # the label of a token that is only read
 
 
@@ -215,9 +213,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     rows = {"unique parameters": parameter_count(model)}
     if "train" in blocks:
-        rows |= train(trainer, checkpoint)
-        if args.should_save and model_args.model_name_or_path and not model_args.from_scratch:
-            copy_report(model_args.model_name_or_path, args.output_dir)
+        rows |= train(trainer, checkpoint, model_args)
     if "validation" in blocks:
         metrics = trainer.evaluate()
         trainer.save_metrics("eval", metrics)

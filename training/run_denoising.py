@@ -276,7 +276,7 @@ def main(argv: list[str] | None = None) -> None:
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
         processing_class=tokenizer,
     )
-    rows = {"unique parameters": parameter_count(model), **train(trainer, checkpoint)}
+    rows = {"unique parameters": parameter_count(model), **train(trainer, checkpoint, model_args)}
     if held_out is not None:
         metrics = trainer.evaluate()
         metrics["eval_perplexity"] = math.exp(min(metrics["eval_loss"], 700))

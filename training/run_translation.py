@@ -23,9 +23,8 @@ from functools import partial
 
 import seq2seq
 from arguments import ModelArguments, parse_arguments
-from common import run_script
+from common import run_script, set_languages
 from seq2seq import DistillationArguments, GenerationArguments, Task, TrainingArguments
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightformers_hf.evaluation.quality import translation_quality
 
@@ -42,18 +41,6 @@ class DataArguments(seq2seq.DataArguments):
         default=None, metadata={"help": "Multilingual tokenizers: language code of the source, such as de_DE."}
     )
     target_code: str | None = field(default=None, metadata={"help": "The same of the target, such as en_XX."})
-
-
-def set_languages(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str | None, target: str | None
-) -> None:
-    """Give the codes of the languages to a multilingual tokenizer and to what the model generates from."""
-    if not (source or target):
-        return
-    if not (source and target and hasattr(tokenizer, "src_lang")):
-        raise ValueError("--source_code and --target_code go together, and with a multilingual tokenizer only.")
-    tokenizer.src_lang, tokenizer.tgt_lang = source, target
-    model.generation_config.forced_bos_token_id = tokenizer.convert_tokens_to_ids(target)
 
 
 def main(argv: list[str] | None = None) -> None:

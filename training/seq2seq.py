@@ -33,7 +33,6 @@ from transformers import (
     set_seed,
 )
 
-from lightformers_hf.conversion.report import copy_report
 from lightformers_hf.training import RecoveryTrainer, load_parallel, tokenize_pairs
 
 
@@ -211,9 +210,7 @@ def run(
     )
     rows = {"unique parameters": parameter_count(model)}
     if "train" in tokens:
-        rows |= train(trainer, checkpoint)
-        if args.should_save and model_args.model_name_or_path and not model_args.from_scratch:
-            copy_report(model_args.model_name_or_path, args.output_dir)
+        rows |= train(trainer, checkpoint, model_args)
     if "validation" in tokens:
         metrics = trainer.evaluate()
         trainer.save_metrics("eval", metrics)

@@ -179,6 +179,8 @@ def test_a_dense_classifier_becomes_a_light_one_fold_by_fold(base, tmp_path):
             for folder in (tmp_path / "light", tmp_path / "out")
         )
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+        reports = [(tmp_path / run / f"fold-{fold}/compression.json").read_text() for run in ("light", "out")]
+        assert reports[0] == reports[1]
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -285,6 +287,7 @@ def test_word_vectors_in_a_run(base, tmp_path):
         ({"train_file": "GAP"}, "row 2, 'label': expected a number or a name, found None"),
         ({"num_folds": 1}, "num_folds is 1: expected from 2 to 24, the rows of class '1'"),
         ({"num_folds": 2, "eval_strategy": "epoch"}, "Three folds or more"),
+        ({"num_folds": 4, "fold_column": "fold"}, "'fold' has 3 folds, num_folds is 4"),
         ({"num_folds": 3, "test_file": "ONE"}, "Folds are parts of the training data"),
         ({"train_file": "TRAIN", "test_file": "OTHER"}, "The test data, row 1, is of class '2'; .* has '0', '1'"),
         ({"model.num_labels": 3}, "has 2 classes .*: expected 3"),
