@@ -3,126 +3,50 @@
 What a command needs is imported inside it, so that the others and `--help` do not wait for it.
 """
 
-import dataclasses
-import functools
-import inspect
-import json
 import sys
-import typing
-from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from .conversion.options import KINDS, CompressionOptions
+from .commands import Answer, Commands, choices, compression_options, says
 
-app = typer.Typer(
+app = Commands(
     help="Make a trained translation or summarization model smaller and faster, and win its quality back.",
+    epilog="Example: lightformers convert Helsinki-NLP/opus-mt-de-en opus-mt-de-en-light --ratio 2",
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_show_locals=False,
 )
-debug_mode = {"on": False}
+
+
+def show_version(wanted: bool) -> None:
+    """Print the version, and end."""
+    if wanted:
+        typer.echo(f"lightformers_hf {version('lightformers_hf')}")
+        raise typer.Exit
 
 
 @app.callback()
-def root(debug: bool = typer.Option(False, "--debug", help="Show the full traceback of an error.")) -> None:
-    """Options that stand before the command's name."""
-    debug_mode["on"] = debug
-
-
-COMPRESSION_HELP = {
-    "ratio": "Dense / kept parameters of the matrices (p of Eq. 12), above 1. Without any choice: 2.",
-    "rank": "Singular values kept in each matrix.",
-    "energy": "Share of the squared singular values kept in each matrix, in (0, 1].",
-    "params": "Parameters of the result at most, e.g. 20M; in place of the ratio.",
-    "size": "Bytes of the result's weights at most, e.g. 40MB; in place of the ratio.",
-    "speedup": "Times as fast as the source, estimated from costs measured on this machine; in place of the ratio.",
-    "rank_pattern": "PATTERN=RANK, or PATTERN=dense, for modules whose names end so; comes first. Repeatable.",
-    "encoder_layers": "Layers of the encoder that are kept, evenly spread.",
-    "decoder_layers": "Layers of the decoder that are kept: they cost most time.",
-    "encoder_groups": "Number of independent encoder layers; must divide the layers.",
-    "decoder_groups": "Number of independent decoder layers; must divide the layers.",
-    "group_start": "How a group of layers starts: 'aligned' and merged, 'mean', or 'first'. Default: aligned.",
-    "share_layer_norms": "Whether LayerNorms of a group are shared, too.",
-    "group_residual_rank": "Rank of what each depth of a group has for itself of every matrix.",
-    "split": "Where Σ goes: 'sigma-right' (Eq. 11), or 'balanced', √Σ to each factor.",
-    "paper": "The paper's procedure exactly: plain SVD of every matrix alone, the ratio for each.",
-    "calibration": "Parallel text (a file, or a dataset on the Hub; never a test's) on which errors are weighed. "
-    "Default: text that the model makes itself.",
-    "calibration_samples": "Sentence pairs drawn from it. Default: 1000, or all of fewer; 256 of the model's own.",
-    "calibration_seed": "Which ones.",
-    "source_lang": "Its column, or language, to translate from. Default: the tokenizer's.",
-    "target_lang": "Its column, or language, to translate to. Default: the tokenizer's.",
-    "weighting": "Errors of a matrix are weighed by the 'loss'; for comparison by its 'inputs' alone, or by 'rows'.",
-    "allocation": "'uniform': the ratio for every matrix; 'budget': parameters where they spare most loss. Default: "
-    "'budget' where there is one ratio.",
-    "attention_method": "Attention by 'matrix', low-rank, or by 'product', narrower heads. Default: what loses less.",
-    "ffn_method": "Feed-forward networks by 'matrix', low-rank, or with fewer 'neurons'. Default: what loses less.",
-    "refit": "Regress the teacher's outputs on what every layer gets. Default: where no layer is shared.",
-    "device": "Where the model runs and matrices are decomposed: cpu, cuda, cuda:1, mps.",
-}
-
-
-def compression_options(command: Callable) -> Callable:
-    """Give a command one option for every field of `CompressionOptions`; it gets their values as `options`."""
-    own = [parameter for name, parameter in inspect.signature(command).parameters.items() if name != "options"]
-    options = []
-    for option in dataclasses.fields(CompressionOptions):
-        kind, _, choice = option.name.rpartition("_")
-        of_kind = kind in KINDS and option.name not in COMPRESSION_HELP
-        text = f"--{choice} for the {kind} matrices alone." if of_kind else COMPRESSION_HELP[option.name]
-        panel = "Ranks of one kind" if of_kind else "Compression"
-        value_type = (
-            list[str] | None
-            if option.name == "rank_pattern"
-            else typing.get_type_hints(CompressionOptions)[option.name]
-        )
-        annotation = Annotated[value_type, typer.Option(help=text, rich_help_panel=panel)]
-        options.append(
-            inspect.Parameter(
-                option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=annotation
-            )
-        )
-
-    @functools.wraps(command)
-    def with_options(**arguments: Any) -> None:
-        values = {option.name: arguments.pop(option.name) for option in options}
-        values["rank_pattern"] = parse_rank_pattern(values["rank_pattern"] or [])
-        command(**arguments, options=values)
-
-    with_options.__signature__ = inspect.Signature([*own, *options])
-    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *options]}
-    return with_options
-
-
-def write_json(content: dict | list, file: Path) -> None:
-    """Write `content` to `file`, or to stdout where that is `-`."""
-    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-    sys.stdout.write(text) if str(file) == "-" else file.write_text(text, encoding="utf-8")
+def root(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """What stands before the command's name."""
 
 
 def check_installed(module: str, extra: str, what: str) -> None:
     """Raise `ValueError` where a module of an optional extra is missing, without which `what` can't be done."""
     if find_spec(module) is None:
         raise ValueError(f"{what} needs {module}: pip install 'lightformers_hf[{extra}]'")
-
-
-def parse_rank_pattern(items: list[str]) -> dict[str, int | None]:
-    """`["fc1=64", "shared=dense"]` → `{"fc1": 64, "shared": None}`; anything else raises `ValueError`."""
-    pattern = {}
-    for item in items:
-        name, separator, rank = item.rpartition("=")
-        if not separator or not (rank == "dense" or rank.isdecimal()):
-            raise ValueError(f"--rank-pattern {item!r}: expected PATTERN=RANK or PATTERN=dense, e.g. fc1=64")
-        pattern[name] = None if rank == "dense" else int(rank)
-    return pattern
 
 
 Source = Annotated[str, typer.Argument(help="A checkpoint folder, or a name on the Hub.", show_default=False)]
@@ -132,11 +56,8 @@ Source = Annotated[str, typer.Argument(help="A checkpoint folder, or a name on t
 @compression_options
 def plan(
     source: Source,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the plan as JSON to this file, or to stdout with '-'.")
-    ] = None,
     options: dict | None = None,
-) -> None:
+) -> Answer:
     """Show what [bold]convert[/bold] would do to every matrix: rank, parameters, energy kept, error. Writes nothing.
 
     Example: lightformers plan Helsinki-NLP/opus-mt-de-en --ratio 3 --encoder-groups 3
@@ -145,10 +66,7 @@ def plan(
     from .conversion.report import print_report
 
     report = make_plan(source, **options)
-    if json_file is not None:
-        write_json(report.to_dict(), json_file)
-    if str(json_file) != "-":
-        print_report(report, Console())
+    return Answer(report.to_dict(), lambda console: print_report(report, console))
 
 
 @app.command()
@@ -158,7 +76,7 @@ def convert(
     output: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what the folder holds.")] = False,
     options: dict | None = None,
-) -> None:
+) -> Answer:
     """Factorize a trained Marian, BART, mBART, Pegasus, M2M100, LightFormer, Subformer or PartialFormer checkpoint.
 
     The output loads with AutoModelForSeq2SeqLM and AutoTokenizer. Truncation costs quality: fine-tune the result with
@@ -169,24 +87,32 @@ def convert(
     from .conversion import convert as run
     from .conversion.report import print_report
 
-    console = Console()
-    print_report(run(source, output, overwrite=overwrite, **options), console, matrices=False)
-    console.print(
-        f"Written to {escape(str(output))}; every matrix is listed in its compression.json.", highlight=False
-    )
+    report = run(source, output, overwrite=overwrite, **options)
+
+    def show(console: Console) -> None:
+        print_report(report, console, matrices=False)
+        says(f"Written to {output}; every matrix is listed in its compression.json.")(console)
+
+    return Answer({"output": str(output), **report.to_dict()}, show)
 
 
 @app.command()
 def export(
     source: Source,
     output: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
-    to: Annotated[str, typer.Option(help="ctranslate2 or onnx.", show_default=False)],
+    to: Annotated[
+        str,
+        typer.Option(help="ctranslate2 or onnx.", show_default=False, autocompletion=choices("ctranslate2", "onnx")),
+    ],
     quantization: Annotated[
         str | None,
-        typer.Option(help="int8; for ctranslate2 also int16, int8_float16, float16, … Default: float32."),
+        typer.Option(
+            help="int8; for ctranslate2 also int16, int8_float16, float16, … Default: float32.",
+            autocompletion=choices("int8", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16"),
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what the folder holds.")] = False,
-) -> None:
+) -> Answer:
     """Write a LightFormer, or a dense model that becomes one, for CTranslate2 or ONNX Runtime, which run it fastest.
 
     Says what the engine cannot express, and compares its outputs with the checkpoint's; needs
@@ -197,9 +123,7 @@ def export(
     from .export import export as run
 
     report = run(source, output, to=to, quantization=quantization, overwrite=overwrite)
-    console = Console()
-    for line in report.lines(output):
-        console.print(escape(line), highlight=False, soft_wrap=True)
+    return Answer({"output": str(output), **asdict(report)}, says(*report.lines(output)))
 
 
 Model = Annotated[str, typer.Argument(help="Folder or Hub name of a checkpoint.", show_default=False)]
@@ -236,8 +160,6 @@ def translate(
 
         lightformers translate ./small news.de --output news.en --num-beams 4
     """
-    from contextlib import ExitStack
-
     from tqdm.auto import tqdm
 
     from .evaluation.translate import load_translator, translate_stream, written_whole
@@ -276,13 +198,10 @@ def evaluate(
     speed: Annotated[
         bool, typer.Option("--speed/--no-speed", help="Measure tokens/s and peak memory on one core (minutes).")
     ] = True,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the numbers as JSON to this file, or only to stdout with '-'.")
-    ] = None,
     comet: Annotated[
         str | None, typer.Option(help="Local COMET checkpoint (.ckpt); needs the command comet-score.")
     ] = None,
-) -> None:
+) -> Answer:
     """Measure a checkpoint, beside its teacher if there is one: BLEU, chrF, parameters, bytes, speed, memory.
 
     Without column names, the languages that the tokenizer names are read from the data's column 'translation'.
@@ -312,10 +231,7 @@ def evaluate(
         progress=True,
         **generation_options(num_beams=num_beams, max_new_tokens=max_new_tokens),
     )
-    if str(json_file) != "-":
-        Console().print(evaluation.table())
-    if json_file is not None:
-        write_json(evaluation.to_dict(), json_file)
+    return Answer(evaluation.to_dict(), lambda console: console.print(evaluation.table()))
 
 
 @app.command()
@@ -333,7 +249,7 @@ def push(
         list[Path] | None,
         typer.Option(help="What evaluate --json wrote: becomes tables of the model card. Repeatable."),
     ] = None,
-) -> None:
+) -> Answer:
     """Share a checkpoint on the Hub, with its code: who has not installed this package loads it, too.
 
     One commit: weights, configuration, tokenizer, code, compression.json and a model card. Log in before with
@@ -348,13 +264,14 @@ def push(
     from .hub import push_to_hub
 
     commit = push_to_hub(folder, name, private=private, revision=revision, message=message, results=results or ())
-    console = Console()
-    for line in (
-        f"{commit.repo_url} at commit {commit.oid}.",
-        f'Load it: from_pretrained("{commit.repo_url.repo_id}", revision="{commit.oid}"), and with '
-        "trust_remote_code=True where lightformers_hf is not installed.",
-    ):
-        console.print(escape(line), highlight=False, soft_wrap=True)
+    return Answer(
+        {"name": commit.repo_url.repo_id, "url": str(commit.repo_url), "commit": commit.oid},
+        says(
+            f"{commit.repo_url} at commit {commit.oid}.",
+            f'Load it: from_pretrained("{commit.repo_url.repo_id}", revision="{commit.oid}"), and with '
+            "trust_remote_code=True, the tokenizer too, where lightformers_hf is not installed.",
+        ),
+    )
 
 
 @app.command()
@@ -376,10 +293,7 @@ def analyze(
     split: Annotated[str, typer.Option(help="Split of a dataset on the Hub.")] = "test",
     max_samples: Annotated[int | None, typer.Option(min=1, help="Use the first so many pairs. Default: all.")] = None,
     device: Device = "cpu",
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the numbers as JSON to this file, or only to stdout with '-'.")
-    ] = None,
-) -> None:
+) -> Answer:
     """Look inside checkpoints by the papers' measures: heads, tokens, neurons, MACs, memory, singular values.
 
     Head diversity, token uniformity, activated neurons: layer by layer, while the model reads the text's two sides.
@@ -401,10 +315,9 @@ def analyze(
             from .evaluation.plots import draw_analyses
 
             draw_analyses(analyses, folder)
-    if str(json_file) != "-":
-        Console().print(analysis_table(analyses))
-    if json_file is not None:
-        write_json([analysis.to_dict() for analysis in analyses], json_file)
+    return Answer(
+        [analysis.to_dict() for analysis in analyses], lambda console: console.print(analysis_table(analyses))
+    )
 
 
 @app.command()
@@ -431,7 +344,7 @@ def report(
     split: Annotated[str, typer.Option(help="Split of a dataset on the Hub.")] = "test",
     num_beams: NumBeams = None,
     max_new_tokens: MaxNewTokens = None,
-) -> None:
+) -> Answer:
     """Write one HTML page of what became of a model: plan, pictures, translations beside the teacher's.
 
     The page holds all of it, loads nothing, and is light or dark as its reader's browser. The plan and the errors come
@@ -457,7 +370,7 @@ def report(
     )
     with written_whole(output) as file:
         file.write(page.encode())
-    Console().print(f"Written to {escape(str(output))}: open it in a browser.", highlight=False, soft_wrap=True)
+    return Answer({"output": str(output)}, says(f"Written to {output}: open it in a browser."))
 
 
 @app.command()
@@ -488,7 +401,7 @@ def compare(
 
     page = build(teacher, light, num_beams=num_beams, max_new_tokens=max_new_tokens)
     address = serve(page, host=host, port=port, browser=browser)
-    Console().print(f"Both models are at {address} until Ctrl-C.", highlight=False, soft_wrap=True)
+    says(f"Both models are at {address} until Ctrl-C.")(Console())
     page.block_thread()
 
 
@@ -501,7 +414,7 @@ def demo(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Remove what an earlier demo made there; start over.")
     ] = False,
-) -> None:
+) -> Answer:
     """See it all work in five minutes, offline: train a teacher, compress it, win its quality back, measure.
 
     An interrupted demo goes on where it stopped; needs pip install 'lightformers_hf\\[demo]'.
@@ -512,20 +425,18 @@ def demo(
     from .demo.stages import DemoSettings
 
     try:
-        run_demo(output, DemoSettings(seed=seed), fresh=fresh)
+        results = run_demo(output, DemoSettings(seed=seed), fresh=fresh)  # says how far it is
     except KeyboardInterrupt:
         message = f"Stopped. What is complete stays in {output}: the same command goes on from there."
         Console(stderr=True).print(f"\n{escape(message)}", highlight=False, soft_wrap=True)
         raise typer.Exit(130) from None
+    return Answer(results, says())
 
 
 @app.command()
 def parameters(
     table: Annotated[str, typer.Option(help="Only rows whose name contains this, e.g. 'Subformer T2'.")] = "",
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the counts as JSON to this file, or only to stdout with '-'.")
-    ] = None,
-) -> None:
+) -> Answer:
     """Print the parameter tables of the papers: the printed count, ours, and the difference.
 
     Exits with 1 where a row differs by more than its tolerance.
@@ -535,22 +446,29 @@ def parameters(
     from .evaluation.parameters import count_parameters, parameter_table
 
     counts = count_parameters(table)
-    if str(json_file) != "-":
-        Console().print(parameter_table(counts))
-    if json_file is not None:
-        write_json([count.to_dict() for count in counts], json_file)
-    if not all(count.within for count in counts):
-        raise typer.Exit(1)
+    return Answer(
+        [count.to_dict() for count in counts],
+        lambda console: console.print(parameter_table(counts)),
+        exit_code=0 if all(count.within for count in counts) else 1,
+    )
 
 
-benchmark_app = typer.Typer(help="Measure this package against what it replaces.", no_args_is_help=True)
+benchmark_app = Commands(
+    help="Measure this package against what it replaces.",
+    epilog="Example: lightformers benchmark architectures --pair partialformer-36m --no-training",
+    no_args_is_help=True,
+)
 app.add_typer(benchmark_app, name="benchmark")
 
 
 @benchmark_app.command("conversion")
 def benchmark_conversion(
     shapes: Annotated[
-        str, typer.Option(help="Shapes of a checkpoint: opus-mt (74M) or bart-large (406M).")
+        str,
+        typer.Option(
+            help="Shapes of a checkpoint: opus-mt (74M) or bart-large (406M).",
+            autocompletion=choices("opus-mt", "bart-large"),
+        ),
     ] = "opus-mt",
     runs: Annotated[int, typer.Option(min=1, help="Interleaved runs; medians are shown.")] = 3,
     samples: Annotated[
@@ -560,7 +478,7 @@ def benchmark_conversion(
     memory: Annotated[
         bool, typer.Option("--memory", help="Instead convert a checkpoint with random weights; shows peak memory.")
     ] = False,
-) -> None:
+) -> Answer:
     """Time the factorization of a whole checkpoint beside a full torch.linalg.svd of every matrix.
 
     Example: lightformers benchmark conversion --shapes bart-large --runs 1 --samples 6
@@ -568,12 +486,16 @@ def benchmark_conversion(
     from .conversion.benchmark import benchmark_conversion as run
     from .conversion.benchmark import conversion_memory, show
 
-    console = Console()
     if memory:
         size, peak = conversion_memory(shapes)
-        console.print(f"{shapes}: checkpoint {size / 1e6:,.0f} MB, peak memory of its conversion {peak / 1e6:,.0f} MB")
-    else:
-        show(run(shapes, runs=runs, samples=samples), console)
+        return Answer(
+            {"shapes": shapes, "checkpoint_bytes": size, "peak_bytes": peak},
+            says(f"{shapes}: checkpoint {size / 1e6:,.0f} MB, peak memory of its conversion {peak / 1e6:,.0f} MB"),
+        )
+    result = run(shapes, runs=runs, samples=samples)
+    seconds = {"full_seconds": result.full_seconds, "our_seconds": result.our_seconds}
+    data = asdict(result) | {name: [run._asdict() for run in of_runs] for name, of_runs in seconds.items()}
+    return Answer(data | {"speedup": result.speedup._asdict()}, lambda console: show(result, console))
 
 
 @benchmark_app.command("architectures")
@@ -585,10 +507,7 @@ def benchmark_architectures(
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated in a run.")] = 25,
     training: Annotated[bool, typer.Option("--training/--no-training", help="Time training steps, too.")] = True,
     bf16: Annotated[bool, typer.Option("--bf16", help="Train under bfloat16 autocast.")] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the runs as JSON to this file, or only to stdout with '-'.")
-    ] = None,
-) -> None:
+) -> Answer:
     """Time architectures of the papers beside Marian of equal width: decoding and training on one core.
 
     Example: lightformers benchmark architectures --pair partialformer-36m --no-training
@@ -599,10 +518,10 @@ def benchmark_architectures(
         compare(name, runs=runs, new_tokens=new_tokens, training=training, bf16=bf16, progress=True)
         for name in pair or PAIRS
     ]
-    if str(json_file) != "-":
-        Console().print(comparison_table(comparisons))
-    if json_file is not None:
-        write_json([comparison.to_dict() for comparison in comparisons], json_file)
+    return Answer(
+        [comparison.to_dict() for comparison in comparisons],
+        lambda console: console.print(comparison_table(comparisons)),
+    )
 
 
 @benchmark_app.command("engines")
@@ -614,7 +533,8 @@ def benchmark_engines(
     engine: Annotated[
         list[str] | None,
         typer.Option(
-            help="transformers, ctranslate2, ctranslate2-int8, onnx or onnx-int8. Repeatable. Default: all five."
+            help="transformers, ctranslate2, ctranslate2-int8, onnx or onnx-int8. Repeatable. Default: all five.",
+            autocompletion=choices("transformers", "ctranslate2", "ctranslate2-int8", "onnx", "onnx-int8"),
         ),
     ] = None,
     cores: Annotated[list[int] | None, typer.Option(help="Repeatable. Default: 1 and 2.")] = None,
@@ -627,10 +547,7 @@ def benchmark_engines(
     source: Annotated[str | None, typer.Option("--source-column", "--source-lang", help="See evaluate.")] = None,
     target: Annotated[str | None, typer.Option("--target-column", "--target-lang", help="See evaluate.")] = None,
     max_samples: Annotated[int | None, typer.Option(min=1, help="Use the first so many pairs. Default: all.")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the runs as JSON to this file, or only to stdout with '-'.")
-    ] = None,
-) -> None:
+) -> Answer:
     """Time a teacher and its students in transformers, CTranslate2 and ONNX Runtime, in float32 and int8.
 
     Ratios are to the teacher in the same engine, and to the teacher in CTranslate2 int8, what a user would deploy.
@@ -656,18 +573,9 @@ def benchmark_engines(
         max_samples=max_samples,
         progress=True,
     )
-    if str(json_file) != "-":
-        Console().print(*comparison.tables())
-    if json_file is not None:
-        write_json(comparison.to_dict(), json_file)
+    return Answer(comparison.to_dict(), lambda console: console.print(*comparison.tables()))
 
 
 def main() -> None:
-    """Run the command line. An expected error (`ValueError`, `OSError`) is one message on stderr and exit code 1."""
-    try:
-        app()
-    except (ValueError, OSError) as error:
-        if debug_mode["on"]:
-            raise
-        Console(stderr=True).print("[red]error:[/red]", escape(str(error)), highlight=False, soft_wrap=True)
-        sys.exit(1)
+    """Run the command line, under the same name however it was started."""
+    app(prog_name="lightformers")

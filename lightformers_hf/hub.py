@@ -223,6 +223,10 @@ def _explanation(error: BaseException, name: str) -> OSError:
     if isinstance(error, OSError) and not isinstance(error, (HTTPError, ConnectionError, TimeoutError)):
         return error  # of this machine, not of the Hub
     again = "run the same again, what has arrived is not sent twice, and until all has, nobody sees a part of it"
+    if "xet-write-token" in str(error) and "404" in str(error):  # what the client asks before it uploads large files
+        return ConnectionError(
+            f"{constants.ENDPOINT} does not speak Xet, which hf_xet uploads by: set HF_HUB_DISABLE_XET=1 and {again}"
+        )
     if not isinstance(error, HfHubHTTPError):
         reason = str(error).partition("\n")[0] or type(error).__name__
         return ConnectionError(f"the connection to {constants.ENDPOINT} broke ({reason}): {again}")

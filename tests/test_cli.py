@@ -1,36 +1,269 @@
-"""The command line: help that teaches, one message and a non-zero exit code for what cannot be done."""
+"""The command line: help that teaches, one message and a non-zero exit code for what cannot be done.
 
+What holds for every command is tested of every command there is: a new one without its line below fails.
+"""
+
+import dataclasses
+import importlib.metadata
 import json
+import logging
+import re
+import runpy
+import shlex
 import shutil
 
 import pytest
-from typer.testing import CliRunner
+import typer
+from huggingface_hub import constants
+from test_hub import hub  # noqa: F401, a fixture
 
-from lightformers_hf import cli
+from lightformers_hf import cli, convert
+from lightformers_hf.conversion import benchmark
+from lightformers_hf.evaluation import architectures, engines
+
+
+def every_command(group, *names):
+    """(words, command) of every command, those of sub-groups too."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from every_command(command, *names, name)
+        else:
+            yield " ".join((*names, name)), command
+
+
+GROUP = typer.main.get_command(cli.app)
+COMMANDS = dict(every_command(GROUP))
+# A filter and a server. All others answer.
+WITHOUT_ANSWER = {"translate", "compare"}
+# Words behind a command's name with which it works in seconds, in the folder that `workplace` makes.
+GOOD = {
+    "plan": "dense --rank 8 --paper",
+    "convert": "dense converted --rank 8 --paper",
+    "export": "light exported --to onnx",
+    "evaluate": "light --teacher dense --data test.jsonl --no-speed",
+    "push": "light light",
+    "analyze": "dense light --data test.jsonl",
+    "report": "light --output page.html",
+    "demo": "--output demo",
+    "parameters": "--table 'LightFormer T6'",
+    "benchmark conversion": "--runs 1",
+    "benchmark architectures": "--pair sandwich-base --runs 1 --new-tokens 1 --no-training",
+    "benchmark engines": "dense light --engine transformers --cores 1 --batch-size 1 --num-beams 1 --runs 1 "
+    "--sentences 1 --new-tokens 2",
+}
+# Words of the right form that ask for what is not there, and of what the message speaks.
+BAD = {
+    "plan": ("nowhere", "nowhere"),
+    "convert": ("nowhere out", "nowhere"),
+    "export": ("light out --to tensorrt", "tensorrt"),
+    "translate": ("light nowhere.de", "nowhere.de"),
+    "evaluate": ("light --data nowhere.jsonl", "nowhere.jsonl"),
+    "push": ("nowhere light", "nowhere"),
+    "analyze": ("nowhere --data test.jsonl", "nowhere"),
+    "report": ("nowhere", "nowhere"),
+    "compare": ("nowhere light", "nowhere"),
+    "demo": ("--output test.jsonl", "test.jsonl is a file"),
+    "parameters": ("--table 'GPT T1'", "GPT T1"),
+    "benchmark conversion": ("--shapes gpt", "gpt"),
+    "benchmark architectures": ("--pair gpt", "gpt"),
+    "benchmark engines": ("nowhere --engine transformers", "nowhere"),
+}
 
 
 @pytest.fixture
-def lightformers(monkeypatch, capsys):
+def lightformers(monkeypatch, capfd):
     """Run the command as a shell does; gives exit code, stdout and stderr."""
 
     def run(*arguments):
         monkeypatch.setattr("sys.argv", ["lightformers", *map(str, arguments)])
+        capfd.readouterr()
         with pytest.raises(SystemExit) as exit_:
             cli.main()
-        captured = capsys.readouterr()
-        return exit_.value.code, captured.out, captured.err
+        captured = capfd.readouterr()
+        return exit_.value.code or 0, captured.out, captured.err
 
     return run
 
 
-def test_every_command_explains_itself():
-    runner = CliRunner()
-    listing = runner.invoke(cli.app, ["--help"]).output
-    for command in cli.app.registered_commands:
-        name = command.name or command.callback.__name__
-        assert name in listing
-        text = runner.invoke(cli.app, [name, "--help"]).output
-        assert "Example" in text, name
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, tiny_marian, parallel_sentences):
+    """A folder with a checkpoint `dense`, a smaller one `light`, and `test.jsonl`."""
+    folder = tmp_path_factory.mktemp("models")
+    shutil.copytree(tiny_marian, folder / "dense")
+    convert(folder / "dense", folder / "light", rank=8, paper=True, progress=False)
+    lines = [json.dumps({"translation": pair}) + "\n" for pair in parallel_sentences]
+    (folder / "test.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def workplace(models, tmp_path, monkeypatch):
+    """A copy of it, which is the working directory."""
+    shutil.copytree(models, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path
+
+
+def parse(words):
+    """Check that a command and its options exist, and that no argument is missing."""
+    command, context = GROUP, None
+    while hasattr(command, "commands"):
+        context = command.make_context(command.name or "lightformers", words, parent=context)
+        _, command, words = command.resolve_command(context, words)
+    command.make_context(command.name, words, parent=context)
+
+
+@pytest.mark.parametrize("words", ["", "benchmark", *COMMANDS])
+def test_help_has_examples_that_work(lightformers, monkeypatch, words):
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, err = lightformers(*words.split(), "--help")
+    assert (code, err) == (0, "")
+    examples = re.findall(
+        r"lightformers [a-z]+ .+?(?= *$)", out.partition("Example")[2].partition("╭")[0], re.MULTILINE
+    )
+    assert examples
+    for example in examples:
+        assert example.startswith(f"lightformers {words}".strip())
+        parse(shlex.split(example)[1:])
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_all_commands_have_the_same_options(words):
+    names = {name for parameter in COMMANDS[words].params for name in parameter.opts}
+    assert {"--quiet", "-q", "--verbose", "-v"} <= names
+    assert ("--json" in names) == (words not in WITHOUT_ANSWER)
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_unknown_words_end_with_2(lightformers, words):
+    code, out, err = lightformers(*words.split(), "--no-such-option")
+    assert (code, out) == (2, "")
+    assert "--no-such-option" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_what_the_user_can_mend_is_one_message_and_ends_with_1(lightformers, workplace, monkeypatch, words):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    arguments, message = BAD[words]
+    before = sorted(workplace.rglob("*"))
+    code, out, err = lightformers(*words.split(), *shlex.split(arguments), "--quiet")
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ")
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert sorted(workplace.rglob("*")) == before
+
+
+@pytest.mark.parametrize("words", sorted(COMMANDS.keys() - WITHOUT_ANSWER))
+def test_json_is_all_there_is_on_stdout(lightformers, workplace, hub, monkeypatch, words):  # noqa: F811
+    def quick_demo(output, settings, **options):
+        print("1/7 Write a corpus")
+        return {"models": {}}
+
+    monkeypatch.setattr("lightformers_hf.demo.run.run_demo", quick_demo)
+    monkeypatch.setattr(benchmark, "CHECKPOINTS", {"opus-mt": {(32, 64): 2, (16, 32): 1}})
+    pair = dataclasses.replace(architectures.PAIRS["sandwich-base"], fields={"vocab_size": 200})
+    monkeypatch.setitem(architectures.PAIRS, "sandwich-base", pair)
+    # What takes a process of its own.
+    monkeypatch.setattr("lightformers_hf.evaluation.analysis.translation_memory", lambda *sentences, **_: (3, 2))
+    monkeypatch.setattr(
+        engines,
+        "_timings",
+        lambda places, *_, **__: [
+            engines.Timing(place.model, place.form, 1, 1, 1, engines.speed_of([(2, 0.1)])) for place in places
+        ],
+    )
+    command = [*words.split(), *shlex.split(GOOD[words])]
+    code, out, err = lightformers(*command, "--json", "-")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found
+
+    overwrite = ["--overwrite"] if words in ("convert", "export") else []
+    code, out, err = lightformers(*command, *overwrite, "--json", "found.json", "--quiet")
+    assert (code, out, err) == (0, "", "")
+    again = json.loads((workplace / "found.json").read_text(encoding="utf-8"))
+    assert type(again) is type(found)
+    assert isinstance(found, list) or again.keys() == found.keys()
+
+
+def loggers():
+    """How loud the libraries are."""
+    found = [logging.getLogger(name) for name in (None, "transformers", "datasets", "huggingface_hub")]
+    return logging.root.manager.disable, [(log.level, log.propagate, list(log.handlers)) for log in found]
+
+
+def test_verbose_says_more_and_quiet_less(lightformers, workplace):
+    before = loggers()
+    command = ("convert", "dense", "out", "--rank", "8", "--overwrite", "--paper")
+    printed = {option: lightformers(*command, *option.split()) for option in ("", "--quiet", "--verbose")}
+    assert {code for code, _, _ in printed.values()} == {0}
+    assert printed["--quiet"][1:] == ("", "")
+    assert "unique parameters" in printed[""][1]
+    assert printed["--verbose"][1] == printed[""][1]
+    assert "config.json" in printed["--verbose"][2]
+    assert "config.json" not in printed[""][2]
+    assert lightformers("translate", "light", "test.jsonl", "--quiet")[2] == ""
+    assert loggers() == before  # what follows in the same process is as loud as before
+
+    code, out, err = lightformers("plan", "nowhere", "--verbose")
+    assert (code, out) == (1, "")
+    assert "Traceback" in err
+
+
+def test_a_json_file_without_a_folder_is_said_before_anything_is_done(lightformers, workplace):
+    code, out, err = lightformers("convert", "dense", "out", "--json", "none/plan.json")
+    assert (code, out) == (1, "")
+    assert err == "error: --json none/plan.json: there is no folder none\n"
+    assert not (workplace / "out").exists()
+
+
+def test_ctrl_c_ends_with_130(lightformers, workplace, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightformers_hf.conversion.plan", interrupted)
+    assert lightformers("plan", "dense") == (130, "", "stopped\n")
+
+
+def test_the_module_is_the_command(lightformers, monkeypatch, capfd):
+    (script,) = importlib.metadata.entry_points(group="console_scripts", name="lightformers")
+    assert script.value == "lightformers_hf.cli:main"
+    for words in (["--version"], ["plan", "--help"], ["plan"], ["parameters", "--table", "LightFormer T6"], []):
+        expected = lightformers(*words)
+        monkeypatch.setattr("sys.argv", ["__main__.py", *words])
+        with pytest.raises(SystemExit) as exit_:
+            runpy.run_module("lightformers_hf", run_name="__main__")
+        captured = capfd.readouterr()
+        assert (exit_.value.code or 0, captured.out, captured.err) == expected
+    assert lightformers("--version")[1] == f"lightformers_hf {importlib.metadata.version('lightformers_hf')}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "completions"),
+    [
+        ("ex", {"export"}),
+        ("benchmark ", {"conversion", "architectures", "engines"}),
+        ("plan dense --encoder-", {"--encoder-groups", "--encoder-layers"}),
+        ("plan dense --attention-method ", {"matrix", "product"}),
+        ("export light out --to ", {"ctranslate2", "onnx"}),
+        ("benchmark engines dense --engine ctr", {"ctranslate2", "ctranslate2-int8"}),
+        *((f"{name} --verb", {"--verbose"}) for name in COMMANDS),
+    ],
+)
+def test_the_shell_completes(lightformers, monkeypatch, words, completions):
+    """As the script that `lightformers --install-completion` writes for bash asks."""
+    typed = f"lightformers {words}".split(" ")
+    variables = {
+        "_LIGHTFORMERS_COMPLETE": "complete_bash",
+        "COMP_WORDS": "\n".join(typed),
+        "COMP_CWORD": len(typed) - 1,
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    assert set(lightformers()[1].split()) == completions
 
 
 def test_plan_as_json(lightformers, tiny_marian):
@@ -77,13 +310,6 @@ def test_bad_options_are_one_message_and_leave_no_output(lightformers, tiny_mari
     assert message in err
     assert "Traceback" not in err
     assert not list(tmp_path.iterdir())
-
-
-def test_a_missing_source_is_one_message(lightformers, tmp_path):
-    code, _, err = lightformers("convert", tmp_path / "nowhere", tmp_path / "out")
-    assert code == 1
-    assert "nowhere" in err
-    assert "Traceback" not in err
 
 
 def test_names_from_a_checkpoint_cannot_style_the_terminal(lightformers, tiny_marian, tmp_path):

@@ -354,6 +354,16 @@ def test_a_network_cut_in_the_middle_of_an_upload(hub, copy, light):
     assert all(repository.files[shard.name] == shard.read_bytes() for shard in shards)
 
 
+def test_a_hub_without_xet(hub, light, monkeypatch):
+    """The client uploads by Xet where hf_xet is installed; a Hub of one's own may not know it."""
+    pytest.importorskip("hf_xet")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    with pytest.raises(ConnectionError, match=r"does not speak Xet.*HF_HUB_DISABLE_XET=1"):
+        push_to_hub(light, "light")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    assert push_to_hub(light, "light").oid == hub.repositories["alice/light"].branches["main"]
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_network_cut_at_the_commit(hub, light, when):
     hub.cut_commit = when

@@ -35,7 +35,10 @@ def inherited_metadata(folder: Path, hub_name: str | None) -> dict[str, str | li
     """
     metadata: dict[str, str | list[str]] = {"base_model": hub_name} if hub_name else {}
     try:
-        card = ModelCard((folder / CARD_FILE).read_text(encoding="utf-8"), ignore_metadata_errors=True)
+        text = (folder / CARD_FILE).read_text(encoding="utf-8")
+        if not text.lstrip().startswith("---"):  # no metadata: nothing to warn of
+            return metadata
+        card = ModelCard(text, ignore_metadata_errors=True)
     except FileNotFoundError:
         return metadata
     except (ValueError, TypeError, yaml.YAMLError) as error:
@@ -224,6 +227,7 @@ A `{{ architecture }}` model of {{ "{:,}".format(parameters_after) }} unique par
 ```python
 from transformers import {{ auto_class }}, AutoTokenizer
 
+# Needs torch, transformers, and what the tokenizer needs: Marian's, for example, sentencepiece.
 # The model's code lies beside its weights. After `import lightformers_hf` nothing needs trust_remote_code.
 model = {{ auto_class }}.from_pretrained("{{ name or 'PATH' }}", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("{{ name or 'PATH' }}", trust_remote_code=True)
