@@ -8,7 +8,7 @@ r"""Compress one teacher in several ways, recover each at equal steps, and print
 For every ratio, method of conversion, calibration seed, and number of encoder groups, it scores the converted model
 as it is, then trains it from its converted weights and from random ones (`--starts`), on labels alone and with the
 teacher (`--trainings`; none: no training), same steps, same seed. The table also goes to `results.json`, and where
-there are several ratios a picture, BLEU against size, to `results.png`.
+there are several ratios a picture, BLEU against size, to `results.png` (and `results-dark.png`, for dark pages).
 Options it does not know go to `run_translation.py`. A second call skips the runs that are complete.
 """
 
@@ -109,8 +109,11 @@ def options(run: Run, args: argparse.Namespace, others: list[str]) -> list[str]:
     return parts
 
 
-def draw(rows: list[dict], path: Path) -> None:
-    """BLEU against parameters, one curve for every method and way of training; the mean of several seeds."""
+def draw(rows: list[dict], folder: Path) -> None:
+    """BLEU against parameters, one curve for every method and way of training; the mean of several seeds.
+
+    Written to `results.png` and, for dark pages, `results-dark.png`.
+    """
     from lightformers_hf.evaluation.plots import save_picture  # needs matplotlib
 
     curves: dict[str, dict[int, list[float]]] = {}
@@ -127,7 +130,8 @@ def draw(rows: list[dict], path: Path) -> None:
             panels[0].plot([size / 1e6 for size in sizes], means, "o-", label=name)
         panels[0].set(xlabel="parameters, millions", ylabel="BLEU", xscale="log")
 
-    save_picture(path, paint, height=5)
+    for name, dark in (("results.png", False), ("results-dark.png", True)):
+        save_picture(folder / name, paint, height=5, dark=dark)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -175,7 +179,7 @@ def main(argv: list[str] | None = None) -> None:
         table.add_row(*shown, *(f"{score:.1f}" for score in measured.values()))
     (folder / "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     if len(args.ratios) > 1:
-        draw(rows, folder / "results.png")
+        draw(rows, folder)
     Console().print(table)
 
 

@@ -43,7 +43,8 @@ def test_compares_and_continues(tmp_path, tiny_marian, parallel_sentences):
         report = tmp_path / "runs" / f"ratio-{row['ratio']:g}-{row['method']}" / "model" / "compression.json"
         assert row["parameters"] == json.loads(report.read_text())["parameters_after"]
         assert bool(json.loads(report.read_text())["options"].get("paper")) == (row["method"] == "paper")
-    assert (tmp_path / "runs" / "results.png").stat().st_size > 10_000
+    for picture in ("results.png", "results-dark.png"):
+        assert (tmp_path / "runs" / picture).stat().st_size > 10_000
 
     scores = tmp_path / "runs" / "ratio-1.5-paper" / "converted-untrained" / "test_results.json"
     scores.write_text(json.dumps({"test_bleu": 12.5, "test_chrf": 3.0}))
