@@ -41,7 +41,7 @@ SMALLER = {
     "--max-samples 2 --engine transformers --engine ctranslate2",
 }
 # What needs a network or several machines, or a model large enough to become faster, and is only parsed.
-PARSED_ONLY = re.compile("lightformers push|torchrun|accelerate launch|.* --speedup")
+PARSED_ONLY = re.compile("lightformers (push|compare)|torchrun|accelerate launch|.* --speedup")
 
 
 def blocks(page):
@@ -100,9 +100,9 @@ def workplace(tmp_path, monkeypatch, tiny_marian, tiny_bart, tiny_recovered, par
     return tmp_path
 
 
-def run(command, monkeypatch):
+def run(command, monkeypatch, smaller=SMALLER, parsed_only=PARSED_ONLY):
     """Run one command of a page; an unknown one fails, and so does one that ends with an error."""
-    for long, short in SMALLER.items():
+    for long, short in smaller.items():
         command = re.sub(long, short, command)
     spoken, _, piped = command.partition(" | ")
     if piped:
@@ -112,7 +112,7 @@ def run(command, monkeypatch):
     said, code = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), None
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
-            if PARSED_ONLY.match(command):
+            if parsed_only and parsed_only.match(command):
                 parse(words, monkeypatch)
             elif words[0] == "lightformers":
                 cli.main()

@@ -1,21 +1,23 @@
-"""The README's commands and snippets, run as they stand there: only names of data and numbers of steps are smaller."""
+"""The README's commands and snippets, run as they stand there: only some numbers are smaller.
+
+As in test_documentation.py, everything runs in this process; that the command line starts by itself is in test_cli.py.
+"""
 
 import json
-import os
 import re
+import runpy
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from hub_server import Hub
 from huggingface_hub import ModelCard
+from test_documentation import ROOT, commands, run
+from test_hub import hub  # noqa: F401, a fixture
 
-ROOT = Path(__file__).parents[1]
 SMALLER = {
     "--max_steps 1500": "--max_steps 2 --max_source_length 48 --max_target_length 48",
     "--max_steps 20000": "--max_steps 1",
+    "--vocab_size 8000": "--vocab_size 90",
+    "--model.encoder_layers 24": "--model.encoder_layers 1 --model.decoder_layers 1",
     "steps 500": "steps 1",
     "--encoder-groups 3": "--encoder-groups 1",
     "benchmark architectures": "benchmark architectures --pair sandwich-base --runs 1 --new-tokens 1 --no-training",
@@ -43,51 +45,37 @@ def workplace(tmp_path_factory, tiny_marian, parallel_sentences):
     return folder
 
 
-@pytest.fixture(scope="module")
-def hub():
-    """A Hub on loopback, for what the README pushes."""
-    with Hub() as server:
-        yield server
+@pytest.fixture
+def at_work(workplace, monkeypatch):
+    """That folder, as the working directory."""
+    monkeypatch.chdir(workplace)
+    monkeypatch.syspath_prepend(str(ROOT / "training"))
+    return workplace
 
 
-def run(command, folder, **variables):
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
-    return subprocess.run(
-        command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-
-
-def test_the_commands_work_one_after_another(workplace, hub):
-    online = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.endpoint, "HF_TOKEN": "hf_alice", "HF_HUB_DISABLE_XET": "1"}
-    commands = []
-    for block in blocks("bash"):
-        lines = re.sub(r"\\\n\s*", "", block).splitlines()
-        commands += [line for line in lines if line.startswith(("lightformers ", "python training/", "echo "))]
-    assert len(commands) >= 6
-    for command in commands:
-        for long, short in SMALLER.items():
-            command = command.replace(long, short)
-        done = run(command, workplace, **(online if command.startswith("lightformers push") else {}))
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    assert (workplace / "recovered" / "model.safetensors").is_file()
+def test_the_commands_work_one_after_another(at_work, hub, monkeypatch):  # noqa: F811
+    lines = [line for block in blocks("bash") for line in commands(block)]
+    ran = [line for line in lines if line.startswith(("lightformers ", "python training/", "echo "))]
+    assert len(ran) >= 6
+    for command in ran:
+        run(command, monkeypatch, SMALLER, parsed_only=None)
+    assert (at_work / "recovered" / "model.safetensors").is_file()
     card = ModelCard(hub.repositories["alice/opus-mt-de-en-light"].files["README.md"].decode())
     assert {result.metric_type for result in card.data.eval_results} == {"bleu", "chrf"}
     assert "compressed" in card.text
 
 
-def test_the_python_snippets_work(workplace, monkeypatch):
-    shutil.rmtree(workplace / "light", ignore_errors=True)
+def test_the_python_snippets_work(at_work, capsys):
+    shutil.rmtree("light", ignore_errors=True)
     # Where a model's size is said beside it, have it printed.
     printed = r"\g<0>\nprint(round(sum(p.numel() for p in model.parameters()) / 1e6, 1))"
     size = r"model = .*#.* ([\d.]+)M.*"
     snippets = "".join(blocks("python"))
-    (workplace / "snippet.py").write_text(re.sub(size, printed, snippets), encoding="utf-8")
-    done = run("python snippet.py", workplace)
-    assert done.returncode == 0, done.stderr
+    (at_work / "snippet.py").write_text(re.sub(size, printed, snippets), encoding="utf-8")
+    runpy.run_path("snippet.py", run_name="__main__")
     said = [float(millions) for millions in re.findall(size, snippets)]
     assert len(said) == 3
-    assert [float(line) for line in done.stdout.splitlines()[-3:]] == pytest.approx(said, abs=0.05)
+    assert [float(line) for line in capsys.readouterr().out.splitlines()[-3:]] == pytest.approx(said, abs=0.05)
 
 
 def test_make_targets_of_the_readme_exist():
