@@ -198,6 +198,8 @@ class Compression:
             return {name: MatrixPart(name, self.kinds[name], sources, self.options.split) for name in names}
 
         def free(names: list[str]) -> bool:
+            if getattr(self.dense_config, "group_residual_rank", None):  # each residual fits the whole matrix
+                return False
             return not any(self._is_given(name) or sources.factors(name) is not None for name in names)
 
         taken = set()
@@ -255,7 +257,8 @@ class Compression:
         free = [
             [{name: part for name, part in parts.items() if name not in given} for parts in unit] for unit in units
         ]
-        names = sorted({name for unit in free for parts in unit for name in parts}, key=self._weight, reverse=True)
+        found = dict.fromkeys(name for unit in free for parts in unit for name in parts)
+        names = sorted(found, key=self._weight, reverse=True)
 
         def weigh(name: str) -> tuple[str, Choices]:
             return name, self.parts[name].choices(parameters)

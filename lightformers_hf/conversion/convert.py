@@ -27,9 +27,9 @@ def plan(source: str | Path, *, progress: bool = True, **options) -> Compression
     Raises:
         ValueError, FileNotFoundError: as `convert`.
     """
-    wanted = CompressionOptions(**options)
-    device = find_device(wanted.device)
     with ended_together():
+        wanted = CompressionOptions(**options)
+        device = find_device(wanted.device)
         compression = Compression(Teacher(resolve_source(source), str(source)), wanted, device)
         compression.run(dry=True, progress=progress and is_main())
     return compression.report
@@ -60,9 +60,9 @@ def convert(
         FileNotFoundError: the source, its weights or one of its shards is not there.
         FileExistsError: `output` is not empty and `overwrite` is false.
     """
-    wanted = CompressionOptions(**options)
-    device = find_device(wanted.device)
     with ended_together():
+        wanted = CompressionOptions(**options)
+        device = find_device(wanted.device)
         folder = resolve_source(source)
         place = {"overwrite": overwrite, "forbidden": folder}
         with atomic_output(Path(output), **place) if is_main() else nullcontext() as temporary:

@@ -111,15 +111,15 @@ class Elimination:
             total += (rows[goes] * shares).sum().item()
             rows = (rows - inverse[:, goes] @ shares)[stays]
             inverse = inverse.addmm_(inverse[:, goes], columns, alpha=-1)[stays][:, stays]
-            order += alive[goes[price[goes].argsort()]].tolist()
+            order.append(alive[goes[price[goes].argsort()]])
             alive = alive[stays]
-            removed.append(len(order))
+            removed.append(removed[-1] + count)
             costs.append(total)
-        return cls(torch.tensor(order + alive.tolist()), removed, torch.tensor(costs).double())
+        return cls(torch.cat([*order, alive]), removed, torch.tensor(costs).double())
 
     def at(self, width: int, weight: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
         """The `width` neurons that stay, ascending, and the second matrix regressed onto them (width×n)."""
-        kept = self.order[len(self.order) - width :].sort().values.to(moment.device)
+        kept = self.order[len(self.order) - width :].sort().values
         root = damped_root(moment.double(), INPUT_DAMPING)  # as above: neurons that never fire leave C singular
         moment = root @ root.T
         return kept, torch.linalg.solve(moment[kept][:, kept], moment[kept] @ weight.double())

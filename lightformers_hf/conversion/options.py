@@ -49,7 +49,8 @@ class CompressionOptions:
             heads and neurons of all are `aligned` to the first, weighted by their inputs (`alignment.py`). `None`:
             `aligned` where the layers of a LightFormer allow it, else `mean`.
         share_layer_norms: whether the LayerNorms of new groups are shared, too.
-        group_residual_rank: r of what each depth of new groups has for itself of every matrix; `None` is nothing.
+        group_residual_rank: r of what each depth of new groups has for itself of every matrix; `None` is nothing. It
+            leaves heads and neurons as they are.
         split: where Σ goes: `sigma-right` (Eq. 11) or `balanced`, √Σ to each factor.
         paper: the paper's procedure exactly: plain truncated SVD of every matrix alone, the ratio for each.
         calibration: parallel text, never that of a test: a file or a dataset on the Hub, see `load_parallel`. Errors
@@ -118,6 +119,9 @@ class CompressionOptions:
             alone = {"share_layer_norms": not self.share_layer_norms, "group_residual_rank": self.group_residual_rank}
             if given := [name for name, value in alone.items() if value]:
                 raise ValueError(f"{given[0]} is for layers that share: give encoder_groups or decoder_groups")
+        narrower = self.attention_method == "product" or self.ffn_method == "neurons"
+        if narrower and self.group_residual_rank:
+            raise ValueError("group_residual_rank is for matrices as wide as the source's: leave narrower ones out")
         budgets = [name for name in BUDGETS if getattr(self, name) is not None]
         if len(budgets) > 1:
             raise ValueError(f"{' and '.join(budgets)} are given; one budget is enough")

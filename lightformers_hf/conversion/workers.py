@@ -117,14 +117,17 @@ def add_up(tensor: Tensor) -> Tensor:
 
 def gathered(value: Result) -> list[Result]:
     """The value of every process."""
-    return gather_object([value]) if several() else [value]
+    if not several():
+        return [value]
+    team()
+    return gather_object([value])
 
 
 def shared_out(function: Callable[[Item], Result], items: Sequence[Item], device: torch.device) -> Iterator[Result]:
     """Results of `function`, computed by all processes and seen by all; own ones as soon as they are there.
 
     Args:
-        items: the largest first.
+        items: the largest first, in all processes in the same order.
         device: where `function` computes; on a CPU in a pool of workers.
     """
     own = []

@@ -1,10 +1,22 @@
 """Devices, worker threads and processes: the result of one process on one CPU."""
 
+import json
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
+from conversion.pretended import ELSEWHERE, accelerator
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoModelForSeq2SeqLM
 
+import lightformers_hf
+from lightformers_hf import convert
+from lightformers_hf.conversion.moments import Moments
+from lightformers_hf.conversion.shelf import Shelf
 from lightformers_hf.conversion.workers import in_workers
 
 
@@ -42,3 +54,142 @@ def test_an_error_in_a_worker_is_raised():
 
     with pytest.raises(ValueError, match="matrix 3"):
         list(in_workers(work, range(10), workers=2))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory, parallel_sentences):
+    """The ten sentence pairs, ten times: several batches."""
+    file = tmp_path_factory.mktemp("text") / "pairs.jsonl"
+    file.write_text("".join(json.dumps({"translation": pair}) + "\n" for pair in parallel_sentences * 10))
+    return str(file)
+
+
+# What takes long, and must run on the device.
+HEAVY = ("_linalg_eigh", "linalg_cholesky_ex", "_linalg_svd", "linalg_solve_triangular", "_linalg_solve_ex", "addmm")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ratio": 2.0, "paper": True},
+        {"ratio": 3.0, "calibration": "TEXT"},
+        {"ratio": 3.0, "calibration": "TEXT", "attention_method": "product", "ffn_method": "neurons"},
+        {"ratio": 2.0, "calibration": "TEXT", "encoder_groups": 1, "group_residual_rank": 2},
+    ],
+)
+def test_everything_is_computed_on_the_device(tiny_marian, text, tmp_path, monkeypatch, options):
+    """Bit for bit what the CPU gives, with no tensor of it among those of the device."""
+    options = {name: text if value == "TEXT" else value for name, value in options.items()} | {"progress": False}
+    if "calibration" in options:
+        options["calibration_samples"] = 8
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as a worker has
+    with sdpa_kernel(SDPBackend.MATH):  # the one that the device has
+        convert(tiny_marian, tmp_path / "cpu", **options)
+        monkeypatch.setattr(sys.modules["lightformers_hf.conversion.convert"], "find_device", lambda name: ELSEWHERE)
+        with accelerator() as device:
+            convert(tiny_marian, tmp_path / "device", **options)
+    torch.set_num_threads(threads)
+    for name in ("model.safetensors", "config.json", "compression.json"):
+        assert (tmp_path / "cpu" / name).read_bytes() == (tmp_path / "device" / name).read_bytes()
+    assert not [name for name in device.here if any(heavy in name for heavy in HEAVY)]
+    assert any("_linalg_eigh" in name for name in device.there)
+
+
+PROGRAM = """\
+import os, sys
+from lightformers_hf import convert
+from lightformers_hf.conversion import parts
+tiny, text, output = sys.argv[1:]
+convert(tiny, f"{output}/paper", ratio=2, paper=True, progress=False)
+convert(tiny, f"{output}/calibrated", ratio=3, calibration=text, progress=False)
+decompose = parts.decompose
+def broken(weight, *, name, rank=None):
+    if os.environ["RANK"] == "1" and rank is not None:
+        raise RuntimeError(f"out of memory at {name}")
+    return decompose(weight, name=name, rank=rank)
+parts.decompose = broken
+try:
+    convert(tiny, f"{output}/broken", ratio=3, calibration=text, progress=False)
+except Exception as error:
+    print(f"process {os.environ['RANK']}: {error}", flush=True)
+convert(tiny, f"{output}/paper", ratio=2, paper=True, progress=False)
+"""
+
+
+def test_two_processes_give_what_one_gives(tiny_marian, text, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    places = [str(place) for place in (tiny_marian, text, tmp_path / "two")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(lightformers_hf.__file__).parents[1])}
+    done = subprocess.run(
+        [*command, str(tmp_path / "program.py"), *places],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    # In the end the folder that is there already is refused, by the process that writes, and both end.
+    assert done.returncode == 1
+    assert done.stderr.count("is not empty: give another folder") == 2
+    # What fails in one, fails in both, and leaves nothing.
+    messages = {line for line in done.stdout.splitlines() if line.startswith("process ")}
+    assert len(messages) == 2
+    assert all("out of memory at " in message for message in messages)
+    assert {path.name for path in (tmp_path / "two").iterdir()} == {"paper", "calibrated"}
+
+    convert(tiny_marian, tmp_path / "one" / "paper", ratio=2, paper=True, progress=False)
+    convert(tiny_marian, tmp_path / "one" / "calibrated", ratio=3, calibration=text, progress=False)
+    one, two = ((tmp_path / name / "paper" / "model.safetensors").read_bytes() for name in ("one", "two"))
+    assert one == two
+    reports = [
+        json.loads((tmp_path / name / "calibrated" / "compression.json").read_text()) for name in ("one", "two")
+    ]
+    for one, two in zip(*(report["matrices"] for report in reports), strict=True):
+        assert (one["rank"], one["width"]) == (two["rank"], two["width"])
+        assert one["relative_error"] == pytest.approx(two["relative_error"], abs=1e-4)
+    batch = {"input_ids": torch.arange(3, 23)[None], "decoder_input_ids": torch.arange(30, 50)[None]}
+    models = [AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name / "calibrated").eval() for name in ("one", "two")]
+    with torch.no_grad():
+        logits = [model(**batch).logits for model in models]
+    torch.testing.assert_close(*logits, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["cuda:7", "gpu", "meta"])
+def test_a_device_that_is_not_there(tiny_marian, tmp_path, name):
+    with pytest.raises(ValueError, match=rf"device is '{name}', which can't be used here"):
+        convert(tiny_marian, tmp_path / "light", device=name, progress=False)
+    assert not (tmp_path / "light").exists()
+
+
+def test_a_shelf_gives_back_what_it_got():
+    """Whether it is in memory or in the file, after changes of values and of sizes."""
+    shelf = Shelf(room=100)
+    tensors = {key: torch.randn(key + 1, 3) for key in range(8)}
+    tensors["mask"] = torch.ones(300, dtype=torch.bool)
+    for key, tensor in tensors.items():
+        shelf[key] = tensor
+    for key in (0, 3, 5):
+        tensors[key] = torch.randn(tensors[key].shape).T
+        shelf[key] = tensors[key]
+    tensors[4] = torch.arange(1000)
+    shelf[4] = tensors[4]
+    for key, tensor in tensors.items():
+        assert key in shelf
+        assert torch.equal(shelf[key], tensor)
+        assert shelf[key].dtype == tensor.dtype
+    assert "other" not in shelf
+    assert shelf.room < 100
+
+
+def test_sums_do_not_depend_on_where_they_are_kept():
+    rows = [torch.randn(20, 700) for _ in range(3)]
+    for room in (0, 10**9):
+        moments = Moments("fc1", Shelf(room=room))
+        for some in rows:
+            moments.add_rows("inputs", some)
+        together = torch.cat(rows)
+        torch.testing.assert_close(moments.inputs, together.T @ together, atol=1e-4, rtol=1e-4)
+        moments.inputs = torch.diag(torch.arange(700.0))
+        assert torch.equal(moments.inputs, torch.diag(torch.arange(700.0)))
