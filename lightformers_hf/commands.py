@@ -46,6 +46,8 @@ COMPRESSION_HELP = {
     "calibration_seed": "Which ones.",
     "source_lang": "Its column, or language, to translate from. Default: the tokenizer's.",
     "target_lang": "Its column, or language, to translate to. Default: the tokenizer's.",
+    "source_code": "Multilingual models: code of the source language, such as de_DE; the result keeps it.",
+    "target_code": "The same of the target language, such as en_XX.",
     "weighting": "Errors of a matrix are weighed by the 'loss'; for comparison by its 'inputs' alone, or by 'rows'.",
     "allocation": "'uniform': the ratio for every matrix; 'budget': parameters where they spare most loss. Default: "
     "'budget' where there is one ratio.",

@@ -113,6 +113,27 @@ def tiny_marian(tmp_path_factory, parallel_sentences) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def tiny_mbart50(tmp_path_factory, parallel_sentences) -> Path:
+    """A folder with an `MBartForConditionalGeneration` of random weights and an `MBart50Tokenizer` of whole words."""
+    from transformers import MBart50Tokenizer, MBartConfig, MBartForConditionalGeneration, set_seed
+
+    folder = tmp_path_factory.mktemp("tiny-mbart50")
+    words = sorted({f"▁{word}" for pair in parallel_sentences for text in pair.values() for word in text.split()})
+    tokenizer = MBart50Tokenizer(
+        vocab=[(token, -1.0 - i) for i, token in enumerate(["<s>", "<pad>", "</s>", "<unk>", *words])]
+    )
+    config = MBartConfig(
+        vocab_size=len(tokenizer), d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16,
+        decoder_ffn_dim=16, encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=64,
+        init_std=0.5, decoder_start_token_id=2,
+    )  # fmt: skip
+    set_seed(0)
+    MBartForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def browser():
     """A headless Chromium: one that is installed, or that `playwright install chromium` brought. Else a skip."""

@@ -39,6 +39,7 @@ from transformers import (
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
 from lightformers_hf.conversion.report import copy_report
 from lightformers_hf.training import find_last_checkpoint, gather_model, prepare_sharding
+from lightformers_hf.training.data import set_language_codes
 
 TEXT_SUFFIXES, JSON_SUFFIXES = (".txt",), (".json", ".jsonl")
 AutoModel = type[AutoModelForSeq2SeqLM] | type[AutoModelForCausalLM]
@@ -210,12 +211,9 @@ def set_languages(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str | None, target: str | None
 ) -> None:
     """Give the codes of the languages to a multilingual tokenizer and to what the model generates from."""
-    if not (source or target):
-        return
-    if not (source and target and hasattr(tokenizer, "src_lang")):
-        raise ValueError("--source_code and --target_code go together, and with a multilingual tokenizer only.")
-    tokenizer.src_lang, tokenizer.tgt_lang = source, target
-    model.generation_config.forced_bos_token_id = tokenizer.convert_tokens_to_ids(target)
+    first = set_language_codes(tokenizer, source, target)
+    if first is not None:
+        model.generation_config.forced_bos_token_id = first
 
 
 def load_texts(data: str, columns: list[str], *, split: str = "train", max_samples: int | None = None) -> Dataset:

@@ -185,6 +185,11 @@ class Compression:
             batches = synthetic_batches(author, self.whole, options, progress=progress)
         else:
             tokenizer = self.teacher.tokenizer()
+            if getattr(tokenizer, "tgt_lang", "") is None:
+                raise ValueError(
+                    f"{self.teacher.name} translates between many languages: give source_code and target_code, those "
+                    "of the calibration text, such as de_DE and en_XX"
+                )
             pairs = sample_pairs(tokenizer, options)
             self.calibrated_on = sorted({fingerprint(sentence) for sentence in pairs["source"]})
             batches = own_share(parallel_batches(model, tokenizer, pairs))

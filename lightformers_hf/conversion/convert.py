@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
 from .checkpoint import atomic_output, resolve_source
 from .compress import Compression
@@ -30,7 +29,7 @@ def plan(source: str | Path, *, progress: bool = True, **options) -> Compression
     with ended_together():
         wanted = CompressionOptions(**options)
         device = find_device(wanted.device)
-        compression = Compression(Teacher(resolve_source(source), str(source)), wanted, device)
+        compression = Compression(Teacher(resolve_source(source), str(source), wanted.languages), wanted, device)
         compression.run(dry=True, progress=progress and is_main())
     return compression.report
 
@@ -66,7 +65,7 @@ def convert(
         folder = resolve_source(source)
         place = {"overwrite": overwrite, "forbidden": folder}
         with atomic_output(Path(output), **place) if is_main() else nullcontext() as temporary:
-            compression = Compression(Teacher(folder, str(source)), wanted, device)
+            compression = Compression(Teacher(folder, str(source), wanted.languages), wanted, device)
             compression.run(dry=False, progress=progress and is_main())
             if is_main():
                 _write(compression, temporary)
@@ -77,7 +76,7 @@ def _write(compression: Compression, folder: Path) -> None:
     _write_model(compression, folder)
     if compression.teacher.has_tokenizer:
         # Loaded and saved rather than copied: the class's name gets written, which the model type no longer tells.
-        AutoTokenizer.from_pretrained(compression.teacher.folder).save_pretrained(folder)
+        compression.teacher.tokenizer().save_pretrained(folder)
     write_report(compression.report, folder)
 
 

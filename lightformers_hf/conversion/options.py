@@ -59,6 +59,8 @@ class CompressionOptions:
         calibration_samples, calibration_seed: how many pairs of it are drawn, and which; `None` means 1000, or all
             of fewer, and 256 of the teacher's own.
         source_lang, target_lang: its columns; `None` means the languages that the tokenizer names.
+        source_code, target_code: of a multilingual checkpoint (mBART-50, M2M100, NLLB), the languages that the result
+            is to translate between, in the tokenizer's own codes. It keeps them.
         weighting: what errors of a matrix are weighed by there: the `loss`, its `inputs` alone, or one weight a row
             (`rows`), see `Calibration.metric`. Only the first makes errors of different matrices compare.
         allocation: `uniform` gives every matrix the ratio, `budget` spends the parameters that the ratio leaves where
@@ -102,6 +104,8 @@ class CompressionOptions:
     calibration_seed: int = 0
     source_lang: str | None = None
     target_lang: str | None = None
+    source_code: str | None = None
+    target_code: str | None = None
     weighting: str = "loss"
     allocation: str | None = None
     attention_method: str | None = None
@@ -151,6 +155,11 @@ class CompressionOptions:
     def calibrates(self) -> bool:
         """Whether errors are weighed by what they cost the loss, where the model allows it."""
         return not self.paper
+
+    @property
+    def languages(self) -> tuple[str | None, str | None]:
+        """Codes of source and target of a multilingual checkpoint."""
+        return self.source_code, self.target_code
 
     @property
     def needs_calibration(self) -> str | None:

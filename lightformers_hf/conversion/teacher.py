@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from .. import models
 from ..models.configuration_lightformer import LightFormerConfig
 from ..models.low_rank import LowRankEmbedding, LowRankLinear, LowRankOutput
+from ..training.data import set_language_codes
 from .alignment import Linear
 from .checkpoint import CheckpointReader
 from .sources import canonical_name, family_of, own_config
@@ -38,6 +39,7 @@ class Teacher:
     Args:
         folder: where the checkpoint lies.
         source: what the user called it: this folder, or a name on the Hub.
+        languages: codes of source and target, of a multilingual checkpoint that is to translate between these two.
 
     Attributes:
         name: what reports call it: the folder's name without the path to it, or the name on the Hub.
@@ -51,7 +53,7 @@ class Teacher:
         FileNotFoundError: no `config.json`, no weights, or a shard that is not there.
     """
 
-    def __init__(self, folder: Path, source: str):
+    def __init__(self, folder: Path, source: str, languages: tuple[str | None, str | None] = (None, None)):
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"{folder} holds no config.json: a checkpoint folder written by save_pretrained")
         try:
@@ -67,6 +69,9 @@ class Teacher:
         self.model = skeleton(self.model_class, self.config)
         self.reader = CheckpointReader(folder)
         self.folder = folder
+        self.languages = languages
+        if any(languages):  # wrong ones end it here
+            self.tokenizer()
         self.name = folder.name if Path(source).is_dir() else source
         self._names = self._match_names()
 
@@ -177,11 +182,13 @@ class Teacher:
         return any(any(self.folder.glob(pattern)) for pattern in TOKENIZER_FILES)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The checkpoint's tokenizer. Raises `ValueError` where it has none."""
+        """The checkpoint's tokenizer. Raises `ValueError` where it has none, or lacks a language."""
         try:
-            return AutoTokenizer.from_pretrained(self.folder)
+            tokenizer = AutoTokenizer.from_pretrained(self.folder)
         except (OSError, ValueError) as error:
             raise ValueError(f"{self.folder} has no tokenizer, which calibration needs: {error}") from None
+        set_language_codes(tokenizer, *self.languages)
+        return tokenizer
 
     def factors(self, module_name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The two factors of a module, m×r and r×n, or `None` where it is dense."""
@@ -214,10 +221,14 @@ class Teacher:
         return Linear(self.matrix(module_name), self.bias(module_name))
 
     def generation_config(self) -> transformers.GenerationConfig:
-        """The checkpoint's own, or what its configuration says where it has none."""
+        """The checkpoint's own, or what its configuration says where it has none; it begins in the target language."""
         if (self.folder / "generation_config.json").is_file():
-            return transformers.GenerationConfig.from_pretrained(self.folder)
-        return transformers.GenerationConfig.from_model_config(self.source_config)
+            config = transformers.GenerationConfig.from_pretrained(self.folder)
+        else:
+            config = transformers.GenerationConfig.from_model_config(self.source_config)
+        if any(self.languages):
+            config.forced_bos_token_id = set_language_codes(self.tokenizer(), *self.languages)
+        return config
 
 
 def _listing(names: list[str], most: int = 5) -> str:

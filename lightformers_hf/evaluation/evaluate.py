@@ -17,7 +17,7 @@ from lightformers_hf.training.data import fingerprint, load_parallel
 from .quality import comet_score, translation_quality
 from .size import translation_memory, unique_parameters, weight_bytes
 from .speed import speed_ratio, tokens_per_second, typical_sentences
-from .translate import load_model, translate
+from .translate import load_model, load_teacher, translate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -135,7 +135,9 @@ def evaluate_model(
         FileNotFoundError, ValueError: a checkpoint or data that is not there or not fit, each with what to do.
     """
     names = {"model": model} | ({"teacher": teacher} if teacher else {})
-    loaded = {role: load_model(name, device=device) for role, name in names.items()}
+    loaded = {"model": load_model(model, device=device)}
+    if teacher:
+        loaded["teacher"] = load_teacher(teacher, loaded["model"][1], device=device)
     # The teacher searches with the model's number of beams, whatever its own checkpoint says.
     generation = {"num_beams": loaded["model"][0].generation_config.num_beams or 1} | generation
     source, target = direction(model, loaded["model"][1], source, target)

@@ -26,7 +26,7 @@ from .evaluate import Measurements, direction, warn_of_overlap
 from .measures import singular_values
 from .plots import Paint, save_picture, style
 from .report_plots import KINDS, Point
-from .translate import load_model, translate
+from .translate import load_model, load_teacher, translate
 
 STATE_FILE = "trainer_state.json"
 
@@ -322,7 +322,9 @@ def _samples(
     warn_of_overlap(str(name), data, sources)
     generation = {"num_beams": model.generation_config.num_beams or 1} | generation
     outputs = translate(sources, model, tokenizer, progress=progress, **generation)
-    theirs = translate(sources, *load_model(teacher), progress=progress, **generation) if teacher else [None] * count
+    theirs = [None] * count
+    if teacher:
+        theirs = translate(sources, *load_teacher(teacher, tokenizer), progress=progress, **generation)
     return [
         Sample(text, reference, before, _compared(before, after))
         for text, reference, before, after in zip(sources, pairs["target"], theirs, outputs, strict=True)

@@ -14,6 +14,8 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
+from ..training.data import set_language_codes
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -65,6 +67,17 @@ def load_network(name: str | os.PathLike, *, device: str | torch.device = "cpu")
             f"{name} lacks the weights {', '.join(sorted(loading['missing_keys']))}: get the whole checkpoint."
         )
     return model.to(device).eval()
+
+
+def load_teacher(
+    name: str | os.PathLike, light: PreTrainedTokenizerBase, *, device: str | torch.device = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """As `load_model`; a multilingual teacher translates between the languages of `light`, its student's tokenizer."""
+    model, tokenizer = load_model(name, device=device)
+    source, target = (getattr(light, side, None) for side in ("src_lang", "tgt_lang"))
+    if source and target and hasattr(tokenizer, "src_lang"):
+        model.generation_config.forced_bos_token_id = set_language_codes(tokenizer, source, target)
+    return model, tokenizer
 
 
 def is_export(name: str | os.PathLike) -> bool:

@@ -11,9 +11,9 @@ from pathlib import Path
 import distill_data as script
 import pytest
 import torch
-from transformers import MBart50Tokenizer, MBartConfig, MBartForConditionalGeneration, set_seed
 
 from lightformers_hf import translate
+from lightformers_hf.evaluation.translate import load_model
 from lightformers_hf.training import load_parallel
 
 SCRIPT = Path(script.__file__)
@@ -46,31 +46,19 @@ def test_the_teachers_beam_output_in_the_pair_format(tiny_marian, data, tmp_path
     assert [path.name for path in output.parent.iterdir()] == ["out.jsonl"]
 
 
-def test_a_multilingual_teacher_is_told_the_languages(data, tmp_path):
-    words = [f"▁{word}" for word in sorted(set(" ".join(data[1]).split()))]
-    specials = ["<s>", "<pad>", "</s>", "<unk>"]
-    tokenizer = MBart50Tokenizer(vocab=[(token, -1.0 - i) for i, token in enumerate([*specials, *words])])
-    set_seed(0)
-    shapes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
-    heads = {"encoder_attention_heads": 1, "decoder_attention_heads": 1, "max_position_embeddings": 64}
-    teacher = MBartForConditionalGeneration(
-        MBartConfig(vocab_size=len(tokenizer), init_std=1.0, **shapes, **heads)
-    ).eval()
-    for part in (teacher, tokenizer):
-        part.save_pretrained(tmp_path / "teacher")
+def test_a_multilingual_teacher_is_told_the_languages(tiny_mbart50, data, tmp_path):
     codes = {"source_code": "de_DE", "target_code": "fr_XX", "num_beams": 1, "max_samples": 4}
-    script.main(command(tmp_path / "teacher", data[0], output=tmp_path / "out.jsonl", **codes))
+    script.main(command(tiny_mbart50, data[0], output=tmp_path / "out.jsonl", **codes))
     made = load_parallel(str(tmp_path / "out.jsonl"), source="de", target="en")["target"][:]
-    first = tokenizer.convert_tokens_to_ids("fr_XX")
+    teacher, tokenizer = load_model(tiny_mbart50)
+    source, first = tokenizer.convert_tokens_to_ids(["de_DE", "fr_XX"])
     for text, output in zip(data[1], made, strict=False):
-        ids = [tokenizer.convert_tokens_to_ids("de_DE"), *tokenizer(text, add_special_tokens=False)["input_ids"], 2]
-        wanted = teacher.generate(
-            torch.tensor([ids]), forced_bos_token_id=first, num_beams=1, max_new_tokens=12, max_length=None
-        )
+        ids = torch.tensor([[source, *tokenizer(text, add_special_tokens=False)["input_ids"], 2]])
+        wanted = teacher.generate(ids, forced_bos_token_id=first, num_beams=1, max_new_tokens=12, max_length=None)
         assert wanted[0, 1] == first
         assert output == tokenizer.decode(wanted[0], skip_special_tokens=True)
     with pytest.raises(ValueError, match="go together"):
-        script.main(command(tmp_path / "teacher", data[0], output=tmp_path / "no.jsonl", source_code="de_DE"))
+        script.main(command(tiny_mbart50, data[0], output=tmp_path / "no.jsonl", source_code="de_DE"))
 
 
 def test_a_killed_run_goes_on_without_loss_or_repetition(tiny_marian, data, tmp_path, monkeypatch):
