@@ -107,8 +107,15 @@ def tiny(fields):
 
 
 def trains(path):
-    """Whether a recipe has options of training, and is not only another model of its base."""
-    return bool(arguments.yaml.safe_load(path.read_text()).keys() - {"base", "model"})
+    """Whether a recipe has options of training, and is not only another model of its base.
+
+    Where these stand in a file without a model, one of the models below it is taken.
+    """
+    recipe = arguments.yaml.safe_load(path.read_text())
+    return bool(recipe.keys() - {"base", "model"}) or (recipe.get("base"), path.stem) == (
+        "training.yaml",
+        "transformer",
+    )
 
 
 @pytest.mark.parametrize("path", filter(trains, RECIPES), ids=id_of)
