@@ -265,7 +265,11 @@ def damped_root(moment: Tensor, damping: float) -> Tensor:
         root, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
             return root
-    raise ValueError("the calibration moments are not positive: the model's states or gradients are too large")
+    if not torch.isfinite(moment).all():
+        raise ValueError("the calibration moments are not finite: the model's states or gradients are too large")
+    # Where all samples are alike, what is left around their mean is rounding.
+    values, vectors = torch.linalg.eigh(moment)
+    return torch.linalg.cholesky(vectors * values.clamp(min=damping * values.abs().max()) @ vectors.T)
 
 
 def parallel_batches(

@@ -11,7 +11,7 @@ from rich.console import Console
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import convert, plan
-from lightformers_hf.conversion.calibration import Calibration, Metric, parallel_batches, sample_pairs
+from lightformers_hf.conversion.calibration import Calibration, Metric, damped_root, parallel_batches, sample_pairs
 from lightformers_hf.conversion.compress import factorizable
 from lightformers_hf.conversion.options import CompressionOptions
 from lightformers_hf.conversion.report import print_report
@@ -330,3 +330,16 @@ def test_refit_leaves_balance_where_it_wins_little(tiny_marian, text, tmp_path):
     )
     teacher, light = (AutoModelForSeq2SeqLM.from_pretrained(folder) for folder in (tiny_marian, tmp_path / "light"))
     torch.testing.assert_close(light.final_logits_bias, teacher.final_logits_bias)
+
+
+def test_samples_that_are_all_alike_have_a_root():
+    """Around their mean only rounding is left, of either sign."""
+    noise = torch.randn(50, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    moment = (noise + noise.T) * 1e-7
+    moment.diagonal().fill_(1e-9)
+    root = damped_root(moment, 1e-6)
+    assert torch.isfinite(root).all()
+    assert torch.equal(root, root.tril())
+    assert root.diagonal().min() > 0
+    values, vectors = torch.linalg.eigh(moment)
+    torch.testing.assert_close(root @ root.T, vectors * values.clamp(min=0) @ vectors.T, atol=1e-10, rtol=0)
