@@ -24,9 +24,9 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 
 def on_page_content(content: str, **_: object) -> str:
-    """Make MathML of every formula."""
+    """Make MathML of every formula; find the pictures of RESULTS.md from its page."""
 
     def replace(match: re.Match) -> str:
         return mathml(html.unescape(match[2]).strip(), display="block" if match[1] == "div" else "inline")
 
-    return FORMULA.sub(replace, content)
+    return FORMULA.sub(replace, content).replace('="docs/pictures/', '="../pictures/')
