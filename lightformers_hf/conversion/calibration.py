@@ -53,8 +53,11 @@ class Metric:
         """Lᵀ W R: its truncated singular values are what the best approximation of W loses."""
         if self.left.ndim == 2:
             return self.left.T @ matrix.double() @ self.right
-        pieces = zip(self.left.split(ROWS), matrix.split(ROWS), strict=True)  # a table is large
-        return torch.cat([weights[:, None] * rows.double() @ self.right for weights, rows in pieces])
+        weighed = torch.empty_like(matrix, dtype=torch.float64, memory_format=torch.contiguous_format)
+        parts = (tensor.split(ROWS) for tensor in (weighed, self.left, matrix))  # a table is large
+        for target, weights, rows in zip(*parts, strict=True):
+            target.copy_(weights[:, None] * rows.double() @ self.right)
+        return weighed
 
     def restore(self, factors: Factors) -> Factors:
         """The factors of W from those of Lᵀ W R."""
