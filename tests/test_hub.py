@@ -91,6 +91,7 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
         files = f"{server.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)  # it keeps the first endpoint
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
         monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)  # before it tries again
