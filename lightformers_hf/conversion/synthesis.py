@@ -45,10 +45,11 @@ def synthetic_batches(
         for some in lengths.split(BATCH)
     ]
     room = min(2 * longest, model.config.max_position_embeddings - 1)
+    generation = _greedy(teacher, room)
     batches = []
     for sources in tqdm(own_share(drawn), desc="making text", unit="batch", disable=not progress):
         inputs, mask = _padded(sources, tokenizer, model.config)
-        settings = {"attention_mask": mask.to(model.device), "generation_config": _greedy(teacher, room)}
+        settings = {"attention_mask": mask.to(model.device), "generation_config": generation}
         with torch.inference_mode():
             targets = model.generate(inputs.to(model.device), **settings)
         targets = targets.to("cpu", copy=True)  # out of inference mode: gradients are taken with them

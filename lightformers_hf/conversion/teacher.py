@@ -70,8 +70,8 @@ class Teacher:
         self.reader = CheckpointReader(folder)
         self.folder = folder
         self.languages = languages
-        if any(languages):  # wrong ones end it here
-            self.tokenizer()
+        # The token that translations begin with. Wrong languages end it here.
+        self._first_token = set_language_codes(self.tokenizer(), *languages) if any(languages) else None
         self.name = folder.name if Path(source).is_dir() else source
         self._names = self._match_names()
 
@@ -226,8 +226,8 @@ class Teacher:
             config = transformers.GenerationConfig.from_pretrained(self.folder)
         else:
             config = transformers.GenerationConfig.from_model_config(self.source_config)
-        if any(self.languages):
-            config.forced_bos_token_id = set_language_codes(self.tokenizer(), *self.languages)
+        if self._first_token is not None:
+            config.forced_bos_token_id = self._first_token
         return config
 
 
