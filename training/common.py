@@ -39,7 +39,6 @@ from transformers import (
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
 from lightformers_hf.conversion.report import copy_report
 from lightformers_hf.training import find_last_checkpoint, gather_model, prepare_sharding
-from lightformers_hf.training.data import set_language_codes
 
 TEXT_SUFFIXES, JSON_SUFFIXES = (".txt",), (".json", ".jsonl")
 AutoModel = type[AutoModelForSeq2SeqLM] | type[AutoModelForCausalLM]
@@ -205,15 +204,6 @@ def build_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, auto_m
     if name:  # so that it is decoded just as the checkpoint it is compared with
         model.generation_config = GenerationConfig.from_pretrained(name)
     return model
-
-
-def set_languages(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str | None, target: str | None
-) -> None:
-    """Give the codes of the languages to a multilingual tokenizer and to what the model generates from."""
-    first = set_language_codes(tokenizer, source, target)
-    if first is not None:
-        model.generation_config.forced_bos_token_id = first
 
 
 def load_texts(data: str, columns: list[str], *, split: str = "train", max_samples: int | None = None) -> Dataset:

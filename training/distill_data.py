@@ -19,13 +19,14 @@ import os
 from pathlib import Path
 
 import torch
-from common import load_texts, run_script, set_languages
+from common import load_texts, run_script
 from rich.console import Console
 from rich.markup import escape
 from tqdm.auto import tqdm
 
 from lightformers_hf import translate
 from lightformers_hf.evaluation.translate import load_model
+from lightformers_hf.training.data import set_languages
 
 CHUNK = 2048  # texts that are sorted by length together, and written together
 

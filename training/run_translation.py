@@ -23,10 +23,11 @@ from functools import partial
 
 import seq2seq
 from arguments import ModelArguments, parse_arguments
-from common import run_script, set_languages
+from common import run_script
 from seq2seq import DistillationArguments, GenerationArguments, Task, TrainingArguments
 
 from lightformers_hf.evaluation.quality import translation_quality
+from lightformers_hf.training.data import set_languages
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
-from ..training.data import set_language_codes
+from ..training.data import set_languages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -76,7 +76,7 @@ def load_teacher(
     model, tokenizer = load_model(name, device=device)
     source, target = (getattr(light, side, None) for side in ("src_lang", "tgt_lang"))
     if source and target and hasattr(tokenizer, "src_lang"):
-        model.generation_config.forced_bos_token_id = set_language_codes(tokenizer, source, target)
+        set_languages(model, tokenizer, source, target)
     return model, tokenizer
 
 

@@ -11,7 +11,7 @@ import pandas
 import pyarrow.compute as pc
 from datasets import Dataset, Features, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
 
@@ -155,6 +155,15 @@ def set_language_codes(tokenizer: PreTrainedTokenizerBase, source: str | None, t
             )
     tokenizer.src_lang, tokenizer.tgt_lang = source, target
     return tokenizer.convert_tokens_to_ids(token_of.get(target, target))
+
+
+def set_languages(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str | None, target: str | None
+) -> None:
+    """As `set_language_codes`, and let the model's translations begin in the target language."""
+    first = set_language_codes(tokenizer, source, target)
+    if first is not None:
+        model.generation_config.forced_bos_token_id = first
 
 
 def tokenize_pairs(
