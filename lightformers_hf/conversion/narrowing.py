@@ -98,24 +98,30 @@ class Elimination:
         rows = weight.double() @ root
         inverse = torch.cholesky_inverse(damped_root(moment.double(), INPUT_DAMPING))
         step = max(1, round(size * STEP))
-        alive = torch.arange(size, device=moment.device)
-        order, removed, costs, total = [], [0], [0.0], 0.0
-        while len(alive) > 1:
+        ids = torch.arange(size, device=moment.device)
+        order, removed, costs, alive = [], [0], [0.0], size
+        while alive > 1:  # the first `alive` rows are of the neurons that stay; copying them at every step takes longest
             # Down to a multiple of the step, but never to nothing.
-            count = min(len(alive) - 1, (len(alive) - 1) % step + 1)
-            price = rows.square().sum(1) / inverse.diagonal()
+            count = min(alive - 1, (alive - 1) % step + 1)
+            own, block = rows[:alive], inverse[:alive, :alive]
+            price = own.square().sum(1) / block.diagonal()
             goes = price.topk(count, largest=False).indices
-            stays = torch.ones_like(alive, dtype=torch.bool).index_fill(0, goes, False)
-            solved = torch.linalg.solve(inverse[goes][:, goes], torch.cat([rows[goes], inverse[goes]], 1))
+            across = block[goes]
+            solved = torch.linalg.solve(across[:, goes], torch.cat([own[goes], across], 1))
             shares, columns = solved[:, : rows.shape[1]], solved[:, rows.shape[1] :]
-            total += (rows[goes] * shares).sum().item()
-            rows = (rows - inverse[:, goes] @ shares)[stays]
-            inverse = inverse.addmm_(inverse[:, goes], columns, alpha=-1)[stays][:, stays]
-            order.append(alive[goes[price[goes].argsort()]])
-            alive = alive[stays]
+            costs.append(costs[-1] + (own[goes] * shares).sum().item())
+            own.addmm_(across.T, shares, alpha=-1)
+            block.addmm_(across.T, columns, alpha=-1)
+            order.append(ids[goes[price[goes].argsort()]])
+            # Those behind the new end that stay take the places of those that go.
+            alive -= count
+            last = torch.ones(count, dtype=torch.bool, device=moment.device)
+            last[goes[goes >= alive] - alive] = False
+            places, movers = goes[goes < alive], alive + last.nonzero().squeeze(1)
+            for tensor in (rows, inverse, inverse.T, ids):
+                tensor[places] = tensor[movers]
             removed.append(removed[-1] + count)
-            costs.append(total)
-        return cls(torch.cat([*order, alive]), removed, torch.tensor(costs).double())
+        return cls(torch.cat([*order, ids[:1]]), removed, torch.tensor(costs).double())
 
     def at(self, width: int, weight: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
         """The `width` neurons that stay, ascending, and the second matrix regressed onto them (width×n)."""

@@ -112,7 +112,8 @@ parts.decompose = broken
 try:
     convert(tiny, f"{output}/broken", ratio=3, calibration=text, progress=False)
 except Exception as error:
-    print(f"process {os.environ['RANK']}: {error}", flush=True)
+    # One write each, so that lines of two processes stay apart.
+    print(f"process {os.environ['RANK']}: {error}\\n", end="", flush=True)
 convert(tiny, f"{output}/paper", ratio=2, paper=True, progress=False)
 """
 
