@@ -127,5 +127,5 @@ class Elimination:
         """The `width` neurons that stay, ascending, and the second matrix regressed onto them (width×n)."""
         kept = self.order[len(self.order) - width :].sort().values
         root = damped_root(moment.double(), INPUT_DAMPING)  # as above: neurons that never fire leave C singular
-        moment = root @ root.T
-        return kept, torch.linalg.solve(moment[kept][:, kept], moment[kept] @ weight.double())
+        across = root[kept] @ root.T
+        return kept, torch.linalg.solve(across[:, kept], across @ weight.double())
