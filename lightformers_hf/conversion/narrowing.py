@@ -100,7 +100,8 @@ class Elimination:
         step = max(1, round(size * STEP))
         ids = torch.arange(size, device=moment.device)
         order, removed, costs, alive = [], [0], [0.0], size
-        while alive > 1:  # the first `alive` rows are of the neurons that stay; copying them at every step takes longest
+        # The first `alive` rows are of the neurons that stay: to copy them at every step would take longest.
+        while alive > 1:
             # Down to a multiple of the step, but never to nothing.
             count = min(alive - 1, (alive - 1) % step + 1)
             own, block = rows[:alive], inverse[:alive, :alive]
