@@ -17,8 +17,9 @@ import gradio as gr
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lightformers_hf.evaluation.size import unique_parameters
 from lightformers_hf.export import Engine, load_engine
+
+from .loading import unique_parameters
 
 # Nothing leaves the machine: no analytics, no tunnel, and fonts that the reader has.
 FONTS = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}

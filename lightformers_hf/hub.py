@@ -24,10 +24,10 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from . import models
-from .conversion.card import CARD_FILE, MARK, evaluation_results, model_card, read_results
+from .conversion.card import MARK, evaluation_results, model_card, read_results
 from .conversion.checkpoint import CheckpointReader
-from .conversion.report import REPORT_FILE, tensor_bytes
-from .conversion.teacher import skeleton, stored_tensors
+from .files import CARD_FILE, REPORT_FILE
+from .loading import skeleton, stored_tensors, tensor_bytes
 from .models.configuration_base import FactorizedConfig
 
 # What belongs to a model; whatever else lies in its folder (optimizer states, logs, data) stays at home.

@@ -38,7 +38,7 @@ from transformers import (
 
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
 from lightformers_hf.conversion.report import copy_report
-from lightformers_hf.training import find_last_checkpoint, gather_model, prepare_sharding
+from lightformers_hf.recovery import find_last_checkpoint, gather_model, prepare_sharding
 
 TEXT_SUFFIXES, JSON_SUFFIXES = (".txt",), (".json", ".jsonl")
 AutoModel = type[AutoModelForSeq2SeqLM] | type[AutoModelForCausalLM]

@@ -41,11 +41,10 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
-from lightformers_hf.evaluation.architectures import training_speed
-from lightformers_hf.evaluation.size import unique_parameters
+from lightformers_hf.evaluation.benchmarks.architectures import training_speed
 from lightformers_hf.evaluation.speed import speed_ratio, tokens_per_second, typical_sentences
-from lightformers_hf.evaluation.translate import load_model
-from lightformers_hf.training import load_parallel
+from lightformers_hf.loading import load_model, unique_parameters
+from lightformers_hf.recovery import load_parallel
 
 SCRIPTS = {"translation": "run_translation.py", "summarization": "run_summarization.py", "clm": "run_clm.py"}
 SCORES = {

@@ -114,7 +114,7 @@ def draw(rows: list[dict], folder: Path) -> None:
 
     Written to `results.png` and, for dark pages, `results-dark.png`.
     """
-    from lightformers_hf.evaluation.plots import save_picture  # needs matplotlib
+    from lightformers_hf.evaluation.pages.plots import save_picture  # needs matplotlib
 
     curves: dict[str, dict[int, list[float]]] = {}
     for row in rows:

@@ -59,7 +59,7 @@ from transformers import (
 )
 from word_vectors import start_embedding
 
-from lightformers_hf.training.data import load_rows
+from lightformers_hf.text import load_rows
 
 HEADS = ("classifier.", "classification_head.", "pre_classifier.", "score.")
 # The names of an encoder-decoder's encoder → those of the classifier.

@@ -47,7 +47,7 @@ from transformers import (
     set_seed,
 )
 
-from lightformers_hf.training import RecoveryTrainer
+from lightformers_hf.recovery import RecoveryTrainer
 
 BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 SENTENCE_END = re.compile(r"(?<=[.!?])(?=\s)")  # the space stays with the sentence behind it: so pieces stay words'

@@ -33,7 +33,7 @@ from transformers import (
     set_seed,
 )
 
-from lightformers_hf.training import RecoveryTrainer, load_parallel, tokenize_pairs
+from lightformers_hf.recovery import RecoveryTrainer, load_parallel, tokenize_pairs
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lightformers_hf.conversion.svd import decompose
-from lightformers_hf.models.low_rank import LowRankEmbedding
+from lightformers_hf.conversion.forms.svd import decompose
+from lightformers_hf.models.matrices import LowRankEmbedding
 
 WORD_MARKS = ("▁", "Ġ")  # what begins the first piece of a word in a subword vocabulary
 

@@ -11,9 +11,11 @@ import jinja2
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, constants
 
+from ..files import CARD_FILE
+
 logger = logging.getLogger(__name__)
 
-CARD_FILE = "README.md"
+
 # A card with this line is written anew by every push.
 MARK = "<!-- Written by lightformers. Remove this line to keep your changes when you push again. -->"
 INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")

@@ -1,23 +1,15 @@
-"""Reading a checkpoint's tensors one at a time, and writing a folder whole or not at all."""
+"""Reading a checkpoint's tensors one at a time."""
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import pickle
-import re
-import secrets
-import shutil
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -128,129 +120,3 @@ def _open_index(path: Path) -> dict[str, Callable[[], Tensor]]:
             raise ValueError(f"{path} disagrees with its files: {differing[0]} is {where}; fetch the checkpoint again")
         read |= held
     return read
-
-
-def resolve_source(source: str | Path) -> Path:
-    """The local folder of a checkpoint: `source` itself, or the snapshot of a Hub model of that name.
-
-    Of a Hub model only configuration, tokenizer, card and weights are fetched, and `.bin` weights only where there
-    are no safetensors. Without network, a snapshot fetched before is used.
-
-    Raises:
-        FileNotFoundError: no such folder, no such model, or the Hub is out of reach.
-        ValueError: a file instead of a folder.
-    """
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise ValueError(f"{source} is a file, expected the folder of a checkpoint")
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(source)):
-        raise FileNotFoundError(f"{source} is no folder: expected the folder of a checkpoint, or a model's Hub name")
-    wanted = ["*.json", "model*.safetensors", "*.spm", "*.model", "*.txt", "README.md"]
-    try:
-        folder = Path(snapshot_download(str(source), allow_patterns=wanted))
-        if not any(folder.glob("model*.safetensors")):
-            folder = Path(snapshot_download(str(source), allow_patterns=[*wanted, "pytorch_model*.bin"]))
-    except RepositoryNotFoundError as error:
-        raise FileNotFoundError(
-            f"{source} is neither a folder here nor a model on the Hub (or it is private: log in with `hf auth login`)"
-        ) from error
-    except OSError as error:
-        reason = str(error).partition("\n")[0]
-        raise FileNotFoundError(
-            f"{source} is no folder here, and the Hub could not be asked for it ({reason}). "
-            "Without network, give the folder of a checkpoint."
-        ) from error
-    return folder
-
-
-@contextmanager
-def atomic_output(
-    target: str | Path, *, overwrite: bool = False, forbidden: str | Path | None = None
-) -> Iterator[Path]:
-    """A temporary folder beside `target` that takes its place when the block ends without an exception.
-
-    Otherwise, Ctrl-C included, it is removed and `target` stays as it was. What a killed process left is cleaned up
-    by the next run for the same target.
-
-    Args:
-        target: the folder to write; folders above it are made.
-        overwrite: replace what `target` holds.
-        forbidden: a folder (the source) that `target` must neither be, contain, nor lie in.
-
-    Raises:
-        FileExistsError: `target` is a file, or a folder that is not empty and `overwrite` is not set.
-        ValueError: `target` lies at a forbidden place.
-        OSError: the disk is full, or the place cannot be written.
-    """
-    target = Path(target).expanduser().resolve()
-    if forbidden is not None:
-        source = Path(forbidden).expanduser().resolve()
-        if target == source or source in target.parents or target in source.parents:
-            raise ValueError(f"the output {target} must be apart from the source {source}: give another folder")
-    if target == Path.cwd() or target in Path.cwd().parents:
-        raise ValueError(f"the output {target} holds the current folder and would be replaced: give another folder")
-    if target.exists() and not target.is_dir():
-        raise FileExistsError(f"{target} is a file, expected a folder to write")
-    _clean_up(target)
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise FileExistsError(f"{target} is not empty: give another folder, or --overwrite to replace it")
-    made = [folder for folder in target.parents if not folder.exists()]
-    temporary, old = (
-        target.parent / f".{target.name}.{word}-{os.getpid()}-{secrets.token_hex(4)}" for word in ("tmp", "old")
-    )
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        _synchronize(temporary)
-        try:
-            if target.exists():
-                target.rename(old)
-            temporary.rename(target)
-        finally:
-            if old.exists() and not target.exists():
-                old.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        for folder in made:
-            with suppress(OSError):
-                folder.rmdir()
-        # Writers of tensors wrap the system's error in their own.
-        if getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error):
-            raise OSError(f"the disk is full: {target} could not be written, and nothing was changed") from error
-        raise
-
-
-def _synchronize(folder: Path) -> None:
-    """Make sure that the disk holds every file of a folder, so that no power cut after the rename loses them."""
-    for path in (*folder.rglob("*"), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _clean_up(target: Path) -> None:
-    """Remove what dead processes left beside `target`; put the old output back if one died while replacing it."""
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.(tmp|old)-(\d+)-[0-9a-f]{{8}}")
-    for path in list(target.parent.iterdir()) if target.parent.is_dir() else []:
-        match = pattern.fullmatch(path.name)
-        if match is None or _alive(int(match[2])):
-            continue
-        if match[1] == "old" and not target.exists():
-            path.rename(target)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

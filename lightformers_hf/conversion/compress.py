@@ -10,24 +10,25 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..loading import skeleton, stored_tensors
 from ..models.attention import MultiHeadAttention
 from ..models.configuration_base import RANK_FIELDS, FactorizedConfig
 from ..models.configuration_lightformer import LightFormerConfig
-from ..models.heads import ConditionalGenerationHead
-from ..models.layer_stack import group_of_depth
-from ..models.low_rank import pattern_matches
-from ..training.data import fingerprint
-from .alignment import Turn, alignment, residual_factors, turned
-from .allocation import Choices, allocate, smallest
-from .calibration import Calibration, parallel_batches, sample_pairs
+from ..models.layer_sharing import group_of_depth
+from ..models.lm_heads import ConditionalGenerationHead
+from ..models.matrices import pattern_matches
+from ..text import fingerprint
+from .choosing.budget import Choices, allocate, smallest
+from .choosing.latency import sentence_costs
+from .forms.parts import Built, HeadsPart, MatrixPart, NeuronsPart, Part, Sources, bare, parameters
 from .options import CompressionOptions, quantity
-from .parts import Built, HeadsPart, MatrixPart, NeuronsPart, Part, Sources, bare, parameters
 from .refit import refit
 from .report import OWN_TEXT, CompressionReport
-from .sentence_costs import sentence_costs
-from .sharing import merge, source_names
-from .synthesis import synthetic_batches
-from .teacher import Teacher, skeleton, stored_tensors
+from .sharing.alignment import Turn, alignment, residual_factors, turned
+from .sharing.merging import merge, source_names
+from .statistics.calibration import Calibration, parallel_batches, sample_pairs
+from .statistics.synthesis import synthetic_batches
+from .teacher import Teacher
 from .workers import algebra_device, is_main, own_share, shared_out
 
 CPU = torch.device("cpu")

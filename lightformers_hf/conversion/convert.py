@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from .checkpoint import atomic_output, resolve_source
+from ..files import atomic_output
+from ..loading import resolve_source
 from .compress import Compression
 from .options import CompressionOptions
 from .report import CompressionReport, write_report

@@ -6,9 +6,9 @@ import math
 import re
 from dataclasses import dataclass
 
-from .ranks import KINDS, RankPolicy, RankRule
-from .sharing import GROUP_STARTS
-from .svd import SPLITS
+from .choosing.rules import KINDS, RankPolicy, RankRule
+from .forms.svd import SPLITS
+from .sharing.merging import GROUP_STARTS
 
 # Fields and what they may be.
 CHOICES = {

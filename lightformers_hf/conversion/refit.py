@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..models.low_rank import LowRankLinear
-from .calibration import GRADIENT_DAMPING, INPUT_DAMPING, Calibration, Metric, damped_root, stream_of
-from .shelf import Shelf
-from .svd import decompose, rescaled
+from ..models.matrices import LowRankLinear
+from .forms.svd import decompose, rescaled
+from .statistics.calibration import GRADIENT_DAMPING, INPUT_DAMPING, Calibration, Metric, damped_root, stream_of
+from .statistics.shelf import Shelf
 from .workers import add_up, agreed, gathered
 
 # Weight of the layer's own matrix in the regression, relative to the mean variance of its inputs.

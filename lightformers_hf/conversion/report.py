@@ -7,7 +7,6 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -15,11 +14,12 @@ from rich.table import Table
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from .card import CARD_FILE, inherited_metadata, model_card
+from ..files import CARD_FILE, REPORT_FILE
+from ..loading import tensor_bytes
+from .card import inherited_metadata, model_card
 from .options import CompressionOptions
-from .teacher import Teacher, stored_tensors
+from .teacher import Teacher
 
-REPORT_FILE = "compression.json"
 OWN_TEXT = "text that the model made itself"
 
 
@@ -160,12 +160,6 @@ class CompressionReport:
             for matrix in self.matrices
         ]
         return asdict(self) | {"matrices": matrices, "ratio": self.ratio}
-
-
-def tensor_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the tensors that a checkpoint of `model` holds, in the type its configuration names (else fp32)."""
-    itemsize = (model.config.dtype or torch.float32).itemsize
-    return itemsize * sum(tensor.numel() for tensor in stored_tensors(model).values())
 
 
 def print_report(report: CompressionReport, console: Console, *, matrices: bool = True) -> None:

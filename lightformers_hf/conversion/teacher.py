@@ -11,26 +11,14 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import models
+from ..files import TOKENIZER_FILES
+from ..loading import skeleton, stored_tensors
 from ..models.configuration_lightformer import LightFormerConfig
-from ..models.low_rank import LowRankEmbedding, LowRankLinear, LowRankOutput
-from ..training.data import set_language_codes
-from .alignment import Linear
+from ..models.matrices import LowRankEmbedding, LowRankLinear, LowRankOutput
+from ..text import set_language_codes
 from .checkpoint import CheckpointReader
-from .sources import canonical_name, family_of, own_config
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "*.spm", "*.model")
-
-
-def skeleton(model_class: type[PreTrainedModel], config) -> PreTrainedModel:
-    """The model without storage: every name and shape, no byte of weights."""
-    with torch.device("meta"):
-        return model_class(config)
-
-
-def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What a checkpoint of `model` holds: its state dict less the names that only repeat another tensor."""
-    ties = model.get_expanded_tied_weights_keys(all_submodels=True)
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in ties}
+from .families import canonical_name, family_of, own_config
+from .sharing.alignment import Linear
 
 
 class Teacher:

@@ -10,8 +10,9 @@ import torch
 from matplotlib.axes import Axes
 from safetensors import safe_open
 
-from lightformers_hf.conversion.report import REPORT_FILE
-from lightformers_hf.evaluation.plots import save_picture
+from lightformers_hf.evaluation.pages.plots import save_picture
+
+from ..files import REPORT_FILE
 
 SHOWN = {  # module of the teacher → what it is called
     "model.shared": "embedding",

@@ -17,13 +17,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightformers_hf.conversion import convert
-from lightformers_hf.conversion.checkpoint import atomic_output
 from lightformers_hf.evaluation.quality import translation_quality
-from lightformers_hf.evaluation.size import unique_parameters, weight_bytes
 from lightformers_hf.evaluation.speed import speed_ratio, tokens_per_second, typical_sentences
-from lightformers_hf.evaluation.translate import load_model, translate, written_whole
-from lightformers_hf.training import load_parallel
+from lightformers_hf.recovery import load_parallel
 
+from ..evaluation.translate import translate
+from ..files import atomic_output, written_whole
+from ..loading import load_model, unique_parameters, weight_bytes
 from .stages import DemoSettings, IdleThreads, write_corpus, write_recovered, write_teacher
 
 FOLDERS = ("corpus", "teacher", "compressed", "calibrated", "recovered-svd", "recovered-random")

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from lightformers_hf.conversion.calibration import parallel_batches
-from lightformers_hf.conversion.ranks import rank_for_energy
-from lightformers_hf.training.data import load_parallel
+from lightformers_hf.conversion.choosing.rules import rank_for_energy
+from lightformers_hf.conversion.statistics.calibration import parallel_batches
+from lightformers_hf.text import load_parallel
 
+from ..loading import load_model
 from .evaluate import MEMORY_SENTENCES, direction
 from .macs import TOKENS, Footprint, Macs, generation_macs, memory_footprint
 from .measures import (
@@ -33,8 +34,7 @@ from .measures import (
     matrix_spectra,
     token_uniformity,
 )
-from .size import translation_memory
-from .translate import load_model
+from .memory import translation_memory
 
 STACKS = ("encoder", "decoder")
 SITES = {"encoder": "encoder", "decoder": "decoder self-attention", "cross": "cross-attention"}

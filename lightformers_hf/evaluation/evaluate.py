@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from lightformers_hf.training.data import fingerprint, load_parallel
+from lightformers_hf.text import fingerprint, load_parallel
 
+from ..loading import load_model, load_teacher, unique_parameters, weight_bytes
+from .memory import translation_memory
 from .quality import comet_score, translation_quality
-from .size import translation_memory, unique_parameters, weight_bytes
 from .speed import speed_ratio, tokens_per_second, typical_sentences
-from .translate import load_model, load_teacher, translate
+from .translate import translate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
-from .size import learned_parameters
+from ..loading import learned_parameters
 
 TOKENS = 20  # of source and of target: PartialFormer, Table 5
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
-from lightformers_hf.conversion.svd import decompose
-from lightformers_hf.models.low_rank import LowRankEmbedding, LowRankLinear, LowRankOutput
+from lightformers_hf.conversion.forms.svd import decompose
+from lightformers_hf.models.matrices import LowRankEmbedding, LowRankLinear, LowRankOutput
 
 
 def head_diversity(heads: Tensor) -> Tensor:

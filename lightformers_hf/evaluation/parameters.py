@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightformers_hf import models
 
-from .size import unique_parameters
+from ..loading import unique_parameters
 
 
 @dataclass(frozen=True)

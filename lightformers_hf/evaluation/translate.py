@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+from transformers import AutoTokenizer
 
-from ..training.data import set_languages
+from ..export import load_engine
+from ..loading import is_export, load_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,66 +20,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 READ_BYTES = 1 << 16  # what translate_stream takes at once: some five hundred sentences, enough to sort by length
-
-
-def load_model(
-    name: str | os.PathLike, *, device: str | torch.device = "cpu"
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a sequence-to-sequence checkpoint and its tokenizer from a folder or from the Hub: see `load_network`."""
-    return load_network(name, device=device), AutoTokenizer.from_pretrained(name)
-
-
-def load_network(name: str | os.PathLike, *, device: str | torch.device = "cpu") -> PreTrainedModel:
-    """Load a sequence-to-sequence checkpoint from a folder or from the Hub, in evaluation mode.
-
-    It computes in float32, whatever it is stored in, so that speeds of different checkpoints compare.
-
-    Raises:
-        FileNotFoundError: no such folder, and no such model on the Hub.
-        ValueError: the checkpoint is not a sequence-to-sequence model, or lacks weights that would come out random.
-    """
-    name = os.fspath(name)
-    if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
-        raise FileNotFoundError(
-            f"No model folder {name}: give a folder that holds a checkpoint, or a name on the Hub."
-        )
-    if is_export(name):
-        raise ValueError(f"{name} was exported for another engine: give the checkpoint that it was exported from.")
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except OSError as error:
-        raise FileNotFoundError(
-            f"{name} is neither a checkpoint folder nor a reachable model on the Hub: {error}"
-        ) from error
-    if type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
-        raise ValueError(
-            f"{name} is a {config.model_type!r} model: expected a sequence-to-sequence model such as Marian, BART or "
-            "LightFormer."
-        )
-    model, loading = AutoModelForSeq2SeqLM.from_pretrained(
-        name, config=config, dtype=torch.float32, output_loading_info=True
-    )
-    if loading["missing_keys"]:
-        raise ValueError(
-            f"{name} lacks the weights {', '.join(sorted(loading['missing_keys']))}: get the whole checkpoint."
-        )
-    return model.to(device).eval()
-
-
-def load_teacher(
-    name: str | os.PathLike, light: PreTrainedTokenizerBase, *, device: str | torch.device = "cpu"
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """As `load_model`; a multilingual teacher translates between the languages of `light`, its student's tokenizer."""
-    model, tokenizer = load_model(name, device=device)
-    source, target = (getattr(light, side, None) for side in ("src_lang", "tgt_lang"))
-    if source and target and hasattr(tokenizer, "src_lang"):
-        set_languages(model, tokenizer, source, target)
-    return model, tokenizer
-
-
-def is_export(name: str | os.PathLike) -> bool:
-    """Whether a folder was written by `lightformers export`."""
-    return Path(name, "export.json").is_file()
 
 
 def load_translator(
@@ -95,7 +32,6 @@ def load_translator(
     """
     if not is_export(name):
         return load_model(name, device=device)
-    from ..export import load_engine  # which loads checkpoints by this module
 
     if str(device) != "cpu":
         raise ValueError(f"{name} was exported to run on the CPU, not on {device}")
@@ -222,15 +158,3 @@ def translate_stream(
         done += len(lines)
         if not read:
             return done
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """A binary file that takes the place of `path` when all is written; an error leaves `path` as it was."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            yield file
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..evaluation.translate import load_network
+from ..loading import load_network
 from .search import Search
 
 DESCRIPTION = "export.json"

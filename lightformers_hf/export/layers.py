@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..models.low_rank import LowRankEmbedding, LowRankLinear, LowRankOutput
+from ..models.matrices import LowRankEmbedding, LowRankLinear, LowRankOutput
 from ..models.modeling_lightformer import LightFormerForConditionalGeneration
 
 

@@ -9,9 +9,8 @@ import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..conversion.teacher import Teacher
+from ..files import TOKENIZER_FILES
 from ..models.modeling_lightformer import LightFormerForConditionalGeneration
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "*.spm", "*.model")
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from statistics import fmean
 
 import torch
 
-from ..conversion.checkpoint import atomic_output, resolve_source
-from ..evaluation.size import unique_parameters
+from ..files import atomic_output
+from ..loading import resolve_source, unique_parameters
 from .engines import DESCRIPTION, TransformersModel, engine_module
 from .search import Search
 from .source import Source, read_source

@@ -7,7 +7,7 @@ from torch import nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .low_rank import Projection, apply_with_residual
+from .matrices import Projection, apply_with_residual
 
 
 def eager_attention(

@@ -3,7 +3,7 @@
 from huggingface_hub.dataclasses import strict
 
 from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of, check_patterns
-from .layer_stack import check_groups
+from .layer_sharing import check_groups
 
 POSITION_EMBEDDING_TYPES = ("sinusoidal", "sinusoidal_half", "learned")
 

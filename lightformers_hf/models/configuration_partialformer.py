@@ -3,7 +3,7 @@
 from huggingface_hub.dataclasses import strict
 
 from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of
-from .layer_stack import check_groups
+from .layer_sharing import check_groups
 
 STYLES = ("partial", "vanilla")
 GATE_ACTIVATIONS = ("relu", "sigmoid", "tanh")

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import initialization as init
 from transformers.utils import is_torchdynamo_compiling
 
-from .wide_linear import wide_linear
+from .matrices import wide_linear
 
 
 def position_ids_from(attention_mask: torch.Tensor | None, length: int, past_length, device) -> torch.Tensor:

@@ -15,15 +15,15 @@ from .attention import MultiHeadAttention
 from .configuration_base import causal_config
 from .configuration_lightformer import LightFormerConfig
 from .embeddings import make_positions
-from .heads import (
+from .fast_path import lean_layers
+from .layer_sharing import LayerStack, in_groups
+from .lm_heads import (
     CausalLMHead,
     ConditionalGenerationHead,
     EncoderDecoder,
     SequenceClassificationHead,
 )
-from .layer_stack import LayerStack, in_groups
-from .lean import lean_layers
-from .low_rank import add_residuals, from_pattern, projections
+from .matrices import add_residuals, from_pattern, projections
 from .stacks import DecoderStack, EncoderStack, FactorizedPreTrainedModel, make_table
 from .transformer_layer import Depth, TransformerLayer, add_feed_forward, add_layer_norms
 

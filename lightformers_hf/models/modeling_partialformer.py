@@ -18,9 +18,9 @@ from .attention import MultiHeadAttention, cached_states
 from .configuration_base import causal_config
 from .configuration_partialformer import PartialFormerConfig
 from .embeddings import SinusoidalPositions
-from .heads import CausalLMHead, ConditionalGenerationHead, EncoderDecoder
-from .layer_stack import LayerStack, in_groups
-from .low_rank import Projection, projections
+from .layer_sharing import LayerStack, in_groups
+from .lm_heads import CausalLMHead, ConditionalGenerationHead, EncoderDecoder
+from .matrices import Projection, projections
 from .stacks import DecoderStack, EncoderStack, FactorizedPreTrainedModel, make_table
 from .transformer_layer import TransformerLayer, add_feed_forward, add_layer_norms
 

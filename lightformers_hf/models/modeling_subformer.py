@@ -15,9 +15,9 @@ from .attention import MultiHeadAttention
 from .configuration_base import causal_config
 from .configuration_subformer import SubformerConfig
 from .embeddings import SinusoidalPositions
-from .heads import CausalLMHead, ConditionalGenerationHead, EncoderDecoder
-from .layer_stack import LayerStack
-from .low_rank import projections
+from .layer_sharing import LayerStack
+from .lm_heads import CausalLMHead, ConditionalGenerationHead, EncoderDecoder
+from .matrices import projections
 from .stacks import DecoderStack, EncoderStack, FactorizedPreTrainedModel, make_table
 from .transformer_layer import Depth, TransformerLayer, add_feed_forward, add_layer_norms
 

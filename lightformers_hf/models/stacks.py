@@ -13,7 +13,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .embeddings import AdaptiveEmbedding, AdaptiveTable, SinusoidalPositions, check_length, position_ids_from
-from .low_rank import init_factors, make_embedding, module_rank
+from .matrices import init_factors, make_embedding, module_rank
 
 
 def make_table(config, stack: str) -> nn.Module:

@@ -6,7 +6,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .low_rank import Projection, apply_with_residual
+from .matrices import Projection, apply_with_residual
 
 
 def add_layer_norms(module: nn.Module, width: int, has_cross_attention: bool) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration
-from lightformers_hf.conversion.alignment import (
+from lightformers_hf.conversion.sharing.alignment import (
     Linear,
     Turn,
     align_layers,
@@ -16,7 +16,7 @@ from lightformers_hf.conversion.alignment import (
     turned,
     weighted_mean,
 )
-from lightformers_hf.conversion.calibration import Metric, damped_root
+from lightformers_hf.conversion.statistics.calibration import Metric, damped_root
 
 HEADS, WIDTH, INNER, NEURONS = 3, 10, 12, 7
 SHAPES = {

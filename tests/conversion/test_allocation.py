@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightformers_hf.conversion.allocation import Choices, allocate, smallest, tails
+from lightformers_hf.conversion.choosing.budget import Choices, allocate, smallest, tails
 
 
 def part(generator: torch.Generator, number: int) -> Choices:

@@ -5,8 +5,14 @@ import torch
 from rich.console import Console
 from transformers import MarianConfig, MarianMTModel
 
-from lightformers_hf.conversion import benchmark
-from lightformers_hf.conversion.benchmark import benchmark_conversion, conversion_memory, excess, show, trained_like
+from lightformers_hf.evaluation.benchmarks import conversion as benchmark
+from lightformers_hf.evaluation.benchmarks.conversion import (
+    benchmark_conversion,
+    conversion_memory,
+    excess,
+    show,
+    trained_like,
+)
 
 
 def test_measures_and_shows(monkeypatch):

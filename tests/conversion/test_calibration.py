@@ -11,11 +11,17 @@ from rich.console import Console
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import convert, plan
-from lightformers_hf.conversion.calibration import Calibration, Metric, damped_root, parallel_batches, sample_pairs
 from lightformers_hf.conversion.compress import factorizable
+from lightformers_hf.conversion.forms.svd import decompose
 from lightformers_hf.conversion.options import CompressionOptions
 from lightformers_hf.conversion.report import print_report
-from lightformers_hf.conversion.svd import decompose
+from lightformers_hf.conversion.statistics.calibration import (
+    Calibration,
+    Metric,
+    damped_root,
+    parallel_batches,
+    sample_pairs,
+)
 from lightformers_hf.conversion.teacher import Teacher
 
 

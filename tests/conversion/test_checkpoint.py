@@ -16,7 +16,9 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
 from lightformers_hf.conversion import checkpoint
-from lightformers_hf.conversion.checkpoint import CheckpointReader, atomic_output, resolve_source
+from lightformers_hf.conversion.checkpoint import CheckpointReader
+from lightformers_hf.files import atomic_output
+from lightformers_hf.loading import resolve_source
 
 TENSORS = {
     "a.weight": torch.arange(6.0).reshape(2, 3),

@@ -10,10 +10,16 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, BertConfig, BertMode
 
 from lightformers_hf import convert
 from lightformers_hf.conversion import compress
-from lightformers_hf.conversion import costs as products
-from lightformers_hf.conversion import sentence_costs as module
-from lightformers_hf.conversion.costs import MachineCosts, Table, linear_microseconds, machine_costs, time_product
-from lightformers_hf.conversion.sentence_costs import layers_of, merge_unprofitable, model_cost, sentence_costs
+from lightformers_hf.conversion.choosing import machine as products
+from lightformers_hf.conversion.choosing import latency as module
+from lightformers_hf.conversion.choosing.latency import layers_of, merge_unprofitable, model_cost, sentence_costs
+from lightformers_hf.conversion.choosing.machine import (
+    MachineCosts,
+    Table,
+    linear_microseconds,
+    machine_costs,
+    time_product,
+)
 from lightformers_hf.models import LightFormerConfig, LightFormerForConditionalGeneration
 
 SIZES = {"vocab_size": 50, "d_model": 32, "encoder_layers": 4, "decoder_layers": 2}

@@ -8,8 +8,8 @@ from transformers import AutoTokenizer, M2M100Tokenizer, MBartForConditionalGene
 
 from lightformers_hf import convert, translate
 from lightformers_hf.evaluation.evaluate import evaluate_model
-from lightformers_hf.evaluation.translate import load_model, load_teacher
-from lightformers_hf.training.data import set_language_codes
+from lightformers_hf.loading import load_model, load_teacher
+from lightformers_hf.text import set_language_codes
 
 CODES = {"source_code": "de_DE", "target_code": "fr_XX"}
 

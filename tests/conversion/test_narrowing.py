@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
 from lightformers_hf import convert
-from lightformers_hf.conversion.narrowing import Bottlenecks, Elimination, blocks
+from lightformers_hf.conversion.forms.narrowing import Bottlenecks, Elimination, blocks
 
 
 def moment(generator: torch.Generator, size: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightformers_hf.conversion.ranks import (
+from lightformers_hf.conversion.choosing.rules import (
     RankPolicy,
     RankRule,
     rank_for_energy,

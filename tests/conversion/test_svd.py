@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightformers_hf.conversion import svd
-from lightformers_hf.conversion.svd import SPLITS, Factors, decompose, rescaled
+from lightformers_hf.conversion.forms import svd
+from lightformers_hf.conversion.forms.svd import SPLITS, Factors, decompose, rescaled
 
 FLOAT32_ROUNDING = 1e-6
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForSeq2SeqLM
 
 import lightformers_hf
 from lightformers_hf import convert
-from lightformers_hf.conversion.moments import Moments
-from lightformers_hf.conversion.shelf import Shelf
+from lightformers_hf.conversion.statistics.moments import Moments
+from lightformers_hf.conversion.statistics.shelf import Shelf
 from lightformers_hf.conversion.workers import in_workers
 
 
@@ -99,7 +99,7 @@ def test_everything_is_computed_on_the_device(tiny_marian, text, tmp_path, monke
 PROGRAM = """\
 import os, sys
 from lightformers_hf import convert
-from lightformers_hf.conversion import parts
+from lightformers_hf.conversion.forms import parts
 tiny, text, output = sys.argv[1:]
 convert(tiny, f"{output}/paper", ratio=2, paper=True, progress=False)
 convert(tiny, f"{output}/calibrated", ratio=3, calibration=text, progress=False)

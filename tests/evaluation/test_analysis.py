@@ -27,8 +27,8 @@ from lightformers_hf.cli import main
 from lightformers_hf.evaluation.analysis import Activation, _training, analysis_table, analyze, behaviour
 from lightformers_hf.evaluation.macs import generation_macs
 from lightformers_hf.evaluation.measures import head_diversity
-from lightformers_hf.evaluation.plots import as_text, save_picture
-from lightformers_hf.evaluation.translate import load_model
+from lightformers_hf.evaluation.pages.plots import as_text, save_picture
+from lightformers_hf.loading import load_model
 
 DENSE = {
     "vocab_size": 40,

@@ -8,11 +8,18 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lightformers_hf import cli
-from lightformers_hf.evaluation import architectures
-from lightformers_hf.evaluation.architectures import PAIRS, Comparison, Pair, compare, comparison_table, training_speed
+from lightformers_hf.evaluation.benchmarks import architectures
+from lightformers_hf.evaluation.benchmarks.architectures import (
+    PAIRS,
+    Comparison,
+    Pair,
+    compare,
+    comparison_table,
+    training_speed,
+)
 from lightformers_hf.evaluation.parameters import ParameterRow, find_row
-from lightformers_hf.evaluation.size import unique_parameters
 from lightformers_hf.evaluation.speed import Speed
+from lightformers_hf.loading import unique_parameters
 
 SIZES = {"vocab_size": 50, "d_model": 16, "encoder_layers": 4, "decoder_layers": 3}
 TINY = {

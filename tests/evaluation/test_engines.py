@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from lightformers_hf import convert
-from lightformers_hf.evaluation.engines import FORMS, compare_engines
+from lightformers_hf.evaluation.benchmarks.engines import FORMS, compare_engines
 
 
 @pytest.fixture(scope="module")

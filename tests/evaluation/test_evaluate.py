@@ -11,8 +11,8 @@ from rich.console import Console
 from lightformers_hf import convert
 from lightformers_hf.cli import main
 from lightformers_hf.evaluation.evaluate import evaluate_model
-from lightformers_hf.evaluation.size import unique_parameters
-from lightformers_hf.evaluation.translate import load_model, translate
+from lightformers_hf.evaluation.translate import translate
+from lightformers_hf.loading import load_model, unique_parameters
 
 
 @pytest.fixture(scope="module")

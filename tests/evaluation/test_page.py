@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from lightformers_hf import convert, translate
 from lightformers_hf.conversion.report import MatrixReport
-from lightformers_hf.evaluation import report_plots
-from lightformers_hf.evaluation.page import _compared, report_page
+from lightformers_hf.evaluation.pages import report_plots
+from lightformers_hf.evaluation.pages.page import _compared, report_page
 
 FOREIGN = '<script>document.title = "owned"</script><img src="http://192.0.2.1/x.png">'
 

@@ -8,7 +8,8 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
-from lightformers_hf.evaluation.size import peak_memory, translation_memory, unique_parameters, weight_bytes
+from lightformers_hf.evaluation.memory import peak_memory, translation_memory
+from lightformers_hf.loading import unique_parameters, weight_bytes
 
 
 def test_shared_and_tied_tensors_count_once_and_buffers_not():

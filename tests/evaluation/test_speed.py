@@ -5,7 +5,7 @@ import torch
 
 from lightformers_hf.evaluation import speed
 from lightformers_hf.evaluation.speed import Speed, count_tokens, speed_ratio, tokens_per_second, typical_sentences
-from lightformers_hf.evaluation.translate import load_model
+from lightformers_hf.loading import load_model
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig
 
-from lightformers_hf.evaluation.translate import load_model, translate, translate_stream, written_whole
+from lightformers_hf.evaluation.translate import translate, translate_stream
+from lightformers_hf.files import written_whole
+from lightformers_hf.loading import load_model
 
 OPTIONS = {"num_beams": 1, "max_new_tokens": 30}
 

@@ -14,7 +14,7 @@ from lightformers_hf.models import (
     LightFormerForSequenceClassification,
     LightFormerModel,
 )
-from lightformers_hf.models.layer_stack import LayerStack, in_groups
+from lightformers_hf.models.layer_sharing import LayerStack, in_groups
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

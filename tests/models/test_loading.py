@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lightformers_hf.models import LightFormerModel
-from lightformers_hf.models.low_rank import LowRankEmbedding
+from lightformers_hf.models.matrices import LowRankEmbedding
 
 AUTO = {
     "ConditionalGeneration": transformers.AutoModelForSeq2SeqLM,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightformers_hf.models import LightFormerConfig, LightFormerForConditionalGeneration
-from lightformers_hf.models.low_rank import (
+from lightformers_hf.models.matrices import (
     LowRankEmbedding,
     LowRankLinear,
     LowRankOutput,

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightformers_hf.models import wide_linear as module
-from lightformers_hf.models.wide_linear import wide_linear
+from lightformers_hf.models import matrices as module
+from lightformers_hf.models.matrices import wide_linear
 
 
 @settings(deadline=None, max_examples=60)

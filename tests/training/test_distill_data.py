@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from lightformers_hf import translate
-from lightformers_hf.evaluation.translate import load_model
-from lightformers_hf.training import load_parallel
+from lightformers_hf.loading import load_model
+from lightformers_hf.recovery import load_parallel
 
 SCRIPT = Path(script.__file__)
 

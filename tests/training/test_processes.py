@@ -48,7 +48,7 @@ AcceleratorState.__init__ = shard_on_cpu
 """
 KILLED = """\
 import os, signal
-from lightformers_hf.training import RecoveryTrainer
+from lightformers_hf.recovery import RecoveryTrainer
 step = RecoveryTrainer.training_step
 def killed(trainer, *args, **kwargs):
     if trainer.state.global_step == 14:

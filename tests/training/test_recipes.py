@@ -17,7 +17,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from lightformers_hf.evaluation.size import unique_parameters
+from lightformers_hf.loading import unique_parameters
 
 TRAINING = Path(arguments.__file__).parent
 RECIPES = [path for path in sorted((TRAINING / "recipes").rglob("*.yaml")) if path.name != "training.yaml"]

@@ -15,7 +15,7 @@ from scripts import command, losses
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import convert
-from lightformers_hf.training import RecoveryTrainer
+from lightformers_hf.recovery import RecoveryTrainer
 
 SCRIPT = Path(__file__).parents[2] / "training" / "run_translation.py"
 spec = importlib.util.spec_from_file_location("run_translation", SCRIPT)

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq, MarianTokenizer, Seq2SeqTrainingArguments
 
 from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration
-from lightformers_hf.training import (
+from lightformers_hf.recovery import (
     RecoveryTrainer,
     distillation_loss,
     find_last_checkpoint,

@@ -1,0 +1,336 @@
+"""What translating a sentence costs on this machine: microseconds on one core, batch 1, greedy, through `generate()`.
+
+The cost is that of the matrix products (`costs`), each as often as it is computed for a sentence, and that of
+everything else: attention, LayerNorms, caches, Python. The latter hardly depends on widths: it is measured on narrow
+models of the same class.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+
+from ...models.configuration_base import RANK_FIELDS, FactorizedConfig
+from ...models.matrices import LowRankEmbedding, LowRankLinear, LowRankOutput
+from .machine import (
+    MachineCosts,
+    Number,
+    Timer,
+    linear_microseconds,
+    machine_costs,
+    median_seconds,
+    one_core,
+    store_costs,
+)
+
+STORED_LAYER = re.compile(r"(?:^|\.)(encoder|decoder)\.(layers|depths)\.(\d+)\.")
+ENCODED = re.compile(r"encoder_attn\.[kv]_proj$")
+# The narrow models that overheads are measured on: everything is that wide, and each stack that deep.
+NARROW, SHALLOW, DEEP, LONG = 64, 1, 5, 17
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A matrix of a model and how often a sentence needs it.
+
+    Attributes:
+        m, n, rank: inputs, outputs and rank; a token table is V×d.
+        sentence: products with all of the source's states.
+        token: products with one state, for each target token.
+        kind: `linear`, `table` (its rows), `output` (m×n of an output layer of its own) or `tied` (a table that is the
+            output layer, too).
+    """
+
+    m: int
+    n: int
+    rank: int | None
+    sentence: int
+    token: int
+    kind: str = "linear"
+
+    @property
+    def bytes_read(self) -> int:
+        """For each target token, in fp32; of a table that is only looked up, none to speak of."""
+        if self.kind == "table" or not self.token:
+            return 0
+        return 4 * (self.m * self.n if self.rank is None else self.rank * (self.m + self.n))
+
+
+def bare(name: str) -> str:
+    """A module's name without the head's `model.`."""
+    return name.removeprefix("model.")
+
+
+def layers_of(model: PreTrainedModel) -> dict[str, Layer]:
+    """{module name without `model.`: matrix} of an encoder-decoder: LightFormer, Marian, BART and their like.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    base = getattr(model, model.base_model_prefix, None)
+    has_layers = all(hasattr(getattr(base, stack, None), "layers") for stack in ("encoder", "decoder"))
+    if not has_layers or (isinstance(model.config, FactorizedConfig) and model.config.model_type != "lightformer"):
+        raise ValueError(
+            f"the cost of a sentence is known of encoder-decoders like Marian, BART and LightFormer, and "
+            f"{type(model).__name__} is none"
+        )
+    found = {}
+    for name, module in model.named_modules():
+        place = STORED_LAYER.search(name)
+        if not place or type(module) not in (nn.Linear, LowRankLinear) or name.endswith((".u", ".v")):
+            continue
+        stack, kind, index = getattr(base, place[1]), place[2], int(place[3])
+        depths = getattr(stack.layers, "stored_at", None)
+        times = depths.count(index) if depths and kind == "layers" else 1
+        if ENCODED.search(name) and not getattr(stack, "has_residuals", False):
+            times = 1  # of the encoder's states, alike for all depths of a layer
+        of_source = place[1] == "encoder" or bool(ENCODED.search(name))
+        shape = module.in_features, module.out_features, getattr(module, "rank", None)
+        found[bare(name)] = Layer(*shape, *((times, 0) if of_source else (0, times)))
+    return found | _tables(model, base)
+
+
+def _tables(model: PreTrainedModel, base: nn.Module) -> dict[str, Layer]:
+    """The token tables and the output layer."""
+    tied, shared = model.config.tie_word_embeddings, hasattr(base, "shared")
+
+    def table(module: nn.Module, sentence: int, token: int, kind: str) -> Layer:
+        rank = module.embedding_dim if isinstance(module, LowRankEmbedding) else None
+        width = module.embedding_dim if rank is None else module.basis.shape[1]
+        return Layer(module.num_embeddings, width, rank, sentence, token, kind)
+
+    kind = "tied" if tied else "table"
+    if shared:
+        found = {"shared": table(base.shared, 1, 1, kind)}
+    else:
+        found = {
+            "encoder.embed_tokens": table(base.encoder.embed_tokens, 1, 0, "table"),
+            "decoder.embed_tokens": table(base.decoder.embed_tokens, 0, 1, kind),
+        }
+    if not tied:
+        head = model.lm_head
+        if isinstance(head, LowRankOutput):
+            rank, width = head.basis.shape
+            found["lm_head"] = Layer(width, head.output.out_features, rank, 0, 1, "output")
+        else:
+            found["lm_head"] = Layer(head.in_features, head.out_features, None, 0, 1, "output")
+    return found
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Microseconds besides matrix products: of a sentence, of an encoder layer for it, of a token, of a decoder layer
+    for it."""
+
+    sentence: float
+    encoder_layer: float
+    token: float
+    decoder_layer: float
+
+
+@dataclass(frozen=True)
+class SentenceCosts:
+    """Costs of a model's parts in microseconds a sentence. Called, it is a measure of what a part would cost.
+
+    Attributes:
+        machine: costs of products.
+        layers: the model's matrices.
+        own: it is a model of this package, whose output layers take a faster route.
+        source_tokens, target_tokens: lengths of the sentence.
+        working_set: bytes of weights that a token reads. A model that is yet to be made smaller should be given what
+            will be left (`replace(costs, working_set=…)`), as it decides what stays in the cache.
+        overhead: of the sentence, all layers included.
+    """
+
+    machine: MachineCosts
+    layers: dict[str, Layer]
+    own: bool
+    source_tokens: float
+    target_tokens: float
+    working_set: float
+    overhead: float
+
+    def __call__(self, name: str, m: Number, n: Number, rank: Number | None = None) -> Tensor:
+        """Microseconds a sentence of the matrix `name` if it were m×n of that rank; sizes may be tensors.
+
+        Raises:
+            ValueError: the model has no such matrix.
+        """
+        layer = self.layers.get(bare(name))
+        if layer is None:
+            raise ValueError(f"the model has no matrix {name!r} whose cost is known")
+
+        def one(m: Number, n: Number) -> Tensor:
+            return self.machine.row(m, n, self.working_set)
+
+        def source(m: Number, n: Number) -> Tensor:
+            return self.machine.rows(m, n, self.source_tokens)
+
+        def output(m: Number, n: Number) -> Tensor:
+            return self.machine.output(m, n) if self.own else one(m, n)
+
+        tokens, total = self.target_tokens, torch.zeros((), dtype=torch.float64)
+        if layer.kind in ("table", "tied"):
+            vocabulary, width = m, n
+            if rank is not None:
+                total = total + layer.sentence * source(rank, width) + layer.token * tokens * one(rank, width)
+            if layer.kind == "table":
+                return total
+            m, n = width, vocabulary
+        if layer.kind in ("output", "tied"):
+            return total + tokens * (output(m, n) if rank is None else one(m, rank) + output(rank, n))
+        if layer.sentence:
+            total = total + layer.sentence * (source(m, n) if rank is None else source(m, rank) + source(rank, n))
+        if layer.token:
+            row = linear_microseconds(m, n, rank, costs=self.machine, working_set=self.working_set)
+            total = total + layer.token * tokens * row
+        return total
+
+    def bytes_read(self, name: str, m: Number, n: Number, rank: Number | None = None) -> Number:
+        """Bytes that a target token reads of the matrix `name` if it were m×n of that rank."""
+        return replace(self.layers[bare(name)], m=m, n=n, rank=rank).bytes_read
+
+    @property
+    def products(self) -> float:
+        """Of all matrices as they are."""
+        return sum(self(name, layer.m, layer.n, layer.rank).item() for name, layer in self.layers.items())
+
+    @property
+    def total(self) -> float:
+        """Of the model as it is."""
+        return self.products + self.overhead
+
+
+def sentence_costs(
+    model: PreTrainedModel | PreTrainedConfig,
+    source_tokens: float = 25,
+    target_tokens: float = 25,
+    *,
+    machine: MachineCosts | None = None,
+    timer: Timer = median_seconds,
+) -> SentenceCosts:
+    """Costs of an encoder-decoder on this machine, from its tables (`machine_costs`), which may be measured first.
+
+    Args:
+        model: a model, on any device, or a configuration.
+        source_tokens, target_tokens: of an average sentence.
+        machine: default: this machine's, which are kept in a file; what is given here is not.
+
+    Raises:
+        ValueError: it is no encoder-decoder.
+    """
+    if isinstance(model, PreTrainedConfig):
+        with torch.device("meta"):
+            model = AutoModelForSeq2SeqLM.from_config(model)
+    layers = layers_of(model)
+    kept = machine is None
+    machine = machine_costs(timer=timer) if kept else machine
+    key = f"{model.config.model_type}, {model.config.vocab_size} tokens"
+    if key not in machine.overheads:
+        found = measure_overheads(model, machine, timer)
+        machine.overheads[key] = [found.sentence, found.encoder_layer, found.token, found.decoder_layer]
+        if kept:
+            store_costs(machine)
+    each = Overheads(*machine.overheads[key])
+    config = model.config
+    overhead = each.sentence + config.encoder_layers * each.encoder_layer
+    overhead += target_tokens * (each.token + config.decoder_layers * each.decoder_layer)
+    return _costs(model, layers, machine, source_tokens, target_tokens, overhead)
+
+
+def _costs(model, layers, machine, source_tokens, target_tokens, overhead) -> SentenceCosts:
+    working_set = sum(layer.bytes_read for layer in layers.values())
+    own = isinstance(model.config, FactorizedConfig)
+    return SentenceCosts(machine, layers, own, source_tokens, target_tokens, working_set, overhead)
+
+
+def model_cost(
+    model: PreTrainedModel | PreTrainedConfig,
+    source_tokens: float = 25,
+    target_tokens: float = 25,
+    *,
+    machine: MachineCosts | None = None,
+) -> float:
+    """Estimated microseconds of translating a sentence. Arguments and errors: see `sentence_costs`."""
+    return sentence_costs(model, source_tokens, target_tokens, machine=machine).total
+
+
+def narrow_config(config: PreTrainedConfig, encoder_layers: int, decoder_layers: int) -> PreTrainedConfig:
+    """The configuration of a model as `config`'s, dense, of so many layers, as narrow as its heads allow."""
+    heads = max(config.encoder_attention_heads, config.decoder_attention_heads)
+    changes = {"encoder_layers": encoder_layers, "decoder_layers": decoder_layers, "d_model": max(NARROW, 4 * heads)}
+    changes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), NARROW)
+    changes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), heads)
+    if isinstance(config, FactorizedConfig):
+        own = (*RANK_FIELDS, "head_dim", "encoder_groups", "decoder_groups", "group_residual_rank", "init_std")
+        changes |= dict.fromkeys(own) | dict.fromkeys(("rank_pattern", "head_dim_pattern", "ffn_dim_pattern"))
+    fields = copy.deepcopy(config.to_dict()) | {
+        name: value for name, value in changes.items() if hasattr(config, name)
+    }
+    return type(config)(**fields)
+
+
+def measure_overheads(model: PreTrainedModel, machine: MachineCosts, timer: Timer = median_seconds) -> Overheads:
+    """Measure what a model of that class takes besides matrix products: some seconds."""
+    source = torch.full((1, 25), max(3, model.config.vocab_size // 2))
+
+    def rest(encoder_layers: int, decoder_layers: int, tokens: int) -> float:
+        """Microseconds of a narrow model beyond its products."""
+        narrow = type(model)(narrow_config(model.config, encoder_layers, decoder_layers)).eval()
+        ends = {"eos_token_id": None, "forced_eos_token_id": None, "forced_bos_token_id": None}
+
+        def run() -> None:
+            narrow.generate(
+                source, attention_mask=torch.ones_like(source), max_new_tokens=tokens, max_length=None,
+                num_beams=1, do_sample=False, **ends,
+            )  # fmt: skip
+
+        with one_core():
+            measured = timer(run) * 1e6
+        return measured - _costs(narrow, layers_of(narrow), machine, source.shape[1], tokens, 0.0).products
+
+    with torch.random.fork_rng(devices=()), torch.device("cpu"):
+        least, long = rest(SHALLOW, SHALLOW, 1), rest(SHALLOW, SHALLOW, LONG)
+        encoder_layer = (rest(DEEP, SHALLOW, 1) - least) / (DEEP - SHALLOW)
+        decoder_layer = (rest(SHALLOW, DEEP, LONG) - long) / (DEEP - SHALLOW) / LONG
+    token = (long - least) / (LONG - 1) - decoder_layer
+    sentence = least - encoder_layer - token - decoder_layer
+    return Overheads(*(max(value, 0.0) for value in (sentence, encoder_layer, token, decoder_layer)))
+
+
+def merge_unprofitable(model: PreTrainedModel, costs: SentenceCosts) -> list[str]:
+    """Multiply out, in place, every pair of factors that costs more than their product, and return the modules' names.
+
+    The outputs stay the same up to rounding, and so does the model's place in the world: it is the LightFormer whose
+    `rank_pattern` keeps those matrices dense, it is saved, loaded and trained as such. It holds more parameters.
+
+    Args:
+        costs: of this model, `sentence_costs(model)`.
+    """
+    merged = []
+    ranks = {name: layer.rank for name, layer in costs.layers.items() if ".depths." not in name}
+    for name, rank in ranks.items():
+        layer, path = costs.layers[name], f"{model.base_model_prefix}.{name}"
+        if layer.kind != "linear" or rank is None:
+            continue
+        if costs(name, layer.m, layer.n) >= costs(name, layer.m, layer.n, rank):
+            continue
+        pair = model.get_submodule(path)
+        dense = nn.Linear(layer.m, layer.n, pair.v.bias is not None, pair.v.weight.device, pair.v.weight.dtype)
+        with torch.no_grad():
+            dense.weight.copy_((pair.v.weight.double() @ pair.u.weight.double()).to(dense.weight))
+            if dense.bias is not None:
+                dense.bias.copy_(pair.v.bias)
+        dense.kind = pair.kind
+        dense.train(pair.training)
+        model.set_submodule(path, dense)
+        merged.append(name)
+    # Every matrix by its own name: no two patterns fit one, so that their order says nothing.
+    if merged:
+        model.config.rank_pattern = {re.escape(name): None if name in merged else ranks[name] for name in ranks}
+    return merged

@@ -1,0 +1,177 @@
+"""How ranks are chosen: a ratio (LightFormer, Eq. 12), a fixed rank, or a share of the energy; by kind and by name.
+
+W is m×n, its factors m×r and r×n: mn parameters become r(m+n).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...models.matrices import pattern_matches
+
+KINDS = ("embedding", "attention", "ffn")
+
+
+def rank_for_ratio(m: int, n: int, ratio: float) -> int:
+    """The largest r that makes the matrix at least `ratio` times smaller: ⌊mn / (p(m+n))⌋ (Eq. 12), but at least 1.
+
+    Raises:
+        ValueError: the ratio is not above 1.
+    """
+    _check_ratio(ratio)
+    return max(1, math.floor(m * n / (ratio * (m + n))))
+
+
+def rank_for_energy(singular_values: Tensor, energy: float) -> int:
+    """The smallest r whose first singular values (descending) hold `energy` of the sum of squares; 1 if that is zero.
+
+    Raises:
+        ValueError: the energy is outside (0, 1].
+    """
+    _check_energy(energy)
+    held = singular_values.double().square().cumsum(0)
+    # Compared with the last entry and not with 1, so that energy 1 is reached in spite of rounding.
+    return int(torch.searchsorted(held, energy * held[-1]).item()) + 1
+
+
+def worth_factorizing(m: int, n: int, rank: int) -> bool:
+    """Whether two factors of that rank hold fewer parameters than the m×n matrix."""
+    return rank * (m + n) < m * n
+
+
+@dataclass(frozen=True)
+class RankRule:
+    """One way to choose a rank. Exactly one of the three is set.
+
+    Attributes:
+        ratio: p of Eq. 12, dense parameters / kept parameters of each matrix; above 1.
+        rank: the number of singular values kept of each matrix; at least 1.
+        energy: the share of the sum of squared singular values kept; in (0, 1].
+
+    Raises:
+        ValueError: none or several are set, or the one set is out of its range.
+    """
+
+    ratio: float | None = None
+    rank: int | None = None
+    energy: float | None = None
+
+    def __post_init__(self) -> None:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        if len(given) != 1:
+            found = ", ".join(f"{name}={value}" for name, value in given.items()) or "none"
+            raise ValueError(f"expected exactly one of ratio, rank and energy, found {found}")
+        if self.ratio is not None:
+            _check_ratio(self.ratio)
+        if self.rank is not None and self.rank < 1:
+            raise ValueError(f"rank is {self.rank}, expected 1 or more")
+        if self.energy is not None:
+            _check_energy(self.energy)
+
+    @property
+    def needs_spectrum(self) -> bool:
+        """Whether the choice depends on the singular values, and not on the shape alone."""
+        return self.energy is not None
+
+    def choose_width(self, name: str, widths: list[int]) -> int:
+        """The largest of `widths`, neurons or widths of heads, that makes the largest of them `ratio` times smaller.
+
+        Raises:
+            ValueError: there is no ratio.
+        """
+        if self.ratio is None:
+            raise ValueError(f"{name}: narrower heads and networks are chosen by ratio, params, size or speedup")
+        return max((width for width in widths if width * self.ratio <= max(widths)), default=min(widths))
+
+    def choose(self, name: str, m: int, n: int, singular_values: Tensor | None = None) -> int | None:
+        """The rank of an m×n matrix, or None where it stays dense because its factors would not be smaller.
+
+        Raises:
+            ValueError: a fixed rank above min(m, n), or no singular values where they are needed.
+        """
+        if self.ratio is not None:
+            rank = rank_for_ratio(m, n, self.ratio)
+        elif self.rank is not None:
+            rank = self.rank
+            if rank > min(m, n):
+                raise ValueError(f"{name}: rank {rank} is above {min(m, n)}, the largest that a {m}×{n} matrix has")
+        elif singular_values is None:
+            raise ValueError(f"{name}: a rank chosen by energy needs the singular values")
+        else:
+            rank = rank_for_energy(singular_values, self.energy)
+        return rank if worth_factorizing(m, n, rank) else None
+
+
+@dataclass(frozen=True)
+class RankPolicy:
+    """Which rule holds for which matrix: the first pattern that fits its name, else its kind's rule, else the default.
+
+    A pattern is a regular expression for the end of a module's name, beginning at a dot: `q_proj` fits
+    `encoder.layers.0.self_attn.q_proj`, `proj` does not.
+
+    Attributes:
+        default: the rule for kinds without their own; None leaves them dense.
+        kinds: rules of `embedding`, `attention` and `ffn`.
+        rank_pattern: pattern → rank, or None for dense.
+
+    Raises:
+        ValueError: an unknown kind, a rank below 1, or a pattern that is no regular expression.
+    """
+
+    default: RankRule | None = None
+    kinds: dict[str, RankRule] = field(default_factory=dict)
+    rank_pattern: dict[str, int | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.kinds) - set(KINDS):
+            raise ValueError(f"unknown kind {sorted(unknown)[0]!r}, expected one of {', '.join(KINDS)}")
+        for pattern, rank in self.rank_pattern.items():
+            if rank is not None and rank < 1:
+                raise ValueError(f"rank_pattern {pattern!r}: rank is {rank}, expected 1 or more, or null for dense")
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"rank_pattern {pattern!r} is not a regular expression: {error}") from None
+
+    @property
+    def compresses(self) -> bool:
+        """Whether any matrix may get smaller."""
+        return bool(self.default or self.kinds or any(rank is not None for rank in self.rank_pattern.values()))
+
+    def rule(self, name: str, kind: str) -> RankRule | None:
+        """The rule for one matrix; None where it stays dense."""
+        for pattern, rank in self.rank_pattern.items():
+            if pattern_matches(pattern, name):
+                return None if rank is None else RankRule(rank=rank)
+        return self.kinds.get(kind, self.default)
+
+    def needs_spectrum(self, name: str, kind: str) -> bool:
+        """Whether `choose` needs the matrix's singular values."""
+        rule = self.rule(name, kind)
+        return rule is not None and rule.needs_spectrum
+
+    def choose(self, name: str, kind: str, m: int, n: int, singular_values: Tensor | None = None) -> int | None:
+        """The rank of one matrix, or None where it stays dense. Raises as `RankRule.choose`."""
+        rule = self.rule(name, kind)
+        return None if rule is None else rule.choose(name, m, n, singular_values)
+
+    def unused_patterns(self, names: Iterable[str]) -> list[str]:
+        """The patterns that fit none of the module names."""
+        names = list(names)
+        return [pattern for pattern in self.rank_pattern if not any(pattern_matches(pattern, name) for name in names)]
+
+
+def _check_ratio(ratio: float) -> None:
+    if not 1 < ratio < math.inf:
+        raise ValueError(f"ratio is {ratio}, expected a number above 1: dense parameters / kept parameters")
+
+
+def _check_energy(energy: float) -> None:
+    if not 0 < energy <= 1:
+        raise ValueError(f"energy is {energy}, expected a share above 0 and at most 1")

@@ -1,0 +1,1 @@
+"""Structural forms: what a part of a model can become to be smaller."""

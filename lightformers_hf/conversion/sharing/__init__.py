@@ -1,0 +1,1 @@
+"""Several layers → one."""

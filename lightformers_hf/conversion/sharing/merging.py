@@ -1,0 +1,41 @@
+"""Several layers → one: how a group of shared layers starts (LightFormer, §3.2)."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from ...models.layer_sharing import group_of_depth
+
+GROUP_STARTS = (None, "aligned", "mean", "first")
+
+
+def source_names(name: str, source, target) -> list[str]:
+    """Names of the source's tensors that the target's tensor `name` is made of, one for every depth it serves.
+
+    `source` and `target` are configurations of one family, with `{stack}_layers` and maybe `{stack}_groups`.
+    """
+    match = re.match(
+        r"(?P<head>.*)(?P<stack>encoder|decoder)\.(?P<part>layers|depths)\.(?P<index>\d+)\.(?P<rest>.+)", name
+    )
+    if match is None:
+        return [name]
+    head, stack, part, rest = match["head"], match["stack"], match["part"], match["rest"]
+    layers = getattr(target, f"{stack}_layers")
+    source_groups, target_groups = (getattr(config, f"{stack}_groups", None) for config in (source, target))
+    if source_groups == target_groups:
+        return [name]
+    index = int(match["index"])
+    if part == "depths":  # private to a depth; in the source too, unless each of its layers has its own anyway
+        return [f"{head}{stack}.{'layers' if source_groups is None else 'depths'}.{index}.{rest}"]
+    depths = [depth for depth in range(layers) if group_of_depth(depth, layers, target_groups) == index]
+    stored = [group_of_depth(depth, layers, source_groups) for depth in depths]
+    return [f"{head}{stack}.layers.{layer}.{rest}" for layer in stored]
+
+
+def merge(tensors: list[torch.Tensor], start: str) -> torch.Tensor:
+    """One tensor for a group: the `first` layer's, or else the mean of its layers' tensors. fp32, any one shape."""
+    if start == "first" or len(tensors) == 1:
+        return tensors[0]
+    return torch.stack([tensor.float() for tensor in tensors]).mean(dim=0)

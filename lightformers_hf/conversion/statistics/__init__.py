@@ -1,0 +1,1 @@
+"""What sample text says about a model."""

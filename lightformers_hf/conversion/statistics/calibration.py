@@ -1,0 +1,311 @@
+"""What sample sentences say about each matrix: which inputs it gets, and how much the loss feels its outputs.
+
+Let y = x·W. To second order, and treating x and the loss's gradient g at y as independent (K-FAC, Martens and Grosse
+2015), replacing W by Ŵ costs ½ tr(Δᵀ C Δ G) nats a target token, Δ = W − Ŵ, C = E[xᵀx] and G = Σ gᵀg / target tokens.
+So errors of different matrices are in one unit, and compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase
+
+from ...text import load_parallel, tokenize_pairs
+from ..forms.svd import Factors
+from ..options import CompressionOptions
+from ..workers import add_up, agreed, algebra_device, gathered, several
+from .moments import Moments
+from .shelf import Shelf
+
+# Added to the diagonals, relative to their mean: directions that no sample showed are not free.
+INPUT_DAMPING = 1e-6
+GRADIENT_DAMPING = 1e-2
+# Added to every token's weight, relative to their mean: so that tokens without a sample keep something.
+TOKEN_DAMPING = 1e-2
+# Sentence pairs, unless told otherwise; those of a batch at most, and its tokens on both sides with padding.
+SAMPLES, BATCH, TOKENS = 1000, 32, 1024
+# Rows of a table that are taken to float64 together.
+ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The norm ‖Lᵀ Δ R‖_F that an error Δ of a matrix, m×n, is measured in; half its square is nats a target token.
+
+    Attributes:
+        left: L, lower triangular with C = L Lᵀ; or the square roots of row weights, m, for a token table.
+        right: R, lower triangular with G = R Rᵀ.
+        mean: E[x], m, where the error of the mean output goes into a bias.
+    """
+
+    left: Tensor
+    right: Tensor
+    mean: Tensor | None = None
+
+    def weigh(self, matrix: Tensor) -> Tensor:
+        """Lᵀ W R: its truncated singular values are what the best approximation of W loses."""
+        if self.left.ndim == 2:
+            return self.left.T @ matrix.double() @ self.right
+        weighed = torch.empty_like(matrix, dtype=torch.float64, memory_format=torch.contiguous_format)
+        parts = (tensor.split(ROWS) for tensor in (weighed, self.left, matrix))  # a table is large
+        for target, weights, rows in zip(*parts, strict=True):
+            target.copy_(weights[:, None] * rows.double() @ self.right)
+        return weighed
+
+    def restore(self, factors: Factors) -> Factors:
+        """The factors of W from those of Lᵀ W R."""
+        left, right = factors.left.double(), factors.right.double()
+        if self.left.ndim == 1:
+            left = left / self.left[:, None]
+        else:
+            left = torch.linalg.solve_triangular(self.left.T, left, upper=True)
+        return Factors(left, torch.linalg.solve_triangular(self.right, right, upper=False, left=False))
+
+
+class Calibration:
+    """The moments of every matrix of a model, from sentence pairs: sums, for which memory is bounded (see `Shelf`).
+
+    Args:
+        model: a sequence-to-sequence model of this package, on the device where it is to run.
+        linear: names of its linear layers.
+        batches: `input_ids`, `attention_mask`, `labels` (−100 is padding) and `decoder_input_ids`. Larger ones than
+            `TOKENS` are cut. Each of several processes has its own; sums are over all.
+        progress: show a progress bar.
+
+    Raises:
+        ValueError: states or gradients that are not finite, with the module's name.
+    """
+
+    def __init__(self, model: PreTrainedModel, linear: list[str], batches: list[dict[str, Tensor]], *, progress: bool):
+        self.linear, self.batches = linear, [piece for batch in batches for piece in _pieces(batch)]
+        self.model = model.eval().requires_grad_(False)
+        self._tables = [stack.embed_tokens for stack in (model.get_encoder(), model.get_decoder())]
+        for table in self._tables:  # gradients flow from the loss to here, past every matrix
+            table.weight.requires_grad_(True)
+        self.moments: dict[str, Moments] = {}
+        self.target_tokens = 0
+        self._shelf = Shelf(algebra_device(model.device))
+        self._masks: dict[str, Tensor] = {}
+        tables = [f"model.{stack}.embed_tokens" for stack in ("encoder", "decoder")]
+        watched = {**dict.fromkeys(linear, "linear"), **dict.fromkeys(tables, "table"), self.output_name: "output"}
+        hooks = [self._watch(name, kind) for name, kind in watched.items()]
+        try:
+            with agreed():
+                for batch in tqdm(self.batches, desc="calibrating", unit="batch", disable=not progress):
+                    self._accumulate(self.moved(batch))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if several():
+            self._add_up()
+        for name, moments in self.moments.items():
+            for what in ("inputs", "gradients", "squares"):
+                if not moments.finite(what):
+                    what = "gradients" if what == "squares" else what
+                    raise ValueError(f"calibration: the {what} at {name} hold NaN or infinite values")
+
+    @property
+    def device(self) -> torch.device:
+        """Where moments and metrics are."""
+        return self._shelf.device
+
+    @property
+    def output_name(self) -> str:
+        """Name of the layer that makes logits."""
+        return "lm_head.output" if hasattr(self.model.lm_head, "projection") else "lm_head"
+
+    def moved(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A batch, where the model is."""
+        return {name: tensor.to(self.model.device) for name, tensor in batch.items()}
+
+    def _watch(self, name: str, kind: str):
+        moments = self.moments[name] = Moments(name, self._shelf)
+
+        def see(module: nn.Module, arguments: tuple, output: Tensor) -> None:
+            mask = self._masks[stream_of(name)]
+            states = arguments[0].detach()[mask]
+            if kind == "table":
+                moments.add("tokens", torch.bincount(states, minlength=module.num_embeddings))
+                moments.count += states.numel()
+            else:
+                states = states.flatten(0, -2)
+                moments.add_rows("inputs", states)
+                moments.add("mean", states.sum(0))
+                moments.count += states.shape[0]
+            output.register_hook(partial(_add_gradients, moments, mask, kind))
+
+        return self.model.get_submodule(name).register_forward_hook(see)
+
+    def _accumulate(self, batch: dict[str, Tensor]) -> None:
+        self._masks = {stream: self.mask(batch, stream) for stream in ("source", "target")}
+        labels, kept = batch["labels"], self._masks["target"]
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        with torch.enable_grad():
+            logits = self.model(**inputs, use_cache=False).logits[kept]
+            loss = nn.functional.cross_entropy(logits, labels[kept], reduction="sum")
+            torch.autograd.grad(loss, [table.weight for table in self._tables])
+        self.target_tokens += int(kept.sum())
+
+    def _add_up(self) -> None:
+        """Sum over all processes."""
+        shapes = gathered({name: moments.shapes() for name, moments in self.moments.items()})
+        for name, moments in self.moments.items():
+            moments.add_up(max((own[name] for own in shapes), key=lambda own: len(own[1])))
+        self.target_tokens = int(add_up(torch.tensor(self.target_tokens)))
+
+    @staticmethod
+    def mask(batch: dict[str, Tensor], stream: str) -> Tensor:
+        """Where the `source` or `target` of a batch has tokens: behind a sentence's end, nothing is to be learned."""
+        return batch["attention_mask"].bool() if stream == "source" else batch["labels"] != -100
+
+    def inputs(self, names: list[str]) -> tuple[Tensor, Tensor]:
+        """E[xᵀx] and E[x] of one matrix that serves as each of the modules `names`."""
+        parts = [self.moments[name] for name in names]
+        second = torch.stack([part.inputs.double() / part.count for part in parts]).mean(0)
+        return second, torch.stack([part.vectors["mean"].double() / part.count for part in parts]).mean(0)
+
+    def gradients(self, names: list[str]) -> Tensor:
+        """G, of one matrix that serves as each of the modules `names`."""
+        return torch.stack([self.moments[name].gradients.double() for name in names]).sum(0) / self.target_tokens
+
+    def metric(self, names: list[str], kind: str, has_bias: bool, weighting: str = "loss") -> Metric:
+        """The norm in which one matrix that serves as each of the modules `names` is to be approximated.
+
+        `weighting`: `loss`, both C and G; for comparison `inputs`, C alone, or `rows`, one weight a row, the mean
+        square of its weights' gradients: E[x_i²]·tr G, of which only the first differs from row to row.
+        """
+        if kind == "embedding":
+            metric = self._table_metric(names[0])
+            return metric if weighting == "loss" else replace(metric, right=self._identity(len(metric.right)))
+        inputs, mean = self.inputs(names)
+        if weighting != "loss":
+            right = self._identity(self.moments[names[0]].sizes["gradients"])
+            if weighting == "rows":
+                rows = inputs.diagonal()
+                return Metric((rows + INPUT_DAMPING * rows.mean()).sqrt(), right)
+            return Metric(damped_root(inputs, INPUT_DAMPING), right)
+        if has_bias:  # the bias takes the mean of the error; what is left is centred
+            inputs = inputs - torch.outer(mean, mean)
+        right = damped_root(self.gradients(names), GRADIENT_DAMPING)
+        return Metric(damped_root(inputs, INPUT_DAMPING), right, mean if has_bias else None)
+
+    def _identity(self, size: int) -> Tensor:
+        return torch.eye(size, dtype=torch.float64, device=self.device)
+
+    def _table_metric(self, name: str) -> Metric:
+        """A table's two jobs as one pair of weights.
+
+        As an output layer it costs Σ_v a_v Δ_v H Δ_vᵀ, with a_v the mean square of p − y at token v and H the second
+        moment of the states; as a lookup Σ_v f_v Δ_v G Δ_vᵀ, with f_v the frequency of v and G of the gradients.
+        One row weight and one matrix stand for both, exact where the two agree.
+        """
+        jobs = []
+        tied = self.model.get_expanded_tied_weights_keys(all_submodels=True)
+        serves = [watched for watched in self.moments if self._stored(watched, tied) == name]
+        for watched in serves:
+            part = self.moments[watched]
+            if watched == self.output_name:
+                weights = part.vectors["squares"].double() / self.target_tokens
+                matrix = part.inputs.double() / part.count
+            else:
+                weights = part.vectors["tokens"].double() / part.count
+                matrix = part.gradients.double() / self.target_tokens
+            jobs.append((weights, matrix))
+        rows = sum(weights * matrix.trace() for weights, matrix in jobs)
+        columns = sum(weights.sum() * matrix for weights, matrix in jobs)
+        rows = rows + TOKEN_DAMPING * rows.mean()
+        return Metric(rows.sqrt(), damped_root(columns / columns.trace(), INPUT_DAMPING))
+
+    @staticmethod
+    def _stored(module_name: str, tied: dict[str, str]) -> str:
+        """Name of the module that holds the weights of `module_name`."""
+        for leaf in ("weight", "output.weight"):
+            source = tied.get(f"{module_name}.{leaf}")
+            while source in tied:
+                source = tied[source]
+            if source is not None:
+                return source.removesuffix(".weight")
+        return module_name
+
+
+def stream_of(name: str) -> str:
+    """Whose tokens a module sees: cross-attention makes keys and values of the encoder's."""
+    memory = "encoder_attn" in name and name.rpartition(".")[2] in ("k_proj", "v_proj", "memory_proj")
+    return "source" if memory or name.startswith("model.encoder.") else "target"
+
+
+def _add_gradients(moments: Moments, mask: Tensor, kind: str, gradient: Tensor) -> None:
+    gradient = gradient[mask].flatten(0, -2)
+    if kind == "output":
+        moments.add("squares", gradient.square().sum(0))
+    else:
+        moments.add_rows("gradients", gradient)
+
+
+def _pieces(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """A batch in pieces of at most `TOKENS`, or of one pair."""
+    rows = max(1, TOKENS // (batch["input_ids"].shape[1] + batch["labels"].shape[1]))
+    for pieces in zip(*(tensor.split(rows) for tensor in batch.values()), strict=True):
+        yield dict(zip(batch, pieces, strict=True))
+
+
+def damped_root(moment: Tensor, damping: float) -> Tensor:
+    """L with L·Lᵀ = `moment`, damped; a multiple of the identity where nothing was seen."""
+    size, level = moment.shape[0], moment.diagonal().mean().item()
+    if not level > 0:
+        return torch.eye(size, dtype=torch.float64, device=moment.device) * 1e-6
+    # More where rounding has made it indefinite.
+    for factor in (1, 10, 100, 1000, 1e4):
+        damped = moment.clone()
+        damped.diagonal().add_(factor * damping * level)
+        root, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            return root
+    if not torch.isfinite(moment).all():
+        raise ValueError("the calibration moments are not finite: the model's states or gradients are too large")
+    # Where all samples are alike, what is left around their mean is rounding.
+    values, vectors = torch.linalg.eigh(moment)
+    return torch.linalg.cholesky(vectors * values.clamp(min=damping * values.abs().max()) @ vectors.T)
+
+
+def parallel_batches(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Dataset
+) -> list[dict[str, Tensor]]:
+    """Padded batches of similar lengths, of the columns `source` and `target`."""
+    longest = min(model.config.max_position_embeddings, tokenizer.model_max_length)
+    tokens = tokenize_pairs(pairs, tokenizer, max_source_length=longest, max_target_length=longest)
+    lengths = [sum(pair) for pair in zip(tokens["source_length"], tokens["target_length"], strict=True)]
+    order = sorted(range(len(tokens)), key=lengths.__getitem__)
+    tokens = tokens.remove_columns(["source_length", "target_length"])
+    collate = DataCollatorForSeq2Seq(tokenizer, model=model)
+    batches = (
+        collate([tokens[index] for index in order[start : start + BATCH]]) for start in range(0, len(order), BATCH)
+    )
+    names = ("input_ids", "attention_mask", "labels", "decoder_input_ids")
+    return [{name: batch[name] for name in names} for batch in batches]
+
+
+def sample_pairs(tokenizer: PreTrainedTokenizerBase, options: CompressionOptions) -> Dataset:
+    """So many random pairs of the text that `options` name (see `load_parallel`).
+
+    Raises:
+        ValueError: fewer pairs than asked for.
+    """
+    data, samples = options.calibration, options.calibration_samples
+    pairs = load_parallel(
+        data,
+        source=options.source_lang or getattr(tokenizer, "source_lang", None) or "source",
+        target=options.target_lang or getattr(tokenizer, "target_lang", None) or "target",
+    )
+    if samples is not None and len(pairs) < samples:
+        raise ValueError(
+            f"{data} holds {len(pairs)} pairs, calibration_samples is {samples}: give more text, or ask for fewer"
+        )
+    return pairs.shuffle(seed=options.calibration_seed).select(range(min(samples or SAMPLES, len(pairs))))

@@ -1,0 +1,116 @@
+"""Sums over calibration samples at the modules of a model, kept where there is room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..workers import add_up
+from .shelf import Shelf
+
+# Rows of a symmetric sum that are computed and kept together, up to its diagonal.
+STRIP = 256
+
+
+class Moments:
+    """Sums over samples at one module; divided by `count`, those of the inputs x are means.
+
+    Attributes:
+        count: samples.
+        vectors: `mean`, Σ x (m); at an output layer `squares`, Σ g² (n); at a table `tokens`, how often each token was
+            looked up (V).
+        sizes: of `inputs`, Σ xᵀx (m×m), and `gradients`, Σ gᵀg (n×n).
+    """
+
+    def __init__(self, name: str, shelf: Shelf):
+        self.count = 0
+        self.vectors: dict[str, Tensor] = {}
+        self.sizes: dict[str, int] = {}
+        self._name, self._shelf = name, shelf
+
+    @property
+    def inputs(self) -> Tensor:
+        """Σ xᵀx, m×m."""
+        return self._square("inputs")
+
+    @inputs.setter
+    def inputs(self, matrix: Tensor) -> None:
+        self._put("inputs", matrix)
+
+    @property
+    def gradients(self) -> Tensor:
+        """Σ gᵀg, n×n."""
+        return self._square("gradients")
+
+    @gradients.setter
+    def gradients(self, matrix: Tensor) -> None:
+        self._put("gradients", matrix)
+
+    def add_rows(self, what: str, rows: Tensor) -> None:
+        """Add rowsᵀ·rows to the `inputs` or `gradients`, of whose symmetric sum the lower half is computed."""
+        rows = rows.to(self._shelf.device)
+        size = self.sizes.setdefault(what, rows.shape[1])
+        flat = self._flat(what)
+        for start, end, strip in _strips(flat, size):
+            strip.addmm_(rows[:, start:end].T, rows[:, :end])
+        self._shelf[self._name, what] = flat
+
+    def add(self, what: str, vector: Tensor) -> None:
+        """Add to one of the `vectors`."""
+        vector = vector.to(self._shelf.device)
+        self.vectors[what] = self.vectors[what] + vector if what in self.vectors else vector
+
+    def finite(self, what: str) -> bool:
+        """Whether all numbers of a sum are."""
+        sums = self._flat(what) if what in self.sizes else self.vectors.get(what)
+        return sums is None or bool(torch.isfinite(sums).all())
+
+    def shapes(self) -> tuple[dict, dict]:
+        """Sizes of the squares, and shapes and types of the vectors."""
+        return self.sizes, {what: (vector.shape, vector.dtype) for what, vector in self.vectors.items()}
+
+    def add_up(self, shapes: tuple[dict, dict]) -> None:
+        """Sum over all processes, of which some saw no sample; `shapes` are those of one that did."""
+        self.sizes = shapes[0]
+        for what in self.sizes:
+            self._shelf[self._name, what] = add_up(self._flat(what))
+        for what, (shape, dtype) in shapes[1].items():
+            own = self.vectors.get(what)
+            own = torch.zeros(shape, dtype=dtype, device=self._shelf.device) if own is None else own
+            self.vectors[what] = add_up(own)
+        self.count = int(add_up(torch.tensor(self.count)))
+
+    def _flat(self, what: str) -> Tensor:
+        """The strips of a sum, one behind the other."""
+        if (self._name, what) in self._shelf:
+            return self._shelf[self._name, what]
+        size = self.sizes[what]
+        length = sum((min(start + STRIP, size) - start) * min(start + STRIP, size) for start in range(0, size, STRIP))
+        return torch.zeros(length, device=self._shelf.device)
+
+    def _square(self, what: str) -> Tensor:
+        flat, size = self._flat(what), self.sizes[what]
+        square = flat.new_empty(size, size)
+        for start, end, strip in _strips(flat, size):
+            square[start:end, :end] = strip
+            square[:start, start:end] = strip[:, :start].T
+        return square
+
+    def _put(self, what: str, matrix: Tensor) -> None:
+        self.sizes[what] = len(matrix)
+        flat = self._flat(what).clone()
+        for start, end, strip in _strips(flat, len(matrix)):
+            strip.copy_(matrix[start:end, :end])
+        self._shelf[self._name, what] = flat
+
+
+def _strips(flat: Tensor, size: int) -> Iterator[tuple[int, int, Tensor]]:
+    """(first row, row behind the last, the rows up to their last column) of a symmetric matrix, as views."""
+    offset = 0
+    for start in range(0, size, STRIP):
+        end = min(start + STRIP, size)
+        length = (end - start) * end
+        yield start, end, flat[offset : offset + length].view(end - start, end)
+        offset += length

@@ -1,0 +1,116 @@
+"""Calibration without any text: the teacher translates random tokens.
+
+Sources are tokens drawn one by one with the frequencies that the tokenizer knows; targets are what the teacher makes
+of them. That is no language, yet layers get inputs, and losses gradients, much like those of sentences.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+import sentencepiece
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from tqdm.auto import tqdm
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..options import CompressionOptions
+from ..teacher import Teacher
+from ..workers import own_share
+from .calibration import BATCH
+
+# Sources, unless told otherwise, and the tokens that each has.
+SOURCES, SHORTEST, LONGEST = 256, 5, 30
+
+
+def synthetic_batches(
+    model: PreTrainedModel, teacher: Teacher, options: CompressionOptions, *, progress: bool
+) -> list[dict[str, Tensor]]:
+    """This process's batches as `Calibration` takes them, from the teacher alone.
+
+    Args:
+        model: the teacher in fp32, on the device where it is to run.
+        options: give `calibration_samples` and `calibration_seed`.
+    """
+    tokenizer = teacher.tokenizer() if teacher.has_tokenizer else None
+    frequencies = token_frequencies(tokenizer, model.config)
+    generator = torch.Generator().manual_seed(options.calibration_seed)
+    longest = min(LONGEST, model.config.max_position_embeddings - 2)
+    number = options.calibration_samples or SOURCES
+    lengths = torch.randint(min(SHORTEST, longest), longest + 1, (number,), generator=generator).sort().values
+    drawn = [
+        [torch.multinomial(frequencies, int(n), True, generator=generator).tolist() for n in some]
+        for some in lengths.split(BATCH)
+    ]
+    room = min(2 * longest, model.config.max_position_embeddings - 1)
+    generation = _greedy(teacher, room)
+    batches = []
+    for sources in tqdm(own_share(drawn), desc="making text", unit="batch", disable=not progress):
+        inputs, mask = _padded(sources, tokenizer, model.config)
+        settings = {"attention_mask": mask.to(model.device), "generation_config": generation}
+        with torch.inference_mode():
+            targets = model.generate(inputs.to(model.device), **settings)
+        targets = targets.to("cpu", copy=True)  # out of inference mode: gradients are taken with them
+        labels = targets[:, 1:].masked_fill(targets[:, 1:] == model.config.pad_token_id, -100)
+        parts = {"input_ids": inputs, "attention_mask": mask, "labels": labels, "decoder_input_ids": targets[:, :-1]}
+        batches.append(parts)
+    return batches
+
+
+def token_frequencies(tokenizer: PreTrainedTokenizerBase | None, config) -> Tensor:
+    """How often each source token is expected, (V), not normalised; 0 for special ones.
+
+    A unigram model (SentencePiece) knows its tokens' probabilities. Elsewhere ids are taken to be in order of falling
+    frequency, as byte-pair merges are, and to follow Zipf's law. Without a tokenizer all tokens are alike.
+    """
+    special = {config.pad_token_id, config.bos_token_id, config.eos_token_id, config.decoder_start_token_id}
+    if tokenizer is None:
+        frequencies = torch.ones(config.vocab_size)
+    else:
+        special |= {*tokenizer.all_special_ids, tokenizer.unk_token_id}
+        frequencies = torch.zeros(config.vocab_size)
+        scores = _unigram_scores(tokenizer)
+        for piece, score in (scores or {}).items():
+            index = tokenizer.convert_tokens_to_ids(piece)
+            if index is not None and index < len(frequencies):
+                frequencies[index] = math.exp(score)
+        if not scores:
+            frequencies[: len(tokenizer)] = 1 / (torch.arange(min(len(tokenizer), len(frequencies))) + 10)
+    frequencies[[index for index in special if isinstance(index, int) and index < len(frequencies)]] = 0
+    return frequencies
+
+
+def _unigram_scores(tokenizer: PreTrainedTokenizerBase) -> dict[str, float] | None:
+    """{piece: log-probability} of a unigram tokenizer; `None` of another."""
+    processor = getattr(tokenizer, "spm_source", None) or getattr(tokenizer, "sp_model", None)
+    if isinstance(processor, sentencepiece.SentencePieceProcessor):
+        pieces = range(processor.get_piece_size())
+        normal = [i for i in pieces if not (processor.is_control(i) or processor.is_unknown(i))]
+        scores = {processor.id_to_piece(i): processor.get_score(i) for i in normal}
+        # The scores of a byte-pair model are ranks, and sum up to nothing like a probability.
+        return scores if 0.5 < sum(map(math.exp, scores.values())) < 2 else None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    model = json.loads(backend.to_str())["model"] if backend is not None else {}
+    return dict(model["vocab"]) if model.get("type") == "Unigram" else None
+
+
+def _padded(drawn: list[list[int]], tokenizer: PreTrainedTokenizerBase | None, config) -> tuple[Tensor, Tensor]:
+    """Ids and mask of the sources, with the special tokens that the model is used to."""
+    if tokenizer is not None:
+        limits = {"truncation": True, "max_length": config.max_position_embeddings}
+        batch = tokenizer(tokenizer.batch_decode(drawn), padding=True, return_tensors="pt", **limits)
+        return batch["input_ids"], batch["attention_mask"]
+    end = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id or []
+    sources = [torch.tensor([*ids, *end]) for ids in drawn]
+    inputs = pad_sequence(sources, batch_first=True, padding_value=config.pad_token_id)
+    return inputs, pad_sequence([torch.ones_like(ids) for ids in sources], batch_first=True)
+
+
+def _greedy(teacher: Teacher, max_new_tokens: int) -> GenerationConfig:
+    """How the teacher generates, without beams and lengths of its own."""
+    config = teacher.generation_config()
+    config.update(num_beams=1, do_sample=False, min_length=0, max_length=None, max_new_tokens=max_new_tokens)
+    config.update(early_stopping=False, length_penalty=1.0)
+    return config

@@ -1,0 +1,271 @@
+"""How fast the papers' architectures decode and train, each beside the Transformer that its paper compares with.
+
+That is transformers' own Marian, of equal width and vocabulary; of equal depth, too, but for LightFormer, whose paper
+compares with six layers in each stack.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+import torch
+from rich.table import Table
+from transformers import MarianConfig, MarianMTModel, PreTrainedModel
+
+from ...loading import unique_parameters
+from ..parameters import ParameterRow, find_row
+from ..speed import Speed, generation_speed, one_core, run_ratios, speed_of, speed_ratio, take_turns
+
+SOURCE_TOKENS = TARGET_TOKENS = 25
+TRAINING_SENTENCES = 16
+DECODING = {"greedy": 1, "beam 4": 4}
+TRAINING = "training"
+# What a Marian takes from the architecture that it stands beside.
+SAME_FIELDS = ("vocab_size", "d_model", "encoder_layers", "decoder_layers", "scale_embedding")
+SAME_FIELDS += ("dropout", "attention_dropout", "activation_dropout")
+SAME_FIELDS += ("pad_token_id", "eos_token_id", "decoder_start_token_id")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A row of the papers' parameter tables, and the decoding speed that its paper prints relative to a Transformer.
+
+    The papers of Subformer and PartialFormer measured in batches on a GPU: their ratios are an orientation here, no
+    reference. LightFormer's is of one sentence at a time on one core, as here.
+
+    Attributes:
+        table: of the row.
+        paper_ratio: decoding speed relative to a Transformer as printed, where it is.
+        fields: of the configuration, where they are not the row's.
+        transformer_layers: of either stack of the Transformer; `None` means as many as the architecture has.
+    """
+
+    table: str
+    paper_ratio: float | None = None
+    fields: dict[str, int] = field(default_factory=dict)
+    transformer_layers: int | None = None
+
+    @property
+    def row(self) -> ParameterRow:
+        """The row, with the fields of this pair."""
+        row = find_row(self.table)
+        return replace(row, config=row.config | self.fields)
+
+
+PAIRS = {
+    "partialformer-63m": Pair("PartialFormer T1 6-6 512/64 24-16"),
+    "partialformer-61m": Pair("PartialFormer T1 24-6 360/45 24-16"),
+    "partialformer-36m": Pair("PartialFormer T5 #3 without head scaling", 1.52),  # PartialFormer, Table 9
+    "subformer-base": Pair("Subformer T3 base En-De", 0.75),  # Subformer, Table 8
+    "sandwich-base": Pair("Subformer T2 sandwich", 1.26),  # Subformer, Table 8
+    # LightFormer, Table 7: IWSLT'14 De-En, encoder-decoder layers; 12-1 is not in it.
+    "lightformer-18-3": Pair("LightFormer T6 r6 / T8 6 groups", 2.1, transformer_layers=6),
+    "lightformer-18-2": Pair("LightFormer T7 18-2", 2.4, transformer_layers=6),
+    "lightformer-12-1": Pair(
+        "LightFormer T7 18-2", fields={"encoder_layers": 12, "decoder_layers": 1}, transformer_layers=6
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was measured of a pair.
+
+    Attributes:
+        name: of the pair.
+        parameters, transformer_parameters: unique ones.
+        speeds: `greedy`, `beam 4`, `training` → speed of the architecture and of the Transformer, in target tokens a
+            second; run i of the one was beside run i of the other.
+        paper_ratio: decoding speed relative to a Transformer as printed in the paper, where it is.
+    """
+
+    name: str
+    parameters: int
+    transformer_parameters: int
+    speeds: dict[str, tuple[Speed, Speed]]
+    paper_ratio: float | None
+
+    def quartiles(self, measure: str) -> list[float]:
+        """First and third quartile over the runs of how many times faster than the Transformer."""
+        ratios = torch.tensor(run_ratios(*self.speeds[measure]), dtype=torch.float64)
+        return ratios.quantile(torch.tensor([0.25, 0.75], dtype=torch.float64)).tolist()
+
+    def to_dict(self) -> dict:
+        """Everything as nested dictionaries, for JSON. Runs are target tokens a second."""
+        measures = {
+            measure: {
+                "runs": ours.runs,
+                "transformer_runs": transformer.runs,
+                "ratio": speed_ratio(ours, transformer),
+                "quartiles": self.quartiles(measure),
+            }
+            for measure, (ours, transformer) in self.speeds.items()
+        }
+        return {
+            "name": self.name,
+            "table": PAIRS[self.name].table,
+            "parameters": self.parameters,
+            "transformer_parameters": self.transformer_parameters,
+            "paper_ratio": self.paper_ratio,
+            "measures": measures,
+        }
+
+
+def transformer_beside(pair: Pair, positions: int) -> MarianMTModel:
+    """A Marian with random weights, the row's width and vocabulary, 8 heads, ReLU, FFN as the row's or of width 4·d.
+
+    Dropout and special tokens are those of the row's model. Its position tables end at `positions`.
+    """
+    config = pair.row.model_config()
+    ffn_dim = getattr(config, "decoder_ffn_dim", 4 * config.d_model)
+    fields = {name: getattr(config, name) for name in SAME_FIELDS}
+    if pair.transformer_layers is not None:
+        fields |= dict.fromkeys(("encoder_layers", "decoder_layers"), pair.transformer_layers)
+    return MarianMTModel(
+        MarianConfig(
+            **fields,
+            encoder_attention_heads=8,
+            decoder_attention_heads=8,
+            encoder_ffn_dim=ffn_dim,
+            decoder_ffn_dim=ffn_dim,
+            activation_function="relu",
+            max_position_embeddings=positions,
+            forced_eos_token_id=None,
+        )
+    )
+
+
+def compare(
+    name: str,
+    *,
+    runs: int = 10,
+    new_tokens: int = TARGET_TOKENS,
+    training: bool = True,
+    bf16: bool = False,
+    progress: bool = False,
+) -> Comparison:
+    """Time decoding and training of a pair on one core; its two models take turns within the same runs.
+
+    Both have random weights and the same random inputs. Decoding: greedy and beam 4, one source of 25 tokens, `</s>`
+    ignored. A training step is forward, backward and AdamW's step on 16 sentences of 25 source and 25 target tokens.
+
+    Args:
+        name: of the pair, a key of `PAIRS`.
+        runs: how often each is measured; a first time that warms up does not count.
+        new_tokens: that are generated.
+        training: measure training steps, too.
+        bf16: training under bfloat16 autocast instead of float32.
+        progress: show a bar on stderr.
+
+    Raises:
+        ValueError: an unknown name, or `runs` or `new_tokens` below 1.
+    """
+    if name not in PAIRS:
+        raise ValueError(f"unknown pair {name!r}, expected one of {', '.join(PAIRS)}")
+    if runs < 1 or new_tokens < 1:
+        raise ValueError(f"runs is {runs} and new_tokens is {new_tokens}, expected 1 or more")
+    pair = PAIRS[name]
+    row, positions = pair.row, max(new_tokens, SOURCE_TOKENS) + 1
+    models = {name: row.build(), "transformer": transformer_beside(pair, positions)}
+    batch = random_batch(row.config["vocab_size"])
+    source = {field: batch[field][:1] for field in ("input_ids", "attention_mask")}
+    speeds = {}
+    for measure, beams in DECODING.items():
+        speeds[measure] = generation_speed(
+            models,
+            {key: [source] for key in models},
+            runs=runs,
+            forced_length=new_tokens,
+            progress=progress,
+            num_beams=beams,
+            do_sample=False,
+        )
+    if training:
+        speeds[TRAINING] = training_speed(models, batch, runs=runs, bf16=bf16, progress=progress)
+    return Comparison(
+        name,
+        *(unique_parameters(model) for model in models.values()),
+        speeds={measure: tuple(speed.values()) for measure, speed in speeds.items()},
+        paper_ratio=pair.paper_ratio,
+    )
+
+
+def random_batch(vocab_size: int) -> dict[str, torch.Tensor]:
+    """16 sentences of 25 tokens and as many labels, no special tokens, no padding: each (16, 25)."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (TRAINING_SENTENCES, SOURCE_TOKENS)
+    return {
+        "input_ids": torch.randint(3, vocab_size, shape, generator=generator),
+        "attention_mask": torch.ones(shape, dtype=torch.long),
+        "labels": torch.randint(3, vocab_size, (TRAINING_SENTENCES, TARGET_TOKENS), generator=generator),
+    }
+
+
+def training_speed(
+    models: dict[str, PreTrainedModel],
+    batch: dict[str, torch.Tensor],
+    *,
+    runs: int = 10,
+    bf16: bool = False,
+    progress: bool = False,
+) -> dict[str, Speed]:
+    """Target tokens a second of a training step (forward, backward, AdamW) of each model in turn, on one core.
+
+    The models are trained: their weights change.
+
+    Args:
+        batch: arguments of every model's forward, `labels` (B, T) among them.
+    """
+
+    def step_of(model: PreTrainedModel) -> Callable[[], tuple[int, float]]:
+        optimizer = torch.optim.AdamW(model.parameters())
+        model.train()
+
+        def step() -> tuple[int, float]:
+            start = time.perf_counter()
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return batch["labels"].numel(), time.perf_counter() - start
+
+        return step
+
+    steps = {name: step_of(model) for name, model in models.items()}
+    with one_core():
+        for step in steps.values():  # the first also makes AdamW's moments
+            step()
+        timed = take_turns(steps, runs=runs, progress=progress)
+    return {name: speed_of(results) for name, results in timed.items()}
+
+
+def comparison_table(comparisons: list[Comparison]) -> Table:
+    """A rich table: three rows a pair, medians over the runs, the ratio's quartiles and the paper's ratio."""
+    table = Table(
+        title="Beside Marian of equal width and vocabulary: one core, batch 1, random weights",
+        caption="medians of interleaved runs; speed: how many times as fast as the Transformer (quartiles)",
+    )
+    for heading in ("pair", "parameters", "", "ours", "Transformer", "speed", "paper"):
+        table.add_column(heading, justify="left" if heading in ("pair", "") else "right")
+    for comparison in comparisons:
+        first = [
+            comparison.name,
+            f"{comparison.parameters / 1e6:.1f} / {comparison.transformer_parameters / 1e6:.1f}M",
+        ]
+        for measure, speeds in comparison.speeds.items():
+            rates = [median(speed.runs) for speed in speeds]
+            if measure == TRAINING:
+                cells = [f"{speed.tokens / rate:.2f} s/step" for speed, rate in zip(speeds, rates, strict=True)]
+            else:
+                cells = [f"{rate:.1f} tokens/s" for rate in rates]
+            low, high = comparison.quartiles(measure)
+            ratio = f"{speed_ratio(*speeds):.2f}x ({low:.2f}–{high:.2f})"
+            printed = comparison.paper_ratio if measure != TRAINING else None
+            table.add_row(*first, measure, *cells, ratio, f"{printed}x" if printed else "")
+            first = ["", ""]
+        table.add_section()
+    return table

@@ -1,0 +1,226 @@
+"""How fast a whole checkpoint is factorized, beside a full `torch.linalg.svd` of each matrix in the same process."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import BartConfig, BartForConditionalGeneration, MarianConfig, MarianMTModel
+
+from ...conversion.choosing.rules import rank_for_ratio
+from ...conversion.forms.svd import decompose
+from ...conversion.workers import in_workers
+
+Shapes = Literal["opus-mt", "bart-large"]
+# (m, n) → how many a checkpoint has, largest first. Both keep one token table for encoder, decoder and output.
+CHECKPOINTS: dict[str, dict[tuple[int, int], int]] = {
+    "opus-mt": {(58101, 512): 1, (512, 2048): 12, (2048, 512): 12, (512, 512): 72},
+    "bart-large": {(50265, 1024): 1, (1024, 4096): 24, (4096, 1024): 24, (1024, 1024): 144},
+}
+TEACHERS = {
+    "opus-mt": (
+        MarianMTModel,
+        MarianConfig(
+            d_model=512,
+            encoder_layers=6,
+            decoder_layers=6,
+            encoder_ffn_dim=2048,
+            decoder_ffn_dim=2048,
+            encoder_attention_heads=8,
+            decoder_attention_heads=8,
+            max_position_embeddings=512,
+        ),
+    ),
+    "bart-large": (BartForConditionalGeneration, BartConfig()),
+}
+RATIO = 4.0
+# Distinct matrices of a shape; a checkpoint of more repeats them, so that memory stays small.
+DISTINCT = 2
+
+
+class Seconds(NamedTuple):
+    """Time that passed, and time the processors worked: the second tells more where the machine is shared."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def since(cls, start: Seconds) -> Seconds:
+        """From an earlier reading of `now` until now."""
+        return cls(*(end - begin for end, begin in zip(cls.now(), start, strict=True)))
+
+    @classmethod
+    def now(cls) -> Seconds:
+        """The clocks as they stand."""
+        return cls(time.perf_counter(), time.process_time())
+
+
+@dataclass(frozen=True)
+class ConversionBenchmark:
+    """What was measured.
+
+    Attributes:
+        shapes: name of the checkpoint whose shapes were used.
+        threads: workers of ours, BLAS threads of the full decomposition.
+        full_seconds: full `torch.linalg.svd` of every matrix, one after another; one entry a run.
+        full_samples: of how many matrices of a shape that time was taken, to be multiplied by their number.
+        our_seconds: `decompose` and `truncate` of every matrix; one entry a run.
+        worst_excess: over all distinct matrices, Frobenius error / Eckart-Young optimum − 1.
+    """
+
+    shapes: str
+    threads: int
+    full_seconds: list[Seconds]
+    full_samples: int
+    our_seconds: list[Seconds]
+    worst_excess: float
+
+    @property
+    def speedup(self) -> Seconds:
+        """Median over the runs of the full decomposition's time divided by ours."""
+        pairs = zip(self.full_seconds, self.our_seconds, strict=True)
+        return _median([Seconds(full.wall / ours.wall, full.cpu / ours.cpu) for full, ours in pairs])
+
+
+def _median(times: list[Seconds]) -> Seconds:
+    return Seconds(*(statistics.median(column) for column in zip(*times, strict=True)))
+
+
+def trained_like(m: int, n: int, seed: int) -> Tensor:
+    """A float32 m×n matrix with no structure but a decaying spectrum: Gaussian, its columns weighted by i^(-1/4)."""
+    generator = torch.Generator().manual_seed(seed)
+    rotation = torch.linalg.qr(torch.randn(n, n, generator=generator)).Q
+    return torch.randn(m, n, generator=generator) * torch.arange(1, n + 1) ** -0.25 @ rotation
+
+
+def benchmark_conversion(shapes: Shapes, *, runs: int = 3, samples: int | None = None) -> ConversionBenchmark:
+    """Factorize matrices of a checkpoint's shapes at ratio 4 (Eq. 12) and time it, interleaved with full SVDs.
+
+    Threads are torch's (`OMP_NUM_THREADS`): so many workers with one BLAS thread each for ours, so many BLAS threads
+    for the full decomposition.
+
+    Args:
+        runs: how often both are measured.
+        samples: time at most so many full decompositions of a shape and multiply; all of them unless given.
+
+    Raises:
+        ValueError: unknown shapes, or `runs` or `samples` below 1.
+    """
+    if shapes not in CHECKPOINTS:
+        raise ValueError(f"unknown shapes {shapes!r}, expected one of {', '.join(CHECKPOINTS)}")
+    if runs < 1 or (samples is not None and samples < 1):
+        raise ValueError(f"runs is {runs} and samples is {samples}, expected 1 or more")
+    counts = CHECKPOINTS[shapes]
+    distinct = {
+        (m, n): [trained_like(m, n, seed) for seed in range(min(count, DISTINCT))] for (m, n), count in counts.items()
+    }
+
+    def all_matrices() -> Iterator[Tensor]:
+        for shape, count in counts.items():
+            yield from (distinct[shape][index % len(distinct[shape])] for index in range(count))
+
+    full_seconds, our_seconds = [], []
+    for _ in range(runs):
+        wall = cpu = 0.0
+        for shape, count in counts.items():
+            timed = min(count, samples or count)
+            start = Seconds.now()
+            for index in range(timed):
+                torch.linalg.svd(distinct[shape][index % len(distinct[shape])], full_matrices=False)
+            spent = Seconds.since(start)
+            wall += spent.wall * count / timed
+            cpu += spent.cpu * count / timed
+        full_seconds.append(Seconds(wall, cpu))
+        start = Seconds.now()
+        for _ in in_workers(_factorize, all_matrices()):
+            pass
+        our_seconds.append(Seconds.since(start))
+    most = max(counts.values())
+    return ConversionBenchmark(
+        shapes=shapes,
+        threads=torch.get_num_threads(),
+        full_seconds=full_seconds,
+        full_samples=min(most, samples or most),
+        our_seconds=our_seconds,
+        worst_excess=max(excess(matrix) for matrices in distinct.values() for matrix in matrices),
+    )
+
+
+# Run in a process of its own, so that nothing but the conversion is in its memory.
+_CONVERT = """
+import sys
+from lightformers_hf.conversion import convert
+from lightformers_hf.evaluation.memory import peak_memory
+convert(sys.argv[1], sys.argv[2], ratio=float(sys.argv[3]), paper=True, progress=False)
+print(peak_memory())
+"""
+
+
+def conversion_memory(shapes: Shapes, *, ratio: float = RATIO) -> tuple[int, int]:
+    """Bytes of a checkpoint of these shapes with random weights, and the peak memory of a process that converts it.
+
+    The peak includes Python, PyTorch and Transformers themselves. Writes about three times the checkpoint's size into
+    the folder for temporary files, and removes it.
+    """
+    model_class, config = TEACHERS[shapes]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "source")
+        model = model_class(config)
+        model.save_pretrained(source)
+        del model
+        size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+        command = [sys.executable, "-c", _CONVERT, str(source), str(Path(folder, "output")), str(ratio)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"the conversion failed: {done.stderr.strip()[-500:]}")
+    return size, int(done.stdout)
+
+
+def _factorize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    rank = rank_for_ratio(*weight.shape, RATIO)
+    return decompose(weight, name="matrix", rank=rank).truncate(rank)
+
+
+def excess(weight: Tensor) -> float:
+    """Frobenius error of the factors / Eckart-Young optimum − 1, the optimum from float64 singular values."""
+    left, right = _factorize(weight)
+    optimum = torch.linalg.svdvals(weight.double())[left.shape[1] :].norm()
+    # By chunks of rows, so that the difference in float64 is never held whole.
+    chunks = zip(weight.split(4096), left.split(4096), strict=True)
+    errors = [torch.linalg.norm(rows.double() - part.double() @ right.double()) for rows, part in chunks]
+    return (torch.stack(errors).norm() / optimum - 1).item()
+
+
+def show(result: ConversionBenchmark, console: Console) -> None:
+    """Print a measurement as a table."""
+    counts = CHECKPOINTS[result.shapes]
+    parameters = sum(m * n * count for (m, n), count in counts.items())
+    table = Table(
+        title=f"{result.shapes}: {sum(counts.values())} matrices, {parameters / 1e6:.0f}M parameters, ratio {RATIO:g}",
+        caption=f"{len(result.our_seconds)} interleaved runs, {result.threads} threads, medians",
+    )
+    for heading in ("", "seconds", "speed", "CPU seconds", "speed"):
+        table.add_column(heading, justify="right" if heading else "left")
+    rows = {
+        "full torch.linalg.svd": (_median(result.full_seconds), Seconds(1.0, 1.0)),
+        "truncated factorization": (_median(result.our_seconds), result.speedup),
+    }
+    for name, (seconds, speed) in rows.items():
+        cells = [cell for pair in zip(seconds, speed, strict=True) for cell in (f"{pair[0]:.2f}", f"{pair[1]:.2f}×")]
+        table.add_row(name, *cells)
+    console.print(table)
+    console.print(f"worst error above the Eckart-Young optimum: {result.worst_excess:.1e} (relative)")
+    if result.full_samples < max(counts.values()):
+        note = f"at most {result.full_samples} matrices of a shape timed, multiplied by their number"
+        console.print(f"full torch.linalg.svd: {note}")

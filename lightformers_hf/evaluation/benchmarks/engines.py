@@ -1,0 +1,314 @@
+"""A teacher and its students under every engine: tokens a second, megabytes on disk, BLEU and chrF."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+from tqdm.auto import tqdm
+from transformers import AutoConfig, AutoTokenizer
+
+from ...export import Engine, export, load_engine
+from ...loading import weight_bytes
+from ...text import load_parallel
+from ..evaluate import direction
+from ..quality import translation_quality
+from ..speed import Speed, speed_of, speed_ratio, take_turns, typical_sentences
+from ..translate import translate
+
+# How an engine and its numbers are called → (engine, quantization).
+FORMS = {
+    "transformers": ("transformers", None),
+    "ctranslate2": ("ctranslate2", None),
+    "ctranslate2-int8": ("ctranslate2", "int8"),
+    "onnx": ("onnx", None),
+    "onnx-int8": ("onnx", "int8"),
+}
+BASELINE = "ctranslate2-int8"  # of the teacher: what its users deploy
+SOURCE_TOKENS = 25
+
+
+@dataclass
+class Deployed:
+    """A model in one form: bytes on disk, and its quality where it was measured."""
+
+    model: str
+    form: str
+    folder: str
+    disk_bytes: int
+    bleu: float | None = None
+    chrf: float | None = None
+
+    @property
+    def key(self) -> str:
+        return f"{self.model} {self.form}"
+
+
+@dataclass
+class Timing:
+    """Speed of a deployed model: median ratios over runs to the teacher in the same form, and in the baseline's."""
+
+    model: str
+    form: str
+    cores: int
+    batch_size: int
+    beams: int
+    speed: Speed
+    to_teacher: float | None = None
+    to_baseline: float | None = None
+
+
+@dataclass
+class EngineComparison:
+    """What `compare_engines` measured, and how."""
+
+    models: list[str]
+    deployed: list[Deployed]
+    timings: list[Timing]
+    new_tokens: int
+    sentences: int
+    data: str | None = None
+    quality_beams: int | None = None
+    quality_sentences: int | None = None
+    signatures: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict:
+        """The same as nested dictionaries and lists, for JSON. Runs are tokens a second."""
+        return asdict(self)
+
+    def tables(self) -> list[Table]:
+        """One table a setting, one row a model and form; what they mean is said below the last."""
+        notes = [
+            f"{self.new_tokens} tokens for every sentence; ratios are medians over {self.runs} interleaved runs:",
+            f"'same' to the teacher in the same engine, 'int8' to the teacher in {BASELINE}.",
+        ]
+        if self.data:
+            notes.append(f"Quality: {self.quality_sentences} sentences of {self.data}, beam {self.quality_beams}.")
+        deployed = {place.key: place for place in self.deployed}
+        tables: dict[tuple, Table] = {}
+        for timing in self.timings:
+            setting = (timing.cores, timing.batch_size, timing.beams)
+            if setting not in tables:
+                cores = f"{timing.cores} core{'s' * (timing.cores > 1)}"
+                tables[setting] = table = Table(title=f"{cores}, batch {timing.batch_size}, beam {timing.beams}")
+                table.add_column("engine", no_wrap=True)
+                table.add_column("model", overflow="fold")
+                for column in ("tokens/s", "same", "int8", "MB", *(("BLEU", "chrF") if self.data else ())):
+                    table.add_column(column, justify="right", no_wrap=True)
+            place = deployed[f"{timing.model} {timing.form}"]
+            tables[setting].add_row(
+                timing.form,
+                escape(timing.model),
+                f"{timing.speed.tokens_per_second:,.0f}",
+                *("" if ratio is None else f"{ratio:.2f}x" for ratio in (timing.to_teacher, timing.to_baseline)),
+                f"{place.disk_bytes / 1e6:.1f}",
+                *(f"{score:.1f}" for score in (place.bleu, place.chrf) if score is not None),
+            )
+        tables[setting].caption = escape("\n".join([*notes, *self.signatures]))
+        return list(tables.values())
+
+    @property
+    def runs(self) -> int:
+        return len(self.timings[0].speed.runs)
+
+
+def compare_engines(
+    teacher: str,
+    students: Sequence[str],
+    *,
+    forms: Sequence[str] = tuple(FORMS),
+    cores: Sequence[int] = (1, 2),
+    batch_sizes: Sequence[int] = (1, 32),
+    beams: Sequence[int] = (1, 4),
+    runs: int = 5,
+    sentences: int = 10,
+    new_tokens: int = 25,
+    data: str | None = None,
+    source: str | None = None,
+    target: str | None = None,
+    max_samples: int | None = None,
+    progress: bool = False,
+) -> EngineComparison:
+    """Export a teacher and its students, and time all of them in all forms, in turn within the same runs.
+
+    Every sentence gets exactly `new_tokens` tokens, past any end token, so that all do the same work. Each number of
+    cores has a process of its own, because engines fix their threads when they load. Sources are those of `data` with
+    references of average length; without data, 25 random tokens.
+
+    Args:
+        teacher, students: folders or Hub names of checkpoints.
+        forms: of `FORMS`.
+        cores, batch_sizes, beams: every combination is a setting. A run of batch size 1 translates `sentences`, one at
+            a time; of more, one batch.
+        data, source, target, max_samples: parallel text to measure BLEU and chrF on as well, with the most of `beams`.
+        progress: show a bar on stderr.
+
+    Raises:
+        ValueError: an unknown form, a number below 1, an engine that is not installed, a model that an engine cannot
+            express; or a measuring process failed.
+        FileNotFoundError: no such checkpoint or data.
+    """
+    if unknown := [form for form in forms if form not in FORMS]:
+        raise ValueError(f"unknown engine {unknown[0]!r}, expected one of {', '.join(FORMS)}")
+    numbers = {"cores": cores, "batch_sizes": batch_sizes, "beams": beams}
+    for name, values in {**numbers, "runs": [runs], "sentences": [sentences], "new_tokens": [new_tokens]}.items():
+        if not values or min(values) < 1:
+            raise ValueError(f"{name} is {list(values)}: expected numbers of 1 or more")
+    names = dict(zip(_labels([teacher, *students]), [teacher, *students], strict=True))
+    pairs = None
+    if data is not None:
+        source, target = direction(teacher, AutoTokenizer.from_pretrained(teacher), source, target)
+        pairs = load_parallel(data, source=source, target=target, split="test", max_samples=max_samples)
+    needed = max(sentences if 1 in batch_sizes else 1, *batch_sizes)
+    with ExitStack() as stack:
+        work = stack.enter_context(tempfile.TemporaryDirectory())
+        forms = list(dict.fromkeys(forms))
+        steps = len(names) * len(forms) * (1 if pairs is None else 2) + len(cores)
+        bar = stack.enter_context(tqdm(total=steps, disable=not progress, unit="step"))
+
+        def done(step, *arguments, **options):
+            bar.set_description(step.__name__.strip("_"))
+            result = step(*arguments, **options)
+            bar.update()
+            return result
+
+        deployed = [done(_deploy, label, name, form, Path(work)) for label, name in names.items() for form in forms]
+        inputs = _inputs(names, pairs, needed)
+        comparison = EngineComparison(list(names), deployed, [], new_tokens, sentences, data)
+        for count in cores:
+            comparison.timings += done(
+                _timings,
+                deployed,
+                inputs,
+                count,
+                batch_sizes,
+                beams,
+                runs=runs,
+                sentences=sentences,
+                new_tokens=new_tokens,
+            )
+        _add_ratios(comparison.timings, comparison.models[0])
+        if pairs is not None:
+            comparison.quality_beams, comparison.quality_sentences = max(beams), len(pairs)
+            for place in deployed:
+                scores = done(_quality, place, names[place.model], pairs, max(beams), max(cores))
+                place.bleu, place.chrf = scores["bleu"], scores["chrf"]
+            comparison.signatures = [scores["bleu_signature"], scores["chrf_signature"]]
+    return comparison
+
+
+def _labels(names: list[str]) -> list[str]:
+    short = [Path(name).name if Path(name).is_dir() else name for name in names]
+    return short if len(set(short)) == len(short) else names
+
+
+def _deploy(label: str, name: str, form: str, work: Path) -> Deployed:
+    engine, quantization = FORMS[form]
+    if engine == "transformers":
+        return Deployed(label, form, name, weight_bytes(name))
+    folder = work / label.replace(os.sep, "--") / form
+    report = export(name, folder, to=engine, quantization=quantization)
+    return Deployed(label, form, str(folder), report.weight_bytes)
+
+
+def _inputs(names: dict[str, str], pairs, count: int) -> dict[str, list[list[int]]]:
+    """{model: token ids of `count` sentences}: the same sentences for all, repeated where there are too few."""
+    if pairs is None:
+        generator = torch.Generator().manual_seed(0)
+        shape = (count, SOURCE_TOKENS)
+        sizes = [AutoConfig.from_pretrained(name).vocab_size for name in names.values()]
+        ids = torch.randint(3, min(sizes), shape, generator=generator).tolist()
+        return dict.fromkeys(names, ids)
+    tokenizers = {label: AutoTokenizer.from_pretrained(name) for label, name in names.items()}
+    first = next(iter(tokenizers.values()))
+    chosen = typical_sentences(list(pairs["source"]), list(pairs["target"]), first, count)
+    chosen = [chosen[place % len(chosen)] for place in range(count)]
+    return {label: tokenizer(chosen)["input_ids"] for label, tokenizer in tokenizers.items()}
+
+
+def _timings(
+    deployed: list[Deployed],
+    inputs: dict,
+    cores: int,
+    batch_sizes: Sequence[int],
+    beams: Sequence[int],
+    **numbers: int,
+) -> list[Timing]:
+    """What a process with so many cores measures."""
+    task = {
+        "models": {place.key: [place.folder, inputs[place.model]] for place in deployed},
+        "cores": cores,
+        "settings": [(size, count) for size in batch_sizes for count in beams],
+        **numbers,
+    }
+    # Waiting threads that spin take the core from the engine whose turn it is.
+    environment = {
+        "OMP_NUM_THREADS": str(cores),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    child = subprocess.run(
+        [sys.executable, "-c", "from lightformers_hf.evaluation.benchmarks.engines import _measure; _measure()"],
+        input=json.dumps(task),
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    if child.returncode:
+        last = (child.stderr.strip() or "no message").splitlines()[-1]
+        raise ValueError(f"the process that measures on {cores} cores failed: {last}")
+    by_key = {place.key: place for place in deployed}
+    return [
+        Timing(by_key[key].model, by_key[key].form, cores, size, count, speed_of([tuple(run) for run in timed]))
+        for size, count, key, timed in json.loads(child.stdout.splitlines()[-1])
+    ]
+
+
+def _measure() -> None:
+    """The process of `_timings`: a task on stdin; `[batch size, beams, model, [(tokens, seconds), …]]` on stdout."""
+    task = json.load(sys.stdin)
+    engines = {key: load_engine(folder, threads=task["cores"]) for key, (folder, _) in task["models"].items()}
+    found = []
+    for size, beams in task["settings"]:
+        actions = {}
+        for key, (_, ids) in task["models"].items():
+            batches = [[sentence] for sentence in ids[: task["sentences"]]] if size == 1 else [ids[:size]]
+            _timed(engines[key], batches[:1], beams, task["new_tokens"])
+            actions[key] = partial(_timed, engines[key], batches, beams, task["new_tokens"])
+        found += [[size, beams, key, timed] for key, timed in take_turns(actions, runs=task["runs"]).items()]
+    print(json.dumps(found))
+
+
+def _timed(engine: Engine, batches: list[list[list[int]]], beams: int, new_tokens: int) -> tuple[int, float]:
+    start = time.perf_counter()
+    for batch in batches:
+        engine.generate(batch, num_beams=beams, forced_length=new_tokens)
+    seconds = time.perf_counter() - start
+    return sum(map(len, batches)) * new_tokens, seconds
+
+
+def _add_ratios(timings: list[Timing], teacher: str) -> None:
+    speeds = {(t.model, t.form, t.cores, t.batch_size, t.beams): t.speed for t in timings}
+    for timing in timings:
+        setting = (timing.cores, timing.batch_size, timing.beams)
+        timing.to_teacher = speed_ratio(timing.speed, speeds[teacher, timing.form, *setting])
+        if (baseline := speeds.get((teacher, BASELINE, *setting))) is not None:
+            timing.to_baseline = speed_ratio(timing.speed, baseline)
+
+
+def _quality(place: Deployed, name: str, pairs, beams: int, cores: int) -> dict:
+    engine, tokenizer = load_engine(place.folder, threads=cores), AutoTokenizer.from_pretrained(name)
+    outputs = translate(list(pairs["source"]), engine, tokenizer, num_beams=beams)
+    return translation_quality(outputs, list(pairs["target"]))

@@ -1,0 +1,63 @@
+"""How large a checkpoint is: parameters, bytes on disk, memory while it translates."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    pass
+
+
+def peak_memory() -> int:
+    """The largest resident memory this process ever had, in bytes, mapped files included.
+
+    Linux: VmHWM, because `ru_maxrss` starts from the size of the process that started this one.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        kibibytes = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(kibibytes.split()[1]) * 1024
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+
+
+def translation_memory(name: str | os.PathLike, sentences: list[str], **generation) -> tuple[int, int]:
+    """Peak memory in bytes of a fresh process that loads a checkpoint and translates, and the libraries' part of it.
+
+    The process has one thread and translates `sentences` one at a time; the second number is its peak before the
+    checkpoint is loaded (Python, PyTorch, Transformers).
+    """
+    program = "from lightformers_hf.evaluation.memory import _measure; _measure()"
+    task = json.dumps({"name": os.fspath(name), "sentences": sentences, "generation": generation})
+    child = subprocess.run(
+        [sys.executable, "-c", program],
+        input=task,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+    )
+    if child.returncode:
+        raise ValueError(f"{name} could not be measured in a process of its own: {child.stderr.strip()[-500:]}")
+    peak, libraries = json.loads(child.stdout)
+    return peak, libraries
+
+
+def _measure() -> None:
+    """The process of `translation_memory`: a task on stdin, `[peak, libraries]` on stdout."""
+    from ..loading import load_model
+    from .translate import translate
+
+    task = json.load(sys.stdin)
+    libraries = peak_memory()
+    translate(task["sentences"], *load_model(task["name"]), batch_size=1, **task["generation"])
+    print(json.dumps([peak_memory(), libraries]))

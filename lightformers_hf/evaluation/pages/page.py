@@ -1,0 +1,341 @@
+"""`lightformers report`: one HTML page that needs nothing else, of what became of a model and why."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from difflib import SequenceMatcher
+from functools import partial
+from pathlib import Path
+
+import jinja2
+from tqdm.auto import tqdm
+from transformers import AutoConfig
+
+from lightformers_hf.conversion.sharing.merging import source_names
+from lightformers_hf.text import load_parallel
+
+from ...conversion.report import MatrixReport
+from ...conversion.teacher import Teacher
+from ...files import REPORT_FILE
+from ...loading import load_model, load_teacher, resolve_source
+from ..evaluate import Measurements, direction, warn_of_overlap
+from ..measures import singular_values
+from ..translate import translate
+from . import report_plots
+from .plots import Paint, save_picture, style
+from .report_plots import KINDS, Point
+
+STATE_FILE = "trainer_state.json"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture for light and for dark pages, both PNGs in base64, and a table below it (its head first), if any."""
+
+    title: str
+    caption: str
+    light: str
+    dark: str
+    rows: list[list[str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sentence and its translations; `parts` are the model's words in runs, and whether the teacher's differ."""
+
+    source: str
+    reference: str
+    teacher: str | None
+    parts: list[tuple[str, bool]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `lightformers evaluate --json` measured."""
+
+    model: Measurements
+    teacher: Measurements | None
+    speed_ratio: float | None
+    data: str
+    sentences: int
+    generation: dict[str, int]
+
+    @property
+    def conditions(self) -> str:
+        """The text that was translated, and how it was searched: only under the same ones do results compare."""
+        options = "".join(f", {name} {value}" for name, value in sorted(self.generation.items()))
+        return f"{self.sentences} sentences of {Path(self.data).name}{options}"
+
+
+def report_page(
+    model: str,
+    *,
+    teacher: str | None = None,
+    data: str | None = None,
+    results: Sequence[str | Path] = (),
+    samples: int = 8,
+    source: str | None = None,
+    target: str | None = None,
+    split: str = "test",
+    progress: bool = False,
+    **generation: int,
+) -> str:
+    """The page as text of HTML, with all pictures inside and no script: it loads nothing from anywhere.
+
+    It shows what there is: of `compression.json` the plan and the error of every layer, of `trainer_state.json` the
+    training; and what the arguments add.
+
+    Args:
+        model: folder or Hub name of what `convert` or a training run wrote.
+        teacher: the checkpoint that it was made of: adds singular values, with the ranks that were kept, and its
+            translations.
+        data: parallel text as for `load_parallel`: adds sample translations.
+        results: files that `lightformers evaluate --json` wrote, of this model and of others: add quality against
+            parameters and speed.
+        samples: how many translations are shown, evenly spread over the data.
+        source, target, split: columns of the data, as for `evaluate_model`.
+        progress: show bars on stderr.
+        generation: `num_beams`, `max_new_tokens` for the translations.
+
+    Raises:
+        FileNotFoundError, ValueError: files that are not there or do not belong together, or nothing to report.
+    """
+    folder = resolve_source(model)
+    plan = _json(folder / REPORT_FILE)
+    history = _json(folder / STATE_FILE).get("log_history", [])
+    try:
+        matrices = [
+            MatrixReport(**{entry.name: matrix[entry.name] for entry in fields(MatrixReport)})
+            for matrix in plan.get("matrices", [])
+        ]
+    except KeyError as error:
+        raise ValueError(f"{folder / REPORT_FILE} lacks {error} of a matrix: convert the model again") from None
+
+    pictures = []
+    if teacher and matrices:
+        pictures.append(_spectra(folder, matrices, teacher, progress=progress))
+    if report_plots.has_errors(matrices):
+        measure = "all entries alike" if plan["calibration"] is None else "in the metric of the calibration"
+        pictures.append(
+            _picture(
+                "Error of every layer",
+                partial(report_plots.errors, matrices=matrices),
+                f"What is lost of a matrix, relative to it, {measure}. Dots are matrices, lines means of a block.",
+                columns=2,
+            )
+        )
+    if results:
+        pictures.append(_trade_off([_read(Path(file)) for file in results]))
+    losses, qualities = report_plots.training_curves(history)
+    if losses:
+        pictures.append(
+            _picture(
+                "Training",
+                partial(report_plots.training, losses=losses, qualities=qualities),
+                f"{STATE_FILE}: what the training logged.",
+                columns=2 if qualities else 1,
+            )
+        )
+    translations = (
+        _samples(
+            model, teacher, data, count=samples, source=source, target=target, split=split, progress=progress,
+            **generation,
+        )
+        if data
+        else []
+    )  # fmt: skip
+    if not (plan or pictures or translations):
+        raise ValueError(
+            f"{folder} holds neither {REPORT_FILE} nor {STATE_FILE}, so there is nothing to report: give what convert "
+            "or a training run wrote, or --results, or --data"
+        )
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__, ""),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["millions"] = lambda count: f"{count / 1e6:.1f}M"
+    colors = {name: _colors(dark=dark) for name, dark in (("light", False), ("dark", True))}
+    return environment.get_template("page.html").render(
+        title=folder.name if Path(model).is_dir() else model,
+        colors=colors,
+        plan=plan,
+        matrices=matrices,
+        kinds=_kinds(matrices),
+        options=json.dumps(plan.get("options"), indent=1),
+        pictures=pictures,
+        samples=translations,
+        teacher=teacher,
+        data=data and Path(data).name,
+    )
+
+
+def _json(file: Path) -> dict:
+    """The content of a file, nothing where there is none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}): write it again, or remove it") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is damaged (it holds no object): write it again, or remove it")
+    return content
+
+
+def _colors(*, dark: bool) -> tuple[str, str]:
+    """Page and ink of the pictures' style."""
+    settings = style(dark=dark)
+    return settings["figure.facecolor"], settings["text.color"]
+
+
+def _kinds(matrices: list[MatrixReport]) -> list[tuple[str, int, int, int]]:
+    """A kind of matrix, its parameters before and after, their number."""
+    rows = []
+    for kind, words in KINDS.items():
+        chosen = [matrix for matrix in matrices if matrix.kind == kind]
+        if chosen:
+            before, after = (sum(getattr(m, f"parameters_{when}") for m in chosen) for when in ("before", "after"))
+            rows.append((words, before, after, len(chosen)))
+    return rows
+
+
+def _picture(title: str, paint: Paint, caption: str, *, rows: list[list[str]] | None = None, **options) -> Picture:
+    images = []
+    for dark in (False, True):
+        file = io.BytesIO()
+        save_picture(file, paint, dark=dark, **options)
+        images.append(base64.b64encode(file.getvalue()).decode())
+    return Picture(title, caption, *images, rows=rows or [])
+
+
+def _spectra(folder: Path, matrices: list[MatrixReport], name: str, *, progress: bool) -> Picture:
+    """Singular values of the teacher's matrices; of a group that shares a layer, those of its first."""
+    config = AutoConfig.from_pretrained(folder)
+    teacher = Teacher(resolve_source(name), name)
+    teacher = teacher.shortened(
+        {
+            stack: getattr(config, f"{stack}_layers")
+            for stack in ("encoder", "decoder")
+            if getattr(config, f"{stack}_layers") != getattr(teacher.config, f"{stack}_layers")
+        }
+    )
+    modules = dict(teacher.model.named_modules())
+    values = {}
+    for matrix in tqdm(matrices, disable=not progress, unit="matrix", desc="singular values"):
+        module = source_names(matrix.name, teacher.config, config)[0]
+        module = module if module in modules else f"model.{module}"
+        if module not in modules:
+            raise ValueError(f"{name} has no {matrix.name}: give the teacher that {folder.name} was made of")
+        factors = teacher.factors(module) or (teacher.matrix(module),)
+        shape = (factors[0].shape[0], factors[-1].shape[1])
+        if shape != (matrix.m, matrix.n):
+            raise ValueError(
+                f"{matrix.name} of {name} is {shape[0]}×{shape[1]}, of the teacher of {folder.name} it was "
+                f"{matrix.m}×{matrix.n}: give the teacher that it was made of"
+            )
+        values[matrix.name] = singular_values(module, *factors).tolist()
+    return _picture(
+        "Singular values of the teacher",
+        partial(report_plots.spectra, matrices=matrices, values=values),
+        f"Of every matrix of {teacher.name}, relative to its largest. A dot is the rank that was kept; a matrix that "
+        "stayed whole, or got narrower, has none.",
+        columns=3,
+        height=3.8,
+    )
+
+
+def _read(file: Path) -> Result:
+    """What `lightformers evaluate --json` wrote."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        measured = {role: content[role] and Measurements(**content[role]) for role in ("model", "teacher")}
+        for one in filter(None, measured.values()):
+            one.name = Path(one.name).name
+        return Result(
+            **measured, **{name: content[name] for name in ("speed_ratio", "data", "sentences", "generation")}
+        )
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{file} is not there: `lightformers evaluate … --json {file}` writes it") from None
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{file} holds no results, as `lightformers evaluate … --json FILE` writes them") from None
+
+
+def _trade_off(results: list[Result]) -> Picture:
+    """Quality against parameters and speed: relative to the teacher where all were measured beside one."""
+    conditions = sorted({result.conditions for result in results})
+    if len(conditions) > 1:
+        raise ValueError(
+            "results compare only on the same text, searched alike, but these are of "
+            f"{' and of '.join(conditions)}: evaluate all alike"
+        )
+    relative = all(result.speed_ratio for result in results)
+    points: dict[tuple[str, int], Point] = {}
+    rows: dict[tuple[str, int], Measurements] = {}
+    for result in results:
+        for one, ratio in ((result.teacher, 1.0), (result.model, result.speed_ratio)):
+            if one:
+                speed = ratio if relative else one.tokens_per_second
+                key = (one.name, one.parameters)
+                points[key] = Point(one.name, one.bleu, one.parameters, speed, one is result.teacher)
+                rows[key] = one
+    has_speed = any(point.speed for point in points.values())
+    speed = "times as fast as the teacher" if relative else "tokens/s, one core"
+    head = ["", "BLEU", "chrF", "parameters", "megabytes", *([speed] if has_speed else [])]
+    table = [head]
+    for key in sorted(points, key=lambda key: -key[1]):
+        point, one = points[key], rows[key]
+        shown_speed = "" if point.speed is None else f"{point.speed:.2f}"
+        table.append(
+            [
+                one.name,
+                f"{one.bleu:.1f}",
+                f"{one.chrf:.1f}",
+                f"{one.parameters:,}",
+                f"{one.disk_bytes / 1e6:,.1f}",
+                *([shown_speed] if has_speed else []),
+            ]
+        )
+    return _picture(
+        "Quality against size" + (" and speed" if has_speed else ""),
+        partial(report_plots.trade_off, points=list(points.values()), quality="BLEU", speed=speed),
+        f"{conditions[0]}. {results[0].model.bleu_signature}",
+        columns=2 if has_speed else 1,
+        rows=table,
+    )
+
+
+def _samples(
+    name: str, teacher: str | None, data: str, *, count: int, source: str | None, target: str | None, split: str,
+    progress: bool, **generation: int,
+) -> list[Sample]:  # fmt: skip
+    """Sentences evenly spread over the data, translated by the model and, as it searches, by its teacher."""
+    model, tokenizer = load_model(name)
+    source, target = direction(name, tokenizer, source, target)
+    pairs = load_parallel(data, source=source, target=target, split=split)
+    count = min(count, len(pairs))
+    pairs = pairs.select([i * len(pairs) // count for i in range(count)])
+    sources = list(pairs["source"])
+    warn_of_overlap(str(name), data, sources)
+    generation = {"num_beams": model.generation_config.num_beams or 1} | generation
+    outputs = translate(sources, model, tokenizer, progress=progress, **generation)
+    theirs = [None] * count
+    if teacher:
+        theirs = translate(sources, *load_teacher(teacher, tokenizer), progress=progress, **generation)
+    return [
+        Sample(text, reference, before, _compared(before, after))
+        for text, reference, before, after in zip(sources, pairs["target"], theirs, outputs, strict=True)
+    ]
+
+
+def _compared(before: str | None, after: str) -> list[tuple[str, bool]]:
+    """The words of `after` in runs, and whether a run is not at that place of `before`."""
+    words = after.split()
+    if before is None:
+        return [(" ".join(words), False)]
+    steps = SequenceMatcher(None, before.split(), words, autojunk=False).get_opcodes()
+    return [(" ".join(words[start:end]), step != "equal") for step, _, _, start, end in steps if start < end]

@@ -1,0 +1,227 @@
+"""One style for all pictures, to be read at 800 pixels' width on light and dark pages, and what `analyze` draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+if TYPE_CHECKING:
+    from ..analysis import Analysis
+
+# Told apart by colour-blind eyes, too (Okabe and Ito); lighter on a dark page. In a picture they are C0, C1, ….
+LIGHT = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
+DARK = ("#56b4e9", "#f0b93f", "#2fc79b", "#ff8a4c", "#e5a5c8", "#7c9cff")
+WIDTH = 10  # inches of a picture
+FAR_APART = 20  # times: more than this, and an axis is logarithmic
+Paint = Callable[[list[Axes]], None]
+
+
+def style(*, dark: bool = False) -> dict:
+    """Matplotlib's settings for a white page, or for a dark one (GitHub's)."""
+    page, ink = ("#0d1117", "#e6edf3") if dark else ("#ffffff", "#1f2328")
+    ink_settings = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    return {
+        **dict.fromkeys(ink_settings, ink),
+        **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), page),
+        "axes.prop_cycle": matplotlib.cycler(color=DARK if dark else LIGHT),
+        "axes.grid": True,
+        "axes.grid.which": "both",
+        "axes.formatter.min_exponent": 3,  # 20, not 2×10¹
+        "axes.titlesize": "medium",
+        "axes.axisbelow": True,
+        "grid.color": ink,
+        "grid.alpha": 0.2,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "legend.frameon": False,
+        "font.size": 12,
+        "lines.linewidth": 2,
+    }
+
+
+def as_text(name: str) -> str:
+    """A name for a picture: its dollar signs are no formulas (which `text.parse_math` would forbid to axes, too)."""
+    return name.replace("$", r"\$")
+
+
+def save_picture(
+    file: Path | BinaryIO, paint: Paint, *, rows: int = 1, columns: int = 1, height: float = 4.2, dark: bool = False
+) -> None:
+    """Write a PNG of `height` inches with `rows`×`columns` panels, which `paint` gets as one list.
+
+    What has a label is named once in a legend below, unless a panel has a legend of its own.
+    """
+    with matplotlib.rc_context(style(dark=dark)):
+        figure = Figure(figsize=(WIDTH, height), dpi=160, layout="constrained")
+        panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+        paint(panels)
+        labels: dict[str, object] = {}
+        for axes in panels:
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                labels.setdefault(label, handle)
+        if labels and not any(axes.get_legend() for axes in panels):
+            figure.legend(list(labels.values()), list(labels), loc="outside lower center", ncols=min(len(labels), 4))
+        figure.savefig(file, format="png")
+
+
+def draw_analyses(analyses: list[Analysis], folder: Path) -> list[Path]:
+    """Draw every measure that was taken, `<measure>.png` and `<measure>-dark.png`, and return the paths."""
+    curves = [analysis for analysis in analyses if analysis.loss_curve]
+    pictures: dict[str, tuple[Paint, dict]] = {
+        "head-diversity": (lambda panels: _head_diversity(panels, analyses), {"columns": 3}),
+        "token-uniformity": (lambda panels: _token_uniformity(panels, analyses), {"columns": 2}),
+        "ffn-activation": (lambda panels: _ffn_activation(panels, analyses), {"rows": 2, "columns": 3, "height": 6.5}),
+        "macs": (lambda panels: _macs(panels, analyses), {"columns": 2, "height": _bars_height(analyses)}),
+        "memory": (lambda panels: _memory(panels, analyses), {"columns": 2, "height": _bars_height(analyses)}),
+        "spectra": (
+            lambda panels: _spectra(panels, analyses),
+            {"rows": len(analyses), "columns": 3, "height": 1.4 + 2.4 * len(analyses)},
+        ),
+    }
+    if curves:
+        pictures["convergence"] = (lambda panels: _convergence(panels, curves), {})
+    paths = []
+    for name, (paint, options) in pictures.items():
+        for suffix, dark in (("", False), ("-dark", True)):
+            paths.append(folder / f"{name}{suffix}.png")
+            save_picture(paths[-1], paint, dark=dark, **options)
+    return paths
+
+
+def draw_spectrum(axes: Axes, values: Sequence[float], *, color: str, rank: int | None = None) -> None:
+    """Singular values (descending) of a matrix, relative to the largest; a dot at the rank that was kept, if any."""
+    if values[0] > 0:
+        heights = [value / values[0] for value in values]
+        axes.plot(range(1, len(values) + 1), heights, color=color, linewidth=1, alpha=0.6)
+        if rank:
+            axes.plot(rank, heights[rank - 1], "o", color=color, markersize=5)
+
+
+def _by_depth(axes: Axes, analyses: list[Analysis], values_of: Callable[[Analysis], list[float]], **labels) -> None:
+    """A line a model, over the depths of a stack."""
+    for color, analysis in enumerate(analyses):
+        if values := values_of(analysis):
+            axes.plot(
+                range(1, len(values) + 1), values, "o-", color=f"C{color}", markersize=5, label=as_text(analysis.label)
+            )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set(**labels)
+
+
+def _head_diversity(panels: list[Axes], analyses: list[Analysis]) -> None:
+    for axes in panels[1:]:
+        axes.sharey(panels[0])
+    titles = {"encoder": "encoder", "decoder": "decoder, self-attention", "cross": "cross-attention"}
+    for axes, (site, title) in zip(panels, titles.items(), strict=True):
+        _by_depth(axes, analyses, lambda analysis, site=site: analysis.head_diversity[site], title=title)
+        axes.set(xlabel="layer")
+    panels[0].set(ylabel="head diversity, Eq. 7 (higher: more)")
+
+
+def _token_uniformity(panels: list[Axes], analyses: list[Analysis]) -> None:
+    for axes, stack in zip(panels, ("encoder", "decoder"), strict=True):
+        _by_depth(axes, analyses, lambda analysis, stack=stack: analysis.token_uniformity[stack], title=stack)
+        axes.set(xlabel="layer")
+    panels[0].set(ylabel="correlation of tokens (lower: better)")
+
+
+def _ffn_activation(panels: list[Axes], analyses: list[Analysis]) -> None:
+    measures = {
+        "activated": "activated neurons",
+        "ratio": "share of the neurons",
+        "efficiency": "per 1000 parameters",
+    }
+    for row, stack in enumerate(("encoder", "decoder")):
+        for axes, (measure, title) in zip(panels[3 * row : 3 * row + 3], measures.items(), strict=True):
+
+            def values_of(analysis: Analysis, stack: str = stack, measure: str = measure) -> list[float]:
+                scale = 1000 if measure == "efficiency" else 1
+                return [getattr(layer, measure) * scale for layer in analysis.ffn[stack]]
+
+            _by_depth(axes, analyses, values_of, xlabel="layer" if row else "", title="" if row else title)
+            drawn = [value for line in axes.lines for value in line.get_ydata()]
+            if measure == "efficiency" and max(drawn, default=0) > FAR_APART * min(drawn, default=0):
+                axes.set_yscale("log")
+            else:
+                axes.margins(y=0.15)
+                axes.set_ylim(bottom=0)
+        panels[3 * row].set(ylabel=stack)
+
+
+def _bars_height(analyses: list[Analysis]) -> float:
+    return 1.9 + 0.55 * len(analyses)
+
+
+def _stacked(
+    axes: Axes, analyses: list[Analysis], parts_of: Callable[[Analysis], dict[str, float]], unit: str, color: int = 0
+) -> None:
+    """A horizontal bar a model, of its parts one after another, and their sum; the first part has that colour."""
+    for row, analysis in enumerate(analyses):
+        start = 0.0
+        for index, (part, size) in enumerate(parts_of(analysis).items(), start=color):
+            axes.barh(row, size, left=start, color=f"C{index}", height=0.6, label=part)
+            start += size
+        total = f"{start:,.0f}" if start >= 100 else f"{start:.1f}"
+        axes.annotate(total, (start, row), xytext=(4, 0), textcoords="offset points", va="center")
+    axes.set(yticks=range(len(analyses)), yticklabels=[as_text(analysis.label) for analysis in analyses], xlabel=unit)
+    axes.margins(x=0.16)
+    axes.invert_yaxis()
+    axes.grid(visible=False)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+
+
+def _macs(panels: list[Axes], analyses: list[Analysis]) -> None:
+    kinds = {"macs": "nothing kept, as the papers count", "macs_cached": "with a cache"}
+    for axes, (field, title) in zip(panels, kinds.items(), strict=True):
+
+        def parts_of(analysis: Analysis, field: str = field) -> dict[str, float]:
+            macs = getattr(analysis, field)
+            return {"encoder": macs.encoder / 1e6, "decoder": macs.decoder / 1e6, "output layer": macs.output / 1e6}
+
+        _stacked(axes, analyses, parts_of, "million MACs, 20 source, 20 target tokens")
+        axes.set(title=title)
+    panels[1].set(yticklabels=[])
+
+
+def _memory(panels: list[Axes], analyses: list[Analysis]) -> None:
+    def matrices(analysis: Analysis) -> dict[str, float]:
+        sizes = analysis.footprint
+        parts = {"embedding": sizes.embedding, "encoder": sizes.encoder, "decoder": sizes.decoder}
+        parts |= {"output layer": sizes.output} if sizes.output else {}
+        return {part: entries * 4 / 1e6 for part, entries in parts.items()}
+
+    _stacked(panels[0], analyses, matrices, "MB, float32")
+    _stacked(panels[1], analyses, lambda analysis: {"_": analysis.own_memory_bytes / 1e6}, "MB", color=4)
+    panels[0].set(title="matrices")
+    panels[1].set(title="peak while translating, libraries aside", yticklabels=[])
+
+
+def _spectra(panels: list[Axes], analyses: list[Analysis]) -> None:
+    kinds = ("embedding", "attention", "feed-forward")
+    for row, analysis in enumerate(analyses):
+        for column, kind in enumerate(kinds):
+            axes = panels[3 * row + column]
+            if row:
+                axes.sharex(panels[column])
+            for name, values in analysis.spectra.items():
+                if analysis.kind_of(name) == kind:
+                    draw_spectrum(axes, values, color=f"C{row}")
+            axes.set(title="" if row else kind, ylim=(0, 1.02))
+            if row == len(analyses) - 1:
+                axes.set(xlabel="number of the singular value")
+        panels[3 * row].set(ylabel=f"{as_text(analysis.label)}\nrelative to largest")
+
+
+def _convergence(panels: list[Axes], analyses: list[Analysis]) -> None:
+    for color, analysis in enumerate(analyses):
+        panels[0].plot(*zip(*analysis.loss_curve, strict=True), color=f"C{color}", label=as_text(analysis.label))
+        reached = dict(analysis.loss_curve)[analysis.convergence_step]
+        panels[0].plot(analysis.convergence_step, reached, "o", color=f"C{color}", markersize=8)
+    names = " or ".join(dict.fromkeys(analysis.loss_name for analysis in analyses))
+    panels[0].set(xlabel="step", ylabel=f"{names}, nats a token", title="Dot: within 1 % of the lowest")

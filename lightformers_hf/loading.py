@@ -1,0 +1,177 @@
+"""A model by its folder or its name on the Hub: where it lies, what it is, how large it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import RepositoryNotFoundError
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
+
+from .files import EXPORT_FILE
+from .text import set_languages
+
+
+def resolve_source(source: str | Path) -> Path:
+    """The local folder of a checkpoint: `source` itself, or the snapshot of a Hub model of that name.
+
+    Of a Hub model only configuration, tokenizer, card and weights are fetched, and `.bin` weights only where there
+    are no safetensors. Without network, a snapshot fetched before is used.
+
+    Raises:
+        FileNotFoundError: no such folder, no such model, or the Hub is out of reach.
+        ValueError: a file instead of a folder.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ValueError(f"{source} is a file, expected the folder of a checkpoint")
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(source)):
+        raise FileNotFoundError(f"{source} is no folder: expected the folder of a checkpoint, or a model's Hub name")
+    wanted = ["*.json", "model*.safetensors", "*.spm", "*.model", "*.txt", "README.md"]
+    try:
+        folder = Path(snapshot_download(str(source), allow_patterns=wanted))
+        if not any(folder.glob("model*.safetensors")):
+            folder = Path(snapshot_download(str(source), allow_patterns=[*wanted, "pytorch_model*.bin"]))
+    except RepositoryNotFoundError as error:
+        raise FileNotFoundError(
+            f"{source} is neither a folder here nor a model on the Hub (or it is private: log in with `hf auth login`)"
+        ) from error
+    except OSError as error:
+        reason = str(error).partition("\n")[0]
+        raise FileNotFoundError(
+            f"{source} is no folder here, and the Hub could not be asked for it ({reason}). "
+            "Without network, give the folder of a checkpoint."
+        ) from error
+    return folder
+
+
+def load_model(
+    name: str | os.PathLike, *, device: str | torch.device = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a sequence-to-sequence checkpoint and its tokenizer from a folder or from the Hub: see `load_network`."""
+    return load_network(name, device=device), AutoTokenizer.from_pretrained(name)
+
+
+def load_network(name: str | os.PathLike, *, device: str | torch.device = "cpu") -> PreTrainedModel:
+    """Load a sequence-to-sequence checkpoint from a folder or from the Hub, in evaluation mode.
+
+    It computes in float32, whatever it is stored in, so that speeds of different checkpoints compare.
+
+    Raises:
+        FileNotFoundError: no such folder, and no such model on the Hub.
+        ValueError: the checkpoint is not a sequence-to-sequence model, or lacks weights that would come out random.
+    """
+    name = os.fspath(name)
+    if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
+        raise FileNotFoundError(
+            f"No model folder {name}: give a folder that holds a checkpoint, or a name on the Hub."
+        )
+    if is_export(name):
+        raise ValueError(f"{name} was exported for another engine: give the checkpoint that it was exported from.")
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{name} is neither a checkpoint folder nor a reachable model on the Hub: {error}"
+        ) from error
+    if type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"{name} is a {config.model_type!r} model: expected a sequence-to-sequence model such as Marian, BART or "
+            "LightFormer."
+        )
+    model, loading = AutoModelForSeq2SeqLM.from_pretrained(
+        name, config=config, dtype=torch.float32, output_loading_info=True
+    )
+    if loading["missing_keys"]:
+        raise ValueError(
+            f"{name} lacks the weights {', '.join(sorted(loading['missing_keys']))}: get the whole checkpoint."
+        )
+    return model.to(device).eval()
+
+
+def load_teacher(
+    name: str | os.PathLike, light: PreTrainedTokenizerBase, *, device: str | torch.device = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """As `load_model`; a multilingual teacher translates between the languages of `light`, its student's tokenizer."""
+    model, tokenizer = load_model(name, device=device)
+    source, target = (getattr(light, side, None) for side in ("src_lang", "tgt_lang"))
+    if source and target and hasattr(tokenizer, "src_lang"):
+        set_languages(model, tokenizer, source, target)
+    return model, tokenizer
+
+
+def is_export(name: str | os.PathLike) -> bool:
+    """Whether a folder was written by `lightformers export`."""
+    return Path(name, EXPORT_FILE).is_file()
+
+
+def skeleton(model_class: type[PreTrainedModel], config) -> PreTrainedModel:
+    """The model without storage: every name and shape, no byte of weights."""
+    with torch.device("meta"):
+        return model_class(config)
+
+
+def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What a checkpoint of `model` holds: its state dict less the names that only repeat another tensor."""
+    ties = model.get_expanded_tied_weights_keys(all_submodels=True)
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in ties}
+
+
+def unique_parameters(model: PreTrainedModel) -> int:
+    """The number of scalars that were learned: a shared or tied tensor counts once, buffers do not count."""
+    return sum(parameter.numel() for _, parameter in learned_parameters(model))
+
+
+def learned_parameters(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Name and tensor of every parameter that was learned, a shared or tied one once.
+
+    Tables that the class computes instead of storing them (Marian's sinusoidal positions are `nn.Parameter`s) are not
+    among them, so that two ways of holding the same positions give the same number.
+    """
+    computed = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    yield from ((name, parameter) for name, parameter in model.named_parameters() if name not in computed)
+
+
+def weight_bytes(name: str | os.PathLike) -> int:
+    """Bytes of the weight files that `from_pretrained` reads for a local folder or a model of the Hub.
+
+    Of several formats side by side only the one that is loaded counts, of shards those that the index names.
+    """
+    name = os.fspath(name)
+    for candidate in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+        found = cached_file(name, candidate, _raise_exceptions_for_missing_entries=False)
+        if found is None:
+            continue
+        files = [Path(found)]
+        if candidate.endswith(".index.json"):
+            shards = set(json.loads(Path(found).read_text())["weight_map"].values())
+            files = [Path(found).parent / shard for shard in sorted(shards)]
+        return sum(file.stat().st_size for file in files)
+    raise FileNotFoundError(f"{name} has no weight file: expected {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}.")
+
+
+def tensor_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the tensors that a checkpoint of `model` holds, in the type its configuration names (else fp32)."""
+    itemsize = (model.config.dtype or torch.float32).itemsize
+    return itemsize * sum(tensor.numel() for tensor in stored_tensors(model).values())

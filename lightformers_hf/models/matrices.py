@@ -1,0 +1,221 @@
+"""Matrices stored as the product of two thin ones: W ≈ U·V (LightFormer, Eq. 1 and 7; the embedding: Eq. 8).
+
+Symbols are the paper's: a weight W is m×n with y = x·W, U is m×r, V is r×n, r is the rank.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+# Where it pays: tall matrices too large for a core's own cache, up to so many rows (fp32, one core: 1.5 to 4 times).
+MOST_ROWS = 8
+MANY_WEIGHTS = 1_000_000
+TALL = 8
+
+# (name of a linear layer, input width, output width) → the module: dense or low-rank, the configuration decides.
+Projection = Callable[[str, int, int], nn.Module]
+
+
+def pattern_matches(pattern: str, name: str) -> bool:
+    """Whether `pattern`, a regular expression, matches the end of the module name `name` from a dot on.
+
+    `q_proj` matches every `….q_proj`; `decoder.layers.0.fc1` exactly one; `fc[12]` both linear layers of each FFN.
+    """
+    return re.fullmatch(rf"(?:.*\.)?(?:{pattern})", name) is not None
+
+
+def from_pattern(patterns: Mapping[str, int | None], name: str, default: int | None) -> int | None:
+    """What `patterns` say of the module `name`, a rank or a width: the first that matches decides, else `default`."""
+    for pattern, value in patterns.items():
+        if pattern_matches(pattern, name):
+            return value
+    return default
+
+
+def _check_rank(rank: int, m: int, n: int, name: str) -> None:
+    if not 1 <= rank <= min(m, n):
+        raise ValueError(
+            f"rank of {name} is {rank}; a {m}x{n} matrix allows 1 to {min(m, n)} (rank_pattern can give it its own)"
+        )
+
+
+def init_factors(module: nn.Module, std: float) -> None:
+    """Draw what `module` itself holds of a factorized matrix, so that U·V has entries of standard deviation `std`.
+
+    An entry of U·V is a sum of r products, so its variance is r·s⁴ when both factors have variance s². Factors are
+    drawn by the modules that hold them (marked by `product_rank`): transformers passes over one that holds nothing.
+    A `product_rank` of 0 marks a factor that starts at zero.
+    """
+    rank = getattr(module, "product_rank", None)
+    if rank is None:
+        return
+    factor_std = (std**2 / rank) ** 0.25 if rank else 0.0
+    for name, factor in module.named_parameters(recurse=False):
+        if name != "bias":
+            fresh = not getattr(factor, "_is_hf_initialized", False)
+            init.normal_(factor, std=factor_std)
+            if fresh and name == "weight" and getattr(module, "padding_idx", None) is not None:
+                init.zeros_(factor[module.padding_idx])
+
+
+class LowRankLinear(nn.Module):
+    """y = x·U·V + b: `u` is U (m×r, no bias), `v` is V with the bias b (r×n). Shapes: (…, m) → (…, n)."""
+
+    def __init__(self, in_features: int, out_features: int, rank: int, bias: bool = True):
+        super().__init__()
+        self.in_features, self.out_features, self.rank = in_features, out_features, rank
+        self.u = nn.Linear(in_features, rank, bias=False)
+        self.v = nn.Linear(rank, out_features, bias=bias)
+        self.u.product_rank = self.v.product_rank = rank
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.v(self.u(hidden_states))
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}"
+
+
+def make_linear(in_features: int, out_features: int, rank: int | None, *, name: str, bias: bool = True) -> nn.Module:
+    """A dense layer where `rank` is `None`, else a `LowRankLinear`. A rank above min(m, n) raises `ValueError`."""
+    if rank is None:
+        return nn.Linear(in_features, out_features, bias=bias)
+    _check_rank(rank, in_features, out_features, name)
+    return LowRankLinear(in_features, out_features, rank, bias=bias)
+
+
+def add_residuals(module: nn.Module, shared: nn.Module, rank: int, *, name: str) -> None:
+    """Give `module` a residual x·A·B, zero at first, for every linear layer of `shared`, under the same names."""
+    for path, layer in shared.named_modules():
+        if not hasattr(layer, "kind"):
+            continue
+        _check_rank(rank, layer.in_features, layer.out_features, f"{name}.{path}")
+        residual = LowRankLinear(layer.in_features, layer.out_features, rank, bias=False)
+        residual.v.product_rank = 0
+        parent, _, leaf = path.rpartition(".")
+        if parent and not hasattr(module, parent):
+            module.add_module(parent, nn.Module())
+        module.get_submodule(parent).add_module(leaf, residual)
+
+
+def apply_with_residual(module: nn.Module, name: str, states: torch.Tensor, residuals: nn.Module | None):
+    """`module.<name>(states)`, and what `residuals` adds to it: x·W + x·A·B. (…, m) → (…, n)."""
+    output, residual = getattr(module, name)(states), getattr(residuals, name, None)
+    return output if residual is None else output + residual(states)
+
+
+def module_rank(config, name: str, kind: str) -> int | None:
+    """r of the module `name` (without the head's `model.`), whose kind is `attention`, `ffn` or `embedding`."""
+    stack = "decoder" if name.startswith("decoder.") else "encoder"
+    return from_pattern(config.rank_pattern, name, config.rank_of_kind(stack, kind))
+
+
+def projections(config, prefix: str, kind: str) -> Projection:
+    """What builds the linear layers of the module `prefix`, each of the rank that `config` gives to its kind.
+
+    A layer carries its kind as the attribute `kind`: what may be factorized is known from the model itself.
+    """
+
+    def project(name: str, in_features: int, out_features: int) -> nn.Module:
+        full_name = f"{prefix}.{name}"
+        rank = module_rank(config, full_name, kind)
+        layer = make_linear(in_features, out_features, rank, name=full_name)
+        layer.kind = kind
+        return layer
+
+    return project
+
+
+class LowRankEmbedding(nn.Embedding):
+    """E = E_a·E_b (Eq. 8): `weight` is E_a (V×r), one row a token; `basis` is E_b (r×d). Ids (…) → vectors (…, d).
+
+    A subclass of `nn.Embedding`, so that resizing the vocabulary changes E_a alone and the table stays low-rank.
+    """
+
+    def __init__(self, num_embeddings: int, d_model: int, rank: int, padding_idx: int | None = None):
+        super().__init__(num_embeddings, rank, padding_idx)
+        self.product_rank = rank
+        self.basis = nn.Parameter(torch.empty(rank, d_model))
+        nn.init.normal_(self.basis)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids) @ self.basis
+
+
+class LowRankOutput(nn.Module):
+    """The output layer of a low-rank embedding: logits = (h·E_bᵀ)·E_aᵀ. Shapes: (…, d) → (…, V).
+
+    `basis` (r×d) and `output.weight` (V×r) are the embedding's own tensors where the two are tied.
+    """
+
+    def __init__(self, d_model: int, vocab_size: int, rank: int):
+        super().__init__()
+        self.basis = nn.Parameter(torch.empty(rank, d_model))
+        nn.init.normal_(self.basis)
+        self.output = nn.Linear(rank, vocab_size, bias=False)
+        self.product_rank = self.output.product_rank = rank
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return wide_linear(self.output, nn.functional.linear(hidden_states, self.basis))
+
+
+def make_embedding(vocab_size: int, width: int, rank: int | None, *, name: str, padding_idx: int | None):
+    """Token table, V×width: dense where `rank` is `None`. A rank above min(V, width) raises `ValueError`."""
+    if rank is None:
+        table = nn.Embedding(vocab_size, width, padding_idx)
+    else:
+        _check_rank(rank, vocab_size, width, name)
+        table = LowRankEmbedding(vocab_size, width, rank, padding_idx)
+    table.kind = "embedding"
+    return table
+
+
+def make_output(width: int, vocab_size: int, rank: int | None, *, name: str) -> nn.Module:
+    """Output layer without bias, width → V, in the form that its embedding has."""
+    if rank is None:
+        output = nn.Linear(width, vocab_size, bias=False)
+    else:
+        _check_rank(rank, width, vocab_size, name)
+        output = LowRankOutput(width, vocab_size, rank)
+    output.kind = "embedding"
+    return output
+
+
+def table_parameters(module: nn.Module) -> dict[str, str]:
+    """Names of an embedding's parameters → names of the same tensors in its output layer."""
+    if isinstance(module, LowRankEmbedding):
+        return {"weight": "output.weight", "basis": "basis"}
+    return {"weight": "weight"}
+
+
+def wide_linear(layer: nn.Module, states: torch.Tensor) -> torch.Tensor:
+    """`layer(states)`, (…, m) → (…, n), for the layer that makes logits.
+
+    BLAS reads a large W at half the memory's speed when it multiplies a few rows by Wᵀ, and at full speed when it
+    multiplies W by as many columns. A single row is worst of all: it goes through as two. Only an `nn.Linear` with
+    nothing attached to it, without gradients, in fp32 and on a CPU, takes this route; the numbers are the same up to
+    rounding.
+    """
+    rows = states.numel() // states.shape[-1]
+    other_route = (
+        0 < rows <= MOST_ROWS
+        and type(layer) is nn.Linear
+        and layer.weight.numel() >= MANY_WEIGHTS
+        and layer.out_features >= TALL * layer.in_features
+        and states.dtype == layer.weight.dtype == torch.float32
+        and states.device.type == "cpu"
+        and layer.weight.device == states.device  # a weight that is loaded for each call is not
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+        and not (layer._forward_hooks or layer._forward_pre_hooks)
+    )
+    if not other_route:
+        return layer(states)
+    columns = states.reshape(rows, -1).expand(max(rows, 2), -1)
+    output = torch.mm(layer.weight, columns.contiguous().t()).t()[:rows]
+    if layer.bias is not None:
+        output = output + layer.bias
+    return output.reshape(*states.shape[:-1], layer.out_features)
