@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -136,6 +136,34 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """What a checkpoint of `model` holds: its state dict less the names that only repeat another tensor."""
     ties = model.get_expanded_tied_weights_keys(all_submodels=True)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in ties}
+
+
+def load_tensors(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], *, assign: bool = False) -> None:
+    """Give `model` the tensors of a whole checkpoint, as `stored_tensors` names them, and tie what is tied.
+
+    Args:
+        model: with storage, or a `skeleton` where the tensors are assigned.
+        tensors: all that is stored. Names that only repeat another tensor may be there or not.
+        assign: put the tensors themselves in place, in their own type, instead of copying their values.
+
+    Raises:
+        ValueError: a tensor is missing, has no place in the model, or has another shape; nothing is loaded then.
+    """
+    expected, stored = model.state_dict(), stored_tensors(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    wrong = {
+        "is not there": [name for name in stored if name not in tensors],
+        "has no place in it": [name for name in tensors if name not in expected],
+        "has another shape": [
+            f"{name} {tuple(tensor.shape)} instead of {shapes[name]}"
+            for name, tensor in tensors.items()
+            if shapes.get(name, tuple(tensor.shape)) != tuple(tensor.shape)
+        ],
+    }
+    if found := [f"{', '.join(names)} {what}" for what, names in wrong.items() if names]:
+        raise ValueError(f"the tensors do not fit a {type(model).__name__} of this configuration: {'; '.join(found)}")
+    model.load_state_dict(tensors, strict=False, assign=assign)
+    model.tie_weights()
 
 
 def unique_parameters(model: PreTrainedModel) -> int:

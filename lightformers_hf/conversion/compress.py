@@ -10,7 +10,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..loading import skeleton, stored_tensors
+from ..loading import load_tensors, skeleton, stored_tensors
 from ..models.attention import MultiHeadAttention
 from ..models.configuration_base import RANK_FIELDS, FactorizedConfig
 from ..models.configuration_lightformer import LightFormerConfig
@@ -344,8 +344,7 @@ class Compression:
 
     def _refit(self, coordinates: dict[str, torch.Tensor], progress: bool) -> None:
         student = self.teacher.model_class(self.config)
-        student.load_state_dict({name: tensor.float() for name, tensor in self.state.items()}, strict=False)
-        student.tie_weights()
+        load_tensors(student, {name: tensor.float() for name, tensor in self.state.items()})
         student = student.eval().to(self.device)
         refit(student, self.calibration.model, self.calibration, coordinates, progress=progress)
         self.state = {name: student.state_dict()[name].cpu() for name in self.state}

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ..files import atomic_output
-from ..loading import resolve_source
+from ..loading import load_tensors, resolve_source
 from .compress import Compression
 from .options import CompressionOptions
 from .report import CompressionReport, write_report
@@ -85,10 +85,6 @@ def _write_model(compression: Compression, folder: Path) -> None:
     model = compression.model
     dtype = compression.teacher.config.dtype or torch.float32
     state = {name: tensor.to(dtype) for name, tensor in compression.state.items()}
-    missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
-    ties = model.get_expanded_tied_weights_keys(all_submodels=True)
-    if unexpected or set(missing) - set(ties):
-        raise RuntimeError(f"the result's tensors do not fit it: {unexpected or sorted(set(missing) - set(ties))}")
-    model.tie_weights()
+    load_tensors(model, state, assign=True)
     model.generation_config = compression.teacher.generation_config()
     model.save_pretrained(folder)

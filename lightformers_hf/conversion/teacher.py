@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 
 from .. import models
 from ..files import TOKENIZER_FILES
-from ..loading import skeleton, stored_tensors
+from ..loading import load_tensors, skeleton, stored_tensors
 from ..models.configuration_lightformer import LightFormerConfig
 from ..models.matrices import LowRankEmbedding, LowRankLinear, LowRankOutput
 from ..text import set_language_codes
@@ -160,8 +160,7 @@ class Teacher:
     def load(self) -> PreTrainedModel:
         """The whole model, fp32."""
         model = self.model_class(self.config)
-        model.load_state_dict({name: self.read(name).float() for name in stored_tensors(self.model)}, strict=False)
-        model.tie_weights()
+        load_tensors(model, {name: self.read(name).float() for name in stored_tensors(self.model)})
         return model
 
     @property
