@@ -74,6 +74,21 @@ class LowRankLinear(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.v(self.u(hidden_states))
 
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """b (n)."""
+        return self.v.bias
+
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """U (m×r) and V (r×n)."""
+        return self.u.weight.T, self.v.weight.T
+
+    @staticmethod
+    def state_of(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """State dict of the layer that has these factors and this bias."""
+        state = {"u.weight": left.T, "v.weight": right.T}
+        return state if bias is None else {**state, "v.bias": bias}
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}"
 
@@ -143,6 +158,15 @@ class LowRankEmbedding(nn.Embedding):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return super().forward(input_ids) @ self.basis
 
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """E_a (V×r) and E_b (r×d)."""
+        return self.weight, self.basis
+
+    @staticmethod
+    def state_of(left: torch.Tensor, right: torch.Tensor, bias: None) -> dict[str, torch.Tensor]:
+        """State dict of the table that has these factors; a table has no bias."""
+        return {"weight": left, "basis": right}
+
 
 class LowRankOutput(nn.Module):
     """The output layer of a low-rank embedding: logits = (h·E_bᵀ)·E_aᵀ. Shapes: (…, d) → (…, V).
@@ -159,6 +183,15 @@ class LowRankOutput(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return wide_linear(self.output, nn.functional.linear(hidden_states, self.basis))
+
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """E_a (V×r) and E_b (r×d), as the table has them: the layer multiplies by their product transposed."""
+        return self.output.weight, self.basis
+
+    @staticmethod
+    def state_of(left: torch.Tensor, right: torch.Tensor, bias: None) -> dict[str, torch.Tensor]:
+        """State dict of the layer that has these factors; an output layer has no bias."""
+        return {"output.weight": left, "basis": right}
 
 
 def make_embedding(vocab_size: int, width: int, rank: int | None, *, name: str, padding_idx: int | None):
@@ -188,6 +221,66 @@ def table_parameters(module: nn.Module) -> dict[str, str]:
     if isinstance(module, LowRankEmbedding):
         return {"weight": "output.weight", "basis": "basis"}
     return {"weight": "weight"}
+
+
+def factors_of(module: nn.Module) -> tuple[torch.Tensor, ...]:
+    """The matrices whose product is the module's weight, in order: one where it is dense, two where it is low-rank.
+
+    The weight is as the paper writes it: m×n of a linear layer, V×d of a token table and of the output layer above
+    it (whose `kind` is `embedding`). Every low-rank class says its `factors()`.
+    """
+    if hasattr(module, "factors"):
+        return module.factors()
+    is_table = isinstance(module, nn.Embedding) or getattr(module, "kind", None) == "embedding"
+    return (module.weight if is_table else module.weight.T,)
+
+
+def product_of(module: nn.Module, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The whole weight of a module (m×n, or V×d), multiplied out in fp32 or better.
+
+    Args:
+        dtype: precision of the product and of the result; by default the result has the module's own.
+    """
+    first, *others = factors_of(module)
+    precision = dtype or torch.promote_types(first.dtype, torch.float32)
+    if not others:
+        return first if dtype is None else first.to(dtype)
+    product = torch.linalg.multi_dot([factor.to(precision) for factor in (first, *others)])
+    return product if dtype else product.to(first.dtype)
+
+
+def bias_of(module: nn.Module) -> torch.Tensor | None:
+    """The bias (n) of a linear layer; `None` where there is none, as in every table."""
+    return getattr(module, "bias", None)
+
+
+def rank_of(module: nn.Module) -> int | None:
+    """r of a low-rank module; `None` means dense."""
+    left, *others = factors_of(module)
+    return left.shape[1] if others else None
+
+
+def low_rank_state(
+    module: nn.Module, left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """State dict of the low-rank module that takes the place of `module`, or that `module` is.
+
+    Args:
+        module: a linear layer, a token table or an output layer, dense or low-rank.
+        left, right: factors, m×r and r×n (V×r and r×d), as `factors_of` gives them.
+        bias: n, of a linear layer.
+
+    Raises:
+        ValueError: a bias for a table or an output layer, which have none.
+    """
+    low_rank_class = type(module)
+    if not hasattr(module, "factors"):
+        is_output = getattr(module, "kind", None) == "embedding"
+        low_rank_class = LowRankOutput if is_output else LowRankLinear
+        low_rank_class = LowRankEmbedding if isinstance(module, nn.Embedding) else low_rank_class
+    if bias is not None and low_rank_class is not LowRankLinear:
+        raise ValueError(f"a bias of {len(bias)} numbers is given for a {low_rank_class.__name__}, which has none")
+    return low_rank_class.state_of(left, right, bias)
 
 
 def wide_linear(layer: nn.Module, states: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Factors act as their product does."""
+"""Factors act as their product does, and say what they are."""
 
 import pytest
 import torch
@@ -7,17 +7,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightformers_hf.models import LightFormerConfig, LightFormerForConditionalGeneration
+from lightformers_hf.models import LightFormerConfig, LightFormerForConditionalGeneration, matrices
 from lightformers_hf.models.matrices import (
     LowRankEmbedding,
     LowRankLinear,
     LowRankOutput,
+    bias_of,
+    factors_of,
     from_pattern,
     init_factors,
+    low_rank_state,
     make_embedding,
     make_linear,
     make_output,
     pattern_matches,
+    product_of,
+    rank_of,
+    wide_linear,
 )
 
 
@@ -46,6 +52,60 @@ def test_embedding_and_output_are_their_product():
     states = torch.randn(2, 3, 8)
     torch.testing.assert_close(output(states), states @ table.T)
     assert isinstance(embedding, nn.Embedding)
+
+
+MAKERS = {
+    "linear": lambda rank: make_linear(8, 11, rank, name="linear"),
+    "linear without bias": lambda rank: make_linear(8, 11, rank, name="linear", bias=False),
+    "table": lambda rank: make_embedding(11, 8, rank, name="table", padding_idx=1),
+    "output": lambda rank: make_output(8, 11, rank, name="output"),
+}
+
+
+def matrix_by_calls(module: nn.Module) -> torch.Tensor:
+    """A module's matrix, m×n or V×d, read off what it makes of one-hot vectors, or of ids."""
+    if isinstance(module, nn.Embedding):
+        return module(torch.arange(module.num_embeddings))
+    is_output = getattr(module, "kind", None) == "embedding"
+    width = getattr(module, "in_features", 8)
+    rows = module(torch.eye(width)) - module(torch.zeros(1, width))
+    return rows.T if is_output else rows
+
+
+@pytest.mark.parametrize("rank", [None, 3])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@torch.no_grad()
+def test_a_module_says_what_it_is(make, rank):
+    torch.manual_seed(0)
+    module = make(rank)
+    expected = matrix_by_calls(module)
+    factors = factors_of(module)
+    assert rank_of(module) == rank
+    assert [tuple(factor.shape) for factor in factors] == (
+        [tuple(expected.shape)] if rank is None else [(len(expected), rank), (rank, expected.shape[1])]
+    )
+    torch.testing.assert_close(product_of(module), expected)
+    assert product_of(module.bfloat16()).dtype == torch.bfloat16
+    assert product_of(module, torch.float64).dtype == torch.float64
+    bias = [parameter for name, parameter in module.named_parameters() if name.endswith("bias")]
+    assert bias_of(module) is (bias[0] if bias else None)
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@torch.no_grad()
+def test_the_state_of_a_low_rank_module_follows_from_the_dense_one(make):
+    dense, low_rank, third = make(None), make(3), make(3)
+    factors, bias = factors_of(low_rank), bias_of(low_rank)
+    for module in (dense, low_rank):
+        third.load_state_dict(low_rank_state(module, *factors, bias))
+        assert all(map(torch.equal, factors_of(third), factors))
+        assert (bias is None) == (bias_of(third) is None)
+        assert bias is None or torch.equal(bias_of(third), bias)
+
+
+def test_a_table_has_no_bias():
+    with pytest.raises(ValueError, match=r"bias of 4 numbers.*LowRankEmbedding"):
+        low_rank_state(nn.Embedding(4, 5), torch.ones(4, 1), torch.ones(1, 5), torch.zeros(4))
 
 
 @pytest.mark.parametrize("rank", [2, 16, 200])
@@ -131,12 +191,6 @@ def test_impossible_rank_in_a_configuration(fields, name):
         LightFormerForConditionalGeneration(LightFormerConfig(**TINY["lightformer"], **fields))
 
 
-def rank_of(module: nn.Module) -> int | None:
-    if isinstance(module, LowRankEmbedding):
-        return module.embedding_dim
-    return module.rank if isinstance(module, LowRankLinear) else None
-
-
 PATTERNS = {  # pattern → the names it selects
     "q_proj": lambda name: name.endswith(".q_proj"),
     "self_attn.q_proj": lambda name: name.endswith(".self_attn.q_proj"),
@@ -210,3 +264,60 @@ def test_a_low_rank_model_is_the_dense_one_of_its_products():
     torch.testing.assert_close(
         dense(ids, decoder_input_ids=ids).logits, low_rank(ids, decoder_input_ids=ids).logits, atol=1e-4, rtol=1e-4
     )
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.lists(st.integers(0, 4), min_size=0, max_size=2),
+    in_features=st.integers(1, 9),
+    out_features=st.integers(1, 160),
+    bias=st.booleans(),
+)
+def test_few_rows_of_a_wide_layer_give_the_same_numbers(rows, in_features, out_features, bias):
+    layer = nn.Linear(in_features, out_features, bias=bias)
+    states = torch.randn(*rows, in_features)
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(matrices, "MANY_WEIGHTS", 1)
+        output = wide_linear(layer, states)
+        expected = states.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
+    assert output.shape == expected.shape
+    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def product_calls(layer, states, monkeypatch) -> int:
+    """How often the other route is taken."""
+    calls = []
+    real = torch.mm
+    monkeypatch.setattr(matrices, "MANY_WEIGHTS", 500)
+    monkeypatch.setattr(matrices.torch, "mm", lambda *arguments: calls.append(1) or real(*arguments))
+    wide_linear(layer, states)
+    return len(calls)
+
+
+def test_the_other_route_is_for_plain_layers_alone(monkeypatch):
+    """Not where a layer was replaced or watched, nor where gradients or half precision need the usual."""
+    states = torch.randn(3, 8)
+    with torch.no_grad():
+        assert product_calls(nn.Linear(8, 64), states, monkeypatch) == 1
+        assert product_calls(nn.Linear(8, 62), states, monkeypatch) == 0  # small
+        assert product_calls(nn.Linear(32, 64), torch.randn(3, 32), monkeypatch) == 0  # not tall
+        assert product_calls(nn.Linear(8, 64), torch.randn(9, 8), monkeypatch) == 0
+        assert product_calls(nn.Linear(8, 64).bfloat16(), states.bfloat16(), monkeypatch) == 0
+
+        class Quantized(nn.Linear):
+            def forward(self, states):
+                return torch.zeros(3, 64)
+
+        assert torch.equal(wide_linear(Quantized(8, 64), states), torch.zeros(3, 64))
+        watched = nn.Linear(8, 64)
+        seen = []
+        watched.register_forward_hook(lambda layer, inputs, output: seen.append(output))
+        assert product_calls(watched, states, monkeypatch) == 0
+        assert len(seen) == 1
+    assert product_calls(nn.Linear(8, 64), states, monkeypatch) == 0
+
+
+def test_gradients_of_a_wide_layer():
+    layer, states = nn.Linear(8, 64), torch.randn(2, 8, requires_grad=True)
+    wide_linear(layer, states).sum().backward()
+    torch.testing.assert_close(states.grad, layer.weight.sum(0).expand(2, 8))
