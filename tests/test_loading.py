@@ -1,11 +1,150 @@
-"""Giving a model the tensors of a checkpoint: all of them, and no other."""
+"""Where a checkpoint comes from, whether it loads, and its size against counts made by hand."""
 
+import json
+import shutil
+
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from models.cases import like_trained
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForSeq2SeqLM, BertConfig, MarianConfig, MarianMTModel
 
-from lightformers_hf.loading import load_tensors, skeleton, stored_tensors
+from lightformers_hf import loading
+from lightformers_hf.loading import (
+    load_model,
+    load_tensors,
+    resolve_source,
+    skeleton,
+    stored_tensors,
+    unique_parameters,
+    weight_bytes,
+)
 from lightformers_hf.models import LightFormerConfig, LightFormerForConditionalGeneration
+
+
+def test_a_folder_is_its_own_source(tmp_path):
+    assert resolve_source(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("source", ["./not-there", "/not/there", "a/b/c", "~/not-there", "../x", "two words"])
+def test_a_path_that_is_not_there(source, monkeypatch, tmp_path):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(loading, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
+    with pytest.raises(FileNotFoundError, match="is no folder: expected the folder of a checkpoint, or a model's Hub"):
+        resolve_source(source)
+
+
+def test_a_file_is_no_source(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ValueError, match="is a file, expected the folder"):
+        resolve_source(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("safetensors", [True, False])
+def test_hub_bin_weights_only_where_there_are_no_safetensors(tmp_path, monkeypatch, safetensors):
+    repository = ["config.json", "source.spm", "pytorch_model.bin", "tf_model.h5", "train.py", "training_args.bin"]
+    repository += ["model.safetensors"] if safetensors else []
+
+    def download(name, allow_patterns):
+        assert name == "Helsinki-NLP/opus-mt-de-en"
+        for file in huggingface_hub.utils.filter_repo_objects(repository, allow_patterns=allow_patterns):
+            (tmp_path / file).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(loading, "snapshot_download", download)
+    folder = resolve_source("Helsinki-NLP/opus-mt-de-en")
+    weights = "model.safetensors" if safetensors else "pytorch_model.bin"
+    assert {path.name for path in folder.iterdir()} == {"config.json", "source.spm", weights}
+
+
+def test_the_hub_out_of_reach(monkeypatch):
+    def fail(*_, **__):
+        raise LocalEntryNotFoundError("no connection\nmore")
+
+    monkeypatch.setattr(loading, "snapshot_download", fail)
+    with pytest.raises(FileNotFoundError, match=r"some/model is no folder here.*\(no connection\).*Without network"):
+        resolve_source("some/model")
+
+
+def test_models_that_are_not_there_or_not_fit(tmp_path):
+    with pytest.raises(FileNotFoundError, match="No model folder"):
+        load_model(tmp_path / "missing")
+    BertConfig(num_hidden_layers=1).save_pretrained(tmp_path / "bert")
+    with pytest.raises(ValueError, match="is a 'bert' model: expected a sequence-to-sequence model"):
+        load_model(tmp_path / "bert")
+
+
+def test_a_checkpoint_with_missing_weights_is_refused(tmp_path, tiny_marian):
+    folder = shutil.copytree(tiny_marian, tmp_path / "damaged")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.decoder.layers.1.fc1.weight"
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=name):
+        load_model(folder)
+
+
+def test_shared_and_tied_tensors_count_once_and_buffers_not():
+    layer = nn.Linear(3, 5)  # 20
+    head = nn.Linear(5, 3, bias=False)
+    head.weight = nn.Parameter(torch.zeros(3, 5))  # 15
+    tied = nn.Linear(5, 3, bias=False)
+    tied.weight = head.weight
+    model = nn.ModuleList([layer, layer, head, tied])
+    model.register_buffer("table", torch.zeros(100))
+    assert unique_parameters(model) == 35
+
+
+def test_marian_counts_what_it_learned():
+    d, ffn, vocabulary = 8, 16, 11
+    model = MarianMTModel(
+        MarianConfig(
+            vocab_size=vocabulary,
+            d_model=d,
+            encoder_layers=2,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=ffn,
+            decoder_ffn_dim=ffn,
+            max_position_embeddings=512,
+            pad_token_id=10,
+            decoder_start_token_id=10,
+        )
+    )
+    attention, norm, feed_forward = 4 * (d * d + d), 2 * d, 2 * d * ffn + ffn + d
+    encoder_layer, decoder_layer = attention + feed_forward + 2 * norm, 2 * attention + feed_forward + 3 * norm
+    # Embedding and output layer are one matrix; the sinusoids, 512×d in encoder and decoder, are not learned.
+    assert unique_parameters(model) == vocabulary * d + 2 * encoder_layer + decoder_layer
+
+
+def test_bytes_are_those_of_the_files_that_load(tiny_marian, tmp_path):
+    size = (tiny_marian / "model.safetensors").stat().st_size
+    assert weight_bytes(tiny_marian) == size
+    with safe_open(tiny_marian / "model.safetensors", "pt") as tensors:
+        assert size > sum(4 * tensors.get_tensor(name).numel() for name in tensors.keys())  # noqa: SIM118
+
+    AutoModelForSeq2SeqLM.from_pretrained(tiny_marian).save_pretrained(tmp_path, max_shard_size="60KB")
+    shards = list(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    (tmp_path / "model-of-another-run.safetensors").write_bytes(bytes(1000))
+    (tmp_path / "pytorch_model.bin").write_bytes(bytes(1000))
+    assert weight_bytes(tmp_path) == sum(shard.stat().st_size for shard in shards)
+
+
+def test_a_folder_without_weights(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "marian"}))
+    with pytest.raises(FileNotFoundError, match=r"no weight file: expected model\.safetensors"):
+        weight_bytes(tmp_path)
+
+
+# Tensors
+
 
 CONFIG = LightFormerConfig(
     vocab_size=20, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-import references
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from references import Weights, double_model, like_trained
+from models import references
+from models.references import Weights, double_model, like_trained
 from torch import nn
 
 from lightformers_hf.models import (

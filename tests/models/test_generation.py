@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from cases import GENERATING, PLAIN, SPECIAL, every, every_attention, has_head, padded, run_model, sentences
-from cases import make_model as make_single_model
+from models.cases import GENERATING, PLAIN, SPECIAL, every, every_attention, has_head, padded, run_model, sentences
+from models.cases import make_model as make_single_model
 from transformers import StaticCache, set_seed
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import make_config, make_model, padded, run_model, sentences
+from models.cases import make_config, make_model, padded, run_model, sentences
 
 from lightformers_hf.models import LightFormerConfig, LightFormerForConditionalGeneration
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from cases import VARIANTS, every, make_model, padded, run_model, sentences
+from models.cases import VARIANTS, every, make_model, padded, run_model, sentences
 from torch import nn
 
 from lightformers_hf.models import modeling_lightformer as module

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from cases import TINY, VARIANTS, make_config
 from hypothesis import given
 from hypothesis import strategies as st
+from models.cases import TINY, VARIANTS, make_config
 from transformers import AutoConfig
 
 from lightformers_hf.models import (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from cases import like_trained, padded, sentences
+from models.cases import like_trained, padded, sentences
 
 from lightformers_hf.models import LightFormerConfig, LightFormerForConditionalGeneration
 

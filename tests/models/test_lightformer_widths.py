@@ -1,7 +1,7 @@
 """Heads and feed-forward networks of any width."""
 
 import torch
-from cases import make_config, make_model, padded, run_model, sentences
+from models.cases import make_config, make_model, padded, run_model, sentences
 
 from lightformers_hf.models import LightFormerConfig, LightFormerForConditionalGeneration
 

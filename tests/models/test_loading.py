@@ -7,7 +7,7 @@ import accelerate
 import pytest
 import torch
 import transformers
-from cases import (
+from models.cases import (
     GENERATING,
     HEADS,
     PLAIN,

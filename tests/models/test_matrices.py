@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from cases import TINY, make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models.cases import TINY, make_model
 from torch import nn
 
 from lightformers_hf.models import LightFormerConfig, LightFormerForConditionalGeneration, matrices

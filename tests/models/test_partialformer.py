@@ -3,9 +3,9 @@
 import math
 
 import pytest
-import references
 import torch
-from references import SOURCES, TARGETS, Weights, double_model, padded
+from models import references
+from models.references import SOURCES, TARGETS, Weights, double_model, padded
 
 from lightformers_hf.models import (
     PartialFormerConfig,

@@ -1,9 +1,9 @@
 """Subformer against references written from its equations, in float64 to 1e-10."""
 
 import pytest
-import references
 import torch
-from references import SOURCES, TARGETS, Weights, double_model, padded
+from models import references
+from models.references import SOURCES, TARGETS, Weights, double_model, padded
 
 from lightformers_hf.models import (
     SubformerConfig,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import GENERATING, HEADS, PLAIN, SPECIAL, VARIANTS, every, make_model, padded, run_model, sentences
+from models.cases import GENERATING, HEADS, PLAIN, SPECIAL, VARIANTS, every, make_model, padded, run_model, sentences
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 

@@ -14,7 +14,7 @@ import word_vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from scripts import command
+from training.scripts import command
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
 import lightformers_hf

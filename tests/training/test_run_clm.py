@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import run_clm as script
 import torch
-from scripts import command, losses
+from training.scripts import command, losses
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 LIGHTFORMER = {

@@ -18,7 +18,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, poisson
-from scripts import losses
+from training.scripts import losses
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 MASK = -1

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import run_summarization as script
-from scripts import command
+from training.scripts import command
 from transformers import AutoTokenizer
 
 from lightformers_hf import translate

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, BertConfig, BertMode
 
 from lightformers_hf import convert
 from lightformers_hf.conversion import compress
-from lightformers_hf.conversion.choosing import machine as products
 from lightformers_hf.conversion.choosing import latency as module
+from lightformers_hf.conversion.choosing import machine as products
 from lightformers_hf.conversion.choosing.latency import layers_of, merge_unprofitable, model_cost, sentence_costs
 from lightformers_hf.conversion.choosing.machine import (
     MachineCosts,

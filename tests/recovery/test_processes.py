@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import run_translation as script
 import torch
-from scripts import losses
+from training.scripts import losses
 from transformers import AutoModelForSeq2SeqLM
 
 TRAINING = Path(script.__file__).parent
