@@ -36,6 +36,8 @@ CHUNK_ROWS = 512
 # Below this σ_r/σ_1, dividing by the singular values no longer makes columns orthonormal: the error grows as
 # 1e-16·(σ_1/σ_r)².
 ILL_CONDITIONED = 1e-4
+# Below this, squares of float64 values are no longer exact; those of float32 values, even denormal ones, lie above it.
+TINIEST_ENERGY = 1e-290
 
 
 class Factors(NamedTuple):
@@ -80,9 +82,7 @@ class Spectrum:
 
     def energy(self, rank: int) -> float:
         """Share of the sum of squared singular values that the first `rank` hold, in [0, 1] (1 for a zero matrix)."""
-        squares = self.singular_values.square()
-        total = squares.sum().item()
-        return squares[:rank].sum().item() / total if total else 1.0
+        return 1 - self.relative_error(rank) ** 2
 
     def relative_error(self, rank: int) -> float:
         """Frobenius error of the best approximation of that rank, divided by the norm of W (0 for a zero matrix)."""
@@ -142,7 +142,8 @@ def decompose(weight: Tensor, *, name: str, rank: int | None = None) -> Spectrum
         rank: the largest rank that will be asked for, where it is known: allows the fast route.
 
     Raises:
-        ValueError: not a matrix, NaN or Inf in it, rank outside 1…min(m, n), eigenproblem without convergence.
+        ValueError: not a matrix, NaN or Inf in it, rank outside 1…min(m, n), eigenproblem without convergence, or
+            float64 values whose squares are not in its range.
     """
     if weight.ndim != 2 or not weight.is_floating_point() or weight.numel() == 0:
         raise ValueError(f"{name}: expected a matrix of floats, found {weight.dtype} of shape {tuple(weight.shape)}")
@@ -163,8 +164,10 @@ def decompose(weight: Tensor, *, name: str, rank: int | None = None) -> Spectrum
             raise ValueError(f"{name}: the singular value decomposition did not converge ({error})") from error
         found = eigenvalues.flip(0).clamp(min=0), vectors.flip(1), None
     energies, basis, projected = found
-    if not torch.isfinite(energies).all():
-        raise ValueError(f"{name}: its values are too large, their squares overflow")
+    largest = energies[0].item()
+    if not TINIEST_ENERGY <= largest < float("inf") and (weight != 0).any():
+        size = "small" if largest < 1 else "large"
+        raise ValueError(f"{name}: its values are too {size}, their squares are out of the range of float64")
     return Spectrum(name, energies.sqrt(), basis.shape[1], tall, basis, projected, transposed)
 
 
@@ -222,12 +225,16 @@ def _certified(tall: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor] | None:
         ritz, rotation = torch.linalg.eigh(image.T @ image)
     except torch.linalg.LinAlgError:
         return None
-    ritz, rotation = ritz.flip(0), rotation.flip(1)[:, :rank]
+    # Below the true rank of W, which pruning leaves, rounding gives values of either sign.
+    ritz, rotation = ritz.flip(0).clamp(min=0), rotation.flip(1)[:, :rank]
     gap = ritz[rank - 1] - estimates[-kept - 1] - epsilon
     # Comparisons with NaN are false: an overflow in float32 ends here, too.
     if not (gap > 0 and epsilon.square() / gap <= TOLERATED_LOSS * (total - ritz[:rank].sum())):
         return None
     rest = estimates[:-kept].flip(0).clamp(min=0)
-    rest *= (total - ritz.sum()) / rest.sum()
-    energies = torch.cat([ritz, rest]).sort(descending=True).values
-    return energies, space @ rotation, image @ rotation
+    known = rest.sum() > 0  # else float32 saw nothing there: what there may be is spread evenly
+    rest = torch.where(known, rest / rest.sum(), 1 / len(rest)) * (total - ritz.sum()).clamp(min=0)
+    if rest[0] > ritz[rank - 1]:  # the estimates are rounding
+        return None
+    tail = torch.cat([ritz[rank:], rest]).sort(descending=True).values
+    return torch.cat([ritz[:rank], tail]), space @ rotation, image @ rotation

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from lightformers_hf.conversion.forms import svd
 from lightformers_hf.conversion.forms.svd import SPLITS, Factors, decompose, rescaled
+from lightformers_hf.conversion.statistics.calibration import Metric
 
 FLOAT32_ROUNDING = 1e-6
 
@@ -75,6 +76,105 @@ def test_error_is_the_optimum_where_the_rank_is_small(tall, rank, decay, dominan
     singular_values[0] *= dominant
     weight = matrix(300, 200, singular_values, seed)
     assert_optimal(weight if tall else weight.T, rank)
+
+
+def deficient(m, n, true_rank, seed, *, zero_rows=0, zero_columns=0, scattered=False):
+    """A matrix of small integers, so that its rank is exact in every type, with rows and columns of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    left = torch.randint(-2, 3, (m, true_rank), generator=generator).float()
+    right = torch.randint(-1, 2, (true_rank, n), generator=generator).float()
+    for factor, axis, count in ((left, 0, zero_rows), (right, 1, zero_columns)):
+        size = factor.shape[axis]
+        where = torch.randperm(size, generator=generator) if scattered else torch.arange(size).flip(0)
+        factor.index_fill_(axis, where[:count], 0)
+    return left @ right
+
+
+def some_metric(m, n, kind, seed):
+    """A metric for m×n matrices: of a token table, whose rows have weights, or of a linear layer; or none."""
+    generator = torch.Generator().manual_seed(seed)
+    roots = [
+        torch.linalg.qr(torch.randn(size, size, generator=generator).double()).R.T + torch.eye(size).double()
+        for size in (m, n)
+    ]
+    if kind == "rows":
+        roots[0] = torch.rand(m, generator=generator).double() + 0.01
+    return Metric(*roots) if kind else None
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    small=st.integers(66, 120),
+    more=st.integers(0, 60),
+    tall=st.booleans(),
+    true_rank=st.floats(0, 1),
+    rank=st.floats(0, 1),
+    zero_rows=st.floats(0, 1),
+    zero_columns=st.floats(0, 1),
+    scattered=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    exponent=st.integers(-100, 100),
+    metric=st.sampled_from([None, "rows", "linear"]),
+    split=st.sampled_from(SPLITS),
+    known=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_matrices_that_lack_rank(
+    small, more, tall, true_rank, rank, zero_rows, zero_columns, scattered, dtype, exponent, metric, split, known, seed
+):
+    """Pruned heads, dead neurons, tokens never seen: no NaN, no refusal, and the optimum as for any other matrix."""
+    m, n = (small + more, small) if tall else (small, small + more)
+    rank = 1 + round(rank * (small // 2 - 1))
+    zeros = {"zero_rows": round(zero_rows * m), "zero_columns": round(zero_columns * n)}
+    weight = deficient(m, n, round(true_rank * small), seed, **zeros, scattered=scattered)
+    weight = (weight * 2.0**exponent).to(dtype)
+    metric = some_metric(m, n, metric, seed)
+    weighed = weight if metric is None else metric.weigh(weight)
+    true = torch.linalg.svdvals(weighed.double())
+    norm, optimum = true.norm().item(), true[rank:].norm().item()
+
+    spectrum = decompose(weighed, name="w", rank=rank if known else None)
+    assert (spectrum.singular_values >= 0).all()
+    assert (spectrum.singular_values.diff() <= 0).all()
+    assert spectrum.singular_values.norm().item() == pytest.approx(norm, rel=1e-6)
+    torch.testing.assert_close(spectrum.singular_values[:rank], true[:rank], rtol=1e-6, atol=1e-6 * norm)
+    lost = optimum / norm if norm else 0.0
+    assert 0 <= spectrum.energy(rank) <= 1
+    assert spectrum.energy(rank) == pytest.approx(1 - lost**2, rel=1e-6)
+    assert spectrum.relative_error(rank) == pytest.approx(lost, rel=1e-6, abs=1e-6)
+
+    factors = spectrum.truncate(rank, split)
+    error = torch.linalg.norm(weighed.double() - factors.left.double() @ factors.right.double()).item()
+    assert error <= (1 + 1e-5) * optimum + FLOAT32_ROUNDING * norm
+    if metric is not None:
+        restored = rescaled(metric.restore(factors), split)
+        assert torch.isfinite(restored.left).all()
+        assert torch.isfinite(restored.right).all()
+        error = torch.linalg.norm(metric.weigh(weight.double() - restored.left @ restored.right)).item()
+        assert error <= (1 + 1e-5) * optimum + FLOAT32_ROUNDING * norm
+
+
+@pytest.mark.parametrize("dead", ["inputs", "outputs"])
+@pytest.mark.parametrize("true_rank", [41, 42, 43, 52, 73, 74, 75])
+def test_pruned_rows_and_columns_beside_the_rank(dead, true_rank):
+    """True ranks from just below the rank to just beyond what the fast route looks at."""
+    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    (weight if dead == "inputs" else weight.T)[true_rank:] = 0
+    assert_optimal(weight, 42)
+
+
+def test_denormal_values_are_values():
+    smallest = torch.finfo(torch.float32).tiny / 2**10
+    weight = torch.randn(70, 66, generator=torch.Generator().manual_seed(0)) * smallest
+    assert_optimal(weight, 20)
+
+
+@pytest.mark.parametrize(("scale", "size"), [(1e200, "large"), (1e-200, "small")])
+@pytest.mark.parametrize("rank", [None, 1])
+def test_values_whose_squares_leave_float64_are_refused_by_name(scale, size, rank):
+    weight = torch.randn(70, 66, generator=torch.Generator().manual_seed(0)).double() * scale
+    with pytest.raises(ValueError, match=f"fc1: its values are too {size}"):
+        decompose(weight, name="fc1", rank=rank)
 
 
 def test_trained_like_matrices_take_the_fast_route(monkeypatch):
