@@ -18,8 +18,8 @@ from huggingface_hub import constants
 from test_hub import hub  # noqa: F401, a fixture
 
 from lightformers_hf import cli, convert
-from lightformers_hf.evaluation.benchmarks import conversion as benchmark
 from lightformers_hf.evaluation.benchmarks import architectures, engines
+from lightformers_hf.evaluation.benchmarks import conversion as benchmark
 
 
 def every_command(group, *names):

@@ -27,12 +27,12 @@ PAGES = sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").
 
 # What is made smaller, so that a page takes seconds on a checkpoint of two layers and ten sentence pairs.
 SMALLER = {
-    r"--max_steps \d+": "--max_steps 2 --logging_steps 1 --max_source_length 48 --max_target_length 48",
-    r"--(warmup|eval|save)_steps \d+": r"--\1_steps 1",
-    r"--max_tokens \d+": "--max_tokens 200",
+    r"--max-steps \d+": "--max-steps 2 --logging-steps 1 --max-source-length 48 --max-target-length 48",
+    r"--(warmup|eval|save)-steps \d+": r"--\1-steps 1",
+    r"--max-tokens \d+": "--max-tokens 200",
     r"--ratios 2 4": "--ratios 2 --methods paper --trainings",
     r"fc1=64": "fc1=8",
-    r"--vocab_size 8000": "--vocab_size 90",
+    r"--vocab-size 8000": "--vocab-size 90",
     r"--encoder-groups 3": "--encoder-groups 1",
     r"--params \w+|--size \w+": "--params 20k",
     r"lightformers (plan|convert)": r"lightformers \1 --calibration-samples 4",
@@ -177,7 +177,7 @@ def test_a_page_can_be_followed(page, workplace, monkeypatch):
         ("lightformers plan opus-mt-de-en --ratoi 2", "ratoi"),
         ("lightformers plan nowhere --ratio 2", "nowhere"),
         ("lightformers push recovered you/light --privat", "privat"),
-        ("torchrun --nnodes 2 training/run_translation.py --learning_rat 1", "learning_rat"),
+        ("torchrun --nnodes 2 training/run_translation.py --learning-rat 1", "learning-rat"),
         ("torchrun --nods 2 training/run_translation.py", "nods"),
         ("rm -r light", "no test knows"),
     ],

@@ -14,17 +14,17 @@ from test_documentation import ROOT, commands, run
 from test_hub import hub  # noqa: F401, a fixture
 
 SMALLER = {
-    "--max_steps 1500": "--max_steps 2 --max_source_length 48 --max_target_length 48",
-    "--max_steps 20000": "--max_steps 1",
-    "--vocab_size 8000": "--vocab_size 90",
+    "--max-steps 1500": "--max-steps 2 --max-source-length 48 --max-target-length 48",
+    "--max-steps 20000": "--max-steps 1",
+    "--vocab-size 8000": "--vocab-size 90",
     "--model.encoder_layers 24": "--model.encoder_layers 1 --model.decoder_layers 1",
     "steps 500": "steps 1",
     "--encoder-groups 3": "--encoder-groups 1",
     "benchmark architectures": "benchmark architectures --pair sandwich-base --runs 1 --new-tokens 1 --no-training",
     "test.jsonl --json": "test.jsonl --no-speed --json",
     "benchmark engines": "benchmark engines --cores 1 --batch-size 2 --runs 1 --new-tokens 2",
-    "--max_steps 3000": "--max_steps 1 --speed_sentences 2 --speed_runs 1 --max_source_length 48 "
-    "--max_target_length 48",
+    "--max-steps 3000": "--max-steps 1 --speed-sentences 2 --speed-runs 1 --max-source-length 48 "
+    "--max-target-length 48",
 }
 
 

@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 import difflib
 import json
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,7 +35,7 @@ class ModelArguments:
         default=None, metadata={"help": "Train from random weights: folder, Hub name or config.json of the shapes."}
     )
     from_scratch: bool = field(
-        default=False, metadata={"help": "Take only the shapes of model_name_or_path, and random weights."}
+        default=False, metadata={"help": "Take only the shapes of --model-name-or-path, and random weights."}
     )
     tokenizer_name: str | None = field(default=None, metadata={"help": "Default: the model's."})
     attn_implementation: str | None = field(
@@ -48,8 +49,8 @@ class DataArguments:
     """The parts of a corpus, each a file or a split of one Hub dataset. A base of the scripts' own."""
 
     train_file: str | None = field(default=None, metadata={"help": ".json, .jsonl, .csv, .tsv (.gz) or .parquet."})
-    validation_file: str | None = field(default=None, metadata={"help": "As train_file."})
-    test_file: str | None = field(default=None, metadata={"help": "As train_file."})
+    validation_file: str | None = field(default=None, metadata={"help": "As --train-file."})
+    test_file: str | None = field(default=None, metadata={"help": "As --train-file."})
     dataset_name: str | None = field(
         default=None, metadata={"help": "Hub dataset, name or name:configuration, for the parts that have no file."}
     )
@@ -70,11 +71,12 @@ class OutputArguments:
         metadata={
             "nargs": "?",
             "const": "last",
-            "help": "Alone: go on from the last complete checkpoint in output_dir.",
+            "help": "Alone: go on from the last complete checkpoint in --output-dir.",
         },
     )
     overwrite_output: bool = field(
-        default=False, metadata={"help": "Write into an output_dir that holds files; its old checkpoints are deleted."}
+        default=False,
+        metadata={"help": "Write into an --output-dir that holds files; its old checkpoints are deleted."},
     )
 
     def __post_init__(self) -> None:
@@ -83,10 +85,41 @@ class OutputArguments:
         super().__post_init__()
 
 
-class _Parser(HfArgumentParser):
+class _DashedOptions:
+    """Options whose words are joined by dashes, in `--help` and in messages; underscores, as transformers' own
+    scripts have them, are understood, too. A base that comes before a parser's class."""
+
+    def add_argument(self, *names: str, **settings: object) -> argparse.Action:
+        """As `ArgumentParser.add_argument`, of two spellings of a name that with dashes."""
+        return super().add_argument(*dict.fromkeys(map(dash_option, names)), **settings)
+
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As `ArgumentParser.parse_known_args`; the rest has its names with dashes."""
+        return super().parse_known_args(map(dash_option, sys.argv[1:] if args is None else args), namespace)
+
+
+class ScriptParser(_DashedOptions, argparse.ArgumentParser):
+    """The parser of a script that is no training run; its docstring is what `--help` begins with."""
+
+    def __init__(self, description: str | None) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=formatter, allow_abbrev=False)
+
+
+class _RunParser(_DashedOptions, HfArgumentParser):
     def error(self, message: str) -> None:
         """One line instead of the usage of some hundred options."""
         raise ValueError(f"{message}. --help lists all options.")
+
+
+def dash_option(word: str) -> str:
+    """`--train_file`, also before `=`, as `--train-file`; any other word, and `--model.field`, as it stands."""
+    name, equals, value = word.partition("=")
+    if not name.startswith("--") or name.startswith("--model."):
+        return word
+    return name.replace("_", "-") + equals + value
 
 
 def parse_arguments(classes: Iterable[type], argv: list[str] | None = None) -> tuple:
@@ -113,7 +146,8 @@ def parse_arguments(classes: Iterable[type], argv: list[str] | None = None) -> t
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if name.startswith("--model."):
-            fields[name.removeprefix("--model.")] = yaml.safe_load(value if equals else next(arguments, ""))
+            field_name = name.removeprefix("--model.").replace("-", "_")
+            fields[field_name] = yaml.safe_load(value if equals else next(arguments, ""))
         else:
             options.append(argument)
     model = recipe.pop("model", {})
@@ -128,9 +162,10 @@ def parse_arguments(classes: Iterable[type], argv: list[str] | None = None) -> t
         if value is not None:
             values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
             given += [f"--{name}", *map(str, values)]
-    parser = _Parser(tuple(classes), allow_abbrev=False)
+    parser = _RunParser(tuple(classes), allow_abbrev=False)
     *parsed, rest = parser.parse_args_into_dataclasses([*given, *options], return_remaining_strings=True)
-    check_names([text.partition("=")[0] for text in rest], [f"--{name}" for name in names], "There is no option")
+    known_options = [dash_option(f"--{name}") for name in names]
+    check_names([text.partition("=")[0] for text in rest], known_options, "There is no option")
     for each in parsed:
         if isinstance(each, ModelArguments):
             each.model = model | fields

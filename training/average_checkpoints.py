@@ -5,20 +5,20 @@
     python training/average_checkpoints.py run --best 5 --metric bleu --output averaged
     python training/average_checkpoints.py run/checkpoint-1000 run/checkpoint-2000 --output averaged
 
-A run is the `--output_dir` of a training script, with its `checkpoint-<step>` folders (keep enough of them:
-`--save_total_limit`). Those that a kill cut off do not count. Sums are taken in fp32 and stored in the checkpoints'
+A run is the `--output-dir` of a training script, with its `checkpoint-<step>` folders (keep enough of them:
+`--save-total-limit`). Those that a kill cut off do not count. Sums are taken in fp32 and stored in the checkpoints'
 type. Configuration and tokenizer are those of the newest of the checkpoints, or the best.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
 from pathlib import Path
 
 import torch
+from arguments import ScriptParser
 from common import run_script
 from huggingface_hub import save_torch_state_dict
 from rich.console import Console
@@ -35,7 +35,7 @@ RISING = ("bleu", "chrf", "rouge", "accuracy")  # measures of which more is bett
 def checkpoints_of(run: str | Path) -> dict[int, Path]:
     """{step: folder} of the checkpoints of `run` that were written to the end, the newest first.
 
-    Less is asked of them than to go on from them: `--save_only_model` leaves the optimizer out.
+    Less is asked of them than to go on from them: `--save-only-model` leaves the optimizer out.
     """
     found = {}
     for folder in Path(run).glob("checkpoint-*"):
@@ -75,7 +75,7 @@ def choose(run: str | Path, *, last: int | None = None, best: int | None = None,
         steps = sorted(found.keys() & values.keys(), key=lambda step: sign * values[step])
     if len(steps) < wanted:
         kind = "complete and evaluated" if best else "complete"
-        raise ValueError(f"{run} has {len(steps)} {kind} checkpoints: cannot average {wanted} (--save_total_limit?).")
+        raise ValueError(f"{run} has {len(steps)} {kind} checkpoints: cannot average {wanted} (--save-total-limit?).")
     return [found[step] for step in steps[:wanted]]
 
 
@@ -131,7 +131,7 @@ def average(checkpoints: list[Path], output: str | Path, *, overwrite: bool = Fa
 
 def main(argv: list[str] | None = None) -> None:
     """Choose, average, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run, or checkpoints")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--last", type=int, help="average the last so many checkpoints of the run")

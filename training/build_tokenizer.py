@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Train a tokenizer on text and save it as a folder that `AutoTokenizer.from_pretrained` loads.
 
-    python training/build_tokenizer.py train.jsonl --columns de en --kind bpe --vocab_size 8000 --output tokenizer
+    python training/build_tokenizer.py train.jsonl --columns de en --kind bpe --vocab-size 8000 --output tokenizer
     python training/build_tokenizer.py train.txt.gz --kind words --output words
 
 `bpe` and `unigram` are subword vocabularies for sequence-to-sequence models, one over all columns together: text in
@@ -14,11 +14,11 @@ The special tokens `<s> <pad> </s> <unk>` are the ids 0 to 3 in every kind; wher
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
+from arguments import ScriptParser
 from common import load_texts, run_script
 from datasets import Dataset, concatenate_datasets
 from rich.console import Console
@@ -44,7 +44,7 @@ def train_tokenizer(texts: Dataset, kind: str, vocab_size: int | None = None) ->
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}: expected one of {', '.join(KINDS)}.")
     if vocab_size is None and kind != "words":
-        raise ValueError(f"--kind {kind} needs --vocab_size, such as 8000.")
+        raise ValueError(f"--kind {kind} needs --vocab-size, such as 8000.")
     if vocab_size is not None and vocab_size <= len(SPECIAL):
         raise ValueError(f"vocab_size is {vocab_size}: expected more than the {len(SPECIAL)} special tokens.")
     tokenizer = _word_level(texts, vocab_size) if kind == "words" else _subwords(texts, kind, vocab_size)
@@ -98,11 +98,11 @@ def _subwords(texts: Dataset, kind: str, vocab_size: int) -> Tokenizer:
 
 def main(argv: list[str] | None = None) -> None:
     """Read, train, save, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(__doc__)
     parser.add_argument("data", nargs="+", help=".txt, .json, .jsonl (.gz), or a Hub dataset (its training split)")
     parser.add_argument("--columns", nargs="+", default=["text"], help="or languages within a column 'translation'")
     parser.add_argument("--kind", choices=KINDS, required=True)
-    parser.add_argument("--vocab_size", type=int, help="entries, the special ones too; words: default all")
+    parser.add_argument("--vocab-size", type=int, help="entries, the special ones too; words: default all")
     parser.add_argument("--output", required=True, help="folder to write; it must be new or empty")
     args = parser.parse_args(argv)
     output = Path(args.output)

@@ -59,7 +59,7 @@ def check_output(args: transformers.TrainingArguments, models: list[str | None])
             raise ValueError(f"output_dir {output} holds {name}, which this run reads: choose another folder.")
     resume = args.resume_from_checkpoint
     if resume and args.overwrite_output:
-        raise ValueError("--resume_from_checkpoint and --overwrite_output contradict each other: give one of them.")
+        raise ValueError("--resume-from-checkpoint and --overwrite-output contradict each other: give one of them.")
     if resume and resume != "last":
         if not Path(resume, "trainer_state.json").is_file():
             raise FileNotFoundError(f"{resume} is not a complete checkpoint of a training run.")
@@ -70,11 +70,11 @@ def check_output(args: transformers.TrainingArguments, models: list[str | None])
         files = [name for name in files if not re.fullmatch(r"checkpoint-\d+|runs", name)]
     if files:
         remedy = (
-            "holds no complete checkpoint" if resume else "an interrupted run goes on with --resume_from_checkpoint"
+            "holds no complete checkpoint" if resume else "an interrupted run goes on with --resume-from-checkpoint"
         )
         raise FileExistsError(
             f"output_dir {output} is not empty ({', '.join(sorted(files)[:3])}) and {remedy}: "
-            "choose another folder, or write over it with --overwrite_output."
+            "choose another folder, or write over it with --overwrite-output."
         )
     return last
 
@@ -94,7 +94,7 @@ def load_parts(data: DataArguments, load: Callable[..., Dataset]) -> dict[str, D
         if name := file or (data.dataset_name if split else None):
             parts[part] = load(name, split=split, max_samples=limit)
     if not parts:
-        raise ValueError("No data: give --train_file, --validation_file or --test_file, or --dataset_name.")
+        raise ValueError("No data: give --train-file, --validation-file or --test-file, or --dataset-name.")
     return parts
 
 
@@ -103,14 +103,14 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
     given = [args.model_name_or_path, args.config_name, args.model or None]
     if not any(given) or all(given[:2]):
         raise ValueError(
-            "Give one of --model_name_or_path (a checkpoint), and for random weights --config_name (shapes) or "
+            "Give one of --model-name-or-path (a checkpoint), and for random weights --config-name (shapes) or "
             "--config (a recipe with a model)."
         )
     name = args.tokenizer_name or args.model_name_or_path or args.config_name
     if name is None:
-        raise ValueError("A recipe's model has no tokenizer of its own: give --tokenizer_name.")
+        raise ValueError("A recipe's model has no tokenizer of its own: give --tokenizer-name.")
     if Path(name).is_file():
-        raise ValueError(f"{name} is a configuration without a tokenizer: give --tokenizer_name.")
+        raise ValueError(f"{name} is a configuration without a tokenizer: give --tokenizer-name.")
     tokenizer = AutoTokenizer.from_pretrained(name)
     if args.tokenizer_name and args.model_name_or_path and not args.from_scratch:
         check_own_tokenizer(args.model_name_or_path, tokenizer)
@@ -126,7 +126,7 @@ def check_own_tokenizer(model: str, tokenizer: PreTrainedTokenizerBase) -> None:
     if own.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"The tokenizer {tokenizer.name_or_path} has other entries than that of {model}, whose weights know its "
-            "own: leave --tokenizer_name out, or train from random weights (--from_scratch)."
+            "own: leave --tokenizer-name out, or train from random weights (--from-scratch)."
         )
 
 
@@ -349,7 +349,7 @@ def run_once(script: Path, options: list[str], folder: Path, *, one_thread: bool
     results, record = folder / "test_results.json", folder / "options.json"
     if not results.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, str(script), *options, "--output_dir", str(folder), "--overwrite_output"]
+        command = [sys.executable, str(script), *options, "--output-dir", str(folder), "--overwrite-output"]
         environment = os.environ | ({"OMP_NUM_THREADS": "1"} if one_thread else {})
         with open(folder.parent / f"{folder.name}.log", "w", encoding="utf-8") as log:
             done = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False)

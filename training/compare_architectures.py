@@ -1,14 +1,14 @@
 #!/usr/bin/env python
 r"""Train several models with equal data, tokenizer and number of steps, and print one table of their test scores.
 
-    python training/compare_architectures.py translation --tokenizer_name opus-mt-de-en --seeds 1 2 3 \
+    python training/compare_architectures.py translation --tokenizer-name opus-mt-de-en --seeds 1 2 3 \
         --models transformer=training/recipes/multi30k/transformer.yaml \
         narrow=training/recipes/multi30k/transformer.yaml,d_model=128,encoder_ffn_dim=512,decoder_ffn_dim=512 \
-        lightformer-svd=converted --train_file train.jsonl --test_file test.jsonl --source_lang de --target_lang en \
-        --output_dir runs/architectures --max_steps 1500 --jobs 2
+        lightformer-svd=converted --train-file train.jsonl --test-file test.jsonl --source-lang de --target-lang en \
+        --output-dir runs/architectures --max-steps 1500 --jobs 2
     python training/compare_architectures.py clm --models transformer=training/recipes/wikitext2/transformer.yaml \
-        subformer=training/recipes/wikitext2/subformer.yaml --tokenizer_name words \
-        --train_file train.txt --test_file test.txt --output_dir runs/language
+        subformer=training/recipes/wikitext2/subformer.yaml --tokenizer-name words \
+        --train-file train.txt --test-file test.txt --output-dir runs/language
 
 A model is a recipe (`.yaml`: shapes, and how it is trained), which starts from random weights; or a folder with
 weights, which is trained further (`{seed}` in its name is the run's seed); or shapes alone, a `.json` file or a folder
@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
+from arguments import ScriptParser, dash_option
 from common import run_once, run_script
 from rich.console import Console
 from rich.markup import escape
@@ -72,7 +73,7 @@ class Model:
             source = "--config"
         else:
             weights = path.is_dir() and any(any(path.glob(kind)) for kind in ("*.safetensors", "pytorch_model*.bin"))
-            source = "--model_name_or_path" if weights else "--config_name"
+            source = "--model-name-or-path" if weights else "--config-name"
         return [source, str(path), *(f"--model.{field}" for field in self.fields)]
 
 
@@ -99,9 +100,9 @@ def options(model: Model, seed: int, args: argparse.Namespace, others: list[str]
     """What the training script is told for a run."""
     given = ["tokenizer_name", "train_file", "test_file", "max_steps", "num_beams"]
     given += ["source_lang", "target_lang"] if args.task == "translation" else []
-    told = [(f"--{name}", str(getattr(args, name))) for name in given if getattr(args, name) is not None]
+    told = [(dash_option(f"--{name}"), str(getattr(args, name))) for name in given if getattr(args, name) is not None]
     parts = [text for option in told for text in option]
-    parts += ["--seed", str(seed), "--save_strategy", "no", "--report_to", "none"]
+    parts += ["--seed", str(seed), "--save-strategy", "no", "--report-to", "none"]
     return [*others, *model.options(seed), *parts]  # the last --config counts
 
 
@@ -158,25 +159,23 @@ def tabulate(rows: list[dict], task: str) -> Table:
 
 def main(argv: list[str] | None = None) -> None:
     """Train, measure, tabulate; the rows also go to `results.json`."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ScriptParser(__doc__)
     parser.add_argument("task", choices=SCRIPTS)
     parser.add_argument("--models", nargs="+", required=True, metavar="NAME=PATH[,FIELD=VALUE]")
     for name in ("tokenizer_name", "train_file", "test_file", "output_dir"):
         parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--source_lang", help="translation: column or language")
-    parser.add_argument("--target_lang", help="translation: column or language")
+    parser.add_argument("--source-lang", help="translation: column or language")
+    parser.add_argument("--target-lang", help="translation: column or language")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42], help="a run of every model for each")
-    parser.add_argument("--max_steps", type=int, help="default: of the recipes")
+    parser.add_argument("--max-steps", type=int, help="default: of the recipes")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; above 1 each has one thread")
-    parser.add_argument("--num_beams", type=int, help="of every model, in test and speed")
-    parser.add_argument("--speed_sentences", type=int, default=50, help="translation: sentences of a run")
-    parser.add_argument("--speed_runs", type=int, default=10, help="translation: runs; 0 for no speeds")
+    parser.add_argument("--num-beams", type=int, help="of every model, in test and speed")
+    parser.add_argument("--speed-sentences", type=int, default=50, help="translation: sentences of a run")
+    parser.add_argument("--speed-runs", type=int, default=10, help="translation: runs; 0 for no speeds")
     args, others = parser.parse_known_args(argv)
     models = parse_models(args.models, args.seeds)
     if args.task == "translation" and not (args.source_lang and args.target_lang):
-        raise ValueError("Translation needs --source_lang and --target_lang.")
+        raise ValueError("Translation needs --source-lang and --target-lang.")
 
     several = len(args.seeds) > 1
     runs = {(name, seed): f"{name}-seed-{seed}" if several else name for name in models for seed in args.seeds}

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 r"""Compress one teacher in several ways, recover each at equal steps, and print one table of test scores.
 
-    python training/compare_compressions.py opus-mt-de-en --train_file train.jsonl --validation_file validation.jsonl \
-        --test_file test.jsonl --source_lang de --target_lang en --output_dir runs/compare \
-        --ratios 2 4 --methods paper all --max_steps 1000 --max_tokens 4096 --bf16 --learning_rate 1e-3
+    python training/compare_compressions.py opus-mt-de-en --train-file train.jsonl --validation-file validation.jsonl \
+        --test-file test.jsonl --source-lang de --target-lang en --output-dir runs/compare \
+        --ratios 2 4 --methods paper all --max-steps 1000 --max-tokens 4096 --bf16 --learning-rate 1e-3
 
 For every ratio, method of conversion, calibration seed, and number of encoder groups, it scores the converted model
 as it is, then trains it from its converted weights and from random ones (`--starts`), on labels alone and with the
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from arguments import ScriptParser
 from common import run_once, run_script
 from rich.console import Console
 from rich.table import Table
@@ -96,16 +97,16 @@ def compress(run: Run, args: argparse.Namespace, model: Path) -> None:
 def options(run: Run, args: argparse.Namespace, others: list[str]) -> list[str]:
     """What `run_translation.py` is told for a run."""
     model = str(Path(args.output_dir, run.converted, "model"))
-    parts = ["--model_name_or_path", model, "--test_file", args.test_file, "--report_to", "none", *others]
-    parts += ["--source_lang", args.source_lang, "--target_lang", args.target_lang]
+    parts = ["--model-name-or-path", model, "--test-file", args.test_file, "--report-to", "none", *others]
+    parts += ["--source-lang", args.source_lang, "--target-lang", args.target_lang]
     if run.trained:
-        parts += ["--train_file", args.train_file, "--max_steps", str(args.max_steps), "--save_strategy", "no"]
+        parts += ["--train-file", args.train_file, "--max-steps", str(args.max_steps), "--save-strategy", "no"]
         if args.validation_file:
-            parts += ["--validation_file", args.validation_file]
+            parts += ["--validation-file", args.validation_file]
         if run.trained == "distilled":
-            parts += ["--teacher", args.teacher, "--distillation_alpha", str(args.distillation_alpha)]
+            parts += ["--teacher", args.teacher, "--distillation-alpha", str(args.distillation_alpha)]
         if run.start == "random":
-            parts += ["--from_scratch"]
+            parts += ["--from-scratch"]
     return parts
 
 
@@ -136,19 +137,19 @@ def draw(rows: list[dict], folder: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Convert, run, tabulate; the table also goes to `results.json`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(__doc__)
     parser.add_argument("teacher", help="checkpoint folder or Hub name")
     for name in ("train_file", "test_file", "source_lang", "target_lang", "output_dir"):
         parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--validation_file")
+    parser.add_argument("--validation-file")
     parser.add_argument("--ratios", type=float, nargs="+", default=[2.0, 4.0])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["paper", "all"])
-    parser.add_argument("--calibration_seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--encoder_groups", type=int, nargs="*", default=[], help="besides no sharing")
+    parser.add_argument("--calibration-seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--encoder-groups", type=int, nargs="*", default=[], help="besides no sharing")
     parser.add_argument("--starts", nargs="+", choices=["converted", "random"], default=["converted", "random"])
     parser.add_argument("--trainings", nargs="*", choices=["labels", "distilled"], default=["labels", "distilled"])
-    parser.add_argument("--max_steps", type=int, default=1000)
-    parser.add_argument("--distillation_alpha", type=float, default=0.7)
+    parser.add_argument("--max-steps", type=int, default=1000)
+    parser.add_argument("--distillation-alpha", type=float, default=0.7)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; above 1 each has one thread")
     args, others = parser.parse_known_args(argv)
 

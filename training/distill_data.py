@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Let the teacher translate (or summarize) the source side of a corpus: data for sequence-level distillation.
+r"""Let the teacher translate (or summarize) the source side of a corpus: data for sequence-level distillation.
 
-    python training/distill_data.py opus-mt-de-en train.jsonl --source_lang de --target_lang en \
+    python training/distill_data.py opus-mt-de-en train.jsonl --source-lang de --target-lang en \
         --output distilled.jsonl
-    python training/run_translation.py --train_file distilled.jsonl --source_lang de --target_lang en …
+    python training/run_translation.py --train-file distilled.jsonl --source-lang de --target-lang en …
 
 A student learns more from what its teacher would say than from what people said (Kim & Rush 2016, arXiv 1606.07947).
 The output has one object a line, in the order of the data, `{"translation": {"de": "…", "en": "…"}}`: the source as it
@@ -13,12 +13,12 @@ where a kill ended it, and ends with the same file as without the kill.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from pathlib import Path
 
 import torch
+from arguments import ScriptParser
 from common import load_texts, run_script
 from rich.console import Console
 from rich.markup import escape
@@ -93,19 +93,19 @@ def distill(options: dict, sources: list[str], output: Path, columns: tuple[str,
 
 def main(argv: list[str] | None = None) -> None:
     """Read, translate, write, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(__doc__)
     parser.add_argument("teacher", help="checkpoint: a folder or a Hub name")
     parser.add_argument("data", help=".txt, .json, .jsonl (.gz), or a Hub dataset")
     parser.add_argument("--split", default="train", help="of a Hub dataset")
-    parser.add_argument("--source_lang", required=True, help="column, or language in a column 'translation'")
-    parser.add_argument("--target_lang", required=True, help="name of the teacher's texts in the output")
-    parser.add_argument("--source_code", help="multilingual teachers: code of the source language, such as de_DE")
-    parser.add_argument("--target_code", help="the same of the target language, such as en_XX")
+    parser.add_argument("--source-lang", required=True, help="column, or language in a column 'translation'")
+    parser.add_argument("--target-lang", required=True, help="name of the teacher's texts in the output")
+    parser.add_argument("--source-code", help="multilingual teachers: code of the source language, such as de_DE")
+    parser.add_argument("--target-code", help="the same of the target language, such as en_XX")
     parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to write")
-    parser.add_argument("--num_beams", type=int, default=5)
-    parser.add_argument("--max_new_tokens", type=int, help="default: the checkpoint's limit")
-    parser.add_argument("--batch_size", type=int, default=32, help="texts of similar length translated at once")
-    parser.add_argument("--max_samples", type=int, help="only the first so many texts")
+    parser.add_argument("--num-beams", type=int, default=5)
+    parser.add_argument("--max-new-tokens", type=int, help="default: the checkpoint's limit")
+    parser.add_argument("--batch-size", type=int, default=32, help="texts of similar length translated at once")
+    parser.add_argument("--max-samples", type=int, help="only the first so many texts")
     args = parser.parse_args(argv)
     if args.source_lang == args.target_lang:
         raise ValueError(f"Source and target are both {args.source_lang!r}: give the teacher's texts another name.")

@@ -2,22 +2,22 @@
 """Train a text classifier: on a training part, or by cross-validation on folds of one file (LightFormer, Table 5).
 
     python training/build_tokenizer.py reviews.jsonl --kind words --output words
-    python training/run_classification.py --config_name shapes.json --tokenizer_name words \
-        --train_file reviews.jsonl --num_folds 10 --word_vectors glove.6B.300d.txt --output_dir dense \
-        --per_device_train_batch_size 50 --num_train_epochs 10 --learning_rate 3e-4 --save_strategy epoch \
-        --eval_strategy epoch --load_best_model_at_end --metric_for_best_model accuracy
+    python training/run_classification.py --config-name shapes.json --tokenizer-name words \
+        --train-file reviews.jsonl --num-folds 10 --word-vectors glove.6B.300d.txt --output-dir dense \
+        --per-device-train-batch-size 50 --num-train-epochs 10 --learning-rate 3e-4 --save-strategy epoch \
+        --eval-strategy epoch --load-best-model-at-end --metric-for-best-model accuracy
     for fold in 0 1 2 3 4 5 6 7 8 9; do lightformers convert dense/fold-$fold light/fold-$fold --rank 48; done
-    python training/run_classification.py --model_name_or_path 'light/fold-{fold}' --train_file reviews.jsonl …
+    python training/run_classification.py --model-name-or-path 'light/fold-{fold}' --train-file reviews.jsonl …
 
 Data: a text and its class in two columns of a .json, .jsonl, .csv, .tsv or .parquet file or of a Hub dataset. Fold k
-is tested by a model that is trained on all the others; with an `--eval_strategy`, fold k+1 is left out of them and
-chooses the best checkpoint. Folds are those of `--fold_column`, or `--num_folds` drawn so that each has its share of
+is tested by a model that is trained on all the others; with an `--eval-strategy`, fold k+1 is left out of them and
+chooses the best checkpoint. Folds are those of `--fold-column`, or `--num-folds` drawn so that each has its share of
 every class. Every fold begins with the same weights (`{fold}` in a model's name is the fold's number) and leaves its
 model in `fold-<k>`. The result is the mean accuracy and the standard deviation over the folds; without folds it is the
-accuracy on the test part. `--resume_from_checkpoint` goes on where an interrupted run ended, complete folds are kept.
+accuracy on the test part. `--resume-from-checkpoint` goes on where an interrupted run ended, complete folds are kept.
 
 The model may be a classifier, or a translation model that `lightformers convert` wrote: its encoder is then taken.
-`--word_vectors` (GloVe or fastText text format) starts the embedding, of a configuration whose table is as wide
+`--word-vectors` (GloVe or fastText text format) starts the embedding, of a configuration whose table is as wide
 (`"embedding_dim": 300`), or of a low-rank one (`"embedding_rank"`) by SVD.
 """
 
@@ -142,7 +142,7 @@ def find_classes(args: ModelArguments, parts: dict[str, Dataset]) -> list[str]:
             classes, source = [labels[i] for i in sorted(labels)], args.model_name_or_path
     if classes is None:
         if "train" not in parts:
-            raise ValueError(f"{args.model_name_or_path} is no trained classifier: give --train_file.")
+            raise ValueError(f"{args.model_name_or_path} is no trained classifier: give --train-file.")
         found = set(parts["train"]["label"])
         classes = sorted(found, key=int if all(name.lstrip("-").isdecimal() for name in found) else None)
     for part, rows in parts.items():
@@ -175,7 +175,7 @@ def build_classifier(
     name, options = args.model_name_or_path, {"attn_implementation": args.attn_implementation, "dtype": torch.float32}
     if name and not args.from_scratch:
         if vectors:
-            raise ValueError(f"{name} has an embedding already: --word_vectors is for random weights.")
+            raise ValueError(f"{name} has an embedding already: --word-vectors is for random weights.")
         model, info = AutoModelForSequenceClassification.from_pretrained(
             name, config=config, key_mapping=ENCODER_OF_PAIR, output_loading_info=True, **options
         )
@@ -221,7 +221,7 @@ def run(
     model = build_classifier(model_args, tokenizer, classes, data_args.word_vectors)
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions and data_args.max_length > positions:
-        raise ValueError(f"The model has {positions} positions: lower --max_length from {data_args.max_length}.")
+        raise ValueError(f"The model has {positions} positions: lower --max-length from {data_args.max_length}.")
     with args.main_process_first():
         tokens = {part: tokenize(rows, tokenizer, classes, data_args.max_length) for part, rows in parts.items()}
     trainer = Trainer(
@@ -279,13 +279,13 @@ def cross_validate(model_args: ModelArguments, data_args: DataArguments, args: T
     """A round of `run` for each fold; the rows of the summary. `test_results.json` has the same figures."""
     if data_args.validation_file or data_args.test_file:
         raise ValueError(
-            "Folds are parts of the training data: give --num_folds or --fold_column, and only that data."
+            "Folds are parts of the training data: give --num-folds or --fold-column, and only that data."
         )
     data_args = copy.copy(data_args)
     data_args.validation_split = data_args.test_split = ""
     rows = load_parts(data_args, partial(load_labelled, arguments=data_args)).get("train")
     if rows is None:
-        raise ValueError("No data: give --train_file, or --dataset_name.")
+        raise ValueError("No data: give --train-file, or --dataset-name.")
     if data_args.fold_column:
         folds = np.array(rows["fold"][:])
         if len(np.unique(folds)) < 2:
@@ -302,7 +302,7 @@ def cross_validate(model_args: ModelArguments, data_args: DataArguments, args: T
         raise ValueError("Three folds or more are needed where one of them chooses the checkpoint (eval_strategy).")
     resume = args.resume_from_checkpoint
     if resume not in (None, "last"):
-        raise ValueError("--resume_from_checkpoint stands alone in cross-validation: every fold has its checkpoints.")
+        raise ValueError("--resume-from-checkpoint stands alone in cross-validation: every fold has its checkpoints.")
 
     output, rounds = Path(args.output_dir), {}
     for fold in np.unique(folds).tolist():
@@ -347,7 +347,7 @@ def main(argv: list[str] | None = None) -> None:
     checkpoint = check_output(args, [model_args.model_name_or_path, model_args.config_name, model_args.tokenizer_name])
     parts = load_parts(data_args, partial(load_labelled, arguments=data_args))
     if args.eval_strategy != "no" and "validation" not in parts:
-        raise ValueError(f"eval_strategy is {args.eval_strategy}: give --validation_file.")
+        raise ValueError(f"eval_strategy is {args.eval_strategy}: give --validation-file.")
     classes = find_classes(model_args, parts)
     summarize(run(model_args, data_args, args, parts, classes, checkpoint), console)
 

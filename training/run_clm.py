@@ -2,20 +2,20 @@
 """Train a causal language model: a checkpoint, or the shapes of a configuration from random weights.
 
     python training/build_tokenizer.py train.txt.gz --kind words --output words
-    python training/run_clm.py --config_name shapes.json --tokenizer_name words --train_file train.txt.gz \
-        --validation_file validation.txt --test_file test.txt --output_dir language_model \
-        --block_size 512 --context_size 448 --per_device_train_batch_size 8 --max_steps 20000 \
-        --learning_rate 1e-3 --lr_scheduler_type cosine --warmup_steps 1000 --eval_strategy steps --eval_steps 1000
+    python training/run_clm.py --config-name shapes.json --tokenizer-name words --train-file train.txt.gz \
+        --validation-file validation.txt --test-file test.txt --output-dir language_model \
+        --block-size 512 --context-size 448 --per-device-train-batch-size 8 --max-steps 20000 \
+        --learning-rate 1e-3 --lr-scheduler-type cosine --warmup-steps 1000 --eval-strategy steps --eval-steps 1000
 
 The lines of a text become one stream of tokens, each ended by the tokenizer's end token, which also begins the stream.
-The model reads it in blocks of `--block_size` tokens. In training and in evaluation every token is predicted once; in
-evaluation the first `--context_size` tokens of a block repeat the block before, so that every token is predicted
+The model reads it in blocks of `--block-size` tokens. In training and in evaluation every token is predicted once; in
+evaluation the first `--context-size` tokens of a block repeat the block before, so that every token is predicted
 from at least so many (Baevski & Auli 2019, arXiv 1809.10853). Perplexity is exp of the mean loss over all tokens of
 the text, end tokens counted.
 
 What data is given for is done: training, evaluation, test. All options of `TrainingArguments` work; besides,
-`--nesterov_momentum 0.99 --lr_scheduler_type cosine` is the optimizer of that paper. An interrupted run goes on with
-`--resume_from_checkpoint` added to the same command. What a `shapes.json` leaves out about tokens (`vocab_size`, ids
+`--nesterov-momentum 0.99 --lr-scheduler-type cosine` is the optimizer of that paper. An interrupted run goes on with
+`--resume-from-checkpoint` added to the same command. What a `shapes.json` leaves out about tokens (`vocab_size`, ids
 of pad, bos and eos) is the tokenizer's.
 """
 
@@ -174,7 +174,7 @@ def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, bloc
         raise ValueError(f"The tokenizer {tokenizer.name_or_path} has no end token (eos_token): lines need one.")
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions and block_size > positions:
-        raise ValueError(f"The model has {positions} positions: lower --block_size from {block_size}.")
+        raise ValueError(f"The model has {positions} positions: lower --block-size from {block_size}.")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -185,7 +185,7 @@ def main(argv: list[str] | None = None) -> None:
     check_options(args, data_args)
     parts = load_parts(data_args, partial(load_texts, columns=[data_args.text_column]))
     if args.eval_strategy != "no" and "validation" not in parts:
-        raise ValueError(f"eval_strategy is {args.eval_strategy}: give --validation_file.")
+        raise ValueError(f"eval_strategy is {args.eval_strategy}: give --validation-file.")
     set_seed(args.seed)
     tokenizer = load_tokenizer(model_args)
     model = build_model(model_args, tokenizer, AutoModelForCausalLM)

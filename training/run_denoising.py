@@ -1,18 +1,18 @@
 #!/usr/bin/env python
 """Pretrain an encoder-decoder as BART was: it reads noised text and writes the text (Lewis et al. 2020, 1910.13461).
 
-    python training/build_tokenizer.py corpus.txt.gz --kind unigram --vocab_size 32000 --output tokenizer
-    python training/run_denoising.py --config_name shapes.json --tokenizer_name tokenizer \
-        --train_files corpus-*.txt.gz --validation_file held_out.txt --output_dir pretrained \
-        --block_size 512 --per_device_train_batch_size 8 --max_steps 500000 --learning_rate 4e-4 \
-        --lr_scheduler_type polynomial --warmup_steps 10000 --eval_strategy steps --eval_steps 10000
+    python training/build_tokenizer.py corpus.txt.gz --kind unigram --vocab-size 32000 --output tokenizer
+    python training/run_denoising.py --config-name shapes.json --tokenizer-name tokenizer \
+        --train-files corpus-*.txt.gz --validation-file held_out.txt --output-dir pretrained \
+        --block-size 512 --per-device-train-batch-size 8 --max-steps 500000 --learning-rate 4e-4 \
+        --lr-scheduler-type polynomial --warmup-steps 10000 --eval-strategy steps --eval-steps 10000
 
 Text is read as a stream, so a corpus may be larger than memory: lines of .txt, or a column of .json, .jsonl or
-.parquet files or of a Hub dataset. Consecutive sentences fill blocks of at most `--block_size` tokens. The sentences
+.parquet files or of a Hub dataset. Consecutive sentences fill blocks of at most `--block-size` tokens. The sentences
 of a block are put in random order; then spans of tokens, their lengths Poisson(3), 30 % of the tokens together, are
 each replaced by one `<mask>`, spans of length zero included, where a mask comes in between. The noise of a block
 follows from `--seed`, the pass over the data and the block's number. The stream begins anew when it ends;
-`--max_steps` says when to stop. An interrupted run goes on with `--resume_from_checkpoint`.
+`--max-steps` says when to stop. An interrupted run goes on with `--resume-from-checkpoint`.
 """
 
 from __future__ import annotations
@@ -222,11 +222,11 @@ def load_stream(names: list[str], column: str, *, hub: bool = False, split: str 
 def check_options(args: TrainingArguments, data: DataArguments) -> None:
     """Raise a `ValueError` for options that cannot be."""
     if bool(data.train_files) == bool(data.dataset_name):
-        raise ValueError("Give the text to train on: one of --train_files and --dataset_name.")
+        raise ValueError("Give the text to train on: one of --train-files and --dataset-name.")
     if args.max_steps < 1:
-        raise ValueError("A stream has no end: give --max_steps.")
+        raise ValueError("A stream has no end: give --max-steps.")
     if args.eval_strategy != "no" and not data.validation_file:
-        raise ValueError(f"eval_strategy is {args.eval_strategy}: give --validation_file.")
+        raise ValueError(f"eval_strategy is {args.eval_strategy}: give --validation-file.")
     if not 0 < data.mask_share < 1:
         raise ValueError(f"mask_share is {data.mask_share}: expected between 0 and 1.")
     if data.mean_span <= 0:

@@ -1,16 +1,16 @@
 #!/usr/bin/env python
 """Train a summarization model: a converted checkpoint, a dense one, or the same shapes from random weights.
 
-    python training/run_summarization.py --model_name_or_path converted --teacher bart-large-cnn \
-        --train_file train.jsonl --validation_file validation.jsonl --test_file test.jsonl \
-        --text_column document --summary_column summary --output_dir recovered \
-        --max_tokens 4096 --max_steps 30000 --label_smoothing_factor 0.1 --bf16 \
-        --learning_rate 3e-5 --lr_scheduler_type polynomial --warmup_steps 500 \
-        --num_beams 4 --length_penalty 2.0 --min_length 55 --max_length 140 --no_repeat_ngram_size 3
+    python training/run_summarization.py --model-name-or-path converted --teacher bart-large-cnn \
+        --train-file train.jsonl --validation-file validation.jsonl --test-file test.jsonl \
+        --text-column document --summary-column summary --output-dir recovered \
+        --max-tokens 4096 --max-steps 30000 --label-smoothing-factor 0.1 --bf16 \
+        --learning-rate 3e-5 --lr-scheduler-type polynomial --warmup-steps 500 \
+        --num-beams 4 --length-penalty 2.0 --min-length 55 --max-length 140 --no-repeat-ngram-size 3
 
 Data: JSON lines `{"document": "…", "summary": "…"}`, or two columns of a CSV or Parquet file or of a Hub dataset. All
 else is as in `run_translation.py`: what data is given for is done, all options of `Seq2SeqTrainingArguments` work, the
-teacher may be left out, an interrupted run goes on with `--resume_from_checkpoint`. Measured by ROUGE-1, ROUGE-2 and
+teacher may be left out, an interrupted run goes on with `--resume-from-checkpoint`. Measured by ROUGE-1, ROUGE-2 and
 ROUGE-L (F1).
 """
 

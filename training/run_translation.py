@@ -1,17 +1,17 @@
 #!/usr/bin/env python
 """Train a translation model: a converted checkpoint, a dense one, or the same shapes from random weights.
 
-    python training/run_translation.py --model_name_or_path converted --teacher opus-mt-de-en \
-        --train_file train.jsonl --validation_file validation.jsonl --test_file test.jsonl \
-        --source_lang de --target_lang en --output_dir recovered \
-        --max_tokens 4096 --num_train_epochs 3 --label_smoothing_factor 0.1 --bf16 \
-        --learning_rate 3e-4 --lr_scheduler_type inverse_sqrt --warmup_steps 500 --eval_strategy epoch \
-        --save_strategy epoch --load_best_model_at_end --metric_for_best_model bleu
+    python training/run_translation.py --model-name-or-path converted --teacher opus-mt-de-en \
+        --train-file train.jsonl --validation-file validation.jsonl --test-file test.jsonl \
+        --source-lang de --target-lang en --output-dir recovered \
+        --max-tokens 4096 --num-train-epochs 3 --label-smoothing-factor 0.1 --bf16 \
+        --learning-rate 3e-4 --lr-scheduler-type inverse_sqrt --warmup-steps 500 --eval-strategy epoch \
+        --save-strategy epoch --load-best-model-at-end --metric-for-best-model bleu
 
 What data is given for is done: training, evaluation, test. All options of `Seq2SeqTrainingArguments` work.
-An interrupted run goes on with `--resume_from_checkpoint` added to the same command.
+An interrupted run goes on with `--resume-from-checkpoint` added to the same command.
 
-Any architecture trains from random weights: `--config_name shapes.json --tokenizer_name opus-mt-de-en`, where the file
+Any architecture trains from random weights: `--config-name shapes.json --tokenizer-name opus-mt-de-en`, where the file
 holds `{"model_type": "lightformer", "d_model": 192, …}`. What it leaves out about tokens is the tokenizer's:
 `vocab_size`, the ids of pad, bos and eos, and `decoder_start_token_id` (bos; pad where there is none, as in Marian).
 """

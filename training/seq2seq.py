@@ -78,7 +78,7 @@ class DataArguments(arguments.DataArguments):
         default=None,
         metadata={
             "help": "Budget of a batch of one process: rows x (longest source + longest target) tokens, padding "
-            "counted. Replaces per_device_train_batch_size."
+            "counted. Replaces --per-device-train-batch-size."
         },
     )
     preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
@@ -139,14 +139,14 @@ def set_generation(
     if most is not None and shortest > most:
         raise ValueError(f"min_length is {shortest}, max_length {most}: expected no more than that.")
     if generation.length_penalty is not None and (config.num_beams or 1) == 1:
-        raise ValueError("length_penalty chooses between the outputs of a beam: give --num_beams above 1 with it.")
+        raise ValueError("length_penalty chooses between the outputs of a beam: give --num-beams above 1 with it.")
 
 
 def check_positions(model: PreTrainedModel, data: DataArguments) -> None:
     """Raise a `ValueError` if texts may be longer than what the model reads."""
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions and max(data.max_source_length, data.max_target_length) > positions:
-        raise ValueError(f"The model has {positions} positions: lower --max_source_length and --max_target_length.")
+        raise ValueError(f"The model has {positions} positions: lower --max-source-length and --max-target-length.")
 
 
 def run(
@@ -164,7 +164,7 @@ def run(
     source, target = task.columns
     parts = load_parts(data_args, partial(load_parallel, source=source, target=target))
     if args.eval_strategy != "no" and "validation" not in parts:
-        raise ValueError(f"eval_strategy is {args.eval_strategy}: give --validation_file.")
+        raise ValueError(f"eval_strategy is {args.eval_strategy}: give --validation-file.")
     set_seed(args.seed)
     tokenizer = load_tokenizer(model_args)
     model = build_model(model_args, tokenizer, AutoModelForSeq2SeqLM)

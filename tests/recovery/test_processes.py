@@ -65,8 +65,8 @@ def launch(tmp_path, tiny_marian, parallel_sentences):
     (tmp_path / "train.jsonl").write_text(rows)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
 
-    def launch(*options, launcher=("torch.distributed.run", "--standalone", "--nproc_per_node", "2"), before=""):
-        options = ["--config", "recipe.yaml", "--train_file", "train.jsonl", "--tokenizer_name", tiny_marian, *options]
+    def launch(*options, launcher=("torch.distributed.run", "--standalone", "--nproc-per-node", "2"), before=""):
+        options = ["--config", "recipe.yaml", "--train-file", "train.jsonl", "--tokenizer-name", tiny_marian, *options]
         if launcher is None:
             with contextlib.chdir(tmp_path):
                 return script.main([*map(str, options)])
@@ -84,31 +84,31 @@ def launch(tmp_path, tiny_marian, parallel_sentences):
 
 def test_two_processes_have_the_losses_of_one_also_after_a_kill(launch, tmp_path):
     """The same batches by the same steps: two at a time, or one after the other."""
-    fifty = ["--max_steps", 50, "--save_strategy", "steps", "--save_steps", 10, "--save_total_limit", 1]
-    launch(*fifty, "--gradient_accumulation_steps", 2, "--output_dir", "one", launcher=None)
-    # Its --cpu starts one process without MPI; --multi_gpu starts two anywhere.
-    accelerate = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
-    accelerate += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0")
-    two = launch(*fifty, "--output_dir", "two", launcher=accelerate)
+    fifty = ["--max-steps", 50, "--save-strategy", "steps", "--save-steps", 10, "--save-total-limit", 1]
+    launch(*fifty, "--gradient-accumulation-steps", 2, "--output-dir", "one", launcher=None)
+    # Its --cpu starts one process without MPI; --multi-gpu starts two anywhere.
+    accelerate = ("accelerate.commands.launch", "--multi-gpu", "--num-processes", "2", "--num-machines", "1")
+    accelerate += ("--mixed-precision", "no", "--dynamo-backend", "no", "--main-process-port", "0")
+    two = launch(*fifty, "--output-dir", "two", launcher=accelerate)
     assert two.returncode == 0, two.stderr
     expected = losses(tmp_path / "one")
     assert len(expected) == 50
     assert expected[-1] < expected[0] - 0.5
     assert losses(tmp_path / "two") == pytest.approx(expected, abs=1e-4)
 
-    cut = [*fifty, "--output_dir", "cut"]
+    cut = [*fifty, "--output-dir", "cut"]
     killed = launch(*cut, before=KILLED)
     assert re.search(rf"exitcode\s*: -{signal.SIGKILL:d}", killed.stderr)
     assert not (tmp_path / "cut" / "trainer_state.json").exists()
-    resumed = launch(*cut, "--resume_from_checkpoint")
+    resumed = launch(*cut, "--resume-from-checkpoint")
     assert resumed.returncode == 0, resumed.stderr
     assert losses(tmp_path / "cut") == losses(tmp_path / "two")
 
 
 def test_a_fully_sharded_run_is_the_same_and_loads(launch, tmp_path):
-    options = ["--max_steps", 4, "--save_strategy", "steps", "--save_steps", 2]
-    launch(*options, "--gradient_accumulation_steps", 2, "--output_dir", "plain", launcher=None)
-    sharded = [*options, "--fsdp", "--output_dir", "sharded"]
+    options = ["--max-steps", 4, "--save-strategy", "steps", "--save-steps", 2]
+    launch(*options, "--gradient-accumulation-steps", 2, "--output-dir", "plain", launcher=None)
+    sharded = [*options, "--fsdp", "--output-dir", "sharded"]
     done = launch(*sharded, before=SHARDED)
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "plain"), abs=1e-5)
@@ -125,6 +125,6 @@ def test_a_fully_sharded_run_is_the_same_and_loads(launch, tmp_path):
     shutil.rmtree(tmp_path / "sharded" / "checkpoint-4")
     for file in (tmp_path / "sharded").glob("*.*"):
         file.unlink()
-    resumed = launch(*sharded, "--resume_from_checkpoint", before=SHARDED)
+    resumed = launch(*sharded, "--resume-from-checkpoint", before=SHARDED)
     assert resumed.returncode == 0, resumed.stderr
     assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "plain"), abs=1e-5)

@@ -26,7 +26,7 @@ def build(output, *options):
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_subwords_of_both_languages_and_back(kind, pairs, tmp_path, parallel_sentences):
-    tokenizer = build(tmp_path / "out", pairs, "--columns", "de", "en", "--kind", kind, "--vocab_size", 120)
+    tokenizer = build(tmp_path / "out", pairs, "--columns", "de", "en", "--kind", kind, "--vocab-size", 120)
     assert len(tokenizer) == 120
     assert tokenizer.convert_ids_to_tokens([0, 1, 2, 3]) == SPECIAL
     assert (tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (
@@ -60,7 +60,7 @@ def test_words_are_ordered_by_frequency_and_keep_the_unknown_word_of_the_text(tm
     assert tokenizer.convert_ids_to_tokens(ids) == ["the", "<unk>", "<unk>", "sat"]
     assert tokenizer.decode(tokenizer("the cat , on a mat")["input_ids"]) == "the cat , on a mat"
 
-    few = build(tmp_path / "few", tmp_path / "text.txt.gz", "--kind", "words", "--vocab_size", 6)
+    few = build(tmp_path / "few", tmp_path / "text.txt.gz", "--kind", "words", "--vocab-size", 6)
     assert few.convert_ids_to_tokens(list(range(len(few))))[:5] == [*SPECIAL, "the"]
     assert len(few) == 6
 
@@ -68,8 +68,8 @@ def test_words_are_ordered_by_frequency_and_keep_the_unknown_word_of_the_text(tm
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--kind", "bpe"], "needs --vocab_size"),
-        (["--kind", "bpe", "--vocab_size", "4"], "vocab_size is 4"),
+        (["--kind", "bpe"], "needs --vocab-size"),
+        (["--kind", "bpe", "--vocab-size", "4"], "vocab_size is 4"),
         (["--kind", "words", "--columns", "fr"], "no column 'fr': it has 'de', 'en'"),
         (["none.txt", "--kind", "words"], "No data file none.txt"),
         (["empty.txt", "--kind", "words"], "empty.txt is empty"),

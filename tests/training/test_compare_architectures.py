@@ -27,10 +27,10 @@ def test_translation(tmp_path, tiny_marian, parallel_sentences, capsys):
     data, shapes, out = tmp_path / "data.jsonl", tmp_path / "shapes.json", tmp_path / "runs"
     data.write_text("".join(json.dumps(pair) + "\n" for pair in parallel_sentences), encoding="utf-8")
     shapes.write_text(json.dumps(SHAPES))
-    options = ["translation", "--models", f"first={shapes}", f"taught={tiny_marian}", "--tokenizer_name", tiny_marian]
-    options += ["--train_file", data, "--test_file", data, "--source_lang", "de", "--target_lang", "en"]
-    options += ["--output_dir", out, "--max_steps", 2, "--jobs", 2, "--speed_sentences", 2, "--speed_runs", 2]
-    options += ["--max_source_length", 40, "--max_target_length", 40, "--learning_rate", 1e-5]
+    options = ["translation", "--models", f"first={shapes}", f"taught={tiny_marian}", "--tokenizer-name", tiny_marian]
+    options += ["--train-file", data, "--test-file", data, "--source-lang", "de", "--target-lang", "en"]
+    options += ["--output-dir", out, "--max-steps", 2, "--jobs", 2, "--speed-sentences", 2, "--speed-runs", 2]
+    options += ["--max-source-length", 40, "--max-target-length", 40, "--learning-rate", 1e-5]
     run(*options)
     first, taught = rows(out)
     assert (first["name"], taught["name"]) == ("first", "taught")
@@ -65,8 +65,8 @@ def test_recipes_their_variants_and_several_seeds(tmp_path, tiny_marian, paralle
     wide = f"wide={recipe},encoder_ffn_dim=64,rank_pattern={{fc1: 3, fc2: 4}}"
     run(
         "summarization", "--models", f"plain={recipe}", wide, f"taught={tmp_path}/weights-{{seed}}", "--seeds", 2, 3,
-        "--tokenizer_name", tiny_marian, "--train_file", data, "--test_file", data, "--output_dir", out,
-        "--max_steps", 2, "--max_source_length", 40, "--max_target_length", 40, "--generation_max_length", 12,
+        "--tokenizer-name", tiny_marian, "--train-file", data, "--test-file", data, "--output-dir", out,
+        "--max-steps", 2, "--max-source-length", 40, "--max-target-length", 40, "--generation-max-length", 12,
     )  # fmt: skip
     results = rows(out)
     assert [(row["name"], row["seed"]) for row in results] == [
@@ -89,8 +89,8 @@ def test_language_models(tmp_path, parallel_sentences):
     (shapes / "config.json").write_text(json.dumps(SHAPES))
     build_tokenizer.main([str(text), "--kind", "words", "--output", str(tmp_path / "words")])
     run(
-        "clm", "--models", f"only={shapes}", "--tokenizer_name", tmp_path / "words", "--train_file", text,
-        "--test_file", text, "--output_dir", out, "--max_steps", 1, "--block_size", 16,
+        "clm", "--models", f"only={shapes}", "--tokenizer-name", tmp_path / "words", "--train-file", text,
+        "--test-file", text, "--output-dir", out, "--max-steps", 1, "--block-size", 16,
     )  # fmt: skip
     (row,) = rows(out)
     assert row["perplexity"] == json.loads((out / "only" / "test_results.json").read_text())["test_perplexity"]
@@ -114,7 +114,7 @@ def test_bad_models(models, message):
 
 def test_a_failed_run_says_where_to_look(tmp_path):
     (tmp_path / "bad.json").write_text("{}")
-    options = ["--tokenizer_name", "words", "--train_file", "none.txt", "--test_file", "none.txt"]
+    options = ["--tokenizer-name", "words", "--train-file", "none.txt", "--test-file", "none.txt"]
     with pytest.raises(ChildProcessError, match=r"bad\.log"):
-        run("clm", "--models", f"bad={tmp_path / 'bad.json'}", *options, "--output_dir", tmp_path / "runs")
+        run("clm", "--models", f"bad={tmp_path / 'bad.json'}", *options, "--output-dir", tmp_path / "runs")
     assert "No data file none.txt" in (tmp_path / "runs" / "bad.log").read_text()

@@ -11,8 +11,8 @@ SCRIPT = Path(__file__).parents[2] / "training" / "compare_compressions.py"
 def test_compares_and_continues(tmp_path, tiny_marian, parallel_sentences):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(pair) + "\n" for pair in parallel_sentences), encoding="utf-8")
-    command = [sys.executable, str(SCRIPT), str(tiny_marian), "--train_file", str(data), "--test_file", str(data)]
-    command += ["--source_lang", "de", "--target_lang", "en", "--output_dir", str(tmp_path / "runs")]
+    command = [sys.executable, str(SCRIPT), str(tiny_marian), "--train-file", str(data), "--test-file", str(data)]
+    command += ["--source-lang", "de", "--target-lang", "en", "--output-dir", str(tmp_path / "runs")]
     command += [
         "--ratios",
         "1.5",
@@ -24,12 +24,12 @@ def test_compares_and_continues(tmp_path, tiny_marian, parallel_sentences):
         "random",
         "--trainings",
         "distilled",
-        "--max_steps",
+        "--max-steps",
         "1",
         "--jobs",
         "2",
     ]
-    command += ["--max_source_length", "40", "--max_target_length", "40", "--generation_max_length", "20"]
+    command += ["--max-source-length", "40", "--max-target-length", "40", "--generation-max-length", "20"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "runs" / "results.json").read_text())

@@ -83,7 +83,7 @@ def data(tmp_path_factory, parallel_sentences, tiny_marian):
     (folder / "text.txt").write_text("".join(f"{line}\n" for line in english * 40))
     build_tokenizer.main([str(folder / "text.txt"), "--kind", "words", "--output", str(folder / "words")])
     (folder / "corpus.txt").write_text("".join(f"{line} {string.ascii_letters}.\n" for line in english * 3))
-    unigram = ["--kind", "unigram", "--vocab_size", "90", "--output", str(folder / "unigram")]
+    unigram = ["--kind", "unigram", "--vocab-size", "90", "--output", str(folder / "unigram")]
     build_tokenizer.main([str(folder / "corpus.txt"), *unigram])
     pairs = {"tokenizer_name": tiny_marian, "train_file": folder / "pairs.jsonl"}
     small = {"block_size": 16, "per_device_train_batch_size": 2}
@@ -175,13 +175,32 @@ def test_the_command_line_wins_over_the_recipe_and_that_over_its_base(parse):
         "base: base.yaml\nmodel: {d_model: 32, ffn_rank: null}\nmax_tokens: 8\nseed: 5\nlogging_nan_inf_filter: false"
     )
     model, data, args = parse(
-        recipe, "--max_tokens", "9", "--model.dropout", "0.25", "--model.rank_pattern={fc1: 3}", base=base
+        recipe, "--max-tokens", "9", "--model.dropout", "0.25", "--model.rank_pattern={fc1: 3}", base=base
     )
     assert model.model == {
         "model_type": "lightformer", "d_model": 32, "ffn_rank": None, "dropout": 0.25, "rank_pattern": {"fc1": 3}
     }  # fmt: skip
     assert (data.max_tokens, args.learning_rate, args.seed, args.bf16) == (9, 1e-3, 5, True)
     assert not args.logging_nan_inf_filter
+
+
+@pytest.mark.parametrize("join", ["-", "_"])
+def test_underscores_and_dashes_mean_the_same(parse, join):
+    words = ["--max_tokens", "9", "--train_file=a_b.txt", "--no_logging_nan_inf_filter", "--model.encoder_layers", "2"]
+    words += ["--model.model_type=lightformer"]
+    given = [word.replace("_", join) if word.startswith("--") and "=" not in word else word for word in words]
+    model, data, args = parse("seed: 1", *given)
+    assert model.model == {"model_type": "lightformer", "encoder_layers": 2}
+    assert (data.max_tokens, data.train_file, args.logging_nan_inf_filter) == (9, "a_b.txt", False)
+
+
+@pytest.mark.parametrize("script", ["run_translation", "compare_architectures", "distill_data"])
+def test_help_spells_options_with_dashes(script, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        import_module(script).main(["--help"])
+    options = re.findall(r"(?<![\w-])--[\w.-]+", capsys.readouterr().out)
+    assert "--output-dir" in options or "--output" in options
+    assert not [option for option in options if "_" in option and not option.startswith("--model.")]
 
 
 @pytest.mark.parametrize(
@@ -198,9 +217,9 @@ def test_the_command_line_wins_over_the_recipe_and_that_over_its_base(parse):
         ("model: 3", [], r"recipe\.yaml: expected a mapping"),
         ("a: [", [], r"recipe\.yaml is not YAML"),
         ("base: nowhere.yaml", [], r"No recipe .*nowhere\.yaml"),
-        ("max_tokens: many", [], "--max_tokens.*invalid int value: 'many'"),
+        ("max_tokens: many", [], "--max-tokens.*invalid int value: 'many'"),
         ("model: {model_type: lightformer}", ["--model.d_modle", "3"], "command line: .*did you mean d_model"),
-        ("seed: 1", ["--max_token", "3"], "no option '--max_token'; did you mean --max_tokens"),
+        ("seed: 1", ["--max-token", "3"], "no option '--max-token'; did you mean --max-tokens"),
     ],
 )
 def test_what_is_unknown_is_named_with_its_file_and_what_is_like_it(parse, recipe, argv, message):

@@ -134,9 +134,9 @@ def test_a_killed_cross_validation_goes_on(base, tmp_path, monkeypatch):
     with pytest.raises(FileExistsError, match=r"fold-0 is not empty.*resume_from_checkpoint"):
         script.main(command(options))
     with pytest.raises(ValueError, match=r"begun with learning_rate 0.01, not 0.1"):
-        script.main([*command(options, learning_rate=0.1), "--resume_from_checkpoint"])
+        script.main([*command(options, learning_rate=0.1), "--resume-from-checkpoint"])
     kept = (tmp_path / "out" / "fold-0" / "test_results.json").stat().st_mtime_ns
-    script.main([*command(options), "--resume_from_checkpoint"])
+    script.main([*command(options), "--resume-from-checkpoint"])
     assert results(tmp_path / "out") == results(tmp_path / "whole")
     assert (tmp_path / "out" / "fold-0" / "test_results.json").stat().st_mtime_ns == kept
 
@@ -291,7 +291,7 @@ def test_word_vectors_in_a_run(base, tmp_path):
         ({"num_folds": 3, "test_file": "ONE"}, "Folds are parts of the training data"),
         ({"train_file": "TRAIN", "test_file": "OTHER"}, "The test data, row 1, is of class '2'; .* has '0', '1'"),
         ({"model.num_labels": 3}, "has 2 classes .*: expected 3"),
-        ({"eval_strategy": "epoch"}, "--validation_file"),
+        ({"eval_strategy": "epoch"}, "--validation-file"),
         ({"max_length": 99}, "32 positions"),
         ({"word_vectors": "none.txt"}, "No word vectors none.txt"),
         ({"word_vectors": "NARROW"}, "are 3 wide, the model's token table 16"),

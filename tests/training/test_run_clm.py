@@ -39,7 +39,7 @@ def base(tmp_path, parallel_sentences):
     (tmp_path / "test.txt").write_text("".join([lines[0], "\n", *lines[1:3]]))
     for name, shapes in SHAPES.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(shapes))
-    words = ["--kind", "words", "--vocab_size", "30", "--output", str(tmp_path / "words")]
+    words = ["--kind", "words", "--vocab-size", "30", "--output", str(tmp_path / "words")]
     build_tokenizer.main([str(tmp_path / "train.txt"), *words])
     return {
         "config_name": tmp_path / "lightformer.json",
@@ -141,7 +141,7 @@ def test_a_run_goes_on_from_its_checkpoint(base, tmp_path):
     part = options | {"output_dir": tmp_path / "cut"}
     script.main(command(part))
     (tmp_path / "cut" / "checkpoint-6" / "trainer_state.json").unlink()  # as if killed while saving
-    script.main([*command(part), "--resume_from_checkpoint"])
+    script.main([*command(part), "--resume-from-checkpoint"])
     assert losses(tmp_path / "cut") == losses(tmp_path / "out")
     assert results(tmp_path / "cut")["test_loss"] == results(tmp_path / "out")["test_loss"]
 
@@ -149,8 +149,8 @@ def test_a_run_goes_on_from_its_checkpoint(base, tmp_path):
 def test_two_processes_measure_what_one_does(base, tmp_path):
     script.main(command(base))
     evaluation = command(base, config_name=None, train_file=None, model_name_or_path=tmp_path / "out")
-    evaluation[evaluation.index("--output_dir") + 1] = str(tmp_path / "two")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", script.__file__]
+    evaluation[evaluation.index("--output-dir") + 1] = str(tmp_path / "two")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script.__file__]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(script.__file__).parents[1])}
     done = subprocess.run(launch + evaluation, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -165,8 +165,8 @@ def test_two_processes_measure_what_one_does(base, tmp_path):
         ({"train_file": None, "test_file": None}, "No data"),
         ({"block_size": 13}, "12 positions"),
         ({"context_size": 12}, "context_size is 12"),
-        ({"eval_strategy": "epoch"}, "--validation_file"),
-        ({"tokenizer_name": None}, "give --tokenizer_name"),
+        ({"eval_strategy": "epoch"}, "--validation-file"),
+        ({"tokenizer_name": None}, "give --tokenizer-name"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"nesterov_momentum": 1.5}, "nesterov_momentum is 1.5"),
         ({"config_name": "small"}, "belong together"),

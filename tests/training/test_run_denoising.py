@@ -76,7 +76,7 @@ def corpus(tmp_path_factory, parallel_sentences):
     for name, part in {"a": lines[:20], "b": lines[20:]}.items():
         (folder / f"{name}.txt.gz").write_bytes(gzip.compress("".join(part).encode()))
     (folder / "held_out.txt").write_text("".join(lines[:8]))
-    options = ["--kind", "bpe", "--vocab_size", "160", "--output", str(folder / "tokenizer")]
+    options = ["--kind", "bpe", "--vocab-size", "160", "--output", str(folder / "tokenizer")]
     build_tokenizer.main([str(folder / "held_out.txt"), *options])
     return folder
 
@@ -226,7 +226,7 @@ def test_a_run_and_a_resumed_one(base, corpus, tmp_path, capsys):
     # the same run, first until step 22, in the middle of the second pass
     cut = base | {"output_dir": tmp_path / "cut", "save_strategy": "steps", "save_steps": 22}
     script.main(command(cut, max_steps=22, lr_scheduler_type="constant"))
-    script.main([*command(cut, lr_scheduler_type="constant"), "--resume_from_checkpoint"])
+    script.main([*command(cut, lr_scheduler_type="constant"), "--resume-from-checkpoint"])
     script.main(command(base, output_dir=tmp_path / "whole", lr_scheduler_type="constant"))
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
@@ -235,7 +235,7 @@ def test_two_processes_share_the_blocks(base, tmp_path):
     base = base | {"model.dropout": 0.0}
     script.main(command(base, per_device_train_batch_size=4, max_steps=6))
     halves = command(base, per_device_train_batch_size=2, max_steps=6, output_dir=tmp_path / "two")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(script.__file__).parents[1])}
     done = subprocess.run([*launch, script.__file__, *halves], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -246,16 +246,16 @@ def test_two_processes_share_the_blocks(base, tmp_path):
     ("changes", "message"),
     [
         ({"train_files": ["none.txt"]}, "No data file none.txt"),
-        ({"train_files": None}, "one of --train_files and --dataset_name"),
+        ({"train_files": None}, "one of --train-files and --dataset-name"),
         ({"train_files": ["EMPTY"]}, "no rows"),
         ({"train_files": ["ROWS"], "text_column": "body"}, "no column 'body'; there are 'text', 'number'"),
         ({"train_files": ["ROWS"], "text_column": "number"}, "expected text, found 3"),
         ({"train_files": ["ROWS", "EMPTY"]}, "files of one kind"),
-        ({"max_steps": -1}, "give --max_steps"),
+        ({"max_steps": -1}, "give --max-steps"),
         ({"mask_share": 1.0}, "mask_share is 1.0"),
         ({"mean_span": 0}, "mean_span is 0"),
         ({"block_size": 2000}, "the model's 1024 positions"),
-        ({"eval_strategy": "steps"}, "--validation_file"),
+        ({"eval_strategy": "steps"}, "--validation-file"),
         ({"config_name": None, "model_name_or_path": "TINY", "tokenizer_name": None}, "no mask token"),
     ],
 )

@@ -115,7 +115,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(base, tmp_path, tiny_ma
     (half / "model.safetensors").write_bytes(b"half")
     with pytest.raises(FileExistsError, match="resume_from_checkpoint"):
         script.main(command(cut_off))
-    script.main([*command(cut_off), "--resume_from_checkpoint"])
+    script.main([*command(cut_off), "--resume-from-checkpoint"])
 
     assert len(losses(tmp_path / "out")) == 13
     assert losses(tmp_path / "cut") == losses(tmp_path / "out")
@@ -166,7 +166,7 @@ def test_two_processes_compute_what_one_does_with_accumulation(base, tiny_marian
     options |= {"teacher": tiny_marian, "hidden_weight": 0.5}
     one = command(options, gradient_accumulation_steps=2)
     two = command(options, output_dir=tmp_path / "two")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[1])}
     script.main(one)
     done = subprocess.run(launch + two, env=environment, capture_output=True, text=True)
@@ -183,8 +183,8 @@ def test_two_processes_compute_what_one_does_with_accumulation(base, tiny_marian
         ({"train_file": "none.jsonl"}, "No data file none.jsonl"),
         ({"target_lang": "fr"}, "no column 'fr'"),
         ({"train_file": None}, "No data"),
-        ({"eval_strategy": "epoch"}, "--validation_file"),
-        ({"model_name_or_path": None}, "--config_name"),
+        ({"eval_strategy": "epoch"}, "--validation-file"),
+        ({"model_name_or_path": None}, "--config-name"),
         ({"model_name_or_path": "/no/model"}, "No model /no/model"),
         ({"max_tokens": 5}, "max_tokens is 5"),
         ({"max_source_length": 65}, "64 positions"),
@@ -194,7 +194,7 @@ def test_two_processes_compute_what_one_does_with_accumulation(base, tiny_marian
         ({"source_code": "de_DE", "target_code": "en_XX"}, "multilingual"),
         ({"num_beams": 0}, "num_beams is 0"),
         ({"min_length": 50}, "min_length is 50, max_length 48"),
-        ({"length_penalty": 0.6, "num_beams": 1}, "num_beams above 1"),
+        ({"length_penalty": 0.6, "num_beams": 1}, "num-beams above 1"),
     ],
 )
 def test_bad_input_ends_before_the_first_step(base, tiny_marian, tmp_path, changes, message):
@@ -247,9 +247,9 @@ def test_a_resume_from_another_configuration_is_refused(base, tmp_path, tiny_mar
     changes = {name: other_words if value == "WORDS" else tmp_path / value for name, value in changes.items()}
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     with pytest.raises(ValueError, match=message):
-        script.main([*command(options | changes), "--resume_from_checkpoint"])
+        script.main([*command(options | changes), "--resume-from-checkpoint"])
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
-    script.main([*command(options), "--resume_from_checkpoint"])
+    script.main([*command(options), "--resume-from-checkpoint"])
     assert json.loads((tmp_path / "out" / "trainer_state.json").read_text())["global_step"] == 2
 
 
@@ -264,10 +264,10 @@ def test_files_are_written_over_only_when_asked(base, tmp_path):
     out = tmp_path / "out"
     (out / "checkpoint-7").mkdir(parents=True)
     (out / "notes.txt").write_text("mine")
-    for options in ([], ["--resume_from_checkpoint"]):
-        with pytest.raises(FileExistsError, match=r"not empty \(.*notes.txt\).*--overwrite_output"):
+    for options in ([], ["--resume-from-checkpoint"]):
+        with pytest.raises(FileExistsError, match=r"not empty \(.*notes.txt\).*--overwrite-output"):
             script.main([*command(base), *options])
-    script.main([*command(base), "--overwrite_output"])
+    script.main([*command(base), "--overwrite-output"])
     assert (out / "notes.txt").read_text() == "mine"
     assert not (out / "checkpoint-7").exists()
     assert (out / "model.safetensors").is_file()
