@@ -131,7 +131,7 @@ def test_a_killed_cross_validation_goes_on(base, tmp_path, monkeypatch):
         patch.setattr(script.Trainer, "training_step", killed)
         with pytest.raises(KilledError):
             script.main(command(options))
-    with pytest.raises(FileExistsError, match=r"fold-0 is not empty.*resume_from_checkpoint"):
+    with pytest.raises(FileExistsError, match=r"fold-0 is not empty.*resume-from-checkpoint"):
         script.main(command(options))
     with pytest.raises(ValueError, match=r"begun with learning_rate 0.01, not 0.1"):
         script.main([*command(options, learning_rate=0.1), "--resume-from-checkpoint"])

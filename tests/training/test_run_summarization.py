@@ -90,7 +90,7 @@ def test_options_change_what_is_generated(base, tmp_path, parallel_sentences):
         ({"summary_column": "document"}, "both 'document'"),
         ({"train_file": "EMPTY"}, "holds no rows"),
         ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size is -1"),
-        ({"length_penalty": 2.0, "num_beams": 1}, "num_beams above 1"),
+        ({"length_penalty": 2.0, "num_beams": 1}, "num-beams above 1"),
         ({"max_source_length": 512}, "64 positions"),
     ],
 )

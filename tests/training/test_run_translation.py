@@ -113,7 +113,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(base, tmp_path, tiny_ma
     half = tmp_path / "cut" / "checkpoint-12"  # what a kill while saving leaves
     half.mkdir()
     (half / "model.safetensors").write_bytes(b"half")
-    with pytest.raises(FileExistsError, match="resume_from_checkpoint"):
+    with pytest.raises(FileExistsError, match="resume-from-checkpoint"):
         script.main(command(cut_off))
     script.main([*command(cut_off), "--resume-from-checkpoint"])
 
