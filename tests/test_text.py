@@ -7,7 +7,7 @@ import pandas
 import pytest
 from transformers import MarianTokenizer
 
-from lightformers_hf.recovery import load_parallel, tokenize_pairs
+from lightformers_hf.text import load_parallel, tokenize_pairs
 
 PAIRS = {"de": ["Guten Tag.", "null", '1984, "so"'], "en": ["Good day.", "NA", "zero"]}
 ROWS = [dict(zip(PAIRS, row, strict=True)) for row in zip(*PAIRS.values(), strict=True)]

@@ -45,7 +45,7 @@ import lightformers_hf  # noqa: F401  registers the architectures with the Auto 
 from lightformers_hf.evaluation.benchmarks.architectures import training_speed
 from lightformers_hf.evaluation.speed import speed_ratio, tokens_per_second, typical_sentences
 from lightformers_hf.loading import load_model, unique_parameters
-from lightformers_hf.recovery import load_parallel
+from lightformers_hf.text import load_parallel
 
 SCRIPTS = {"translation": "run_translation.py", "summarization": "run_summarization.py", "clm": "run_clm.py"}
 SCORES = {

@@ -33,7 +33,8 @@ from transformers import (
     set_seed,
 )
 
-from lightformers_hf.recovery import RecoveryTrainer, load_parallel, tokenize_pairs
+from lightformers_hf.recovery import RecoveryTrainer
+from lightformers_hf.text import load_parallel, tokenize_pairs
 
 
 @dataclass(frozen=True)

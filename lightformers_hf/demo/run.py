@@ -19,7 +19,7 @@ from rich.table import Table
 from lightformers_hf.conversion import convert
 from lightformers_hf.evaluation.quality import translation_quality
 from lightformers_hf.evaluation.speed import speed_ratio, tokens_per_second, typical_sentences
-from lightformers_hf.recovery import load_parallel
+from lightformers_hf.text import load_parallel
 
 from ..evaluation.translate import translate
 from ..files import atomic_output, written_whole

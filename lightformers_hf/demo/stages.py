@@ -30,7 +30,8 @@ from transformers import (
     set_seed,
 )
 
-from lightformers_hf.recovery import RecoveryTrainer, load_parallel, tokenize_pairs
+from lightformers_hf.recovery import RecoveryTrainer
+from lightformers_hf.text import load_parallel, tokenize_pairs
 
 LONGEST = 96  # tokens; no sentence of the corpus comes near
 # Attention written out: on a CPU, with sentences this short, it trains a quarter faster than the fused kernel.

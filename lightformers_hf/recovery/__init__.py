@@ -1,9 +1,18 @@
-"""Winning quality back: parallel data, token-budget batches, and a trainer that distils."""
+"""Winning quality back: batches of a budget of tokens, and a trainer that distils.
 
-from ..text import load_parallel, tokenize_pairs
-from .batching import TokenBatchSampler
-from .sharding import gather_model, prepare_sharding
-from .trainer import RecoveryTrainer, distillation_loss, find_last_checkpoint, hidden_loss
+The data comes from `lightformers_hf.text`. Names are imported when they are first used.
+"""
+
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy_names
+
+if TYPE_CHECKING:
+    from .batching import TokenBatchSampler
+    from .checkpoints import find_last_checkpoint
+    from .losses import distillation_loss, hidden_loss
+    from .sharding import gather_model, prepare_sharding
+    from .trainer import RecoveryTrainer
 
 __all__ = [
     "RecoveryTrainer",
@@ -12,7 +21,18 @@ __all__ = [
     "find_last_checkpoint",
     "gather_model",
     "hidden_loss",
-    "load_parallel",
     "prepare_sharding",
-    "tokenize_pairs",
 ]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "RecoveryTrainer": ".trainer",
+        "TokenBatchSampler": ".batching",
+        "distillation_loss": ".losses",
+        "find_last_checkpoint": ".checkpoints",
+        "gather_model": ".sharding",
+        "hidden_loss": ".losses",
+        "prepare_sharding": ".sharding",
+    },
+)

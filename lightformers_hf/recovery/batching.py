@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 from torch.utils.data import Sampler
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
 class TokenBatchSampler(Sampler[list[int]]):
@@ -56,8 +56,10 @@ class TokenBatchSampler(Sampler[list[int]]):
                 "tokens: raise max_tokens, or lower max_source_length and max_target_length."
             )
         self.seed, self.epoch = seed, 0
-        order = self._by_length(np.arange(total.size))
-        self.bounds = _split_to_multiple(_cut(self.source[order], self.target[order], max_tokens), num_processes)
+        order = self._sort_by_length(np.arange(total.size))
+        self.bounds = _split_to_multiple(
+            _cut_batches(self.source[order], self.target[order], max_tokens), num_processes
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose batches the next iteration gives."""
@@ -68,12 +70,13 @@ class TokenBatchSampler(Sampler[list[int]]):
         return len(self.bounds) - 1
 
     def __iter__(self) -> Iterator[list[int]]:
+        """Indices of the pairs of each batch, in the epoch's order."""
         random = np.random.default_rng([self.seed, self.epoch])
-        order = self._by_length(random.permutation(self.source.size))
+        order = self._sort_by_length(random.permutation(self.source.size))
         for batch in random.permutation(len(self)):
             yield order[self.bounds[batch] : self.bounds[batch + 1]].tolist()
 
-    def _by_length(self, indices: np.ndarray) -> np.ndarray:
+    def _sort_by_length(self, indices: np.ndarray) -> np.ndarray:
         """`indices` ordered by the longer text of each pair; pairs of equal lengths keep their order.
 
         Among pairs with the same longer length, the difference of the two lengths runs upwards and downwards in turn,
@@ -85,18 +88,20 @@ class TokenBatchSampler(Sampler[list[int]]):
         return indices[np.lexsort((np.where(longer % 2, difference, -difference), longer))]
 
 
-class SetEpoch(TrainerCallback):
+class EpochCallback(TrainerCallback):
     """Tells a `TokenBatchSampler` the epoch: Trainer's own call is lost when accelerate's wrappers stand between."""
 
     def __init__(self, sampler: TokenBatchSampler) -> None:
         self.sampler = sampler
 
-    def on_epoch_begin(self, args, state, control, **kwargs) -> None:
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Runs before the epoch's first batch is drawn; `state.epoch` has a fraction after a resume in mid-epoch."""
         self.sampler.set_epoch(int(state.epoch))
 
 
-def _cut(source: np.ndarray, target: np.ndarray, max_tokens: int) -> list[int]:
+def _cut_batches(source: np.ndarray, target: np.ndarray, max_tokens: int) -> list[int]:
     """Bounds of consecutive batches, each as long as rows · (longest source + longest target) <= max_tokens allows."""
     bounds, longest_source, longest_target = [0], 0, 0
     for row, (s, t) in enumerate(zip(source.tolist(), target.tolist(), strict=True)):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import math
-import re
-from collections.abc import Sequence
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Seq2SeqTrainer
+from transformers.utils import ModelOutput
 
-from .batching import SetEpoch, TokenBatchSampler
+from .batching import EpochCallback, TokenBatchSampler
+from .losses import distillation_loss, hidden_loss
 
 IGNORED = -100  # the label of padding
 
@@ -76,7 +73,7 @@ class RecoveryTrainer(Seq2SeqTrainer):
             num_processes=self.args.world_size,
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
         )
-        self.add_callback(SetEpoch(sampler))
+        self.add_callback(EpochCallback(sampler))
         dataset = self.train_dataset.remove_columns(["source_length", "target_length"])
         loader = DataLoader(
             dataset,
@@ -88,8 +85,19 @@ class RecoveryTrainer(Seq2SeqTrainer):
         )
         return self.accelerator.prepare(loader)
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Label loss, smoothed by `label_smoothing_factor`, and the teacher's share while training."""
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ModelOutput]:
+        """Label loss, smoothed by `label_smoothing_factor`, and the teacher's share while training; in nats a token.
+
+        Args:
+            inputs: ids, masks and `labels` (B, T), padded with -100.
+            num_items_in_batch: target tokens of the whole optimizer step; `None` means those of this batch.
+        """
         labels = inputs.pop("labels")
         if "decoder_input_ids" not in inputs:  # without them and without labels a model would make up its own
             unwrapped = self.accelerator.unwrap_model(model)
@@ -120,45 +128,8 @@ class RecoveryTrainer(Seq2SeqTrainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def distillation_loss(student: torch.Tensor, teacher: torch.Tensor, temperature: float) -> torch.Tensor:
-    """T² · Σ KL(teacher ‖ student) at temperature T (Hinton et al. 2015, arXiv 1503.02531, section 2), in nats.
-
-    Args:
-        student, teacher: logits (tokens, V), padding left out.
-
-    The sum over the tokens; T² keeps the gradient's size the same at every temperature.
-    """
-    student, teacher = (F.log_softmax(logits / temperature, dim=-1) for logits in (student, teacher))
-    return temperature**2 * F.kl_div(student, teacher, log_target=True, reduction="sum")
-
-
-def hidden_loss(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
-    """Σ ‖s/‖s‖ − t/‖t‖‖² over tokens, a mean over layers (PKD: Sun et al. 2019, arXiv 1908.09355, Eq. 7).
-
-    Args:
-        student, teacher: states (B, T, d) before the first layer and after each, of equal d. Stacks of unequal depth
-            are compared where both are equally far: with 6 and 3 layers after 2 and 1, 4 and 2, 6 and 3.
-        mask: (B, T), true where there is a token.
-
-    Raises:
-        ValueError: the widths differ.
-    """
-    depths = [len(states) - 1 for states in (student, teacher)]
-    stops = math.gcd(*depths)
-    total = 0.0
-    for stop in range(1, stops + 1):
-        pair = [states[stop * depth // stops] for states, depth in zip((student, teacher), depths, strict=True)]
-        if pair[0].shape != pair[1].shape:
-            raise ValueError(
-                f"The teacher's states are {pair[1].shape[-1]} wide, the model's {pair[0].shape[-1]}: hidden states "
-                "compare where the widths agree, set hidden_weight to 0."
-            )
-        ours, theirs = (F.normalize(states[mask].float(), dim=-1) for states in pair)
-        total = total + (ours - theirs).square().sum()
-    return total / stops
-
-
 def _check_teacher(student: PreTrainedModel, teacher: PreTrainedModel, alpha: float, temperature: float) -> None:
+    """Raise a `ValueError` for a teacher of another vocabulary, or for settings out of their range."""
     sizes = [model.get_output_embeddings().weight.shape[0] for model in (student, teacher)]
     if sizes[0] != sizes[1]:
         raise ValueError(
@@ -171,24 +142,3 @@ def _check_teacher(student: PreTrainedModel, teacher: PreTrainedModel, alpha: fl
         raise ValueError(
             f"distillation_temperature is {temperature}: expected above 0 (1 leaves the logits as they are)."
         )
-
-
-def find_last_checkpoint(output_dir: str | Path) -> str | None:
-    """The newest `checkpoint-<step>` folder of `output_dir` that was written to the end, or None.
-
-    `trainer_state.json` is the last file Trainer writes: a folder without it, or with a torn one, was cut off by a
-    kill. A folder whose weights or optimizer are gone (a kill while it was being deleted) does not count either.
-    """
-    folders = [f for f in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", f.name)]
-    complete = filter(_is_complete, sorted(folders, key=lambda f: int(f.name.split("-")[1]), reverse=True))
-    return next(map(str, complete), None)
-
-
-def _is_complete(checkpoint: Path) -> bool:
-    try:
-        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    weights = any(checkpoint.glob("*.safetensors"))
-    optimizer = any((checkpoint / name).is_file() for name in ("optimizer.pt", "optimizer.bin"))  # .bin is of FSDP
-    return weights and optimizer and all((checkpoint / name).is_file() for name in ("config.json", "scheduler.pt"))

@@ -12,8 +12,8 @@ from lightformers_hf.recovery import (
     distillation_loss,
     find_last_checkpoint,
     hidden_loss,
-    tokenize_pairs,
 )
+from lightformers_hf.text import tokenize_pairs
 
 
 @pytest.fixture

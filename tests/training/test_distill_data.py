@@ -14,7 +14,7 @@ import torch
 
 from lightformers_hf import translate
 from lightformers_hf.loading import load_model
-from lightformers_hf.recovery import load_parallel
+from lightformers_hf.text import load_parallel
 
 SCRIPT = Path(script.__file__)
 

@@ -1,0 +1,29 @@
+"""Public names of a package that are imported when they are first used."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+
+def lazy_names(package: str, homes: dict[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` (PEP 562) of a package that names what its modules have.
+
+    Args:
+        package: `__name__` of the package.
+        homes: public name → module that has it, relative to the package (`.trainer`).
+    """
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(homes[name], package), name)
+        setattr(sys.modules[package], name, value)  # asked once
+        return value
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *homes})
+
+    return get, names
