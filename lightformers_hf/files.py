@@ -1,8 +1,10 @@
-"""Writing: a folder or a file whole or not at all; and the names of files that more than one part knows."""
+"""Writing: a folder or a file whole or not at all, JSON; and the names of files that more than one part knows."""
 
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import re
 import secrets
@@ -10,11 +12,12 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 CARD_FILE = "README.md"
 REPORT_FILE = "compression.json"
 EXPORT_FILE = "export.json"
+STATE_FILE = "trainer_state.json"  # transformers' Trainer writes it
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "*.spm", "*.model")
 
 
@@ -119,3 +122,53 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object that a file of JSON holds, an empty one where there is no such file.
+
+    Raises `ValueError` for anything else.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}): write it again, or remove it") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is damaged (it holds no object): write it again, or remove it")
+    return content
+
+
+def write_json(content: dict | list, file: Path) -> None:
+    """Write `content` as `file`, indented. Raises `ValueError` as `json_text`."""
+    file.write_text(json_text(content, file.name), encoding="utf-8")
+
+
+def json_text(content: dict | list, what: str) -> str:
+    """`content` as indented JSON.
+
+    Args:
+        what: the name that an error gives to it.
+
+    Raises:
+        ValueError: a number in it is NaN or infinite, which JSON does not know.
+    """
+    try:
+        return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    except ValueError:
+        if place := find_not_finite(content):
+            raise ValueError(
+                f"{what}: {place} is NaN or infinite, which JSON cannot say, so nothing was written; it is an error "
+                "of lightformers_hf, or of a model that computes such values"
+            ) from None
+        raise
+
+
+def find_not_finite(content: object, place: str = "") -> str | None:
+    """Where in nested lists and dictionaries the first number is NaN or infinite: `matrices[3].energy`."""
+    if isinstance(content, dict):
+        inner = ((value, f"{place}.{key}".lstrip(".")) for key, value in content.items())
+    elif isinstance(content, list | tuple):
+        inner = ((value, f"{place}[{index}]") for index, value in enumerate(content))
+    else:
+        return place if isinstance(content, float) and not math.isfinite(content) else None
+    return next(filter(None, (find_not_finite(value, name) for value, name in inner)), None)

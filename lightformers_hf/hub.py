@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,8 +25,9 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from . import models
 from .conversion.card import MARK, evaluation_results, model_card, read_results
 from .conversion.checkpoint import CheckpointReader
-from .files import CARD_FILE, REPORT_FILE
-from .loading import skeleton, stored_tensors, tensor_bytes
+from .conversion.report import ModelFacts, read_report
+from .files import CARD_FILE, REPORT_FILE, STATE_FILE, read_json
+from .loading import skeleton, stored_tensors
 from .models.configuration_base import FactorizedConfig
 
 # What belongs to a model; whatever else lies in its folder (optimizer states, logs, data) stays at home.
@@ -170,7 +170,7 @@ def _ours(path: str) -> bool:
 
 def _card(folder: Path, model: PreTrainedModel, name: str, results: Sequence[dict]) -> str:
     """The user's own card, or one that says what the folder's files and the results say."""
-    file, config = folder / CARD_FILE, model.config
+    file = folder / CARD_FILE
     own = file.read_text(encoding="utf-8") if file.is_file() else MARK
     if MARK not in own:
         card = ModelCard(own)
@@ -178,24 +178,14 @@ def _card(folder: Path, model: PreTrainedModel, name: str, results: Sequence[dic
             card.data.model_name = name.rpartition("/")[2]
             card.data.eval_results = evaluation_results(results, card.data.pipeline_tag or "translation")
         return str(card) if results else own
-    report, state = folder / REPORT_FILE, folder / "trainer_state.json"
-    facts = _json(report)
-    auto_classes = {reference.split(".")[-1]: auto for auto, reference in config.auto_classes.items()}
-    facts |= {
-        "architecture": config.model_type,
-        "auto_class": auto_classes[type(model).__name__],
-        "parameters_after": model.num_parameters(),
-        "bytes_after": tensor_bytes(model),
-    }
-    return model_card(facts, name=name, steps=_json(state).get("global_step"), results=results)
-
-
-def _json(file: Path) -> dict:
-    """The content of a file, nothing where there is none."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error}): write it again, or remove it") from None
+    state = read_json(folder / STATE_FILE)
+    return model_card(
+        ModelFacts.of(model),
+        read_report(folder / REPORT_FILE),
+        name=name,
+        steps=state.get("global_step"),
+        results=results,
+    )
 
 
 def _check_token() -> None:

@@ -63,7 +63,7 @@ def plan(
     Example: lightformers plan Helsinki-NLP/opus-mt-de-en --ratio 3 --encoder-groups 3
     """
     from ..conversion import plan as make_plan
-    from ..conversion.report import print_report
+    from ..conversion.tables import print_report
 
     report = make_plan(source, **options)
     return Answer(report.to_dict(), lambda console: print_report(report, console))
@@ -85,7 +85,7 @@ def convert(
     Example: lightformers convert Helsinki-NLP/opus-mt-de-en opus-mt-de-en-light --ratio 2
     """
     from ..conversion import convert as run
-    from ..conversion.report import print_report
+    from ..conversion.tables import print_report
 
     report = run(source, output, overwrite=overwrite, **options)
 

@@ -7,7 +7,6 @@ for Ctrl-C.
 import dataclasses
 import functools
 import inspect
-import json
 import logging
 import os
 import sys
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..conversion.options import CHOICES, KINDS, CompressionOptions
+from ..files import json_text
 
 COMPRESSION_HELP = {
     "ratio": "Dense / kept parameters of the matrices (p of Eq. 12), above 1. Without any choice: 2.",
@@ -182,7 +182,7 @@ def _direct(logger: logging.Logger, level: int, propagate: bool, handlers: list[
 
 def write_json(content: dict | list, file: Path) -> None:
     """Write `content` to `file`, or to stdout where that is `-`."""
-    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    text = json_text(content, "--json")
     sys.stdout.write(text) if str(file) == "-" else file.write_text(text, encoding="utf-8")
 
 

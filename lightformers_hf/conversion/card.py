@@ -3,59 +3,23 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
-import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData, constants
+from huggingface_hub import EvalResult, ModelCardData
 
 from ..files import CARD_FILE
-
-logger = logging.getLogger(__name__)
-
+from .report import CompressionReport, ModelFacts
 
 # A card with this line is written anew by every push.
 MARK = "<!-- Written by lightformers. Remove this line to keep your changes when you push again. -->"
-INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 METRICS = {"bleu": "BLEU", "chrf": "chrF", "comet": "COMET"}
 TASKS = {
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModel": "feature-extraction",
 }
-
-
-def inherited_metadata(folder: Path, hub_name: str | None) -> dict[str, str | list[str]]:
-    """Licence, languages and task that the card of a model names, for the cards of what is made from it.
-
-    Args:
-        folder: where the model lies; its card is the `README.md` there. Without one, or with metadata that cannot be
-            read, nothing is inherited.
-        hub_name: the model's name on the Hub, which becomes `base_model`; `None` for a folder.
-    """
-    metadata: dict[str, str | list[str]] = {"base_model": hub_name} if hub_name else {}
-    try:
-        text = (folder / CARD_FILE).read_text(encoding="utf-8")
-        if not text.lstrip().startswith("---"):  # no metadata: nothing to warn of
-            return metadata
-        card = ModelCard(text, ignore_metadata_errors=True)
-    except FileNotFoundError:
-        return metadata
-    except (ValueError, TypeError, yaml.YAMLError) as error:
-        reason = str(error).partition("\n")[0]
-        logger.warning(f"The metadata of {folder / CARD_FILE} cannot be read, so nothing is inherited: {reason}")
-        return metadata
-    for field in INHERITED:
-        value = card.data.get(field)
-        values = ["no" if item is False else item for item in (value if isinstance(value, list) else [value])]
-        if all(isinstance(item, str) for item in values):  # YAML reads the code of Norwegian as a truth value
-            metadata[field] = values if isinstance(value, list) else values[0]
-    link = metadata.get("license_link")
-    if hub_name and isinstance(link, str) and "://" not in link:  # a file of the source's repository
-        metadata["license_link"] = f"{constants.ENDPOINT}/{hub_name}/blob/main/{link}"
-    return metadata
 
 
 def read_results(file: Path, parameters: int) -> dict:
@@ -122,42 +86,47 @@ def evaluation_results(results: Sequence[dict], task: str) -> list[EvalResult]:
     ]
 
 
-def model_card(facts: dict, *, name: str | None = None, steps: int | None = None, results: Sequence[dict] = ()) -> str:
+def write_card(report: CompressionReport, folder: Path) -> None:
+    """Write the model card of a conversion's result into `folder`."""
+    facts = ModelFacts(report.architecture, report.auto_class, report.parameters_after, report.bytes_after)
+    (folder / CARD_FILE).write_text(model_card(facts, report), encoding="utf-8")
+
+
+def model_card(
+    facts: ModelFacts,
+    report: CompressionReport | None = None,
+    *,
+    name: str | None = None,
+    steps: int | None = None,
+    results: Sequence[dict] = (),
+) -> str:
     """The text of a model card, whatever foreign text it names made harmless.
 
     Args:
-        facts: the content of `compression.json`; of a model that was not compressed only its keys `architecture`,
-            `auto_class`, `parameters_after` and `bytes_after`.
+        facts: of the model as it is.
+        report: of the conversion that it comes from; `None` for one that was not compressed.
         name: the model's name on the Hub; `None` where it has none yet.
         steps: how many steps it was trained.
         results: of `read_results`.
     """
-    inherited, compressed = facts.get("inherited", {}), "source" in facts
-    task = inherited.get("pipeline_tag") or TASKS.get(facts["auto_class"]) or ("translation" if results else None)
+    inherited = report.inherited if report else {}
+    task = inherited.get("pipeline_tag") or TASKS.get(facts.auto_class) or ("translation" if results else None)
     metadata = ModelCardData(
         **inherited | {"pipeline_tag": task},
         library_name="transformers",
-        tags=[facts["architecture"], *(("compression", "low-rank") if compressed else ())],
+        tags=[facts.architecture, *(("compression", "low-rank") if report else ())],
         model_name=name.rpartition("/")[2] if name and results else None,
         eval_results=evaluation_results(results, task) if name and results else None,
     )
-    matrices = facts.get("matrices", [])
-    ranks = [matrix["rank"] for matrix in matrices if matrix["rank"] is not None and matrix["width"] is None]
-    forms = {
-        "ranks": ranks,
-        "narrower": sum(matrix["width"] is not None for matrix in matrices),
-        "dense": sum(matrix["form"] == "dense" for matrix in matrices),
-    }
     return CARD.render(
-        facts,
+        model=facts,
+        report=report,
         metadata=metadata.to_yaml(),
         mark=MARK,
         name=name,
         steps=steps,
         results=results,
         labels=METRICS,
-        compressed=compressed,
-        **forms,
     )
 
 
@@ -166,32 +135,36 @@ def _code(text: object) -> str:
     return f"`{' '.join(''.join(c for c in str(text) if c not in '`|').split()) or ' '}`"
 
 
+def _plain(text: str) -> str:
+    """The text in one line without the characters that mean something in Markdown or HTML."""
+    return " ".join("".join(c for c in text if c.isalnum() or c in " ,.()-").split())
+
+
 ENVIRONMENT = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-ENVIRONMENT.filters["code"] = _code
+ENVIRONMENT.filters |= {"code": _code, "plain": _plain}
 CARD = ENVIRONMENT.from_string(
     """---
 {{ metadata }}
 ---
 {{ mark }}
 
-# {% if compressed %}{{ source | code }}, compressed{% else %}{{ name | code }}{% endif %}
+# {% if report %}{{ report.source | code }}, compressed{% else %}{{ name | code }}{% endif %}
 
 
-{% if compressed %}
-A `{{ architecture }}` model: {{ source | code }} ({{ family | code }}) with its matrices made smaller
-{%- if calibration %}, errors weighed on {{ calibration | code }}{% endif %}
-{%- for stack, (stored, depths) in groups.items() if stored != depths %}, its {{ depths }} {{ stack }} layers sharing
-{{ stored }} stored ones{% endfor %}. Of its {{ matrices | length }} matrices
-{{ ranks | length }} became products of two thin ones
-{%- if ranks %} (ranks {{ ranks | min }} to {{ ranks | max }}){% endif %}
-{%- if narrower %}, {{ narrower }} lost attention width or neurons{% endif %}, {{ dense }} stayed as they were.
+{% if report %}
+A `{{ model.architecture }}` model: {{ report.source | code }} ({{ report.family | code }}) with its matrices made
+smaller
+{%- if report.calibration %}, errors weighed on {{ report.calibration | code }}{% endif %}
+{%- for stack, (stored, depths) in report.groups.items() if stored != depths %}, its {{ depths }} {{ stack }} layers
+sharing {{ stored }} stored ones{% endfor %}. Of its {{ report.matrices | length }} matrices:
+{{ report.outcome | plain }}.
 
 | | before | after | ratio |
 |---|---|---|---|
-| unique parameters | {{ "{:,}".format(parameters_before) }} | {{ "{:,}".format(parameters_after) }} | {{
-"%.2f" | format(parameters_before / parameters_after) }} |
-| megabytes | {{ "%.1f" | format(bytes_before / 1e6) }} | {{ "%.1f" | format(bytes_after / 1e6) }} | {{
-"%.2f" | format(bytes_before / bytes_after) }} |
+| unique parameters | {{ "{:,}".format(report.parameters_before) }} | {{ "{:,}".format(model.parameters) }} | {{
+"%.2f" | format(report.parameters_before / model.parameters) }} |
+| megabytes | {{ "%.1f" | format(report.bytes_before / 1e6) }} | {{ "%.1f" | format(model.bytes / 1e6) }} | {{
+"%.2f" | format(report.bytes_before / model.bytes) }} |
 
 {% if steps %}
 It was trained for {{ "{:,}".format(steps) }} steps after that.
@@ -199,8 +172,8 @@ It was trained for {{ "{:,}".format(steps) }} steps after that.
 Compression alone costs quality; fine-tune it before use.
 {% endif %}
 {% else %}
-A `{{ architecture }}` model of {{ "{:,}".format(parameters_after) }} unique parameters in {{
-"%.1f" | format(bytes_after / 1e6) }} megabytes
+A `{{ model.architecture }}` model of {{ "{:,}".format(model.parameters) }} unique parameters in {{
+"%.1f" | format(model.bytes / 1e6) }} megabytes
 {%- if steps %}, trained for {{ "{:,}".format(steps) }} steps{% endif %}.
 {% endif %}
 
@@ -227,33 +200,35 @@ A `{{ architecture }}` model of {{ "{:,}".format(parameters_after) }} unique par
 ## Load it
 
 ```python
-from transformers import {{ auto_class }}, AutoTokenizer
+from transformers import {{ model.auto_class }}, AutoTokenizer
 
 # Needs torch, transformers, and what the tokenizer needs: Marian's, for example, sentencepiece.
 # The model's code lies beside its weights. After `import lightformers_hf` nothing needs trust_remote_code.
-model = {{ auto_class }}.from_pretrained("{{ name or 'PATH' }}", trust_remote_code=True)
+model = {{ model.auto_class }}.from_pretrained("{{ name or 'PATH' }}", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("{{ name or 'PATH' }}", trust_remote_code=True)
-{% if auto_class in ("AutoModelForSeq2SeqLM", "AutoModelForCausalLM") %}
+{% if model.auto_class in ("AutoModelForSeq2SeqLM", "AutoModelForCausalLM") %}
 inputs = tokenizer(["A sentence."], return_tensors="pt")
 print(tokenizer.batch_decode(model.generate(**inputs), skip_special_tokens=True))
 {% endif %}
 ```
 
 Code from elsewhere is best pinned: `revision="…"` with the commit that you have read.
-{% if compressed %}
+{% if report %}
 
 ## How it was made
 
 `lightformers convert` with these options, everything else as it comes:
 
 ```json
-{{ options | tojson(indent=1) }}
+{{ report.options | tojson(indent=1) }}
 ```
 
-| matrix | shape | rank | energy kept | relative error |
+Energy and error: {{ report.measure | code }}; of a whole block where it got narrower.
+
+| matrix | shape | becomes | energy kept | relative error |
 |---|---|---|---|---|
-{% for matrix in matrices %}
-| {{ matrix.name | code }} | {{ matrix.m }}×{{ matrix.n }} | {{ matrix.form }} | {{
+{% for matrix in report.matrices %}
+| {{ matrix.name | code }} | {{ matrix.m }}×{{ matrix.n }} | {{ matrix.setting | plain }} | {{
 "%.1f" | format(100 * matrix.energy) }} % | {{ "%.4f" | format(matrix.relative_error) }} |
 {% endfor %}
 {% endif %}

@@ -401,7 +401,7 @@ class Compression:
 
     def _config(self) -> FactorizedConfig:
         """The result's configuration: the commonest rank or width of each kind as a field, the others as patterns."""
-        ranks = {report.name: report.rank for report in self.reports}
+        ranks = {report.name: report.size if report.form == "low-rank" else None for report in self.reports}
         kinds = {report.name: report.kind for report in self.reports}
         fields: dict[str, object] = {}
         common = {}

@@ -9,6 +9,7 @@ import torch
 
 from ..files import atomic_output
 from ..loading import load_tensors, resolve_source
+from .card import write_card
 from .compress import Compression
 from .options import CompressionOptions
 from .report import CompressionReport, write_report
@@ -79,6 +80,7 @@ def _write(compression: Compression, folder: Path) -> None:
         # Loaded and saved rather than copied: the class's name gets written, which the model type no longer tells.
         compression.teacher.tokenizer().save_pretrained(folder)
     write_report(compression.report, folder)
+    write_card(compression.report, folder)
 
 
 def _write_model(compression: Compression, folder: Path) -> None:

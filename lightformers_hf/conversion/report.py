@@ -1,26 +1,25 @@
-"""What a conversion did: the plan table, `compression.json`, the model card."""
+"""What a conversion did, as data. `tables.py`, `card.py` and the page of `lightformers report` draw from it."""
 
 from __future__ import annotations
 
-import json
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from ..files import CARD_FILE, REPORT_FILE
+from ..files import REPORT_FILE, read_json, write_json
 from ..loading import tensor_bytes
-from .card import inherited_metadata, model_card
-from .options import CompressionOptions
-from .teacher import Teacher
+from .inheritance import inherited_metadata
+
+if TYPE_CHECKING:
+    from .teacher import Teacher
 
 OWN_TEXT = "text that the model made itself"
+DENSE = "dense"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,36 +29,59 @@ class MatrixReport:
     Attributes:
         name: its module, as `rank_pattern` has it.
         kind: `embedding`, `attention` or `ffn`.
-        m, n: its shape; inputs×outputs, or V×d.
-        rank: r of its factors, or `None` where it has none.
+        m, n: its shape in the teacher; inputs×outputs, or V×d.
+        form: what it became: `dense`, or what the form in `forms/` calls itself.
+        size: the number that the form chose (a rank, a width, neurons), `None` where it stays dense.
+        setting: form and size as a table shows them: `dense`, `rank 64`, `heads 39 wide`.
         parameters_after: parameters kept: r(m + n), those of a narrower matrix, or mn.
         energy: share of its squared singular values that is kept.
-        relative_error: norm of what is lost / of the matrix: Frobenius, or in the metric of the calibration.
-        width: neurons that stay, or width of the heads that stay, where there are fewer; energy and error are then
-            those of the whole network or block.
+        relative_error: norm of what is lost / of the matrix. Both are in the report's `measure`, and of the whole
+            block or network where its matrices got narrower together.
     """
 
     name: str
     kind: str
     m: int
     n: int
-    rank: int | None = None
+    form: str
+    size: int | None
+    setting: str
     parameters_after: int
     energy: float
     relative_error: float
-    width: int | None = None
 
     @property
     def parameters_before(self) -> int:
         """Parameters of the dense matrix, mn."""
         return self.m * self.n
 
-    @property
-    def form(self) -> str:
-        """What has become of it, in a word: `dense`, a rank, a width."""
-        if self.width is not None:
-            return f"{'heads' if self.kind == 'attention' else 'neurons'} {self.width}"
-        return "dense" if self.rank is None else str(self.rank)
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model card says of any model.
+
+    Attributes:
+        architecture: its `model_type`.
+        auto_class: the Auto class that loads it.
+        parameters: unique ones.
+        bytes: of its tensors.
+    """
+
+    architecture: str
+    auto_class: str
+    parameters: int
+    bytes: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ModelFacts:
+        """Those of a model of this package, which may be a skeleton."""
+        auto_classes = {reference.split(".")[-1]: name for name, reference in model.config.auto_classes.items()}
+        return cls(
+            architecture=model.config.model_type,
+            auto_class=auto_classes[type(model).__name__],
+            parameters=model.num_parameters(),
+            bytes=tensor_bytes(model),
+        )
 
 
 @dataclass(frozen=True)
@@ -88,7 +110,7 @@ class CompressionReport:
     family: str
     architecture: str
     auto_class: str
-    options: dict
+    options: dict[str, Any]
     calibration: str | None
     calibrated_on: list[str]
     estimated_speedup: float | None
@@ -99,38 +121,47 @@ class CompressionReport:
     parameters_after: int
     bytes_before: int
     bytes_after: int
-    inherited: dict
+    inherited: dict[str, Any]
 
     @classmethod
     def of(
         cls,
         teacher: Teacher,
         model: PreTrainedModel,
-        options: CompressionOptions,
+        options: object,
         matrices: list[MatrixReport],
         *,
+        study: object | None = None,
         calibration: str | None,
         calibrated_on: list[str],
         estimated_speedup: float | None,
-    ):
-        """The report of compressing `teacher` into `model`, whose skeletons give the totals."""
+    ) -> CompressionReport:
+        """The report of compressing `teacher` into `model`, whose skeletons give the totals.
+
+        Args:
+            options, study: data classes of what was asked for; what differs from its default is kept.
+        """
         config = model.config
-        set_options = {name: value for name, value in asdict(options).items() if value is not None}
-        del set_options["device"]  # where it was computed, not what
+        chosen = {
+            option.name: getattr(asked, option.name)
+            for asked in filter(None, (options, study))
+            for option in fields(asked)
+            if getattr(asked, option.name) != option.default and option.name != "device"  # where, not what
+        }
         if calibration is not None and Path(calibration).is_file():  # its name, without the path to it
-            set_options["calibration"] = calibration = Path(calibration).name
+            chosen["calibration"] = calibration = Path(calibration).name
         layers, groups = {}, {}
         for stack in ("encoder", "decoder"):
             depths = getattr(config, f"{stack}_layers")
             layers[stack] = [depths, getattr(teacher.config, f"{stack}_layers")]
             groups[stack] = [getattr(config, f"{stack}_groups", None) or depths, depths]
-        auto_classes = {reference.split(".")[-1]: name for name, reference in config.auto_classes.items()}
+        facts = ModelFacts.of(model)
         return cls(
             source=teacher.name,
             family=teacher.source_config.model_type,
-            architecture=config.model_type,
-            auto_class=auto_classes[type(model).__name__],
-            options=set_options,
+            architecture=facts.architecture,
+            auto_class=facts.auto_class,
+            options=chosen,
             calibration=calibration,
             calibrated_on=calibrated_on,
             estimated_speedup=estimated_speedup,
@@ -138,9 +169,9 @@ class CompressionReport:
             groups=groups,
             matrices=matrices,
             parameters_before=teacher.model.num_parameters(),
-            parameters_after=model.num_parameters(),
+            parameters_after=facts.parameters,
             bytes_before=tensor_bytes(teacher.model),
-            bytes_after=tensor_bytes(model),
+            bytes_after=facts.bytes,
             inherited=inherited_metadata(
                 teacher.folder, teacher.name if teacher.name != teacher.folder.name else None
             ),
@@ -149,91 +180,68 @@ class CompressionReport:
     @property
     def ratio(self) -> float:
         """Dense parameters / kept parameters of the matrices that got smaller, together (Eq. 12's p)."""
-        factorized = [matrix for matrix in self.matrices if matrix.form != "dense"]
-        kept = sum(matrix.parameters_after for matrix in factorized)
-        return sum(matrix.parameters_before for matrix in factorized) / kept if kept else 1.0
+        smaller = [matrix for matrix in self.matrices if matrix.form != DENSE]
+        kept = sum(matrix.parameters_after for matrix in smaller)
+        return sum(matrix.parameters_before for matrix in smaller) / kept if kept else 1.0
 
-    def to_dict(self) -> dict:
+    @property
+    def measure(self) -> str:
+        """What `energy` and `relative_error` of the matrices are measured in."""
+        if self.calibration is None:
+            return "every entry alike (Frobenius norm)"
+        return f"entries weighed by what they cost on {self.calibration}"
+
+    @property
+    def outcome(self) -> str:
+        """How many matrices took which form: `40 low-rank (rank 3 to 64), 21 as they were`."""
+        by_form: dict[str, list[MatrixReport]] = {}
+        for matrix in sorted(self.matrices, key=lambda matrix: matrix.form == DENSE):  # those come last
+            by_form.setdefault(matrix.form, []).append(matrix)
+        return ", ".join(
+            f"{len(matrices)} as they were" if form == DENSE else f"{len(matrices)} {form} ({_range(matrices)})"
+            for form, matrices in by_form.items()
+        )
+
+    def to_dict(self) -> dict[str, Any]:
         """Everything as JSON holds it, derived figures included."""
-        matrices = [
-            asdict(matrix) | {"form": matrix.form, "parameters_before": matrix.parameters_before}
-            for matrix in self.matrices
-        ]
+        matrices = [asdict(matrix) | {"parameters_before": matrix.parameters_before} for matrix in self.matrices]
         return asdict(self) | {"matrices": matrices, "ratio": self.ratio}
 
 
-def print_report(report: CompressionReport, console: Console, *, matrices: bool = True) -> None:
-    """The plan as tables: every matrix (unless `matrices` is false), then the totals."""
-    if not console.is_terminal:
-        console.width = 120  # a file or a pipe has room
-    if matrices:
-        table = Table(title=f"{escape(report.source)}: every matrix", title_justify="left", box=box.SIMPLE_HEAD)
-        for column in ("matrix", "kind"):
-            table.add_column(column, overflow="fold")
-        for column in ("shape", "rank", "before", "after", "energy", "error"):
-            table.add_column(column, justify="right")
-        for matrix in report.matrices:
-            table.add_row(
-                escape(matrix.name),
-                matrix.kind,
-                f"{matrix.m}x{matrix.n}",
-                matrix.form,
-                f"{matrix.parameters_before:,}",
-                f"{matrix.parameters_after:,}",
-                f"{matrix.energy:.1%}",
-                f"{matrix.relative_error:.4f}",
-            )
-        console.print(table)
-        console.print("before, after: parameters. energy: share of Σσ² kept. error: relative, Frobenius.\n")
-    totals = Table(title="totals", title_justify="left")
-    for column in ("", "before", "after", "ratio"):
-        totals.add_column(column, justify="left" if not column else "right")
-    for label, before, after, unit in (
-        ("unique parameters", report.parameters_before, report.parameters_after, 1),
-        ("megabytes", report.bytes_before, report.bytes_after, 1e6),
-    ):
-        shown = [f"{value:,}" if unit == 1 else f"{value / unit:,.1f}" for value in (before, after)]
-        totals.add_row(label, *shown, f"{before / after:.2f}")
-    console.print(totals)
-    if report.estimated_speedup is not None:
-        console.print(
-            f"Estimated {report.estimated_speedup:.2f} times as fast as {escape(report.source)} on this machine: "
-            "greedy, one sentence at a time, one core, through generate(). `lightformers evaluate --teacher` measures "
-            "it.",
-            highlight=False,
-        )
-    dense = [matrix.name for matrix in report.matrices if matrix.form == "dense"]
-    if dense:
-        console.print(
-            f"{len(dense)} of {len(report.matrices)} matrices stay dense: no rank was asked for, or the factors would "
-            "hold as many parameters as the matrix.",
-            highlight=False,
-        )
-    if report.calibration is None and len(dense) < len(report.matrices):
-        console.print(
-            "Without calibration every entry of a matrix counts alike, which costs most of the quality until the "
-            "result is trained.",
-            highlight=False,
-        )
-    elif report.calibration == OWN_TEXT:
-        console.print(
-            f"Errors were weighed on {OWN_TEXT}; --calibration with a thousand sentence pairs like those it is for "
-            "keeps more.",
-            highlight=False,
-        )
-    for stack, (kept, before) in report.layers.items():
-        if kept != before:
-            console.print(f"The {stack} keeps {kept} of {before} layers.", highlight=False)
-    for stack, (stored, depths) in report.groups.items():
-        if stored != depths:
-            console.print(f"The {stack}'s {depths} layers share {stored} stored ones.", highlight=False)
+def _range(matrices: Sequence[MatrixReport]) -> str:
+    """The settings of matrices of one form, smallest to largest: `rank 3 to 64`."""
+    smallest, largest = (end(matrices, key=lambda matrix: matrix.size) for end in (min, max))
+    if smallest.size == largest.size:
+        return largest.setting
+    return largest.setting.replace(str(largest.size), f"{smallest.size} to {largest.size}", 1)
 
 
 def write_report(report: CompressionReport, folder: Path) -> None:
-    """Write `compression.json` and the model card `README.md` into `folder`."""
-    content = report.to_dict()
-    (folder / REPORT_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    (folder / CARD_FILE).write_text(model_card(content), encoding="utf-8")
+    """Write `compression.json` into `folder`. Raises `ValueError` for a figure that is NaN or infinite."""
+    write_json(report.to_dict(), folder / REPORT_FILE)
+
+
+def read_report(file: Path) -> CompressionReport | None:
+    """What `write_report` wrote into `file`, or `None` where there is no such file.
+
+    Raises:
+        ValueError: the file is damaged, or of a version of this package that said something else of a matrix.
+    """
+    content = read_json(file)
+    if not content:
+        return None
+    try:
+        read = {field.name: content[field.name] for field in fields(CompressionReport)}
+        read["matrices"] = [
+            MatrixReport(**{field.name: matrix[field.name] for field in fields(MatrixReport)})
+            for matrix in content["matrices"]
+        ]
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{file} is no report of this version of lightformers_hf ({error} is missing): convert the model again, "
+            "or remove the file"
+        ) from None
+    return CompressionReport(**read)
 
 
 def copy_report(source: str, folder: str | Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from dataclasses import replace
 
 import pytest
 from conversion.cards import evaluation_of
@@ -10,10 +11,11 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
 from lightformers_hf import convert, plan
-from lightformers_hf.conversion.card import inherited_metadata, model_card, read_results
+from lightformers_hf.conversion.card import model_card, read_results
+from lightformers_hf.conversion.inheritance import inherited_metadata
+from lightformers_hf.conversion.report import ModelFacts
 
-FACTS = {"architecture": "subformer", "auto_class": "AutoModelForCausalLM"}
-FACTS |= {"parameters_after": 1_234_567, "bytes_after": 4_938_268}
+FACTS = ModelFacts(architecture="subformer", auto_class="AutoModelForCausalLM", parameters=1_234_567, bytes=4_938_268)
 
 
 def blocks(card: ModelCard) -> list[str]:
@@ -63,23 +65,23 @@ def test_what_was_made_of_what(source, tmp_path):
         "tags": ["lightformer", "compression", "low-rank"],
     }
     assert "`opus-mt-de-en` (`marian`)" in card.text
-    assert "its 2 encoder layers sharing\n1 stored ones" in card.text
-    assert "(ranks 3 to 5)" in card.text
+    assert "its 2 encoder layers\nsharing 1 stored ones" in card.text
+    assert f"Of its {len(report.matrices)} matrices:\n{len(report.matrices)} low-rank (rank 3 to 5)." in card.text
     assert '"fc1|fc2": 3' in card.text
     rows = table_rows(card)
     counts = [f"{count:,}" for count in (report.parameters_before, report.parameters_after)]
     assert ["unique parameters", *counts, f"{report.parameters_before / report.parameters_after:.2f}"] in rows
-    ranks = {row[0].strip("`"): row[2] for row in rows if len(row) == 5}
-    assert ranks == {"matrix": "rank"} | {matrix.name: str(matrix.rank) for matrix in report.matrices}
+    settings = {row[0].strip("`"): row[2] for row in rows if len(row) == 5}
+    assert settings == {"matrix": "becomes"} | {matrix.name: f"rank {matrix.size}" for matrix in report.matrices}
     assert "fine-tune it before use" in card.text
     assert 'AutoModelForSeq2SeqLM.from_pretrained("PATH", trust_remote_code=True)' in card.text
 
 
 def test_the_hub_reads_the_results(source, tmp_path):
-    facts = plan(source, rank=5, paper=True, progress=False).to_dict()
+    report = plan(source, rank=5, paper=True, progress=False)
     first = evaluated(tmp_path, 5000, teacher="/home/someone/opus-mt-de-en")
     second = evaluated(tmp_path, 5000, data="/home/someone/other.jsonl")
-    card = ModelCard(model_card(facts, name="alice/light", steps=2000, results=[first, second]))
+    card = ModelCard(model_card(FACTS, report, name="alice/light", steps=2000, results=[first, second]))
     assert card.data.model_name == "light"
     assert [(result.dataset_type, result.metric_type, result.metric_value) for result in card.data.eval_results] == [
         ("test.jsonl", "bleu", 41.25),
@@ -124,13 +126,21 @@ def test_a_model_that_was_not_compressed():
 )
 def test_foreign_text_stays_text(source, tmp_path, text):
     """It neither ends what it stands in nor becomes markup, metadata or a template."""
-    facts = plan(source, rank=5, paper=True, progress=False).to_dict()
-    plain = model_card(facts, name="alice/light", results=[evaluated(tmp_path, 50, teacher="teacher")])
-    facts |= {"source": text, "family": text, "calibration": text, "options": {text: text}}
-    facts["inherited"] |= {"license": text, "language": [text], "pipeline_tag": text, "base_model": text}
+    report = plan(source, rank=5, paper=True, progress=False)
+    plain = model_card(FACTS, report, name="alice/light", results=[evaluated(tmp_path, 50, teacher="teacher")])
+    foreign = {"license": text, "language": [text], "pipeline_tag": text, "base_model": text}
+    report = replace(
+        report,
+        source=text,
+        family=text,
+        calibration=text,
+        options={text: text},
+        inherited=report.inherited | foreign,
+        matrices=[replace(matrix, name=text, form=text, setting=text) for matrix in report.matrices],
+    )
     hostile = [evaluated(tmp_path, 50, teacher=text, data=text)]
     hostile[0] |= {"source": text, "target": text, "generation": {text: text}}
-    card = ModelCard(model_card(facts, name="alice/light", results=hostile))
+    card = ModelCard(model_card(FACTS, report, name="alice/light", results=hostile))
     assert blocks(card) == blocks(ModelCard(plain))
     assert (card.data.license, card.data.language, card.data.base_model) == (text, [text], text)
     html = MarkdownIt("commonmark").enable("table").render(card.text)

@@ -69,17 +69,17 @@ def test_every_factorized_matrix_is_the_best_of_its_rank(teachers, tmp_path, nam
     folder, teacher = teachers(name)
     report = convert(folder, tmp_path / "out", ratio=1.6, split=split, paper=True, progress=False)
     source, state = teacher.state_dict(), tensors(tmp_path / "out")
-    factorized = [matrix for matrix in report.matrices if matrix.rank is not None]
+    factorized = [matrix for matrix in report.matrices if matrix.size is not None]
     assert len(factorized) == len(report.matrices)
     for matrix in factorized:
         module = matrix.name if matrix.name == "lm_head" else f"model.{matrix.name}"
         original = source[f"{module}.weight"].double()
-        optimum = torch.linalg.svdvals(original)[matrix.rank :].norm()
+        optimum = torch.linalg.svdvals(original)[matrix.size :].norm()
         error = (original - dense_matrix(state, module)).norm()
         assert error <= optimum * (1 + 1e-5)
         assert matrix.relative_error == pytest.approx((optimum / original.norm()).item(), rel=1e-4)
         assert matrix.energy == pytest.approx(1 - matrix.relative_error**2, rel=1e-4)
-        assert matrix.rank == max(1, int(matrix.m * matrix.n / (1.6 * (matrix.m + matrix.n))))
+        assert matrix.size == max(1, int(matrix.m * matrix.n / (1.6 * (matrix.m + matrix.n))))
 
 
 def test_the_first_factor_is_orthonormal_and_the_zero_padding_row_stays_zero(teachers, tmp_path):
@@ -133,24 +133,24 @@ def test_each_matrix_has_the_rank_that_was_asked_for(teachers, tmp_path):
         paper=True,
         progress=False,
     )
-    ranks = {matrix.name: matrix.rank for matrix in report.matrices}
+    ranks = {matrix.name: matrix.size for matrix in report.matrices}
     assert ranks["shared"] is None
     assert ranks["decoder.layers.1.fc1"] == 3
     assert ranks["encoder.layers.0.self_attn.q_proj"] is None
     assert ranks["decoder.layers.0.encoder_attn.v_proj"] == 5
     for matrix in report.matrices:
-        if matrix.kind == "ffn" and matrix.name != "decoder.layers.1.fc1" and matrix.rank is not None:
+        if matrix.kind == "ffn" and matrix.name != "decoder.layers.1.fc1" and matrix.size is not None:
             assert matrix.energy >= 0.7
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
     modules = dict(model.model.named_modules())
     for matrix in report.matrices:
-        assert getattr(modules[matrix.name], "rank", None) == matrix.rank
+        assert getattr(modules[matrix.name], "rank", None) == matrix.size
 
 
 def test_a_matrix_that_would_not_get_smaller_stays_dense(teachers, tmp_path):
     folder, _ = teachers("marian")
     report = plan(folder, rank=14, progress=False)  # 14·(16 + 16) > 16·16
-    ranks = {matrix.name: matrix.rank for matrix in report.matrices}
+    ranks = {matrix.name: matrix.size for matrix in report.matrices}
     assert ranks["encoder.layers.0.self_attn.q_proj"] is None
     assert report.parameters_after == report.parameters_before
 

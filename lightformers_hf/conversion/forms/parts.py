@@ -185,9 +185,9 @@ class MatrixPart:
         else:
             tensors = {"u.weight": left.T, "v.weight": right.T, "v.bias": bias}
         kept = m * n if rank is None else rank * (m + n)
-        reports = [
-            MatrixReport(name=bare(self.name), kind=self.kind, m=m, n=n, rank=rank, parameters_after=kept, **report)
-        ]
+        form = ("dense", "dense") if rank is None else ("low-rank", f"rank {rank}")
+        report |= {"form": form[0], "size": rank, "setting": form[1]}
+        reports = [MatrixReport(name=bare(self.name), kind=self.kind, m=m, n=n, parameters_after=kept, **report)]
         return Built(reports, stored({self.name: tensors}))
 
 
@@ -291,7 +291,8 @@ class HeadsPart:
             tensors[name] = {"weight": new.T.to(matrix.dtype), "bias": new_bias.to(bias.dtype)}
             reports.append(
                 MatrixReport(
-                    name=bare(name), kind=self.kind, m=matrix.shape[0], n=matrix.shape[1], width=width,
+                    name=bare(name), kind=self.kind, m=matrix.shape[0], n=matrix.shape[1],
+                    form="narrower heads", size=width, setting=f"heads {width} wide",
                     parameters_after=new.numel(), energy=1 - share, relative_error=share**0.5,
                 )
             )  # fmt: skip
@@ -361,8 +362,9 @@ class NeuronsPart:
         share = (cost / elimination.costs[-1]).clamp(0, 1).item()
         reports = [
             MatrixReport(
-                name=bare(name), kind=self.kind, m=shape[0], n=shape[1], width=width, parameters_after=width * other,
-                energy=1 - share, relative_error=share**0.5,
+                name=bare(name), kind=self.kind, m=shape[0], n=shape[1], form="fewer neurons", size=width,
+                setting=f"{width} neurons", parameters_after=width * other, energy=1 - share,
+                relative_error=share**0.5,
             )
             for name, shape, other in ((first, w_1.shape, len(w_1)), (second, w_2.shape, w_2.shape[1]))
         ]  # fmt: skip

@@ -6,7 +6,7 @@ import base64
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import partial
 from pathlib import Path
@@ -15,21 +15,19 @@ import jinja2
 from tqdm.auto import tqdm
 from transformers import AutoConfig
 
-from lightformers_hf.conversion.sharing.merging import source_names
-from lightformers_hf.text import load_parallel
-
-from ...conversion.report import MatrixReport
+from ... import models
+from ...conversion.report import MatrixReport, read_report
+from ...conversion.sharing.merging import source_names
 from ...conversion.teacher import Teacher
-from ...files import REPORT_FILE
-from ...loading import load_model, load_teacher, resolve_source
+from ...files import REPORT_FILE, STATE_FILE, read_json
+from ...loading import load_model, load_teacher, resolve_source, skeleton
+from ...text import load_parallel
 from ..evaluate import Measurements, direction, warn_of_overlap
 from ..measures import singular_values
 from ..translate import translate
 from . import report_plots
 from .plots import Paint, save_picture, style
 from .report_plots import KINDS, Point
-
-STATE_FILE = "trainer_state.json"
 
 
 @dataclass(frozen=True)
@@ -105,26 +103,20 @@ def report_page(
         FileNotFoundError, ValueError: files that are not there or do not belong together, or nothing to report.
     """
     folder = resolve_source(model)
-    plan = _json(folder / REPORT_FILE)
-    history = _json(folder / STATE_FILE).get("log_history", [])
-    try:
-        matrices = [
-            MatrixReport(**{entry.name: matrix[entry.name] for entry in fields(MatrixReport)})
-            for matrix in plan.get("matrices", [])
-        ]
-    except KeyError as error:
-        raise ValueError(f"{folder / REPORT_FILE} lacks {error} of a matrix: convert the model again") from None
+    plan = read_report(folder / REPORT_FILE)
+    history = read_json(folder / STATE_FILE).get("log_history", [])
+    matrices = plan.matrices if plan else []
 
     pictures = []
     if teacher and matrices:
         pictures.append(_spectra(folder, matrices, teacher, progress=progress))
     if report_plots.has_errors(matrices):
-        measure = "all entries alike" if plan["calibration"] is None else "in the metric of the calibration"
         pictures.append(
             _picture(
                 "Error of every layer",
                 partial(report_plots.errors, matrices=matrices),
-                f"What is lost of a matrix, relative to it, {measure}. Dots are matrices, lines means of a block.",
+                f"What is lost of a matrix, relative to it: {plan.measure}. Dots are matrices, lines means of a "
+                "block.",
                 columns=2,
             )
         )
@@ -168,23 +160,12 @@ def report_page(
         plan=plan,
         matrices=matrices,
         kinds=_kinds(matrices),
-        options=json.dumps(plan.get("options"), indent=1),
+        options=json.dumps(plan and plan.options, indent=1),
         pictures=pictures,
         samples=translations,
         teacher=teacher,
         data=data and Path(data).name,
     )
-
-
-def _json(file: Path) -> dict:
-    """The content of a file, nothing where there is none."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error}): write it again, or remove it") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} is damaged (it holds no object): write it again, or remove it")
-    return content
 
 
 def _colors(*, dark: bool) -> tuple[str, str]:
@@ -239,9 +220,12 @@ def _spectra(folder: Path, matrices: list[MatrixReport], name: str, *, progress:
                 f"{matrix.m}×{matrix.n}: give the teacher that it was made of"
             )
         values[matrix.name] = singular_values(module, *factors).tolist()
+    light = dict(skeleton(getattr(models, config.architectures[0]), config).named_modules())
+    built = {matrix.name: light.get(matrix.name) or light[f"model.{matrix.name}"] for matrix in matrices}
+    ranks = {name: getattr(module, "rank", None) for name, module in built.items()}
     return _picture(
         "Singular values of the teacher",
-        partial(report_plots.spectra, matrices=matrices, values=values),
+        partial(report_plots.spectra, matrices=matrices, values=values, ranks=ranks),
         f"Of every matrix of {teacher.name}, relative to its largest. A dot is the rank that was kept; a matrix that "
         "stayed whole, or got narrower, has none.",
         columns=3,

@@ -30,17 +30,22 @@ class Point:
     is_teacher: bool = False
 
 
-def spectra(panels: list[Axes], matrices: Sequence[MatrixReport], values: dict[str, Sequence[float]]) -> None:
+def spectra(
+    panels: list[Axes],
+    matrices: Sequence[MatrixReport],
+    values: dict[str, Sequence[float]],
+    ranks: dict[str, int | None],
+) -> None:
     """Three panels, a kind of matrix each: the teacher's singular values, with a dot at the rank that was kept.
 
     Args:
         values: singular values by the names of `matrices`; a matrix without any is not drawn.
+        ranks: of those that became products of two; the others have no dot.
     """
     for color, (axes, (kind, title)) in enumerate(zip(panels, KINDS.items(), strict=True)):
         for matrix in matrices:
             if matrix.kind == kind and matrix.name in values:
-                rank = matrix.rank if matrix.width is None else None
-                draw_spectrum(axes, values[matrix.name], color=f"C{color}", rank=rank)
+                draw_spectrum(axes, values[matrix.name], color=f"C{color}", rank=ranks.get(matrix.name))
         axes.set(title=title, ylim=(0, 1.02), xlabel="number of the singular value")
     panels[0].set(ylabel="relative to the largest")
 

@@ -80,14 +80,14 @@ def test_every_matrix_is_truncated(case, tmp_path):
     light = type(teacher).from_pretrained(tmp_path / "light").eval()
     assert report.architecture == case.partition("_")[0]
     assert report.parameters_after == light.num_parameters() < teacher.num_parameters()
-    factorized = [matrix for matrix in report.matrices if matrix.rank is not None]
+    factorized = [matrix for matrix in report.matrices if matrix.size is not None]
     assert {matrix.kind for matrix in factorized} >= {"attention", "ffn"}
     modules = dict(teacher.named_modules())
     for matrix in factorized:
         weight = (modules.get(matrix.name) or modules[f"model.{matrix.name}"]).weight
         u, s, vh = torch.linalg.svd(weight.detach().double(), full_matrices=False)
         with torch.no_grad():
-            weight.copy_((u[:, : matrix.rank] * s[: matrix.rank]) @ vh[: matrix.rank])
+            weight.copy_((u[:, : matrix.size] * s[: matrix.size]) @ vh[: matrix.size])
     torch.testing.assert_close(logits(light), logits(teacher), atol=1e-3, rtol=1e-3)
 
 

@@ -122,7 +122,7 @@ def test_what_heads_and_neurons_do_not_use_is_left_out_without_loss(narrow_insid
         sizes = [linear.weight.norm().item() for linear in sizes]
         assert max(sizes) < 4 * min(sizes)
     matrix = next(matrix for matrix in report.matrices if matrix.name == "decoder.layers.0.encoder_attn.out_proj")
-    assert (matrix.m, matrix.n, matrix.width, matrix.parameters_after) == (16, 16, 4, 8 * 16)
+    assert (matrix.m, matrix.n, matrix.size, matrix.parameters_after) == (16, 16, 4, 8 * 16)
     assert report.parameters_after == light.num_parameters()
     saved = json.loads((tmp_path / "light" / "compression.json").read_text())
     assert {entry["form"] for entry in saved["matrices"]} == {"dense", "heads 4", "neurons 8"}

@@ -14,7 +14,6 @@ from lightformers_hf import convert, plan
 from lightformers_hf.conversion.compress import factorizable
 from lightformers_hf.conversion.forms.svd import decompose
 from lightformers_hf.conversion.options import CompressionOptions
-from lightformers_hf.conversion.report import print_report
 from lightformers_hf.conversion.statistics.calibration import (
     Calibration,
     Metric,
@@ -22,6 +21,7 @@ from lightformers_hf.conversion.statistics.calibration import (
     parallel_batches,
     sample_pairs,
 )
+from lightformers_hf.conversion.tables import print_report
 from lightformers_hf.conversion.teacher import Teacher
 
 
@@ -236,7 +236,7 @@ def test_ranks_given_by_name_come_before_the_budget(tiny_marian, text):
         rank_pattern={"fc1": 5, "shared": None},
         progress=False,
     )
-    ranks = {matrix.name: matrix.rank for matrix in report.matrices}
+    ranks = {matrix.name: matrix.size for matrix in report.matrices}
     assert ranks["shared"] is None
     assert {rank for name, rank in ranks.items() if name.endswith("fc1")} == {5}
 

@@ -115,7 +115,7 @@ def test_the_plan_is_that_of_the_conversion(page, light):
     assert f"<b>{plan['parameters_after'] / 1e6:.1f}M</b> of {plan['parameters_before'] / 1e6:.1f}M" in page
     for matrix in plan["matrices"]:
         row = cells.index(matrix["name"])
-        assert cells[row + 1 : row + 3] == [f"{matrix['m']}×{matrix['n']}", matrix["form"]]
+        assert cells[row + 1 : row + 3] == [f"{matrix['m']}×{matrix['n']}", matrix["setting"]]
         assert cells[row + 6] == f"{matrix['relative_error']:.4f}"
     feed_forward = cells.index("feed-forward")
     chosen = [matrix for matrix in plan["matrices"] if matrix["kind"] == "ffn"]
@@ -158,18 +158,29 @@ def test_results_become_a_table_with_the_teacher_once(page):
 
 def test_dots_stand_at_the_rank_on_the_curve_of_a_full_svd(light, tiny_marian, monkeypatch):
     seen = {}
-    monkeypatch.setattr(report_plots, "spectra", lambda panels, matrices, values: seen.update(values))
+    kept = {}
+
+    def spectra(panels, matrices, values, ranks):
+        seen.update(values)
+        kept.update(ranks)
+
+    monkeypatch.setattr(report_plots, "spectra", spectra)
     report_page(str(light), teacher=str(tiny_marian))
+    plan = json.loads((light / "compression.json").read_text())
+    assert kept == {matrix["name"]: 8 for matrix in plan["matrices"]}
     weights = load_file(tiny_marian / "model.safetensors")
     for name, values in seen.items():
         expected = torch.linalg.svdvals(weights[f"model.{name}.weight"].double())
         torch.testing.assert_close(torch.tensor(values, dtype=torch.double), expected, rtol=1e-5, atol=1e-6)
-    assert len(seen) == len(json.loads((light / "compression.json").read_text())["matrices"])
+    assert len(seen) == len(plan["matrices"])
     monkeypatch.undo()
 
-    matrix = MatrixReport(name="m", kind="ffn", m=9, n=4, rank=2, parameters_after=26, energy=0.9, relative_error=0.1)
+    matrix = MatrixReport(
+        name="m", kind="ffn", m=9, n=4, form="low-rank", size=2, setting="rank 2", parameters_after=26, energy=0.9,
+        relative_error=0.1,
+    )  # fmt: skip
     panels = list(Figure().subplots(1, 3))
-    report_plots.spectra(panels, [matrix], {"m": [8.0, 4.0, 2.0, 1.0]})
+    report_plots.spectra(panels, [matrix], {"m": [8.0, 4.0, 2.0, 1.0]}, {"m": 2})
     curve, dot = panels[2].lines
     assert list(curve.get_ydata()) == [1, 0.5, 0.25, 0.125]
     assert (list(dot.get_xdata()), list(dot.get_ydata())) == ([2], [0.5])
@@ -179,7 +190,7 @@ def test_spectra_of_shared_and_left_out_layers_are_those_of_the_teacher(tmp_path
     """Two encoder layers share one, the decoder keeps its first: shown are the first layers'."""
     convert(tiny_marian, tmp_path / "light", rank=8, encoder_groups=1, decoder_layers=1, attention_method="matrix")
     seen = {}
-    monkeypatch.setattr(report_plots, "spectra", lambda panels, matrices, values: seen.update(values))
+    monkeypatch.setattr(report_plots, "spectra", lambda panels, matrices, values, ranks: seen.update(values))
     report_page(str(tmp_path / "light"), teacher=str(tiny_marian))
     weights = load_file(tiny_marian / "model.safetensors")
     assert {name.split(".layers.")[1][0] for name in seen if ".layers." in name} == {"0"}
@@ -190,7 +201,10 @@ def test_spectra_of_shared_and_left_out_layers_are_those_of_the_teacher(tmp_path
 
 def test_errors_stand_at_their_layers():
     def matrix(name, kind, error):
-        return MatrixReport(name=name, kind=kind, m=4, n=4, parameters_after=8, energy=0.5, relative_error=error)
+        return MatrixReport(
+            name=name, kind=kind, m=4, n=4, form="low-rank", size=1, setting="rank 1", parameters_after=8, energy=0.5,
+            relative_error=error,
+        )  # fmt: skip
 
     matrices = [
         matrix("shared", "embedding", 0.9),
@@ -245,6 +259,11 @@ def test_what_does_not_belong_together_is_refused(light, tiny_marian, tmp_path):
     (tmp_path / "damaged" / "compression.json").write_text(json.dumps(plan))
     with pytest.raises(ValueError, match="give the teacher that it was made of"):
         report_page(str(tmp_path / "damaged"), teacher=str(tiny_marian))
+    for matrix in plan["matrices"]:  # as another version wrote it
+        matrix |= {"rank": matrix.pop("size"), "width": None}
+    (tmp_path / "damaged" / "compression.json").write_text(json.dumps(plan))
+    with pytest.raises(ValueError, match=r"compression\.json is no report of this version.*convert the model again"):
+        report_page(str(tmp_path / "damaged"))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -1,0 +1,46 @@
+"""What the card of a model leaves to the cards of what is made from it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import yaml
+from huggingface_hub import ModelCard, constants
+
+from ..files import CARD_FILE
+
+logger = logging.getLogger(__name__)
+
+INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
+
+
+def inherited_metadata(folder: Path, hub_name: str | None) -> dict[str, str | list[str]]:
+    """Licence, languages and task that the card of a model names, for the cards of what is made from it.
+
+    Args:
+        folder: where the model lies; its card is the `README.md` there. Without one, or with metadata that cannot be
+            read, nothing is inherited.
+        hub_name: the model's name on the Hub, which becomes `base_model`; `None` for a folder.
+    """
+    metadata: dict[str, str | list[str]] = {"base_model": hub_name} if hub_name else {}
+    try:
+        text = (folder / CARD_FILE).read_text(encoding="utf-8")
+        if not text.lstrip().startswith("---"):  # no metadata: nothing to warn of
+            return metadata
+        card = ModelCard(text, ignore_metadata_errors=True)
+    except FileNotFoundError:
+        return metadata
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        reason = str(error).partition("\n")[0]
+        logger.warning(f"The metadata of {folder / CARD_FILE} cannot be read, so nothing is inherited: {reason}")
+        return metadata
+    for field in INHERITED:
+        value = card.data.get(field)
+        values = ["no" if item is False else item for item in (value if isinstance(value, list) else [value])]
+        if all(isinstance(item, str) for item in values):  # YAML reads the code of Norwegian as a truth value
+            metadata[field] = values if isinstance(value, list) else values[0]
+    link = metadata.get("license_link")
+    if hub_name and isinstance(link, str) and "://" not in link:  # a file of the source's repository
+        metadata["license_link"] = f"{constants.ENDPOINT}/{hub_name}/blob/main/{link}"
+    return metadata

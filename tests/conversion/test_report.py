@@ -1,0 +1,64 @@
+"""The data of a report: what is counted, what is kept in a file, what is refused in one."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from conversion.reports import matrix, report_of
+
+from lightformers_hf.conversion.report import read_report, write_report
+
+
+def test_forms_are_counted_whatever_they_are():
+    report = report_of(
+        matrix(),
+        matrix(form="low-rank", size=3, setting="rank 3"),
+        matrix(form="banded", size=11, setting="11 bands wide"),
+        matrix(form="banded", size=7, setting="7 bands wide"),
+        matrix(form="low-rank", size=3, setting="rank 3"),
+    )
+    assert report.outcome == "2 low-rank (rank 3), 2 banded (7 to 11 bands wide), 1 as they were"
+    assert report_of(matrix()).outcome == "1 as they were"
+
+
+def test_the_ratio_is_that_of_the_matrices_that_got_smaller():
+    assert report_of(matrix(), matrix(form="low-rank", size=1, setting="rank 1", after=8)).ratio == 2
+    assert report_of(matrix()).ratio == 1
+
+
+def test_a_report_is_read_as_it_was_written(tmp_path):
+    report = report_of(matrix(), matrix("n", "low-rank", 1, "rank 1", 8), calibration="Text für Müller")
+    write_report(report, tmp_path)
+    assert read_report(tmp_path / "compression.json") == report
+    saved = json.loads((tmp_path / "compression.json").read_text(encoding="utf-8"))
+    assert saved["ratio"] == 2
+    assert [entry["parameters_before"] for entry in saved["matrices"]] == [16, 16]
+    assert read_report(tmp_path / "nothing.json") is None
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_figure_that_json_cannot_say_is_named(tmp_path, bad):
+    report = report_of(matrix(), matrix("n", energy=bad))
+    with pytest.raises(ValueError, match=r"compression\.json: matrices\[1\]\.energy is NaN or infinite"):
+        write_report(report, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match=r"compression\.json: estimated_speedup is NaN"):
+        write_report(replace(report_of(), estimated_speedup=bad), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: "{", "is damaged"),
+        (lambda content: "[1]", "holds no object"),
+        (lambda content: '{"source": 1}', "'family' is missing.*convert the model again"),
+        (lambda content: content.replace('"size"', '"rank"'), "'size' is missing.*convert the model again"),
+        (lambda content: json.dumps(json.loads(content) | {"matrices": [1]}), "no report of this version"),
+    ],
+)
+def test_another_file_is_refused(tmp_path, change, message):
+    write_report(report_of(matrix()), tmp_path)
+    file = tmp_path / "compression.json"
+    file.write_text(change(file.read_text()))
+    with pytest.raises(ValueError, match=message):
+        read_report(file)
