@@ -21,6 +21,7 @@ from ...conversion.sharing.merging import source_names
 from ...conversion.teacher import Teacher
 from ...files import REPORT_FILE, STATE_FILE, read_json
 from ...loading import load_model, load_teacher, resolve_source, skeleton
+from ...models.matrices import rank_of
 from ...text import load_parallel
 from ..evaluate import Measurements, direction, warn_of_overlap
 from ..measures import singular_values
@@ -222,7 +223,7 @@ def _spectra(folder: Path, matrices: list[MatrixReport], name: str, *, progress:
         values[matrix.name] = singular_values(module, *factors).tolist()
     light = dict(skeleton(getattr(models, config.architectures[0]), config).named_modules())
     built = {matrix.name: light.get(matrix.name) or light[f"model.{matrix.name}"] for matrix in matrices}
-    ranks = {name: getattr(module, "rank", None) for name, module in built.items()}
+    ranks = {name: rank_of(module) for name, module in built.items()}
     return _picture(
         "Singular values of the teacher",
         partial(report_plots.spectra, matrices=matrices, values=values, ranks=ranks),

@@ -125,4 +125,4 @@ def test_what_heads_and_neurons_do_not_use_is_left_out_without_loss(narrow_insid
     assert (matrix.m, matrix.n, matrix.size, matrix.parameters_after) == (16, 16, 4, 8 * 16)
     assert report.parameters_after == light.num_parameters()
     saved = json.loads((tmp_path / "light" / "compression.json").read_text())
-    assert {entry["form"] for entry in saved["matrices"]} == {"dense", "heads 4", "neurons 8"}
+    assert {entry["setting"] for entry in saved["matrices"]} == {"dense", "heads 4 wide", "8 neurons"}
