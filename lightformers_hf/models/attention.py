@@ -8,6 +8,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .matrices import Projection, apply_with_residual
+from .transformers_internals import attention_of
 
 
 def eager_attention(
@@ -134,7 +135,7 @@ class MultiHeadAttention(nn.Module):
             query = self._split_heads(project("q_proj", hidden_states))
             key, value = cached_states(past_key_values, layer_idx, is_cross_attention, compute)
 
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(attention_of(self.config), eager_attention)
         output, weights = attend(
             self,
             query,

@@ -8,6 +8,7 @@ from transformers import initialization as init
 from transformers.utils import is_torchdynamo_compiling
 
 from .matrices import wide_linear
+from .transformers_internals import is_loaded
 
 
 def position_ids_from(attention_mask: torch.Tensor | None, length: int, past_length, device) -> torch.Tensor:
@@ -100,7 +101,7 @@ class AdaptiveTable(nn.Embedding):
     @torch.no_grad()
     def reset(self) -> None:
         """Draw the vectors with a variance of 1/width: whatever the width, projected ones are as long."""
-        fresh = not getattr(self.weight, "_is_hf_initialized", False)
+        fresh = not is_loaded(self.weight)
         init.normal_(self.weight, std=self.embedding_dim**-0.5)
         if fresh and self.padding_idx is not None:
             init.zeros_(self.weight[self.padding_idx])

@@ -12,49 +12,35 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
-from torch.nn.modules import module as torch_module
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import MultiHeadAttention, cached_states
-from .matrices import LowRankLinear
+from .torch_internals import is_plain, parts_of, weights_of
 from .transformer_layer import TransformerLayer
+from .transformers_internals import attention_of
 
 # Weight and bias of linear layers that follow each other: one of a dense layer, two of a low-rank one.
 Chain = tuple[tuple[torch.Tensor, torch.Tensor | None], ...]
 
 
 class NotPlainError(Exception):
-    """A module is of another class than expected, or something is attached to it."""
-
-
-def plain(module: nn.Module) -> nn.Module:
-    """`module`, if calling it is running its class's `forward` without dropout; raises `NotPlainError` otherwise."""
-    own = module.__dict__
-    if (
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["training"]
-        or "forward" in own
-        or own.get("_compiled_call_impl") is not None
-    ):
-        raise NotPlainError
-    return module
+    """A module is of another class than expected, drops out, or something is attached to it."""
 
 
 class Product(NamedTuple):
-    """x ↦ what a projection makes of it, and maybe a residual of the depth. Shapes: (…, m) → (…, n)."""
+    """x ↦ x·W + b of a projection, and maybe the residual of the depth. Shapes: (…, m) → (…, n)."""
 
     chain: Chain
     residual: Chain | None
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        output = _follow(self.chain, states)
-        return output if self.residual is None else output + _follow(self.residual, states)
+        output = _apply(self.chain, states)
+        return output if self.residual is None else output + _apply(self.residual, states)
 
 
-def _follow(chain: Chain, states: torch.Tensor) -> torch.Tensor:
+def _apply(chain: Chain, states: torch.Tensor) -> torch.Tensor:
     for weight, bias in chain:
         states = linear(states, weight, bias)
     return states
@@ -62,30 +48,32 @@ def _follow(chain: Chain, states: torch.Tensor) -> torch.Tensor:
 
 def _chain(module: nn.Module) -> Chain:
     kind = type(module)
+    if not is_plain(module):
+        raise NotPlainError
     if kind is nn.Linear:
-        weights = plain(module)._parameters
+        weights = weights_of(module)
         return ((weights["weight"], weights["bias"]),)
-    if kind is LowRankLinear:
-        parts = plain(module)._modules
-        return _chain(parts["u"]) + _chain(parts["v"])
-    if kind is nn.Identity:
-        plain(module)
-        return ()
-    raise NotPlainError
+    # What a class says of itself says nothing of one derived from it.
+    names = () if kind is nn.Identity else kind.__dict__.get("in_series")
+    if names is None:
+        raise NotPlainError
+    chain, parts = (), parts_of(module)
+    for name in names:
+        chain += _chain(parts[name])
+    return chain
 
 
 def _product(owner: nn.Module, name: str, residuals: nn.Module | None) -> Product:
-    residual = None if residuals is None else residuals._modules.get(name)
-    return Product(_chain(owner._modules[name]), None if residual is None else _chain(residual))
+    residual = None if residuals is None else parts_of(residuals).get(name)
+    return Product(_chain(parts_of(owner)[name]), None if residual is None else _chain(residual))
 
 
-class LeanAttention:
+class FastAttention:
     """What a `MultiHeadAttention` computes with SDPA, on rows instead of sentences: (B·T, d) → (B·T, d)."""
 
     def __init__(self, attention: nn.Module, residuals: nn.Module | None):
-        if type(attention) is not MultiHeadAttention:
+        if type(attention) is not MultiHeadAttention or attention.training or not is_plain(attention):
             raise NotPlainError
-        plain(attention)
         names = ("qkv_proj",) if attention.joint_qkv else ("q_proj", "k_proj", "v_proj")
         self.projections = [_product(attention, name, residuals) for name in names]
         self.out = _product(attention, "out_proj", residuals)
@@ -127,25 +115,26 @@ class LeanAttention:
 
 
 def _norm(module: nn.Module) -> tuple:
-    if type(module) is not nn.LayerNorm:
+    if type(module) is not nn.LayerNorm or not is_plain(module):
         raise NotPlainError
-    weights = plain(module)._parameters
+    weights = weights_of(module)
     return module.normalized_shape, weights["weight"], weights["bias"], module.eps
 
 
-class LeanLayer:
+class FastLayer:
     """What a `TransformerLayer` computes in evaluation mode, on rows: (B·T, d) → (B·T, d)."""
 
     def __init__(self, layer: TransformerLayer, own: nn.Module | None):
-        parts = plain(layer)._modules
-        depth = {} if own is None else plain(own)._modules
+        if layer.training or not is_plain(layer):
+            raise NotPlainError
+        parts, depth = parts_of(layer), {} if own is None else parts_of(own)
         residuals = depth.get("residuals")
-        of_part = {} if residuals is None else residuals._modules
+        of_part = {} if residuals is None else parts_of(residuals)
         norms = parts if "final_layer_norm" in parts else depth
-        self.self_attention = LeanAttention(parts["self_attn"], of_part.get("self_attn"))
+        self.self_attention = FastAttention(parts["self_attn"], of_part.get("self_attn"))
         self.self_norm = _norm(norms["self_attn_layer_norm"])
         if "encoder_attn" in parts:
-            self.cross_attention = LeanAttention(parts["encoder_attn"], of_part.get("encoder_attn"))
+            self.cross_attention = FastAttention(parts["encoder_attn"], of_part.get("encoder_attn"))
             self.cross_norm = _norm(norms["encoder_attn_layer_norm"])
         ffn = layer if "fc1" in parts else own
         self.fc1, self.fc2 = (_product(ffn, name, residuals) for name in ("fc1", "fc2"))
@@ -186,7 +175,7 @@ class LeanLayer:
         return layer_norm(rows + compute(rows), *norm)
 
 
-def lean_layers(
+def run_layers_fast(
     depths: Iterable[tuple[TransformerLayer, dict]],
     hidden_states: torch.Tensor,
     attention_mask: torch.Tensor | None,
@@ -213,14 +202,12 @@ def lean_layers(
         torch.is_grad_enabled()
         or torch.compiler.is_compiling()
         or hidden_states.dtype == torch.float16
-        or torch_module._global_forward_hooks
-        or torch_module._global_forward_pre_hooks
         or any(value is not None and value is not False for value in others.values())
-        or config._attn_implementation != "sdpa"
+        or attention_of(config) != "sdpa"
         or ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward
     ):
         return None
-    built: dict[tuple[int, int], LeanLayer] = {}
+    built: dict[tuple[int, int], FastLayer] = {}
     try:
         calls = []
         for layer, arguments in depths:
@@ -229,7 +216,7 @@ def lean_layers(
             own, slots = arguments["own"], (arguments["layer_idx"], arguments["cross_layer_idx"])
             key = id(layer), id(own)
             if key not in built:
-                built[key] = LeanLayer(layer, own)
+                built[key] = FastLayer(layer, own)
             calls.append((built[key], slots))
     except NotPlainError:
         return None

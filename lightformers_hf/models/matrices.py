@@ -10,6 +10,9 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from .torch_internals import is_plain
+from .transformers_internals import is_loaded
+
 # Where it pays: tall matrices too large for a core's own cache, up to so many rows (fp32, one core: 1.5 to 4 times).
 MOST_ROWS = 8
 MANY_WEIGHTS = 1_000_000
@@ -55,7 +58,7 @@ def init_factors(module: nn.Module, std: float) -> None:
     factor_std = (std**2 / rank) ** 0.25 if rank else 0.0
     for name, factor in module.named_parameters(recurse=False):
         if name != "bias":
-            fresh = not getattr(factor, "_is_hf_initialized", False)
+            fresh = not is_loaded(factor)
             init.normal_(factor, std=factor_std)
             if fresh and name == "weight" and getattr(module, "padding_idx", None) is not None:
                 init.zeros_(factor[module.padding_idx])
@@ -63,6 +66,8 @@ def init_factors(module: nn.Module, std: float) -> None:
 
 class LowRankLinear(nn.Module):
     """y = x·U·V + b: `u` is U (m×r, no bias), `v` is V with the bias b (r×n). Shapes: (…, m) → (…, n)."""
+
+    in_series = ("u", "v")  # `forward` runs these one after another, and nothing else
 
     def __init__(self, in_features: int, out_features: int, rank: int, bias: bool = True):
         super().__init__()
@@ -303,7 +308,7 @@ def wide_linear(layer: nn.Module, states: torch.Tensor) -> torch.Tensor:
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
-        and not (layer._forward_hooks or layer._forward_pre_hooks)
+        and is_plain(layer)
     )
     if not other_route:
         return layer(states)

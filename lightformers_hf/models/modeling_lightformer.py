@@ -15,7 +15,7 @@ from .attention import MultiHeadAttention
 from .configuration_base import causal_config
 from .configuration_lightformer import LightFormerConfig
 from .embeddings import make_positions
-from .fast_path import lean_layers
+from .fast_path import run_layers_fast
 from .layer_sharing import LayerStack, in_groups
 from .lm_heads import (
     CausalLMHead,
@@ -116,7 +116,7 @@ class LightFormerStack(LightFormerPreTrainedModel):
     def run(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, *cross, **kwargs) -> torch.Tensor:
         """Apply the layers depth by depth. (B, T, d) → (B, T, d)."""
         depths, kind = list(self.by_depth()), {"config": self.config, "layer_class": LightFormerLayer}
-        states = lean_layers(depths, hidden_states, attention_mask, *cross, **kind, **kwargs)
+        states = run_layers_fast(depths, hidden_states, attention_mask, *cross, **kind, **kwargs)
         if states is None:
             states = hidden_states
             for layer, arguments in depths:

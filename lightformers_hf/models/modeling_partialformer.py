@@ -23,6 +23,7 @@ from .lm_heads import CausalLMHead, ConditionalGenerationHead, EncoderDecoder
 from .matrices import Projection, projections
 from .stacks import DecoderStack, EncoderStack, FactorizedPreTrainedModel, make_table
 from .transformer_layer import TransformerLayer, add_feed_forward, add_layer_norms
+from .transformers_internals import is_loaded
 
 # Xavier's gain for queries, keys, values and gates, which are made side by side.
 JOINT_GAIN = 2**-0.5
@@ -307,7 +308,7 @@ class PartialFormerPreTrainedModel(FactorizedPreTrainedModel):
             return
         if hasattr(module, "joint_parts"):
             # Here a slice is drawn, which does not know whether its matrix was loaded.
-            if not getattr(module.weight, "_is_hf_initialized", False):
+            if not is_loaded(module.weight):
                 for part in filter(torch.numel, module.weight.split(module.joint_parts)):
                     nn.init.xavier_uniform_(part, gain=JOINT_GAIN)
         elif getattr(module, "kind", None) != "embedding":

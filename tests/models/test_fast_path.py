@@ -1,4 +1,4 @@
-"""Layers without their modules: nothing comes out that the modules would not give."""
+"""Layers without calling their modules: nothing comes out that the modules would not give."""
 
 import copy
 
@@ -14,23 +14,23 @@ MODES = {"greedy": {}, "beam 4": {"num_beams": 4}}
 
 
 @pytest.fixture
-def leanly(monkeypatch):
+def ran_fast(monkeypatch):
     """Whether each stack that has run did so without its modules, in their order."""
-    real, seen = module.lean_layers, []
+    real, seen = module.run_layers_fast, []
 
     def watched(*arguments, **others):
         states = real(*arguments, **others)
         seen.append(states is not None)
         return states
 
-    monkeypatch.setattr(module, "lean_layers", watched)
+    monkeypatch.setattr(module, "run_layers_fast", watched)
     return seen
 
 
 def by_modules(compute):
     """What `compute` returns with every module called."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "lean_layers", lambda *arguments, **others: None)
+        patch.setattr(module, "run_layers_fast", lambda *arguments, **others: None)
         return compute()
 
 
@@ -44,17 +44,17 @@ def logits_of(model) -> torch.Tensor:
 
 @every(("ConditionalGeneration", "CausalLM", "SequenceClassification"), LIGHTFORMERS)
 @torch.no_grad()
-def test_the_same_logits(head, variant, leanly):
+def test_the_same_logits(head, variant, ran_fast):
     model = make_model(head, variant)
     computed = logits_of(model)
-    assert set(leanly) == {True}
+    assert set(ran_fast) == {True}
     torch.testing.assert_close(computed, by_modules(lambda: logits_of(model)), atol=1e-5, rtol=1e-5)
 
 
 @every(("ConditionalGeneration", "CausalLM"), LIGHTFORMERS)
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("mode", MODES)
-def test_the_same_tokens(head, variant, mode, use_cache, leanly):
+def test_the_same_tokens(head, variant, mode, use_cache, ran_fast):
     model = make_model(head, variant, seed=2).double()
     ids, mask = batch_for(model)
 
@@ -64,7 +64,7 @@ def test_the_same_tokens(head, variant, mode, use_cache, leanly):
         )
 
     generated = generate()
-    assert set(leanly) == {True}
+    assert set(ran_fast) == {True}
     assert torch.equal(generated, by_modules(generate))
 
 
@@ -118,48 +118,92 @@ def replace_forward(owner: nn.Module) -> None:
 
 @pytest.mark.parametrize("change", [hook, hook_factor, pre_hook, adapt, adapt_factor, replace_forward])
 @torch.no_grad()
-def test_modules_that_do_more_are_called(change, leanly):
+def test_modules_that_do_more_are_called(change, ran_fast):
     model = make_model("ConditionalGeneration", "lightformer-low-rank")
     before = logits_of(model)
     change(model.model.decoder.layers[0].encoder_attn)
-    leanly.clear()
+    ran_fast.clear()
     after = logits_of(model)
-    assert leanly == [True, False]  # encoder, decoder
+    assert ran_fast == [True, False]  # encoder, decoder
     assert not torch.allclose(before, after)
 
 
 @torch.no_grad()
-def test_hooks_on_all_modules_are_called(leanly):
+def test_hooks_on_all_modules_are_called(ran_fast):
     model, called = make_model("ConditionalGeneration", "lightformer"), []
     handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: called.append(module))
     try:
         logits_of(model)
     finally:
         handle.remove()
-    assert not any(leanly)
+    assert not any(ran_fast)
     assert model.model.decoder.layers[1].fc2 in called
 
 
-def test_training_calls_the_modules(leanly):
+def test_training_calls_the_modules(ran_fast):
     model = make_model("ConditionalGeneration", "lightformer-low-rank", dropout=0.5).train()
     logits_of(model).sum().backward()
-    assert not any(leanly)
+    assert not any(ran_fast)
     assert all(parameter.grad is not None for parameter in model.model.decoder.layers.parameters())
     with torch.no_grad():
         assert not torch.equal(logits_of(model), logits_of(model))  # dropout
-        assert not any(leanly)
+        assert not any(ran_fast)
         model.eval().model.decoder.layers[0].train()
         assert not torch.equal(logits_of(model), logits_of(model))
 
 
+def record(model, by: str) -> tuple[torch.Tensor, ...]:
+    """What the model records of its decoder when that is asked for in a call, or by the configuration."""
+    if by == "output_attentions":
+        model.set_attn_implementation("eager")
+        recorded = run_model(model, *batch_for(model), output_attentions=True).cross_attentions
+        model.set_attn_implementation("sdpa")
+        return recorded
+    if by == "output_hidden_states":
+        return run_model(model, *batch_for(model), output_hidden_states=True).decoder_hidden_states
+    for stack in (model, model.model.encoder, model.model.decoder):
+        stack.config.output_hidden_states = True
+    recorded = run_model(model, *batch_for(model)).decoder_hidden_states
+    for stack in (model, model.model.encoder, model.model.decoder):
+        stack.config.output_hidden_states = False
+    return recorded
+
+
+@pytest.mark.parametrize("by", ["output_attentions", "output_hidden_states", "configuration"])
 @torch.no_grad()
-def test_recorded_states_are_all_there():
+def test_what_is_recorded_once_slows_nothing_down_later(by, ran_fast):
+    """The hooks of transformers that record stay on the layers."""
     model = make_model("ConditionalGeneration", "lightformer-private-norms")
-    ids, mask = batch_for(model)
-    plain = run_model(model, ids, mask)
-    recorded = run_model(model, ids, mask, output_hidden_states=True)
-    assert len(recorded.decoder_hidden_states) == 5
-    torch.testing.assert_close(recorded.logits, plain.logits, atol=1e-5, rtol=1e-5)
+    before = logits_of(model)
+    ran_fast.clear()
+    recorded = record(model, by)
+    assert ran_fast == [False, False]
+    assert len(recorded) == (4 if by == "output_attentions" else 5)
+    assert model.model.decoder.layers[0]._forward_hooks
+    ran_fast.clear()
+    assert torch.equal(logits_of(model), before)
+    assert ran_fast == [True, True]
+    assert all(map(torch.equal, record(model, by), recorded))
+
+
+@torch.no_grad()
+def test_a_hook_beside_those_that_record_is_called(ran_fast):
+    model = make_model("ConditionalGeneration", "lightformer")
+    record(model, "output_hidden_states")
+    layer, called = model.model.decoder.layers[1], []
+    layer.register_forward_hook(lambda module, inputs, output: called.append(module))
+    ran_fast.clear()
+    logits_of(model)
+    assert ran_fast == [True, False]
+    assert called == [layer]
+
+
+def test_training_by_hidden_states_evaluates_fast(ran_fast):
+    model = make_model("ConditionalGeneration", "lightformer-low-rank").train()
+    run_model(model, *batch_for(model), output_hidden_states=True).logits.sum().backward()
+    with torch.no_grad():
+        logits_of(model.eval())
+    assert ran_fast == [False, False, True, True]
 
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16", "autocast"])
