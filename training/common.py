@@ -38,6 +38,7 @@ from transformers import (
 
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
 from lightformers_hf.conversion.report import copy_report
+from lightformers_hf.loading import unique_parameters
 from lightformers_hf.recovery import find_last_checkpoint, gather_model, prepare_sharding
 
 TEXT_SUFFIXES, JSON_SUFFIXES = (".txt",), (".json", ".jsonl")
@@ -315,8 +316,8 @@ def chosen_checkpoint(trainer: Trainer) -> str:
 
 
 def parameter_count(model: PreTrainedModel) -> str:
-    """For the summary: parameters, shared ones once."""
-    return f"{sum(p.numel() for p in model.parameters()):,}"
+    """For the summary: learned parameters, shared ones once, as `lightformers evaluate` counts them."""
+    return f"{unique_parameters(model):,}"
 
 
 def summarize(rows: dict[str, object], console: Console) -> None:

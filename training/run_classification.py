@@ -275,6 +275,21 @@ def check_record(record: Path, options: dict, resume: bool, write: bool) -> None
         record.write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")
 
 
+def choose_folds(rows: Dataset, data: DataArguments, seed: int) -> np.ndarray:
+    """The fold of each row: that of its column, or drawn. Raises `ValueError` where there are not two or more."""
+    if not data.fold_column:
+        return stratified_folds(rows["label"][:], data.num_folds, seed)
+    folds = np.array(rows["fold"][:])
+    count = len(np.unique(folds))
+    if count < 2:
+        raise ValueError(f"Column {data.fold_column!r} has one fold only: expected two or more.")
+    if data.num_folds not in (None, count):
+        raise ValueError(
+            f"Column {data.fold_column!r} has {count} folds, num_folds is {data.num_folds}: leave one of them out."
+        )
+    return folds
+
+
 def cross_validate(model_args: ModelArguments, data_args: DataArguments, args: TrainingArguments) -> dict[str, object]:
     """A round of `run` for each fold; the rows of the summary. `test_results.json` has the same figures."""
     if data_args.validation_file or data_args.test_file:
@@ -286,17 +301,7 @@ def cross_validate(model_args: ModelArguments, data_args: DataArguments, args: T
     rows = load_parts(data_args, partial(load_labelled, arguments=data_args)).get("train")
     if rows is None:
         raise ValueError("No data: give --train-file, or --dataset-name.")
-    if data_args.fold_column:
-        folds = np.array(rows["fold"][:])
-        if len(np.unique(folds)) < 2:
-            raise ValueError(f"Column {data_args.fold_column!r} has one fold only: expected two or more.")
-        if data_args.num_folds not in (None, len(np.unique(folds))):
-            raise ValueError(
-                f"Column {data_args.fold_column!r} has {len(np.unique(folds))} folds, num_folds is "
-                f"{data_args.num_folds}: leave one of them out."
-            )
-    else:
-        folds = stratified_folds(rows["label"][:], data_args.num_folds, args.seed)
+    folds = choose_folds(rows, data_args, args.seed)
     validate = args.eval_strategy != "no"
     if validate and len(np.unique(folds)) < 3:
         raise ValueError("Three folds or more are needed where one of them chooses the checkpoint (eval_strategy).")

@@ -21,6 +21,7 @@ from common import (
     summarize,
     train,
 )
+from datasets import Dataset
 from rich.console import Console
 from transformers import (
     AutoModelForSeq2SeqLM,
@@ -181,25 +182,18 @@ def run(
         lengths = {k: getattr(data_args, k) for k in ("max_source_length", "max_target_length")}
         workers = data_args.preprocessing_num_workers
         tokens = {part: tokenize_pairs(pairs, tokenizer, num_proc=workers, **lengths) for part, pairs in parts.items()}
-    # Texts of similar length are generated together. Texts are scored against the untouched references.
-    order = {part: np.argsort(tokens[part]["source_length"][:], kind="stable") for part in tokens if part != "train"}
-    references = {part: [parts[part][int(i)]["target"] for i in order[part]] for part in order}
-
-    def decode(predictions: np.ndarray, part: str) -> list[str]:
-        # With several processes Seq2SeqTrainer appends texts from the beginning, to have as many for each.
-        predictions = predictions[: len(references[part])]
-        predictions = np.where(predictions < 0, tokenizer.pad_token_id, predictions)
-        return tokenizer.batch_decode(predictions, skip_special_tokens=True)
+    scored = {part: ScoredPart(parts[part], tokens[part], tokenizer) for part in tokens if part != "train"}
 
     def score_validation(prediction: EvalPrediction) -> dict[str, float]:
-        scores = task.score(decode(prediction.predictions, "validation"), references["validation"])
+        part = scored["validation"]
+        scores = task.score(part.decode(prediction.predictions), part.references)
         return {name: scores[name] for name in task.measures}
 
     trainer = RecoveryTrainer(
         model,
         args,
         train_dataset=tokens.get("train"),
-        eval_dataset=tokens["validation"].select(order["validation"]) if "validation" in tokens else None,
+        eval_dataset=scored["validation"].tokens if "validation" in scored else None,
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
         processing_class=tokenizer,
         compute_metrics=score_validation if args.predict_with_generate else None,
@@ -218,15 +212,43 @@ def run(
         rows |= {f"validation {k}": metrics[f"eval_{k}"] for k in ("loss", *task.measures) if f"eval_{k}" in metrics}
         rows["checkpoint"] = chosen_checkpoint(trainer)
     if "test" in tokens:
-        args.predict_with_generate, trainer.compute_metrics = True, None
-        result = trainer.predict(tokens["test"].select(order["test"]), metric_key_prefix="test")
-        texts = decode(result.predictions, "test")
-        scores = task.score(texts, references["test"])
-        rows |= {f"test {name}": value for name, value in scores.items()}
-        trainer.save_metrics("test", {f"test_{name}": value for name, value in scores.items()})
-        if args.should_save:
-            lines = "".join(f"{' '.join(texts[i].splitlines())}\n" for i in np.argsort(order["test"]))
-            Path(args.output_dir, f"test_{task.outputs}.txt").write_text(lines, encoding="utf-8")
+        rows |= test(trainer, task, scored["test"])
     if "train" in tokens:
         rows["saved in"] = args.output_dir
     summarize(rows, console)
+
+
+class ScoredPart:
+    """A part of the data whose texts are generated and scored against the untouched references.
+
+    Texts of similar length stand together, so that little is computed on padding.
+
+    Attributes:
+        tokens: the tokenized pairs in that order.
+        references: their targets in that order.
+    """
+
+    def __init__(self, pairs: Dataset, tokens: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.order = np.argsort(tokens["source_length"][:], kind="stable")
+        self.tokens, self.tokenizer = tokens.select(self.order), tokenizer
+        self.references = [pairs[int(i)]["target"] for i in self.order]
+
+    def decode(self, predictions: np.ndarray) -> list[str]:
+        """The texts of generated tokens (rows, T), padded with negative ids."""
+        # With several processes Seq2SeqTrainer appends texts from the beginning, to have as many for each.
+        predictions = predictions[: len(self.references)]
+        predictions = np.where(predictions < 0, self.tokenizer.pad_token_id, predictions)
+        return self.tokenizer.batch_decode(predictions, skip_special_tokens=True)
+
+
+def test(trainer: RecoveryTrainer, task: Task, part: ScoredPart) -> dict[str, object]:
+    """Generate the texts of the test, write them in the data's order, and score them; rows of the summary."""
+    args = trainer.args
+    args.predict_with_generate, trainer.compute_metrics = True, None
+    texts = part.decode(trainer.predict(part.tokens, metric_key_prefix="test").predictions)
+    scores = task.score(texts, part.references)
+    trainer.save_metrics("test", {f"test_{name}": value for name, value in scores.items()})
+    if args.should_save:
+        lines = "".join(f"{' '.join(texts[i].splitlines())}\n" for i in np.argsort(part.order))
+        Path(args.output_dir, f"test_{task.outputs}.txt").write_text(lines, encoding="utf-8")
+    return {f"test {name}": value for name, value in scores.items()}
