@@ -21,6 +21,8 @@ from .workers import add_up, agreed, gathered
 
 # Weight of the layer's own matrix in the regression, relative to the mean variance of its inputs.
 RIDGE = 1e-2
+# At least this share of their mean square: what rounding in float32 may leave of the variance of constant inputs.
+CONSTANT = 1e-6
 # Steps that balance the tokens' probabilities, occurrences of each that are added to those seen, and how many nats a
 # token they must win together.
 BALANCING, SMOOTHING, WORTH_BALANCING = 4, 0.5, 0.05
@@ -255,10 +257,14 @@ def _solve(name: str, module: nn.Module, own: Tensor, inputs: _Sums, outputs: _S
     """Give `module` the regression, shrunk towards the matrix `own`."""
     mean_in, _, covariance = inputs.centred()
     _, mean_out, cross = outputs.centred()
-    ridge = RIDGE * covariance.diagonal().mean()
-    damped = covariance.clone()
-    damped.diagonal().add_(ridge)
-    matrix = torch.linalg.solve(damped, cross + ridge * own)
+    # Inputs that hardly vary leave a covariance of rounding; those that are always zero, behind what was pruned, none.
+    seen = inputs.product.diagonal().mean() / inputs.count
+    ridge = max(RIDGE * covariance.diagonal().mean(), CONSTANT * seen)
+    matrix = own
+    if ridge > 0:
+        damped = covariance.clone()
+        damped.diagonal().add_(ridge)
+        matrix = torch.linalg.solve(damped, cross + ridge * own)
     if isinstance(module, LowRankLinear):
         metric = Metric(damped_root(covariance, INPUT_DAMPING), damped_root(gradients, GRADIENT_DAMPING))
         rank = module.rank

@@ -231,8 +231,12 @@ class HeadsPart:
 
     def _scaled(self, maps: tuple[Tensor, Tensor], first: str, second: str) -> tuple[Tensor, Tensor]:
         """X and Y of every head, scaled for columns of W·X to be as long as what Y makes of the second matrix."""
-        left, right = (self.sources.matrix(f"{self.name}.{part}").double() for part in (first, second))
-        right = right if second == "out_proj" else right.T
+        left = self._with_bias(first)
+        right = (
+            self.sources.matrix(f"{self.name}.{second}").double()
+            if second == "out_proj"
+            else self._with_bias(second).T
+        )
         scaled = []
         for head, (into, out_of) in enumerate(zip(*maps, strict=True)):
             own = slice(head * len(into), (head + 1) * len(into))
@@ -240,6 +244,11 @@ class HeadsPart:
             scale = (rescaled(pair, "balanced").left.norm(dim=0) / pair.left.norm(dim=0)).nan_to_num(nan=1.0)
             scaled.append((into * scale, out_of / scale[:, None]))
         return tuple(torch.stack(side) for side in zip(*scaled, strict=True))
+
+    def _with_bias(self, part: str) -> Tensor:
+        """W with b below it: where W is nearly zero, its bias tells how large what comes out is."""
+        name = f"{self.name}.{part}"
+        return torch.cat([self.sources.matrix(name), self.sources.bias(name)[None]]).double()
 
     @property
     def widths(self) -> list[int]:
@@ -359,7 +368,8 @@ class NeuronsPart:
         }
         size = len(w_2)
         cost = elimination.costs[elimination.removed.index(size - width)]
-        share = (cost / elimination.costs[-1]).clamp(0, 1).item()
+        whole = elimination.costs[-1]
+        share = (cost / whole).clamp(0, 1).item() if whole > 0 else 0.0
         reports = [
             MatrixReport(
                 name=bare(name), kind=self.kind, m=shape[0], n=shape[1], form="fewer neurons", size=width,

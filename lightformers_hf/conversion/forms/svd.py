@@ -51,13 +51,13 @@ def rescaled(factors: Factors, split: Split) -> Factors:
     """The same product, with every column of the left factor and row of the right one as long as `split` has them.
 
     `balanced`: equally long. `sigma-right`: the left one of length 1. Training takes steps of one size everywhere, and
-    a factor a thousand times smaller than its partner would not survive the first.
+    a factor a thousand times smaller than its partner would not survive the first. Beside a zero, what is no zero gets
+    the length 1: the product is zero however long it is, but half precision has no 1e6.
     """
-    lengths = factors.left.norm(dim=0), factors.right.norm(dim=1)
-    used = (lengths[0] > 0) & (lengths[1] > 0)
-    scale = lengths[0].where(used, torch.ones_like(lengths[0]))
+    left, right = factors.left.norm(dim=0), factors.right.norm(dim=1)
+    scale = left.where(left > 0, 1 / right.where(right > 0, 1))
     if split == "balanced":
-        scale = (scale / lengths[1].where(used, scale)).sqrt()
+        scale = (left / right).sqrt().where((left > 0) & (right > 0), scale)
     return Factors(factors.left / scale, factors.right * scale[:, None])
 
 

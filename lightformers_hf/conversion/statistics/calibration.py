@@ -29,6 +29,8 @@ INPUT_DAMPING = 1e-6
 GRADIENT_DAMPING = 1e-2
 # Added to every token's weight, relative to their mean: so that tokens without a sample keep something.
 TOKEN_DAMPING = 1e-2
+# The weight of every direction where no sample showed any: as good as none.
+UNSEEN = 1e-6
 # Sentence pairs, unless told otherwise; those of a batch at most, and its tokens on both sides with padding.
 SAMPLES, BATCH, TOKENS = 1000, 32, 1024
 # Rows of a table that are taken to float64 together.
@@ -188,8 +190,7 @@ class Calibration:
         if weighting != "loss":
             right = self._identity(self.moments[names[0]].sizes["gradients"])
             if weighting == "rows":
-                rows = inputs.diagonal()
-                return Metric((rows + INPUT_DAMPING * rows.mean()).sqrt(), right)
+                return Metric(damped_weights(inputs.diagonal(), INPUT_DAMPING), right)
             return Metric(damped_root(inputs, INPUT_DAMPING), right)
         if has_bias:  # the bias takes the mean of the error; what is left is centred
             inputs = inputs - torch.outer(mean, mean)
@@ -220,8 +221,8 @@ class Calibration:
             jobs.append((weights, matrix))
         rows = sum(weights * matrix.trace() for weights, matrix in jobs)
         columns = sum(weights.sum() * matrix for weights, matrix in jobs)
-        rows = rows + TOKEN_DAMPING * rows.mean()
-        return Metric(rows.sqrt(), damped_root(columns / columns.trace(), INPUT_DAMPING))
+        columns = columns / columns.trace() if columns.trace() > 0 else columns
+        return Metric(damped_weights(rows, TOKEN_DAMPING), damped_root(columns, INPUT_DAMPING))
 
     @staticmethod
     def _stored(module_name: str, tied: dict[str, str]) -> str:
@@ -256,11 +257,17 @@ def _pieces(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         yield dict(zip(batch, pieces, strict=True))
 
 
+def damped_weights(squares: Tensor, damping: float) -> Tensor:
+    """Square roots of row weights, damped; all alike where nothing was seen, as in `damped_root`."""
+    level = squares.mean()
+    return (squares + damping * level).sqrt() if level > 0 else torch.full_like(squares, UNSEEN)
+
+
 def damped_root(moment: Tensor, damping: float) -> Tensor:
     """L with L·Lᵀ = `moment`, damped; a multiple of the identity where nothing was seen."""
     size, level = moment.shape[0], moment.diagonal().mean().item()
     if not level > 0:
-        return torch.eye(size, dtype=torch.float64, device=moment.device) * 1e-6
+        return torch.eye(size, dtype=torch.float64, device=moment.device) * UNSEEN
     # More where rounding has made it indefinite.
     for factor in (1, 10, 100, 1000, 1e4):
         damped = moment.clone()
