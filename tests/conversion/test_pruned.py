@@ -1,4 +1,4 @@
-"""Teachers with dead rows, columns, heads, neurons and layers: they convert like any other, and no NaN gets anywhere."""
+"""Teachers with dead rows, columns, heads, neurons or layers: they convert like any other, without a NaN."""
 
 import json
 

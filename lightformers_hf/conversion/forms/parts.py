@@ -232,11 +232,8 @@ class HeadsPart:
     def _scaled(self, maps: tuple[Tensor, Tensor], first: str, second: str) -> tuple[Tensor, Tensor]:
         """X and Y of every head, scaled for columns of W·X to be as long as what Y makes of the second matrix."""
         left = self._with_bias(first)
-        right = (
-            self.sources.matrix(f"{self.name}.{second}").double()
-            if second == "out_proj"
-            else self._with_bias(second).T
-        )
+        behind = second == "out_proj"  # whose rows are those of the heads
+        right = self.sources.matrix(f"{self.name}.{second}").double() if behind else self._with_bias(second).T
         scaled = []
         for head, (into, out_of) in enumerate(zip(*maps, strict=True)):
             own = slice(head * len(into), (head + 1) * len(into))
