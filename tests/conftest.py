@@ -1,11 +1,15 @@
 """What tests share: a small Marian checkpoint, made from nothing in a few seconds."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 GERMAN = """\
 Ein Mann läuft über die Straße.
@@ -132,6 +136,28 @@ def tiny_mbart50(tmp_path_factory, parallel_sentences) -> Path:
     MBartForConditionalGeneration(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def warm_server(tmp_path_factory):
+    """The program that stands in Python's place, with a server behind it: see `warm`."""
+    folder = tmp_path_factory.mktemp("warm")
+    address, program = folder / "server", folder / "python"
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONPATH", None)
+    command = [sys.executable, warm.__file__, str(address)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, env=environment, **pipes) as server:
+        assert server.stdout.readline() == "ready\n"
+        warm.write_client(program, address)
+        yield program
+
+
+@pytest.fixture
+def warm_python(warm_server, monkeypatch):
+    """Programs that are started with `sys.executable` have their imports behind them: see `warm`."""
+    monkeypatch.setattr(sys, "executable", str(warm_server))
+    monkeypatch.setenv("PYTHON_EXEC", str(warm_server))  # torch's launcher
 
 
 @pytest.fixture

@@ -118,6 +118,7 @@ convert(tiny, f"{output}/paper", ratio=2, paper=True, progress=False)
 """
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_two_processes_give_what_one_gives(tiny_marian, text, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     places = [str(place) for place in (tiny_marian, text, tmp_path / "two")]

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "training" / "compare_compressions.py"
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_compares_and_continues(tmp_path, tiny_marian, parallel_sentences):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(pair) + "\n" for pair in parallel_sentences), encoding="utf-8")

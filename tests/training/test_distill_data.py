@@ -61,6 +61,7 @@ def test_a_multilingual_teacher_is_told_the_languages(tiny_mbart50, data, tmp_pa
         script.main(command(tiny_mbart50, data[0], output=tmp_path / "no.jsonl", source_code="de_DE"))
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_killed_run_goes_on_without_loss_or_repetition(tiny_marian, data, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "CHUNK", 20)
     script.main(command(tiny_marian, data[0], output=tmp_path / "whole.jsonl", num_beams=2))
@@ -119,6 +120,7 @@ def test_lines_of_other_data_are_not_mixed_in(tiny_marian, data, tmp_path):
         script.resume(partial, record, options, data[1], ("de", "en"))
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_the_command_line_prints_one_message_and_fails(tmp_path):
     options = command(tmp_path / "none", tmp_path / "none.txt", output=tmp_path / "out.jsonl")
     environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}

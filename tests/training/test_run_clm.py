@@ -146,6 +146,7 @@ def test_a_run_goes_on_from_its_checkpoint(base, tmp_path):
     assert results(tmp_path / "cut")["test_loss"] == results(tmp_path / "out")["test_loss"]
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_two_processes_measure_what_one_does(base, tmp_path):
     script.main(command(base))
     evaluation = command(base, config_name=None, train_file=None, model_name_or_path=tmp_path / "out")

@@ -231,6 +231,7 @@ def test_a_run_and_a_resumed_one(base, corpus, tmp_path, capsys):
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_two_processes_share_the_blocks(base, tmp_path):
     base = base | {"model.dropout": 0.0}
     script.main(command(base, per_device_train_batch_size=4, max_steps=6))

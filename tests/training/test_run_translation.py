@@ -162,6 +162,7 @@ def test_shapes_alone_take_the_rest_from_the_tokenizer(base, tmp_path, tiny_mari
         script.main(command(base | options, output_dir=tmp_path / "other"))
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_two_processes_compute_what_one_does_with_accumulation(base, tiny_marian, tmp_path):
     options = base | {"max_steps": 5, "label_smoothing_factor": 0.1, "validation_file": tmp_path / "few.jsonl"}
     options |= {"teacher": tiny_marian, "hidden_weight": 0.5}
