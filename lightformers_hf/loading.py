@@ -15,6 +15,7 @@ from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -203,3 +204,8 @@ def tensor_bytes(model: PreTrainedModel) -> int:
     """Bytes of the tensors that a checkpoint of `model` holds, in the type its configuration names (else fp32)."""
     itemsize = (model.config.dtype or torch.float32).itemsize
     return itemsize * sum(tensor.numel() for tensor in stored_tensors(model).values())
+
+
+def position_limit(config: PreTrainedConfig) -> int | None:
+    """The number of tokens that a model has positions for; `None` where its configuration names no limit (T5)."""
+    return getattr(config, "max_position_embeddings", None)

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ..export.engines import deployment_names, engine_names
 from .commands import Answer, Commands, choices, compression_options, says
 
 app = Commands(
@@ -47,6 +48,11 @@ def check_installed(module: str, extra: str, what: str) -> None:
     """Raise `ValueError` where a module of an optional extra is missing, without which `what` can't be done."""
     if find_spec(module) is None:
         raise ValueError(f"{what} needs {module}: pip install 'lightformers_hf[{extra}]'")
+
+
+def join_names(names: list[str]) -> str:
+    """`a, b or c`."""
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 Source = Annotated[str, typer.Argument(help="A checkpoint folder, or a name on the Hub.", show_default=False)]
@@ -102,12 +108,14 @@ def export(
     output: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
     to: Annotated[
         str,
-        typer.Option(help="ctranslate2 or onnx.", show_default=False, autocompletion=choices("ctranslate2", "onnx")),
+        typer.Option(
+            help=f"{join_names(engine_names())}.", show_default=False, autocompletion=choices(*engine_names())
+        ),
     ],
     quantization: Annotated[
         str | None,
         typer.Option(
-            help="int8; for ctranslate2 also int16, int8_float16, float16, … Default: float32.",
+            help="int8, or another that the engine has: int16, int8_float16, float16, … Default: float32.",
             autocompletion=choices("int8", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16"),
         ),
     ] = None,
@@ -534,8 +542,8 @@ def benchmark_engines(
     engine: Annotated[
         list[str] | None,
         typer.Option(
-            help="transformers, ctranslate2, ctranslate2-int8, onnx or onnx-int8. Repeatable. Default: all five.",
-            autocompletion=choices("transformers", "ctranslate2", "ctranslate2-int8", "onnx", "onnx-int8"),
+            help=f"{join_names(deployment_names())}. Repeatable. Default: all.",
+            autocompletion=choices(*deployment_names()),
         ),
     ] = None,
     cores: Annotated[list[int] | None, typer.Option(help="Repeatable. Default: 1 and 2.")] = None,
@@ -556,12 +564,12 @@ def benchmark_engines(
 
     Example: lightformers benchmark engines opus-mt-de-en recovered --data test.jsonl --cores 1 --batch-size 1
     """
-    from ..evaluation.benchmarks.engines import FORMS, compare_engines
+    from ..evaluation.benchmarks.engines import compare_engines
 
     comparison = compare_engines(
         teacher,
         students or [],
-        forms=engine or list(FORMS),
+        forms=engine,
         cores=cores or [1, 2],
         batch_sizes=batch_size or [1, 32],
         beams=num_beams or [1, 4],

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
 import torch
 
-from ..files import atomic_output
+from ..files import EXPORT_FILE, atomic_output, write_json
 from ..loading import resolve_source, unique_parameters
-from .engines import DESCRIPTION, TransformersModel, engine_module
+from .engines import EngineFile, load_engine_file
+from .engines.transformers import TransformersModel
 from .search import Search
 from .source import Source, read_source
 
@@ -66,10 +66,8 @@ class ExportReport:
             )
         if self.narrowed_attentions:
             lines.append(f"The heads of {self.narrowed_attentions} attentions were narrowed to their rank, exactly.")
-        if self.engine == "ctranslate2":
-            lines.append(
-                f"Load it: ctranslate2.Translator({str(output)!r}), AutoTokenizer.from_pretrained({str(output)!r})."
-            )
+        if own_way := load_engine_file(self.engine).describe_loading(Path(output)):
+            lines.append(f"Load it: {own_way}.")
         lines.append(
             f"Or: lightformers translate {output}; in Python lightformers_hf.export.load_engine({str(output)!r})."
         )
@@ -92,8 +90,8 @@ def export(
     Args:
         model: a checkpoint folder, or a name on the Hub.
         output: the folder to write.
-        to: `ctranslate2` or `onnx`.
-        quantization: `int8`; for CTranslate2 also its other types (`int16`, `int8_float16`, …). `None`: float32.
+        to: the engine, one of `engine_names()`.
+        quantization: `int8`, or another of the engine's `QUANTIZATIONS`. `None`: float32.
         overwrite: replace what `output` holds.
 
     Raises:
@@ -102,7 +100,9 @@ def export(
         FileNotFoundError: no such checkpoint.
         FileExistsError: `output` is not empty and `overwrite` is false.
     """
-    engine = engine_module(to)
+    engine = load_engine_file(to)
+    if quantization not in (None, *engine.QUANTIZATIONS):
+        raise ValueError(f"quantization is {quantization!r}; {to} has {', '.join(engine.QUANTIZATIONS)}")
     folder = resolve_source(model)
     with atomic_output(output, overwrite=overwrite, forbidden=folder) as temporary:
         source = read_source(folder, str(model), to)
@@ -121,14 +121,14 @@ def export(
             product_parameters=expansion.parameters_after,
             narrowed_attentions=expansion.narrowed_attentions,
             weight_bytes=written,
-            difference=_difference(source, engine, temporary, quantization),
+            difference=measure_difference(source, engine, temporary, quantization),
             max_position_embeddings=source.model.config.max_position_embeddings,
         )
-        (temporary / DESCRIPTION).write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
+        write_json(asdict(report), temporary / EXPORT_FILE)
     return report
 
 
-def _difference(source: Source, engine, folder: Path, quantization: str | None) -> float:
+def measure_difference(source: Source, engine: EngineFile, folder: Path, quantization: str | None) -> float:
     """How far the written model's log p are from the checkpoint's. Raises `ValueError` where it is another model."""
     search, config = Search.of(source.generation), source.model.config
     special = {search.start, search.pad, *search.ends, *search.suppressed}

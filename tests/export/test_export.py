@@ -13,9 +13,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lightformers_hf import cli, translate
 from lightformers_hf.export import export, load_engine
+from lightformers_hf.export.engines import engine_names
 from lightformers_hf.export.search import largest
 
-ENGINES = ("ctranslate2", "onnx")
+ENGINES = engine_names()
+
 LIGHTFORMERS = sorted(
     name
     for name, (family, fields) in VARIANTS.items()
@@ -200,7 +202,7 @@ def test_int8_of_a_trained_model(to, tiny_marian, parallel_sentences, tmp_path):
 
 
 def test_int8_products_on_processors_where_they_overflow(tmp_path, monkeypatch):
-    from lightformers_hf.export import onnx
+    from lightformers_hf.export.engines import onnx
 
     for variant in ("lightformer", "lightformer-groups"):
         folder = save(make_model("ConditionalGeneration", variant), tmp_path / "model")
@@ -208,7 +210,7 @@ def test_int8_products_on_processors_where_they_overflow(tmp_path, monkeypatch):
     usual = load_engine(tmp_path / "lightformer").generate(SENTENCES)
     monkeypatch.setattr(onnx, "overflows", lambda: True)
     assert load_engine(tmp_path / "lightformer").generate(SENTENCES) == usual
-    with pytest.raises(ValueError, match=r"overflow on this processor.*ctranslate2"):
+    with pytest.raises(ValueError, match=r"overflow on this processor.*another engine"):
         load_engine(tmp_path / "lightformer-groups")
 
 
@@ -278,8 +280,8 @@ def test_what_cannot_be_exported(tiny_marian, tmp_path, monkeypatch):
         assert not (tmp_path / "out").exists()
 
     fails("unknown engine 'tflite'.*ctranslate2 or onnx", to="tflite")
-    fails("quantization is 'int4'; CTranslate2 has float32, int8", to="ctranslate2", quantization="int4")
-    fails("quantization is 'int16'; for ONNX it is float32 or int8", quantization="int16")
+    fails("quantization is 'int4'; ctranslate2 has float32, int8", to="ctranslate2", quantization="int4")
+    fails("quantization is 'int16'; onnx has float32, int8", quantization="int16")
     for variant in ("subformer-sandwich", "partialformer"):
         folder = save(make_model("ConditionalGeneration", variant), tmp_path / variant)
         for to in ENGINES:
@@ -298,8 +300,8 @@ def test_what_cannot_be_exported(tiny_marian, tmp_path, monkeypatch):
     fails("encoder.layers.0.fc1.weight.*NaN", model=save(broken, tmp_path / "broken"))
     for to, library in (("ctranslate2", "ctranslate2"), ("onnx", "onnxruntime")):
         monkeypatch.setitem(sys.modules, library, None)
-        monkeypatch.delitem(sys.modules, f"lightformers_hf.export.{to}", raising=False)
-        fails(rf"{library}, which is not installed: pip install 'lightformers_hf\[export\]'", to=to)
+        monkeypatch.delitem(sys.modules, f"lightformers_hf.export.engines.{to}", raising=False)
+        fails(rf"{library}, which is not installed: pip install 'lightformers_hf\[{to}\]'", to=to)
 
 
 def test_a_model_that_computes_something_else_is_not_kept(tiny_marian, tmp_path, monkeypatch):

@@ -9,10 +9,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.markup import escape
@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
 from ...export import Engine, export, load_engine
+from ...export.engines import CHECKPOINTS, deployment_names, load_engine_file, split_deployment
 from ...loading import weight_bytes
 from ...text import load_parallel
 from ..evaluate import direction
@@ -28,14 +29,9 @@ from ..quality import translation_quality
 from ..speed import Speed, speed_of, speed_ratio, take_turns, typical_sentences
 from ..translate import translate
 
-# How an engine and its numbers are called → (engine, quantization).
-FORMS = {
-    "transformers": ("transformers", None),
-    "ctranslate2": ("ctranslate2", None),
-    "ctranslate2-int8": ("ctranslate2", "int8"),
-    "onnx": ("onnx", None),
-    "onnx-int8": ("onnx", "int8"),
-}
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 BASELINE = "ctranslate2-int8"  # of the teacher: what its users deploy
 SOURCE_TOKENS = 25
 
@@ -128,7 +124,7 @@ def compare_engines(
     teacher: str,
     students: Sequence[str],
     *,
-    forms: Sequence[str] = tuple(FORMS),
+    forms: Sequence[str] | None = None,
     cores: Sequence[int] = (1, 2),
     batch_sizes: Sequence[int] = (1, 32),
     beams: Sequence[int] = (1, 4),
@@ -149,7 +145,7 @@ def compare_engines(
 
     Args:
         teacher, students: folders or Hub names of checkpoints.
-        forms: of `FORMS`.
+        forms: of `deployment_names()`; `None` is all that the engines have.
         cores, batch_sizes, beams: every combination is a setting. A run of batch size 1 translates `sentences`, one at
             a time; of more, one batch.
         data, source, target, max_samples: parallel text to measure BLEU and chrF on as well, with the most of `beams`.
@@ -160,53 +156,66 @@ def compare_engines(
             express; or a measuring process failed.
         FileNotFoundError: no such checkpoint or data.
     """
-    if unknown := [form for form in forms if form not in FORMS]:
-        raise ValueError(f"unknown engine {unknown[0]!r}, expected one of {', '.join(FORMS)}")
-    numbers = {"cores": cores, "batch_sizes": batch_sizes, "beams": beams}
-    for name, values in {**numbers, "runs": [runs], "sentences": [sentences], "new_tokens": [new_tokens]}.items():
-        if not values or min(values) < 1:
-            raise ValueError(f"{name} is {list(values)}: expected numbers of 1 or more")
+    forms = _all_forms() if forms is None else list(dict.fromkeys(forms))
+    for form in forms:
+        split_deployment(form)
+    settings = Settings(tuple(cores), tuple(batch_sizes), tuple(beams), runs, sentences, new_tokens)
     names = dict(zip(_labels([teacher, *students]), [teacher, *students], strict=True))
     pairs = None
     if data is not None:
         source, target = direction(teacher, AutoTokenizer.from_pretrained(teacher), source, target)
         pairs = load_parallel(data, source=source, target=target, split="test", max_samples=max_samples)
-    needed = max(sentences if 1 in batch_sizes else 1, *batch_sizes)
-    with ExitStack() as stack:
-        work = stack.enter_context(tempfile.TemporaryDirectory())
-        forms = list(dict.fromkeys(forms))
-        steps = len(names) * len(forms) * (1 if pairs is None else 2) + len(cores)
-        bar = stack.enter_context(tqdm(total=steps, disable=not progress, unit="step"))
-
-        def done(step, *arguments, **options):
-            bar.set_description(step.__name__.strip("_"))
-            result = step(*arguments, **options)
-            bar.update()
-            return result
-
-        deployed = [done(_deploy, label, name, form, Path(work)) for label, name in names.items() for form in forms]
-        inputs = _inputs(names, pairs, needed)
+    steps = len(names) * len(forms) * (1 if pairs is None else 2) + len(cores)
+    with tempfile.TemporaryDirectory() as work, tqdm(total=steps, disable=not progress, unit="step") as bar:
+        deployed = []
+        for label, name in names.items():
+            for form in forms:
+                bar.set_description(f"deploy {label} {form}")
+                deployed.append(_deploy(label, name, form, Path(work)))
+                bar.update()
         comparison = EngineComparison(list(names), deployed, [], new_tokens, sentences, data)
-        for count in cores:
-            comparison.timings += done(
-                _timings,
-                deployed,
-                inputs,
-                count,
-                batch_sizes,
-                beams,
-                runs=runs,
-                sentences=sentences,
-                new_tokens=new_tokens,
-            )
+        inputs = _inputs(names, pairs, settings.most_sentences)
+        for count in settings.cores:
+            bar.set_description(f"measure on {count} cores")
+            comparison.timings += _measure_speed(deployed, inputs, count, settings)
+            bar.update()
         _add_ratios(comparison.timings, comparison.models[0])
         if pairs is not None:
-            comparison.quality_beams, comparison.quality_sentences = max(beams), len(pairs)
-            for place in deployed:
-                scores = done(_quality, place, names[place.model], pairs, max(beams), max(cores))
-                place.bleu, place.chrf = scores["bleu"], scores["chrf"]
-            comparison.signatures = [scores["bleu_signature"], scores["chrf_signature"]]
+            _add_quality(comparison, names, pairs, settings, bar)
     return comparison
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The numbers of `compare_engines`. Raises `ValueError` for one below 1."""
+
+    cores: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    beams: tuple[int, ...]
+    runs: int
+    sentences: int
+    new_tokens: int
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            values = list(value) if isinstance(value, tuple) else [value]
+            if not values or min(values) < 1:
+                raise ValueError(f"{name} is {values}: expected numbers of 1 or more")
+
+    @property
+    def most_sentences(self) -> int:
+        """Sentences of the largest run."""
+        return max(self.sentences if 1 in self.batch_sizes else 1, *self.batch_sizes)
+
+
+def _all_forms() -> list[str]:
+    """Every deployment that the engines have: not all know int8."""
+    forms = []
+    for form in deployment_names():
+        engine, quantization = split_deployment(form)
+        if quantization is None or quantization in load_engine_file(engine).QUANTIZATIONS:
+            forms.append(form)
+    return forms
 
 
 def _labels(names: list[str]) -> list[str]:
@@ -215,15 +224,15 @@ def _labels(names: list[str]) -> list[str]:
 
 
 def _deploy(label: str, name: str, form: str, work: Path) -> Deployed:
-    engine, quantization = FORMS[form]
-    if engine == "transformers":
+    engine, quantization = split_deployment(form)
+    if engine == CHECKPOINTS:
         return Deployed(label, form, name, weight_bytes(name))
     folder = work / label.replace(os.sep, "--") / form
     report = export(name, folder, to=engine, quantization=quantization)
     return Deployed(label, form, str(folder), report.weight_bytes)
 
 
-def _inputs(names: dict[str, str], pairs, count: int) -> dict[str, list[list[int]]]:
+def _inputs(names: dict[str, str], pairs: Dataset | None, count: int) -> dict[str, list[list[int]]]:
     """{model: token ids of `count` sentences}: the same sentences for all, repeated where there are too few."""
     if pairs is None:
         generator = torch.Generator().manual_seed(0)
@@ -238,20 +247,15 @@ def _inputs(names: dict[str, str], pairs, count: int) -> dict[str, list[list[int
     return {label: tokenizer(chosen)["input_ids"] for label, tokenizer in tokenizers.items()}
 
 
-def _timings(
-    deployed: list[Deployed],
-    inputs: dict,
-    cores: int,
-    batch_sizes: Sequence[int],
-    beams: Sequence[int],
-    **numbers: int,
-) -> list[Timing]:
+def _measure_speed(deployed: list[Deployed], inputs: dict, cores: int, settings: Settings) -> list[Timing]:
     """What a process with so many cores measures."""
     task = {
         "models": {place.key: [place.folder, inputs[place.model]] for place in deployed},
         "cores": cores,
-        "settings": [(size, count) for size in batch_sizes for count in beams],
-        **numbers,
+        "settings": [(size, count) for size in settings.batch_sizes for count in settings.beams],
+        "runs": settings.runs,
+        "sentences": settings.sentences,
+        "new_tokens": settings.new_tokens,
     }
     # Waiting threads that spin take the core from the engine whose turn it is.
     environment = {
@@ -277,7 +281,9 @@ def _timings(
 
 
 def _measure() -> None:
-    """The process of `_timings`: a task on stdin; `[batch size, beams, model, [(tokens, seconds), …]]` on stdout."""
+    """The process of `_measure_speed`: a task on stdin, `[[batch size, beams, model, [(tokens, seconds), …]], …]`
+    on stdout.
+    """
     task = json.load(sys.stdin)
     engines = {key: load_engine(folder, threads=task["cores"]) for key, (folder, _) in task["models"].items()}
     found = []
@@ -285,13 +291,14 @@ def _measure() -> None:
         actions = {}
         for key, (_, ids) in task["models"].items():
             batches = [[sentence] for sentence in ids[: task["sentences"]]] if size == 1 else [ids[:size]]
-            _timed(engines[key], batches[:1], beams, task["new_tokens"])
-            actions[key] = partial(_timed, engines[key], batches, beams, task["new_tokens"])
+            _time_run(engines[key], batches[:1], beams, task["new_tokens"])
+            actions[key] = partial(_time_run, engines[key], batches, beams, task["new_tokens"])
         found += [[size, beams, key, timed] for key, timed in take_turns(actions, runs=task["runs"]).items()]
     print(json.dumps(found))
 
 
-def _timed(engine: Engine, batches: list[list[list[int]]], beams: int, new_tokens: int) -> tuple[int, float]:
+def _time_run(engine: Engine, batches: list[list[list[int]]], beams: int, new_tokens: int) -> tuple[int, float]:
+    """Tokens generated, and the seconds it took."""
     start = time.perf_counter()
     for batch in batches:
         engine.generate(batch, num_beams=beams, forced_length=new_tokens)
@@ -308,7 +315,17 @@ def _add_ratios(timings: list[Timing], teacher: str) -> None:
             timing.to_baseline = speed_ratio(timing.speed, baseline)
 
 
-def _quality(place: Deployed, name: str, pairs, beams: int, cores: int) -> dict:
-    engine, tokenizer = load_engine(place.folder, threads=cores), AutoTokenizer.from_pretrained(name)
-    outputs = translate(list(pairs["source"]), engine, tokenizer, num_beams=beams)
-    return translation_quality(outputs, list(pairs["target"]))
+def _add_quality(
+    comparison: EngineComparison, names: dict[str, str], pairs: Dataset, settings: Settings, bar: tqdm
+) -> None:
+    """BLEU and chrF of every deployed model, with the most beams."""
+    beams, sources = max(settings.beams), list(pairs["source"])
+    comparison.quality_beams, comparison.quality_sentences = beams, len(pairs)
+    for place in comparison.deployed:
+        bar.set_description(f"translate by {place.key}")
+        engine = load_engine(place.folder, threads=max(settings.cores))
+        tokenizer = AutoTokenizer.from_pretrained(names[place.model])
+        scores = translation_quality(translate(sources, engine, tokenizer, num_beams=beams), list(pairs["target"]))
+        place.bleu, place.chrf = scores["bleu"], scores["chrf"]
+        comparison.signatures = [scores["bleu_signature"], scores["chrf_signature"]]
+        bar.update()

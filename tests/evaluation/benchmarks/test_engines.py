@@ -8,7 +8,10 @@ import pytest
 from rich.console import Console
 
 from lightformers_hf import convert
-from lightformers_hf.evaluation.benchmarks.engines import FORMS, compare_engines
+from lightformers_hf.evaluation.benchmarks.engines import compare_engines
+from lightformers_hf.export.engines import deployment_names
+
+FORMS = deployment_names()
 
 
 @pytest.fixture(scope="module")

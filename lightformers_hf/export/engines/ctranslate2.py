@@ -18,9 +18,9 @@ import torch
 from ctranslate2.specs import common_spec, transformer_spec
 from torch import Tensor
 
-from .layers import Attention, Expansion, Layer, Linear, read_output, read_stack
-from .search import NEVER, Search
-from .source import Source
+from ..layers import Attention, Expansion, Layer, Linear, read_output, read_stack
+from ..search import NEVER, Search
+from ..source import Source
 
 Activation = common_spec.Activation
 ACTIVATIONS = {
@@ -45,15 +45,13 @@ def write(source: Source, folder: Path, quantization: str | None) -> Expansion:
     """Write model, configuration and vocabularies to `folder`, and say what was multiplied out.
 
     Raises:
-        ValueError: an activation or a quantization that CTranslate2 does not have.
+        ValueError: an activation that CTranslate2 does not have.
     """
     config, expansion = source.model.config, Expansion()
-    if quantization not in (None, *QUANTIZATIONS):
-        raise ValueError(f"quantization is {quantization!r}; CTranslate2 has {', '.join(QUANTIZATIONS)}")
     if config.activation_function not in ACTIVATIONS:
         raise ValueError(
             f"activation_function is {config.activation_function!r}, which CTranslate2 does not have (it has "
-            f"{', '.join(ACTIVATIONS)}): export to ONNX, or train the model with one of these"
+            f"{', '.join(ACTIVATIONS)}): export to another engine, or train the model with one of these"
         )
     spec = _specification(source, expansion)
     for side, size in (("source", config.vocab_size), ("target", config.decoder_vocab_size)):
@@ -146,7 +144,7 @@ def _set_layer(spec, layer: Layer, expansion: Expansion) -> None:
 
 
 def _set_attention(spec, attention: Attention, expansion: Expansion, *, cross: bool) -> None:
-    heads = narrowed(attention, expansion)
+    heads = narrow_heads(attention, expansion)
     if cross:
         _set_linear(spec.linear[0], heads.query[0], heads.query[1])
         _set_linear(spec.linear[1], *_joined(heads.key, heads.value))
@@ -173,7 +171,7 @@ class Heads:
         return sum(matrix.numel() for matrix, _ in (self.query, self.key, self.value, self.output))
 
 
-def narrowed(attention: Attention, expansion: Expansion) -> Heads:
+def narrow_heads(attention: Attention, expansion: Expansion) -> Heads:
     """An attention's matrices, multiplied out, with heads no wider than the rank of what they multiply.
 
     Exact: q·k = (x·W_Q + b_Q)·(y·W_K)ᵀ up to what is the same for every y, which softmax does not see; and the weights
@@ -276,6 +274,7 @@ class CTranslate2Model:
         self._id_of = {token: token_id for token_id, token in enumerate(target)}
 
     def generate(self, batch: list[list[int]], search: Search) -> list[list[int]]:
+        """As `Engine.generate`."""
         sources = [[self._source[token] for token in sentence] for sentence in batch]
         most, ends = search.max_new_tokens, [self._target[token] for token in search.ends]
         prefix = None if search.forced_start is None else [[self._target[search.forced_start]]] * len(batch)
@@ -309,6 +308,11 @@ class CTranslate2Model:
 def load(folder: Path, search: Search, threads: int) -> CTranslate2Model:
     """What `write` wrote, ready to run."""
     return CTranslate2Model(folder, search, threads)
+
+
+def describe_loading(folder: Path) -> str:
+    """How to run the folder without this package."""
+    return f"ctranslate2.Translator({str(folder)!r}), AutoTokenizer.from_pretrained({str(folder)!r})"
 
 
 def _read_vocabulary(folder: Path, side: str) -> list[str]:

@@ -19,10 +19,10 @@ import onnxruntime
 import torch
 from onnx import TensorProto
 
-from .layers import Attention, Expansion, Linear, Stack, read_output, read_stack
-from .onnx_graph import ACTIVATIONS, WEIGHTS, Graph, Weights
-from .search import Search, generate, log_softmax
-from .source import Source
+from ..layers import Attention, Expansion, Linear, Stack, read_output, read_stack
+from ..onnx_graph import ACTIVATIONS, WEIGHTS, Graph, Weights
+from ..search import Search, generate, log_softmax
+from ..source import Source
 
 QUANTIZATIONS = ("float32", "int8")
 # Turns weights into unsigned ones when a session starts: slower, but their products are added in 32 bits everywhere.
@@ -34,10 +34,8 @@ def write(source: Source, folder: Path, quantization: str | None) -> Expansion:
     """Write `encoder.onnx`, `decoder.onnx` and their weights to `folder`. Nothing is multiplied out.
 
     Raises:
-        ValueError: an activation or a quantization that is not among those above.
+        ValueError: an activation that the graphs do not know.
     """
-    if quantization not in (None, *QUANTIZATIONS):
-        raise ValueError(f"quantization is {quantization!r}; for ONNX it is {' or '.join(QUANTIZATIONS)}")
     activation = source.model.config.activation_function
     if activation not in ACTIVATIONS:
         raise ValueError(
@@ -204,12 +202,13 @@ class OnnxModel:
                 raise
             raise ValueError(
                 f"{folder}: int8 products overflow on this processor, and ONNX Runtime cannot avoid that where layers "
-                "are shared: export without quantization, or to ctranslate2"
+                "are shared: export without quantization, or to another engine"
             ) from error
         self._past = [value for value in self.decoder.get_inputs() if value.name.startswith("past_")]
         self._cross = [value.name for value in self.encoder.get_outputs()]
 
     def generate(self, batch: list[list[int]], search: Search) -> list[list[int]]:
+        """As `Engine.generate`."""
         return generate(self.steps(batch, search.num_beams), len(batch), search)
 
     def steps(self, batch: list[list[int]], num_beams: int = 1):
@@ -264,3 +263,7 @@ class OnnxModel:
 def load(folder: Path, search: Search, threads: int) -> OnnxModel:
     """What `write` wrote, ready to run."""
     return OnnxModel(folder, search, threads)
+
+
+def describe_loading(folder: Path) -> None:
+    """The graphs are no program: the loop around them is this package's."""

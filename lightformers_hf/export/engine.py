@@ -1,0 +1,104 @@
+"""One interface to a model under every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from ..files import EXPORT_FILE, read_json
+from ..loading import load_network, position_limit
+from .engines import CHECKPOINTS, RunningModel, load_engine_file
+from .engines.transformers import TransformersModel
+from .search import Search
+
+
+class Engine:
+    """A loaded model: token ids in, token ids out.
+
+    Attributes:
+        name: `transformers`, or that of a file in `engines/`.
+        model: what that file loaded.
+        search: how it generates where a call says nothing else.
+        longest_input: most tokens of a source, and of an output; `None` where nothing limits them.
+    """
+
+    def __init__(self, name: str, model: RunningModel, search: Search, longest_input: int | None):
+        self.name, self.model, self.search, self.longest_input = name, model, search, longest_input
+
+    def generate(
+        self,
+        batch: Sequence[Sequence[int]] | Mapping[str, Tensor],
+        *,
+        num_beams: int | None = None,
+        max_new_tokens: int | None = None,
+        forced_length: int | None = None,
+    ) -> list[list[int]]:
+        """The new tokens of each sentence, up to the end token, included.
+
+        In fp32 they are those of `generate()`, but for beam search in CTranslate2, which always ends when as many
+        outputs as beams are complete (`early_stopping=True`) and renormalizes over the tokens that are not forbidden.
+
+        Args:
+            batch: sentences as lists of token ids; or what tokenizers give, `input_ids` and `attention_mask` (B, S).
+            num_beams, max_new_tokens: by default those of the model's generation configuration.
+            forced_length: generate exactly so many tokens a sentence, past any end token (to measure speed).
+
+        Raises:
+            ValueError: no sentence or an empty one, one longer than the model takes, or an option out of its range.
+        """
+        sentences = self._sentences(batch)
+        search = self.search.with_options(num_beams, max_new_tokens, forced_length)
+        if self.longest_input is not None and search.max_new_tokens > self.longest_input:
+            raise ValueError(
+                f"{search.max_new_tokens} new tokens are more than the model's {self.longest_input} positions"
+            )
+        return self.model.generate(sentences, search)
+
+    def score(self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> list[list[float]]:
+        """log p of every token of each target, and of the end token behind it, given its source."""
+        return self.model.score(self._sentences(sources), [list(target) for target in targets])
+
+    def _sentences(self, batch: Sequence[Sequence[int]] | Mapping[str, Tensor]) -> list[list[int]]:
+        if isinstance(batch, Mapping):
+            ids = batch["input_ids"]
+            mask = batch.get("attention_mask")
+            mask = torch.ones_like(ids) if mask is None else mask
+            sentences = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+        else:
+            sentences = [list(sentence) for sentence in batch]
+        lengths = [len(sentence) for sentence in sentences]
+        if not lengths or min(lengths) == 0:
+            shortest = min(lengths, default=0)
+            raise ValueError(
+                f"{len(lengths)} sentences, the shortest of {shortest} tokens: expected at least one of each"
+            )
+        if self.longest_input is not None and max(lengths) > self.longest_input:
+            raise ValueError(
+                f"a sentence has {max(lengths)} tokens, more than the model's {self.longest_input} positions: cut it"
+            )
+        return sentences
+
+
+def load_engine(folder: str | Path, threads: int = 1) -> Engine:
+    """Load what `export` wrote, or any sequence-to-sequence checkpoint under transformers, on the CPU.
+
+    Args:
+        folder: an exported folder; or a checkpoint's folder or name on the Hub.
+        threads: cores to compute with.
+
+    Raises:
+        ValueError: the engine that the folder was exported for is not installed.
+        FileNotFoundError: no such folder.
+    """
+    description = read_json(Path(folder) / EXPORT_FILE)
+    if not description:
+        network = load_network(folder)
+        search = Search.of(network.generation_config)
+        return Engine(CHECKPOINTS, TransformersModel(network, search, threads), search, position_limit(network.config))
+    search = Search.of(GenerationConfig.from_pretrained(folder))
+    model = load_engine_file(description["engine"]).load(Path(folder), search, threads)
+    return Engine(description["engine"], model, search, description["max_position_embeddings"])

@@ -1,0 +1,91 @@
+"""The engines: every file here is one, under the file's name, and nothing else knows which there are.
+
+Such a file may import what it needs, a library that is not installed included: it is imported when its engine is used.
+The extra of `pyproject.toml` that installs the library has the engine's name. The file has:
+
+- `QUANTIZATIONS`, the types of numbers that it can write, `float32` among them;
+- `write(source, folder, quantization)`, which writes a `Source` and returns the `Expansion` of what it multiplied out;
+- `load(folder, search, threads)`, which returns a model ready to run (see `RunningModel`);
+- `describe_loading(folder)`, which says in a sentence how to run the folder without this package, or `None`.
+
+This file imports neither PyTorch nor any engine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Protocol, cast
+
+if TYPE_CHECKING:
+    from ..layers import Expansion
+    from ..search import Search
+    from ..source import Source
+
+CHECKPOINTS = "transformers"  # the engine that runs checkpoints as they are
+
+
+class RunningModel(Protocol):
+    """A model under an engine; what it gets was checked by `Engine`."""
+
+    def generate(self, batch: list[list[int]], search: Search) -> list[list[int]]:
+        """The new tokens of each sentence, up to the end token, included."""
+
+    def score(self, sources: list[list[int]], targets: list[list[int]]) -> list[list[float]]:
+        """log p of every token of `targets`, and of the end token behind them, given `sources`."""
+
+
+class EngineFile(Protocol):
+    """What a file of this folder has."""
+
+    QUANTIZATIONS: tuple[str, ...]
+
+    def write(self, source: Source, folder: Path, quantization: str | None) -> Expansion:
+        """Write a model to `folder`. Raises `ValueError` for what the engine cannot express."""
+
+    def load(self, folder: Path, search: Search, threads: int) -> RunningModel:
+        """What `write` wrote, ready to run on so many cores."""
+
+    def describe_loading(self, folder: Path) -> str | None:
+        """How to run the folder without this package."""
+
+
+def engine_names() -> list[str]:
+    """The engines that models are exported to, by the names of their files."""
+    return sorted(found.name for found in pkgutil.iter_modules(__path__) if found.name != CHECKPOINTS)
+
+
+def deployment_names() -> list[str]:
+    """All ways to run a model that a benchmark compares: `transformers`, and every engine in float32 and in int8."""
+    return [CHECKPOINTS, *(f"{name}{form}" for name in engine_names() for form in ("", "-int8"))]
+
+
+def split_deployment(name: str) -> tuple[str, str | None]:
+    """Engine and quantization of one of those: `onnx-int8` → `onnx`, `int8`. Raises `ValueError` for another name."""
+    if name not in deployment_names():
+        raise ValueError(f"unknown engine {name!r}, expected one of {', '.join(deployment_names())}")
+    engine, _, quantization = name.partition("-")
+    return engine, quantization or None
+
+
+def load_engine_file(name: str) -> EngineFile:
+    """The file of an engine that models are exported to.
+
+    Raises:
+        ValueError: an unknown engine, one that is not installed, or a file here that lacks a part.
+    """
+    if name not in engine_names():
+        raise ValueError(f"unknown engine {name!r}: models are exported to {' or '.join(engine_names())}")
+    try:
+        module: ModuleType = importlib.import_module(f".{name}", __name__)
+    except ModuleNotFoundError as error:
+        if (error.name or __name__).partition(".")[0] == __name__.partition(".")[0]:
+            raise
+        extra = f"pip install 'lightformers_hf[{name}]'"
+        raise ValueError(f"{name} needs {error.name}, which is not installed: {extra}") from error
+    for part in ("QUANTIZATIONS", "write", "load", "describe_loading"):
+        if not hasattr(module, part):
+            raise ValueError(f"{module.__file__} is no engine: it lacks {part}")
+    return cast("EngineFile", module)
