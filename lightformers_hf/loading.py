@@ -29,7 +29,7 @@ from transformers.utils import (
 )
 
 from .files import EXPORT_FILE
-from .text import set_languages
+from .languages import set_languages
 
 
 def resolve_source(source: str | Path) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import hashlib
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pandas
 import pyarrow.compute as pc
 from datasets import Dataset, Features, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
 
@@ -128,42 +127,6 @@ def _check_text(pairs: Dataset, data: str, names: dict[str, str]) -> None:
 def fingerprint(sentence: str) -> str:
     """Twelve hexadecimal digits that tell sentences apart, letter case and spaces aside."""
     return hashlib.sha256(" ".join(sentence.casefold().split()).encode()).hexdigest()[:12]
-
-
-def set_language_codes(tokenizer: PreTrainedTokenizerBase, source: str | None, target: str | None) -> int | None:
-    """Tell a multilingual tokenizer the codes of its languages, and return the token that a translation begins with.
-
-    Args:
-        source, target: codes as the tokenizer has them, such as `de_DE` (mBART-50), `deu_Latn` (NLLB) or `de`
-            (M2M100). Without either nothing is done, and `None` returned.
-
-    Raises:
-        ValueError: one code alone, a code that is not known, or a tokenizer that takes none.
-    """
-    if not (source or target):
-        return None
-    if not (source and target and hasattr(tokenizer, "src_lang")):
-        raise ValueError("source_code and target_code go together, and with a multilingual tokenizer only.")
-    token_of = getattr(tokenizer, "lang_code_to_token", {})  # M2M100's codes are no tokens
-    known = [*token_of, *tokenizer.all_special_tokens]
-    for name, code in (("source_code", source), ("target_code", target)):
-        if code not in known:
-            near = difflib.get_close_matches(code, known)
-            raise ValueError(
-                f"{name} is {code!r}, which {tokenizer.name_or_path} does not know; there is "
-                f"{' or '.join(near or known[-5:])}."
-            )
-    tokenizer.src_lang, tokenizer.tgt_lang = source, target
-    return tokenizer.convert_tokens_to_ids(token_of.get(target, target))
-
-
-def set_languages(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str | None, target: str | None
-) -> None:
-    """As `set_language_codes`, and let the model's translations begin in the target language."""
-    first = set_language_codes(tokenizer, source, target)
-    if first is not None:
-        model.generation_config.forced_bos_token_id = first
 
 
 def tokenize_pairs(

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightformers_hf import app, convert, translate
+from lightformers_hf import StudyOptions, app, convert, translate
 from lightformers_hf.loading import load_model
 
 SENTENCES = "Zwei Hunde spielen im Schnee.\n\nDer Hund schläft unter dem Tisch."
@@ -24,7 +24,7 @@ PATIENCE = 300  # seconds: a loaded machine takes long to import all there is
 def light(tmp_path_factory, tiny_marian):
     """The tiny teacher at rank 16, in a folder whose name is no text for a page."""
     folder = tmp_path_factory.mktemp("app") / "<b>light<img src=x>"
-    convert(tiny_marian, folder, rank=16, refit=False)
+    convert(tiny_marian, folder, rank=16, study=StudyOptions(refit=False))
     return folder
 
 

@@ -37,8 +37,8 @@ COMMANDS = dict(every_command(GROUP))
 WITHOUT_ANSWER = {"translate", "compare"}
 # Words behind a command's name with which it works in seconds, in the folder that `workplace` makes.
 GOOD = {
-    "plan": "dense --rank 8 --paper",
-    "convert": "dense converted --rank 8 --paper",
+    "plan": "dense --rank 8 --method paper",
+    "convert": "dense converted --rank 8 --method paper",
     "export": "light exported --to onnx",
     "evaluate": "light --teacher dense --data test.jsonl --no-speed",
     "push": "light light",
@@ -90,7 +90,7 @@ def models(tmp_path_factory, tiny_marian, parallel_sentences):
     """A folder with a checkpoint `dense`, a smaller one `light`, and `test.jsonl`."""
     folder = tmp_path_factory.mktemp("models")
     shutil.copytree(tiny_marian, folder / "dense")
-    convert(folder / "dense", folder / "light", rank=8, paper=True, progress=False)
+    convert(folder / "dense", folder / "light", rank=8, method="paper", progress=False)
     lines = [json.dumps({"translation": pair}) + "\n" for pair in parallel_sentences]
     (folder / "test.jsonl").write_text("".join(lines), encoding="utf-8")
     return folder
@@ -197,7 +197,7 @@ def loggers():
 
 def test_verbose_says_more_and_quiet_less(lightformers, workplace):
     before = loggers()
-    command = ("convert", "dense", "out", "--rank", "8", "--overwrite", "--paper")
+    command = ("convert", "dense", "out", "--rank", "8", "--overwrite", "--method", "paper")
     printed = {option: lightformers(*command, *option.split()) for option in ("", "--quiet", "--verbose")}
     assert {code for code, _, _ in printed.values()} == {0}
     assert printed["--quiet"][1:] == ("", "")
@@ -224,7 +224,7 @@ def test_ctrl_c_ends_with_130(lightformers, workplace, monkeypatch):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lightformers_hf.conversion.plan", interrupted)
+    monkeypatch.setattr("lightformers_hf.conversion.convert.plan", interrupted)
     assert lightformers("plan", "dense") == (130, "", "stopped\n")
 
 
@@ -247,7 +247,7 @@ def test_the_module_is_the_command(lightformers, monkeypatch, capfd):
         ("ex", {"export"}),
         ("benchmark ", {"conversion", "architectures", "engines"}),
         ("plan dense --encoder-", {"--encoder-groups", "--encoder-layers"}),
-        ("plan dense --attention-method ", {"matrix", "product"}),
+        ("plan dense --method ", {"auto", "low-rank", "narrow", "paper"}),
         ("export light out --to ", {"ctranslate2", "onnx"}),
         ("benchmark engines dense --engine ctr", {"ctranslate2", "ctranslate2-int8"}),
         *((f"{name} --verb", {"--verbose"}) for name in COMMANDS),
@@ -267,26 +267,26 @@ def test_the_shell_completes(lightformers, monkeypatch, words, completions):
 
 
 def test_plan_as_json(lightformers, tiny_marian):
-    code, out, _ = lightformers("plan", tiny_marian, "--ratio", "2", "--ffn-rank", "5", "--json", "-")
+    code, out, _ = lightformers("plan", tiny_marian, "--ratio", "2", "--pattern", "ffn=5", "--json", "-")
     plan = json.loads(out)
     assert code == 0
-    assert {matrix["rank"] for matrix in plan["matrices"] if matrix["kind"] == "ffn"} == {5}
+    assert {matrix["size"] for matrix in plan["matrices"] if matrix["kind"] == "ffn"} == {5}
     assert plan["options"]["ratio"] == 2
 
 
-def test_a_rank_pattern_on_the_command_line(lightformers, tiny_marian):
+def test_a_pattern_on_the_command_line(lightformers, tiny_marian):
     arguments = [
         "plan",
         tiny_marian,
         "--rank",
         "4",
-        "--rank-pattern",
+        "--pattern",
         "fc1=dense",
-        "--rank-pattern",
+        "--pattern",
         r"layers\.1\.fc2=3",
     ]
     _, out, _ = lightformers(*arguments, "--json", "-")
-    ranks = {matrix["name"]: matrix["rank"] for matrix in json.loads(out)["matrices"]}
+    ranks = {matrix["name"]: matrix["size"] for matrix in json.loads(out)["matrices"]}
     assert ranks["encoder.layers.0.fc1"] is None
     assert (ranks["encoder.layers.1.fc2"], ranks["encoder.layers.0.fc2"]) == (3, 4)
 
@@ -299,7 +299,7 @@ def test_a_rank_pattern_on_the_command_line(lightformers, tiny_marian):
         (["--rank", "1000"], "1000"),
         (["--energy", "1.5"], "energy"),
         (["--encoder-groups", "4"], "encoder_groups is 4"),
-        (["--rank-pattern", "fc1"], "PATTERN=RANK"),
+        (["--pattern", "fc1"], "NAME=CHOICE"),
         (["--ratio", "2", "--rank", "3"], "ratio"),
     ],
 )

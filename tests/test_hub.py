@@ -78,7 +78,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 model = AutoModelForSeq2SeqLM.from_pretrained("alice/marian-light")
 assert type(model) is lightformers_hf.LightFormerForConditionalGeneration
-lightformers_hf.convert("alice/marian-light", "lighter", rank=2, paper=True, progress=False)
+lightformers_hf.convert("alice/marian-light", "lighter", rank=2, method="paper", progress=False)
 sys.argv = ["lightformers", "translate", "alice/marian-light", "sentences.de", "-o", "sentences.en"]
 cli.main()
 """
@@ -106,7 +106,7 @@ def light(tmp_path_factory, tiny_marian):
     shutil.copytree(tiny_marian, folder / "opus-mt-de-en")
     card = "---\nlicense: cc-by-4.0\nlanguage:\n- de\n- en\n---\n# Ours\n"
     (folder / "opus-mt-de-en" / "README.md").write_text(card)
-    convert(folder / "opus-mt-de-en", folder / "light", rank=12, paper=True, progress=False)
+    convert(folder / "opus-mt-de-en", folder / "light", rank=12, method="paper", progress=False)
     return folder / "light"
 
 

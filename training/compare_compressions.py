@@ -18,7 +18,7 @@ import argparse
 import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,26 +28,23 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from lightformers_hf import convert
+from lightformers_hf import StudyOptions, convert
 
 TRAIN = Path(__file__).with_name("run_translation.py")
-EACH = {"allocation": "uniform", "refit": False}
-# Options of the conversion. All but the first and the last are calibrated on the training text.
+EACH = StudyOptions(allocation="uniform", refit=False)
+# Method and switches of the conversion. All but the first and the last are calibrated on the training text.
 METHODS = {
-    "paper": {"paper": True},  # plain SVD, the ratio for every matrix
-    "rows": {"weighting": "rows", **EACH},
-    "inputs": {"weighting": "inputs", **EACH},
-    "loss": EACH,
-    "product": {"attention_method": "product", **EACH},
-    "neurons": {"ffn_method": "neurons", **EACH},
-    "matrices": {"attention_method": "matrix", "ffn_method": "matrix", "refit": False},  # one budget for all matrices
-    "budget": {"refit": False},  # heads and neurons among the choices
-    "narrow": {
-        "attention_method": "product",
-        "ffn_method": "neurons",
-    },  # no products of thin matrices, but the table's
-    "all": {},
-    "own-text": {},  # calibrated on what the teacher makes of random tokens
+    "paper": ("paper", StudyOptions()),  # plain SVD, the ratio for every matrix
+    "rows": ("auto", replace(EACH, weighting="rows")),
+    "inputs": ("auto", replace(EACH, weighting="inputs")),
+    "loss": ("auto", EACH),
+    "product": ("auto", replace(EACH, attention_method="product")),
+    "neurons": ("auto", replace(EACH, ffn_method="neurons")),
+    "matrices": ("low-rank", StudyOptions(refit=False)),  # one budget for all matrices
+    "budget": ("auto", StudyOptions(refit=False)),  # heads and neurons among the choices
+    "narrow": ("narrow", StudyOptions()),  # no products of thin matrices, but the table's
+    "all": ("auto", StudyOptions()),
+    "own-text": ("auto", StudyOptions()),  # calibrated on what the teacher makes of random tokens
 }
 
 
@@ -90,8 +87,9 @@ def compress(run: Run, args: argparse.Namespace, model: Path) -> None:
     """Convert the teacher as the run has it."""
     calibration = {"calibration": args.train_file, "source_lang": args.source_lang, "target_lang": args.target_lang}
     given = {} if run.method in ("paper", "own-text") else calibration
-    seed = {} if run.method == "paper" else {"calibration_seed": run.seed}
-    convert(args.teacher, model, ratio=run.ratio, encoder_groups=run.groups, **METHODS[run.method], **given, **seed)
+    method, study = METHODS[run.method]
+    study = replace(study, calibration_seed=run.seed)
+    convert(args.teacher, model, ratio=run.ratio, encoder_groups=run.groups, method=method, study=study, **given)
 
 
 def options(run: Run, args: argparse.Namespace, others: list[str]) -> list[str]:

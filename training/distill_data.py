@@ -25,8 +25,8 @@ from rich.markup import escape
 from tqdm.auto import tqdm
 
 from lightformers_hf import translate
+from lightformers_hf.languages import set_languages
 from lightformers_hf.loading import load_model
-from lightformers_hf.text import set_languages
 
 CHUNK = 2048  # texts that are sorted by length together, and written together
 

@@ -27,7 +27,7 @@ from common import run_script
 from seq2seq import DistillationArguments, GenerationArguments, Task, TrainingArguments
 
 from lightformers_hf.evaluation.quality import translation_quality
-from lightformers_hf.text import set_languages
+from lightformers_hf.languages import set_languages
 
 
 @dataclass(kw_only=True)

@@ -68,7 +68,7 @@ def plan(
 
     Example: lightformers plan Helsinki-NLP/opus-mt-de-en --ratio 3 --encoder-groups 3
     """
-    from ..conversion import plan as make_plan
+    from ..conversion.convert import plan as make_plan
     from ..conversion.tables import print_report
 
     report = make_plan(source, **options)
@@ -90,7 +90,7 @@ def convert(
 
     Example: lightformers convert Helsinki-NLP/opus-mt-de-en opus-mt-de-en-light --ratio 2
     """
-    from ..conversion import convert as run
+    from ..conversion.convert import convert as run
     from ..conversion.tables import print_report
 
     report = run(source, output, overwrite=overwrite, **options)

@@ -20,41 +20,29 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ..conversion.options import CHOICES, KINDS, CompressionOptions
+from ..conversion.options import METHODS, CompressionOptions, read_pattern
 from ..files import json_text
 
 COMPRESSION_HELP = {
-    "ratio": "Dense / kept parameters of the matrices (p of Eq. 12), above 1. Without any choice: 2.",
+    "ratio": "Dense / kept parameters of the matrices, above 1. Without any choice: 2.",
+    "params": "Parameters of the result at most, e.g. 20M.",
+    "size": "Bytes of the result's weights at most, e.g. 40MB.",
+    "speedup": "Times as fast as the source, estimated on this machine.",
     "rank": "Singular values kept in each matrix.",
-    "energy": "Share of the squared singular values kept in each matrix, in (0, 1].",
-    "params": "Parameters of the result at most, e.g. 20M; in place of the ratio.",
-    "size": "Bytes of the result's weights at most, e.g. 40MB; in place of the ratio.",
-    "speedup": "Times as fast as the source, estimated from costs measured on this machine; in place of the ratio.",
-    "rank_pattern": "PATTERN=RANK, or PATTERN=dense, for modules whose names end so; comes first. Repeatable.",
-    "encoder_layers": "Layers of the encoder that are kept, evenly spread.",
-    "decoder_layers": "Layers of the decoder that are kept: they cost most time.",
-    "encoder_groups": "Number of independent encoder layers; must divide the layers.",
-    "decoder_groups": "Number of independent decoder layers; must divide the layers.",
-    "group_start": "How a group of layers starts: 'aligned' and merged, 'mean', or 'first'. Default: aligned.",
-    "share_layer_norms": "Whether LayerNorms of a group are shared, too.",
-    "group_residual_rank": "Rank of what each depth of a group has for itself of every matrix.",
-    "split": "Where Σ goes: 'sigma-right' (Eq. 11), or 'balanced', √Σ to each factor.",
-    "paper": "The paper's procedure exactly: plain SVD of every matrix alone, the ratio for each.",
-    "calibration": "Parallel text (a file, or a dataset on the Hub; never a test's) on which errors are weighed. "
-    "Default: text that the model makes itself.",
-    "calibration_samples": "Sentence pairs drawn from it. Default: 1000, or all of fewer; 256 of the model's own.",
-    "calibration_seed": "Which ones.",
-    "source_lang": "Its column, or language, to translate from. Default: the tokenizer's.",
-    "target_lang": "Its column, or language, to translate to. Default: the tokenizer's.",
-    "source_code": "Multilingual models: code of the source language, such as de_DE; the result keeps it.",
-    "target_code": "The same of the target language, such as en_XX.",
-    "weighting": "Errors of a matrix are weighed by the 'loss'; for comparison by its 'inputs' alone, or by 'rows'.",
-    "allocation": "'uniform': the ratio for every matrix; 'budget': parameters where they spare most loss. Default: "
-    "'budget' where there is one ratio.",
-    "attention_method": "Attention by 'matrix', low-rank, or by 'product', narrower heads. Default: what loses less.",
-    "ffn_method": "Feed-forward networks by 'matrix', low-rank, or with fewer 'neurons'. Default: what loses less.",
-    "refit": "Regress the teacher's outputs on what every layer gets. Default: where no layer is shared.",
-    "device": "Where the model runs and matrices are decomposed: cpu, cuda, cuda:1, mps.",
+    "energy": "Share of the squared singular values kept in each matrix.",
+    "pattern": "NAME=64 (rank), 4x (ratio), 90% (energy) or dense; NAME: embedding, attention, ffn, or the end of "
+    "modules' names. Repeatable.",
+    "encoder_layers": "Layers of the encoder that are kept.",
+    "decoder_layers": "Layers of the decoder that are kept.",
+    "encoder_groups": "Encoder layers that are stored; must divide them.",
+    "decoder_groups": "Decoder layers that are stored; must divide them.",
+    "method": "low-rank: each matrix by itself; narrow: narrower heads, fewer neurons; auto: what loses less; paper: "
+    "plain SVD.",
+    "calibration": "Parallel text, never a test's, that errors are weighed on. Default: the model's own.",
+    "calibration_samples": "Sentence pairs drawn from it. Default: 1000 (own: 256).",
+    "source_lang": "Its column or language, for multilingual models also the code: de, or de=de_DE.",
+    "target_lang": "The same of the target.",
+    "device": "Where to compute: cpu, cuda, cuda:1, mps.",
 }
 
 LIBRARIES = ("transformers", "datasets", "huggingface_hub")  # each has levels and handlers of its own
@@ -191,25 +179,19 @@ def compression_options(command: Callable) -> Callable:
     signature = inspect.signature(command)
     own = [parameter for name, parameter in signature.parameters.items() if name != "options"]
     options = []
+    types = typing.get_type_hints(CompressionOptions)
     for option in dataclasses.fields(CompressionOptions):
-        kind, _, choice = option.name.rpartition("_")
-        of_kind = kind in KINDS and option.name not in COMPRESSION_HELP
-        value_type = (
-            list[str] | None
-            if option.name == "rank_pattern"
-            else typing.get_type_hints(CompressionOptions)[option.name]
-        )
         details = typer.Option(
-            help=f"--{choice} for the {kind} matrices alone." if of_kind else COMPRESSION_HELP[option.name],
-            rich_help_panel="Ranks of one kind" if of_kind else "Compression",
-            autocompletion=choices(*CHOICES[option.name]) if option.name in CHOICES else None,
+            help=COMPRESSION_HELP[option.name],
+            autocompletion=choices(*METHODS) if option.name == "method" else None,
         )
+        value_type = {"pattern": list[str] | None, "method": str}.get(option.name, types[option.name])
         options.append(_option(option.name, Annotated[value_type, details], option.default))
 
     @functools.wraps(command)
     def with_options(**arguments: Any) -> Any:
         values = {option.name: arguments.pop(option.name) for option in options}
-        values["rank_pattern"] = parse_rank_pattern(values["rank_pattern"] or [])
+        values["pattern"] = read_pattern(values["pattern"] or [])
         return command(**arguments, options=values)
 
     return _with_parameters(with_options, [*own, *options], signature.return_annotation)
@@ -229,14 +211,3 @@ def _with_parameters(function: Callable, parameters: list[inspect.Parameter], re
     function.__signature__ = inspect.Signature(parameters, return_annotation=returns)
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return function
-
-
-def parse_rank_pattern(items: list[str]) -> dict[str, int | None]:
-    """`["fc1=64", "shared=dense"]` → `{"fc1": 64, "shared": None}`; anything else raises `ValueError`."""
-    pattern = {}
-    for item in items:
-        name, separator, rank = item.rpartition("=")
-        if not separator or not (rank == "dense" or rank.isdecimal()):
-            raise ValueError(f"--rank-pattern {item!r}: expected PATTERN=RANK or PATTERN=dense, e.g. fc1=64")
-        pattern[name] = None if rank == "dense" else int(rank)
-    return pattern

@@ -1,7 +1,5 @@
-"""A trained checkpoint in, a smaller one out: `convert`, and `plan` for what it would do."""
+"""A trained checkpoint in, a smaller one out.
 
-from .convert import convert, plan
-from .options import CompressionOptions
-from .report import CompressionReport, MatrixReport
-
-__all__ = ["CompressionOptions", "CompressionReport", "MatrixReport", "convert", "plan"]
+`convert` and `plan` are public names of `lightformers_hf`. Nothing is imported here, so that `.options` is read
+without torch.
+"""

@@ -16,12 +16,11 @@ from ..models.configuration_base import RANK_FIELDS, FactorizedConfig
 from ..models.configuration_lightformer import LightFormerConfig
 from ..models.layer_sharing import group_of_depth
 from ..models.lm_heads import ConditionalGenerationHead
-from ..models.matrices import pattern_matches
 from ..text import fingerprint
 from .choosing.budget import Choices, allocate, smallest
 from .choosing.latency import sentence_costs
 from .forms.parts import Built, HeadsPart, MatrixPart, NeuronsPart, Part, Sources, bare, parameters
-from .options import CompressionOptions, quantity
+from .options import CompressionOptions, StudyOptions, needs_calibration, read_quantity, settle
 from .refit import refit
 from .report import OWN_TEXT, CompressionReport
 from .sharing.alignment import Turn, alignment, residual_factors, turned
@@ -56,8 +55,15 @@ class Compression:
     (empty after a dry run).
     """
 
-    def __init__(self, teacher: Teacher, options: CompressionOptions, device: torch.device = CPU):
+    def __init__(
+        self,
+        teacher: Teacher,
+        options: CompressionOptions,
+        device: torch.device = CPU,
+        study: StudyOptions | None = None,
+    ):
         self.whole, self.options, self.device = teacher, options, device
+        self.asked, self.study = study, settle(options, study)
         self.algebra = algebra_device(device)
         layers = {stack: getattr(options, f"{stack}_layers") for stack in ("encoder", "decoder")}
         self.teacher = teacher = teacher.shortened(layers)
@@ -72,7 +78,7 @@ class Compression:
                     )
                 if asked != getattr(teacher.config, field):
                     groups[field] = asked
-        self.start = options.group_start or self._usual_start(groups)
+        self.start = self.study.group_start or self._usual_start(groups)
         if groups and isinstance(teacher.config, LightFormerConfig):
             different = ("head_dim_pattern", "ffn_dim_pattern", "group_residual_rank")
             if held := [field for field in different if getattr(teacher.config, field)]:
@@ -80,7 +86,7 @@ class Compression:
                     f"{next(iter(groups))} is {next(iter(groups.values()))}, but layers of {teacher.name} differ in "
                     f"shape ({held[0]}) and can't be merged: share the layers of its own teacher"
                 )
-            groups |= {name: getattr(options, name) for name in ("share_layer_norms", "group_residual_rank")}
+            groups |= {name: getattr(self.study, name) for name in ("share_layer_norms", "group_residual_rank")}
         ranks = {field: None for field in RANK_FIELDS}
         self.dense_config = type(teacher.config)(
             **{**teacher.config.to_dict(), **groups, **ranks, "rank_pattern": {}, "architectures": None}
@@ -91,14 +97,14 @@ class Compression:
         self.calibrated_on: list[str] = []
         if unused := self.policy.unused_patterns(bare(name) for name in self.kinds):
             raise ValueError(
-                f"rank_pattern {unused[0]!r} matches no matrix of this model; its matrices have names like "
+                f"pattern {unused[0]!r} matches no matrix of this model; its matrices have names like "
                 f"{', '.join(bare(name) for name in list(self.kinds)[:4])}"
             )
         possible = issubclass(teacher.model_class, ConditionalGenerationHead)
-        self.calibrates = options.calibrates and possible and self.policy.compresses
-        if options.needs_calibration and not possible:
+        self.calibrates = options.method != "paper" and possible and self.policy.compresses
+        if not possible and (needing := needs_calibration(options, self.study)):
             raise ValueError(
-                f"{options.needs_calibration} needs calibration, which is for sequence-to-sequence models; "
+                f"{needing} needs calibration, which is for sequence-to-sequence models; "
                 f"{teacher.name} is a {teacher.model_class.__name__}"
             )
 
@@ -108,11 +114,11 @@ class Compression:
         if self.calibrates:
             self.calibration = self._calibrate(progress)
         turns = self._align() if self.start == "aligned" else {}
-        metrics = self.calibration, options.weighting
+        metrics = self.calibration, self.study.weighting
         sources = Sources(self.teacher, self.dense, self.start, *metrics, self.algebra, turns)
         units = list(self._units(sources))
         self.parts = {name: part for unit in units for parts in unit for name, part in parts.items()}
-        if self.calibrates and options.spends_budget:
+        if self.calibrates and self._spends_budget():
             self.settings = self._spend_budget(units, progress)
         else:
             self.settings = self._follow_policy(units)
@@ -124,9 +130,9 @@ class Compression:
         for built in bar:
             reports |= {report.name: report for report in built.reports}
             coordinates |= built.coordinates
-            if not dry and (is_main() or options.refit is not False):
+            if not dry and (is_main() or self.study.refit is not False):
                 self.state |= built.tensors
-        if not dry and (is_main() or options.refit is not False):
+        if not dry and (is_main() or self.study.refit is not False):
             self.state |= self._other_tensors(sources)
         self.reports = [reports[bare(name)] for name in self.kinds]
         self.config = self._config()
@@ -139,13 +145,13 @@ class Compression:
             speedup = sentence_costs(self.teacher.source_config).total / sentence_costs(self.config).total
         texts = {"calibration": used, "calibrated_on": self.calibrated_on}
         self.report = CompressionReport.of(
-            self.whole, self.model, options, self.reports, estimated_speedup=speedup, **texts
+            self.whole, self.model, options, self.reports, study=self.asked, estimated_speedup=speedup, **texts
         )
 
     def _usual_start(self, groups: dict[str, int]) -> str:
         """`aligned` where the teacher's layers have matrices for each head, and are yet to be shared."""
         config = self.teacher.config
-        possible = groups and not self.options.paper and isinstance(config, LightFormerConfig)
+        possible = groups and self.options.method != "paper" and isinstance(config, LightFormerConfig)
         if possible and not config.joint_qkv and config.attention_output_projection:
             return "aligned"
         return "mean"
@@ -183,15 +189,17 @@ class Compression:
         model, options = self.teacher.load().to(self.device), self.options
         if options.calibration is None:
             author = model if self.whole is self.teacher else self.whole.load().to(self.device)
-            batches = synthetic_batches(author, self.whole, options, progress=progress)
+            batches = synthetic_batches(
+                author, self.whole, options.calibration_samples, self.study.calibration_seed, progress=progress
+            )
         else:
             tokenizer = self.teacher.tokenizer()
             if getattr(tokenizer, "tgt_lang", "") is None:
                 raise ValueError(
-                    f"{self.teacher.name} translates between many languages: give source_code and target_code, those "
-                    "of the calibration text, such as de_DE and en_XX"
+                    f"{self.teacher.name} translates between many languages: give source_lang and target_lang, "
+                    "columns of the calibration text with the tokenizer's codes: de=de_DE and en=en_XX"
                 )
-            pairs = sample_pairs(tokenizer, options)
+            pairs = sample_pairs(tokenizer, options, self.study.calibration_seed)
             self.calibrated_on = sorted({fingerprint(sentence) for sentence in pairs["source"]})
             batches = own_share(parallel_batches(model, tokenizer, pairs))
         linear = [name for name, kind in factorizable(model) if kind != "embedding"]
@@ -201,7 +209,7 @@ class Compression:
         """Every attention block, feed-forward network and other matrix, with the ways to make it smaller."""
 
         def matrices(*names: str) -> dict[str, Part]:
-            return {name: MatrixPart(name, self.kinds[name], sources, self.options.split) for name in names}
+            return {name: MatrixPart(name, self.kinds[name], sources, self.study.split) for name in names}
 
         def free(names: list[str]) -> bool:
             if getattr(self.dense_config, "group_residual_rank", None):  # each residual fits the whole matrix
@@ -218,12 +226,12 @@ class Compression:
                 parts, kind, method = ("fc1", "fc2"), NeuronsPart, "ffn_method"
             else:
                 continue
-            names, method = [f"{name}.{part}" for part in parts], getattr(self.options, method)
+            names, method = [f"{name}.{part}" for part in parts], getattr(self.study, method)
             if not all(part in self.kinds for part in names):  # joint projections, or none behind the heads
                 continue
             taken.update(names)
             alternatives = [matrices(*names)] if method != kind.method or not free(names) else []
-            if (method == kind.method or (method is None and self.options.spends_budget)) and free(names):
+            if (method == kind.method or (method is None and self._spends_budget())) and free(names):
                 alternatives.append({name: kind(name, sources)})
             yield alternatives
         for name in self.kinds:
@@ -236,7 +244,10 @@ class Compression:
 
     def _is_given(self, name: str) -> bool:
         """Whether the user gave this matrix its rank."""
-        return any(pattern_matches(pattern, bare(name)) for pattern in self.policy.rank_pattern)
+        return self.policy.settles(bare(name), self.kinds[name])
+
+    def _spends_budget(self) -> bool:
+        return self.options.spends_budget and self.study.allocation != "uniform"
 
     def _follow_policy(self, units: list) -> dict[str, int | None]:
         """The setting that ratio, rank or energy give to each part by itself."""
@@ -244,22 +255,27 @@ class Compression:
         for parts, *_ in units:
             for name, part in parts.items():
                 if isinstance(part, MatrixPart):
-                    shape = part.sources.matrix(name).shape
-                    needs = self.policy.needs_spectrum(bare(name), part.kind)
-                    spectrum = part.spectrum().singular_values if needs else None
-                    settings[name] = self.policy.choose(bare(name), part.kind, *shape, spectrum)
+                    settings[name] = self._follow_rule(part)
                 else:
                     rule = self.policy.rule(bare(name), part.kind)
                     settings[name] = None if rule is None else rule.choose_width(bare(name), part.widths)
         return settings
 
+    def _follow_rule(self, part: MatrixPart) -> int | None:
+        shape = part.sources.matrix(part.name).shape
+        needs = self.policy.needs_spectrum(bare(part.name), part.kind)
+        spectrum = part.spectrum().singular_values if needs else None
+        return self.policy.choose(bare(part.name), part.kind, *shape, spectrum)
+
     def _spend_budget(self, units: list, progress: bool) -> dict[str, int | None]:
         """The settings that lose least under one budget; ranks that the user gave by name come first."""
-        parts = [part for parts, *_ in units for part in parts.values() if self._is_given(part.name)]
-        given = {
-            part.name: self.policy.choose(bare(part.name), part.kind, *part.sources.matrix(part.name).shape)
-            for part in parts
-        }
+        parts = [
+            part
+            for parts, *_ in units
+            for part in parts.values()
+            if part.name in self.kinds and self._is_given(part.name)
+        ]
+        given = {part.name: self._follow_rule(part) for part in parts}
         free = [
             [{name: part for name, part in parts.items() if name not in given} for parts in unit] for unit in units
         ]
@@ -321,12 +337,14 @@ class Compression:
         free = sum(size for name, size in sizes.items() if name not in given)
         options = self.options
         if options.params is not None:
-            return fixed, quantity("params", options.params) - fixed
+            return fixed, read_quantity("params", options.params) - fixed
         if options.size is not None:  # a checkpoint holds buffers, too, and a header that names every tensor
             tensors = stored_tensors(self.dense)
             buffers = sum(tensor.numel() for tensor in tensors.values()) - self.dense.num_parameters()
             itemsize = (self.teacher.config.dtype or torch.float32).itemsize
-            return fixed, (quantity("size", options.size) - HEADER_BYTES * len(tensors)) / itemsize - fixed - buffers
+            return fixed, (
+                read_quantity("size", options.size) - HEADER_BYTES * len(tensors)
+            ) / itemsize - fixed - buffers
         return fixed, free / self.policy.default.ratio
 
     def _refits(self) -> bool:
@@ -334,13 +352,13 @@ class Compression:
         possible = isinstance(self.config, LightFormerConfig) and not any(
             getattr(self.config, f"{stack}_groups") for stack in ("encoder", "decoder")
         )
-        if self.options.refit and not possible:
+        if self.study.refit and not possible:
             raise ValueError(
                 "refit is True, but layers that are shared serve several places, which one regression can't, and only "
                 "a LightFormer's are known one by one: leave refit or the groups out"
             )
         lossy = any(report.relative_error for report in self.reports)
-        return self.calibrates and possible and lossy and self.options.refit is not False
+        return self.calibrates and possible and lossy and self.study.refit is not False
 
     def _refit(self, coordinates: dict[str, torch.Tensor], progress: bool) -> None:
         student = self.teacher.model_class(self.config)
@@ -353,7 +371,7 @@ class Compression:
         part, setting = self.parts[name], self.settings[name]
         if setting is None and not isinstance(part, MatrixPart):  # as it is
             parts = [
-                MatrixPart(f"{name}.{leaf}", part.kind, part.sources, self.options.split).build(None)
+                MatrixPart(f"{name}.{leaf}", part.kind, part.sources, self.study.split).build(None)
                 for leaf in part.matrices
             ]
             return Built(

@@ -11,18 +11,21 @@ from ..files import atomic_output
 from ..loading import load_tensors, resolve_source
 from .card import write_card
 from .compress import Compression
-from .options import CompressionOptions
+from .options import CompressionOptions, StudyOptions, settle
 from .report import CompressionReport, write_report
 from .teacher import Teacher
 from .workers import ended_together, find_device, is_main
 
 
-def plan(source: str | Path, *, progress: bool = True, **options) -> CompressionReport:
+def plan(
+    source: str | Path, *, progress: bool = True, study: StudyOptions | None = None, **options
+) -> CompressionReport:
     """What `convert` would do, without writing anything: rank, parameters and error of every matrix.
 
     Args:
         source: a checkpoint folder, or a name on the Hub.
         progress: show a progress bar.
+        study: switches that compare ways of compressing.
         options: the fields of `CompressionOptions`.
 
     Raises:
@@ -30,14 +33,23 @@ def plan(source: str | Path, *, progress: bool = True, **options) -> Compression
     """
     with ended_together():
         wanted = CompressionOptions(**options)
+        settle(wanted, study)
         device = find_device(wanted.device)
-        compression = Compression(Teacher(resolve_source(source), str(source), wanted.languages), wanted, device)
+        compression = Compression(
+            Teacher(resolve_source(source), str(source), wanted.languages), wanted, device, study
+        )
         compression.run(dry=True, progress=progress and is_main())
     return compression.report
 
 
 def convert(
-    source: str | Path, output: str | Path, *, overwrite: bool = False, progress: bool = True, **options
+    source: str | Path,
+    output: str | Path,
+    *,
+    overwrite: bool = False,
+    progress: bool = True,
+    study: StudyOptions | None = None,
+    **options,
 ) -> CompressionReport:
     """Compress a trained checkpoint of Marian, BART, mBART, Pegasus, M2M100 or this package by truncated SVD (Eq. 11).
 
@@ -53,6 +65,7 @@ def convert(
         output: the folder to write.
         overwrite: replace what `output` holds.
         progress: show a progress bar.
+        study: switches that compare ways of compressing.
         options: the fields of `CompressionOptions`: `ratio=2`, `encoder_groups=3`, ….
 
     Raises:
@@ -63,11 +76,12 @@ def convert(
     """
     with ended_together():
         wanted = CompressionOptions(**options)
+        settle(wanted, study)
         device = find_device(wanted.device)
         folder = resolve_source(source)
         place = {"overwrite": overwrite, "forbidden": folder}
         with atomic_output(Path(output), **place) if is_main() else nullcontext() as temporary:
-            compression = Compression(Teacher(folder, str(source), wanted.languages), wanted, device)
+            compression = Compression(Teacher(folder, str(source), wanted.languages), wanted, device, study)
             compression.run(dry=False, progress=progress and is_main())
             if is_main():
                 _write(compression, temporary)

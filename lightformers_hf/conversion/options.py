@@ -1,36 +1,55 @@
-"""What a conversion is asked for."""
+"""What a conversion is asked for: `CompressionOptions` by everybody, `StudyOptions` by who compares ways to compress.
+
+Importing this file imports neither torch nor transformers: the command line reads its options here.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
+from ..languages import split_language
 from .choosing.rules import KINDS, RankPolicy, RankRule
-from .forms.svd import SPLITS
-from .sharing.merging import GROUP_STARTS
 
-# Fields and what they may be.
-CHOICES = {
-    "group_start": GROUP_STARTS,
-    "split": SPLITS,
+Method = Literal["auto", "low-rank", "narrow", "paper"]
+Split = Literal["sigma-right", "balanced"]
+METHODS, SPLITS = get_args(Method), get_args(Split)
+
+# Budgets for all matrices together, and all ways to say how far everything is compressed.
+OTHER_BUDGETS = ("params", "size", "speedup")
+BUDGETS = ("ratio", *OTHER_BUDGETS)
+HOW_FAR = ("ratio", "rank", "energy", *OTHER_BUDGETS)
+LAYERS = ("encoder_layers", "decoder_layers")
+GROUPS = ("encoder_groups", "decoder_groups")
+
+# What a method says of attention and of feed-forward networks; `auto` leaves both open.
+METHOD_SWITCHES: dict[str, dict[str, object]] = {
+    "auto": {},
+    "low-rank": {"attention_method": "matrix", "ffn_method": "matrix"},
+    "narrow": {"attention_method": "product", "ffn_method": "neurons"},
+    "paper": {"attention_method": "matrix", "ffn_method": "matrix", "allocation": "uniform", "refit": False},
+}
+# Switches of a study and what they may be.
+STUDY_CHOICES: dict[str, tuple[str | None, ...]] = {
     "weighting": ("loss", "inputs", "rows"),
     "allocation": (None, "uniform", "budget"),
     "attention_method": (None, "matrix", "product"),
     "ffn_method": (None, "matrix", "neurons"),
+    "split": SPLITS,
+    "group_start": (None, "aligned", "mean", "first"),
 }
-BUDGETS = ("ratio", "params", "size", "speedup")
-OTHER_BUDGETS = BUDGETS[1:]
-QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([kMG]?)B?")
+QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(b?)", re.IGNORECASE)
+CHOICE = re.compile(r"(?P<rank>\d+)|(?P<ratio>\d+(?:\.\d+)?)x|(?P<energy>\d+(?:\.\d+)?)%")
 
 
 @dataclass(frozen=True)
 class CompressionOptions:
-    """What is compressed, and how far. Of ratio, rank, energy, params, size and speedup at most one is set;
-    the first three may be set for each kind, too.
+    """What is compressed, and how far. Of ratio, rank, energy, params, size and speedup at most one is set.
 
-    With none of them, the ratio is 2, unless layers or groups are asked for: then nothing is factorized. With a choice
-    for some kinds alone, the other kinds stay dense.
+    With none of them, the ratio is 2, unless layers, groups or a pattern are asked for: then only what those say.
 
     Attributes:
         ratio: p of Eq. 12, dense parameters / kept parameters of the matrices together; above 1.
@@ -39,39 +58,29 @@ class CompressionOptions:
         params: unique parameters of the result at most: `20M`.
         size: bytes of the result's weights at most: `40MB`.
         speedup: how many times as fast as the source, estimated from costs measured on this machine: one core,
-            batch 1, greedy (`sentence_costs.py`); above 1.
-        embedding_ratio … ffn_energy: the same for the matrices of one kind, before the general choice.
-        rank_pattern: module name pattern → rank, `None` for dense; before every other choice.
+            batch 1, greedy; above 1.
+        pattern: a kind of matrices (`embedding`, `attention`, `ffn`), or a regular expression for the end of a
+            module's name → `64` (rank), `4x` (ratio), `90%` (energy) or `dense`; an int is a rank, `None` is dense.
+            It comes before the general choice, names before kinds, and of names the first that matches.
         encoder_layers, decoder_layers: layers that are kept, evenly spread and the first among them; the others are
             left out before anything else. The decoder's cost most time. `None` keeps all.
         encoder_groups, decoder_groups: N, number of stored layers; `None` leaves the source's sharing as it is.
-        group_start: a group's layer starts as the `mean` of its layers, as the `first` of them, or as the mean after
-            heads and neurons of all are `aligned` to the first, weighted by their inputs (`alignment.py`). `None`:
-            `aligned` where the layers of a LightFormer allow it, else `mean`.
-        share_layer_norms: whether the LayerNorms of new groups are shared, too.
-        group_residual_rank: r of what each depth of new groups has for itself of every matrix; `None` is nothing. It
-            leaves heads and neurons as they are.
-        split: where Σ goes: `sigma-right` (Eq. 11) or `balanced`, √Σ to each factor.
-        paper: the paper's procedure exactly: plain truncated SVD of every matrix alone, the ratio for each.
+        method: `low-rank`, every matrix by itself; `narrow`, narrower heads and fewer neurons; `auto`, whichever
+            loses less. `paper` is the paper's procedure exactly: plain truncated SVD of every matrix alone, the ratio
+            for each.
         calibration: parallel text, never that of a test: a file or a dataset on the Hub, see `load_parallel`. Errors
-            are measured by what they cost the loss there (`calibration.py`). `None`: on text that the teacher makes
-            itself (`synthesis.py`); models that are no sequence-to-sequence models go without.
-        calibration_samples, calibration_seed: how many pairs of it are drawn, and which; `None` means 1000, or all
-            of fewer, and 256 of the teacher's own.
-        source_lang, target_lang: its columns; `None` means the languages that the tokenizer names.
-        source_code, target_code: of a multilingual checkpoint (mBART-50, M2M100, NLLB), the languages that the result
-            is to translate between, in the tokenizer's own codes. It keeps them.
-        weighting: what errors of a matrix are weighed by there: the `loss`, its `inputs` alone, or one weight a row
-            (`rows`), see `Calibration.metric`. Only the first makes errors of different matrices compare.
-        allocation: `uniform` gives every matrix the ratio, `budget` spends the parameters that the ratio leaves where
-            they spare most loss. `None` means `budget` where there is calibration and one ratio for all kinds.
-        attention_method: attention by `matrix`, each by itself, or by `product`: narrower heads (`narrowing.py`).
-            `None`: within a budget whichever loses less, else `matrix`.
-        ffn_method: feed-forward networks by `matrix`, or with fewer `neurons`; `None` likewise.
-        refit: after truncation, regress the teacher's outputs on what every layer gets, front to back (`refit.py`).
-            `None`: where there is calibration, and no layer is shared.
+            are measured by what they cost the loss there. `None`: on text that the teacher makes itself; models that
+            are no sequence-to-sequence models go without.
+        calibration_samples: how many pairs of it are drawn; `None` means 1000, or all of fewer, and 256 of the
+            teacher's own.
+        source_lang, target_lang: a column of the data, or a language inside its column `translation`; of a
+            multilingual checkpoint (mBART-50, M2M100, NLLB) also the tokenizer's code of the language, which the
+            result keeps. `COLUMN=CODE` (`de=de_DE`) where the two differ. `None`: those that the tokenizer names.
         device: where the model runs and matrices are decomposed: `cpu`, `cuda`, `cuda:1`, `mps`, …. One that knows no
             float64 (mps) runs the model only.
+
+    Raises:
+        ValueError: a value is out of its range, or two of them contradict each other.
     """
 
     ratio: float | None = None
@@ -80,129 +89,228 @@ class CompressionOptions:
     params: str | None = None
     size: str | None = None
     speedup: float | None = None
-    embedding_ratio: float | None = None
-    embedding_rank: int | None = None
-    embedding_energy: float | None = None
-    attention_ratio: float | None = None
-    attention_rank: int | None = None
-    attention_energy: float | None = None
-    ffn_ratio: float | None = None
-    ffn_rank: int | None = None
-    ffn_energy: float | None = None
-    rank_pattern: dict[str, int | None] | None = None
+    pattern: dict[str, str | int | None] | None = None
     encoder_layers: int | None = None
     decoder_layers: int | None = None
     encoder_groups: int | None = None
     decoder_groups: int | None = None
-    group_start: str | None = None
-    share_layer_norms: bool = True
-    group_residual_rank: int | None = None
-    split: str = "sigma-right"
-    paper: bool = False
+    method: Method = "auto"
     calibration: str | None = None
     calibration_samples: int | None = None
-    calibration_seed: int = 0
     source_lang: str | None = None
     target_lang: str | None = None
-    source_code: str | None = None
-    target_code: str | None = None
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        _check_choice("method", self.method, METHODS)
+        if self.calibration_samples is not None and self.calibration_samples < 1:
+            raise ValueError(f"calibration_samples is {self.calibration_samples}, expected 1 or more")
+        if len(given := self._given(*HOW_FAR)) > 1:
+            raise ValueError(f"{' and '.join(given)} are given, expected one of them")
+        for name in self._given("params", "size"):
+            read_quantity(name, getattr(self, name))
+        if self.speedup is not None and not (_is_number(self.speedup) and 1 < self.speedup < math.inf):
+            raise ValueError(f"speedup is {self.speedup!r}, expected a number above 1: times as fast as the source")
+        if self.method == "paper" and (given := self._given("calibration", *LAYERS, *OTHER_BUDGETS)):
+            raise ValueError(f"method is 'paper', but the paper's procedure has no {given[0]}: leave one of them out")
+        object.__setattr__(self, "_policy", self._make_policy())
+        if not self._is_one_number() and (given := self._given(*OTHER_BUDGETS)):
+            raise ValueError(
+                f"{given[0]} is one budget for all matrices: in pattern give names, or kinds that stay dense"
+            )
+
+    def policy(self) -> RankPolicy:
+        """Which rule holds for which matrix. Where the budget is no ratio, the default's 2 stands for it."""
+        return self._policy
+
+    @property
+    def budget(self) -> str:
+        """The option that sets the budget: `ratio`, `params`, `size` or `speedup`."""
+        return next(iter(self._given(*BUDGETS)), "ratio")
+
+    @property
+    def spends_budget(self) -> bool:
+        """Whether all parts are decided together under one budget (unless a study's allocation is `uniform`)."""
+        return self.method != "paper" and self._is_one_number()
+
+    @property
+    def columns(self) -> tuple[str | None, str | None]:
+        """Columns of the calibration text, or languages in its column `translation`: source and target."""
+        return split_language(self.source_lang)[0], split_language(self.target_lang)[0]
+
+    @property
+    def languages(self) -> tuple[str | None, str | None]:
+        """Source and target as given, which `set_language_codes` takes."""
+        return self.source_lang, self.target_lang
+
+    def _given(self, *names: str) -> list[str]:
+        return [name for name in names if getattr(self, name) is not None]
+
+    def _is_one_number(self) -> bool:
+        """Whether one number decides for everything that the pattern leaves open."""
+        policy = self._policy
+        return policy.default is not None and policy.default.ratio is not None and not any(policy.kinds.values())
+
+    def _make_policy(self) -> RankPolicy:
+        general = {name: getattr(self, name) for name in self._given("ratio", "rank", "energy")}
+        default = RankRule(**general) if general else None
+        whole = self._given(*OTHER_BUDGETS)  # how much it is, is not known here
+        if default is None and (whole or not (self.pattern or self._given(*LAYERS, *GROUPS))):
+            default = RankRule(ratio=2.0)
+        rules = {name: read_choice(name, choice) for name, choice in (self.pattern or {}).items()}
+        kinds = {name: rule for name, rule in rules.items() if name in KINDS}
+        return RankPolicy(default, kinds, {name: rule for name, rule in rules.items() if name not in KINDS})
+
+
+@dataclass(frozen=True)
+class StudyOptions:
+    """Switches that exist to compare ways of compressing; nobody else needs to touch them.
+
+    Attributes:
+        weighting: what errors of a matrix are weighed by: the `loss`, its `inputs` alone, or one weight a row
+            (`rows`), see `Calibration.metric`. Only the first makes errors of different matrices compare.
+        allocation: `uniform` gives every matrix the ratio, `budget` spends the parameters that the ratio leaves where
+            they spare most loss. `None` means `budget` where there is calibration and one ratio for all kinds.
+        attention_method: attention by `matrix`, each by itself, or by `product`: narrower heads. `None`: as the
+            method says.
+        ffn_method: feed-forward networks by `matrix`, or with fewer `neurons`; `None` likewise.
+        split: where Σ goes: `sigma-right` (Eq. 11) or `balanced`, √Σ to each factor.
+        group_start: a group's layer starts as the `mean` of its layers, as the `first` of them, or as the mean after
+            heads and neurons of all are `aligned` to the first, weighted by their inputs. `None`: `aligned` where the
+            layers of a LightFormer allow it, else `mean`.
+        share_layer_norms: whether the LayerNorms of new groups are shared, too.
+        group_residual_rank: r of what each depth of new groups has for itself of every matrix; `None` is nothing. It
+            leaves heads and neurons as they are.
+        refit: after truncation, regress the teacher's outputs on what every layer gets, front to back. `None`: where
+            there is calibration, and no layer is shared.
+        calibration_seed: which pairs of the calibration text are drawn.
+
+    Raises:
+        ValueError: a value is none of its choices.
+    """
+
     weighting: str = "loss"
     allocation: str | None = None
     attention_method: str | None = None
     ffn_method: str | None = None
+    split: Split = "sigma-right"
+    group_start: str | None = None
+    share_layer_norms: bool = True
+    group_residual_rank: int | None = None
     refit: bool | None = None
-    device: str = "cpu"
+    calibration_seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it is one of {', '.join(filter(None, allowed))}")
-        if self.calibration_samples is not None and self.calibration_samples < 1:
-            raise ValueError(f"calibration_samples is {self.calibration_samples}; it is 1 or more")
-        if self.encoder_groups is None and self.decoder_groups is None:
-            alone = {"share_layer_norms": not self.share_layer_norms, "group_residual_rank": self.group_residual_rank}
-            if given := [name for name, value in alone.items() if value]:
-                raise ValueError(f"{given[0]} is for layers that share: give encoder_groups or decoder_groups")
-        narrower = self.attention_method == "product" or self.ffn_method == "neurons"
-        if narrower and self.group_residual_rank:
-            raise ValueError("group_residual_rank is for matrices as wide as the source's: leave narrower ones out")
-        budgets = [name for name in BUDGETS if getattr(self, name) is not None]
-        if len(budgets) > 1:
-            raise ValueError(f"{' and '.join(budgets)} are given; one budget is enough")
-        for name in {"params", "size"} & {*budgets}:
-            quantity(name, getattr(self, name))
-        if self.paper:
-            others = ("calibration", "allocation", "attention_method", "ffn_method", "group_residual_rank", "refit")
-            others += ("encoder_layers", "decoder_layers", *OTHER_BUDGETS)
-            if given := [name for name in others if getattr(self, name)]:
-                raise ValueError(f"paper is True, but the paper's procedure has no {given[0]}: leave one of them out")
-        if self.speedup is not None and not 1 < self.speedup < math.inf:
-            raise ValueError(f"speedup is {self.speedup}, expected a number above 1: times as fast as the source")
-        if self.allocation == "budget" and not self._one_budget():
-            raise ValueError("allocation is 'budget', which needs one ratio for all kinds: give ratio alone")
-        if not self._one_budget() and (given := [name for name in OTHER_BUDGETS if getattr(self, name)]):
-            raise ValueError(f"{given[0]} is one budget for all matrices: leave rank, energy and single kinds out")
-        if self.allocation == "uniform" and {*OTHER_BUDGETS} & {*budgets}:
-            raise ValueError(f"allocation is 'uniform', which needs a ratio: leave {budgets[0]} out")
+        for name, allowed in STUDY_CHOICES.items():
+            _check_choice(name, getattr(self, name), allowed)
         if self.weighting != "loss" and not (self.allocation == "uniform" and self.refit is False):
             raise ValueError(
                 f"weighting is {self.weighting!r}, by which errors of different matrices do not compare: it needs "
                 "allocation='uniform' and refit=False"
             )
-        self.policy()
-
-    @property
-    def calibrates(self) -> bool:
-        """Whether errors are weighed by what they cost the loss, where the model allows it."""
-        return not self.paper
-
-    @property
-    def languages(self) -> tuple[str | None, str | None]:
-        """Codes of source and target of a multilingual checkpoint."""
-        return self.source_code, self.target_code
-
-    @property
-    def needs_calibration(self) -> str | None:
-        """An option given that means nothing without calibration."""
-        names = ("calibration", "refit", *OTHER_BUDGETS)
-        budget = "allocation" if self.allocation == "budget" else None
-        return next((name for name in names if getattr(self, name)), budget)
-
-    @property
-    def budget(self) -> str:
-        """The option that sets the budget."""
-        return next((name for name in BUDGETS if getattr(self, name) is not None), "ratio")
-
-    @property
-    def spends_budget(self) -> bool:
-        """Whether all parts are decided together, under one budget."""
-        return self.calibrates and self.allocation != "uniform" and self._one_budget()
-
-    def _one_budget(self) -> bool:
-        if any(self._rule(f"{kind}_") for kind in KINDS):
-            return False
-        default = self.policy().default
-        return default is not None and default.ratio is not None
-
-    def _rule(self, prefix: str) -> RankRule | None:
-        choice = {name: getattr(self, f"{prefix}{name}") for name in ("ratio", "rank", "energy")}
-        return None if all(value is None for value in choice.values()) else RankRule(**choice)
-
-    def policy(self) -> RankPolicy:
-        """The choice of ranks that these options ask for. Raises `ValueError` where a value is out of its range."""
-        default = self._rule("")
-        kinds = {kind: rule for kind in KINDS if (rule := self._rule(f"{kind}_")) is not None}
-        fields = ("encoder_layers", "decoder_layers", "encoder_groups", "decoder_groups")
-        fewer = any(getattr(self, name) is not None for name in fields)
-        whole = any(getattr(self, name) is not None for name in OTHER_BUDGETS)  # how much it is, is not known here
-        if default is None and (whole or not (kinds or self.rank_pattern or fewer)):
-            default = RankRule(ratio=2.0)
-        return RankPolicy(default, kinds, self.rank_pattern or {})
 
 
-def quantity(name: str, text: str) -> int:
-    """`20M`, `40MB`, `1.5G`, `300000` → a number. Raises `ValueError` naming the option."""
+def settle(options: CompressionOptions, study: StudyOptions | None = None) -> StudyOptions:
+    """The switches of a study together with those that the options' method sets.
+
+    `attention_method` and `ffn_method` are then `None` only where `auto` is to find out; of `paper` the allocation is
+    `uniform`, and nothing is refitted.
+
+    Raises:
+        ValueError: the two contradict each other.
+    """
+    study = study or StudyOptions()
+    switches = METHOD_SWITCHES[options.method]
+    if given := [name for name, value in switches.items() if getattr(study, name) not in (None, value)]:
+        raise ValueError(f"method is {options.method!r}, which leaves no choice of {given[0]}: leave one of them out")
+    if options.method == "paper" and study.group_residual_rank:
+        raise ValueError("method is 'paper', but the paper's procedure has no group_residual_rank: leave it out")
+    study = replace(study, **switches)
+    if options.encoder_groups is None and options.decoder_groups is None:
+        alone = {"share_layer_norms": not study.share_layer_norms, "group_residual_rank": study.group_residual_rank}
+        if given := [name for name, value in alone.items() if value]:
+            raise ValueError(f"{given[0]} is for layers that share: give encoder_groups or decoder_groups")
+    if (study.attention_method == "product" or study.ffn_method == "neurons") and study.group_residual_rank:
+        raise ValueError("group_residual_rank is for matrices as wide as the source's: leave narrower ones out")
+    if study.allocation == "budget" and not options.spends_budget:
+        raise ValueError("allocation is 'budget', which needs one ratio for all kinds: give ratio alone")
+    if study.allocation == "uniform" and options.budget in OTHER_BUDGETS:
+        raise ValueError(f"allocation is 'uniform', which needs a ratio: leave {options.budget} out")
+    return study
+
+
+def needs_calibration(options: CompressionOptions, study: StudyOptions) -> str | None:
+    """An option or a switch that is given and means nothing without calibration."""
+    if options.calibration is not None:
+        return "calibration"
+    if study.refit:
+        return "refit"
+    if options.budget in OTHER_BUDGETS:
+        return options.budget
+    return "allocation" if study.allocation == "budget" else None
+
+
+def read_quantity(name: str, text: str | float) -> int:
+    """`20M`, `40MB`, `1.5G`, `1kb`, `300000` → a number, whatever the case.
+
+    Raises:
+        ValueError: no such number, or zero; the message begins with the option's `name`.
+    """
     match = QUANTITY.fullmatch(str(text).strip())
     if match is None or not float(match[1]):
-        raise ValueError(f"{name} is {text!r}, expected a number above 0 with k, M or G behind it: 20M, 40MB")
-    return int(float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[match[2]])
+        raise ValueError(f"{name} is {text!r}, expected a number above 0, k, M or G behind it: 20M, 40MB")
+    return int(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[match[2].lower()])
+
+
+def missing_unit(text: str | float) -> str:
+    """A question for whoever wrote `40` for bytes, and maybe meant `40MB`; empty where a unit was given."""
+    match = QUANTITY.fullmatch(str(text).strip())
+    return f"{text} is a number of bytes: is {text}MB meant?" if match and not (match[2] or match[3]) else ""
+
+
+def read_choice(name: str, choice: str | int | None) -> RankRule | None:
+    """The rule that one value of `pattern` stands for: `64`, `4x`, `90%`, and `dense` for none.
+
+    Raises:
+        ValueError: it is none of them, or out of range; the message names `name` and the value.
+    """
+    if choice is None or choice == "dense":
+        return None
+    match = None if isinstance(choice, bool) else CHOICE.fullmatch(str(choice).strip())
+    if match is None:
+        raise ValueError(
+            f"pattern {name!r} is {choice!r}, expected a rank (64), a ratio (4x), an energy (90%) or dense"
+        )
+    rank, ratio, energy = match.groups()
+    try:
+        if rank is not None:
+            return RankRule(rank=int(rank))
+        return RankRule(ratio=float(ratio)) if ratio is not None else RankRule(energy=float(energy) / 100)
+    except ValueError as error:
+        raise ValueError(f"pattern {name!r} is {choice!r}: {error}") from None
+
+
+def read_pattern(items: list[str]) -> Mapping[str, str]:
+    """`["fc1=64", "ffn=4x"]` → `{"fc1": "64", "ffn": "4x"}`, as the command line has patterns.
+
+    Raises:
+        ValueError: an item without `=`, or a name that stands twice.
+    """
+    pattern: dict[str, str] = {}
+    for item in items:
+        name, separator, choice = item.rpartition("=")
+        if not (separator and name):
+            raise ValueError(f"pattern is {item!r}, expected NAME=CHOICE, such as ffn=4x or fc1=dense")
+        if name in pattern:
+            raise ValueError(f"pattern has {name!r} twice: leave one of them out")
+        pattern[name] = choice
+    return pattern
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str | None, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(filter(None, allowed))}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -93,7 +93,7 @@ class CompressionReport:
         family: `model_type` of the source.
         architecture: `model_type` of the result.
         auto_class: the Auto class that loads the result.
-        options: the options that were set.
+        options: the options that were set, and the switches of a study.
         calibration: the text that errors were weighed on; `None`: all entries of a matrix alike.
         calibrated_on: fingerprints of its sentences, so that an evaluation can tell whether it sees them again.
         estimated_speedup: how many times as fast as the teacher, where that was asked for: on the machine of the

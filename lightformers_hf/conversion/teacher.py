@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 
 from .. import models
 from ..files import TOKENIZER_FILES
+from ..languages import set_language_codes
 from ..loading import load_tensors, skeleton, stored_tensors
 from ..models.configuration_lightformer import LightFormerConfig
 from ..models.matrices import LowRankEmbedding, LowRankLinear, LowRankOutput
-from ..text import set_language_codes
 from .checkpoint import CheckpointReader
 from .families import canonical_name, family_of, own_config
 from .sharing.alignment import Linear

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightformers_hf.conversion import convert
+from lightformers_hf import convert
 from lightformers_hf.evaluation.quality import translation_quality
 from lightformers_hf.evaluation.speed import speed_ratio, tokens_per_second, typical_sentences
 from lightformers_hf.text import load_parallel
@@ -71,7 +71,7 @@ def run_demo(
         ),
         "compressed": (
             f"Compress it by truncated SVD at ratio {settings.ratio:g}",
-            lambda folder: convert(teacher, folder, ratio=settings.ratio, paper=True),
+            lambda folder: convert(teacher, folder, ratio=settings.ratio, method="paper"),
         ),
         "calibrated": (
             "Compress it as far, weighing errors on sample sentences",

@@ -52,7 +52,7 @@ def evaluated(folder, parameters, **options):
 
 def test_what_was_made_of_what(source, tmp_path):
     report = convert(
-        source, tmp_path / "light", rank=5, rank_pattern={"fc1|fc2": 3}, encoder_groups=1, paper=True, progress=False
+        source, tmp_path / "light", rank=5, pattern={"fc1|fc2": 3}, encoder_groups=1, method="paper", progress=False
     )
     card = ModelCard.load(tmp_path / "light" / "README.md")
     assert card.data.to_dict() == {
@@ -78,7 +78,7 @@ def test_what_was_made_of_what(source, tmp_path):
 
 
 def test_the_hub_reads_the_results(source, tmp_path):
-    report = plan(source, rank=5, paper=True, progress=False)
+    report = plan(source, rank=5, method="paper", progress=False)
     first = evaluated(tmp_path, 5000, teacher="/home/someone/opus-mt-de-en")
     second = evaluated(tmp_path, 5000, data="/home/someone/other.jsonl")
     card = ModelCard(model_card(FACTS, report, name="alice/light", steps=2000, results=[first, second]))
@@ -126,7 +126,7 @@ def test_a_model_that_was_not_compressed():
 )
 def test_foreign_text_stays_text(source, tmp_path, text):
     """It neither ends what it stands in nor becomes markup, metadata or a template."""
-    report = plan(source, rank=5, paper=True, progress=False)
+    report = plan(source, rank=5, method="paper", progress=False)
     plain = model_card(FACTS, report, name="alice/light", results=[evaluated(tmp_path, 50, teacher="teacher")])
     foreign = {"license": text, "language": [text], "pipeline_tag": text, "base_model": text}
     report = replace(

@@ -11,10 +11,10 @@ from conversion.teachers import TEACHERS, batch, make_teacher
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from lightformers_hf import convert, plan
+from lightformers_hf import StudyOptions, convert, plan
 from lightformers_hf.models import LightFormerForConditionalGeneration
 
-DENSE = {"rank_pattern": {".*": None}}
+DENSE = {"pattern": {".*": None}}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,9 @@ def dense_matrix(state, module):
 @pytest.mark.parametrize("split", ["sigma-right", "balanced"])
 def test_every_factorized_matrix_is_the_best_of_its_rank(teachers, tmp_path, name, split):
     folder, teacher = teachers(name)
-    report = convert(folder, tmp_path / "out", ratio=1.6, split=split, paper=True, progress=False)
+    report = convert(
+        folder, tmp_path / "out", ratio=1.6, study=StudyOptions(split=split), method="paper", progress=False
+    )
     source, state = teacher.state_dict(), tensors(tmp_path / "out")
     factorized = [matrix for matrix in report.matrices if matrix.size is not None]
     assert len(factorized) == len(report.matrices)
@@ -84,7 +86,7 @@ def test_every_factorized_matrix_is_the_best_of_its_rank(teachers, tmp_path, nam
 
 def test_the_first_factor_is_orthonormal_and_the_zero_padding_row_stays_zero(teachers, tmp_path):
     folder, teacher = teachers("marian")
-    convert(folder, tmp_path / "out", rank=4, paper=True, progress=False)
+    convert(folder, tmp_path / "out", rank=4, method="paper", progress=False)
     state = tensors(tmp_path / "out")
     u = state["model.encoder.layers.0.fc1.u.weight"]
     torch.testing.assert_close(u @ u.T, torch.eye(4), atol=1e-5, rtol=0)
@@ -94,7 +96,14 @@ def test_the_first_factor_is_orthonormal_and_the_zero_padding_row_stays_zero(tea
 @pytest.mark.parametrize("start", ["mean", "first"])
 def test_a_group_starts_as_the_mean_or_the_first_of_its_layers(teachers, tmp_path, start):
     folder, teacher = teachers("bart")
-    convert(folder, tmp_path / "out", encoder_groups=2, decoder_groups=1, group_start=start, progress=False)
+    convert(
+        folder,
+        tmp_path / "out",
+        encoder_groups=2,
+        decoder_groups=1,
+        study=StudyOptions(group_start=start),
+        progress=False,
+    )
     source, state = teacher.state_dict(), tensors(tmp_path / "out")
     assert not any(".layers.2." in name for name in state)
     for leaf in ("fc1.weight", "self_attn.q_proj.bias", "final_layer_norm.weight"):
@@ -108,12 +117,12 @@ def test_a_group_starts_as_the_mean_or_the_first_of_its_layers(teachers, tmp_pat
 
 def test_a_lightformer_is_compressed_further(teachers, tmp_path):
     folder, _ = teachers("marian")
-    convert(folder, tmp_path / "once", rank=6, paper=True, progress=False)
-    convert(tmp_path / "once", tmp_path / "same", rank=7, paper=True, encoder_groups=None, progress=False)
+    convert(folder, tmp_path / "once", rank=6, method="paper", progress=False)
+    convert(tmp_path / "once", tmp_path / "same", rank=7, method="paper", encoder_groups=None, progress=False)
     once, same = tensors(tmp_path / "once"), tensors(tmp_path / "same")
     assert once.keys() == same.keys()
     assert all(torch.equal(once[name], same[name]) for name in once)  # a larger rank changes nothing
-    report = convert(tmp_path / "once", tmp_path / "twice", rank=3, paper=True, encoder_groups=2, progress=False)
+    report = convert(tmp_path / "once", tmp_path / "twice", rank=3, method="paper", encoder_groups=2, progress=False)
     twice = tensors(tmp_path / "twice")
     first, second = (dense_matrix(once, f"model.encoder.layers.{layer}.fc2") for layer in (0, 1))
     mean = (first + second) / 2
@@ -127,10 +136,13 @@ def test_each_matrix_has_the_rank_that_was_asked_for(teachers, tmp_path):
     report = convert(
         folder,
         tmp_path / "out",
-        attention_rank=5,
-        ffn_energy=0.7,
-        rank_pattern={r"decoder\.layers\.1\.fc1": 3, "encoder.layers.0.self_attn.q_proj": None},
-        paper=True,
+        pattern={
+            "attention": 5,
+            "ffn": "70%",
+            r"decoder\.layers\.1\.fc1": 3,
+            "encoder.layers.0.self_attn.q_proj": "dense",
+        },
+        method="paper",
         progress=False,
     )
     ranks = {matrix.name: matrix.size for matrix in report.matrices}
@@ -173,7 +185,7 @@ def test_half_precision_stays_half_precision(teachers, tmp_path):
     half = type(teacher)(teacher.config)
     half.load_state_dict(teacher.state_dict())
     half.to(torch.bfloat16).save_pretrained(tmp_path / "half")
-    convert(tmp_path / "half", tmp_path / "out", rank=4, paper=True, progress=False)
+    convert(tmp_path / "half", tmp_path / "out", rank=4, method="paper", progress=False)
     assert {tensor.dtype for tensor in tensors(tmp_path / "out").values()} == {torch.bfloat16}
     assert AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
@@ -183,10 +195,10 @@ def test_sharded_and_pickled_sources_give_the_same_result(teachers, tmp_path):
     teacher.save_pretrained(tmp_path / "shards", max_shard_size="10KB")
     teacher.config.save_pretrained(tmp_path / "pickle")
     torch.save(teacher.state_dict(), tmp_path / "pickle" / "pytorch_model.bin")
-    convert(folder, tmp_path / "expected", rank=4, paper=True, progress=False)
+    convert(folder, tmp_path / "expected", rank=4, method="paper", progress=False)
     expected = tensors(tmp_path / "expected")
     for kind in ("shards", "pickle"):
-        convert(tmp_path / kind, tmp_path / f"out-{kind}", rank=4, paper=True, progress=False)
+        convert(tmp_path / kind, tmp_path / f"out-{kind}", rank=4, method="paper", progress=False)
         actual = tensors(tmp_path / f"out-{kind}")
         assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
@@ -194,8 +206,8 @@ def test_sharded_and_pickled_sources_give_the_same_result(teachers, tmp_path):
 def test_a_checkpoint_of_the_base_class_has_no_prefix(teachers, tmp_path):
     folder, teacher = teachers("bart")
     teacher.model.save_pretrained(tmp_path / "base")
-    convert(tmp_path / "base", tmp_path / "out", rank=4, paper=True, progress=False)
-    convert(folder, tmp_path / "expected", rank=4, paper=True, progress=False)
+    convert(tmp_path / "base", tmp_path / "out", rank=4, method="paper", progress=False)
+    convert(folder, tmp_path / "expected", rank=4, method="paper", progress=False)
     actual, expected = tensors(tmp_path / "out"), tensors(tmp_path / "expected")
     assert all(torch.equal(actual[name], expected[name]) for name in expected if name != "final_logits_bias")
 
@@ -245,14 +257,14 @@ def set_value(name, value):
 def test_broken_tensors_are_named(teachers, tmp_path, change, message):
     folder = broken(teachers, tmp_path, change)
     with pytest.raises(ValueError, match=message):
-        convert(folder, tmp_path / "out", rank=4, paper=True, progress=False)
+        convert(folder, tmp_path / "out", rank=4, method="paper", progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
 
 
 def test_a_tie_that_the_tensors_contradict_is_an_error(teachers, tmp_path):
     folder = broken(teachers, tmp_path, lambda state: state.update({"lm_head.weight": torch.ones(60, 16)}))
     with pytest.raises(ValueError, match=r"lm_head.weight and model.shared.weight .* differ"):
-        convert(folder, tmp_path / "out", rank=4, paper=True, progress=False)
+        convert(folder, tmp_path / "out", rank=4, method="paper", progress=False)
 
 
 @pytest.mark.parametrize(
@@ -266,9 +278,7 @@ def test_a_tie_that_the_tensors_contradict_is_an_error(teachers, tmp_path):
         ({"ratio": 2.0, "rank": 4}, "ratio|one"),
         ({"encoder_groups": 3}, r"encoder_groups is 3, but 4 layers .*\[1, 2, 4\]"),
         ({"decoder_groups": 0}, "decoder_groups is 0"),
-        ({"rank_pattern": {"fc3": 4}}, "'fc3' matches no matrix"),
-        ({"group_start": "median"}, "group_start"),
-        ({"split": "left"}, "split"),
+        ({"pattern": {"fc3": 4}}, "'fc3' matches no matrix"),
     ],
 )
 def test_options_out_of_range_are_named(teachers, tmp_path, options, message):
@@ -302,16 +312,16 @@ def test_an_output_that_is_not_empty_is_kept_unless_overwritten(teachers, tmp_pa
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("x")
     with pytest.raises(FileExistsError, match="overwrite"):
-        convert(folder, tmp_path / "out", rank=4, paper=True, progress=False)
+        convert(folder, tmp_path / "out", rank=4, method="paper", progress=False)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
-    convert(folder, tmp_path / "out", rank=4, paper=True, overwrite=True, progress=False)
+    convert(folder, tmp_path / "out", rank=4, method="paper", overwrite=True, progress=False)
     assert not (tmp_path / "out" / "precious").exists()
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_killed_while_writing_leaves_the_old_output(teachers, tmp_path):
     folder, _ = teachers("bart")
-    convert(folder, tmp_path / "out", rank=4, paper=True, progress=False)
+    convert(folder, tmp_path / "out", rank=4, method="paper", progress=False)
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     script = (
         "import importlib, sys, time\n"

@@ -8,10 +8,10 @@ from transformers import AutoTokenizer, M2M100Tokenizer, MBartForConditionalGene
 
 from lightformers_hf import convert, translate
 from lightformers_hf.evaluation.evaluate import evaluate_model
+from lightformers_hf.languages import set_language_codes
 from lightformers_hf.loading import load_model, load_teacher
-from lightformers_hf.text import set_language_codes
 
-CODES = {"source_code": "de_DE", "target_code": "fr_XX"}
+CODES = {"source_lang": "de=de_DE", "target_lang": "en=fr_XX"}
 
 
 @pytest.fixture
@@ -23,8 +23,16 @@ def data(tmp_path, parallel_sentences):
 
 @pytest.mark.parametrize("how", ["paper", "own text", "text"])
 def test_the_result_keeps_its_languages(tiny_mbart50, data, tmp_path, how):
-    given = {"calibration": data, "source_lang": "de", "target_lang": "en"} if how == "text" else {}
-    convert(tiny_mbart50, tmp_path / "light", ratio=1.2, paper=how == "paper", progress=False, **given, **CODES)
+    given = {"calibration": data} if how == "text" else {}
+    convert(
+        tiny_mbart50,
+        tmp_path / "light",
+        ratio=1.2,
+        method="paper" if how == "paper" else "auto",
+        progress=False,
+        **given,
+        **CODES,
+    )
     model, tokenizer = load_model(tmp_path / "light")
     de, fr, eos = tokenizer.convert_tokens_to_ids(["de_DE", "fr_XX", "</s>"])
     tokens = tokenizer("Zwei Hunde", text_target="Two dogs")
@@ -50,29 +58,28 @@ def test_its_teacher_is_asked_for_the_same_languages(tiny_mbart50, data, tmp_pat
 
 
 def test_a_text_of_two_languages_needs_their_codes(tiny_mbart50, data, tmp_path):
-    given = {"calibration": data, "source_lang": "de", "target_lang": "en"}
-    with pytest.raises(ValueError, match="many languages: give source_code and target_code"):
-        convert(tiny_mbart50, tmp_path / "light", ratio=1.2, progress=False, **given)
+    with pytest.raises(ValueError, match="many languages: give source_lang and target_lang"):
+        convert(tiny_mbart50, tmp_path / "light", ratio=1.2, progress=False, calibration=data)
     assert not (tmp_path / "light").exists()
 
 
 @pytest.mark.parametrize(
     ("codes", "message"),
     [
-        ({"source_code": "de_DE"}, "go together"),
-        ({"source_code": "de", "target_code": "en_XX"}, "source_code is 'de', which .* does not know"),
-        ({"source_code": "de_DE", "target_code": "en_X"}, "target_code is 'en_X'.* en_XX"),
+        ({"source_lang": "de_DE"}, "go together"),
+        ({"source_lang": "de", "target_lang": "en_XX"}, "source_lang is 'de', which .* does not know.*COLUMN=CODE"),
+        ({"source_lang": "de=de_DE", "target_lang": "en=en_X"}, "target_lang is 'en_X'.* en_XX"),
     ],
 )
 def test_codes_that_cannot_be(tiny_mbart50, tmp_path, codes, message):
     with pytest.raises(ValueError, match=message):
-        convert(tiny_mbart50, tmp_path / "light", paper=True, ratio=1.2, progress=False, **codes)
+        convert(tiny_mbart50, tmp_path / "light", method="paper", ratio=1.2, progress=False, **codes)
     assert not (tmp_path / "light").exists()
 
 
 def test_a_checkpoint_of_one_pair_takes_no_codes(tiny_marian, tmp_path):
     with pytest.raises(ValueError, match="with a multilingual tokenizer only"):
-        convert(tiny_marian, tmp_path / "light", paper=True, ratio=1.2, progress=False, **CODES)
+        convert(tiny_marian, tmp_path / "light", method="paper", ratio=1.2, progress=False, **CODES)
 
 
 def test_codes_that_are_no_tokens(tmp_path):

@@ -83,4 +83,4 @@ def test_layers_that_share_weights_are_refused(tiny_marian, tmp_path):
 
 def test_the_papers_procedure_leaves_no_layers_out(tiny_marian, tmp_path):
     with pytest.raises(ValueError, match="no encoder_layers"):
-        convert(tiny_marian, tmp_path / "light", encoder_layers=1, paper=True, ratio=2, progress=False)
+        convert(tiny_marian, tmp_path / "light", encoder_layers=1, method="paper", ratio=2, progress=False)

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForSeq2SeqLM
 
 import lightformers_hf
-from lightformers_hf import convert
+from lightformers_hf import StudyOptions, convert
 from lightformers_hf.conversion.statistics.moments import Moments
 from lightformers_hf.conversion.statistics.shelf import Shelf
 from lightformers_hf.conversion.workers import in_workers
@@ -71,10 +71,10 @@ HEAVY = ("_linalg_eigh", "linalg_cholesky_ex", "_linalg_svd", "linalg_solve_tria
 @pytest.mark.parametrize(
     "options",
     [
-        {"ratio": 2.0, "paper": True},
+        {"ratio": 2.0, "method": "paper"},
         {"ratio": 3.0, "calibration": "TEXT"},
-        {"ratio": 3.0, "calibration": "TEXT", "attention_method": "product", "ffn_method": "neurons"},
-        {"ratio": 2.0, "calibration": "TEXT", "encoder_groups": 1, "group_residual_rank": 2},
+        {"ratio": 3.0, "calibration": "TEXT", "method": "narrow"},
+        {"ratio": 2.0, "calibration": "TEXT", "encoder_groups": 1, "study": StudyOptions(group_residual_rank=2)},
     ],
 )
 def test_everything_is_computed_on_the_device(tiny_marian, text, tmp_path, monkeypatch, options):
@@ -101,7 +101,7 @@ import os, sys
 from lightformers_hf import convert
 from lightformers_hf.conversion.forms import parts
 tiny, text, output = sys.argv[1:]
-convert(tiny, f"{output}/paper", ratio=2, paper=True, progress=False)
+convert(tiny, f"{output}/paper", ratio=2, method="paper", progress=False)
 convert(tiny, f"{output}/calibrated", ratio=3, calibration=text, progress=False)
 decompose = parts.decompose
 def broken(weight, *, name, rank=None):
@@ -114,7 +114,7 @@ try:
 except Exception as error:
     # One write each, so that lines of two processes stay apart.
     print(f"process {os.environ['RANK']}: {error}\\n", end="", flush=True)
-convert(tiny, f"{output}/paper", ratio=2, paper=True, progress=False)
+convert(tiny, f"{output}/paper", ratio=2, method="paper", progress=False)
 """
 
 
@@ -141,7 +141,7 @@ def test_two_processes_give_what_one_gives(tiny_marian, text, tmp_path):
     assert all("out of memory at " in message for message in messages)
     assert {path.name for path in (tmp_path / "two").iterdir()} == {"paper", "calibrated"}
 
-    convert(tiny_marian, tmp_path / "one" / "paper", ratio=2, paper=True, progress=False)
+    convert(tiny_marian, tmp_path / "one" / "paper", ratio=2, method="paper", progress=False)
     convert(tiny_marian, tmp_path / "one" / "calibrated", ratio=3, calibration=text, progress=False)
     one, two = ((tmp_path / name / "paper" / "model.safetensors").read_bytes() for name in ("one", "two"))
     assert one == two

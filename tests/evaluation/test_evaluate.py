@@ -8,7 +8,7 @@ import pytest
 import sacrebleu
 from rich.console import Console
 
-from lightformers_hf import convert
+from lightformers_hf import StudyOptions, convert
 from lightformers_hf.cli import main
 from lightformers_hf.evaluation.evaluate import evaluate_model
 from lightformers_hf.evaluation.translate import translate
@@ -114,7 +114,7 @@ def test_warns_of_sentences_that_the_conversion_was_calibrated_on(
     pairs = [pair if seen else {"de": pair["de"][::-1], "en": pair["en"]} for pair in parallel_sentences]
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"translation": pair}) + "\n" for pair in pairs))
-    convert(tiny_marian, tmp_path / "light", calibration=str(text), refit=False, progress=False)
+    convert(tiny_marian, tmp_path / "light", calibration=str(text), study=StudyOptions(refit=False), progress=False)
     options = ("--num-beams", "1", "--max-new-tokens", "5", "--no-speed")
     assert lightformers("evaluate", tmp_path / "light", "--data", data, *options)[0] == 0
     assert (f"{len(pairs)} of the {len(pairs)} sentences" in caplog.text) == seen

@@ -45,7 +45,7 @@ def test_compares_and_continues(tmp_path, tiny_marian, parallel_sentences):
     for row in rows:
         report = tmp_path / "runs" / f"ratio-{row['ratio']:g}-{row['method']}" / "model" / "compression.json"
         assert row["parameters"] == json.loads(report.read_text())["parameters_after"]
-        assert bool(json.loads(report.read_text())["options"].get("paper")) == (row["method"] == "paper")
+        assert (json.loads(report.read_text())["options"].get("method") == "paper") == (row["method"] == "paper")
     for picture in ("results.png", "results-dark.png"):
         assert (tmp_path / "runs" / picture).stat().st_size > 10_000
 

@@ -287,7 +287,7 @@ def test_the_command_line_prints_one_message_and_fails(base, tmp_path, monkeypat
 
 
 def test_a_report_of_compression_stays_with_what_was_compressed(base, tmp_path, tiny_marian):
-    convert(tiny_marian, tmp_path / "light", rank=5, paper=True, progress=False)
+    convert(tiny_marian, tmp_path / "light", rank=5, method="paper", progress=False)
     options = base | {"model_name_or_path": tmp_path / "light", "max_steps": 1}
     script.main(command(options))
     script.main(command(options, from_scratch=True, output_dir=tmp_path / "scratch"))

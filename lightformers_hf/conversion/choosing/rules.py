@@ -1,19 +1,20 @@
 """How ranks are chosen: a ratio (LightFormer, Eq. 12), a fixed rank, or a share of the energy; by kind and by name.
 
-W is m×n, its factors m×r and r×n: mn parameters become r(m+n).
+W is m×n, its factors m×r and r×n: mn parameters become r(m+n). Importing this file imports no torch: options are
+checked by it before anything is loaded.
 """
 
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from ...models.matrices import pattern_matches
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KINDS = ("embedding", "attention", "ffn")
 
@@ -37,7 +38,7 @@ def rank_for_energy(singular_values: Tensor, energy: float) -> int:
     _check_energy(energy)
     held = singular_values.double().square().cumsum(0)
     # Compared with the last entry and not with 1, so that energy 1 is reached in spite of rounding.
-    return int(torch.searchsorted(held, energy * held[-1]).item()) + 1
+    return int((held < energy * held[-1]).sum()) + 1
 
 
 def worth_factorizing(m: int, n: int, rank: int) -> bool:
@@ -69,8 +70,8 @@ class RankRule:
             raise ValueError(f"expected exactly one of ratio, rank and energy, found {found}")
         if self.ratio is not None:
             _check_ratio(self.ratio)
-        if self.rank is not None and self.rank < 1:
-            raise ValueError(f"rank is {self.rank}, expected 1 or more")
+        if self.rank is not None and not (isinstance(self.rank, numbers.Integral) and self.rank >= 1):
+            raise ValueError(f"rank is {self.rank!r}, expected a whole number, 1 or more")
         if self.energy is not None:
             _check_energy(self.energy)
 
@@ -117,39 +118,42 @@ class RankPolicy:
 
     Attributes:
         default: the rule for kinds without their own; None leaves them dense.
-        kinds: rules of `embedding`, `attention` and `ffn`.
-        rank_pattern: pattern → rank, or None for dense.
+        kinds: rules of `embedding`, `attention` and `ffn`; None leaves a kind dense.
+        names: pattern → rule, or None for dense.
 
     Raises:
-        ValueError: an unknown kind, a rank below 1, or a pattern that is no regular expression.
+        ValueError: an unknown kind, or a pattern that is no regular expression.
     """
 
     default: RankRule | None = None
-    kinds: dict[str, RankRule] = field(default_factory=dict)
-    rank_pattern: dict[str, int | None] = field(default_factory=dict)
+    kinds: dict[str, RankRule | None] = field(default_factory=dict)
+    names: dict[str, RankRule | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if unknown := set(self.kinds) - set(KINDS):
             raise ValueError(f"unknown kind {sorted(unknown)[0]!r}, expected one of {', '.join(KINDS)}")
-        for pattern, rank in self.rank_pattern.items():
-            if rank is not None and rank < 1:
-                raise ValueError(f"rank_pattern {pattern!r}: rank is {rank}, expected 1 or more, or null for dense")
+        for pattern in self.names:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"rank_pattern {pattern!r} is not a regular expression: {error}") from None
+                raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from None
 
     @property
     def compresses(self) -> bool:
         """Whether any matrix may get smaller."""
-        return bool(self.default or self.kinds or any(rank is not None for rank in self.rank_pattern.values()))
+        return any((self.default, *self.kinds.values(), *self.names.values()))
 
     def rule(self, name: str, kind: str) -> RankRule | None:
         """The rule for one matrix; None where it stays dense."""
-        for pattern, rank in self.rank_pattern.items():
-            if pattern_matches(pattern, name):
-                return None if rank is None else RankRule(rank=rank)
+        for pattern, rule in self.names.items():
+            if _matches(pattern, name):
+                return rule
         return self.kinds.get(kind, self.default)
+
+    def settles(self, name: str, kind: str) -> bool:
+        """Whether a budget has no say in a matrix: its name has a rule, or its kind stays dense."""
+        dense_kind = kind in self.kinds and self.kinds[kind] is None
+        return dense_kind or any(_matches(pattern, name) for pattern in self.names)
 
     def needs_spectrum(self, name: str, kind: str) -> bool:
         """Whether `choose` needs the matrix's singular values."""
@@ -164,14 +168,20 @@ class RankPolicy:
     def unused_patterns(self, names: Iterable[str]) -> list[str]:
         """The patterns that fit none of the module names."""
         names = list(names)
-        return [pattern for pattern in self.rank_pattern if not any(pattern_matches(pattern, name) for name in names)]
+        return [pattern for pattern in self.names if not any(_matches(pattern, name) for name in names)]
+
+
+def _matches(pattern: str, name: str) -> bool:
+    from ...models.matrices import pattern_matches  # which imports torch
+
+    return pattern_matches(pattern, name)
 
 
 def _check_ratio(ratio: float) -> None:
-    if not 1 < ratio < math.inf:
-        raise ValueError(f"ratio is {ratio}, expected a number above 1: dense parameters / kept parameters")
+    if not (isinstance(ratio, numbers.Real) and 1 < ratio < math.inf):
+        raise ValueError(f"ratio is {ratio!r}, expected a number above 1: dense parameters / kept parameters")
 
 
 def _check_energy(energy: float) -> None:
-    if not 0 < energy <= 1:
-        raise ValueError(f"energy is {energy}, expected a share above 0 and at most 1")
+    if not (isinstance(energy, numbers.Real) and 0 < energy <= 1):
+        raise ValueError(f"energy is {energy!r}, expected a share above 0 and at most 1")

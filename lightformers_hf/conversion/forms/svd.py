@@ -18,13 +18,12 @@ So there are two routes:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Split = Literal["sigma-right", "balanced"]
-SPLITS = get_args(Split)
+from ..options import SPLITS, Split
 
 # Share of the discarded energy that the fast route may lose: half of it is the relative excess of the error.
 TOLERATED_LOSS = 2e-6

@@ -8,8 +8,6 @@ import torch
 
 from ...models.layer_sharing import group_of_depth
 
-GROUP_STARTS = (None, "aligned", "mean", "first")
-
 
 def source_names(name: str, source, target) -> list[str]:
     """Names of the source's tensors that the target's tensor `name` is made of, one for every depth it serves.

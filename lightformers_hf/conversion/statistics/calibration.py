@@ -299,20 +299,21 @@ def parallel_batches(
     return [{name: batch[name] for name in names} for batch in batches]
 
 
-def sample_pairs(tokenizer: PreTrainedTokenizerBase, options: CompressionOptions) -> Dataset:
-    """So many random pairs of the text that `options` name (see `load_parallel`).
+def sample_pairs(tokenizer: PreTrainedTokenizerBase, options: CompressionOptions, seed: int = 0) -> Dataset:
+    """So many random pairs of the text that `options` name (see `load_parallel`); `seed` says which.
 
     Raises:
         ValueError: fewer pairs than asked for.
     """
     data, samples = options.calibration, options.calibration_samples
+    source, target = options.columns
     pairs = load_parallel(
         data,
-        source=options.source_lang or getattr(tokenizer, "source_lang", None) or "source",
-        target=options.target_lang or getattr(tokenizer, "target_lang", None) or "target",
+        source=source or getattr(tokenizer, "source_lang", None) or "source",
+        target=target or getattr(tokenizer, "target_lang", None) or "target",
     )
     if samples is not None and len(pairs) < samples:
         raise ValueError(
             f"{data} holds {len(pairs)} pairs, calibration_samples is {samples}: give more text, or ask for fewer"
         )
-    return pairs.shuffle(seed=options.calibration_seed).select(range(min(samples or SAMPLES, len(pairs))))
+    return pairs.shuffle(seed=seed).select(range(min(samples or SAMPLES, len(pairs))))

@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..options import CompressionOptions
 from ..teacher import Teacher
 from ..workers import own_share
 from .calibration import BATCH
@@ -26,19 +25,20 @@ SOURCES, SHORTEST, LONGEST = 256, 5, 30
 
 
 def synthetic_batches(
-    model: PreTrainedModel, teacher: Teacher, options: CompressionOptions, *, progress: bool
+    model: PreTrainedModel, teacher: Teacher, samples: int | None, seed: int, *, progress: bool
 ) -> list[dict[str, Tensor]]:
     """This process's batches as `Calibration` takes them, from the teacher alone.
 
     Args:
         model: the teacher in fp32, on the device where it is to run.
-        options: give `calibration_samples` and `calibration_seed`.
+        samples: sources; `None` means 256.
+        seed: which ones.
     """
     tokenizer = teacher.tokenizer() if teacher.has_tokenizer else None
     frequencies = token_frequencies(tokenizer, model.config)
-    generator = torch.Generator().manual_seed(options.calibration_seed)
+    generator = torch.Generator().manual_seed(seed)
     longest = min(LONGEST, model.config.max_position_embeddings - 2)
-    number = options.calibration_samples or SOURCES
+    number = samples or SOURCES
     lengths = torch.randint(min(SHORTEST, longest), longest + 1, (number,), generator=generator).sort().values
     drawn = [
         [torch.multinomial(frequencies, int(n), True, generator=generator).tolist() for n in some]

@@ -160,9 +160,9 @@ def benchmark_conversion(shapes: Shapes, *, runs: int = 3, samples: int | None =
 # Run in a process of its own, so that nothing but the conversion is in its memory.
 _CONVERT = """
 import sys
-from lightformers_hf.conversion import convert
+from lightformers_hf import convert
 from lightformers_hf.evaluation.memory import peak_memory
-convert(sys.argv[1], sys.argv[2], ratio=float(sys.argv[3]), paper=True, progress=False)
+convert(sys.argv[1], sys.argv[2], ratio=float(sys.argv[3]), method="paper", progress=False)
 print(peak_memory())
 """
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, BertConfig, BertModel, MarianConfig, MarianMTModel
 
-from lightformers_hf import convert
+from lightformers_hf import StudyOptions, convert
 from lightformers_hf.conversion import compress
 from lightformers_hf.conversion.choosing import latency as module
 from lightformers_hf.conversion.choosing import machine as products
@@ -273,7 +273,7 @@ def test_a_speedup_is_a_budget_of_time(machine, tiny_marian, tmp_path, monkeypat
     for kind in ("lightformer", "marian"):
         machine.overheads[f"{kind}, {config.vocab_size} tokens"] = [100.0, 10.0, 1.0, 1.0]
     monkeypatch.setattr(compress, "sentence_costs", partial(sentence_costs, machine=machine))
-    report = convert(tiny_marian, tmp_path / "light", speedup=1.5, refit=False, progress=False)
+    report = convert(tiny_marian, tmp_path / "light", speedup=1.5, study=StudyOptions(refit=False), progress=False)
     assert report.estimated_speedup == pytest.approx(1.5, rel=0.1)
     light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light")
     estimate = model_cost(config, machine=machine) / model_cost(light, machine=machine)

@@ -69,7 +69,7 @@ def test_energy_of_known_spectra():
         ({"ratio": 0.5}, "ratio is 0.5"),
         ({"ratio": float("nan")}, "ratio is nan"),
         ({"ratio": float("inf")}, "ratio is inf"),
-        ({"rank": 0}, "rank is 0, expected 1 or more"),
+        ({"rank": 0}, "rank is 0, expected a whole number, 1 or more"),
         ({"rank": -3}, "rank is -3"),
         ({"energy": 0.0}, "energy is 0.0, expected a share above 0"),
         ({"energy": 1.01}, "energy is 1.01"),
@@ -108,7 +108,12 @@ def test_only_energy_needs_the_spectrum():
 POLICY = RankPolicy(
     RankRule(rank=10),
     {"embedding": RankRule(energy=0.5)},
-    {r"encoder\.layers\.\d+\.self_attn\.[qk]_proj": 3, "fc1": None, "fc.": 7, "proj": 5},
+    {
+        r"encoder\.layers\.\d+\.self_attn\.[qk]_proj": RankRule(rank=3),
+        "fc1": None,
+        "fc.": RankRule(rank=7),
+        "proj": RankRule(rank=5),
+    },
 )
 
 
@@ -140,6 +145,14 @@ def test_without_default_other_kinds_stay_dense():
     assert policy.choose("q_proj", "attention", 64, 64) is None
 
 
+def test_a_budget_has_no_say_in_names_and_dense_kinds():
+    policy = RankPolicy(RankRule(ratio=2), {"embedding": None, "ffn": RankRule(rank=4)}, {"fc1": RankRule(rank=3)})
+    assert policy.settles("shared", "embedding")
+    assert policy.settles("encoder.layers.0.fc1", "ffn")
+    assert not policy.settles("encoder.layers.0.fc2", "ffn")
+    assert not policy.settles("encoder.layers.0.self_attn.q_proj", "attention")
+
+
 def test_patterns_that_fit_nothing_are_reported():
     assert POLICY.unused_patterns(["encoder.layers.0.fc2", "encoder.layers.0.proj"]) == [
         r"encoder\.layers\.\d+\.self_attn\.[qk]_proj",
@@ -151,8 +164,7 @@ def test_patterns_that_fit_nothing_are_reported():
     ("policy", "message"),
     [
         ({"kinds": {"norm": RankRule(rank=2)}}, "unknown kind 'norm'"),
-        ({"rank_pattern": {"fc1": 0}}, "rank_pattern 'fc1': rank is 0"),
-        ({"rank_pattern": {"fc(": 4}}, "is not a regular expression"),
+        ({"names": {"fc(": RankRule(rank=4)}}, "pattern 'fc\\(' is not a regular expression"),
     ],
 )
 def test_a_policy_out_of_range_is_refused(policy, message):

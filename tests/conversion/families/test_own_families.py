@@ -76,7 +76,7 @@ def logits(model) -> torch.Tensor:
 def test_every_matrix_is_truncated(case, tmp_path):
     """The result computes what the teacher computes with its matrices replaced by their best approximations."""
     teacher = make_teacher(case, tmp_path / "teacher")
-    report = convert(tmp_path / "teacher", tmp_path / "light", rank=3, paper=True, progress=False)
+    report = convert(tmp_path / "teacher", tmp_path / "light", rank=3, method="paper", progress=False)
     light = type(teacher).from_pretrained(tmp_path / "light").eval()
     assert report.architecture == case.partition("_")[0]
     assert report.parameters_after == light.num_parameters() < teacher.num_parameters()

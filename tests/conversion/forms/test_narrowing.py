@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
-from lightformers_hf import convert
+from lightformers_hf import StudyOptions, convert
 from lightformers_hf.conversion.forms.narrowing import Bottlenecks, Elimination, blocks
 
 
@@ -110,8 +110,8 @@ def logits(model) -> torch.Tensor:
 
 def test_what_heads_and_neurons_do_not_use_is_left_out_without_loss(narrow_inside, tmp_path):
     folder, teacher = narrow_inside
-    options = {"attention_method": "product", "refit": False, "progress": False}
-    report = convert(folder, tmp_path / "light", **options, attention_ratio=2, ffn_method="neurons", ffn_ratio=2)
+    halved = {"method": "narrow", "pattern": {"attention": "2x", "ffn": "2x"}}
+    report = convert(folder, tmp_path / "light", **halved, study=StudyOptions(refit=False), progress=False)
     light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light").eval()
     assert light.config.head_dim == 4
     assert light.config.encoder_ffn_dim == light.config.decoder_ffn_dim == 8

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
-from lightformers_hf import convert
+from lightformers_hf import StudyOptions, convert
 
 HEADS, WIDTH = 2, 8
 
@@ -61,12 +61,12 @@ def test_layers_that_compute_the_same_become_one_without_loss(tmp_path, calibrat
     teacher.save_pretrained(folder)
     expected = logits(teacher)
     # A rank that is no compression makes the conversion calibrate all the same.
-    pattern = {"rank_pattern": {"shared": 16}} if calibrated else {}
+    pattern = {"pattern": {"shared": 16}} if calibrated else {}
     convert(folder, tmp_path / "light", **GROUPS, **pattern)
     light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light").eval()
     assert light.config.encoder_groups == light.config.decoder_groups == 1
     torch.testing.assert_close(logits(light), expected, atol=2e-4, rtol=1e-3)
-    convert(folder, tmp_path / "mean", **GROUPS, group_start="mean")
+    convert(folder, tmp_path / "mean", **GROUPS, study=StudyOptions(group_start="mean"))
     mean = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "mean").eval()
     assert (logits(mean) - expected).abs().max() > 0.5
 
@@ -79,9 +79,9 @@ def test_private_norms_and_whole_residuals_give_the_teacher_back(tmp_path, calib
         state = {name: tensor for name, tensor in stack.layers[0].state_dict().items() if name.endswith("bias")}
         stack.layers[1].load_state_dict({n: t for n, t in state.items() if "norm" not in n}, strict=False)
     teacher.save_pretrained(folder)
-    pattern = {"rank_pattern": {"shared": 16}} if calibrated else {}
-    options = {"share_layer_norms": False, "group_residual_rank": 16, "group_start": "mean"}
-    convert(folder, tmp_path / "light", **GROUPS, **pattern, **options)
+    pattern = {"pattern": {"shared": 16}} if calibrated else {}
+    study = StudyOptions(share_layer_norms=False, group_residual_rank=16, group_start="mean")
+    convert(folder, tmp_path / "light", **GROUPS, **pattern, study=study)
     light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light").eval()
     assert light.config.group_residual_rank == 16
     torch.testing.assert_close(logits(light), logits(teacher), atol=2e-3, rtol=1e-3)
@@ -90,10 +90,15 @@ def test_private_norms_and_whole_residuals_give_the_teacher_back(tmp_path, calib
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"group_residual_rank": 2}, "group_residual_rank is for layers that share: give encoder_groups"),
-        ({"share_layer_norms": False, "ratio": 2.0}, "share_layer_norms is for layers that share"),
-        ({"group_start": "median", "encoder_groups": 1}, "group_start is 'median'; it is one of aligned, mean, first"),
-        ({"group_residual_rank": 0, "encoder_groups": 1}, "group_residual_rank is 0; it is at least 1"),
+        (
+            {"study": StudyOptions(group_residual_rank=2)},
+            "group_residual_rank is for layers that share: give",
+        ),
+        ({"study": StudyOptions(share_layer_norms=False), "ratio": 2.0}, "share_layer_norms is for layers that share"),
+        (
+            {"study": StudyOptions(group_residual_rank=0), "encoder_groups": 1},
+            "group_residual_rank is 0; it is at least 1",
+        ),
     ],
 )
 def test_what_cannot_be_shared(tmp_path, options, message):
@@ -107,7 +112,7 @@ def test_what_cannot_be_shared(tmp_path, options, message):
 def test_layers_of_different_widths_are_not_merged(tmp_path):
     teacher, folder = make_teacher(tmp_path / "teacher")
     teacher.save_pretrained(folder)
-    convert(folder, tmp_path / "narrow", params="6k", attention_method="product", ffn_method="neurons", progress=False)
+    convert(folder, tmp_path / "narrow", params="6k", method="narrow", progress=False)
     narrow = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "narrow")
     assert narrow.config.head_dim_pattern or narrow.config.ffn_dim_pattern
     with pytest.raises(ValueError, match=r"encoder_groups is 1, but layers of narrow differ in shape"):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from lightformers_hf import convert, plan
+from lightformers_hf import StudyOptions, convert, plan
 from lightformers_hf.conversion.compress import factorizable
 from lightformers_hf.conversion.forms.svd import decompose
 from lightformers_hf.conversion.options import CompressionOptions
@@ -23,6 +23,8 @@ from lightformers_hf.conversion.statistics.calibration import (
 )
 from lightformers_hf.conversion.tables import print_report
 from lightformers_hf.conversion.teacher import Teacher
+
+REFIT = StudyOptions(refit=True)
 
 
 @pytest.fixture(scope="module")
@@ -151,11 +153,12 @@ def loss(folder, teacher, parallel_sentences) -> float:
 
 def test_calibration_keeps_more(tiny_marian, text, parallel_sentences, tmp_path):
     """At equal parameters, one budget in the metric of the loss loses least, plain SVD of everything alike most."""
-    convert(tiny_marian, tmp_path / "plain", ratio=2, paper=True, progress=False)
-    convert(tiny_marian, tmp_path / "textless", ratio=2, refit=False, progress=False)
-    known = {"calibration": text, "ratio": 2, "refit": False, "progress": False}
-    convert(tiny_marian, tmp_path / "uniform", **known, allocation="uniform")
-    report = convert(tiny_marian, tmp_path / "budget", **known)
+    convert(tiny_marian, tmp_path / "plain", ratio=2, method="paper", progress=False)
+    convert(tiny_marian, tmp_path / "textless", ratio=2, study=StudyOptions(refit=False), progress=False)
+    known = {"calibration": text, "ratio": 2, "progress": False}
+    uniform = StudyOptions(allocation="uniform", refit=False)
+    convert(tiny_marian, tmp_path / "uniform", **known, study=uniform)
+    report = convert(tiny_marian, tmp_path / "budget", **known, study=StudyOptions(refit=False))
     names = ("plain", "textless", "uniform", "budget")
     losses = {name: loss(tmp_path / name, tiny_marian, parallel_sentences) for name in names}
     assert losses["plain"] > losses["uniform"] + 0.1
@@ -175,7 +178,7 @@ def test_calibration_keeps_more(tiny_marian, text, parallel_sentences, tmp_path)
 
 def test_refit_wins_some_of_it_back(tiny_marian, text, parallel_sentences, tmp_path):
     known = {"calibration": text, "ratio": 4, "progress": False}
-    before = convert(tiny_marian, tmp_path / "light", **known, refit=False)
+    before = convert(tiny_marian, tmp_path / "light", **known, study=StudyOptions(refit=False))
     after = convert(tiny_marian, tmp_path / "refitted", **known)
     assert before.matrices == after.matrices
     losses = [loss(tmp_path / name, tiny_marian, parallel_sentences) for name in ("light", "refitted")]
@@ -185,7 +188,7 @@ def test_refit_wins_some_of_it_back(tiny_marian, text, parallel_sentences, tmp_p
 def test_refit_leaves_alone_what_lost_nothing(tiny_marian, text, tmp_path):
     """Layers that get the teacher's inputs and are dense give the teacher's outputs already; the last FFN does not."""
     pattern = {"decoder.layers.1.fc2": 4, ".*": None}
-    convert(tiny_marian, tmp_path / "light", calibration=text, rank_pattern=pattern, refit=True, progress=False)
+    convert(tiny_marian, tmp_path / "light", calibration=text, pattern=pattern, study=REFIT, progress=False)
     teacher, light = Teacher(tiny_marian, "t").load(), AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light")
     state = light.state_dict()
     for name, tensor in teacher.state_dict().items():
@@ -195,7 +198,7 @@ def test_refit_leaves_alone_what_lost_nothing(tiny_marian, text, tmp_path):
 
 def test_a_refitted_layer_is_the_regression_of_the_teachers(tiny_marian, text, parallel_sentences, tmp_path):
     """The first layer's queries, whose inputs the compressed token table makes: against a direct solution."""
-    convert(tiny_marian, tmp_path / "light", calibration=text, embedding_rank=6, refit=True, progress=False)
+    convert(tiny_marian, tmp_path / "light", calibration=text, pattern={"embedding": 6}, study=REFIT, progress=False)
     teacher, light = Teacher(tiny_marian, "t").load(), AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light")
     name = "model.encoder.layers.0.self_attn.q_proj"
     rows = {}
@@ -219,8 +222,8 @@ def test_the_bias_takes_the_mean_error(tiny_marian, text, calibrated, tmp_path):
     _, calibration = calibrated
     name = "model.encoder.layers.0.self_attn.q_proj"
     mean = calibration.moments[name].vectors["mean"] / calibration.moments[name].count
-    settings = {"calibration": text, "calibration_samples": 10, "attention_rank": 3, "refit": False, "progress": False}
-    convert(tiny_marian, tmp_path / "light", **settings)
+    settings = {"calibration": text, "calibration_samples": 10, "pattern": {"attention": 3}, "progress": False}
+    convert(tiny_marian, tmp_path / "light", **settings, study=StudyOptions(refit=False))
     before = Teacher(tiny_marian, "t").load().get_submodule(name)
     after = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light").get_submodule(name)
     assert after.rank == 3
@@ -233,7 +236,7 @@ def test_ranks_given_by_name_come_before_the_budget(tiny_marian, text):
         calibration=text,
         calibration_samples=10,
         ratio=3,
-        rank_pattern={"fc1": 5, "shared": None},
+        pattern={"fc1": 5, "shared": None},
         progress=False,
     )
     ranks = {matrix.name: matrix.size for matrix in report.matrices}
@@ -245,8 +248,9 @@ def test_ranks_given_by_name_come_before_the_budget(tiny_marian, text):
 def test_other_weightings_are_optimal_by_their_own_measure(tiny_marian, text, calibrated, tmp_path, weighting):
     model, calibration = calibrated
     name = "model.decoder.layers.0.fc1"
-    settings = {"calibration": text, "calibration_samples": 10, "ffn_rank": 4, "refit": False, "progress": False}
-    convert(tiny_marian, tmp_path / "light", **settings, allocation="uniform", weighting=weighting)
+    settings = {"calibration": text, "calibration_samples": 10, "pattern": {"ffn": 4}, "progress": False}
+    study = StudyOptions(allocation="uniform", refit=False, weighting=weighting)
+    convert(tiny_marian, tmp_path / "light", **settings, study=study)
     light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light").get_submodule(name)
     matrix = model.get_submodule(name).weight.detach().T.double()
     second = calibration.moments[name].inputs.double() / calibration.moments[name].count
@@ -266,20 +270,11 @@ def test_other_weightings_are_optimal_by_their_own_measure(tiny_marian, text, ca
         ({"calibration": "TEXT", "calibration_samples": 0}, "calibration_samples is 0"),
         ({"calibration": "missing.jsonl"}, "missing.jsonl"),
         ({"calibration": "TEXT", "source_lang": "fr"}, "no column 'fr'"),
-        ({"paper": True, "allocation": "budget"}, "the paper's procedure has no allocation"),
-        ({"paper": True, "calibration": "TEXT"}, "the paper's procedure has no calibration"),
-        ({"attention_method": "heads"}, "attention_method is 'heads'; it is one of matrix, product"),
-        ({"attention_method": "product", "rank": 4}, "chosen by ratio, params, size or speedup"),
-        ({"weighting": "inputs"}, "it needs allocation='uniform' and refit=False"),
-        ({"params": "many"}, "params is 'many', expected a number"),
+        ({"method": "paper", "calibration": "TEXT"}, "the paper's procedure has no calibration"),
+        ({"method": "narrow", "rank": 4}, "chosen by ratio, params, size or speedup"),
         ({"params": "3k"}, r"params is 3k, which cannot be met: .* parameters are left"),
-        ({"params": "9k", "ratio": 2.0}, "ratio and params are given"),
-        ({"size": "1kB", "ffn_ratio": 2.0}, "size is one budget"),
-        ({"size": "1kB", "allocation": "uniform"}, "needs a ratio: leave size out"),
-        ({"allocation": "greedy"}, "allocation is 'greedy'"),
-        ({"calibration": "TEXT", "allocation": "budget", "ffn_ratio": 3.0}, "one ratio for all kinds"),
         ({"calibration": "TEXT", "calibration_samples": 10, "ratio": 1000.0}, "cannot be met"),
-        ({"calibration": "TEXT", "refit": True, "ratio": 2.0, "encoder_groups": 1}, "serve several places"),
+        ({"calibration": "TEXT", "study": REFIT, "ratio": 2.0, "encoder_groups": 1}, "serve several places"),
     ],
 )
 def test_what_cannot_be_done(tiny_marian, text, tmp_path, options, message):
@@ -295,7 +290,7 @@ def test_the_plan_says_what_errors_were_weighed_on(tiny_marian, text):
         print_report(plan(tiny_marian, ratio=2, progress=False, **options), console)
         return console.export_text()
 
-    assert "Without calibration" in shown(paper=True)
+    assert "Without calibration" in shown(method="paper")
     assert "--calibration with a thousand sentence pairs" in shown()
     assert "alibration" not in shown(calibration=text)
 
@@ -331,9 +326,7 @@ def test_states_that_are_not_finite_are_named(calibrated, tiny_marian):
 
 
 def test_refit_leaves_balance_where_it_wins_little(tiny_marian, text, tmp_path):
-    convert(
-        tiny_marian, tmp_path / "light", calibration=text, rank_pattern={"encoder.layers.0.fc1": 8}, progress=False
-    )
+    convert(tiny_marian, tmp_path / "light", calibration=text, pattern={"encoder.layers.0.fc1": 8}, progress=False)
     teacher, light = (AutoModelForSeq2SeqLM.from_pretrained(folder) for folder in (tiny_marian, tmp_path / "light"))
     torch.testing.assert_close(light.final_logits_bias, teacher.final_logits_bias)
 

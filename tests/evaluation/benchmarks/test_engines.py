@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 from rich.console import Console
 
-from lightformers_hf import convert
+from lightformers_hf import StudyOptions, convert
 from lightformers_hf.evaluation.benchmarks.engines import compare_engines
 from lightformers_hf.export.engines import deployment_names
 
@@ -17,7 +17,7 @@ FORMS = deployment_names()
 @pytest.fixture(scope="module")
 def student(tiny_marian, tmp_path_factory):
     folder = tmp_path_factory.mktemp("student") / "small"
-    convert(tiny_marian, folder, ratio=1.5, calibration=None, refit=False, progress=False)
+    convert(tiny_marian, folder, ratio=1.5, calibration=None, study=StudyOptions(refit=False), progress=False)
     return folder
 
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from safetensors.torch import load_file
 
-from lightformers_hf import convert, translate
+from lightformers_hf import StudyOptions, convert, translate
 from lightformers_hf.conversion.report import MatrixReport
 from lightformers_hf.evaluation.pages import report_plots
 from lightformers_hf.evaluation.pages.page import _compared, report_page
@@ -25,7 +25,7 @@ FOREIGN = '<script>document.title = "owned"</script><img src="http://192.0.2.1/x
 def light(tmp_path_factory, tiny_marian):
     """The tiny teacher at rank 8, with a training log of which the values are known."""
     folder = tmp_path_factory.mktemp("page") / "light"
-    convert(tiny_marian, folder, rank=8, attention_method="matrix", ffn_method="matrix", refit=False)
+    convert(tiny_marian, folder, rank=8, method="low-rank", study=StudyOptions(refit=False))
     log = [{"step": step, "loss": 10 / step} for step in (10, 20, 30)]
     log += [{"step": 20, "eval_loss": 0.6, "eval_bleu": 31.0, "eval_runtime": 1.0}, {"step": 30, "train_loss": 0.5}]
     (folder / "trainer_state.json").write_text(json.dumps({"log_history": log}))
@@ -188,7 +188,7 @@ def test_dots_stand_at_the_rank_on_the_curve_of_a_full_svd(light, tiny_marian, m
 
 def test_spectra_of_shared_and_left_out_layers_are_those_of_the_teacher(tmp_path, tiny_marian, monkeypatch):
     """Two encoder layers share one, the decoder keeps its first: shown are the first layers'."""
-    convert(tiny_marian, tmp_path / "light", rank=8, encoder_groups=1, decoder_layers=1, attention_method="matrix")
+    convert(tiny_marian, tmp_path / "light", rank=8, encoder_groups=1, decoder_layers=1, method="low-rank")
     seen = {}
     monkeypatch.setattr(report_plots, "spectra", lambda panels, matrices, values, ranks: seen.update(values))
     report_page(str(tmp_path / "light"), teacher=str(tiny_marian))

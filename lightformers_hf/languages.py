@@ -1,0 +1,66 @@
+"""The two languages of a translation: columns of the data, and codes of a multilingual tokenizer.
+
+Importing this file imports nothing else: whoever reads options needs no library for it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def split_language(text: str | None) -> tuple[str | None, str | None]:
+    """(column of the data, code of a multilingual tokenizer) of an option: `de=de_DE`, or `de` for both."""
+    column, separator, code = (text or "").partition("=")
+    return column or None, (code if separator else column) or None
+
+
+def set_language_codes(tokenizer: PreTrainedTokenizerBase, source: str | None, target: str | None) -> int | None:
+    """Tell a multilingual tokenizer the codes of its languages, and return the token that a translation begins with.
+
+    Args:
+        source, target: codes as the tokenizer has them, such as `de_DE` (mBART-50), `deu_Latn` (NLLB) or `de`
+            (M2M100), or `COLUMN=CODE`. Without either nothing is done, and `None` returned. So it is where a plain
+            name can be a column alone: the tokenizer has one pair of languages, or its pair was set before.
+
+    Raises:
+        ValueError: one code alone, a code that is not known, or one for a tokenizer that takes none.
+    """
+    if not (source or target):
+        return None
+    explicit = "=" in f"{source}{target}"
+    if not hasattr(tokenizer, "src_lang"):
+        if explicit:
+            raise ValueError(
+                f"source_lang and target_lang are {source!r} and {target!r}, but codes go with a multilingual "
+                "tokenizer only: give columns alone"
+            )
+        return None
+    token_of = getattr(tokenizer, "lang_code_to_token", {})  # M2M100's codes are no tokens
+    known = [*token_of, *tokenizer.all_special_tokens]
+    codes = {name: split_language(text)[1] for name, text in (("source_lang", source), ("target_lang", target))}
+    if not explicit and tokenizer.tgt_lang is not None and not set(codes.values()) <= set(known):
+        return None
+    for name, code in codes.items():
+        if code is None:
+            raise ValueError(f"{name} is missing: the codes of a multilingual tokenizer's languages go together")
+        if code not in known:
+            near = difflib.get_close_matches(code, known)
+            raise ValueError(
+                f"{name} is {code!r}, which {tokenizer.name_or_path} does not know; there is "
+                f"{' or '.join(near or known[-5:])} (where the data's column has another name, COLUMN=CODE)"
+            )
+    tokenizer.src_lang, tokenizer.tgt_lang = codes["source_lang"], codes["target_lang"]
+    return tokenizer.convert_tokens_to_ids(token_of.get(tokenizer.tgt_lang, tokenizer.tgt_lang))
+
+
+def set_languages(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str | None, target: str | None
+) -> None:
+    """As `set_language_codes`, and let the model's translations begin in the target language."""
+    first = set_language_codes(tokenizer, source, target)
+    if first is not None:
+        model.generation_config.forced_bos_token_id = first

@@ -1,0 +1,54 @@
+"""The Auto classes know the architectures as soon as transformers is there, and transformers is not imported for it.
+
+`import lightformers_hf` must cost nothing: the command line says `--help` without a model. Yet after it
+`AutoModelForSeq2SeqLM.from_pretrained` has to know our model types, whichever of the two packages is imported first.
+`AutoConfig.register` takes classes, which need transformers. So they are registered (by importing `.models`) right
+after the first `import transformers` of the process.
+
+That is done by a finder in `sys.meta_path`. Python asks it for `transformers` alone, before any module inside: none of
+them is half imported when `.models` imports them, which would not hold for a hook on the Auto classes' own module.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+def register_when_used() -> None:
+    """Register the architectures now if transformers is imported, else as soon as it is."""
+    if "transformers" in sys.modules:
+        _register()
+    elif not any(isinstance(finder, _AfterTransformers) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterTransformers())
+
+
+def _register() -> None:
+    import_module(".models", __package__)
+
+
+class _AfterTransformers(MetaPathFinder):
+    """Finds transformers as the other finders do, and lets its loader go on with `_register`."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != "transformers":
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def load_and_register(module: ModuleType) -> None:
+            load(module)
+            if self in sys.meta_path:  # once: `importlib.reload` loads again
+                sys.meta_path.remove(self)
+                _register()
+
+        spec.loader.exec_module = load_and_register
+        return spec

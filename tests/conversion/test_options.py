@@ -1,0 +1,242 @@
+"""What a conversion is asked for: values checked, contradictions named, and nothing heavy imported for it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from lightformers_hf import CompressionOptions, StudyOptions
+from lightformers_hf.conversion.choosing.rules import RankRule
+from lightformers_hf.conversion.options import (
+    missing_unit,
+    needs_calibration,
+    read_choice,
+    read_pattern,
+    read_quantity,
+    settle,
+)
+from lightformers_hf.languages import split_language
+
+
+def test_options_are_read_without_torch():
+    program = (
+        "import sys, lightformers_hf.conversion.options as options\n"
+        "options.CompressionOptions(ratio=2, pattern={'ffn': '4x', 'fc1': None}).policy()\n"
+        "assert not {'torch', 'transformers', 'numpy', 'datasets'} & {*sys.modules}"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("choice", "rule"),
+    [
+        ("64", RankRule(rank=64)),
+        (64, RankRule(rank=64)),
+        ("4x", RankRule(ratio=4)),
+        ("1.5x", RankRule(ratio=1.5)),
+        ("90%", RankRule(energy=0.9)),
+        ("99.5%", RankRule(energy=0.995)),
+        ("dense", None),
+        (None, None),
+    ],
+)
+def test_choices_of_a_pattern(choice, rule):
+    assert read_choice("ffn", choice) == rule
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("4 times", r"pattern 'ffn' is '4 times', expected a rank \(64\), a ratio \(4x\), an energy \(90%\) or dense"),
+        ("-3", "pattern 'ffn' is '-3'"),
+        (True, "pattern 'ffn' is True"),
+        (0.9, "pattern 'ffn' is 0.9"),
+        (0, "pattern 'ffn' is 0: rank is 0"),
+        ("1x", "pattern 'ffn' is '1x': ratio is 1.0"),
+        ("0%", "pattern 'ffn' is '0%': energy is 0"),
+        ("101%", "pattern 'ffn' is '101%': energy is 1.01"),
+    ],
+)
+def test_a_choice_that_is_none_is_named(choice, message):
+    with pytest.raises(ValueError, match=message):
+        CompressionOptions(pattern={"ffn": choice})
+
+
+def test_names_come_before_kinds_and_those_before_the_rest():
+    pattern = {"ffn": "4x", r"decoder\.layers\.0\.fc1": 8, "fc1": "dense", "embedding": None}
+    policy = CompressionOptions(ratio=2, pattern=pattern).policy()
+    assert policy.rule("decoder.layers.0.fc1", "ffn") == RankRule(rank=8)
+    assert policy.rule("encoder.layers.0.fc1", "ffn") is None
+    assert policy.rule("encoder.layers.0.fc2", "ffn") == RankRule(ratio=4)
+    assert policy.rule("shared", "embedding") is None
+    assert policy.rule("encoder.layers.0.self_attn.q_proj", "attention") == RankRule(ratio=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "default"),
+    [
+        ({}, RankRule(ratio=2)),
+        ({"params": "9k"}, RankRule(ratio=2)),  # stands for what is not known here
+        ({"rank": 3}, RankRule(rank=3)),
+        ({"pattern": {"ffn": 4}}, None),
+        ({"encoder_groups": 1}, None),
+        ({"decoder_layers": 1}, None),
+        ({"decoder_layers": 1, "energy": 0.9}, RankRule(energy=0.9)),
+    ],
+)
+def test_the_rest_is_halved_only_where_nothing_is_asked_for(options, default):
+    assert CompressionOptions(**options).policy().default == default
+
+
+def test_the_policy_is_made_once():
+    options = CompressionOptions(ratio=2)
+    assert options.policy() is options.policy()
+
+
+@pytest.mark.parametrize(
+    ("options", "spends"),
+    [
+        ({}, True),
+        ({"ratio": 3}, True),
+        ({"size": "40MB", "pattern": {"fc1": 8, "embedding": "dense"}}, True),
+        ({"ratio": 3, "pattern": {"ffn": "4x"}}, False),
+        ({"rank": 3}, False),
+        ({"encoder_groups": 1}, False),
+        ({"ratio": 3, "method": "paper"}, False),
+    ],
+)
+def test_one_number_is_a_budget(options, spends):
+    assert CompressionOptions(**options).spends_budget == spends
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("20M", 20_000_000),
+        ("40MB", 40_000_000),
+        ("1KB", 1000),
+        ("1kb", 1000),
+        ("1.5G", 1_500_000_000),
+        ("2gb", 2_000_000_000),
+        ("300000", 300_000),
+        (300_000, 300_000),
+        (" 7b ", 7),
+    ],
+)
+def test_quantities(text, number):
+    assert read_quantity("size", text) == number
+
+
+@pytest.mark.parametrize("text", ["many", "", "0", "0MB", "-3M", "3TB", "1e6", "M", "nan"])
+def test_no_quantity_is_named(text):
+    with pytest.raises(ValueError, match=rf"size is '{text}', expected a number above 0"):
+        CompressionOptions(size=text)
+
+
+def test_bytes_without_a_unit_are_asked_about():
+    assert missing_unit("40") == "40 is a number of bytes: is 40MB meant?"
+    assert missing_unit("40k") == missing_unit("40B") == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ratio": "2x"}, "ratio is '2x', expected a number above 1"),
+        ({"ratio": 1}, "ratio is 1, expected a number above 1"),
+        ({"rank": 2.5}, "rank is 2.5, expected a whole number"),
+        ({"rank": 0}, "rank is 0"),
+        ({"energy": 2}, "energy is 2, expected a share"),
+        ({"speedup": 1}, "speedup is 1, expected a number above 1"),
+        ({"speedup": "fast"}, "speedup is 'fast'"),
+        ({"ratio": 2, "params": "9k"}, "ratio and params are given"),
+        ({"rank": 2, "energy": 0.5}, "rank and energy are given"),
+        ({"rank": 2, "size": "40MB"}, "rank and size are given"),
+        ({"size": "1kB", "pattern": {"ffn": "2x"}}, "size is one budget for all matrices"),
+        ({"pattern": {"fc(": 4}}, r"pattern 'fc\(' is not a regular expression"),
+        ({"method": "best"}, "method is 'best', expected one of auto, low-rank, narrow, paper"),
+        ({"method": "paper", "calibration": "text"}, "the paper's procedure has no calibration"),
+        ({"method": "paper", "decoder_layers": 1}, "the paper's procedure has no decoder_layers"),
+        ({"method": "paper", "size": "40MB"}, "the paper's procedure has no size"),
+        ({"calibration_samples": 0}, "calibration_samples is 0, expected 1 or more"),
+    ],
+)
+def test_options_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        CompressionOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("switches", "message"),
+    [
+        ({"attention_method": "heads"}, "attention_method is 'heads', expected one of matrix, product"),
+        ({"allocation": "greedy"}, "allocation is 'greedy', expected one of uniform, budget"),
+        ({"group_start": "median"}, "group_start is 'median', expected one of aligned, mean, first"),
+        ({"split": "left"}, "split is 'left'"),
+        ({"weighting": "inputs"}, "it needs allocation='uniform' and refit=False"),
+    ],
+)
+def test_switches_that_cannot_be(switches, message):
+    with pytest.raises(ValueError, match=message):
+        StudyOptions(**switches)
+
+
+@pytest.mark.parametrize(
+    ("options", "switches", "message"),
+    [
+        ({"method": "paper"}, {"allocation": "budget"}, "method is 'paper', which leaves no choice of allocation"),
+        ({"method": "paper"}, {"refit": True}, "leaves no choice of refit"),
+        ({"method": "paper", "encoder_groups": 1}, {"group_residual_rank": 2}, "has no group_residual_rank"),
+        ({"method": "low-rank"}, {"attention_method": "product"}, "leaves no choice of attention_method"),
+        ({"method": "narrow"}, {"ffn_method": "matrix"}, "leaves no choice of ffn_method"),
+        ({"method": "narrow", "encoder_groups": 1}, {"group_residual_rank": 2}, "leave narrower ones out"),
+        ({}, {"group_residual_rank": 2}, "group_residual_rank is for layers that share"),
+        ({}, {"share_layer_norms": False}, "share_layer_norms is for layers that share"),
+        ({"ratio": 3, "pattern": {"ffn": "2x"}}, {"allocation": "budget"}, "one ratio for all kinds"),
+        ({"size": "1kB"}, {"allocation": "uniform"}, "needs a ratio: leave size out"),
+    ],
+)
+def test_options_and_switches_that_contradict_each_other(options, switches, message):
+    with pytest.raises(ValueError, match=message):
+        settle(CompressionOptions(**options), StudyOptions(**switches))
+
+
+def test_a_method_sets_switches():
+    assert settle(CompressionOptions()) == StudyOptions()
+    narrow = settle(CompressionOptions(method="narrow"), StudyOptions(calibration_seed=3))
+    assert narrow == StudyOptions(attention_method="product", ffn_method="neurons", calibration_seed=3)
+    assert settle(CompressionOptions(method="paper")).allocation == "uniform"
+    assert settle(CompressionOptions(method="paper"), StudyOptions(refit=False)).refit is False
+
+
+@pytest.mark.parametrize(
+    ("options", "switches", "name"),
+    [
+        ({}, {}, None),
+        ({"method": "paper"}, {}, None),
+        ({"calibration": "text"}, {}, "calibration"),
+        ({"speedup": 2}, {}, "speedup"),
+        ({}, {"refit": True}, "refit"),
+        ({}, {"allocation": "budget"}, "allocation"),
+    ],
+)
+def test_what_needs_calibration(options, switches, name):
+    asked = CompressionOptions(**options)
+    assert needs_calibration(asked, settle(asked, StudyOptions(**switches))) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "pair"),
+    [("de", ("de", "de")), ("de=de_DE", ("de", "de_DE")), (None, (None, None)), ("=de_DE", (None, "de_DE"))],
+)
+def test_column_and_code(text, pair):
+    assert split_language(text) == pair
+    assert CompressionOptions(source_lang=text, target_lang="en").columns == (pair[0], "en")
+
+
+def test_patterns_of_the_command_line():
+    assert read_pattern(["ffn=4x", "fc1=dense", "a=b=64"]) == {"ffn": "4x", "fc1": "dense", "a=b": "64"}
+    for item in ("fc1", "=64"):
+        with pytest.raises(ValueError, match=f"pattern is '{item}', expected NAME=CHOICE"):
+            read_pattern([item])
+    with pytest.raises(ValueError, match="pattern has 'fc1' twice"):
+        read_pattern(["fc1=64", "fc1=dense"])
