@@ -17,9 +17,10 @@ import gradio as gr
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from lightformers_hf.evaluation.translate import longest_input
 from lightformers_hf.export import Engine, load_engine
-
-from .loading import unique_parameters
+from lightformers_hf.export.engines import CHECKPOINTS
+from lightformers_hf.loading import unique_parameters
 
 # Nothing leaves the machine: no analytics, no tunnel, and fonts that the reader has.
 FONTS = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
@@ -39,7 +40,7 @@ class Translator:
         """Load a folder or Hub name; the first sentence, which is slower than all others, is over when it is there."""
         engine = load_engine(name, threads=torch.get_num_threads())
         size = engine.name
-        if engine.name == "transformers":
+        if engine.name == CHECKPOINTS:
             size = f"{unique_parameters(engine.model.network) / 1e6:,.1f}M parameters"
         short = Path(name).name if Path(name).is_dir() else name
         translator = cls(f"{role}: {short}, {size}", engine, AutoTokenizer.from_pretrained(name))
@@ -51,7 +52,7 @@ class Translator:
         lines = text.splitlines()
         filled = [i for i, line in enumerate(lines) if line.strip()]
         outputs, tokens, start = [""] * len(lines), 0, time.perf_counter()
-        limit = min(self.engine.longest_input, self.tokenizer.model_max_length)
+        limit = longest_input(self.engine, self.tokenizer)
         for i in filled:
             ids = self.tokenizer(lines[i], verbose=False)["input_ids"]
             if len(ids) > limit:

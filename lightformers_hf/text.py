@@ -1,16 +1,18 @@
-"""Parallel text as two string columns, from a local file or from the Hub."""
+"""Parallel text as two string columns, from a local file or from the Hub.
+
+The libraries that read it are imported when something is read: translating needs none of them.
+"""
 
 from __future__ import annotations
 
 import csv
 import hashlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pandas
-import pyarrow.compute as pc
-from datasets import Dataset, Features, Value, load_dataset
-from datasets.exceptions import DatasetGenerationError
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
 
@@ -61,6 +63,10 @@ def _is_file_name(data: str) -> bool:
 
 
 def _load_file(path: Path) -> Dataset:
+    import pandas
+    from datasets import Dataset, Features, Value
+    from datasets.exceptions import DatasetGenerationError
+
     path = path.expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"No data file {path}: give an existing file, or the name of a dataset on the Hub.")
@@ -89,6 +95,8 @@ def _load_file(path: Path) -> Dataset:
 
 
 def _load_hub(name: str, split: str) -> Dataset:
+    from datasets import load_dataset
+
     name, _, configuration = name.partition(":")
     return load_dataset(name, configuration or None, split=split)
 
@@ -114,6 +122,9 @@ def _two_columns(pairs: Dataset, data: str, source: str, target: str) -> Dataset
 
 def _check_text(pairs: Dataset, data: str, names: dict[str, str]) -> None:
     """Raise a ValueError that names the first row where a column holds something else than text."""
+    import pyarrow.compute as pc
+    from datasets import Value
+
     for column, name in names.items():
         values = pairs.data.column(column)
         if pairs.features[column] in (Value("string"), Value("large_string")):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from evaluation.unlimited import make_unlimited
 
 from lightformers_hf import StudyOptions, app, convert, translate
 from lightformers_hf.loading import load_model
@@ -55,6 +56,16 @@ def test_a_line_too_long_is_cut_and_said_so(tiny_marian, monkeypatch):
     assert translator("Hund " * 100)[1] > 0
     assert len(said) == 1
     assert re.match(r"Line 1 has \d+ tokens and was cut: teacher: .* reads 64\.", said[0])
+
+
+def test_a_model_that_names_no_number_of_positions(tiny_marian, tmp_path):
+    folder = make_unlimited(tmp_path / "t5", tiny_marian)
+    translator = app.Translator.load("teacher", str(folder))
+    text = "Zwei Hunde spielen im Schnee. " * 20
+    assert (
+        translator(text, num_beams=1, max_new_tokens=5)[0]
+        == translate([text], folder, num_beams=1, max_new_tokens=5)[0]
+    )
 
 
 def test_missing_models_are_one_message(tiny_marian):

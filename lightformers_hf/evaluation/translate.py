@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, BinaryIO
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from ..export import load_engine
-from ..loading import is_export, load_model
+from ..loading import is_export, load_model, position_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 READ_BYTES = 1 << 16  # what translate_stream takes at once: some five hundred sentences, enough to sort by length
+UNLIMITED = sys.maxsize
 
 
 def load_translator(
@@ -32,7 +36,6 @@ def load_translator(
     """
     if not is_export(name):
         return load_model(name, device=device)
-
     if str(device) != "cpu":
         raise ValueError(f"{name} was exported to run on the CPU, not on {device}")
     return load_engine(name, threads=torch.get_num_threads()), AutoTokenizer.from_pretrained(name)
@@ -40,10 +43,8 @@ def load_translator(
 
 def longest_input(model: PreTrainedModel | Engine, tokenizer: PreTrainedTokenizerBase) -> int:
     """The number of source tokens that model and tokenizer both take."""
-    if hasattr(model, "longest_input"):
-        return min(model.longest_input, tokenizer.model_max_length)
-    limit = getattr(model.config, "max_position_embeddings", None) or tokenizer.model_max_length
-    return min(limit, tokenizer.model_max_length)
+    limit = model.longest_input if hasattr(model, "longest_input") else position_limit(model.config)
+    return min(limit or UNLIMITED, tokenizer.model_max_length)
 
 
 def translate(
@@ -53,7 +54,7 @@ def translate(
     *,
     batch_size: int = 32,
     progress: bool | tqdm = False,
-    **generation,
+    **generation: Any,
 ) -> list[str]:
     """Translate (or summarize) `texts` with `generate()`, and return one output a text, in the order of `texts`.
 
@@ -66,6 +67,9 @@ def translate(
         tokenizer: the model's tokenizer; needed with a model object.
         progress: show a bar on stderr; or a bar to move on by one for each text.
         generation: arguments of `generate()`: `num_beams`, `max_new_tokens`, … What is not given is the checkpoint's.
+
+    Raises:
+        ValueError: a model object without its tokenizer, or a batch size below 1.
     """
     if not hasattr(model, "generate"):
         model, default_tokenizer = load_translator(model)
@@ -74,41 +78,54 @@ def translate(
         raise ValueError("translate() got a model object without its tokenizer: pass both, or the checkpoint's name.")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: expected 1 or more.")
-    is_network = isinstance(model, torch.nn.Module)
-    if is_network and generation.get("max_new_tokens") is not None:
-        generation.setdefault("max_length", None)  # the checkpoint's own limit would only cause a warning
-
     outputs = [""] * len(texts)
     filled = [i for i, text in enumerate(texts) if text.strip()]
     limit = longest_input(model, tokenizer)
     token_ids = dict(zip(filled, _tokenize([texts[i] for i in filled], tokenizer, limit), strict=True))
     longest_first = sorted(filled, key=lambda i: -len(token_ids[i]))
+    with ExitStack() as stack:
+        bar = progress
+        if isinstance(progress, bool):
+            bar = stack.enter_context(tqdm(total=len(texts), disable=not progress, unit="text"))
+        bar.update(len(texts) - len(filled))
+        stack.enter_context(_evaluate_mode(model))
+        for start in range(0, len(longest_first), batch_size):
+            chosen = longest_first[start : start + batch_size]
+            sequences = _generate([token_ids[i] for i in chosen], model, tokenizer, generation)
+            decoded = tokenizer.batch_decode(sequences, skip_special_tokens=True)
+            for i, output in zip(chosen, decoded, strict=True):
+                outputs[i] = output
+            bar.update(len(chosen))
+    return outputs
 
-    bar = tqdm(total=len(texts), disable=not progress, unit="text") if isinstance(progress, bool) else progress
-    bar.update(len(texts) - len(filled))
-    was_training = is_network and model.training
+
+def _generate(
+    batch: list[list[int]],
+    model: PreTrainedModel | Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    generation: dict[str, Any],
+) -> torch.Tensor | list[list[int]]:
+    """What model or engine make of sentences of token ids."""
+    if not isinstance(model, torch.nn.Module):
+        return model.generate(batch, **generation)
+    if generation.get("max_new_tokens") is not None:  # the checkpoint's own limit would only cause a warning
+        generation = {"max_length": None} | generation
+    padded = tokenizer.pad({"input_ids": batch}, return_tensors="pt", verbose=False).to(model.device)
+    return model.generate(**padded, **generation)
+
+
+@contextmanager
+def _evaluate_mode(model: PreTrainedModel | Engine) -> Iterator[None]:
+    """Inside, a network neither drops out nor records gradients; afterwards it trains again if it did."""
+    was_training = isinstance(model, torch.nn.Module) and model.training
     if was_training:
         model.eval()
     try:
         with torch.inference_mode():
-            for start in range(0, len(longest_first), batch_size):
-                chosen = longest_first[start : start + batch_size]
-                batch = {"input_ids": [token_ids[i] for i in chosen]}
-                if is_network:
-                    batch = tokenizer.pad(batch, return_tensors="pt", verbose=False).to(model.device)
-                    sequences = model.generate(**batch, **generation)
-                else:
-                    sequences = model.generate(batch["input_ids"], **generation)
-                decoded = tokenizer.batch_decode(sequences, skip_special_tokens=True)
-                for i, output in zip(chosen, decoded, strict=True):
-                    outputs[i] = output
-                bar.update(len(chosen))
+            yield
     finally:
         if was_training:
             model.train()
-        if isinstance(progress, bool):
-            bar.close()
-    return outputs
 
 
 def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[list[int]]:
@@ -130,7 +147,11 @@ def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, limit: int) 
 
 
 def translate_stream(
-    source: BinaryIO, output: BinaryIO, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **options
+    source: BinaryIO,
+    output: BinaryIO,
+    model: PreTrainedModel | Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    **options: Any,
 ) -> int:
     """Translate UTF-8 lines from `source` to as many lines in `output`, and return their number.
 

@@ -4,9 +4,12 @@ import io
 
 import pytest
 import torch
+from evaluation.unlimited import make_unlimited
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from lightformers_hf.evaluation.speed import tokens_per_second
 from lightformers_hf.evaluation.translate import translate, translate_stream
+from lightformers_hf.export import load_engine
 from lightformers_hf.loading import load_model
 
 OPTIONS = {"num_beams": 1, "max_new_tokens": 30}
@@ -127,3 +130,21 @@ def test_bytes_that_are_not_text_name_their_line(loaded):
 def test_a_model_needs_its_tokenizer(loaded):
     with pytest.raises(ValueError, match="without its tokenizer"):
         translate(["Hallo"], loaded[0])
+
+
+def test_a_model_that_names_no_number_of_positions(tiny_marian, german, tmp_path, caplog):
+    """It reads texts of any length, under the name of a folder, as a model, and as an engine."""
+    folder = make_unlimited(tmp_path / "t5", tiny_marian)
+    texts = [german[0], " ".join(german * 5)]
+    model, tokenizer = load_model(folder)
+    alone = [model.generate(**tokenizer(text, return_tensors="pt"), **OPTIONS)[0] for text in texts]
+    expected = tokenizer.batch_decode(alone, skip_special_tokens=True)
+    engine = load_engine(folder)
+    assert len(tokenizer(texts[1])["input_ids"]) > 64
+    assert translate(texts, model, tokenizer, **OPTIONS) == expected
+    assert translate(texts, folder, **OPTIONS) == expected
+    assert translate(texts, engine, tokenizer, **OPTIONS) == expected
+    assert engine.longest_input is None
+    speed = tokens_per_second({"t5": (model, tokenizer)}, texts, runs=1, forced_length=3)["t5"]
+    assert speed.tokens == 6
+    assert "were cut" not in caplog.text
