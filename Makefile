@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help demo test docs lint format clean
+.PHONY: help demo test test-oldest docs lint format clean
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 # torch first and alone: the pinned version is the one the rest is resolved against.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -20,6 +20,18 @@ demo: $(VENV)/installed  ## train a teacher, compress it, win its quality back: 
 test: $(VENV)/installed lint  ## every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests
 
+# On Linux the package index has torch with CUDA alone, several gigabytes: without a GPU, let PIP_EXTRA_INDEX_URL name
+# the index of its CPU builds, https://download.pytorch.org/whl/cpu.
+.venv-oldest/installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --disable-pip-version-check --progress-bar off -q -c constraints-oldest.txt \
+		-e '.[export]' pytest pytest-xdist hypothesis
+	touch $@
+
+test-oldest: .venv-oldest/installed  ## models, conversion, recovery, export with the oldest versions allowed
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 tests/models tests/conversion tests/recovery tests/export \
+		tests/test_text.py tests/test_loading.py tests/test_files.py
+
 docs: $(VENV)/installed  ## the documentation, as a site in site/
 	$(BIN)/mkdocs build
 
@@ -32,4 +44,4 @@ format: $(VENV)/installed  ## rewrite files in the house style
 	$(BIN)/ruff format .
 
 clean:  ## remove the virtual environment, the demo's output, the site
-	rm -rf $(VENV) demo-output site notebooks/cache
+	rm -rf $(VENV) .venv-oldest demo-output site notebooks/cache

@@ -6,7 +6,6 @@ What a command needs is imported inside it, so that the others and `--help` do n
 import sys
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from .. import __version__
 from ..export.engines import deployment_names, engine_names
 from .commands import Answer, Commands, choices, compression_options, says
 
@@ -31,7 +31,7 @@ app = Commands(
 def show_version(wanted: bool) -> None:
     """Print the version, and end."""
     if wanted:
-        typer.echo(f"lightformers_hf {version('lightformers_hf')}")
+        typer.echo(f"lightformers_hf {__version__}")
         raise typer.Exit
 
 
