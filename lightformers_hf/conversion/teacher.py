@@ -20,6 +20,8 @@ from .checkpoint import CheckpointReader
 from .families import canonical_name, family_of, own_config
 from .sharing.alignment import Linear
 
+WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
 
 class Teacher:
     """A checkpoint folder of a known family, checked whole: nothing missing, extra or of another shape.
@@ -95,6 +97,11 @@ class Teacher:
         if missing:
             raise ValueError(f"{self.folder} lacks tensors its configuration asks for: {_listing(missing)}")
         for name, key in names.items():
+            if (dtype := self.reader.dtype(key)) not in WEIGHT_TYPES:
+                raise ValueError(
+                    f"{key} of {self.folder} holds {str(dtype).removeprefix('torch.')}; weights are expected in "
+                    "float32, float16, bfloat16 or float64: give the checkpoint before it was quantized"
+                )
             if tuple(self.reader.shape(key)) != tuple(expected[name].shape):
                 raise ValueError(
                     f"{key} of {self.folder} has shape {tuple(self.reader.shape(key))}; "
@@ -169,13 +176,27 @@ class Teacher:
         return any(any(self.folder.glob(pattern)) for pattern in TOKENIZER_FILES)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The checkpoint's tokenizer. Raises `ValueError` where it has none, or lacks a language."""
+        """The checkpoint's tokenizer. Raises `ValueError` where it has none, one too large, or lacks a language."""
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.folder)
         except (OSError, ValueError) as error:
             raise ValueError(f"{self.folder} has no tokenizer, which calibration needs: {error}") from None
+        self._check_vocabulary(tokenizer)
         set_language_codes(tokenizer, *self.languages)
         return tokenizer
+
+    def _check_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raise a `ValueError` where a token has no row in the tables."""
+        tables = {"vocab_size": tokenizer.get_vocab()}
+        if self.config.decoder_vocab_size != self.config.vocab_size:
+            tables["decoder_vocab_size"] = getattr(tokenizer, "target_encoder", tables["vocab_size"])
+        for field, tokens in tables.items():
+            last = max(tokens, key=tokens.get, default=None)
+            if last is not None and tokens[last] >= (size := getattr(self.config, field)):
+                raise ValueError(
+                    f"the tokenizer of {self.folder} gives {last!r} the number {tokens[last]}, but {field} is {size}: "
+                    "give the checkpoint its own tokenizer, or a row for every token (resize_token_embeddings)"
+                )
 
     def factors(self, module_name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The two factors of a module, m×r and r×n, or `None` where it is dense."""

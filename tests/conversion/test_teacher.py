@@ -1,9 +1,11 @@
 """A teacher with fewer layers against transformers' own model with layers taken out."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MarianMTModel
 
@@ -73,6 +75,40 @@ def test_a_count_that_is_not_there_is_refused(tiny_marian, tmp_path, count):
     with pytest.raises(ValueError, match=f"decoder_layers is {count}.*2 layers: give 1 to 2"):
         convert(tiny_marian, tmp_path / "light", decoder_layers=count, progress=False)
     assert not (tmp_path / "light").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.int64])
+@pytest.mark.parametrize("name", ["model.encoder.layers.0.fc1.weight", "final_logits_bias"])
+def test_weights_that_are_no_floats_are_refused_by_name(tiny_marian, tmp_path, dtype, name):
+    shutil.copytree(tiny_marian, tmp_path / "teacher")
+    tensors = load_file(tmp_path / "teacher" / "model.safetensors")
+    tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, tmp_path / "teacher" / "model.safetensors")
+    kind = str(dtype).removeprefix("torch.")
+    with pytest.raises(ValueError, match=f"{name} of .*teacher holds {kind}; weights are expected in float32"):
+        convert(tmp_path / "teacher", tmp_path / "light", progress=False)
+    assert not (tmp_path / "light").exists()
+
+
+@pytest.mark.parametrize("paper", [False, True])
+def test_a_tokenizer_larger_than_the_tables_is_refused(tiny_marian, tmp_path, paper):
+    shutil.copytree(tiny_marian, tmp_path / "teacher")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_marian)
+    size = len(tokenizer)
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    with pytest.raises(ValueError, match=f"gives '<more>' the number {size}, but vocab_size is {size}"):
+        convert(tmp_path / "teacher", tmp_path / "light", ratio=2, paper=paper, progress=False)
+    assert not (tmp_path / "light").exists()
+
+
+def test_denormal_weights_are_read(tiny_marian, tmp_path):
+    shutil.copytree(tiny_marian, tmp_path / "teacher")
+    tensors = load_file(tmp_path / "teacher" / "model.safetensors")
+    name = "model.encoder.layers.0.fc1.weight"
+    tensors[name] = tensors[name] * 1e-40
+    save_file(tensors, tmp_path / "teacher" / "model.safetensors")
+    assert torch.equal(Teacher(tmp_path / "teacher", "t").read(name), tensors[name])
 
 
 def test_layers_that_share_weights_are_refused(tiny_marian, tmp_path):

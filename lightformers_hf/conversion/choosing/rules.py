@@ -84,19 +84,22 @@ class RankRule:
         """The largest of `widths`, neurons or widths of heads, that makes the largest of them `ratio` times smaller.
 
         Raises:
-            ValueError: there is no ratio.
+            ValueError: there is no ratio, or it cannot be met.
         """
         if self.ratio is None:
             raise ValueError(f"{name}: narrower heads and networks are chosen by ratio, params, size or speedup")
-        return max((width for width in widths if width * self.ratio <= max(widths)), default=min(widths))
+        _check_reach(name, self.ratio, max(widths) / min(widths))
+        return max(width for width in widths if width * self.ratio <= max(widths))
 
     def choose(self, name: str, m: int, n: int, singular_values: Tensor | None = None) -> int | None:
         """The rank of an m×n matrix, or None where it stays dense because its factors would not be smaller.
 
         Raises:
-            ValueError: a fixed rank above min(m, n), or no singular values where they are needed.
+            ValueError: a fixed rank above min(m, n), a ratio that not even rank 1 meets, or no singular values where
+                they are needed.
         """
         if self.ratio is not None:
+            _check_reach(name, self.ratio, m * n / (m + n))
             rank = rank_for_ratio(m, n, self.ratio)
         elif self.rank is not None:
             rank = self.rank
@@ -180,6 +183,14 @@ def _matches(pattern: str, name: str) -> bool:
 def _check_ratio(ratio: float) -> None:
     if not (isinstance(ratio, numbers.Real) and 1 < ratio < math.inf):
         raise ValueError(f"ratio is {ratio!r}, expected a number above 1: dense parameters / kept parameters")
+
+
+def _check_reach(name: str, ratio: float, most: float) -> None:
+    if ratio > most * (1 + 1e-12):
+        raise ValueError(
+            f"{name}: ratio is {ratio:g}, which cannot be met: at its smallest it is {most:.4g} times smaller; "
+            "ask for less, or leave it dense"
+        )
 
 
 def _check_energy(energy: float) -> None:

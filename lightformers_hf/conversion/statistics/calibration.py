@@ -82,7 +82,7 @@ class Calibration:
         progress: show a progress bar.
 
     Raises:
-        ValueError: states or gradients that are not finite, with the module's name.
+        ValueError: no token to predict; states or gradients that are not finite, with the module's name.
     """
 
     def __init__(self, model: PreTrainedModel, linear: list[str], batches: list[dict[str, Tensor]], *, progress: bool):
@@ -107,6 +107,8 @@ class Calibration:
                 hook.remove()
         if several():
             self._add_up()
+        if not self.target_tokens:
+            raise ValueError("calibration: the text has no token to predict; give other text with --calibration")
         for name, moments in self.moments.items():
             for what in ("inputs", "gradients", "squares"):
                 if not moments.finite(what):
@@ -303,7 +305,7 @@ def sample_pairs(tokenizer: PreTrainedTokenizerBase, options: CompressionOptions
     """So many random pairs of the text that `options` name (see `load_parallel`); `seed` says which.
 
     Raises:
-        ValueError: fewer pairs than asked for.
+        ValueError: fewer pairs than asked for, or empty ones alone.
     """
     data, samples = options.calibration, options.calibration_samples
     source, target = options.columns
@@ -316,4 +318,8 @@ def sample_pairs(tokenizer: PreTrainedTokenizerBase, options: CompressionOptions
         raise ValueError(
             f"{data} holds {len(pairs)} pairs, calibration_samples is {samples}: give more text, or ask for fewer"
         )
-    return pairs.shuffle(seed=seed).select(range(min(samples or SAMPLES, len(pairs))))
+    pairs = pairs.shuffle(seed=seed).select(range(min(samples or SAMPLES, len(pairs))))
+    for side in ("source", "target"):
+        if not any(text.strip() for text in pairs[side]):
+            raise ValueError(f"{data}: every {side} of the {len(pairs)} pairs drawn is empty: give text")
+    return pairs

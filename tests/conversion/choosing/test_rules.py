@@ -1,5 +1,6 @@
 """How ranks are chosen."""
 
+import re
 from fractions import Fraction
 
 import pytest
@@ -52,6 +53,21 @@ def test_energy_is_the_smallest_rank_that_holds_it(values, energy):
     assert 1 <= rank <= len(values)
     assert shares[rank] >= energy - 1e-12 if rank < len(values) else True
     assert shares[rank - 1] < energy + 1e-12
+
+
+@pytest.mark.parametrize(("ratio", "rank"), [(4.0, 2), (8.0, 1)])
+def test_a_ratio_that_can_be_met(ratio, rank):
+    assert RankRule(ratio=ratio).choose("fc1", 16, 16) == rank
+    assert RankRule(ratio=ratio).choose_width("attention", list(range(1, 9))) == rank
+
+
+@pytest.mark.parametrize("ratio", [8.01, 1e9])
+def test_a_ratio_that_cannot_be_met_is_refused_by_name(ratio):
+    found = rf"ratio is {re.escape(f'{ratio:g}')}, which cannot be met: .* 8 times smaller"
+    with pytest.raises(ValueError, match=f"fc1: {found}"):
+        RankRule(ratio=ratio).choose("fc1", 16, 16)
+    with pytest.raises(ValueError, match=f"self_attn: {found}"):
+        RankRule(ratio=ratio).choose_width("self_attn", list(range(1, 9)))
 
 
 def test_energy_of_known_spectra():

@@ -331,6 +331,24 @@ def test_refit_leaves_balance_where_it_wins_little(tiny_marian, text, tmp_path):
     torch.testing.assert_close(light.final_logits_bias, teacher.final_logits_bias)
 
 
+@pytest.mark.parametrize("side", ["de", "en"])
+def test_empty_sentences_alone_are_refused(tiny_marian, tmp_path, side):
+    pairs = [{"de": "Ein Hund.", "en": "A dog."} | {side: empty} for empty in ("", " ", "\t")]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    what = {"de": "source", "en": "target"}[side]
+    with pytest.raises(ValueError, match=rf"pairs\.jsonl: every {what} of the 3 pairs drawn is empty"):
+        convert(tiny_marian, tmp_path / "light", calibration=str(file), progress=False)
+    assert not (tmp_path / "light").exists()
+
+
+def test_text_without_a_token_to_predict_is_refused(calibrated):
+    model, calibration = calibrated
+    batches = [batch | {"labels": torch.full_like(batch["labels"], -100)} for batch in calibration.batches]
+    with pytest.raises(ValueError, match="no token to predict"):
+        Calibration(model, calibration.linear, batches, progress=False)
+
+
 def test_samples_that_are_all_alike_have_a_root():
     """Around their mean only rounding is left, of either sign."""
     noise = torch.randn(50, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
