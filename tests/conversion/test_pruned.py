@@ -50,8 +50,8 @@ CASES = {
 }
 METHODS = {
     "default": {"ratio": 3, "calibration_samples": 4},
-    "narrow": {"ratio": 3, "calibration_samples": 4, "attention_method": "product", "ffn_method": "neurons"},
-    "paper": {"ratio": 3, "paper": True},
+    "narrow": {"ratio": 3, "calibration_samples": 4, "method": "narrow"},
+    "paper": {"ratio": 3, "method": "paper"},
 }
 
 
@@ -92,7 +92,7 @@ def test_a_matrix_of_lower_rank_than_asked_for_is_kept_whole(tmp_path):
     """Every other matrix stays dense: the result computes what the teacher does."""
     teacher = pruned("v_proj.weight", columns=slice(20, None))
     teacher.save_pretrained(tmp_path / "teacher")
-    options = {"rank_pattern": {"v_proj": 30}, "paper": True}
+    options = {"pattern": {"v_proj": 30}, "method": "paper"}
     report = convert(tmp_path / "teacher", tmp_path / "light", progress=False, **options)
     found = [matrix for matrix in report.matrices if matrix.name.endswith("v_proj")]
     assert len(found) == 3

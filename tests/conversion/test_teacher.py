@@ -90,15 +90,15 @@ def test_weights_that_are_no_floats_are_refused_by_name(tiny_marian, tmp_path, d
     assert not (tmp_path / "light").exists()
 
 
-@pytest.mark.parametrize("paper", [False, True])
-def test_a_tokenizer_larger_than_the_tables_is_refused(tiny_marian, tmp_path, paper):
+@pytest.mark.parametrize("method", ["auto", "paper"])
+def test_a_tokenizer_larger_than_the_tables_is_refused(tiny_marian, tmp_path, method):
     shutil.copytree(tiny_marian, tmp_path / "teacher")
     tokenizer = AutoTokenizer.from_pretrained(tiny_marian)
     size = len(tokenizer)
     tokenizer.add_tokens(["<more>"])
     tokenizer.save_pretrained(tmp_path / "teacher")
     with pytest.raises(ValueError, match=f"gives '<more>' the number {size}, but vocab_size is {size}"):
-        convert(tmp_path / "teacher", tmp_path / "light", ratio=2, paper=paper, progress=False)
+        convert(tmp_path / "teacher", tmp_path / "light", ratio=2, method=method, progress=False)
     assert not (tmp_path / "light").exists()
 
 

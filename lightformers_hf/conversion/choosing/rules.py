@@ -99,7 +99,8 @@ class RankRule:
                 they are needed.
         """
         if self.ratio is not None:
-            _check_reach(name, self.ratio, m * n / (m + n))
+            if worth_factorizing(m, n, 1):  # what cannot get smaller at all stays dense
+                _check_reach(name, self.ratio, m * n / (m + n))
             rank = rank_for_ratio(m, n, self.ratio)
         elif self.rank is not None:
             rank = self.rank
