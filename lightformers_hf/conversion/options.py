@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from ..languages import split_language
-from .choosing.rules import KINDS, RankPolicy, RankRule
+from .choosing.rules import KINDS, RULES, Energy, FixedRank, RankPolicy, RankRule, Ratio
 
 Method = Literal["auto", "low-rank", "narrow", "paper"]
 Split = Literal["sigma-right", "balanced"]
@@ -42,7 +42,6 @@ STUDY_CHOICES: dict[str, tuple[str | None, ...]] = {
     "group_start": (None, "aligned", "mean", "first"),
 }
 QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(b?)", re.IGNORECASE)
-CHOICE = re.compile(r"(?P<rank>\d+)|(?P<ratio>\d+(?:\.\d+)?)x|(?P<energy>\d+(?:\.\d+)?)%")
 
 
 @dataclass(frozen=True)
@@ -149,17 +148,17 @@ class CompressionOptions:
     def _is_one_number(self) -> bool:
         """Whether one number decides for everything that the pattern leaves open."""
         policy = self._policy
-        return policy.default is not None and policy.default.ratio is not None and not any(policy.kinds.values())
+        return isinstance(policy.default, Ratio) and not any(policy.kinds.values())
 
     def _make_policy(self) -> RankPolicy:
-        general = {name: getattr(self, name) for name in self._given("ratio", "rank", "energy")}
-        default = RankRule(**general) if general else None
+        rules: dict[str, type[RankRule]] = {"ratio": Ratio, "rank": FixedRank, "energy": Energy}
+        default = next((rules[name](getattr(self, name)) for name in self._given(*rules)), None)
         whole = self._given(*OTHER_BUDGETS)  # how much it is, is not known here
         if default is None and (whole or not (self.pattern or self._given(*LAYERS, *GROUPS))):
-            default = RankRule(ratio=2.0)
-        rules = {name: read_choice(name, choice) for name, choice in (self.pattern or {}).items()}
-        kinds = {name: rule for name, rule in rules.items() if name in KINDS}
-        return RankPolicy(default, kinds, {name: rule for name, rule in rules.items() if name not in KINDS})
+            default = Ratio(2.0)
+        given = {name: read_choice(name, choice) for name, choice in (self.pattern or {}).items()}
+        kinds = {name: rule for name, rule in given.items() if name in KINDS}
+        return RankPolicy(default, kinds, {name: rule for name, rule in given.items() if name not in KINDS})
 
 
 @dataclass(frozen=True)
@@ -276,18 +275,14 @@ def read_choice(name: str, choice: str | int | None) -> RankRule | None:
     """
     if choice is None or choice == "dense":
         return None
-    match = None if isinstance(choice, bool) else CHOICE.fullmatch(str(choice).strip())
-    if match is None:
-        raise ValueError(
-            f"pattern {name!r} is {choice!r}, expected a rank (64), a ratio (4x), an energy (90%) or dense"
-        )
-    rank, ratio, energy = match.groups()
-    try:
-        if rank is not None:
-            return RankRule(rank=int(rank))
-        return RankRule(ratio=float(ratio)) if ratio is not None else RankRule(energy=float(energy) / 100)
-    except ValueError as error:
-        raise ValueError(f"pattern {name!r} is {choice!r}: {error}") from None
+    for rule in RULES if not isinstance(choice, bool) else ():
+        if match := re.fullmatch(rule.spelling, str(choice).strip()):
+            try:
+                return rule.read(*match.groups())
+            except ValueError as error:
+                raise ValueError(f"pattern {name!r} is {choice!r}: {error}") from None
+    examples = ", ".join(rule.example for rule in RULES)
+    raise ValueError(f"pattern {name!r} is {choice!r}, expected {examples} or dense")
 
 
 def read_pattern(items: list[str]) -> Mapping[str, str]:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from lightformers_hf import CompressionOptions, StudyOptions
-from lightformers_hf.conversion.choosing.rules import RankRule
+from lightformers_hf.conversion.choosing.rules import Energy, FixedRank, Ratio
 from lightformers_hf.conversion.options import (
     missing_unit,
     needs_calibration,
@@ -30,12 +30,12 @@ def test_options_are_read_without_torch():
 @pytest.mark.parametrize(
     ("choice", "rule"),
     [
-        ("64", RankRule(rank=64)),
-        (64, RankRule(rank=64)),
-        ("4x", RankRule(ratio=4)),
-        ("1.5x", RankRule(ratio=1.5)),
-        ("90%", RankRule(energy=0.9)),
-        ("99.5%", RankRule(energy=0.995)),
+        ("64", FixedRank(64)),
+        (64, FixedRank(64)),
+        ("4x", Ratio(4)),
+        ("1.5x", Ratio(1.5)),
+        ("90%", Energy(0.9)),
+        ("99.5%", Energy(0.995)),
         ("dense", None),
         (None, None),
     ],
@@ -65,23 +65,23 @@ def test_a_choice_that_is_none_is_named(choice, message):
 def test_names_come_before_kinds_and_those_before_the_rest():
     pattern = {"ffn": "4x", r"decoder\.layers\.0\.fc1": 8, "fc1": "dense", "embedding": None}
     policy = CompressionOptions(ratio=2, pattern=pattern).policy()
-    assert policy.rule("decoder.layers.0.fc1", "ffn") == RankRule(rank=8)
+    assert policy.rule("decoder.layers.0.fc1", "ffn") == FixedRank(8)
     assert policy.rule("encoder.layers.0.fc1", "ffn") is None
-    assert policy.rule("encoder.layers.0.fc2", "ffn") == RankRule(ratio=4)
+    assert policy.rule("encoder.layers.0.fc2", "ffn") == Ratio(4)
     assert policy.rule("shared", "embedding") is None
-    assert policy.rule("encoder.layers.0.self_attn.q_proj", "attention") == RankRule(ratio=2)
+    assert policy.rule("encoder.layers.0.self_attn.q_proj", "attention") == Ratio(2)
 
 
 @pytest.mark.parametrize(
     ("options", "default"),
     [
-        ({}, RankRule(ratio=2)),
-        ({"params": "9k"}, RankRule(ratio=2)),  # stands for what is not known here
-        ({"rank": 3}, RankRule(rank=3)),
+        ({}, Ratio(2)),
+        ({"params": "9k"}, Ratio(2)),  # stands for what is not known here
+        ({"rank": 3}, FixedRank(3)),
         ({"pattern": {"ffn": 4}}, None),
         ({"encoder_groups": 1}, None),
         ({"decoder_layers": 1}, None),
-        ({"decoder_layers": 1, "energy": 0.9}, RankRule(energy=0.9)),
+        ({"decoder_layers": 1, "energy": 0.9}, Energy(0.9)),
     ],
 )
 def test_the_rest_is_halved_only_where_nothing_is_asked_for(options, default):

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import numbers
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,50 +47,35 @@ def worth_factorizing(m: int, n: int, rank: int) -> bool:
     return rank * (m + n) < m * n
 
 
-@dataclass(frozen=True)
-class RankRule:
-    """One way to choose a rank. Exactly one of the three is set.
+class RankRule(ABC):
+    """One way to choose a rank: a data class under `@register_rule`.
 
     Attributes:
-        ratio: p of Eq. 12, dense parameters / kept parameters of each matrix; above 1.
-        rank: the number of singular values kept of each matrix; at least 1.
-        energy: the share of the sum of squared singular values kept; in (0, 1].
-
-    Raises:
-        ValueError: none or several are set, or the one set is out of its range.
+        spelling: how the option `pattern` writes it, a regular expression; its groups go to `read`.
+        example: that in words, for messages.
+        needs_spectrum: whether the choice depends on the singular values, and not on the shape alone.
     """
 
-    ratio: float | None = None
-    rank: int | None = None
-    energy: float | None = None
+    spelling: ClassVar[str]
+    example: ClassVar[str]
+    needs_spectrum: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        if len(given) != 1:
-            found = ", ".join(f"{name}={value}" for name, value in given.items()) or "none"
-            raise ValueError(f"expected exactly one of ratio, rank and energy, found {found}")
-        if self.ratio is not None:
-            _check_ratio(self.ratio)
-        if self.rank is not None and not (isinstance(self.rank, numbers.Integral) and self.rank >= 1):
-            raise ValueError(f"rank is {self.rank!r}, expected a whole number, 1 or more")
-        if self.energy is not None:
-            _check_energy(self.energy)
+    @classmethod
+    def read(cls, *groups: str) -> RankRule:
+        """The rule that a spelling stands for. Raises `ValueError` for a number out of range."""
+        return cls(*map(float, groups))
 
-    @property
-    def needs_spectrum(self) -> bool:
-        """Whether the choice depends on the singular values, and not on the shape alone."""
-        return self.energy is not None
+    @abstractmethod
+    def find_rank(self, name: str, m: int, n: int, singular_values: Tensor | None) -> int:
+        """r of an m×n matrix, whether it pays or not.
 
-    def choose_width(self, name: str, widths: list[int]) -> int:
-        """The largest of `widths`, neurons or widths of heads, that makes the largest of them `ratio` times smaller.
+        Args:
+            name: of the matrix, for messages.
+            singular_values: descending; `None` unless the rule needs them.
 
         Raises:
-            ValueError: there is no ratio, or it cannot be met.
+            ValueError: the matrix has no such rank.
         """
-        if self.ratio is None:
-            raise ValueError(f"{name}: narrower heads and networks are chosen by ratio, params, size or speedup")
-        _check_reach(name, self.ratio, max(widths) / min(widths))
-        return max(width for width in widths if width * self.ratio <= max(widths))
 
     def choose(self, name: str, m: int, n: int, singular_values: Tensor | None = None) -> int | None:
         """The rank of an m×n matrix, or None where it stays dense because its factors would not be smaller.
@@ -98,19 +84,95 @@ class RankRule:
             ValueError: a fixed rank above min(m, n), a ratio that not even rank 1 meets, or no singular values where
                 they are needed.
         """
-        if self.ratio is not None:
-            if worth_factorizing(m, n, 1):  # what cannot get smaller at all stays dense
-                _check_reach(name, self.ratio, m * n / (m + n))
-            rank = rank_for_ratio(m, n, self.ratio)
-        elif self.rank is not None:
-            rank = self.rank
-            if rank > min(m, n):
-                raise ValueError(f"{name}: rank {rank} is above {min(m, n)}, the largest that a {m}×{n} matrix has")
-        elif singular_values is None:
-            raise ValueError(f"{name}: a rank chosen by energy needs the singular values")
-        else:
-            rank = rank_for_energy(singular_values, self.energy)
+        if self.needs_spectrum and singular_values is None:
+            raise ValueError(f"{name}: {self} needs the singular values to choose a rank")
+        rank = self.find_rank(name, m, n, singular_values)
         return rank if worth_factorizing(m, n, rank) else None
+
+    def choose_width(self, name: str, widths: list[int]) -> int:
+        """One of `widths`, neurons or widths of heads.
+
+        Raises:
+            ValueError: the rule knows ranks alone.
+        """
+        raise ValueError(f"{name}: narrower heads and networks are chosen by ratio, params, size or speedup")
+
+
+RULES: list[type[RankRule]] = []
+
+
+def register_rule(rule: type[RankRule]) -> type[RankRule]:
+    """Make a class one of the ways that the option `pattern` can ask for."""
+    RULES.append(rule)
+    return rule
+
+
+@register_rule
+@dataclass(frozen=True)
+class FixedRank(RankRule):
+    """The number of singular values kept of each matrix; at least 1."""
+
+    rank: int
+    spelling, example = r"(\d+)", "a rank (64)"
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.rank, numbers.Integral) and self.rank >= 1):
+            raise ValueError(f"rank is {self.rank!r}, expected a whole number, 1 or more")
+
+    @classmethod
+    def read(cls, *groups: str) -> RankRule:
+        """`64`."""
+        return cls(*map(int, groups))
+
+    def find_rank(self, name: str, m: int, n: int, singular_values: Tensor | None) -> int:
+        """That rank."""
+        if self.rank > min(m, n):
+            raise ValueError(f"{name}: rank {self.rank} is above {min(m, n)}, the largest that a {m}×{n} matrix has")
+        return self.rank
+
+
+@register_rule
+@dataclass(frozen=True)
+class Ratio(RankRule):
+    """p of Eq. 12, dense parameters / kept parameters of each matrix; above 1."""
+
+    ratio: float
+    spelling, example = r"(\d+(?:\.\d+)?)x", "a ratio (4x)"
+
+    def __post_init__(self) -> None:
+        _check_ratio(self.ratio)
+
+    def find_rank(self, name: str, m: int, n: int, singular_values: Tensor | None) -> int:
+        """By Eq. 12. Raises `ValueError` where not even rank 1 meets the ratio."""
+        if worth_factorizing(m, n, 1):  # what cannot get smaller at all stays dense
+            _check_reach(name, self.ratio, m * n / (m + n))
+        return rank_for_ratio(m, n, self.ratio)
+
+    def choose_width(self, name: str, widths: list[int]) -> int:
+        """The largest of `widths` that makes the largest of them `ratio` times smaller. Raises where none does."""
+        _check_reach(name, self.ratio, max(widths) / min(widths))
+        return max(width for width in widths if width * self.ratio <= max(widths))
+
+
+@register_rule
+@dataclass(frozen=True)
+class Energy(RankRule):
+    """The share of the sum of squared singular values kept; in (0, 1]."""
+
+    energy: float
+    spelling, example, needs_spectrum = r"(\d+(?:\.\d+)?)%", "an energy (90%)", True
+
+    def __post_init__(self) -> None:
+        _check_energy(self.energy)
+
+    @classmethod
+    def read(cls, *groups: str) -> RankRule:
+        """`90%`."""
+        return cls(*(float(group) / 100 for group in groups))
+
+    def find_rank(self, name: str, m: int, n: int, singular_values: Tensor) -> int:
+        """The fewest that hold the share."""
+        return rank_for_energy(singular_values, self.energy)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightformers_hf.conversion.choosing.rules import (
+    Energy,
+    FixedRank,
     RankPolicy,
-    RankRule,
+    Ratio,
     rank_for_energy,
     rank_for_ratio,
     worth_factorizing,
@@ -57,17 +59,17 @@ def test_energy_is_the_smallest_rank_that_holds_it(values, energy):
 
 @pytest.mark.parametrize(("ratio", "rank"), [(4.0, 2), (8.0, 1)])
 def test_a_ratio_that_can_be_met(ratio, rank):
-    assert RankRule(ratio=ratio).choose("fc1", 16, 16) == rank
-    assert RankRule(ratio=ratio).choose_width("attention", list(range(1, 9))) == rank
+    assert Ratio(ratio).choose("fc1", 16, 16) == rank
+    assert Ratio(ratio).choose_width("attention", list(range(1, 9))) == rank
 
 
 @pytest.mark.parametrize("ratio", [8.01, 1e9])
 def test_a_ratio_that_cannot_be_met_is_refused_by_name(ratio):
     found = rf"ratio is {re.escape(f'{ratio:g}')}, which cannot be met: .* 8 times smaller"
     with pytest.raises(ValueError, match=f"fc1: {found}"):
-        RankRule(ratio=ratio).choose("fc1", 16, 16)
+        Ratio(ratio).choose("fc1", 16, 16)
     with pytest.raises(ValueError, match=f"self_attn: {found}"):
-        RankRule(ratio=ratio).choose_width("self_attn", list(range(1, 9)))
+        Ratio(ratio).choose_width("self_attn", list(range(1, 9)))
 
 
 def test_energy_of_known_spectra():
@@ -79,56 +81,54 @@ def test_energy_of_known_spectra():
 
 
 @pytest.mark.parametrize(
-    ("choice", "message"),
+    ("rule", "number", "message"),
     [
-        ({"ratio": 1.0}, "ratio is 1.0, expected a number above 1"),
-        ({"ratio": 0.5}, "ratio is 0.5"),
-        ({"ratio": float("nan")}, "ratio is nan"),
-        ({"ratio": float("inf")}, "ratio is inf"),
-        ({"rank": 0}, "rank is 0, expected a whole number, 1 or more"),
-        ({"rank": -3}, "rank is -3"),
-        ({"energy": 0.0}, "energy is 0.0, expected a share above 0"),
-        ({"energy": 1.01}, "energy is 1.01"),
-        ({"energy": float("nan")}, "energy is nan"),
-        ({}, "exactly one of ratio, rank and energy, found none"),
-        ({"ratio": 2, "rank": 8}, "found ratio=2, rank=8"),
+        (Ratio, 1.0, "ratio is 1.0, expected a number above 1"),
+        (Ratio, 0.5, "ratio is 0.5"),
+        (Ratio, float("nan"), "ratio is nan"),
+        (Ratio, float("inf"), "ratio is inf"),
+        (FixedRank, 0, "rank is 0, expected a whole number, 1 or more"),
+        (FixedRank, -3, "rank is -3"),
+        (Energy, 0.0, "energy is 0.0, expected a share above 0"),
+        (Energy, 1.01, "energy is 1.01"),
+        (Energy, float("nan"), "energy is nan"),
     ],
 )
-def test_a_rule_out_of_range_is_refused(choice, message):
+def test_a_rule_out_of_range_is_refused(rule, number, message):
     with pytest.raises(ValueError, match=message):
-        RankRule(**choice)
+        rule(number)
 
 
 def test_a_matrix_that_would_not_get_smaller_stays_dense():
-    assert RankRule(rank=255).choose("w", 512, 512) == 255
-    assert RankRule(rank=256).choose("w", 512, 512) is None
-    assert RankRule(energy=1.0).choose("w", 8, 8, torch.ones(8)) is None
-    assert RankRule(ratio=2).choose("w", 1, 9) is None
+    assert FixedRank(255).choose("w", 512, 512) == 255
+    assert FixedRank(256).choose("w", 512, 512) is None
+    assert Energy(1.0).choose("w", 8, 8, torch.ones(8)) is None
+    assert Ratio(2).choose("w", 1, 9) is None
     assert worth_factorizing(512, 512, 255)
     assert not worth_factorizing(512, 512, 256)
 
 
 def test_a_rank_above_the_matrix_is_refused_by_name():
     with pytest.raises(ValueError, match=r"layers\.0\.fc1: rank 65 is above 64"):
-        RankRule(rank=65).choose("layers.0.fc1", 64, 256)
+        FixedRank(65).choose("layers.0.fc1", 64, 256)
 
 
 def test_only_energy_needs_the_spectrum():
-    assert RankRule(energy=0.9).needs_spectrum
-    assert not RankRule(ratio=2).needs_spectrum
-    assert not RankRule(rank=2).needs_spectrum
+    assert Energy(0.9).needs_spectrum
+    assert not Ratio(2).needs_spectrum
+    assert not FixedRank(2).needs_spectrum
     with pytest.raises(ValueError, match=r"fc1: .* needs the singular values"):
-        RankRule(energy=0.9).choose("fc1", 64, 64)
+        Energy(0.9).choose("fc1", 64, 64)
 
 
 POLICY = RankPolicy(
-    RankRule(rank=10),
-    {"embedding": RankRule(energy=0.5)},
+    FixedRank(10),
+    {"embedding": Energy(0.5)},
     {
-        r"encoder\.layers\.\d+\.self_attn\.[qk]_proj": RankRule(rank=3),
+        r"encoder\.layers\.\d+\.self_attn\.[qk]_proj": FixedRank(3),
         "fc1": None,
-        "fc.": RankRule(rank=7),
-        "proj": RankRule(rank=5),
+        "fc.": FixedRank(7),
+        "proj": FixedRank(5),
     },
 )
 
@@ -156,13 +156,13 @@ def test_policy_knows_which_matrices_need_a_spectrum():
 
 
 def test_without_default_other_kinds_stay_dense():
-    policy = RankPolicy(kinds={"ffn": RankRule(rank=4)})
+    policy = RankPolicy(kinds={"ffn": FixedRank(4)})
     assert policy.choose("fc1", "ffn", 64, 64) == 4
     assert policy.choose("q_proj", "attention", 64, 64) is None
 
 
 def test_a_budget_has_no_say_in_names_and_dense_kinds():
-    policy = RankPolicy(RankRule(ratio=2), {"embedding": None, "ffn": RankRule(rank=4)}, {"fc1": RankRule(rank=3)})
+    policy = RankPolicy(Ratio(2), {"embedding": None, "ffn": FixedRank(4)}, {"fc1": FixedRank(3)})
     assert policy.settles("shared", "embedding")
     assert policy.settles("encoder.layers.0.fc1", "ffn")
     assert not policy.settles("encoder.layers.0.fc2", "ffn")
@@ -179,8 +179,8 @@ def test_patterns_that_fit_nothing_are_reported():
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ({"kinds": {"norm": RankRule(rank=2)}}, "unknown kind 'norm'"),
-        ({"names": {"fc(": RankRule(rank=4)}}, "pattern 'fc\\(' is not a regular expression"),
+        ({"kinds": {"norm": FixedRank(2)}}, "unknown kind 'norm'"),
+        ({"names": {"fc(": FixedRank(4)}}, "pattern 'fc\\(' is not a regular expression"),
     ],
 )
 def test_a_policy_out_of_range_is_refused(policy, message):
