@@ -10,6 +10,10 @@ as it is, then trains it from its converted weights and from random ones (`--sta
 teacher (`--trainings`; none: no training), same steps, same seed. The table also goes to `results.json`, and where
 there are several ratios a picture, BLEU against size, to `results.png` (and `results-dark.png`, for dark pages).
 Options it does not know go to `run_translation.py`. A second call skips the runs that are complete.
+
+A method is one of METHODS, or one of your own: `narrow-each=method=narrow,study.allocation=uniform` is a name, then
+fields of `CompressionOptions`, and behind `study.` of `StudyOptions`, their values in YAML. Errors are weighed on the
+training text, unless the method is the paper's or says `calibration=null`: then on text of the teacher's own.
 """
 
 from __future__ import annotations
@@ -17,34 +21,35 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 
-from arguments import ScriptParser
+import yaml
+from arguments import ScriptParser, check_names
 from common import run_once, run_script
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from lightformers_hf import StudyOptions, convert
+from lightformers_hf import CompressionOptions, StudyOptions, convert
 
 TRAIN = Path(__file__).with_name("run_translation.py")
-EACH = StudyOptions(allocation="uniform", refit=False)
-# Method and switches of the conversion. All but the first and the last are calibrated on the training text.
-METHODS = {
-    "paper": ("paper", StudyOptions()),  # plain SVD, the ratio for every matrix
-    "rows": ("auto", replace(EACH, weighting="rows")),
-    "inputs": ("auto", replace(EACH, weighting="inputs")),
-    "loss": ("auto", EACH),
-    "product": ("auto", replace(EACH, attention_method="product")),
-    "neurons": ("auto", replace(EACH, ffn_method="neurons")),
-    "matrices": ("low-rank", StudyOptions(refit=False)),  # one budget for all matrices
-    "budget": ("auto", StudyOptions(refit=False)),  # heads and neurons among the choices
-    "narrow": ("narrow", StudyOptions()),  # no products of thin matrices, but the table's
-    "all": ("auto", StudyOptions()),
-    "own-text": ("auto", StudyOptions()),  # calibrated on what the teacher makes of random tokens
+EACH = {"study.allocation": "uniform", "study.refit": False}  # every matrix by itself, the ratio for each
+METHODS: dict[str, dict[str, object]] = {
+    "paper": {"method": "paper"},  # plain SVD, the ratio for every matrix
+    "rows": {"study.weighting": "rows", **EACH},
+    "inputs": {"study.weighting": "inputs", **EACH},
+    "loss": EACH,
+    "product": {"study.attention_method": "product", **EACH},
+    "neurons": {"study.ffn_method": "neurons", **EACH},
+    "matrices": {"method": "low-rank", "study.refit": False},  # one budget for all matrices
+    "budget": {"study.refit": False},  # heads and neurons among the choices
+    "narrow": {"method": "narrow"},  # no products of thin matrices, but the table's
+    "all": {},
+    "own-text": {"calibration": None},  # weighed on what the teacher makes of random tokens
 }
 
 
@@ -72,24 +77,54 @@ class Run:
         return f"{self.converted}/{self.start}-{self.trained or 'untrained'}"
 
 
-def grid(args: argparse.Namespace) -> list[Run]:
+def parse_methods(methods: list[str]) -> dict[str, dict[str, object]]:
+    """{name: fields of the conversion} of arguments `name` or `name=field=value,field=value`.
+
+    Raises `ValueError` for names and fields that are not known.
+    """
+    known = [field.name for field in fields(CompressionOptions)]
+    known += [f"study.{field.name}" for field in fields(StudyOptions)]
+    parsed: dict[str, dict[str, object]] = {}
+    for text in methods:
+        name, separator, rest = text.partition("=")
+        if not separator:
+            check_names([name], list(METHODS), "There is no method")
+            parsed[name] = METHODS[name]
+            continue
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise ValueError(f"--methods {text}: expected a name of letters, digits, '-', '_' and '.' before '='.")
+        given = dict(part.partition("=")[::2] for part in re.split(r",(?=[a-z_.]+=)", rest))
+        check_names(given, known, f"--methods {name}: no option")
+        parsed[name] = {field: yaml.safe_load(value) for field, value in given.items()}
+    return parsed
+
+
+def list_runs(args: argparse.Namespace, methods: dict[str, dict[str, object]]) -> list[Run]:
     """Every run that the arguments ask for: each model as converted, then each start with each way of training."""
     runs = []
-    seeds = args.calibration_seeds
-    for ratio, method, groups in itertools.product(args.ratios, args.methods, [None, *args.encoder_groups]):
-        for seed in seeds if method != "paper" else seeds[:1]:
+    for ratio, (method, given), groups in itertools.product(
+        args.ratios, methods.items(), [None, *args.encoder_groups]
+    ):
+        samples = args.calibration_seeds[:1] if given.get("method") == "paper" else args.calibration_seeds
+        for seed in samples:
             runs.append(Run(ratio, method, seed, groups))
             runs += [Run(ratio, method, seed, groups, *how) for how in itertools.product(args.starts, args.trainings)]
     return runs
 
 
-def compress(run: Run, args: argparse.Namespace, model: Path) -> None:
-    """Convert the teacher as the run has it."""
-    calibration = {"calibration": args.train_file, "source_lang": args.source_lang, "target_lang": args.target_lang}
-    given = {} if run.method in ("paper", "own-text") else calibration
-    method, study = METHODS[run.method]
-    study = replace(study, calibration_seed=run.seed)
-    convert(args.teacher, model, ratio=run.ratio, encoder_groups=run.groups, method=method, study=study, **given)
+def conversion_of(
+    run: Run, given: dict[str, object], args: argparse.Namespace
+) -> tuple[dict[str, object], StudyOptions]:
+    """How the teacher of a run is converted, with the fields `given` of its method; `ValueError` if it cannot be."""
+    study = {name.removeprefix("study."): value for name, value in given.items() if name.startswith("study.")}
+    options = {name: value for name, value in given.items() if not name.startswith("study.")}
+    if options.get("method") != "paper":
+        study.setdefault("calibration_seed", run.seed)
+        options.setdefault("calibration", args.train_file)
+    options |= {"source_lang": args.source_lang, "target_lang": args.target_lang}
+    options |= {"ratio": run.ratio, "encoder_groups": run.groups}
+    CompressionOptions(**options)
+    return options, StudyOptions(**study)
 
 
 def options(run: Run, args: argparse.Namespace, others: list[str]) -> list[str]:
@@ -133,6 +168,44 @@ def draw(rows: list[dict], folder: Path) -> None:
         save_picture(folder / name, paint, height=5, dark=dark)
 
 
+def measure(
+    runs: list[Run], methods: dict[str, dict[str, object]], args: argparse.Namespace, others: list[str]
+) -> list[dict[str, object]]:
+    """Convert and run whatever is not there yet; what every run is, its parameters and its scores."""
+    folder, parameters = Path(args.output_dir), {}
+    for name, (settings, study) in {
+        run.converted: conversion_of(run, methods[run.method], args) for run in runs
+    }.items():
+        model, record = folder / name / "model", folder / name / "conversion.json"
+        asked = settings | {f"study.{field}": value for field, value in vars(study).items()}
+        if not model.exists():
+            convert(args.teacher, model, study=study, **settings)
+            record.write_text(json.dumps(asked, indent=1) + "\n", encoding="utf-8")
+        elif record.is_file() and json.loads(record.read_text(encoding="utf-8")) != asked:
+            raise ValueError(f"{model} was converted otherwise ({record}): choose another output folder.")
+        parameters[name] = json.loads((model / "compression.json").read_text(encoding="utf-8"))["parameters_after"]
+    rows = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        jobs = [
+            pool.submit(run_once, TRAIN, options(run, args, others), folder / run.folder, one_thread=args.jobs > 1)
+            for run in runs
+        ]
+        for run, job in zip(runs, tqdm(jobs, desc="runs"), strict=True):
+            scores = {score: job.result()[f"test_{score}"] for score in ("bleu", "chrf")}
+            rows.append({**vars(run), "parameters": parameters[run.converted], **scores})
+    return rows
+
+
+def tabulate(rows: list[dict]) -> Table:
+    """A line for every run."""
+    table = Table("ratio", "method", "seed", "groups", "parameters", "start", "training", "BLEU", "chrF")
+    for row in rows:
+        shown = [f"{row['ratio']:g}", row["method"], str(row["seed"]), str(row["groups"] or "-")]
+        shown += [f"{row['parameters']:,}", row["start"], row["trained"] or "none"]
+        table.add_row(*shown, *(f"{row[score]:.1f}" for score in ("bleu", "chrf")))
+    return table
+
+
 def main(argv: list[str] | None = None) -> None:
     """Convert, run, tabulate; the table also goes to `results.json`."""
     parser = ScriptParser(__doc__)
@@ -141,7 +214,8 @@ def main(argv: list[str] | None = None) -> None:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--validation-file")
     parser.add_argument("--ratios", type=float, nargs="+", default=[2.0, 4.0])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["paper", "all"])
+    help_of_methods = f"{', '.join(METHODS)}, or NAME=FIELD=VALUE,…"
+    parser.add_argument("--methods", nargs="+", default=["paper", "all"], metavar="METHOD", help=help_of_methods)
     parser.add_argument("--calibration-seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--encoder-groups", type=int, nargs="*", default=[], help="besides no sharing")
     parser.add_argument("--starts", nargs="+", choices=["converted", "random"], default=["converted", "random"])
@@ -153,33 +227,13 @@ def main(argv: list[str] | None = None) -> None:
 
     if len(args.ratios) > 1 and find_spec("matplotlib") is None:
         raise ValueError("The picture of several ratios needs matplotlib: pip install 'lightformers_hf[demo]'")
+    methods = parse_methods(args.methods)
+    rows = measure(list_runs(args, methods), methods, args, others)
     folder = Path(args.output_dir)
-    runs = grid(args)
-    parameters = {}
-    for run in {run.converted: run for run in runs}.values():
-        model = folder / run.converted / "model"
-        if not model.exists():
-            compress(run, args, model)
-        parameters[run.converted] = json.loads((model / "compression.json").read_text())["parameters_after"]
-    with ThreadPoolExecutor(args.jobs) as pool:
-        jobs = [
-            pool.submit(run_once, TRAIN, options(run, args, others), folder / run.folder, one_thread=args.jobs > 1)
-            for run in runs
-        ]
-        scores = {run: job.result() for run, job in zip(runs, tqdm(jobs, desc="runs"), strict=True)}
-
-    table = Table("ratio", "method", "seed", "groups", "parameters", "start", "training", "BLEU", "chrF")
-    rows = []
-    for run, result in scores.items():
-        measured = {score: result[f"test_{score}"] for score in ("bleu", "chrf")}
-        rows.append({**vars(run), "parameters": parameters[run.converted], **measured})
-        shown = [f"{run.ratio:g}", run.method, str(run.seed), str(run.groups or "-")]
-        shown += [f"{parameters[run.converted]:,}", run.start, run.trained or "none"]
-        table.add_row(*shown, *(f"{score:.1f}" for score in measured.values()))
     (folder / "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     if len(args.ratios) > 1:
         draw(rows, folder)
-    Console().print(table)
+    Console().print(tabulate(rows))
 
 
 if __name__ == "__main__":

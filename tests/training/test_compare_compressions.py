@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import compare_compressions as script
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "training" / "compare_compressions.py"
@@ -53,3 +54,42 @@ def test_compares_and_continues(tmp_path, tiny_marian, parallel_sentences):
     scores.write_text(json.dumps({"test_bleu": 12.5, "test_chrf": 3.0}))
     subprocess.run(command, capture_output=True, check=True)
     assert json.loads((tmp_path / "runs" / "results.json").read_text())[0]["bleu"] == 12.5  # not run again
+
+
+def test_a_method_of_ones_own():
+    parsed = script.parse_methods(["all", "each=method=narrow,pattern={ffn: 4x, fc1: 8},study.allocation=uniform"])
+    pattern = {"ffn": "4x", "fc1": 8}
+    assert parsed["each"] == {"method": "narrow", "pattern": pattern, "study.allocation": "uniform"}
+    args = ScriptArguments()
+    (run, *_) = script.list_runs(args, parsed | {"paper": {"method": "paper"}})
+    assert (run.method, run.seed) == ("all", 3)
+    settings, study = script.conversion_of(run, {"study.refit": False}, args)
+    assert (study.refit, study.calibration_seed, settings["calibration"], settings["ratio"]) == (False, 3, "text", 2.0)
+    settings, study = script.conversion_of(run, {"method": "paper"}, args)
+    assert (study, "calibration" in settings) == (script.StudyOptions(), False)
+
+
+@pytest.mark.parametrize("name", script.METHODS)
+def test_every_method_can_be_asked_for(name):
+    (run,) = {run.converted: run for run in script.list_runs(ScriptArguments(), {name: script.METHODS[name]})}.values()
+    script.conversion_of(run, script.METHODS[name], ScriptArguments())
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("papr", "no method 'papr'; did you mean paper"),
+        ("mine=weighting=rows", "--methods mine: no option 'weighting'; did you mean study.weighting"),
+        ("../mine=ratio=2", "expected a name"),
+    ],
+)
+def test_methods_that_are_none(method, message):
+    with pytest.raises(ValueError, match=message):
+        script.parse_methods([method])
+
+
+class ScriptArguments:
+    """As the command line gives them."""
+
+    ratios, encoder_groups, calibration_seeds, starts, trainings = [2.0], [], [3], ["converted"], []
+    train_file, source_lang, target_lang = "text", "de", "en"
