@@ -25,7 +25,7 @@ from rich.markup import escape
 from tqdm.auto import tqdm
 
 from lightformers_hf import translate
-from lightformers_hf.languages import set_languages
+from lightformers_hf.languages import set_languages, split_language
 from lightformers_hf.loading import load_model
 
 CHUNK = 2048  # texts that are sorted by length together, and written together
@@ -63,14 +63,14 @@ def distill(options: dict, sources: list[str], output: Path, columns: tuple[str,
     """Write the teacher's outputs for `sources` to `output`, and return how many of them an earlier run had made.
 
     Args:
-        options: what the outputs depend on: `teacher`, `batch_size`, arguments of `generate()` in `generation`, and in
-            `codes` the languages' codes of a multilingual tokenizer, or twice `None`.
+        options: what the outputs depend on: `teacher`, `batch_size`, arguments of `generate()` in `generation`, and
+            `source_lang` and `target_lang` (see `set_language_codes`).
         columns: names of the two texts in the output.
     """
     partial, record = (output.with_name(f"{output.name}.{end}") for end in ("partial", "options.json"))
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     model, tokenizer = load_model(options["teacher"], device=device)
-    set_languages(model, tokenizer, *options["codes"])
+    set_languages(model, tokenizer, options["source_lang"], options["target_lang"])
     output.parent.mkdir(parents=True, exist_ok=True)
     done = resume(partial, record, options, sources, columns)
     with (
@@ -97,18 +97,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("teacher", help="checkpoint: a folder or a Hub name")
     parser.add_argument("data", help=".txt, .json, .jsonl (.gz), or a Hub dataset")
     parser.add_argument("--split", default="train", help="of a Hub dataset")
-    parser.add_argument("--source-lang", required=True, help="column, or language in a column 'translation'")
-    parser.add_argument("--target-lang", required=True, help="name of the teacher's texts in the output")
-    parser.add_argument("--source-code", help="multilingual teachers: code of the source language, such as de_DE")
-    parser.add_argument("--target-code", help="the same of the target language, such as en_XX")
+    help_of_code = "; of a multilingual teacher also the language's code, or {}"
+    help_of_source = "column, or language in a column 'translation'" + help_of_code.format("de=de_DE")
+    help_of_target = "name of the teacher's texts in the output" + help_of_code.format("en=en_XX")
+    parser.add_argument("--source-lang", required=True, help=help_of_source)
+    parser.add_argument("--target-lang", required=True, help=help_of_target)
     parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to write")
     parser.add_argument("--num-beams", type=int, default=5)
     parser.add_argument("--max-new-tokens", type=int, help="default: the checkpoint's limit")
     parser.add_argument("--batch-size", type=int, default=32, help="texts of similar length translated at once")
     parser.add_argument("--max-samples", type=int, help="only the first so many texts")
     args = parser.parse_args(argv)
-    if args.source_lang == args.target_lang:
-        raise ValueError(f"Source and target are both {args.source_lang!r}: give the teacher's texts another name.")
+    columns = split_language(args.source_lang)[0], split_language(args.target_lang)[0]
+    if columns[0] == columns[1]:
+        raise ValueError(f"Source and target are both {columns[0]!r}: give the teacher's texts another name.")
     for name in ("num_beams", "batch_size", "max_samples"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"{name} is {value}: expected 1 or more.")
@@ -116,15 +118,14 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"The output is {args.output}: expected a name that ends in .jsonl.")
     if args.output.exists():
         raise FileExistsError(f"{args.output} is there already, and complete: choose another name, or delete it.")
-    texts = load_texts(args.data, [args.source_lang], split=args.split, max_samples=args.max_samples)["text"][:]
+    texts = load_texts(args.data, [columns[0]], split=args.split, max_samples=args.max_samples)["text"][:]
     generation = {"num_beams": args.num_beams}
     if args.max_new_tokens is not None:
         generation["max_new_tokens"] = args.max_new_tokens
     # Sums over other batches round otherwise, which can tip a beam: the batch size is part of what the file is.
     options = {name: getattr(args, name) for name in ("teacher", "data", "split", "batch_size")}
     options |= {"source_lang": args.source_lang, "target_lang": args.target_lang, "generation": generation}
-    options["codes"] = [args.source_code, args.target_code]
-    done = distill(options, texts, args.output, (args.source_lang, args.target_lang))
+    done = distill(options, texts, args.output, columns)
     made = f"{len(texts):,} pairs in {args.output}" + (f", {done:,} of them from before" if done else "")
     Console().print(escape(made), soft_wrap=True)
 

@@ -27,7 +27,7 @@ from common import run_script
 from seq2seq import DistillationArguments, GenerationArguments, Task, TrainingArguments
 
 from lightformers_hf.evaluation.quality import translation_quality
-from lightformers_hf.languages import set_languages
+from lightformers_hf.languages import set_languages, split_language
 
 
 @dataclass(kw_only=True)
@@ -35,13 +35,12 @@ class DataArguments(seq2seq.DataArguments):
     """What it is trained and measured on."""
 
     source_lang: str = field(
-        metadata={"help": "Column, or language within a column 'translation', to translate from."}
+        metadata={
+            "help": "Column, or language within a column 'translation', to translate from. Multilingual tokenizers "
+            "know it by its code: de, or de=de_DE where the column has another name."
+        }
     )
-    target_lang: str = field(metadata={"help": "Column, or language within a column 'translation', to translate to."})
-    source_code: str | None = field(
-        default=None, metadata={"help": "Multilingual tokenizers: language code of the source, such as de_DE."}
-    )
-    target_code: str | None = field(default=None, metadata={"help": "The same of the target, such as en_XX."})
+    target_lang: str = field(metadata={"help": "The same of what is translated to: en, or en=en_XX."})
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -50,11 +49,11 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(classes, argv)
     data = arguments[2]
     task = Task(
-        columns=(data.source_lang, data.target_lang),
+        columns=(split_language(data.source_lang)[0], split_language(data.target_lang)[0]),
         outputs="translations",
         score=translation_quality,
         measures=("bleu", "chrf"),
-        prepare=partial(set_languages, source=data.source_code, target=data.target_code),
+        prepare=partial(set_languages, source=data.source_lang, target=data.target_lang),
     )
     seq2seq.run(task, *arguments)
 

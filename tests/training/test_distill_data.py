@@ -47,7 +47,7 @@ def test_the_teachers_beam_output_in_the_pair_format(tiny_marian, data, tmp_path
 
 
 def test_a_multilingual_teacher_is_told_the_languages(tiny_mbart50, data, tmp_path):
-    codes = {"source_code": "de_DE", "target_code": "fr_XX", "num_beams": 1, "max_samples": 4}
+    codes = {"source_lang": "de=de_DE", "target_lang": "en=fr_XX", "num_beams": 1, "max_samples": 4}
     script.main(command(tiny_mbart50, data[0], output=tmp_path / "out.jsonl", **codes))
     made = load_parallel(str(tmp_path / "out.jsonl"), source="de", target="en")["target"][:]
     teacher, tokenizer = load_model(tiny_mbart50)
@@ -57,8 +57,8 @@ def test_a_multilingual_teacher_is_told_the_languages(tiny_mbart50, data, tmp_pa
         wanted = teacher.generate(ids, forced_bos_token_id=first, num_beams=1, max_new_tokens=12, max_length=None)
         assert wanted[0, 1] == first
         assert output == tokenizer.decode(wanted[0], skip_special_tokens=True)
-    with pytest.raises(ValueError, match="go together"):
-        script.main(command(tiny_mbart50, data[0], output=tmp_path / "no.jsonl", source_code="de_DE"))
+    with pytest.raises(ValueError, match="target_lang is 'en', which"):
+        script.main(command(tiny_mbart50, data[0], output=tmp_path / "no.jsonl", source_lang="de=de_DE"))
 
 
 @pytest.mark.usefixtures("warm_python")
@@ -93,6 +93,8 @@ def test_a_killed_run_goes_on_without_loss_or_repetition(tiny_marian, data, tmp_
     [
         ({"source_lang": "fr"}, "no column 'fr'"),
         ({"source_lang": "en"}, "both 'en'"),
+        ({"source_lang": "en=en_XX"}, "both 'en'"),
+        ({"source_lang": "de=de_DE"}, "multilingual tokenizer only"),
         ({"num_beams": 0}, "num_beams is 0"),
         ({"output": "data.txt"}, "ends in .jsonl"),
         ({"output": "DATA"}, "there already"),

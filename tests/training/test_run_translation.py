@@ -193,7 +193,7 @@ def test_two_processes_compute_what_one_does_with_accumulation(base, tiny_marian
         ({"resume_from_checkpoint": "nowhere"}, "nowhere is not a complete checkpoint"),
         ({"distillation_alpha": 1.5, "teacher": "TINY"}, "distillation_alpha is 1.5"),
         ({"output_dir": "TINY", "overwrite_output": True}, "which this run reads"),
-        ({"source_code": "de_DE", "target_code": "en_XX"}, "multilingual"),
+        ({"source_lang": "de=de_DE", "target_lang": "en=en_XX"}, "multilingual"),
         ({"num_beams": 0}, "num_beams is 0"),
         ({"min_length": 50}, "min_length is 50, max_length 48"),
         ({"length_penalty": 0.6, "num_beams": 1}, "num-beams above 1"),
