@@ -99,7 +99,11 @@ def _subwords(texts: Dataset, kind: str, vocab_size: int) -> Tokenizer:
 def main(argv: list[str] | None = None) -> None:
     """Read, train, save, report."""
     parser = ScriptParser(__doc__)
-    parser.add_argument("data", nargs="+", help=".txt, .json, .jsonl (.gz), or a Hub dataset (its training split)")
+    parser.add_argument(
+        "data",
+        nargs="+",
+        help=".txt, .json, .jsonl, .csv, .tsv (.gz), .parquet, or a Hub dataset (its training split)",
+    )
     parser.add_argument("--columns", nargs="+", default=["text"], help="or languages within a column 'translation'")
     parser.add_argument("--kind", choices=KINDS, required=True)
     parser.add_argument("--vocab-size", type=int, help="entries, the special ones too; words: default all")

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import transformers
 from arguments import DataArguments, ModelArguments, check_model_fields
-from datasets import Dataset, Value, concatenate_datasets, load_dataset
+from datasets import Dataset, Value, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError
 from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
@@ -40,8 +40,8 @@ import lightformers_hf  # noqa: F401  registers the architectures with the Auto 
 from lightformers_hf.conversion.report import copy_report
 from lightformers_hf.loading import unique_parameters
 from lightformers_hf.recovery import find_last_checkpoint, gather_model, prepare_sharding
+from lightformers_hf.text import load_rows
 
-TEXT_SUFFIXES, JSON_SUFFIXES = (".txt",), (".json", ".jsonl")
 AutoModel = type[AutoModelForSeq2SeqLM] | type[AutoModelForCausalLM]
 
 
@@ -211,8 +211,7 @@ def load_texts(data: str, columns: list[str], *, split: str = "train", max_sampl
     """The texts of a file or a Hub dataset as one column `text`, in their order; one column after another.
 
     Args:
-        data: a local file, .txt (a line is a text, empty ones too) or .json / .jsonl, also with .gz; or a dataset on
-            the Hub, `name` or `name:configuration`.
+        data: a local .txt file (a line is a text, empty ones too), also with .gz; or whatever `text.load_rows` reads.
         columns: names of columns, or languages within a column `translation`. A .txt file has none.
         split: the split of a Hub dataset.
         max_samples: keep the first so many rows (default: all).
@@ -220,28 +219,26 @@ def load_texts(data: str, columns: list[str], *, split: str = "train", max_sampl
     Raises `FileNotFoundError` for no such file, `ValueError` for an unknown type, empty data, columns that are
     missing or hold something else than text.
     """
-    path, suffix = Path(data).expanduser(), Path(data.removesuffix(".gz")).suffix
-    is_file = path.is_file() or data.startswith(("/", ".", "~")) or suffix in TEXT_SUFFIXES + JSON_SUFFIXES
-    if is_file and not path.is_file():
-        raise FileNotFoundError(f"No data file {path}: give an existing file, or the name of a dataset on the Hub.")
-    try:
-        if not is_file:
-            name, _, configuration = data.partition(":")
-            rows = load_dataset(name, configuration or None, split=split)
-        elif suffix in TEXT_SUFFIXES:
-            rows, columns = Dataset.from_text(str(path)), ["text"]
-        elif suffix in JSON_SUFFIXES:
-            rows = Dataset.from_json(str(path))
-        else:
-            raise ValueError(f"{path} has an unknown type {suffix!r}: expected .txt, .json or .jsonl (.gz allowed).")
-    except (StopIteration, DatasetGenerationError) as error:  # also the library's words for a file without a row
-        raise ValueError(f"{path} is empty or cannot be read as {suffix[1:]}: {error.__cause__ or error}") from error
-    if len(rows) == 0:
-        raise ValueError(f"{data} holds no rows: expected at least one text.")
+    if data.removesuffix(".gz").endswith(".txt"):
+        rows, columns = _load_lines(Path(data).expanduser()), ["text"]
+    else:
+        rows = load_rows(data, split=split)
     if "translation" in rows.column_names:
         rows = rows.flatten()
     rows = rows.select(range(min(max_samples or len(rows), len(rows))))
     return concatenate_datasets([_text_column(rows, column, data) for column in columns])
+
+
+def _load_lines(path: Path) -> Dataset:
+    if not path.is_file():
+        raise FileNotFoundError(f"No data file {path}: give an existing file, or the name of a dataset on the Hub.")
+    try:
+        rows = Dataset.from_text(str(path))
+    except (StopIteration, DatasetGenerationError) as error:  # the library's words for a file without a line
+        raise ValueError(f"{path} is empty or cannot be read as text: {error.__cause__ or error}") from error
+    if len(rows) == 0:
+        raise ValueError(f"{path} is empty: expected at least one line.")
+    return rows
 
 
 def _text_column(rows: Dataset, column: str, data: str) -> Dataset:

@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     """Read, translate, write, report."""
     parser = ScriptParser(__doc__)
     parser.add_argument("teacher", help="checkpoint: a folder or a Hub name")
-    parser.add_argument("data", help=".txt, .json, .jsonl (.gz), or a Hub dataset")
+    parser.add_argument("data", help=".txt, .json, .jsonl, .csv, .tsv (.gz), .parquet, or a Hub dataset")
     parser.add_argument("--split", default="train", help="of a Hub dataset")
     help_of_code = "; of a multilingual teacher also the language's code, or {}"
     help_of_source = "column, or language in a column 'translation'" + help_of_code.format("de=de_DE")
