@@ -4,9 +4,9 @@ Importing the package lets `AutoModelForSeq2SeqLM.from_pretrained` load its arch
 public names are imported when they are first used.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from .lazy import lazy_names
 from .registration import register_when_used
 
 if TYPE_CHECKING:
@@ -64,16 +64,6 @@ _HOMES = {
     "translate": ".evaluation.translate",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES.get(name, ".models"), __name__), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
+__getattr__, __dir__ = lazy_names(__name__, {name: _HOMES.get(name, ".models") for name in __all__})
 
 register_when_used()

@@ -18,6 +18,12 @@ CARD_FILE = "README.md"
 REPORT_FILE = "compression.json"
 EXPORT_FILE = "export.json"
 STATE_FILE = "trainer_state.json"  # transformers' Trainer writes it
+WEIGHT_FILES = (  # the one that is loaded first
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "*.spm", "*.model")
 
 

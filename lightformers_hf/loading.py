@@ -20,15 +20,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-    cached_file,
-)
+from transformers.utils import cached_file
 
-from .files import EXPORT_FILE
+from .files import EXPORT_FILE, WEIGHT_FILES
 from .languages import set_languages
 
 
@@ -188,7 +182,7 @@ def weight_bytes(name: str | os.PathLike) -> int:
     Of several formats side by side only the one that is loaded counts, of shards those that the index names.
     """
     name = os.fspath(name)
-    for candidate in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+    for candidate in WEIGHT_FILES:
         found = cached_file(name, candidate, _raise_exceptions_for_missing_entries=False)
         if found is None:
             continue
@@ -197,7 +191,7 @@ def weight_bytes(name: str | os.PathLike) -> int:
             shards = set(json.loads(Path(found).read_text())["weight_map"].values())
             files = [Path(found).parent / shard for shard in sorted(shards)]
         return sum(file.stat().st_size for file in files)
-    raise FileNotFoundError(f"{name} has no weight file: expected {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}.")
+    raise FileNotFoundError(f"{name} has no weight file: expected {' or '.join(WEIGHT_FILES[:2])}.")
 
 
 def tensor_bytes(model: PreTrainedModel) -> int:

@@ -24,8 +24,8 @@ from huggingface_hub import save_torch_state_dict
 from rich.console import Console
 from rich.markup import escape
 
-from lightformers_hf.conversion.checkpoint import WEIGHT_FILES, CheckpointReader
-from lightformers_hf.files import atomic_output
+from lightformers_hf.conversion import CheckpointReader
+from lightformers_hf.files import WEIGHT_FILES, atomic_output
 
 TRAINING_STATE = ("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "trainer_state.json", "training_args.bin")
 WEIGHTS = (*WEIGHT_FILES, "model-*.safetensors", "pytorch_model-*.bin")

@@ -37,7 +37,7 @@ from transformers import (
 )
 
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
-from lightformers_hf.conversion.report import copy_report
+from lightformers_hf.conversion import copy_report
 from lightformers_hf.loading import unique_parameters
 from lightformers_hf.recovery import find_last_checkpoint, gather_model, prepare_sharding
 from lightformers_hf.text import load_rows

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lightformers_hf.conversion.forms.svd import decompose
-from lightformers_hf.models.matrices import LowRankEmbedding
+from lightformers_hf.conversion import decompose
+from lightformers_hf.models.matrices import low_rank_state, product_of, rank_of
 
 WORD_MARKS = ("▁", "Ġ")  # what begins the first piece of a word in a subword vocabulary
 
@@ -52,8 +52,7 @@ def start_embedding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
     Raises `ValueError` if the widths differ, or the file has none of the words.
     """
     table = model.get_input_embeddings()
-    low_rank = isinstance(table, LowRankEmbedding)
-    dense = (table.weight @ table.basis if low_rank else table.weight).clone()
+    dense, rank = product_of(table).clone(), rank_of(table)
     vocabulary = tokenizer.get_vocab()
     if any(token.startswith(WORD_MARKS) for token in vocabulary):
         vocabulary = {token[1:]: i for token, i in vocabulary.items() if token.startswith(WORD_MARKS)}
@@ -69,13 +68,11 @@ def start_embedding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
             f"embedding_dim to {known.shape[1]} in its configuration."
         )
     dense[list(rows)] = known * (dense.std() / known.std())
-    if low_rank:
-        factors = decompose(dense, name="word vectors", rank=table.weight.shape[1])
-        left, right = factors.truncate(table.weight.shape[1], "balanced")
-        table.weight.copy_(left)
-        table.basis.copy_(right)
-    else:
-        table.weight.copy_(dense)
+    state = {"weight": dense}
+    if rank is not None:
+        factors = decompose(dense, name="word vectors", rank=rank).truncate(rank, "balanced")
+        state = low_rank_state(table, *factors)
+    table.load_state_dict(state)
     if table.padding_idx is not None:
         table.weight[table.padding_idx] = 0
     return len(rows)

@@ -1,5 +1,20 @@
 """A trained checkpoint in, a smaller one out.
 
-`convert` and `plan` are public names of `lightformers_hf`. Nothing is imported here, so that `.options` is read
-without torch.
+`convert` and `plan` are public names of `lightformers_hf`; here is what others need of their parts. Names are imported
+when they are first used, so that `.options` is read without torch.
 """
+
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy_names
+
+if TYPE_CHECKING:
+    from .checkpoint import CheckpointReader
+    from .forms.svd import decompose
+    from .report import copy_report
+
+__all__ = ["CheckpointReader", "copy_report", "decompose"]
+
+__getattr__, __dir__ = lazy_names(
+    __name__, {"CheckpointReader": ".checkpoint", "copy_report": ".report", "decompose": ".forms.svd"}
+)

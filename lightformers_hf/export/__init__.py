@@ -3,16 +3,16 @@
 Names are imported when they are first used, so that a command line can list the engines without waiting for PyTorch.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-import importlib
+from ..lazy import lazy_names
 
-HOMES = {"Engine": ".engine", "load_engine": ".engine", "ExportReport": ".write", "export": ".write"}
+if TYPE_CHECKING:
+    from .engine import Engine, load_engine
+    from .write import ExportReport, export
 
 __all__ = ["Engine", "ExportReport", "export", "load_engine"]
 
-
-def __getattr__(name: str) -> object:
-    if name not in HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(HOMES[name], __name__), name)
+__getattr__, __dir__ = lazy_names(
+    __name__, {"Engine": ".engine", "load_engine": ".engine", "ExportReport": ".write", "export": ".write"}
+)
