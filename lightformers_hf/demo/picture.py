@@ -10,15 +10,14 @@ import torch
 from matplotlib.axes import Axes
 from safetensors import safe_open
 
-from lightformers_hf.evaluation.pages.plots import save_picture
+from ..evaluation.pages.plots import save_picture
+from ..evaluation.pages.report_plots import module_ranks
 
-from ..files import REPORT_FILE
-
-SHOWN = {  # module of the teacher → what it is called
-    "model.shared": "embedding",
-    "model.encoder.layers.0.self_attn.q_proj": "encoder query",
-    "model.decoder.layers.0.encoder_attn.v_proj": "cross-attention value",
-    "model.decoder.layers.0.fc1": "decoder FFN",
+SHOWN = {  # matrix → what it is called
+    "shared": "embedding",
+    "encoder.layers.0.self_attn.q_proj": "encoder query",
+    "decoder.layers.0.encoder_attn.v_proj": "cross-attention value",
+    "decoder.layers.0.fc1": "decoder FFN",
 }
 
 
@@ -37,14 +36,13 @@ def draw(file: BinaryIO, *, teacher: Path, compressed: Path, svd_start: Path, ra
         left.set(yscale="log", xlabel="step", ylabel="training loss, nats a token", title="Recovery at equal size")
         left.legend()
 
-        ranks = {m["name"]: m["rank"] for m in json.loads((compressed / REPORT_FILE).read_text("utf-8"))["matrices"]}
+        ranks = module_ranks(compressed, SHOWN)
         with safe_open(teacher / "model.safetensors", "pt") as weights:
             for color, (module, name) in enumerate(SHOWN.items()):
-                values = torch.linalg.svdvals(weights.get_tensor(f"{module}.weight").float())
+                values = torch.linalg.svdvals(weights.get_tensor(f"model.{module}.weight").float())
                 values = values / values[0]
                 right.plot(range(1, len(values) + 1), values, label=name, linewidth=1.5)
-                rank = next((r for key, r in ranks.items() if r and module.endswith(key.removeprefix("model."))), None)
-                if rank:
+                if rank := ranks[module]:
                     right.plot(rank, values[rank - 1], "o", color=f"C{color}", markersize=7)
         right.set(
             xlabel="number of the singular value",

@@ -16,14 +16,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightformers_hf import convert
-from lightformers_hf.evaluation.quality import translation_quality
-from lightformers_hf.evaluation.speed import speed_ratio, tokens_per_second, typical_sentences
-from lightformers_hf.text import load_parallel
-
+from ..conversion.convert import convert
+from ..evaluation.quality import translation_quality
+from ..evaluation.speed import speed_ratio, tokens_per_second, typical_sentences
 from ..evaluation.translate import translate
-from ..files import atomic_output, written_whole
+from ..files import atomic_output, json_text, read_json, written_whole
 from ..loading import load_model, unique_parameters, weight_bytes
+from ..text import load_parallel
 from .stages import DemoSettings, IdleThreads, write_corpus, write_recovered, write_teacher
 
 FOLDERS = ("corpus", "teacher", "compressed", "calibrated", "recovered-svd", "recovered-random")
@@ -58,16 +57,28 @@ def run_demo(
     _check_extra()
     _claim(output, settings, fresh)
     transformers.utils.logging.disable_progress_bar()  # a bar for loading a few megabytes says nothing
-    corpus, teacher, _, calibrated, recovered_svd, recovered_random = (output / name for name in FOLDERS)
+    steps = _steps(output, settings)
+    for number, (name, (title, make)) in enumerate(steps.items(), start=1):
+        with _announce(console, f"{number}/{len(steps)}", title, output / name) as missing:
+            if missing:
+                make(output / name)
+    results = read_json(output / RESULTS)
+    _show(results, output, console)
+    return results
+
+
+def _steps(output: Path, settings: DemoSettings) -> dict[str, tuple[str, Callable[[Path], object]]]:
+    """{name in `output`: (what is said of the step, what makes it)}, in order."""
+    corpus, teacher, _, calibrated, *_ = (output / name for name in FOLDERS)
     recovery = (calibrated, teacher, corpus, settings)
-    makers: dict[str, tuple[str, Callable[[Path], object]]] = {
+    return {
         "corpus": (
             "Write a German-English corpus from locale data",
-            lambda folder: _whole(folder, write_corpus, settings),
+            lambda folder: _write_whole(folder, write_corpus, settings),
         ),
         "teacher": (
             f"Train a Marian teacher for {settings.teacher_steps} steps",
-            lambda folder: _whole(folder, write_teacher, corpus, settings),
+            lambda folder: _write_whole(folder, write_teacher, corpus, settings),
         ),
         "compressed": (
             f"Compress it by truncated SVD at ratio {settings.ratio:g}",
@@ -79,36 +90,31 @@ def run_demo(
         ),
         "recovered-svd": (
             f"Win the quality back: {settings.recovery_steps} steps from there",
-            lambda folder: _whole(folder, write_recovered, *recovery, random_start=False),
+            lambda folder: _write_whole(folder, write_recovered, *recovery, random_start=False),
         ),
         "recovered-random": (
             "For comparison: as many steps from random weights",
-            lambda folder: _whole(folder, write_recovered, *recovery, random_start=True),
+            lambda folder: _write_whole(folder, write_recovered, *recovery, random_start=True),
         ),
+        RESULTS: (
+            "Measure quality, size and speed",
+            lambda file: _write_file(file, json_text(_measure(output, settings), RESULTS).encode()),
+        ),
+        PICTURE: ("Draw the picture", lambda file: _draw(file, output)),
     }
-    for number, (name, (title, make)) in enumerate(makers.items(), start=1):
-        with _step(console, number, title, output / name) as missing:
-            if missing:
-                make(output / name)
-    with _step(console, len(makers) + 1, "Measure quality, size and speed; draw the picture", output / PICTURE):
-        if not (output / RESULTS).exists():
-            results = json.dumps(_measure(output, settings), indent=1, ensure_ascii=False) + "\n"
-            with written_whole(output / RESULTS) as file:
-                file.write(results.encode())
-        if not (output / PICTURE).exists():
-            from .picture import draw  # needs the extra `demo`
 
-            with written_whole(output / PICTURE) as file:
-                draw(
-                    file,
-                    teacher=teacher,
-                    compressed=calibrated,
-                    svd_start=recovered_svd,
-                    random_start=recovered_random,
-                )
-    results = json.loads((output / RESULTS).read_text(encoding="utf-8"))
-    _show(results, output, console)
-    return results
+
+def _write_file(file: Path, content: bytes) -> None:
+    with written_whole(file) as opened:
+        opened.write(content)
+
+
+def _draw(file: Path, output: Path) -> None:
+    from .picture import draw  # needs the extra `demo`
+
+    _, teacher, _, compressed, svd_start, random_start = (output / name for name in FOLDERS)
+    with written_whole(file) as opened:
+        draw(opened, teacher=teacher, compressed=compressed, svd_start=svd_start, random_start=random_start)
 
 
 def _check_extra() -> None:
@@ -135,21 +141,20 @@ def _claim(output: Path, settings: DemoSettings, fresh: bool) -> None:
         )
     if not marker.exists():
         output.mkdir(parents=True, exist_ok=True)
-        with written_whole(marker) as file:
-            file.write((json.dumps(asdict(settings), indent=1) + "\n").encode())
+        _write_file(marker, json_text(asdict(settings), SETTINGS).encode())
 
 
-def _whole(folder: Path, write: Callable[..., None], *arguments: object, **options: object) -> None:
+def _write_whole(folder: Path, write: Callable[..., None], *arguments: object, **options: object) -> None:
     """Call `write` on a folder that becomes `folder` when it is complete."""
     with atomic_output(folder) as temporary:
         write(temporary, *arguments, **options)
 
 
 @contextmanager
-def _step(console: Console, number: int, title: str, path: Path) -> Iterator[bool]:
+def _announce(console: Console, place: str, title: str, path: Path) -> Iterator[bool]:
     """The lines around a step; gives whether `path` is still missing."""
     missing, start = not path.exists(), time.perf_counter()
-    console.print(f"\n[bold]{number}/{len(FOLDERS) + 1}[/bold] {escape(title)}", highlight=False)
+    console.print(f"\n[bold]{place}[/bold] {escape(title)}", highlight=False)
     yield missing
     done = f"{path} ({time.perf_counter() - start:.0f} s)" if missing else f"{path} is there already"
     console.print(f"    [green]✓[/green] {escape(done)}", highlight=False)

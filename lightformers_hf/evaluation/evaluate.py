@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -12,16 +11,16 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from lightformers_hf.text import fingerprint, load_parallel
-
+from ..files import REPORT_FILE, read_json
 from ..loading import load_model, load_teacher, unique_parameters, weight_bytes
+from ..text import fingerprint, load_parallel
 from .memory import translation_memory
 from .quality import comet_score, translation_quality
 from .speed import speed_ratio, tokens_per_second, typical_sentences
 from .translate import translate
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 MEMORY_SENTENCES = 10
@@ -39,10 +38,10 @@ class Measurements:
     comet: float | None
     parameters: int
     disk_bytes: int
-    memory_bytes: int | None  # peak of a process that loads the checkpoint and translates
-    libraries_bytes: int | None  # the part of it that was there before the checkpoint was loaded
-    tokens_per_second: float | None
-    tokens: int | None  # generated in one run of the speed measurement
+    memory_bytes: int | None = None  # peak of a process that loads the checkpoint and translates
+    libraries_bytes: int | None = None  # the part of it that was there before the checkpoint was loaded
+    tokens_per_second: float | None = None
+    tokens: int | None = None  # generated in one run of the speed measurement
 
     @property
     def own_memory_bytes(self) -> int | None:
@@ -146,44 +145,49 @@ def evaluate_model(
     sources, references = list(pairs["source"]), list(pairs["target"])
     warn_of_overlap(model, data, sources)
 
-    found: dict[str, dict] = {}
+    measured = {}
     for role, name in names.items():
         outputs = translate(sources, *loaded[role], batch_size=batch_size, progress=progress, **generation)
-        found[role] = {
-            "name": name,
+        measured[role] = Measurements(
+            name=name,
             **translation_quality(outputs, references),
-            "comet": comet_score(sources, outputs, references, comet) if comet else None,
-            "parameters": unique_parameters(loaded[role][0]),
-            "disk_bytes": weight_bytes(name),
-        } | dict.fromkeys(("memory_bytes", "libraries_bytes", "tokens_per_second", "tokens"))
-
+            comet=comet_score(sources, outputs, references, comet) if comet else None,
+            parameters=unique_parameters(loaded[role][0]),
+            disk_bytes=weight_bytes(name),
+        )
     ratio = None
     if speed:
         sentences = typical_sentences(sources, references, loaded.get("teacher", loaded["model"])[1])
-        for network, _ in loaded.values():
-            network.to("cpu")
-        speeds = tokens_per_second(loaded, sentences, runs=runs, progress=progress, **generation)
-        ratio = speed_ratio(speeds["model"], speeds["teacher"]) if teacher else None
-        for role, name in names.items():
-            memory, libraries = translation_memory(name, sentences[:MEMORY_SENTENCES], **generation)
-            found[role] |= {
-                "memory_bytes": memory,
-                "libraries_bytes": libraries,
-                "tokens_per_second": speeds[role].tokens_per_second,
-                "tokens": speeds[role].tokens,
-            }
-    measured = {role: Measurements(**values) for role, values in found.items()}
+        ratio = _measure_speed(measured, loaded, sentences, runs=runs, progress=progress, **generation)
     return Evaluation(
         measured["model"], measured.get("teacher"), ratio, data, source, target, len(sources), generation=generation
     )
 
 
+def _measure_speed(
+    measured: dict[str, Measurements],
+    loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]],
+    sentences: list[str],
+    *,
+    runs: int,
+    progress: bool,
+    **generation: int,
+) -> float | None:
+    """Fill in tokens a second and peak memory of every role; return how many times as fast the model is."""
+    for network, _ in loaded.values():
+        network.to("cpu")
+    speeds = tokens_per_second(loaded, sentences, runs=runs, progress=progress, **generation)
+    for role, one in measured.items():
+        one.memory_bytes, one.libraries_bytes = translation_memory(
+            one.name, sentences[:MEMORY_SENTENCES], **generation
+        )
+        one.tokens_per_second, one.tokens = speeds[role].tokens_per_second, speeds[role].tokens
+    return speed_ratio(speeds["model"], speeds["teacher"]) if "teacher" in speeds else None
+
+
 def warn_of_overlap(model: str, data: str, sources: list[str]) -> None:
     """Warn where sentences to be scored are among those that the conversion was calibrated on."""
-    report = Path(model, "compression.json")
-    if not report.is_file():
-        return
-    known = set(json.loads(report.read_text(encoding="utf-8")).get("calibrated_on", ()))
+    known = set(read_json(Path(model, REPORT_FILE)).get("calibrated_on", ()))
     if seen := [sentence for sentence in sources if fingerprint(sentence) in known]:
         logger.warning(
             f"{len(seen)} of the {len(sources)} sentences of {data} were among those that {model} was calibrated on, "

@@ -7,12 +7,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import psutil
-
-if TYPE_CHECKING:
-    pass
 
 
 def peak_memory() -> int:
@@ -31,7 +28,7 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
-def translation_memory(name: str | os.PathLike, sentences: list[str], **generation) -> tuple[int, int]:
+def translation_memory(name: str | os.PathLike, sentences: list[str], **generation: Any) -> tuple[int, int]:
     """Peak memory in bytes of a fresh process that loads a checkpoint and translates, and the libraries' part of it.
 
     The process has one thread and translates `sentences` one at a time; the second number is its peak before the

@@ -69,8 +69,8 @@ def test_makes_everything(finished):
         assert 0 <= row["bleu"] <= 100
     for sample in results["samples"]:
         assert sample["source"] in printed
-    assert "1/7" in printed
-    assert "7/7" in printed
+    assert "1/8" in printed
+    assert "8/8" in printed
     assert "translate" in printed
 
 
@@ -100,7 +100,7 @@ def test_the_two_starts_differ_and_both_trained(finished):
 def test_second_run_shows_what_is_there(copy, finished):
     before = times(copy)
     results, printed = run_quietly(copy)
-    assert printed.count("is there already") == 7
+    assert printed.count("is there already") == 8
     assert results == finished[1]
     assert times(copy) == before
 

@@ -15,13 +15,11 @@ import jinja2
 from tqdm.auto import tqdm
 from transformers import AutoConfig
 
-from ... import models
 from ...conversion.report import MatrixReport, read_report
 from ...conversion.sharing.merging import source_names
 from ...conversion.teacher import Teacher
 from ...files import REPORT_FILE, STATE_FILE, read_json
-from ...loading import load_model, load_teacher, resolve_source, skeleton
-from ...models.matrices import rank_of
+from ...loading import load_model, load_teacher, resolve_source
 from ...text import load_parallel
 from ..evaluate import Measurements, direction, warn_of_overlap
 from ..measures import singular_values
@@ -221,9 +219,7 @@ def _spectra(folder: Path, matrices: list[MatrixReport], name: str, *, progress:
                 f"{matrix.m}×{matrix.n}: give the teacher that it was made of"
             )
         values[matrix.name] = singular_values(module, *factors).tolist()
-    light = dict(skeleton(getattr(models, config.architectures[0]), config).named_modules())
-    built = {matrix.name: light.get(matrix.name) or light[f"model.{matrix.name}"] for matrix in matrices}
-    ranks = {name: rank_of(module) for name, module in built.items()}
+    ranks = report_plots.module_ranks(folder, values)
     return _picture(
         "Singular values of the teacher",
         partial(report_plots.spectra, matrices=matrices, values=values, ranks=ranks),

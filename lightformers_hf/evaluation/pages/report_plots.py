@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
+from transformers import AutoConfig
 
+from ... import models
 from ...conversion.report import MatrixReport
+from ...loading import skeleton
+from ...models.matrices import rank_of
 from .plots import draw_spectrum
 
 KINDS = {"embedding": "embedding", "attention": "attention", "ffn": "feed-forward"}
@@ -28,6 +33,17 @@ class Point:
     parameters: int
     speed: float | None
     is_teacher: bool = False
+
+
+def module_ranks(folder: Path, names: Iterable[str]) -> dict[str, int | None]:
+    """r of matrices of the model in a folder, by their names in a report; `None` for those that are no product of two.
+
+    Raises `KeyError` for a name that the model has no module of.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    model = skeleton(getattr(models, config.architectures[0]), config)
+    modules = {name.removeprefix("model."): module for name, module in model.named_modules()}
+    return {name: rank_of(modules[name]) for name in names}
 
 
 def spectra(
