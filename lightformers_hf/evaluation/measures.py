@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
 from lightformers_hf.conversion.forms.svd import decompose
-from lightformers_hf.models.matrices import LowRankEmbedding, LowRankLinear, LowRankOutput
+from lightformers_hf.models.matrices import factors_of, matrices_of
 
 
 def head_diversity(heads: Tensor) -> Tensor:
@@ -56,26 +56,9 @@ def matrix_spectra(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     Raises:
         ValueError: a matrix holds NaN or infinity.
     """
-    seen: set[int] = set()
-    for name, module in model.named_modules():
-        factors = _stored_matrix(module)
-        if factors and id(factors[0]) not in seen and "embed_positions" not in name:
-            seen.update(map(id, factors))  # the factors of a matrix are matrices of modules inside, too
-            yield name, singular_values(name, *factors)
-
-
-def _stored_matrix(module: nn.Module) -> tuple[Tensor, ...]:
-    """The matrix of a module, transposed maybe: one tensor, two whose product it is, or none."""
-    match module:
-        case LowRankLinear():
-            return module.v.weight, module.u.weight
-        case LowRankEmbedding():
-            return module.weight, module.basis
-        case LowRankOutput():
-            return module.output.weight, module.basis
-        case nn.Linear() | nn.Embedding():
-            return (module.weight,)
-    return ()
+    for name, module in matrices_of(model):
+        if "embed_positions" not in name:
+            yield name, singular_values(name, *factors_of(module))
 
 
 @torch.no_grad()

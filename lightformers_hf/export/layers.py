@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..models.matrices import LowRankEmbedding, LowRankLinear, LowRankOutput
+from ..models.matrices import bias_of, factors_of
 from ..models.modeling_lightformer import LightFormerForConditionalGeneration
 
 
@@ -132,31 +132,21 @@ class Stack:
 
 def read_linear(module: nn.Module, residual: nn.Module | None = None) -> Linear:
     """A dense or low-rank layer of the model, and what a depth adds to it."""
-    if isinstance(module, LowRankLinear):
-        chains = [(module.u.weight.T, module.v.weight.T)]
-        bias = module.v.bias
-    else:
-        chains, bias = [(module.weight.T,)], module.bias
-    if residual is not None:
-        chains += read_linear(residual).chains
-    return Linear(tuple(chains), bias)
+    modules = [module] if residual is None else [module, residual]
+    return Linear(tuple(map(factors_of, modules)), bias_of(module))
 
 
 def read_table(table: nn.Module) -> Linear:
     """A token table (V×d) as the matrix that one-hot rows are multiplied by."""
-    if isinstance(table, LowRankEmbedding):
-        return Linear(((table.weight, table.basis),), None)
-    return Linear(((table.weight,),), None)
+    return Linear((factors_of(table),), None)
 
 
 def read_output(model: LightFormerForConditionalGeneration) -> Linear:
     """The output layer (d×V) with the fixed bias of the logits, `None` where that is zero."""
     bias = model.final_logits_bias.flatten() if model.final_logits_bias is not None else None
     bias = bias if bias is not None and bias.any() else None
-    head = model.lm_head
-    if isinstance(head, LowRankOutput):
-        return Linear(((head.basis.T, head.output.weight.T),), bias)
-    return Linear(((head.weight.T,),), bias)
+    factors = factors_of(model.lm_head)  # V×d
+    return Linear((tuple(factor.T for factor in reversed(factors)),), bias)
 
 
 def read_stack(stack: nn.Module) -> Stack:

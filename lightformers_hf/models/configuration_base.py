@@ -5,9 +5,19 @@ import json
 import re
 from collections.abc import Collection, Iterable
 
-from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
+import transformers
+
+OLDEST_TRANSFORMERS = "5.4"
+# Before anything is imported that older ones lack: what fails there would not say why.
+if tuple(map(int, transformers.__version__.split(".")[:2])) < tuple(map(int, OLDEST_TRANSFORMERS.split("."))):
+    raise ImportError(
+        f"this model needs transformers {OLDEST_TRANSFORMERS} or newer, and {transformers.__version__} is installed: "
+        f"run pip install --upgrade 'transformers>={OLDEST_TRANSFORMERS}'"
+    )
+
+from huggingface_hub.dataclasses import strict  # noqa: E402
+from transformers import PreTrainedConfig  # noqa: E402
+from transformers.activations import ACT2FN  # noqa: E402
 
 RANK_FIELDS = ("attention_rank", "ffn_rank", "embedding_rank", "decoder_attention_rank", "decoder_ffn_rank")
 

@@ -1,11 +1,28 @@
 """Configuration of LightFormer (Lu et al. 2023): a Transformer of low-rank matrices and shared layers."""
 
-from huggingface_hub.dataclasses import strict
-
-from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of, check_patterns
+from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of, check_patterns, strict
 from .layer_sharing import check_groups
 
 POSITION_EMBEDDING_TYPES = ("sinusoidal", "sinusoidal_half", "learned")
+
+
+class HeadDim:
+    """The field `head_dim`: read, it is what was given, else the width that all heads have.
+
+    Tools want a number (caches, servers); what is stored, copied and passed on stays `None`, so that it goes along
+    with another `d_model`.
+    """
+
+    def __get__(self, config: "LightFormerConfig | None", owner: type | None = None) -> int | None:
+        if config is None:
+            return None  # the default
+        given, heads = config.__dict__.get("head_dim"), config.encoder_attention_heads
+        if given is not None or config.head_dim_pattern or heads != config.decoder_attention_heads:
+            return given
+        return config.d_model // heads if heads > 0 and config.d_model % heads == 0 else None
+
+    def __set__(self, config: "LightFormerConfig", value: int | None) -> None:
+        config.__dict__["head_dim"] = value
 
 
 @strict
@@ -16,7 +33,8 @@ class LightFormerConfig(FactorizedConfig):
     Args:
         encoder_ffn_dim, decoder_ffn_dim: inner width of the feed-forward networks.
         ffn_dim_pattern: layer name pattern → that width, for layers that differ (`decoder.layers.0`).
-        head_dim: d_k, width of a head; `None` means d_model / heads.
+        head_dim: d_k, width of a head; `None` means d_model / heads. Read, it is the width of every head, and `None`
+            only where they differ.
         head_dim_pattern: attention name pattern → d_k, for those that differ (`decoder.layers.0.encoder_attn`).
         encoder_groups, decoder_groups: N, number of stored layers, in contiguous groups (§3.2). `None`: one a depth.
         share_layer_norms: whether the LayerNorms of a group are shared too; else each depth has its own.
@@ -49,7 +67,7 @@ class LightFormerConfig(FactorizedConfig):
     encoder_ffn_dim: int = 2048
     decoder_ffn_dim: int = 2048
     ffn_dim_pattern: dict[str, int] | None = None
-    head_dim: int | None = None
+    head_dim: int | None = HeadDim()
     head_dim_pattern: dict[str, int] | None = None
     encoder_groups: int | None = None
     decoder_groups: int | None = None

@@ -1,8 +1,6 @@
 """Configuration of PartialFormer (Zheng et al. 2023): small gated feed-forward networks inside attention heads."""
 
-from huggingface_hub.dataclasses import strict
-
-from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of
+from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of, strict
 from .layer_sharing import check_groups
 
 STYLES = ("partial", "vanilla")

@@ -1,8 +1,6 @@
 """Configuration of Subformer (Reid et al. 2021): sandwich sharing and self-attentive factorized embeddings."""
 
-from huggingface_hub.dataclasses import strict
-
-from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of
+from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of, strict
 
 SHARINGS = ("sandwich", "all", "all_independent_ffn", "all_except_last", "every_2", "none")
 

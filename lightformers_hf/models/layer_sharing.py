@@ -10,7 +10,7 @@ def group_of_depth(depth: int, layers: int, groups: int | None) -> int:
     return depth if groups is None else depth * groups // layers
 
 
-def in_groups(layers: int, groups: int | None) -> list[int]:
+def group_layers(layers: int, groups: int | None) -> list[int]:
     """Index of the stored layer at every depth, `groups` contiguous groups sharing one each."""
     return [group_of_depth(depth, layers, groups) for depth in range(layers)]
 

@@ -175,6 +175,7 @@ class LanguageModelHead(Vocabulary):
         return layer
 
     def set_output_embeddings(self, value: nn.Linear) -> None:
+        value.kind = "embedding"  # a resized one is a new one
         if not hasattr(self.lm_head, "output"):
             self.lm_head = value
             return

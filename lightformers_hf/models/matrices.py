@@ -4,7 +4,7 @@ Symbols are the paper's: a weight W is m×n with y = x·W, U is m×r, V is r×n,
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -252,6 +252,32 @@ def product_of(module: nn.Module, dtype: torch.dtype | None = None) -> torch.Ten
         return first if dtype is None else first.to(dtype)
     product = torch.linalg.multi_dot([factor.to(precision) for factor in (first, *others)])
     return product if dtype else product.to(first.dtype)
+
+
+def widths_of(module: nn.Module) -> tuple[int, ...]:
+    """Widths that the states of a module go through: m, n where it is dense, m, r, n where it is low-rank.
+
+    A token table goes from V to d, an output layer from d to V.
+    """
+    factors = factors_of(module)
+    widths = (factors[0].shape[0], *(factor.shape[1] for factor in factors))
+    is_output = getattr(module, "kind", None) == "embedding" and not isinstance(module, nn.Embedding)
+    return widths[::-1] if is_output else widths
+
+
+def matrices_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Name and module of every matrix that is stored: linear layers, tables, output layers, dense or low-rank.
+
+    A shared or tied matrix comes once, the factors of a low-rank one not by themselves.
+    """
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if not (isinstance(module, nn.Linear | nn.Embedding) or hasattr(module, "factors")):
+            continue
+        own = {id(parameter) for parameter in module.parameters() if parameter.dim() > 1}
+        if not own <= seen:
+            seen |= own
+            yield name, module
 
 
 def bias_of(module: nn.Module) -> torch.Tensor | None:

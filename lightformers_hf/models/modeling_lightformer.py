@@ -16,7 +16,7 @@ from .configuration_base import causal_config
 from .configuration_lightformer import LightFormerConfig
 from .embeddings import make_positions
 from .fast_path import run_layers_fast
-from .layer_sharing import LayerStack, in_groups
+from .layer_sharing import LayerStack, group_layers
 from .lm_heads import (
     CausalLMHead,
     ConditionalGenerationHead,
@@ -90,7 +90,7 @@ class LightFormerStack(LightFormerPreTrainedModel):
         layers, groups = getattr(config, f"{stack}_layers"), getattr(config, f"{stack}_groups")
         private_norms = groups is not None and not config.share_layer_norms
         self.layers = LayerStack(
-            lambda index: LightFormerLayer(config, stack, index, private_norms), in_groups(layers, groups)
+            lambda index: LightFormerLayer(config, stack, index, private_norms), group_layers(layers, groups)
         )
         self.has_residuals = groups is not None and config.group_residual_rank is not None
         self.depths = nn.ModuleList(Depth() for _ in range(layers)) if private_norms or self.has_residuals else None

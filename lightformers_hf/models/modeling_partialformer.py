@@ -18,7 +18,7 @@ from .attention import MultiHeadAttention, cached_states
 from .configuration_base import causal_config
 from .configuration_partialformer import PartialFormerConfig
 from .embeddings import SinusoidalPositions
-from .layer_sharing import LayerStack, in_groups
+from .layer_sharing import LayerStack, group_layers
 from .lm_heads import CausalLMHead, ConditionalGenerationHead, EncoderDecoder
 from .matrices import Projection, projections
 from .stacks import DecoderStack, EncoderStack, FactorizedPreTrainedModel, make_table
@@ -326,7 +326,7 @@ class PartialFormerStack(PartialFormerPreTrainedModel):
         self.global_attention = GlobalAttention(config, stack) if has_global else None
         layer_class = PartialFormerLayer if getattr(config, f"{stack}_style") == "partial" else VanillaLayer
         layers, groups = getattr(config, f"{stack}_layers"), getattr(config, f"{stack}_groups")
-        self.layers = LayerStack(lambda index: layer_class(config, stack, index), in_groups(layers, groups))
+        self.layers = LayerStack(lambda index: layer_class(config, stack, index), group_layers(layers, groups))
         self.layer_norm = nn.LayerNorm(config.d_model)
         self.gradient_checkpointing = False
         self.post_init()

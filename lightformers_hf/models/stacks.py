@@ -28,7 +28,7 @@ def make_table(config, stack: str) -> nn.Module:
     return make_embedding(vocab_size, config.embedding_width, rank, name=name, padding_idx=config.pad_token_id)
 
 
-def with_room(mask):
+def clamp_mask(mask):
     """`mask` for attention, where it is added to logits in fp16 kept far enough from -65504 to leave room for them.
 
     Below is -inf, and a row of padding, which sees nothing, would be NaN: the states of every token would be, in the
@@ -70,6 +70,25 @@ class FactorizedPreTrainedModel(PreTrainedModel):
         if all_submodels:
             return super().get_expanded_tied_weights_keys(all_submodels=True)
         return dict(self._tied_weights_keys or {})
+
+    def tie_weights(self, missing_keys: set[str] | None = None, recompute_mapping: bool = True) -> None:
+        """As the base class does; and a tensor that was not loaded, being of another size (`ignore_mismatched_sizes`),
+        is tied to the fresh one. The base class ties the fresh one to it, and leaves it without values (on `meta`)."""
+        if missing_keys is None:
+            super().tie_weights(recompute_mapping=recompute_mapping)
+            return
+        without_values = {
+            target: source
+            for target, source in self.all_tied_weights_keys.items()
+            if target not in missing_keys
+            and self.get_parameter(target).is_meta
+            and not self.get_parameter(source).is_meta
+        }
+        fresh = missing_keys & set(without_values.values())
+        missing_keys.update(without_values)
+        missing_keys.difference_update(fresh)
+        super().tie_weights(missing_keys, recompute_mapping)
+        missing_keys.update(fresh)
 
 
 class Stack:
@@ -127,7 +146,7 @@ class EncoderStack(Stack):
         mask = create_bidirectional_mask(
             config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
         )
-        return BaseModelOutput(last_hidden_state=self.run(hidden_states, with_room(mask), **kwargs))
+        return BaseModelOutput(last_hidden_state=self.run(hidden_states, clamp_mask(mask), **kwargs))
 
 
 class DecoderStack(Stack):
@@ -172,9 +191,9 @@ class DecoderStack(Stack):
             )
         hidden_states = self.run(
             hidden_states,
-            with_room(mask),
+            clamp_mask(mask),
             encoder_hidden_states,  # positional: reentrant checkpointing follows gradients of positional inputs only
-            with_room(encoder_attention_mask),
+            clamp_mask(encoder_attention_mask),
             past_key_values=past_key_values,
             **kwargs,
         )

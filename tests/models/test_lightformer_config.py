@@ -1,7 +1,13 @@
 """The configuration: errors that name the field, and what survives JSON."""
 
+import copy
+import importlib.util
+import tomllib
+from pathlib import Path
+
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from models.cases import TINY, VARIANTS, make_config
@@ -13,8 +19,9 @@ from lightformers_hf.models import (
     LightFormerForConditionalGeneration,
     LightFormerForSequenceClassification,
     LightFormerModel,
+    configuration_base,
 )
-from lightformers_hf.models.layer_sharing import LayerStack, in_groups
+from lightformers_hf.models.layer_sharing import LayerStack, group_layers
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -90,13 +97,13 @@ def test_word_vectors_are_for_classification(model_class):
 
 
 def test_no_group_field_is_one_layer_a_depth():
-    assert in_groups(3, None) == [0, 1, 2]
+    assert group_layers(3, None) == [0, 1, 2]
 
 
 @given(st.integers(1, 6), st.integers(1, 6))
 def test_groups_are_contiguous_and_equal(groups, size):
     expected = [index for index in range(groups) for _ in range(size)]
-    assert in_groups(groups * size, groups) == expected
+    assert group_layers(groups * size, groups) == expected
     stack = LayerStack(lambda index: torch.nn.Identity(), expected)
     assert len(stack) == groups
     for depth, (layer, slots) in enumerate(stack.by_depth()):
@@ -107,3 +114,43 @@ def test_groups_are_contiguous_and_equal(groups, size):
 def test_fresh_weights_have_the_spread_of_xaviers_unless_told_otherwise():
     assert LightFormerConfig(d_model=64).init_std == 1 / 8
     assert LightFormerConfig(d_model=64, init_std=0.02).init_std == 0.02
+
+
+def test_every_head_has_a_width_that_tools_can_read(tmp_path):
+    config = LightFormerConfig(d_model=96, encoder_attention_heads=6, decoder_attention_heads=6)
+    assert config.head_dim == 16
+    assert LightFormerConfig(head_dim=24).head_dim == 24
+    causal = LightFormerForCausalLM(LightFormerConfig(**TINY["lightformer"])).config
+    assert causal.head_dim == 8
+    # What is stored says no more than what was given: it goes along with another width.
+    assert config.to_dict()["head_dim"] is None
+    assert LightFormerConfig(**config.to_dict() | {"d_model": 48}).head_dim == 8
+    config.save_pretrained(tmp_path)
+    assert LightFormerConfig.from_pretrained(tmp_path).head_dim == 16
+    copied = copy.deepcopy(config)
+    copied.d_model = 192
+    assert (copied.head_dim, config.head_dim) == (32, 16)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"decoder_attention_heads": 2}, {"head_dim_pattern": {"decoder.layers.0.encoder_attn": 3}}]
+)
+def test_heads_that_differ_have_no_width_in_common(fields):
+    config = LightFormerConfig(**fields)
+    assert config.head_dim is None
+    assert config.get_text_config(decoder=True).head_dim == (256 if "decoder_attention_heads" in fields else None)
+
+
+def test_an_old_transformers_is_named(monkeypatch):
+    code = Path(configuration_base.__file__)
+    monkeypatch.setattr(transformers, "__version__", "4.57.6")
+    spec = importlib.util.spec_from_file_location("configuration_of_a_stranger", code)
+    with pytest.raises(ImportError, match=r"needs transformers 5\.\d+ or newer, and 4\.57\.6 is installed: run pip"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_the_oldest_transformers_is_that_of_the_package():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert f"transformers>={configuration_base.OLDEST_TRANSFORMERS}" in [
+        requirement.partition(",")[0].replace(" ", "") for requirement in project["dependencies"]
+    ]

@@ -20,10 +20,12 @@ from lightformers_hf.models.matrices import (
     make_embedding,
     make_linear,
     make_output,
+    matrices_of,
     pattern_matches,
     product_of,
     rank_of,
     wide_linear,
+    widths_of,
 )
 
 
@@ -101,6 +103,30 @@ def test_the_state_of_a_low_rank_module_follows_from_the_dense_one(make):
         assert all(map(torch.equal, factors_of(third), factors))
         assert (bias is None) == (bias_of(third) is None)
         assert bias is None or torch.equal(bias_of(third), bias)
+
+
+@pytest.mark.parametrize("variant", ["lightformer", "lightformer-low-rank", "subformer-sandwich"])
+def test_every_matrix_comes_once(variant):
+    """By the configuration: matrices of the layers, tables and output layers, whatever their form and their ties."""
+    model = make_model("ConditionalGeneration", variant)
+    names = [name for name, _ in matrices_of(model)]
+    assert len(names) == len(set(names))
+    assert not any(name.endswith((".u", ".v", ".output", "embed_tokens")) for name in names)
+    stored = {id(parameter) for parameter in model.parameters() if parameter.dim() > 1}
+    found = [
+        id(parameter) for _, module in matrices_of(model) for parameter in module.parameters() if parameter.dim() > 1
+    ]
+    assert sorted(found) == sorted(stored)
+
+
+@pytest.mark.parametrize("embedding_rank", [None, 7])
+def test_a_resized_output_layer_still_says_what_it_is(embedding_rank):
+    model = make_model(
+        "ConditionalGeneration", "lightformer", embedding_rank=embedding_rank, tie_word_embeddings=False
+    )
+    model.resize_token_embeddings(50)
+    assert tuple(product_of(model.lm_head).shape) == (50, 16)
+    assert widths_of(model.lm_head) == ((16, 50) if embedding_rank is None else (16, 7, 50))
 
 
 def test_a_table_has_no_bias():

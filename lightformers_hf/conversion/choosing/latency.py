@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
 from ...models.configuration_base import RANK_FIELDS, FactorizedConfig
-from ...models.matrices import LowRankEmbedding, LowRankLinear, LowRankOutput
+from ...models.matrices import bias_of, make_linear, matrices_of, product_of, rank_of, widths_of
 from .machine import (
     MachineCosts,
     Number,
@@ -53,6 +53,12 @@ class Layer:
     token: int
     kind: str = "linear"
 
+    @classmethod
+    def of(cls, module: nn.Module, sentence: int, token: int, kind: str = "linear") -> Layer:
+        """The matrix of a module, needed so often."""
+        m, *_, n = widths_of(module)
+        return cls(m, n, rank_of(module), sentence, token, kind)
+
     @property
     def bytes_read(self) -> int:
         """For each target token, in fp32; of a table that is only looked up, none to speak of."""
@@ -61,7 +67,7 @@ class Layer:
         return 4 * (self.m * self.n if self.rank is None else self.rank * (self.m + self.n))
 
 
-def bare(name: str) -> str:
+def without_head(name: str) -> str:
     """A module's name without the head's `model.`."""
     return name.removeprefix("model.")
 
@@ -80,9 +86,9 @@ def layers_of(model: PreTrainedModel) -> dict[str, Layer]:
             f"{type(model).__name__} is none"
         )
     found = {}
-    for name, module in model.named_modules():
+    for name, module in matrices_of(model):
         place = STORED_LAYER.search(name)
-        if not place or type(module) not in (nn.Linear, LowRankLinear) or name.endswith((".u", ".v")):
+        if not place:
             continue
         stack, kind, index = getattr(base, place[1]), place[2], int(place[3])
         depths = getattr(stack.layers, "stored_at", None)
@@ -90,36 +96,22 @@ def layers_of(model: PreTrainedModel) -> dict[str, Layer]:
         if ENCODED.search(name) and not getattr(stack, "has_residuals", False):
             times = 1  # of the encoder's states, alike for all depths of a layer
         of_source = place[1] == "encoder" or bool(ENCODED.search(name))
-        shape = module.in_features, module.out_features, getattr(module, "rank", None)
-        found[bare(name)] = Layer(*shape, *((times, 0) if of_source else (0, times)))
+        found[without_head(name)] = Layer.of(module, *((times, 0) if of_source else (0, times)))
     return found | _tables(model, base)
 
 
 def _tables(model: PreTrainedModel, base: nn.Module) -> dict[str, Layer]:
     """The token tables and the output layer."""
-    tied, shared = model.config.tie_word_embeddings, hasattr(base, "shared")
-
-    def table(module: nn.Module, sentence: int, token: int, kind: str) -> Layer:
-        rank = module.embedding_dim if isinstance(module, LowRankEmbedding) else None
-        width = module.embedding_dim if rank is None else module.basis.shape[1]
-        return Layer(module.num_embeddings, width, rank, sentence, token, kind)
-
+    tied = model.config.tie_word_embeddings
     kind = "tied" if tied else "table"
-    if shared:
-        found = {"shared": table(base.shared, 1, 1, kind)}
+    if hasattr(base, "shared"):
+        found = {"shared": Layer.of(base.shared, 1, 1, kind)}
     else:
         found = {
-            "encoder.embed_tokens": table(base.encoder.embed_tokens, 1, 0, "table"),
-            "decoder.embed_tokens": table(base.decoder.embed_tokens, 0, 1, kind),
+            "encoder.embed_tokens": Layer.of(base.encoder.embed_tokens, 1, 0, "table"),
+            "decoder.embed_tokens": Layer.of(base.decoder.embed_tokens, 0, 1, kind),
         }
-    if not tied:
-        head = model.lm_head
-        if isinstance(head, LowRankOutput):
-            rank, width = head.basis.shape
-            found["lm_head"] = Layer(width, head.output.out_features, rank, 0, 1, "output")
-        else:
-            found["lm_head"] = Layer(head.in_features, head.out_features, None, 0, 1, "output")
-    return found
+    return found if tied else found | {"lm_head": Layer.of(model.lm_head, 0, 1, "output")}
 
 
 @dataclass(frozen=True)
@@ -161,7 +153,7 @@ class SentenceCosts:
         Raises:
             ValueError: the model has no such matrix.
         """
-        layer = self.layers.get(bare(name))
+        layer = self.layers.get(without_head(name))
         if layer is None:
             raise ValueError(f"the model has no matrix {name!r} whose cost is known")
 
@@ -193,7 +185,7 @@ class SentenceCosts:
 
     def bytes_read(self, name: str, m: Number, n: Number, rank: Number | None = None) -> Number:
         """Bytes that a target token reads of the matrix `name` if it were m×n of that rank."""
-        return replace(self.layers[bare(name)], m=m, n=n, rank=rank).bytes_read
+        return replace(self.layers[without_head(name)], m=m, n=n, rank=rank).bytes_read
 
     @property
     def products(self) -> float:
@@ -320,17 +312,19 @@ def merge_unprofitable(model: PreTrainedModel, costs: SentenceCosts) -> list[str
             continue
         if costs(name, layer.m, layer.n) >= costs(name, layer.m, layer.n, rank):
             continue
-        pair = model.get_submodule(path)
-        dense = nn.Linear(layer.m, layer.n, pair.v.bias is not None, pair.v.weight.device, pair.v.weight.dtype)
-        with torch.no_grad():
-            dense.weight.copy_((pair.v.weight.double() @ pair.u.weight.double()).to(dense.weight))
-            if dense.bias is not None:
-                dense.bias.copy_(pair.v.bias)
-        dense.kind = pair.kind
-        dense.train(pair.training)
-        model.set_submodule(path, dense)
+        model.set_submodule(path, _multiplied_out(model.get_submodule(path), name))
         merged.append(name)
     # Every matrix by its own name: no two patterns fit one, so that their order says nothing.
     if merged:
         model.config.rank_pattern = {re.escape(name): None if name in merged else ranks[name] for name in ranks}
     return merged
+
+
+@torch.no_grad()
+def _multiplied_out(pair: nn.Module, name: str) -> nn.Module:
+    """The dense linear layer that computes what `pair` does."""
+    product, bias = product_of(pair, torch.float64), bias_of(pair)
+    dense = make_linear(*product.shape, None, name=name, bias=bias is not None).to(next(pair.parameters()))
+    dense.load_state_dict({"weight": product.T} | ({} if bias is None else {"bias": bias}))
+    dense.kind = pair.kind
+    return dense.train(pair.training)
