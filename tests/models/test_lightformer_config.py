@@ -2,12 +2,12 @@
 
 import copy
 import importlib.util
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from models.cases import TINY, VARIANTS, make_config
@@ -143,7 +143,7 @@ def test_heads_that_differ_have_no_width_in_common(fields):
 
 def test_an_old_transformers_is_named(monkeypatch):
     code = Path(configuration_base.__file__)
-    monkeypatch.setattr(transformers, "__version__", "4.57.6")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.6")
     spec = importlib.util.spec_from_file_location("configuration_of_a_stranger", code)
     with pytest.raises(ImportError, match=r"needs transformers 5\.\d+ or newer, and 4\.57\.6 is installed: run pip"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
