@@ -123,6 +123,15 @@ def gathered(value: Result) -> list[Result]:
     return gather_object([value])
 
 
+def from_main(compute: Callable[[], Result]) -> Result:
+    """What `compute` returns in the main process, for all; what fails there, fails in all. All must come here."""
+    result = None
+    with agreed():
+        if is_main():
+            result = compute()
+    return broadcast_object_list([result])[0] if several() else result
+
+
 def shared_out(function: Callable[[Item], Result], items: Sequence[Item], device: torch.device) -> Iterator[Result]:
     """Results of `function`, computed by all processes and seen by all; own ones as soon as they are there.
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 
 import transformers
 
-OLDEST_TRANSFORMERS = "5.4"
+OLDEST_TRANSFORMERS = "5.18"  # as in pyproject.toml
 # Before anything is imported that older ones lack: what fails there would not say why.
 if tuple(map(int, transformers.__version__.split(".")[:2])) < tuple(map(int, OLDEST_TRANSFORMERS.split("."))):
     raise ImportError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedMode
 
 from ...models.configuration_base import RANK_FIELDS, FactorizedConfig
 from ...models.matrices import bias_of, make_linear, matrices_of, product_of, rank_of, widths_of
+from ..workers import from_main, is_main
 from .machine import (
     MachineCosts,
     Number,
@@ -208,6 +209,8 @@ def sentence_costs(
 ) -> SentenceCosts:
     """Costs of an encoder-decoder on this machine, from its tables (`machine_costs`), which may be measured first.
 
+    Of several processes the main one measures, so that all have the same figures; all of them must call this.
+
     Args:
         model: a model, on any device, or a configuration.
         source_tokens, target_tokens: of an average sentence.
@@ -221,12 +224,11 @@ def sentence_costs(
             model = AutoModelForSeq2SeqLM.from_config(model)
     layers = layers_of(model)
     kept = machine is None
-    machine = machine_costs(timer=timer) if kept else machine
+    machine = from_main(lambda: machine_costs(timer=timer)) if kept else machine
     key = f"{model.config.model_type}, {model.config.vocab_size} tokens"
     if key not in machine.overheads:
-        found = measure_overheads(model, machine, timer)
-        machine.overheads[key] = [found.sentence, found.encoder_layer, found.token, found.decoder_layer]
-        if kept:
+        machine.overheads[key] = from_main(lambda: list(astuple(measure_overheads(model, machine, timer))))
+        if kept and is_main():
             store_costs(machine)
     each = Overheads(*machine.overheads[key])
     config = model.config

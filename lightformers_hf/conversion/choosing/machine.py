@@ -19,8 +19,10 @@ from pathlib import Path
 from statistics import median
 
 import torch
+import transformers
 from torch import Tensor, nn
 
+from ... import __version__
 from ...models.matrices import wide_linear
 
 Number = int | float | Tensor
@@ -185,14 +187,15 @@ def costs_file() -> Path:
 
 @cache
 def machine_name() -> str:
-    """Processor and PyTorch: costs measured with others are no use."""
+    """Processor, and versions of what is measured with it: costs measured with others are no use."""
     processor = platform.processor() or platform.machine()
     if (found := Path("/proc/cpuinfo")).exists():
         lines = found.read_text(encoding="utf-8", errors="replace").splitlines()
         processor = next(
             (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), processor
         )
-    return f"{processor}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, lightformers_hf {__version__}"
+    return f"{processor}, {torch.backends.cpu.get_cpu_capability()}, {versions}"
 
 
 def _read(file: Path) -> dict:

@@ -1,13 +1,18 @@
 """Costs of products and of sentences, from a machine whose speed is known. No test here looks at a clock."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, BertConfig, BertModel, MarianConfig, MarianMTModel
 
+import lightformers_hf
 from lightformers_hf import StudyOptions, convert
 from lightformers_hf.conversion import compress
 from lightformers_hf.conversion.choosing import latency as module
@@ -20,7 +25,12 @@ from lightformers_hf.conversion.choosing.machine import (
     machine_costs,
     time_product,
 )
-from lightformers_hf.models import LightFormerConfig, LightFormerForConditionalGeneration
+from lightformers_hf.models import (
+    LightFormerConfig,
+    LightFormerForConditionalGeneration,
+    matrices,
+    modeling_lightformer,
+)
 
 SIZES = {"vocab_size": 50, "d_model": 32, "encoder_layers": 4, "decoder_layers": 2}
 SIZES |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 40}
@@ -121,6 +131,89 @@ def test_costs_are_measured_once_and_kept(tmp_path, monkeypatch):
     file.write_text("{")  # a file cut short
     machine_costs(file, timer=timer)
     assert len(timed) == 4 * measured
+
+
+@pytest.mark.parametrize("version", ["torch.__version__", "transformers.__version__", "__version__"])
+def test_costs_of_other_versions_are_no_use(version, monkeypatch):
+    products.machine_name.cache_clear()
+    name = products.machine_name()
+    with monkeypatch.context() as patch:
+        products.machine_name.cache_clear()
+        patch.setattr(f"lightformers_hf.conversion.choosing.machine.{version}", "0.0.1")
+        assert products.machine_name() != name
+        assert "0.0.1" in products.machine_name()
+    products.machine_name.cache_clear()
+
+
+def test_output_layers_are_timed_by_the_code_that_runs_them(monkeypatch):
+    """A wide one takes the route of few rows, in the tables as in a model that generates."""
+    taken, real = [], torch.mm
+    monkeypatch.setattr(matrices.torch, "mm", lambda *operands: taken.append(operands[0].shape) or real(*operands))
+    with products.one_core():
+        time_product(64, 16384, 1.0, output=True, timer=lambda run: run() or 1.0)
+        assert taken == [(16384, 64)]
+        taken.clear()
+        wide = light(vocab_size=16384, d_model=64)
+        wide.generate(torch.tensor([[5, 6]]), max_new_tokens=2, min_new_tokens=2)
+    assert taken == [(16384, 64)] * 2
+
+
+@torch.no_grad()
+def test_overheads_are_those_of_the_fast_path(machine, monkeypatch):
+    ran_fast, real = [], modeling_lightformer.run_layers_fast
+
+    def run_layers_fast(*arguments, **others):
+        states = real(*arguments, **others)
+        ran_fast.append(states is not None)
+        return states
+
+    monkeypatch.setattr(modeling_lightformer, "run_layers_fast", run_layers_fast)
+    module.measure_overheads(light(**RANKS), machine, lambda run: run() or 1.0)
+    assert set(ran_fast) == {True}
+
+
+PROGRAM = """\
+import os, sys
+from lightformers_hf.conversion.choosing.latency import sentence_costs
+from lightformers_hf.models import LightFormerConfig
+rank, asked = int(os.environ["RANK"]), []
+def timer(run):
+    asked.append(run)
+    return 1e-3 * (1 + rank)
+config = LightFormerConfig(vocab_size=50, d_model=32, encoder_layers=1, decoder_layers=1)
+for _ in range(2):
+    total = sentence_costs(config, timer=timer).total
+print(f"process {total} {len(asked) > 0}\\n", end="", flush=True)
+def broken(run):
+    raise RuntimeError("no clock")
+try:
+    sentence_costs(LightFormerConfig(vocab_size=51), timer=broken)
+except Exception as error:
+    print(f"process {error}\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.usefixtures("warm_python")
+def test_of_two_processes_one_measures_for_both(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    places = {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(Path(lightformers_hf.__file__).parents[1])}
+    done = subprocess.run(
+        [*launcher, str(tmp_path / "program.py")],
+        env=os.environ | places | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = sorted(line.split() for line in done.stdout.splitlines() if line.startswith("process "))
+    (_, total, measured), (_, same, measured_too), *failed = said
+    assert total == same
+    assert {measured, measured_too} == {"True", "False"}
+    assert failed == [["process", "no", "clock"]] * 2
+    machines = json.loads((tmp_path / "lightformers_hf" / "costs.json").read_text())["machines"]
+    assert [list(machine["overheads"]) for machine in machines.values()] == [["lightformer, 50 tokens"]]
 
 
 def test_the_file_is_in_the_cache_folder(monkeypatch, tmp_path):
