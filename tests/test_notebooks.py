@@ -18,6 +18,7 @@ def shared_cache(tmp_path_factory):
     return tmp_path_factory.mktemp("notebooks")
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path, shared_cache, monkeypatch):
     monkeypatch.setenv("LIGHTFORMERS_QUICK", "1")

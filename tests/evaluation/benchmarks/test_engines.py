@@ -13,6 +13,8 @@ from lightformers_hf.export.engines import deployment_names
 
 FORMS = deployment_names()
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 
 @pytest.fixture(scope="module")
 def student(tiny_marian, tmp_path_factory):
