@@ -6,6 +6,7 @@ loses, the next ones make up for.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -26,6 +27,8 @@ CONSTANT = 1e-6
 # Steps that balance the tokens' probabilities, occurrences of each that are added to those seen, and how many nats a
 # token they must win together.
 BALANCING, SMOOTHING, WORTH_BALANCING = 4, 0.5, 0.05
+# Target tokens whose logits are held together.
+LOGIT_ROWS = 256
 
 
 class _StopError(Exception):
@@ -74,33 +77,54 @@ def refit(
 
 
 def _balance(student: PreTrainedModel, teacher: PreTrainedModel, calibration: Calibration, shelf: Shelf) -> None:
-    """Scale tokens' probabilities by b until their means are the teacher's: then no b has a lower cross-entropy.
+    """Scale tokens' probabilities by e^b until their means are the teacher's: then no b has a lower cross-entropy.
 
     Every step, b += log(teacher's mean / own mean), lowers it (Darroch and Ratcliff 1972). Where all of them win
     little, b stays: sentences become as short as the teacher's own, which then costs more than it gives.
+
+    With p the student's probabilities as they are, b makes them p·e^b / Z, Z the sum of p·e^b over the tokens. Of the
+    cross-entropy it changes log Z − b·(teacher's) alone: the teacher is needed once, and p where there is room for it.
     """
-    bias, losses = student.final_logits_bias.clone(), []
-    size, device = bias.numel(), calibration.device
+    size, device = student.final_logits_bias.numel(), calibration.device
+    target, logs = torch.zeros(size, dtype=torch.float64, device=device), []
+    with agreed():
+        for states in _target_states("teacher", calibration, shelf):
+            target += _probabilities(teacher, states).sum(0).to(device)
+    target = add_up(target)
+    shift = torch.zeros_like(target)
+    held: dict[int, Tensor] = {}
+    room = shelf.room
     for step in range(BALANCING + 1):
-        own, target, loss = (torch.zeros(n, dtype=torch.float64, device=device) for n in (size, size, 1))
+        own, log = torch.zeros_like(target), target.new_zeros(1)
+        scale = shift.exp().float().to(student.device)
         with agreed():
-            for index, batch in enumerate(calibration.batches):
-                kept = (batch["labels"] != -100).to(student.device)
-                states = (shelf[who, "decoder", index][kept] for who in ("student", "teacher"))
-                logits, wanted = (
-                    model.lm_head(rows) + model.final_logits_bias
-                    for model, rows in zip((student, teacher), states, strict=True)
-                )
-                wanted = wanted.softmax(-1)
-                loss -= (wanted * logits.log_softmax(-1)).sum().to(device)
-                own += logits.softmax(-1).sum(0).to(device)
-                target += wanted.sum(0).to(device)
-        own, target, loss = (add_up(sums) for sums in (own, target, loss))
-        losses.append(loss.item() / calibration.target_tokens)
+            for number, states in enumerate(_target_states("student", calibration, shelf)):
+                if (weights := held.get(number)) is None:
+                    weights = _probabilities(student, states)
+                    if (room := room - weights.nbytes) >= 0:
+                        held[number] = weights
+                sums = weights @ scale
+                log += sums.log().sum().to(device)
+                own += (sums.reciprocal() @ weights).mul_(scale).to(device)
+        own, log = add_up(own), add_up(log)
+        logs.append(log)
         if step < BALANCING:
-            student.final_logits_bias += ((target + SMOOTHING) / (own + SMOOTHING)).log().float().to(bias.device)
-    if losses[0] - losses[-1] < WORTH_BALANCING:
-        student.final_logits_bias.copy_(bias)
+            shift += ((target + SMOOTHING) / (own + SMOOTHING)).log()
+    won = (logs[0] - logs[-1] + shift @ target).item() / calibration.target_tokens
+    if won >= WORTH_BALANCING:
+        student.final_logits_bias += shift.float().to(student.device)
+
+
+def _target_states(who: str, calibration: Calibration, shelf: Shelf) -> Iterator[Tensor]:
+    """What the decoder gives at the target tokens, a few at a time: they become rows as long as the vocabulary."""
+    for index, batch in enumerate(calibration.batches):
+        states = shelf[who, "decoder", index]
+        yield from states[(batch["labels"] != -100).to(states.device)].split(LOGIT_ROWS)
+
+
+def _probabilities(model: PreTrainedModel, states: Tensor) -> Tensor:
+    """Of every token behind decoder states (tokens×d), tokens×V."""
+    return model.lm_head(states).add_(model.final_logits_bias).softmax(-1)
 
 
 class _Walk:

@@ -1,0 +1,56 @@
+"""Balancing the tokens' probabilities, against its definition on whole matrices."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lightformers_hf.conversion import refit as module
+from lightformers_hf.conversion.refit import BALANCING, SMOOTHING, WORTH_BALANCING
+from lightformers_hf.conversion.statistics.shelf import Shelf
+
+TOKENS, SIZE, WIDTH = 90, 37, 8
+
+
+def output_layer(seed, spread):
+    torch.manual_seed(seed)
+    head = nn.Linear(WIDTH, SIZE, bias=False).requires_grad_(False)
+    return SimpleNamespace(lm_head=head, final_logits_bias=torch.randn(1, SIZE) * spread, device=torch.device("cpu"))
+
+
+def by_definition(logits, teacher, bias):
+    """The bias after all steps, and the cross-entropy before and after each, in double precision."""
+    logits, wanted, bias = logits.double(), teacher.double().softmax(-1), bias.double().clone()
+    target, losses = wanted.sum(0), []
+    for step in range(BALANCING + 1):
+        losses.append(-(wanted * (logits + bias).log_softmax(-1)).sum().item() / len(logits))
+        if step < BALANCING:
+            bias += ((target + SMOOTHING) / ((logits + bias).softmax(-1).sum(0) + SMOOTHING)).log()
+    return bias, losses
+
+
+@pytest.mark.parametrize("room", [0, 50 * SIZE * 4, 2**20])
+@pytest.mark.parametrize("spread", [0.05, 2.0])
+def test_balance_is_what_its_definition_says(room, spread, monkeypatch):
+    """Whether nothing, some or all of the probabilities are kept between the steps."""
+    monkeypatch.setattr(module, "LOGIT_ROWS", 16)
+    student, teacher = output_layer(0, spread), output_layer(1, spread)
+    labels = torch.zeros(3, TOKENS // 2, dtype=torch.long)
+    labels[2, :] = -100  # padding
+    shelf = Shelf()
+    states = {who: torch.randn(2, 3, TOKENS // 2, WIDTH) for who in ("student", "teacher")}
+    for who, parts in states.items():
+        for index, part in enumerate(parts):
+            shelf[who, "decoder", index] = part
+    shelf.room = room
+    kept = {who: parts[:, :2].reshape(-1, WIDTH) for who, parts in states.items()}
+    before = student.final_logits_bias.clone()
+    wanted = teacher.lm_head(kept["teacher"]) + teacher.final_logits_bias
+    expected, losses = by_definition(student.lm_head(kept["student"]), wanted, before)
+    batches = [{"labels": labels}, {"labels": labels}]
+    calibration = SimpleNamespace(batches=batches, device=torch.device("cpu"), target_tokens=2 * TOKENS)
+    module._balance(student, teacher, calibration, shelf)
+    won = losses[0] - losses[-1] >= WORTH_BALANCING
+    assert won == (spread > 1)
+    torch.testing.assert_close(student.final_logits_bias.double(), expected if won else before.double())
