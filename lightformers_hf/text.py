@@ -37,7 +37,7 @@ def load_parallel(
     if max_samples is not None and max_samples < 1:
         raise ValueError(f"max_samples is {max_samples}: expected 1 or more, or None for all.")
     pairs = load_rows(data, split=split)
-    pairs = _two_columns(pairs, data, source, target)
+    pairs = _select_columns(pairs, data, source, target)
     if max_samples is not None:
         pairs = pairs.select(range(min(max_samples, len(pairs))))
     _check_text(pairs, data, {"source": source, "target": target})
@@ -63,6 +63,7 @@ def _is_file_name(data: str) -> bool:
 
 
 def _load_file(path: Path) -> Dataset:
+    """All columns of a local file, those of .csv and .tsv as text; no row where it holds none."""
     import pandas
     from datasets import Dataset, Features, Value
     from datasets.exceptions import DatasetGenerationError
@@ -95,13 +96,14 @@ def _load_file(path: Path) -> Dataset:
 
 
 def _load_hub(name: str, split: str) -> Dataset:
+    """A split of the dataset `name` or `name:configuration`."""
     from datasets import load_dataset
 
     name, _, configuration = name.partition(":")
     return load_dataset(name, configuration or None, split=split)
 
 
-def _two_columns(pairs: Dataset, data: str, source: str, target: str) -> Dataset:
+def _select_columns(pairs: Dataset, data: str, source: str, target: str) -> Dataset:
     """The columns `source` and `target` of `pairs`, wherever they stand."""
     if "translation" in pairs.column_names and not {source, target} <= set(pairs.column_names):
         pairs = pairs.flatten()
@@ -151,8 +153,12 @@ def tokenize_pairs(
     """Tokenize the pairs of `load_parallel` into what a seq2seq model trains on.
 
     Columns: `input_ids`, `attention_mask`, `labels`, and their lengths in tokens, `source_length` and
-    `target_length`, which `TokenBatchSampler` reads. Longer texts are cut to the maximum; the end-of-sentence token is
-    part of the count and always stays. `num_proc`: worker processes (default: none, in this process).
+    `target_length`, which `TokenBatchSampler` reads.
+
+    Args:
+        max_source_length, max_target_length: tokens, end-of-sentence token included, which always stays; longer texts
+            are cut.
+        num_proc: worker processes (default: none, in this process).
     """
     return pairs.map(
         _tokenize,
@@ -165,6 +171,7 @@ def tokenize_pairs(
 
 
 def _tokenize(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, limits: tuple[int, int]) -> dict[str, list]:
+    """The columns of `tokenize_pairs`; `limits` are the longest source and target."""
     source = tokenizer(batch["source"], max_length=limits[0], truncation=True)
     target = tokenizer(text_target=batch["target"], max_length=limits[1], truncation=True)
     return {

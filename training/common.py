@@ -306,7 +306,7 @@ def train(trainer: Trainer, checkpoint: str | None, model_args: ModelArguments) 
     }
 
 
-def chosen_checkpoint(trainer: Trainer) -> str:
+def checkpoint_name(trainer: Trainer) -> str:
     """For the summary: which of the run's checkpoints is the model that is evaluated."""
     best = trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint
     return f"best, {best}" if best else "last"

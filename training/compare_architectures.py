@@ -62,13 +62,13 @@ class Model:
     path: str
     fields: tuple[str, ...] = ()
 
-    def at(self, seed: int) -> Path:
+    def path_for(self, seed: int) -> Path:
         """The path, for a run with `seed`."""
         return Path(self.path.replace("{seed}", str(seed)))
 
     def options(self, seed: int) -> list[str]:
         """What the training script is told of it."""
-        path = self.at(seed)
+        path = self.path_for(seed)
         if path.suffix == ".yaml":
             source = "--config"
         else:
@@ -88,7 +88,7 @@ def parse_models(models: list[str], seeds: list[int]) -> dict[str, Model]:
         if name in parsed:
             raise ValueError(f"--models names {name!r} twice: give every model a name of its own.")
         parsed[name] = Model(path, tuple(fields))
-        for place in map(parsed[name].at, seeds):
+        for place in map(parsed[name].path_for, seeds):
             if not place.exists():
                 raise FileNotFoundError(
                     f"No model {place}: give a recipe, a folder of a checkpoint, or a .json file of shapes."
@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None) -> None:
     for (name, seed), scores in results.items():
         measured = {"parameters": unique_parameters(trained[name][0])}
         measured["seconds_per_step"] = seconds_per_step(folders[name, seed])
-        row = {"name": name, "model": str(models[name].at(seed)), "fields": models[name].fields, "seed": seed}
+        row = {"name": name, "model": str(models[name].path_for(seed)), "fields": models[name].fields, "seed": seed}
         rows.append(row | measured | scores | speeds.get(name, {}))
     if timed:  # last, because it changes the models' weights
         steps = step_speed(trained, args)

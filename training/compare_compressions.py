@@ -65,7 +65,7 @@ class Run:
     trained: str | None = None
 
     @property
-    def converted(self) -> str:
+    def conversion_folder(self) -> str:
         """Folder of the converted model that the run starts from."""
         parts = [f"ratio-{self.ratio:g}", self.method]
         parts += [f"groups-{self.groups}"] if self.groups else []
@@ -74,7 +74,7 @@ class Run:
     @property
     def folder(self) -> str:
         """Folder of the run's scores."""
-        return f"{self.converted}/{self.start}-{self.trained or 'untrained'}"
+        return f"{self.conversion_folder}/{self.start}-{self.trained or 'untrained'}"
 
 
 def parse_methods(methods: list[str]) -> dict[str, dict[str, object]]:
@@ -129,7 +129,7 @@ def conversion_of(
 
 def options(run: Run, args: argparse.Namespace, others: list[str]) -> list[str]:
     """What `run_translation.py` is told for a run."""
-    model = str(Path(args.output_dir, run.converted, "model"))
+    model = str(Path(args.output_dir, run.conversion_folder, "model"))
     parts = ["--model-name-or-path", model, "--test-file", args.test_file, "--report-to", "none", *others]
     parts += ["--source-lang", args.source_lang, "--target-lang", args.target_lang]
     if run.trained:
@@ -174,7 +174,7 @@ def measure(
     """Convert and run whatever is not there yet; what every run is, its parameters and its scores."""
     folder, parameters = Path(args.output_dir), {}
     for name, (settings, study) in {
-        run.converted: conversion_of(run, methods[run.method], args) for run in runs
+        run.conversion_folder: conversion_of(run, methods[run.method], args) for run in runs
     }.items():
         model, record = folder / name / "model", folder / name / "conversion.json"
         asked = settings | {f"study.{field}": value for field, value in vars(study).items()}
@@ -192,7 +192,7 @@ def measure(
         ]
         for run, job in zip(runs, tqdm(jobs, desc="runs"), strict=True):
             scores = {score: job.result()[f"test_{score}"] for score in ("bleu", "chrf")}
-            rows.append({**vars(run), "parameters": parameters[run.converted], **scores})
+            rows.append({**vars(run), "parameters": parameters[run.conversion_folder], **scores})
     return rows
 
 

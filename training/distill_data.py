@@ -31,7 +31,7 @@ from lightformers_hf.loading import load_model
 CHUNK = 2048  # texts that are sorted by length together, and written together
 
 
-def resume(partial: Path, record: Path, options: dict, sources: list[str], columns: tuple[str, str]) -> int:
+def count_complete(partial: Path, record: Path, options: dict, sources: list[str], columns: tuple[str, str]) -> int:
     """How many whole chunks of `partial` stand; what a kill left behind them is cut off.
 
     Raises `ValueError` where they were written with other `options` (`record` says with which), or from other data.
@@ -72,7 +72,7 @@ def distill(options: dict, sources: list[str], output: Path, columns: tuple[str,
     model, tokenizer = load_model(options["teacher"], device=device)
     set_languages(model, tokenizer, options["source_lang"], options["target_lang"])
     output.parent.mkdir(parents=True, exist_ok=True)
-    done = resume(partial, record, options, sources, columns)
+    done = count_complete(partial, record, options, sources, columns)
     with (
         tqdm(total=len(sources), initial=done, unit="text", desc="Translating") as bar,
         partial.open("a", encoding="utf-8") as file,

@@ -37,7 +37,7 @@ import transformers
 from arguments import ModelArguments, OutputArguments, parse_arguments
 from common import (
     check_output,
-    chosen_checkpoint,
+    checkpoint_name,
     load_config,
     load_parts,
     load_tokenizer,
@@ -241,7 +241,7 @@ def run(
         metrics = trainer.evaluate()
         trainer.save_metrics("eval", metrics)
         rows |= {f"validation {name}": metrics[f"eval_{name}"] for name in ("loss", "accuracy")}
-        rows["checkpoint"] = chosen_checkpoint(trainer)
+        rows["checkpoint"] = checkpoint_name(trainer)
     if "test" in tokens:
         metrics = trainer.evaluate(tokens["test"], metric_key_prefix="test")
         trainer.save_metrics("test", metrics)

@@ -34,7 +34,7 @@ from arguments import ModelArguments, OutputArguments, parse_arguments
 from common import (
     build_model,
     check_output,
-    chosen_checkpoint,
+    checkpoint_name,
     load_parts,
     load_texts,
     load_tokenizer,
@@ -218,7 +218,7 @@ def main(argv: list[str] | None = None) -> None:
         metrics = trainer.evaluate()
         trainer.save_metrics("eval", metrics)
         rows |= {f"validation {name}": metrics[f"eval_{name}"] for name in ("loss", "perplexity")}
-        rows["checkpoint"] = chosen_checkpoint(trainer)
+        rows["checkpoint"] = checkpoint_name(trainer)
     if "test" in blocks:
         metrics = trainer.evaluate(blocks["test"], metric_key_prefix="test")
         trainer.save_metrics("test", metrics)

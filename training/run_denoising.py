@@ -30,7 +30,7 @@ from arguments import ModelArguments, OutputArguments, parse_arguments
 from common import (
     build_model,
     check_output,
-    chosen_checkpoint,
+    checkpoint_name,
     load_tokenizer,
     parameter_count,
     run_script,
@@ -282,7 +282,7 @@ def main(argv: list[str] | None = None) -> None:
         metrics["eval_perplexity"] = math.exp(min(metrics["eval_loss"], 700))
         trainer.save_metrics("eval", metrics)
         rows |= {f"validation {name}": metrics[f"eval_{name}"] for name in ("loss", "perplexity")}
-        rows["checkpoint"] = chosen_checkpoint(trainer)
+        rows["checkpoint"] = checkpoint_name(trainer)
     summarize(rows | {"saved in": args.output_dir}, console)
 
 

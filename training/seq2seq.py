@@ -13,7 +13,7 @@ from arguments import OutputArguments
 from common import (
     build_model,
     check_output,
-    chosen_checkpoint,
+    checkpoint_name,
     load_model,
     load_parts,
     load_tokenizer,
@@ -210,9 +210,9 @@ def run(
         metrics = trainer.evaluate()
         trainer.save_metrics("eval", metrics)
         rows |= {f"validation {k}": metrics[f"eval_{k}"] for k in ("loss", *task.measures) if f"eval_{k}" in metrics}
-        rows["checkpoint"] = chosen_checkpoint(trainer)
+        rows["checkpoint"] = checkpoint_name(trainer)
     if "test" in tokens:
-        rows |= test(trainer, task, scored["test"])
+        rows |= score_test(trainer, task, scored["test"])
     if "train" in tokens:
         rows["saved in"] = args.output_dir
     summarize(rows, console)
@@ -241,7 +241,7 @@ class ScoredPart:
         return self.tokenizer.batch_decode(predictions, skip_special_tokens=True)
 
 
-def test(trainer: RecoveryTrainer, task: Task, part: ScoredPart) -> dict[str, object]:
+def score_test(trainer: RecoveryTrainer, task: Task, part: ScoredPart) -> dict[str, object]:
     """Generate the texts of the test, write them in the data's order, and score them; rows of the summary."""
     args = trainer.args
     args.predict_with_generate, trainer.compute_metrics = True, None

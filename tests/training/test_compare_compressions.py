@@ -71,7 +71,9 @@ def test_a_method_of_ones_own():
 
 @pytest.mark.parametrize("name", script.METHODS)
 def test_every_method_can_be_asked_for(name):
-    (run,) = {run.converted: run for run in script.list_runs(ScriptArguments(), {name: script.METHODS[name]})}.values()
+    (run,) = {
+        run.conversion_folder: run for run in script.list_runs(ScriptArguments(), {name: script.METHODS[name]})
+    }.values()
     script.conversion_of(run, script.METHODS[name], ScriptArguments())
 
 

@@ -116,10 +116,10 @@ def test_lines_of_other_data_are_not_mixed_in(tiny_marian, data, tmp_path):
     output = tmp_path / "out.jsonl"
     record, partial = (output.with_name(f"out.jsonl.{end}") for end in ("options.json", "partial"))
     options = {"teacher": str(tiny_marian)}
-    script.resume(partial, record, options, data[1], ("de", "en"))
+    script.count_complete(partial, record, options, data[1], ("de", "en"))
     partial.write_text(json.dumps({"translation": {"de": "from elsewhere", "en": ""}}) + "\n")
     with pytest.raises(ValueError, match="line 1, is not of this data"):
-        script.resume(partial, record, options, data[1], ("de", "en"))
+        script.count_complete(partial, record, options, data[1], ("de", "en"))
 
 
 @pytest.mark.usefixtures("warm_python")
