@@ -12,7 +12,7 @@ from lightformers_hf.models import (
     PartialFormerForCausalLM,
     PartialFormerForConditionalGeneration,
 )
-from lightformers_hf.models.modeling_partialformer import GlobalAttention, PartialAttention
+from lightformers_hf.models.partial_attention import GlobalAttention, PartialAttention
 
 TINY = {
     "vocab_size": 24,
