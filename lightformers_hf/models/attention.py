@@ -7,6 +7,7 @@ from torch import nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .configuration_base import FactorizedConfig
 from .matrices import Projection, apply_with_residual
 from .transformers_internals import attention_of
 
@@ -76,7 +77,7 @@ class MultiHeadAttention(nn.Module):
 
     def __init__(
         self,
-        config,
+        config: FactorizedConfig,
         width: int,
         num_heads: int,
         project: Projection,

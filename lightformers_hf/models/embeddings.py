@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.utils import is_torchdynamo_compiling
 
@@ -11,7 +12,9 @@ from .matrices import wide_linear
 from .transformers_internals import is_loaded
 
 
-def position_ids_from(attention_mask: torch.Tensor | None, length: int, past_length, device) -> torch.Tensor:
+def position_ids_from(
+    attention_mask: torch.Tensor | None, length: int, past_length: int | torch.Tensor, device: torch.device
+) -> torch.Tensor:
     """Positions of the last `length` tokens, counted over the tokens that `attention_mask` keeps.
 
     With a 2-D mask, shape (B, past + length), a sentence gets the same positions however it is padded; without one
@@ -73,7 +76,7 @@ class LearnedPositions(nn.Embedding):
         return super().forward(position_ids + self.offset)
 
 
-def make_positions(config) -> nn.Module:
+def make_positions(config: PreTrainedConfig) -> nn.Module:
     """The position module that `position_embedding_type` and `position_offset` of `config` describe."""
     size, d, offset = config.max_position_embeddings, config.d_model, config.position_offset
     if config.position_embedding_type == "learned":
@@ -82,7 +85,7 @@ def make_positions(config) -> nn.Module:
     return SinusoidalPositions(size, d, spacing, offset)
 
 
-def check_length(positions: nn.Module, length) -> None:
+def check_length(positions: nn.Module, length: int | torch.Tensor) -> None:
     """Raise `ValueError` where an input is longer than the position table (an index error would not say why)."""
     if not is_torchdynamo_compiling() and isinstance(length, int) and length > positions.num_positions:
         raise ValueError(

@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import MultiHeadAttention, cached_states
+from .configuration_base import FactorizedConfig
 from .torch_internals import is_plain, parts_of, weights_of
 from .transformer_layer import TransformerLayer
 from .transformers_internals import attention_of
@@ -182,7 +183,7 @@ def run_layers_fast(
     encoder_hidden_states: torch.Tensor | None = None,
     encoder_attention_mask: torch.Tensor | None = None,
     *,
-    config,
+    config: FactorizedConfig,
     layer_class: type[TransformerLayer],
     past_key_values: Cache | None = None,
     use_cache: bool | None = None,

@@ -13,6 +13,7 @@ from transformers.modeling_outputs import (
     Seq2SeqModelOutput,
     SequenceClassifierOutput,
 )
+from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import can_return_tuple
 
 from .embeddings import AdaptiveEmbedding, AdaptiveOutput, adaptive_ties
@@ -27,7 +28,7 @@ def shift_right(labels: torch.Tensor, pad_token_id: int, decoder_start_token_id:
     return shifted.masked_fill(shifted == -100, pad_token_id)
 
 
-def encoder_decoder_ties(model) -> dict[str, str]:
+def encoder_decoder_ties(model: PreTrainedModel) -> dict[str, str]:
     """{tied parameter: stored parameter} of a base model whose two stacks read the one table `shared`."""
     if not model.config.share_encoder_decoder_embeddings:
         return {}
@@ -49,7 +50,9 @@ class ProjectedOutput(nn.Module):
 class Vocabulary:
     """The token table of any model: a low-rank one keeps its basis when the vocabulary changes its size."""
 
-    def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True) -> nn.Module:
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
         """Resize the one vocabulary of the model. Arguments and result: see `PreTrainedModel`.
 
         Raises `ValueError` where encoder and decoder have vocabularies of their own.
@@ -202,7 +205,9 @@ class ConditionalGenerationHead(LanguageModelHead):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.model.set_input_embeddings(value)
 
-    def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True) -> nn.Module:
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
         """As `Vocabulary` does; the output bias goes along, with zeros for new tokens."""
         table = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         if self.final_logits_bias is not None:

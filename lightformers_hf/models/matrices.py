@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from .configuration_base import FactorizedConfig
 from .torch_internals import is_plain
 from .transformers_internals import is_loaded
 
@@ -120,19 +121,21 @@ def add_residuals(module: nn.Module, shared: nn.Module, rank: int, *, name: str)
         module.get_submodule(parent).add_module(leaf, residual)
 
 
-def apply_with_residual(module: nn.Module, name: str, states: torch.Tensor, residuals: nn.Module | None):
+def apply_with_residual(
+    module: nn.Module, name: str, states: torch.Tensor, residuals: nn.Module | None
+) -> torch.Tensor:
     """`module.<name>(states)`, and what `residuals` adds to it: x·W + x·A·B. (…, m) → (…, n)."""
     output, residual = getattr(module, name)(states), getattr(residuals, name, None)
     return output if residual is None else output + residual(states)
 
 
-def module_rank(config, name: str, kind: str) -> int | None:
+def module_rank(config: FactorizedConfig, name: str, kind: str) -> int | None:
     """r of the module `name` (without the head's `model.`), whose kind is `attention`, `ffn` or `embedding`."""
     stack = "decoder" if name.startswith("decoder.") else "encoder"
     return from_pattern(config.rank_pattern, name, config.rank_of_kind(stack, kind))
 
 
-def projections(config, prefix: str, kind: str) -> Projection:
+def projections(config: FactorizedConfig, prefix: str, kind: str) -> Projection:
     """What builds the linear layers of the module `prefix`, each of the rank that `config` gives to its kind.
 
     A layer carries its kind as the attribute `kind`: what may be factorized is known from the model itself.
@@ -199,7 +202,9 @@ class LowRankOutput(nn.Module):
         return {"output.weight": left, "basis": right}
 
 
-def make_embedding(vocab_size: int, width: int, rank: int | None, *, name: str, padding_idx: int | None):
+def make_embedding(
+    vocab_size: int, width: int, rank: int | None, *, name: str, padding_idx: int | None
+) -> nn.Embedding:
     """Token table, V×width: dense where `rank` is `None`. A rank above min(V, width) raises `ValueError`."""
     if rank is None:
         table = nn.Embedding(vocab_size, width, padding_idx)

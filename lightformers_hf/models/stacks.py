@@ -1,6 +1,7 @@
 """What encoder and decoder of every architecture do alike: token tables, positions, masks, caches, initialisation."""
 
 import math
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -12,11 +13,15 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .configuration_base import FactorizedConfig
 from .embeddings import AdaptiveEmbedding, AdaptiveTable, SinusoidalPositions, check_length, position_ids_from
 from .matrices import init_factors, make_embedding, module_rank
 
+# What attention takes: a tensor, a block mask of flex attention, or none.
+Mask = TypeVar("Mask")
 
-def make_table(config, stack: str) -> nn.Module:
+
+def make_table(config: FactorizedConfig, stack: str) -> nn.Module:
     """Token table of a stack: V×`embedding_width`, of the rank that the configuration gives to it, or adaptive."""
     if config.embedding == "adaptive":
         return AdaptiveEmbedding(
@@ -28,7 +33,7 @@ def make_table(config, stack: str) -> nn.Module:
     return make_embedding(vocab_size, config.embedding_width, rank, name=name, padding_idx=config.pad_token_id)
 
 
-def clamp_mask(mask):
+def clamp_mask(mask: Mask) -> Mask:
     """`mask` for attention, where it is added to logits in fp16 kept far enough from -65504 to leave room for them.
 
     Below is -inf, and a row of padding, which sees nothing, would be NaN: the states of every token would be, in the
@@ -113,7 +118,7 @@ class Stack:
         inputs_embeds: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None = None,
-        past_length=0,
+        past_length: int | torch.Tensor = 0,
     ) -> torch.Tensor:
         """Ids (B, T), or their rows of the table → scaled vectors with positions (B, T, w)."""
         if (input_ids is None) == (inputs_embeds is None):

@@ -6,6 +6,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from .configuration_base import FactorizedConfig
 from .matrices import Projection, apply_with_residual
 
 
@@ -42,7 +43,14 @@ class TransformerLayer(GradientCheckpointingLayer):
         normalize_before: LayerNorm before each sublayer, rather than after its residual connection.
     """
 
-    def __init__(self, config, self_attn: nn.Module, encoder_attn: nn.Module | None = None, *, normalize_before: bool):
+    def __init__(
+        self,
+        config: FactorizedConfig,
+        self_attn: nn.Module,
+        encoder_attn: nn.Module | None = None,
+        *,
+        normalize_before: bool,
+    ):
         super().__init__()
         self.self_attn = self_attn
         if encoder_attn is not None:

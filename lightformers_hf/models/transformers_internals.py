@@ -6,6 +6,7 @@ A test fails where one of them changes. What a version does not have costs time 
 from collections.abc import Callable, Iterable
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.utils import output_capturing
 
 # What the hooks that record hidden states and attentions ask for where to put them.
@@ -26,7 +27,7 @@ def only_idle_capture_hooks(hooks: Iterable[Callable]) -> bool:
     )
 
 
-def attention_of(config) -> str:
+def attention_of(config: PreTrainedConfig) -> str:
     """Name of the attention that a model of this configuration computes with: `sdpa`, `eager`, …"""
     return config._attn_implementation
 
