@@ -340,6 +340,9 @@ def test_the_other_route_is_for_plain_layers_alone(monkeypatch):
         watched.register_forward_hook(lambda layer, inputs, output: seen.append(output))
         assert product_calls(watched, states, monkeypatch) == 0
         assert len(seen) == 1
+        replaced = nn.Linear(8, 64)
+        replaced.forward = lambda states: torch.ones(3, 64)  # as accelerate does to load weights for each call
+        assert torch.equal(wide_linear(replaced, states), torch.ones(3, 64))
     assert product_calls(nn.Linear(8, 64), states, monkeypatch) == 0
 
 
