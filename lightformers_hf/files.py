@@ -24,7 +24,17 @@ WEIGHT_FILES = (  # the one that is loaded first
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "*.spm", "*.model")
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.spm",
+    "*.model",
+)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from huggingface_hub import (
     CommitOperationDelete,
     HfApi,
     ModelCard,
+    ModelInfo,
     constants,
     get_token,
 )
@@ -26,7 +27,7 @@ from . import models
 from .conversion.card import MARK, evaluation_results, model_card, read_results
 from .conversion.checkpoint import CheckpointReader
 from .conversion.report import ModelFacts, read_report
-from .files import CARD_FILE, REPORT_FILE, STATE_FILE, read_json
+from .files import CARD_FILE, REPORT_FILE, STATE_FILE, TOKENIZER_FILES, read_json
 from .loading import skeleton, stored_tensors
 from .models.configuration_base import FactorizedConfig
 
@@ -37,17 +38,6 @@ MODEL_FILES = (
     "model.safetensors",
     "model-*-of-*.safetensors",
     "model.safetensors.index.json",
-)
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "*vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.spm",
-    "*.model",
 )
 
 
@@ -90,38 +80,49 @@ def push_to_hub(
     validate_repo_id(name)
     if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
         raise ValueError(f"revision {revision} is a commit, which nothing can be added to: give the name of a branch")
-    model = _skeleton(folder)
+    model = _check_model(folder)
     files = _files(folder, model.config)
     measured = [read_results(Path(file), model.num_parameters()) for file in results]
     _card(folder, model, name, measured)  # whatever is wrong with it is said before anything is made on the Hub
     _check_token()
-    with _explained(name):
+    with _explain_errors(name):
         api = HfApi(library_name="lightformers_hf")
         name = api.create_repo(name, private=private or None, exist_ok=True).repo_id
-    with _explained(name):
-        there = api.model_info(name)
-        if private and not there.private:
-            raise ValueError(
-                f"{name} exists and is public, so nothing was uploaded: make it private in its settings on the Hub, "
-                "or give another name"
-            )
-        if revision:
-            api.create_branch(name, branch=revision, exist_ok=True)
-            there = api.model_info(name, revision=revision)
+    with _explain_errors(name):
+        there = _find_branch(api, name, revision, private)
         adds = [CommitOperationAdd(path.name, path) for path in files]
         adds.append(CommitOperationAdd(CARD_FILE, _card(folder, model, name, measured).encode()))
-        stale = {file.rfilename for file in there.siblings or () if _ours(file.rfilename)}
-        stale -= {operation.path_in_repo for operation in adds}
         return api.create_commit(
             name,
-            [*adds, *(CommitOperationDelete(path) for path in sorted(stale))],
+            [*adds, *_deletions(there, adds)],
             commit_message=message or f"Upload {model.config.model_type}",
             revision=revision,
             parent_commit=there.sha,
         )
 
 
-def _skeleton(folder: Path) -> PreTrainedModel:
+def _find_branch(api: HfApi, name: str, revision: str | None, private: bool) -> ModelInfo:
+    """The branch to commit to, made if it is not there. Raises `ValueError` for a public one that must be private."""
+    there = api.model_info(name)
+    if private and not there.private:
+        raise ValueError(
+            f"{name} exists and is public, so nothing was uploaded: make it private in its settings on the Hub, "
+            "or give another name"
+        )
+    if revision:
+        api.create_branch(name, branch=revision, exist_ok=True)
+        there = api.model_info(name, revision=revision)
+    return there
+
+
+def _deletions(there: ModelInfo, adds: list[CommitOperationAdd]) -> list[CommitOperationDelete]:
+    """Of files of an earlier push that this one does not bring."""
+    stale = {file.rfilename for file in there.siblings or () if _is_ours(file.rfilename)}
+    stale -= {operation.path_in_repo for operation in adds}
+    return [CommitOperationDelete(path) for path in sorted(stale)]
+
+
+def _check_model(folder: Path) -> PreTrainedModel:
     """The model that a folder holds, without storage, once it is sure that its weights are whole, and no pickle."""
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no config.json: give what convert or a training run wrote")
@@ -161,7 +162,7 @@ def _files(folder: Path, config: FactorizedConfig) -> list[Path]:
     return sorted(listed | code)
 
 
-def _ours(path: str) -> bool:
+def _is_ours(path: str) -> bool:
     """Whether a file in a repository is one that a push of this package would have put there."""
     code = {file.name for file in Path(models.__file__).parent.glob("*.py")}
     patterns = (*MODEL_FILES, *TOKENIZER_FILES, REPORT_FILE)
@@ -198,7 +199,7 @@ def _check_token() -> None:
 
 
 @contextmanager
-def _explained(name: str) -> Iterator[None]:
+def _explain_errors(name: str) -> Iterator[None]:
     """Say in a sentence what went wrong between here and the Hub, and what to do."""
     try:
         yield
@@ -206,10 +207,10 @@ def _explained(name: str) -> Iterator[None]:
         cause = error
         while isinstance(cause, RuntimeError) and cause.__cause__ is not None:  # the client wraps what ends an upload
             cause = cause.__cause__
-        raise _explanation(cause, name) from error
+        raise _explain(cause, name) from error
 
 
-def _explanation(error: BaseException, name: str) -> OSError:
+def _explain(error: BaseException, name: str) -> OSError:
     if isinstance(error, OSError) and not isinstance(error, (HTTPError, ConnectionError, TimeoutError)):
         return error  # of this machine, not of the Hub
     again = "run the same again, what has arrived is not sent twice, and until all has, nobody sees a part of it"

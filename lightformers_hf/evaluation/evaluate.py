@@ -148,13 +148,10 @@ def evaluate_model(
     measured = {}
     for role, name in names.items():
         outputs = translate(sources, *loaded[role], batch_size=batch_size, progress=progress, **generation)
-        measured[role] = Measurements(
-            name=name,
-            **translation_quality(outputs, references),
-            comet=comet_score(sources, outputs, references, comet) if comet else None,
-            parameters=unique_parameters(loaded[role][0]),
-            disk_bytes=weight_bytes(name),
-        )
+        score = comet_score(sources, outputs, references, comet) if comet else None
+        quality = translation_quality(outputs, references)
+        sizes = {"parameters": unique_parameters(loaded[role][0]), "disk_bytes": weight_bytes(name)}
+        measured[role] = Measurements(name=name, comet=score, **quality, **sizes)
     ratio = None
     if speed:
         sentences = typical_sentences(sources, references, loaded.get("teacher", loaded["model"])[1])

@@ -9,7 +9,6 @@ import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..conversion.teacher import Teacher
-from ..files import TOKENIZER_FILES
 from ..models.modeling_lightformer import LightFormerForConditionalGeneration
 
 
@@ -45,11 +44,10 @@ def read_source(folder: Path, name: str, engine: str) -> Source:
             "are LightFormers for translation or summarization, and the dense models that become one (Marian, BART, "
             "mBART, Pegasus, M2M100). Run it in transformers, or convert its dense teacher and export that."
         )
-    has_tokenizer = any(list(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
     return Source(
         name,
         folder,
         teacher.load().eval().requires_grad_(False),
-        AutoTokenizer.from_pretrained(folder) if has_tokenizer else None,
+        AutoTokenizer.from_pretrained(folder) if teacher.has_tokenizer else None,
         teacher.generation_config(),
     )

@@ -167,12 +167,7 @@ def compare_engines(
         pairs = load_parallel(data, source=source, target=target, split="test", max_samples=max_samples)
     steps = len(names) * len(forms) * (1 if pairs is None else 2) + len(cores)
     with tempfile.TemporaryDirectory() as work, tqdm(total=steps, disable=not progress, unit="step") as bar:
-        deployed = []
-        for label, name in names.items():
-            for form in forms:
-                bar.set_description(f"deploy {label} {form}")
-                deployed.append(_deploy(label, name, form, Path(work)))
-                bar.update()
+        deployed = [_deploy(label, names[label], form, Path(work), bar) for label in names for form in forms]
         comparison = EngineComparison(list(names), deployed, [], new_tokens, sentences, data)
         inputs = _inputs(names, pairs, settings.most_sentences)
         for count in settings.cores:
@@ -223,13 +218,18 @@ def _labels(names: list[str]) -> list[str]:
     return short if len(set(short)) == len(short) else names
 
 
-def _deploy(label: str, name: str, form: str, work: Path) -> Deployed:
+def _deploy(label: str, name: str, form: str, work: Path, bar: tqdm) -> Deployed:
+    """A model in one form, exported below `work` unless that form is the checkpoint itself."""
+    bar.set_description(f"deploy {label} {form}")
     engine, quantization = split_deployment(form)
     if engine == CHECKPOINTS:
-        return Deployed(label, form, name, weight_bytes(name))
-    folder = work / label.replace(os.sep, "--") / form
-    report = export(name, folder, to=engine, quantization=quantization)
-    return Deployed(label, form, str(folder), report.weight_bytes)
+        deployed = Deployed(label, form, name, weight_bytes(name))
+    else:
+        folder = work / label.replace(os.sep, "--") / form
+        report = export(name, folder, to=engine, quantization=quantization)
+        deployed = Deployed(label, form, str(folder), report.weight_bytes)
+    bar.update()
+    return deployed
 
 
 def _inputs(names: dict[str, str], pairs: Dataset | None, count: int) -> dict[str, list[list[int]]]:

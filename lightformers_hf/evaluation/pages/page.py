@@ -15,7 +15,7 @@ import jinja2
 from tqdm.auto import tqdm
 from transformers import AutoConfig
 
-from ...conversion.report import MatrixReport, read_report
+from ...conversion.report import CompressionReport, MatrixReport, read_report
 from ...conversion.sharing.merging import source_names
 from ...conversion.teacher import Teacher
 from ...files import REPORT_FILE, STATE_FILE, read_json
@@ -102,48 +102,35 @@ def report_page(
         FileNotFoundError, ValueError: files that are not there or do not belong together, or nothing to report.
     """
     folder = resolve_source(model)
-    plan = read_report(folder / REPORT_FILE)
-    history = read_json(folder / STATE_FILE).get("log_history", [])
-    matrices = plan.matrices if plan else []
-
-    pictures = []
-    if teacher and matrices:
-        pictures.append(_spectra(folder, matrices, teacher, progress=progress))
-    if report_plots.has_errors(matrices):
-        pictures.append(
-            _picture(
-                "Error of every layer",
-                partial(report_plots.errors, matrices=matrices),
-                f"What is lost of a matrix, relative to it: {plan.measure}. Dots are matrices, lines means of a "
-                "block.",
-                columns=2,
-            )
-        )
-    if results:
-        pictures.append(_trade_off([_read(Path(file)) for file in results]))
-    losses, qualities = report_plots.training_curves(history)
-    if losses:
-        pictures.append(
-            _picture(
-                "Training",
-                partial(report_plots.training, losses=losses, qualities=qualities),
-                f"{STATE_FILE}: what the training logged.",
-                columns=2 if qualities else 1,
-            )
-        )
-    translations = (
-        _samples(
-            model, teacher, data, count=samples, source=source, target=target, split=split, progress=progress,
-            **generation,
-        )
-        if data
-        else []
-    )  # fmt: skip
-    if not (plan or pictures or translations):
+    report = read_report(folder / REPORT_FILE)
+    pictures = _pictures(folder, report, teacher, results, progress=progress)
+    translations = []
+    if data:
+        columns = {"source": source, "target": target, "split": split}
+        options = {"count": samples, "progress": progress, **generation}
+        translations = _translate_samples(model, teacher, data, columns, **options)
+    if not (report or pictures or translations):
         raise ValueError(
             f"{folder} holds neither {REPORT_FILE} nor {STATE_FILE}, so there is nothing to report: give what convert "
             "or a training run wrote, or --results, or --data"
         )
+    matrices = report.matrices if report else []
+    return _template().render(
+        title=folder.name if Path(model).is_dir() else model,
+        colors={name: _colors(dark=dark) for name, dark in (("light", False), ("dark", True))},
+        plan=report,
+        matrices=matrices,
+        kinds=_kinds(matrices),
+        options=json.dumps(report and report.options, indent=1),
+        pictures=pictures,
+        samples=translations,
+        teacher=teacher,
+        data=data and Path(data).name,
+    )
+
+
+def _template() -> jinja2.Template:
+    """The page's, which escapes whatever it is given."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader(__package__, ""),
         autoescape=True,
@@ -152,19 +139,44 @@ def report_page(
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["millions"] = lambda count: f"{count / 1e6:.1f}M"
-    colors = {name: _colors(dark=dark) for name, dark in (("light", False), ("dark", True))}
-    return environment.get_template("page.html").render(
-        title=folder.name if Path(model).is_dir() else model,
-        colors=colors,
-        plan=plan,
-        matrices=matrices,
-        kinds=_kinds(matrices),
-        options=json.dumps(plan and plan.options, indent=1),
-        pictures=pictures,
-        samples=translations,
-        teacher=teacher,
-        data=data and Path(data).name,
-    )
+    return environment.get_template("page.html")
+
+
+def _pictures(
+    folder: Path,
+    report: CompressionReport | None,
+    teacher: str | None,
+    results: Sequence[str | Path],
+    *,
+    progress: bool,
+) -> list[Picture]:
+    """Those that there is something to draw for."""
+    pictures = []
+    if teacher and report and report.matrices:
+        pictures.append(_draw_spectra(folder, report.matrices, teacher, progress=progress))
+    if report and report_plots.has_errors(report.matrices):
+        pictures.append(
+            _draw(
+                "Error of every layer",
+                partial(report_plots.errors, matrices=report.matrices),
+                f"What is lost of a matrix, relative to it: {report.measure}. Dots are matrices, lines means of a "
+                "block.",
+                columns=2,
+            )
+        )
+    if results:
+        pictures.append(_draw_trade_off([_read_result(Path(file)) for file in results]))
+    losses, qualities = report_plots.training_curves(read_json(folder / STATE_FILE).get("log_history", []))
+    if losses:
+        pictures.append(
+            _draw(
+                "Training",
+                partial(report_plots.training, losses=losses, qualities=qualities),
+                f"{STATE_FILE}: what the training logged.",
+                columns=2 if qualities else 1,
+            )
+        )
+    return pictures
 
 
 def _colors(*, dark: bool) -> tuple[str, str]:
@@ -184,7 +196,7 @@ def _kinds(matrices: list[MatrixReport]) -> list[tuple[str, int, int, int]]:
     return rows
 
 
-def _picture(title: str, paint: Paint, caption: str, *, rows: list[list[str]] | None = None, **options) -> Picture:
+def _draw(title: str, paint: Paint, caption: str, *, rows: list[list[str]] | None = None, **options) -> Picture:
     images = []
     for dark in (False, True):
         file = io.BytesIO()
@@ -193,7 +205,7 @@ def _picture(title: str, paint: Paint, caption: str, *, rows: list[list[str]] | 
     return Picture(title, caption, *images, rows=rows or [])
 
 
-def _spectra(folder: Path, matrices: list[MatrixReport], name: str, *, progress: bool) -> Picture:
+def _draw_spectra(folder: Path, matrices: list[MatrixReport], name: str, *, progress: bool) -> Picture:
     """Singular values of the teacher's matrices; of a group that shares a layer, those of its first."""
     config = AutoConfig.from_pretrained(folder)
     teacher = Teacher(resolve_source(name), name)
@@ -220,7 +232,7 @@ def _spectra(folder: Path, matrices: list[MatrixReport], name: str, *, progress:
             )
         values[matrix.name] = singular_values(module, *factors).tolist()
     ranks = report_plots.module_ranks(folder, values)
-    return _picture(
+    return _draw(
         "Singular values of the teacher",
         partial(report_plots.spectra, matrices=matrices, values=values, ranks=ranks),
         f"Of every matrix of {teacher.name}, relative to its largest. A dot is the rank that was kept; a matrix that "
@@ -230,7 +242,7 @@ def _spectra(folder: Path, matrices: list[MatrixReport], name: str, *, progress:
     )
 
 
-def _read(file: Path) -> Result:
+def _read_result(file: Path) -> Result:
     """What `lightformers evaluate --json` wrote."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -246,7 +258,7 @@ def _read(file: Path) -> Result:
         raise ValueError(f"{file} holds no results, as `lightformers evaluate … --json FILE` writes them") from None
 
 
-def _trade_off(results: list[Result]) -> Picture:
+def _draw_trade_off(results: list[Result]) -> Picture:
     """Quality against parameters and speed: relative to the teacher where all were measured beside one."""
     conditions = sorted({result.conditions for result in results})
     if len(conditions) > 1:
@@ -281,7 +293,7 @@ def _trade_off(results: list[Result]) -> Picture:
                 *([shown_speed] if has_speed else []),
             ]
         )
-    return _picture(
+    return _draw(
         "Quality against size" + (" and speed" if has_speed else ""),
         partial(report_plots.trade_off, points=list(points.values()), quality="BLEU", speed=speed),
         f"{conditions[0]}. {results[0].model.bleu_signature}",
@@ -290,14 +302,20 @@ def _trade_off(results: list[Result]) -> Picture:
     )
 
 
-def _samples(
-    name: str, teacher: str | None, data: str, *, count: int, source: str | None, target: str | None, split: str,
-    progress: bool, **generation: int,
-) -> list[Sample]:  # fmt: skip
+def _translate_samples(
+    name: str,
+    teacher: str | None,
+    data: str,
+    columns: dict[str, str | None],
+    *,
+    count: int,
+    progress: bool,
+    **generation: int,
+) -> list[Sample]:
     """Sentences evenly spread over the data, translated by the model and, as it searches, by its teacher."""
     model, tokenizer = load_model(name)
-    source, target = direction(name, tokenizer, source, target)
-    pairs = load_parallel(data, source=source, target=target, split=split)
+    source, target = direction(name, tokenizer, columns["source"], columns["target"])
+    pairs = load_parallel(data, source=source, target=target, split=columns["split"])
     count = min(count, len(pairs))
     pairs = pairs.select([i * len(pairs) // count for i in range(count)])
     sources = list(pairs["source"])
@@ -308,12 +326,12 @@ def _samples(
     if teacher:
         theirs = translate(sources, *load_teacher(teacher, tokenizer), progress=progress, **generation)
     return [
-        Sample(text, reference, before, _compared(before, after))
+        Sample(text, reference, before, _mark_differences(before, after))
         for text, reference, before, after in zip(sources, pairs["target"], theirs, outputs, strict=True)
     ]
 
 
-def _compared(before: str | None, after: str) -> list[tuple[str, bool]]:
+def _mark_differences(before: str | None, after: str) -> list[tuple[str, bool]]:
     """The words of `after` in runs, and whether a run is not at that place of `before`."""
     words = after.split()
     if before is None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from lightformers_hf import StudyOptions, convert, translate
 from lightformers_hf.conversion.report import MatrixReport
 from lightformers_hf.evaluation.pages import report_plots
-from lightformers_hf.evaluation.pages.page import _compared, report_page
+from lightformers_hf.evaluation.pages.page import _mark_differences, report_page
 
 FOREIGN = '<script>document.title = "owned"</script><img src="http://192.0.2.1/x.png">'
 
@@ -135,9 +135,9 @@ def test_translations_are_those_of_both_models(page, light, tiny_marian, paralle
 
 
 def test_what_differs_is_marked():
-    assert _compared("a b c d", "a x c") == [("a", False), ("x", True), ("c", False)]
-    assert _compared("a b", "a b") == [("a b", False)]
-    assert _compared(None, "a  b") == [("a b", False)]
+    assert _mark_differences("a b c d", "a x c") == [("a", False), ("x", True), ("c", False)]
+    assert _mark_differences("a b", "a b") == [("a b", False)]
+    assert _mark_differences(None, "a  b") == [("a b", False)]
 
 
 def test_text_of_data_and_paths_of_machines_stay_harmless(page):
