@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help demo test test-oldest docs lint format clean
+.PHONY: help demo check test test-oldest docs lint format clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -17,8 +17,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed  ## train a teacher, compress it, win its quality back: about five minutes on two cores
 	$(BIN)/lightformers demo --output demo-output
 
-test: $(VENV)/installed lint  ## every test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests
+check: lint  ## style, imports, and the tests that most mistakes fail: a minute
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m quick tests
+
+test: lint  ## every test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests
 
 # On Linux the package index has torch with CUDA alone, several gigabytes: without a GPU, let PIP_EXTRA_INDEX_URL name
 # the index of its CPU builds, https://download.pytorch.org/whl/cpu.
@@ -35,9 +38,10 @@ test-oldest: .venv-oldest/installed  ## models, conversion, recovery, export wit
 docs: $(VENV)/installed  ## the documentation, as a site in site/
 	$(BIN)/mkdocs build
 
-lint: $(VENV)/installed  ## style and format, unchanged files
+lint: $(VENV)/installed  ## style, format and imports, unchanged files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 format: $(VENV)/installed  ## rewrite files in the house style
 	$(BIN)/ruff check --fix .

@@ -22,7 +22,7 @@ from transformers import BartConfig, BartForConditionalGeneration, PreTrainedTok
 
 from lightformers_hf import cli, convert
 
-pytestmark = pytest.mark.usefixtures("warm_python")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_python")]
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
 

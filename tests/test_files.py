@@ -11,6 +11,8 @@ import pytest
 
 from lightformers_hf.files import atomic_output, written_whole
 
+pytestmark = pytest.mark.quick
+
 
 def contents(folder):
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}

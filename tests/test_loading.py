@@ -25,6 +25,8 @@ from lightformers_hf.loading import (
 )
 from lightformers_hf.models import LightFormerConfig, LightFormerForConditionalGeneration
 
+pytestmark = pytest.mark.quick
+
 
 def test_a_folder_is_its_own_source(tmp_path):
     assert resolve_source(str(tmp_path)) == tmp_path

@@ -6,6 +6,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+pytestmark = pytest.mark.slow
+
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 FOLDER = Path(__file__).parents[1] / "notebooks"

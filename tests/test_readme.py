@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard
 from test_documentation import ROOT, commands, run
 from test_hub import hub  # noqa: F401, a fixture
 
-pytestmark = pytest.mark.usefixtures("warm_python")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_python")]
 SMALLER = {
     "--max-steps 1500": "--max-steps 2 --max-source-length 48 --max-target-length 48",
     "--max-steps 20000": "--max-steps 1",

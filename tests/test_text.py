@@ -9,6 +9,8 @@ from transformers import MarianTokenizer
 
 from lightformers_hf.text import load_parallel, tokenize_pairs
 
+pytestmark = pytest.mark.quick
+
 PAIRS = {"de": ["Guten Tag.", "null", '1984, "so"'], "en": ["Good day.", "NA", "zero"]}
 ROWS = [dict(zip(PAIRS, row, strict=True)) for row in zip(*PAIRS.values(), strict=True)]
 

@@ -65,7 +65,8 @@ def serve(address: str) -> list[str]:
     Returns in the forked processes only: the arguments of Python.
     """
     for module in IMPORTS:
-        importlib.import_module(module)
+        with suppress(ModuleNotFoundError):  # of an extra that is not installed, or a version without it
+            importlib.import_module(module)
     gc.collect()
     gc.freeze()  # or the first collection in every fork copies what they share
     woken, wake = socket.socketpair()  # the end of a process wakes the loop

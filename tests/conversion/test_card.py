@@ -15,6 +15,8 @@ from lightformers_hf.conversion.card import model_card, read_results
 from lightformers_hf.conversion.inheritance import inherited_metadata
 from lightformers_hf.conversion.report import ModelFacts
 
+pytestmark = pytest.mark.quick
+
 FACTS = ModelFacts(architecture="subformer", auto_class="AutoModelForCausalLM", parameters=1_234_567, bytes=4_938_268)
 
 

@@ -10,6 +10,8 @@ from safetensors.torch import save_file
 
 from lightformers_hf.conversion.checkpoint import CheckpointReader
 
+pytestmark = pytest.mark.quick
+
 TENSORS = {
     "a.weight": torch.arange(6.0).reshape(2, 3),
     "b.weight": torch.ones(4, dtype=torch.bfloat16),

@@ -11,6 +11,8 @@ from lightformers_hf.evaluation.evaluate import evaluate_model
 from lightformers_hf.languages import set_language_codes
 from lightformers_hf.loading import load_model, load_teacher
 
+pytestmark = pytest.mark.quick
+
 CODES = {"source_lang": "de=de_DE", "target_lang": "en=fr_XX"}
 
 

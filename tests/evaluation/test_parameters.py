@@ -10,6 +10,8 @@ from lightformers_hf import cli, models
 from lightformers_hf.evaluation import parameters
 from lightformers_hf.evaluation.parameters import ParameterCount, ParameterRow, count_parameters, parameter_rows
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("row", parameter_rows(), ids=[row.table for row in parameter_rows()])
 def test_printed_count(row):

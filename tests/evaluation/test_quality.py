@@ -7,6 +7,8 @@ import sacrebleu
 
 from lightformers_hf.evaluation.quality import comet_score, translation_quality
 
+pytestmark = pytest.mark.quick
+
 PREDICTIONS = ["The dog is sleeping under the bed.", "A man walks over the street!", "two dogs play"]
 REFERENCES = ["The dog is sleeping under the table.", "A man is walking across the street.", "Two dogs are playing."]
 

@@ -17,6 +17,8 @@ from lightformers_hf.models import (
 )
 from lightformers_hf.models.embeddings import AdaptiveEmbedding, AdaptiveOutput
 
+pytestmark = pytest.mark.quick
+
 SIZES = {
     "vocab_size": 40,
     "d_model": 16,

@@ -23,6 +23,8 @@ from lightformers_hf.models import (
 )
 from lightformers_hf.models.layer_sharing import LayerStack, group_layers
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_json_round_trip(variant, tmp_path):

@@ -7,6 +7,8 @@ from models.cases import like_trained, padded, sentences
 
 from lightformers_hf.models import LightFormerConfig, LightFormerForConditionalGeneration
 
+pytestmark = pytest.mark.quick
+
 SHAPES = {
     "vocab_size": 40,
     "d_model": 16,

@@ -28,6 +28,8 @@ from lightformers_hf.models.matrices import (
     widths_of,
 )
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_is_its_product(bias):

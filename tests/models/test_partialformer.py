@@ -14,6 +14,8 @@ from lightformers_hf.models import (
 )
 from lightformers_hf.models.partial_attention import GlobalAttention, PartialAttention
 
+pytestmark = pytest.mark.quick
+
 TINY = {
     "vocab_size": 24,
     "d_model": 12,

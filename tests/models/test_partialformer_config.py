@@ -11,6 +11,8 @@ from lightformers_hf.models import (
     PartialFormerModel,
 )
 
+pytestmark = pytest.mark.quick
+
 TINY = {
     "vocab_size": 40,
     "d_model": 16,

@@ -11,6 +11,8 @@ from lightformers_hf.models import (
     SubformerForConditionalGeneration,
 )
 
+pytestmark = pytest.mark.quick
+
 TINY = {
     "vocab_size": 24,
     "d_model": 12,

@@ -13,6 +13,8 @@ from lightformers_hf.models import (
 from lightformers_hf.models.configuration_subformer import SHARINGS, default_heads
 from lightformers_hf.models.modeling_subformer import stored_at
 
+pytestmark = pytest.mark.quick
+
 TINY = {
     "vocab_size": 40,
     "d_model": 16,

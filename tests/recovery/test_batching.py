@@ -10,6 +10,8 @@ from torch.utils.data import DataLoader
 
 from lightformers_hf.recovery import TokenBatchSampler
 
+pytestmark = pytest.mark.quick
+
 LENGTHS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=120)
 
 

@@ -16,7 +16,7 @@ import torch
 from training.scripts import losses
 from transformers import AutoModelForSeq2SeqLM
 
-pytestmark = pytest.mark.usefixtures("warm_python")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_python")]
 TRAINING = Path(script.__file__).parent
 RECIPE = """\
 model:

@@ -9,7 +9,7 @@ import compare_architectures as script
 import pytest
 import yaml
 
-pytestmark = pytest.mark.usefixtures("warm_python")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_python")]
 SHAPES = {
     "model_type": "lightformer", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
     "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 64,

@@ -8,6 +8,8 @@ from pathlib import Path
 import compare_compressions as script
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "training" / "compare_compressions.py"
 
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from lightformers_hf.conversion.choosing.budget import Choices, allocate, smallest, tails
 
+pytestmark = pytest.mark.quick
+
 
 def part(generator: torch.Generator, number: int) -> Choices:
     """Random choices, the last of which loses nothing."""

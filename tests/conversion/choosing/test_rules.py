@@ -18,6 +18,8 @@ from lightformers_hf.conversion.choosing.rules import (
     worth_factorizing,
 )
 
+pytestmark = pytest.mark.quick
+
 sides = st.integers(1, 5000)
 
 

@@ -9,6 +9,8 @@ from lightformers_hf.conversion.forms import svd
 from lightformers_hf.conversion.forms.svd import SPLITS, Factors, decompose, rescaled
 from lightformers_hf.conversion.statistics.calibration import Metric
 
+pytestmark = pytest.mark.quick
+
 FLOAT32_ROUNDING = 1e-6
 
 
