@@ -1,0 +1,107 @@
+"""An engine is one file of `export/engines/`: a new one is found by its name, and nothing is imported to list them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from models.cases import make_model
+
+from lightformers_hf.export import engines, export, load_engine
+from lightformers_hf.export.engines import deployment_names, engine_names, load_engine_file, split_deployment
+
+# What a newcomer writes: a model saved by torch, and run by transformers.
+ECHO = """
+from ...loading import load_network
+from ..layers import Expansion
+from .transformers import TransformersModel
+
+QUANTIZATIONS = ("float32",)
+
+
+def write(source, folder, quantization):
+    source.model.save_pretrained(folder / "inner")
+    return Expansion()
+
+
+def load(folder, search, threads):
+    return TransformersModel(load_network(folder / "inner"), search, threads)
+
+
+def describe_loading(folder):
+    return f"torch, from {folder}"
+"""
+LIBRARIES = ("torch", "transformers", "ctranslate2", "onnx", "onnxruntime")
+
+
+@pytest.fixture
+def add_engine(tmp_path, monkeypatch):
+    """Puts a file among the engines for a test."""
+    folder = tmp_path / "engines"
+    folder.mkdir()
+    monkeypatch.setattr(engines, "__path__", [*engines.__path__, str(folder)])
+
+    def add(name: str, text: str) -> None:
+        (folder / f"{name}.py").write_text(text, encoding="utf-8")
+        monkeypatch.delitem(sys.modules, f"{engines.__name__}.{name}", raising=False)
+
+    return add
+
+
+def test_a_new_engine_is_its_file(add_engine, tmp_path):
+    add_engine("echo", ECHO)
+    assert engine_names() == ["ctranslate2", "echo", "onnx"]
+    assert {"echo", "echo-int8"} < set(deployment_names())
+    model = make_model("ConditionalGeneration", "lightformer-low-rank")
+    model.save_pretrained(tmp_path / "model")
+    report = export(tmp_path / "model", tmp_path / "out", to="echo")
+    assert (report.difference, report.multiplied_out) == (0.0, 0)
+    assert f"Load it: torch, from {tmp_path / 'out'}." in report.lines(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "export.json").read_text())["engine"] == "echo"
+    engine = load_engine(tmp_path / "out")
+    (found,) = engine.generate([[9, 17, 5, 2]], num_beams=1, max_new_tokens=6)
+    rows = model.generate(input_ids=torch.tensor([[9, 17, 5, 2]]), num_beams=1, max_new_tokens=6, max_length=None)
+    assert (engine.name, found) == ("echo", rows[0, 1 : len(found) + 1].tolist())
+    with pytest.raises(ValueError, match="quantization is 'int8'; echo has float32"):
+        export(tmp_path / "model", tmp_path / "small", to="echo", quantization="int8")
+
+
+def test_an_engine_that_is_not_whole_or_not_installed_is_named(add_engine):
+    add_engine("half", "QUANTIZATIONS = ('float32',)\n")
+    with pytest.raises(ValueError, match=r"half\.py is no engine: it lacks write"):
+        load_engine_file("half")
+    add_engine("absent", "import a_library_that_nobody_has.part\n")
+    message = (
+        r"absent needs a_library_that_nobody_has, which is not installed: pip install 'lightformers_hf\[absent\]'"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_engine_file("absent")
+    add_engine("broken", "from lightformers_hf import a_room_that_is_gone\n")
+    with pytest.raises(ImportError, match="a_room_that_is_gone"):
+        load_engine_file("broken")
+
+
+def test_names_of_deployments():
+    assert deployment_names() == ["transformers", "ctranslate2", "ctranslate2-int8", "onnx", "onnx-int8"]
+    assert split_deployment("onnx-int8") == ("onnx", "int8")
+    assert split_deployment("transformers") == ("transformers", None)
+    with pytest.raises(ValueError, match="unknown engine 'transformers-int8', expected one of transformers"):
+        split_deployment("transformers-int8")
+
+
+def test_engines_are_listed_without_importing_any():
+    # The folders of the package are entered without its __init__, which is not what is tested here.
+    program = (
+        "import importlib.util, pathlib, sys, types\n"
+        "import importlib.machinery\n"
+        "root = pathlib.Path(importlib.util.find_spec('lightformers_hf').origin).parent\n"
+        "package = types.ModuleType('lightformers_hf')\n"
+        "package.__path__ = [str(root)]\n"
+        "sys.modules['lightformers_hf'] = package\n"
+        "from lightformers_hf.export.engines import deployment_names\n"
+        "print(deployment_names())\n"
+        f"print([name for name in {LIBRARIES!r} if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [str(deployment_names()), "[]"]
