@@ -43,8 +43,8 @@ METHODS: dict[str, dict[str, object]] = {
     "rows": {"study.weighting": "rows", **EACH},
     "inputs": {"study.weighting": "inputs", **EACH},
     "loss": EACH,
-    "product": {"study.attention_method": "product", **EACH},
-    "neurons": {"study.ffn_method": "neurons", **EACH},
+    "product": {"study.attention_method": "narrow", **EACH},
+    "neurons": {"study.ffn_method": "narrow", **EACH},
     "matrices": {"method": "low-rank", "study.refit": False},  # one budget for all matrices
     "budget": {"study.refit": False},  # heads and neurons among the choices
     "narrow": {"method": "narrow"},  # no products of thin matrices, but the table's

@@ -1,45 +1,57 @@
-"""A trained checkpoint in, a smaller one out."""
+"""A trained checkpoint in, a smaller one out: the pipeline, from top to bottom.
+
+load → shorten → share → measure → choose → build → refit → write; each step is a function of what it is given.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 
 from ..files import atomic_output
-from ..loading import load_tensors, resolve_source
+from ..loading import load_tensors, resolve_source, skeleton
+from ..models.configuration_base import FactorizedConfig
+from ..models.lm_heads import ConditionalGenerationHead
 from .card import write_card
-from .compress import Compression
-from .options import CompressionOptions, StudyOptions, settle
-from .report import CompressionReport, write_report
+from .choosing.choose import check_budget, choose, find_units
+from .choosing.limits import estimate_speedup
+from .forms.form import Built, Form, Setting, all_forms
+from .options import CompressionOptions, StudyOptions, needs_calibration, settle
+from .others import other_tensors
+from .refit import can_refit, refit
+from .report import OWN_TEXT, CompressionReport, MatrixReport, write_report
+from .sharing.groups import change_moments, find_bases, find_matrices, find_start, share_layers
+from .sharing.originals import Originals, short_name
+from .statistics.calibration import Calibration
+from .statistics.measure import measure
 from .teacher import Teacher
-from .workers import ended_together, find_device, is_main
+from .workers import algebra_device, ended_together, find_device, is_main, shared_out
 
 
 def plan(
-    source: str | Path, *, progress: bool = True, study: StudyOptions | None = None, **options
+    source: str | Path, *, progress: bool = True, study: StudyOptions | None = None, **options: object
 ) -> CompressionReport:
-    """What `convert` would do, without writing anything: rank, parameters and error of every matrix.
+    """What `convert` would do, without writing anything: form, parameters and error of every matrix.
 
     Args:
         source: a checkpoint folder, or a name on the Hub.
         progress: show a progress bar.
-        study: switches that compare ways of compressing.
+        study: switches for studies.
         options: the fields of `CompressionOptions`.
 
     Raises:
         ValueError, FileNotFoundError: as `convert`.
     """
     with ended_together():
-        wanted = CompressionOptions(**options)
-        settle(wanted, study)
-        device = find_device(wanted.device)
-        compression = Compression(
-            Teacher(resolve_source(source), str(source), wanted.languages), wanted, device, study
-        )
-        compression.run(dry=True, progress=progress and is_main())
-    return compression.report
+        asked = CompressionOptions(**options)
+        return compress(resolve_source(source), str(source), asked, study, dry=True, progress=progress).report
 
 
 def convert(
@@ -49,7 +61,7 @@ def convert(
     overwrite: bool = False,
     progress: bool = True,
     study: StudyOptions | None = None,
-    **options,
+    **options: object,
 ) -> CompressionReport:
     """Compress a trained checkpoint of Marian, BART, mBART, Pegasus, M2M100 or this package by truncated SVD (Eq. 11).
 
@@ -65,7 +77,7 @@ def convert(
         output: the folder to write.
         overwrite: replace what `output` holds.
         progress: show a progress bar.
-        study: switches that compare ways of compressing.
+        study: switches for studies.
         options: the fields of `CompressionOptions`: `ratio=2`, `encoder_groups=3`, ….
 
     Raises:
@@ -75,32 +87,151 @@ def convert(
         FileExistsError: `output` is not empty and `overwrite` is false.
     """
     with ended_together():
-        wanted = CompressionOptions(**options)
-        settle(wanted, study)
-        device = find_device(wanted.device)
+        asked = CompressionOptions(**options)
         folder = resolve_source(source)
         place = {"overwrite": overwrite, "forbidden": folder}
         with atomic_output(Path(output), **place) if is_main() else nullcontext() as temporary:
-            compression = Compression(Teacher(folder, str(source), wanted.languages), wanted, device, study)
-            compression.run(dry=False, progress=progress and is_main())
+            result = compress(folder, str(source), asked, study, dry=False, progress=progress)
             if is_main():
-                _write(compression, temporary)
-    return compression.report
+                write(result, temporary)
+    return result.report
 
 
-def _write(compression: Compression, folder: Path) -> None:
-    _write_model(compression, folder)
-    if compression.teacher.has_tokenizer:
-        # Loaded and saved rather than copied: the class's name gets written, which the model type no longer tells.
-        compression.teacher.tokenizer().save_pretrained(folder)
-    write_report(compression.report, folder)
-    write_card(compression.report, folder)
+@dataclass(frozen=True, eq=False)
+class Compressed:
+    """A teacher made smaller.
+
+    Attributes:
+        teacher: it, with the layers that stay.
+        model: skeleton of the result.
+        tensors: the result's, in the teacher's type; empty after a dry run, and in processes that do not write.
+        report: what was done.
+    """
+
+    teacher: Teacher
+    model: PreTrainedModel
+    tensors: dict[str, Tensor]
+    report: CompressionReport
 
 
-def _write_model(compression: Compression, folder: Path) -> None:
-    model = compression.model
-    dtype = compression.teacher.config.dtype or torch.float32
-    state = {name: tensor.to(dtype) for name, tensor in compression.state.items()}
-    load_tensors(model, state, assign=True)
-    model.generation_config = compression.teacher.generation_config()
+def compress(
+    folder: Path, source: str, options: CompressionOptions, study: StudyOptions | None, *, dry: bool, progress: bool
+) -> Compressed:
+    """Decide what every part of a teacher becomes, and make it.
+
+    All processes, where there are several, go through it together and have the same results; the tensors are the main
+    process's alone.
+
+    Args:
+        folder: where the teacher lies.
+        source: what the user called it.
+        dry: decide and report only.
+    """
+    asked_study, study = study, settle(options, study)
+    device, progress = find_device(options.device), progress and is_main()
+    whole = Teacher(folder, source, options.languages)
+    teacher = whole.keep_layers({"encoder": options.encoder_layers, "decoder": options.decoder_layers})
+    dense, start = share_layers(teacher, options, study), find_start(teacher, options, study)
+    calibrates = will_calibrate(teacher, options, study)
+    originals = Originals(teacher, dense, start, device=algebra_device(device))
+    units = find_units(originals, options, study)
+    if calibrates:
+        check_budget(units, originals, options, study)
+    will_refit = can_refit(dense.config, study) and calibrates
+
+    calibration, sentences = None, []
+    if calibrates:
+        calibration, sentences = measure(whole, teacher, options, study, device=device, progress=progress)
+    originals = merge_layers(originals, calibration, study)
+    units = find_units(originals, options, study)
+    places, setting = choose(units, originals, options, study, progress=progress)
+    built, reports = build(places, setting, originals, keep=not dry and (is_main() or will_refit), progress=progress)
+    model = skeleton(teacher.model_class, find_config(dense, reports))
+    tensors = built.tensors
+    if tensors:
+        tensors |= other_tensors(model, originals, tensors)
+    if tensors and will_refit and any(report.relative_error for report in reports):
+        tensors = refit(model, calibration, tensors, built.coordinates, progress=progress)
+    asks_speed = options.budget == "speedup"
+    report = CompressionReport.of(
+        whole,
+        model,
+        options,
+        reports,
+        study=asked_study,
+        calibration=(options.calibration or OWN_TEXT) if calibrates else None,
+        calibrated_on=sentences,
+        estimated_speedup=estimate_speedup(teacher.source_config, model.config) if asks_speed else None,
+    )
+    return Compressed(teacher, model, tensors, report)
+
+
+def will_calibrate(teacher: Teacher, options: CompressionOptions, study: StudyOptions) -> bool:
+    """Whether errors are weighed by what they cost the loss.
+
+    Raises:
+        ValueError: it is asked for, but the model is no sequence-to-sequence model.
+    """
+    possible = issubclass(teacher.model_class, ConditionalGenerationHead)
+    needed = needs_calibration(options, study)
+    if needed and not possible:
+        raise ValueError(
+            f"{needed} needs calibration, which is for sequence-to-sequence models; "
+            f"{teacher.name} is a {teacher.model_class.__name__}"
+        )
+    return possible and options.method != "paper" and options.policy().compresses
+
+
+def merge_layers(originals: Originals, calibration: Calibration | None, study: StudyOptions) -> Originals:
+    """The matrices with what was measured of them, those of a new group in bases in which they are alike."""
+    teacher, dense, device = originals.teacher, originals.dense, originals.device
+    bases = find_bases(teacher, dense, calibration, device) if originals.start == "aligned" else {}
+    if calibration is not None:
+        change_moments(calibration, bases)
+    return Originals(teacher, dense, originals.start, calibration, study.weighting, device, bases)
+
+
+def build(
+    places: list[Form], setting: Callable[[Form], Setting], originals: Originals, *, keep: bool, progress: bool
+) -> tuple[Built, list[MatrixReport]]:
+    """All places at their settings, largest first, one a worker; reports in the order of the model's matrices.
+
+    Args:
+        keep: whether tensors are wanted.
+    """
+
+    def make(index: int) -> Built:
+        place = places[index]
+        return place.build(setting(place))
+
+    whole = Built([], {})
+    results = shared_out(make, range(len(places)), originals.device)
+    for built in tqdm(results, desc="factorizing", unit="part", total=len(places), disable=not progress):
+        whole.reports.extend(built.reports)
+        whole.coordinates.update(built.coordinates)
+        if keep:
+            whole.tensors.update(built.tensors)
+    by_name = {report.name: report for report in whole.reports}
+    return whole, [by_name[short_name(name)] for name, _ in find_matrices(originals.dense)]
+
+
+def find_config(dense: PreTrainedModel, reports: list[MatrixReport]) -> FactorizedConfig:
+    """The result's configuration: what every form says of the matrices that have it."""
+    fields: dict[str, object] = {}
+    for form in all_forms():
+        fields |= form.fields([report for report in reports if report.form == form.label], dense)
+    return type(dense.config)(**{**dense.config.to_dict(), **fields})
+
+
+def write(result: Compressed, folder: Path) -> None:
+    """Write checkpoint, tokenizer, report and card into a folder."""
+    teacher, model = result.teacher, result.model
+    dtype = teacher.config.dtype or torch.float32
+    load_tensors(model, {name: tensor.to(dtype) for name, tensor in result.tensors.items()}, assign=True)
+    model.generation_config = teacher.generation_config()
     model.save_pretrained(folder)
+    if teacher.has_tokenizer:
+        # Loaded and saved rather than copied: the class's name gets written, which the model type no longer tells.
+        teacher.tokenizer().save_pretrained(folder)
+    write_report(result.report, folder)
+    write_card(result.report, folder)

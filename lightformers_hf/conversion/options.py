@@ -28,16 +28,16 @@ GROUPS = ("encoder_groups", "decoder_groups")
 # What a method says of attention and of feed-forward networks; `auto` leaves both open.
 METHOD_SWITCHES: dict[str, dict[str, object]] = {
     "auto": {},
-    "low-rank": {"attention_method": "matrix", "ffn_method": "matrix"},
-    "narrow": {"attention_method": "product", "ffn_method": "neurons"},
-    "paper": {"attention_method": "matrix", "ffn_method": "matrix", "allocation": "uniform", "refit": False},
+    "low-rank": {"attention_method": "low-rank", "ffn_method": "low-rank"},
+    "narrow": {"attention_method": "narrow", "ffn_method": "narrow"},
+    "paper": {"attention_method": "low-rank", "ffn_method": "low-rank", "allocation": "uniform", "refit": False},
 }
 # Switches of a study and what they may be.
 STUDY_CHOICES: dict[str, tuple[str | None, ...]] = {
     "weighting": ("loss", "inputs", "rows"),
     "allocation": (None, "uniform", "budget"),
-    "attention_method": (None, "matrix", "product"),
-    "ffn_method": (None, "matrix", "neurons"),
+    "attention_method": (None, "low-rank", "narrow"),
+    "ffn_method": (None, "low-rank", "narrow"),
     "split": SPLITS,
     "group_start": (None, "aligned", "mean", "first"),
 }
@@ -170,9 +170,9 @@ class StudyOptions:
             (`rows`), see `Calibration.metric`. Only the first makes errors of different matrices compare.
         allocation: `uniform` gives every matrix the ratio, `budget` spends the parameters that the ratio leaves where
             they spare most loss. `None` means `budget` where there is calibration and one ratio for all kinds.
-        attention_method: attention by `matrix`, each by itself, or by `product`: narrower heads. `None`: as the
-            method says.
-        ffn_method: feed-forward networks by `matrix`, or with fewer `neurons`; `None` likewise.
+        attention_method: attention by `low-rank` matrices, each by itself, or by narrower heads (`narrow`). `None`: as
+            the method says.
+        ffn_method: feed-forward networks by `low-rank` matrices, or with fewer neurons (`narrow`); `None` likewise.
         split: where Σ goes: `sigma-right` (Eq. 11) or `balanced`, √Σ to each factor.
         group_start: a group's layer starts as the `mean` of its layers, as the `first` of them, or as the mean after
             heads and neurons of all are `aligned` to the first, weighted by their inputs. `None`: `aligned` where the
@@ -229,7 +229,7 @@ def settle(options: CompressionOptions, study: StudyOptions | None = None) -> St
         alone = {"share_layer_norms": not study.share_layer_norms, "group_residual_rank": study.group_residual_rank}
         if given := [name for name, value in alone.items() if value]:
             raise ValueError(f"{given[0]} is for layers that share: give encoder_groups or decoder_groups")
-    if (study.attention_method == "product" or study.ffn_method == "neurons") and study.group_residual_rank:
+    if "narrow" in (study.attention_method, study.ffn_method) and study.group_residual_rank:
         raise ValueError("group_residual_rank is for matrices as wide as the source's: leave narrower ones out")
     if study.allocation == "budget" and not options.spends_budget:
         raise ValueError("allocation is 'budget', which needs one ratio for all kinds: give ratio alone")

@@ -14,9 +14,14 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..models.matrices import LowRankLinear
-from .forms.svd import decompose, rescaled
-from .statistics.calibration import GRADIENT_DAMPING, INPUT_DAMPING, Calibration, Metric, damped_root, stream_of
+from ..loading import load_tensors
+from ..models.configuration_base import FactorizedConfig
+from ..models.configuration_lightformer import LightFormerConfig
+from ..models.matrices import bias_of, product_of
+from .forms.low_rank import nearest_state
+from .options import StudyOptions
+from .statistics.calibration import Calibration, stream_of
+from .statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, Metric, damped_root
 from .statistics.shelf import Shelf
 from .workers import add_up, agreed, gathered
 
@@ -35,8 +40,47 @@ class _StopError(Exception):
     """Ends a forward pass where nothing that follows is wanted."""
 
 
-@torch.no_grad()
+def can_refit(config: FactorizedConfig, study: StudyOptions) -> bool:
+    """Whether layers are to be regressed on the teacher's outputs: unless told otherwise, where none is shared.
+
+    Raises:
+        ValueError: it is asked for, and not possible.
+    """
+    possible = isinstance(config, LightFormerConfig) and not (config.encoder_groups or config.decoder_groups)
+    if study.refit and not possible:
+        raise ValueError(
+            "refit is True, but layers that are shared serve several places, which one regression can't, and only a "
+            "LightFormer's are known one by one: leave refit or the groups out"
+        )
+    return possible and study.refit is not False
+
+
 def refit(
+    model: PreTrainedModel,
+    calibration: Calibration,
+    tensors: dict[str, Tensor],
+    coordinates: dict[str, Tensor],
+    *,
+    progress: bool,
+) -> dict[str, Tensor]:
+    """The tensors of a smaller model, its linear layers regressed on the teacher's outputs (`refit_layers`).
+
+    Args:
+        model: its skeleton.
+        calibration: of the teacher, whose model it holds.
+        tensors: before.
+        coordinates: see `refit_layers`.
+    """
+    student = type(model)(model.config)
+    load_tensors(student, {name: tensor.float() for name, tensor in tensors.items()})
+    student = student.eval().to(calibration.model.device)
+    refit_layers(student, calibration.model, calibration, coordinates, progress=progress)
+    state = student.state_dict()
+    return {name: state[name].cpu() for name in tensors}
+
+
+@torch.no_grad()
+def refit_layers(
     student: PreTrainedModel,
     teacher: PreTrainedModel,
     calibration: Calibration,
@@ -242,11 +286,11 @@ def _refit_layer(student: _Walk, teacher: _Walk, depth: int, calibration: Calibr
         for sums in (inputs, *outputs.values()):
             sums.add_up()
         for name, modules in pairs.items():
-            own = _matrix(modules[1], calibration)
+            own = _matrix(modules[1], calibration.device)
             if name in coordinates:
                 own = own @ coordinates[name].to(own)
             elif len(own) != len(inputs.left):
-                own = _matrix(modules[0], calibration)
+                own = _matrix(modules[0], calibration.device)
             _solve(name, modules[0], own, inputs, outputs[name], calibration.gradients([name]))
 
 
@@ -289,24 +333,15 @@ def _solve(name: str, module: nn.Module, own: Tensor, inputs: _Sums, outputs: _S
         damped = covariance.clone()
         damped.diagonal().add_(ridge)
         matrix = torch.linalg.solve(damped, cross + ridge * own)
-    if isinstance(module, LowRankLinear):
-        metric = Metric(damped_root(covariance, INPUT_DAMPING), damped_root(gradients, GRADIENT_DAMPING))
-        rank = module.rank
-        factors = metric.restore(decompose(metric.weigh(matrix), name=name, rank=rank).truncate(rank))
-        left, right = rescaled(factors, "balanced")
-        module.u.weight.copy_(left.T.float())
-        module.v.weight.copy_(right.T.float())
-        matrix = left @ right
-    else:
-        module.weight.copy_(matrix.T.float())
-    bias = module.v.bias if isinstance(module, LowRankLinear) else module.bias
-    if bias is not None:
-        bias.copy_((mean_out - mean_in @ matrix).float())
+
+    def metric() -> Metric:
+        return Metric(damped_root(covariance, INPUT_DAMPING), damped_root(gradients, GRADIENT_DAMPING))
+
+    module.load_state_dict(nearest_state(module, matrix, bias_of(module), metric, name=name))
+    if (bias := bias_of(module)) is not None:
+        bias.copy_(mean_out - mean_in @ _matrix(module, mean_in.device))
 
 
-def _matrix(module: nn.Module, calibration: Calibration) -> Tensor:
+def _matrix(module: nn.Module, device: torch.device) -> Tensor:
     """W, inputs×outputs, double."""
-    if isinstance(module, LowRankLinear):
-        left, right = (factor.weight.T.to(calibration.device).double() for factor in (module.u, module.v))
-        return left @ right
-    return module.weight.T.to(calibration.device).double()
+    return product_of(module, torch.float64).to(device)

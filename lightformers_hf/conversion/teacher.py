@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import models
@@ -15,10 +16,10 @@ from ..files import TOKENIZER_FILES
 from ..languages import set_language_codes
 from ..loading import load_tensors, skeleton, stored_tensors
 from ..models.configuration_lightformer import LightFormerConfig
-from ..models.matrices import LowRankEmbedding, LowRankLinear, LowRankOutput
+from ..models.matrices import bias_of, factors_of, product_of, rank_of
 from .checkpoint import CheckpointReader
-from .families import canonical_name, family_of, own_config
-from .sharing.alignment import Linear
+from .families import find_family
+from .linear import Linear
 
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -52,8 +53,8 @@ class Teacher:
             raise ValueError(
                 f"{folder / 'config.json'} is no configuration that transformers knows: {error}"
             ) from None
-        family_of(self.source_config)
-        self.config = own_config(self.source_config)
+        self.family = find_family(self.source_config)
+        self.config = self.family.own_config(self.source_config)
         head = (self.source_config.architectures or [""])[0]
         self.model_class = getattr(models, head, models.LightFormerForConditionalGeneration)
         self.model = skeleton(self.model_class, self.config)
@@ -62,7 +63,8 @@ class Teacher:
         self.languages = languages
         # The token that translations begin with. Wrong languages end it here.
         self._first_token = set_language_codes(self.tokenizer(), *languages) if any(languages) else None
-        self.name = folder.name if Path(source).is_dir() else source
+        self.name = folder.resolve().name if Path(source).is_dir() else source
+        self._finite: set[str] = set()
         self._names = self._match_names()
 
     def _match_names(self) -> dict[str, str]:
@@ -73,7 +75,7 @@ class Teacher:
         repeats: dict[str, list[str]] = {}
         unknown = []
         for key in self.reader.keys():  # noqa: SIM118, a reader is no dict
-            name = canonical_name(key, self.source_config)
+            name = self.family.own_name(key)
             if name is None:
                 continue
             if name in ties:
@@ -109,7 +111,7 @@ class Teacher:
                 )
         return names
 
-    def shortened(self, layers: dict[str, int | None]) -> Teacher:
+    def keep_layers(self, layers: dict[str, int | None]) -> Teacher:
         """This teacher with fewer layers: so many of the `encoder` and of the `decoder` (`None`: all).
 
         Those that stay are spread evenly from the first to the last; of one, the first.
@@ -157,11 +159,13 @@ class Teacher:
         if name not in self._names:
             return torch.zeros(stored_tensors(self.model)[name].shape)
         tensor = self.reader.read(self._names[name])
-        # A sum is finite only if all its terms are, and costs one pass without a mask as large as the tensor.
-        if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float64)):
-            raise ValueError(
-                f"{self._names[name]} of {self.folder} holds NaN or infinite values: the checkpoint is broken"
-            )
+        if name not in self._finite:
+            # A sum is finite only if all its terms are, and costs one pass without a mask as large as the tensor.
+            if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float64)):
+                raise ValueError(
+                    f"{self._names[name]} of {self.folder} holds NaN or infinite values: the checkpoint is broken"
+                )
+            self._finite.add(name)
         return tensor
 
     def load(self) -> PreTrainedModel:
@@ -198,35 +202,29 @@ class Teacher:
                     "give the checkpoint its own tokenizer, or a row for every token (resize_token_embeddings)"
                 )
 
-    def factors(self, module_name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The two factors of a module, m×r and r×n, or `None` where it is dense."""
-        module = self.model.get_submodule(module_name)
-        if isinstance(module, LowRankLinear):
-            return self.read(f"{module_name}.u.weight").T, self.read(f"{module_name}.v.weight").T
-        if isinstance(module, LowRankEmbedding):
-            return self.read(f"{module_name}.weight"), self.read(f"{module_name}.basis")
-        if isinstance(module, LowRankOutput):
-            return self.read(f"{module_name}.output.weight"), self.read(f"{module_name}.basis")
-        return None
+    def module(self, name: str) -> nn.Module:
+        """A module with its own tensors, as they are stored."""
+        module = copy.deepcopy(self.model.get_submodule(name))
+        tensors = {leaf: self.read(f"{name}.{leaf}") for leaf in module.state_dict()}
+        module.load_state_dict(tensors, assign=True)
+        return module.requires_grad_(False)
 
-    def matrix(self, module_name: str) -> torch.Tensor:
-        """The whole matrix of a module as the paper writes it: inputs×outputs, or V×d for a token table."""
-        factors = self.factors(module_name)
-        if factors is not None:
-            return (factors[0].float() @ factors[1].float()).to(factors[0].dtype)
-        weight = self.read(f"{module_name}.weight")
-        return weight if self.model.get_submodule(module_name).kind == "embedding" else weight.T
+    def is_low_rank(self, name: str) -> bool:
+        """Whether a module is a product of two already."""
+        return rank_of(self.model.get_submodule(name)) is not None
 
-    def bias(self, module_name: str) -> torch.Tensor | None:
-        """The bias of a module, or `None` where it has none."""
-        for name in (f"{module_name}.bias", f"{module_name}.v.bias"):
-            if name in self._names:
-                return self.read(name)
-        return None
+    def factors(self, name: str) -> tuple[torch.Tensor, ...]:
+        """What a module's matrix is the product of: one matrix, or two, m×r and r×n."""
+        return factors_of(self.module(name))
 
-    def linear(self, module_name: str) -> Linear:
-        """Matrix and bias of a module."""
-        return Linear(self.matrix(module_name), self.bias(module_name))
+    def linear(self, name: str) -> Linear:
+        """Matrix and bias of a module as the paper writes them: inputs×outputs, or V×d for a token table."""
+        module = self.module(name)
+        return Linear(product_of(module), bias_of(module))
+
+    def has_bias(self, name: str) -> bool:
+        """Whether a module adds a bias."""
+        return bias_of(self.model.get_submodule(name)) is not None
 
     def generation_config(self) -> transformers.GenerationConfig:
         """The checkpoint's own, or what its configuration says where it has none; it begins in the target language."""

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from lightformers_hf.conversion.choosing.rules import rank_for_energy
-from lightformers_hf.conversion.statistics.calibration import parallel_batches
+from lightformers_hf.conversion.statistics.samples import parallel_batches
 from lightformers_hf.text import load_parallel
 
 from ..loading import load_model

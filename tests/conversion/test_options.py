@@ -168,7 +168,7 @@ def test_options_that_cannot_be(options, message):
 @pytest.mark.parametrize(
     ("switches", "message"),
     [
-        ({"attention_method": "heads"}, "attention_method is 'heads', expected one of matrix, product"),
+        ({"attention_method": "heads"}, "attention_method is 'heads', expected one of low-rank, narrow"),
         ({"allocation": "greedy"}, "allocation is 'greedy', expected one of uniform, budget"),
         ({"group_start": "median"}, "group_start is 'median', expected one of aligned, mean, first"),
         ({"split": "left"}, "split is 'left'"),
@@ -186,8 +186,8 @@ def test_switches_that_cannot_be(switches, message):
         ({"method": "paper"}, {"allocation": "budget"}, "method is 'paper', which leaves no choice of allocation"),
         ({"method": "paper"}, {"refit": True}, "leaves no choice of refit"),
         ({"method": "paper", "encoder_groups": 1}, {"group_residual_rank": 2}, "has no group_residual_rank"),
-        ({"method": "low-rank"}, {"attention_method": "product"}, "leaves no choice of attention_method"),
-        ({"method": "narrow"}, {"ffn_method": "matrix"}, "leaves no choice of ffn_method"),
+        ({"method": "low-rank"}, {"attention_method": "narrow"}, "leaves no choice of attention_method"),
+        ({"method": "narrow"}, {"ffn_method": "low-rank"}, "leaves no choice of ffn_method"),
         ({"method": "narrow", "encoder_groups": 1}, {"group_residual_rank": 2}, "leave narrower ones out"),
         ({}, {"group_residual_rank": 2}, "group_residual_rank is for layers that share"),
         ({}, {"share_layer_norms": False}, "share_layer_norms is for layers that share"),
@@ -203,7 +203,7 @@ def test_options_and_switches_that_contradict_each_other(options, switches, mess
 def test_a_method_sets_switches():
     assert settle(CompressionOptions()) == StudyOptions()
     narrow = settle(CompressionOptions(method="narrow"), StudyOptions(calibration_seed=3))
-    assert narrow == StudyOptions(attention_method="product", ffn_method="neurons", calibration_seed=3)
+    assert narrow == StudyOptions(attention_method="narrow", ffn_method="narrow", calibration_seed=3)
     assert settle(CompressionOptions(method="paper")).allocation == "uniform"
     assert settle(CompressionOptions(method="paper"), StudyOptions(refit=False)).refit is False
 

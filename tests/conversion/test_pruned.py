@@ -8,8 +8,9 @@ from models.cases import like_trained
 from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
 from lightformers_hf import convert
-from lightformers_hf.conversion.forms.narrowing import Bottlenecks, Elimination
-from lightformers_hf.conversion.statistics.calibration import Metric, damped_root, damped_weights
+from lightformers_hf.conversion.forms.heads import Bottlenecks
+from lightformers_hf.conversion.forms.neurons import Elimination
+from lightformers_hf.conversion.statistics.metric import Metric, damped_root, damped_weights
 
 # Half of d_model and of the feed-forward width is more than a rank and 32: the fast route is taken.
 CONFIG = MarianConfig(

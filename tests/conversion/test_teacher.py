@@ -24,7 +24,7 @@ def without(model, stack: str, kept: list[int]) -> None:
 def test_logits_are_those_of_the_model_without_the_layers(tiny_marian, stack, count, kept):
     reference = MarianMTModel.from_pretrained(tiny_marian).eval()
     without(reference, stack, kept)
-    model = Teacher(tiny_marian, "t").shortened({stack: count}).load().eval()
+    model = Teacher(tiny_marian, "t").keep_layers({stack: count}).load().eval()
     assert getattr(model.config, f"{stack}_layers") == count
     batch = AutoTokenizer.from_pretrained(tiny_marian)(["Zwei Hunde spielen."], return_tensors="pt")
     start = torch.tensor([[reference.config.decoder_start_token_id]])
@@ -41,7 +41,7 @@ def test_layers_that_stay_are_spread_evenly(tiny_marian, tmp_path, before, count
     torch.manual_seed(0)
     deep = MarianMTModel(config)
     deep.save_pretrained(tmp_path)
-    model = Teacher(tmp_path, "t").shortened({"decoder": count}).load()
+    model = Teacher(tmp_path, "t").keep_layers({"decoder": count}).load()
     for layer, index in zip(model.model.decoder.layers, kept, strict=True):
         assert torch.equal(layer.fc1.weight, deep.model.decoder.layers[index].fc1.weight)
 

@@ -99,16 +99,16 @@ def test_everything_is_computed_on_the_device(tiny_marian, text, tmp_path, monke
 PROGRAM = """\
 import os, sys
 from lightformers_hf import convert
-from lightformers_hf.conversion.forms import parts
+from lightformers_hf.conversion.forms import low_rank
 tiny, text, output = sys.argv[1:]
 convert(tiny, f"{output}/paper", ratio=2, method="paper", progress=False)
 convert(tiny, f"{output}/calibrated", ratio=3, calibration=text, progress=False)
-decompose = parts.decompose
+decompose = low_rank.decompose
 def broken(weight, *, name, rank=None):
     if os.environ["RANK"] == "1" and rank is not None:
         raise RuntimeError(f"out of memory at {name}")
     return decompose(weight, name=name, rank=rank)
-parts.decompose = broken
+low_rank.decompose = broken
 try:
     convert(tiny, f"{output}/broken", ratio=3, calibration=text, progress=False)
 except Exception as error:

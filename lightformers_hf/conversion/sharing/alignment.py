@@ -1,9 +1,8 @@
-"""Layers of a group made alike before they are merged, and what each depth keeps of the difference.
+"""Layers of a group made alike before they are merged.
 
 What a layer computes depends neither on the order of its heads and neurons, nor on the basis inside a head: two layers
-that compute the same may have matrices whose mean computes nothing. `alignment` gives each layer of a group the order
-and the bases of the first one, `merge_linear` merges them where their inputs are, `residual_factors` is what one depth
-adds again.
+that compute the same may have matrices whose mean computes nothing. `align_bases` gives each layer of a group the
+order and the bases of the first one, `merge_linear` merges them where their inputs are.
 """
 
 from __future__ import annotations
@@ -15,39 +14,28 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from ..forms.svd import Factors, decompose, rescaled
-from ..statistics.calibration import INPUT_DAMPING, Metric, damped_root
+from ..linear import Linear
+from ..statistics.metric import INPUT_DAMPING, damped_root
 
 
-class Linear(NamedTuple):
-    """y = x·W + b."""
-
-    matrix: Tensor  # W, m×n
-    bias: Tensor | None  # b, n
-
-    def to(self, device: torch.device) -> Linear:
-        """The same on a device."""
-        return Linear(self.matrix.to(device), None if self.bias is None else self.bias.to(device))
-
-
-class Turn(NamedTuple):
-    """Other bases for the inputs and outputs of a linear layer, each as `turned` takes them."""
+class Bases(NamedTuple):
+    """Other bases for the inputs and outputs of a linear layer, each as `change_basis` takes them."""
 
     inputs: Tensor | None = None
     outputs: Tensor | None = None
 
-    def linear(self, layer: Linear) -> Linear:
+    def of(self, layer: Linear) -> Linear:
         """The layer between them."""
-        bias = None if layer.bias is None else turned(layer.bias, self.outputs)
-        return Linear(turned(layer.matrix, self.inputs, self.outputs), bias)
+        bias = None if layer.bias is None else change_basis(layer.bias, self.outputs)
+        return Linear(change_basis(layer.matrix, self.inputs, self.outputs), bias)
 
 
-def turned(tensor: Tensor, *bases: Tensor | None) -> Tensor:
+def change_basis(tensor: Tensor, *bases: Tensor | None) -> Tensor:
     """`tensor` with every axis in another orthonormal basis.
 
     Args:
         bases: one an axis: a matrix whose columns are the new basis, or the old indices in a new order, or `None`.
-            E[xᵀx] and E[x] take a `Turn`'s `inputs` for every axis, E[gᵀg] its `outputs`.
+            E[xᵀx] and E[x] take a `Bases`'s `inputs` for every axis, E[gᵀg] its `outputs`.
     """
     for axis, basis in enumerate(bases):
         if basis is None:
@@ -60,10 +48,10 @@ def turned(tensor: Tensor, *bases: Tensor | None) -> Tensor:
 
 
 @torch.no_grad()
-def alignment(
+def align_bases(
     layers: Sequence[Mapping[str, Linear]], heads: int, moments: Sequence[Mapping[str, Tensor]] | None = None
-) -> list[dict[str, Turn]]:
-    """For each layer of a group, turns that bring it near to the first one and leave what it computes as it is.
+) -> list[dict[str, Bases]]:
+    """For each layer of a group, bases that bring it near to the first one and leave what it computes as it is.
 
     Heads are matched by what they compute, W_Q W_Kᵀ and W_V W_O, neurons by what goes in, W_1 and b_1, and what comes
     out, W_2: the assignment of the least sum of squared distances, each kind relative to its size. W_Q and W_K share a
@@ -76,7 +64,7 @@ def alignment(
         moments: E[xᵀx] of the inputs of every linear layer, for distances between outputs; `None`: between matrices.
 
     Returns:
-        of every layer, linear layer → `Turn`, where it has one; the first layer has none.
+        of every layer, linear layer → `Bases`, where it has one; the first layer has none.
 
     Raises:
         ValueError: heads that can't be turned, for joint projections or want of one behind them.
@@ -89,32 +77,32 @@ def alignment(
             "layers with joint_qkv=True or attention_output_projection=False can't be aligned: their heads have no "
             "matrices of their own; merge them as they are"
         )
-    turns: list[dict[str, Turn]] = [{}]
+    bases: list[dict[str, Bases]] = [{}]
     for number in range(1, len(layers)):
         pair = layers[0], layers[number]
         inputs: dict[str, Tensor | None] = dict.fromkeys(layers[0])
         if moments is not None:
             inputs = {name: (moments[0][name] + moments[number][name]).double() / 2 for name in layers[0]}
-        own: dict[str, Turn] = {}
+        own: dict[str, Bases] = {}
         for name in attentions:
-            own |= _heads_turn(name, pair, heads, inputs)
+            own |= _head_bases(name, pair, heads, inputs)
         if "fc1" in layers[0]:
             alike = _relative(*(_rows(layer["fc1"]) for layer in pair), inputs["fc1"])
             alike += _relative(*(layer["fc2"].matrix.double().T for layer in pair))
             order = _match(alike)
-            own |= {"fc1": Turn(outputs=order), "fc2": Turn(inputs=order)}
-        turns.append(own)
-    return turns
+            own |= {"fc1": Bases(outputs=order), "fc2": Bases(inputs=order)}
+        bases.append(own)
+    return bases
 
 
 def align_layers(
     layers: Sequence[Mapping[str, Linear]], heads: int, moments: Sequence[Mapping[str, Tensor]] | None = None
 ) -> list[dict[str, Linear]]:
-    """The layers themselves, turned as `alignment` says. Arguments and errors are its own."""
-    turns = alignment(layers, heads, moments)
+    """The layers themselves, in the bases that `align_bases` finds. Arguments and errors are its own."""
+    bases = align_bases(layers, heads, moments)
     return [
-        {name: own.get(name, Turn()).linear(linear) for name, linear in layer.items()}
-        for layer, own in zip(layers, turns, strict=True)
+        {name: own.get(name, Bases()).of(linear) for name, linear in layer.items()}
+        for layer, own in zip(layers, bases, strict=True)
     ]
 
 
@@ -152,19 +140,6 @@ def merge_linear(layers: Sequence[Linear], moments: Sequence[tuple[Tensor, Tenso
     return Linear(both[:-1].to(matrix.dtype), both[-1].to(bias.dtype))
 
 
-def residual_factors(matrix: Tensor, mean: Tensor, rank: int, *, name: str, metric: Metric | None = None) -> Factors:
-    """A (m×r) and B (r×n), the best with W̄ + A·B ≈ W: in the `metric` of the calibration, or all entries alike.
-
-    Raises:
-        ValueError: see `decompose`; `name` is the matrix's.
-    """
-    difference = matrix.double() - mean.double()
-    if metric is None:
-        return decompose(difference, name=name, rank=rank).truncate(rank, "balanced")
-    factors = metric.restore(decompose(metric.weigh(difference), name=name, rank=rank).truncate(rank))
-    return rescaled(factors, "balanced")
-
-
 def _rows(layer: Linear) -> Tensor:
     """W with b below it, (m+1)×n."""
     return torch.cat([layer.matrix, layer.bias[None]]).double() if layer.bias is not None else layer.matrix.double()
@@ -189,10 +164,10 @@ def _match(alike: Tensor) -> Tensor:
     return torch.from_numpy(linear_sum_assignment(alike.cpu().numpy(), maximize=True)[1]).to(alike.device)
 
 
-def _heads_turn(
+def _head_bases(
     name: str, pair: Sequence[Mapping[str, Linear]], heads: int, inputs: Mapping[str, Tensor | None]
-) -> dict[str, Turn]:
-    """The turns of one attention, from the matrices that each basis belongs to: both have it as their columns.
+) -> dict[str, Bases]:
+    """The bases of one attention, from the matrices that each belongs to: both have it as their columns.
 
     A key's bias adds the same to all scores of a query, which softmax takes away again.
     """
@@ -219,10 +194,10 @@ def _heads_turn(
         basis[order, :, each] = (left @ right).mT
         bases.append(basis.flatten(0, 1).flatten(1))
     return {
-        query: Turn(outputs=bases[0]),
-        key: Turn(outputs=bases[0]),
-        value: Turn(outputs=bases[1]),
-        out: Turn(inputs=bases[1]),
+        query: Bases(outputs=bases[0]),
+        key: Bases(outputs=bases[0]),
+        value: Bases(outputs=bases[1]),
+        out: Bases(inputs=bases[1]),
     }
 
 

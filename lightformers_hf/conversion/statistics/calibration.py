@@ -8,67 +8,23 @@ So errors of different matrices are in one unit, and compare.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
-from datasets import Dataset
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from ...text import load_parallel, tokenize_pairs
-from ..forms.svd import Factors
-from ..options import CompressionOptions
 from ..workers import add_up, agreed, algebra_device, gathered, several
+from .metric import GRADIENT_DAMPING, INPUT_DAMPING, Metric, damped_root, damped_weights
 from .moments import Moments
 from .shelf import Shelf
 
-# Added to the diagonals, relative to their mean: directions that no sample showed are not free.
-INPUT_DAMPING = 1e-6
-GRADIENT_DAMPING = 1e-2
 # Added to every token's weight, relative to their mean: so that tokens without a sample keep something.
 TOKEN_DAMPING = 1e-2
-# The weight of every direction where no sample showed any: as good as none.
-UNSEEN = 1e-6
-# Sentence pairs, unless told otherwise; those of a batch at most, and its tokens on both sides with padding.
-SAMPLES, BATCH, TOKENS = 1000, 32, 1024
-# Rows of a table that are taken to float64 together.
-ROWS = 4096
-
-
-@dataclass(frozen=True)
-class Metric:
-    """The norm ‖Lᵀ Δ R‖_F that an error Δ of a matrix, m×n, is measured in; half its square is nats a target token.
-
-    Attributes:
-        left: L, lower triangular with C = L Lᵀ; or the square roots of row weights, m, for a token table.
-        right: R, lower triangular with G = R Rᵀ.
-        mean: E[x], m, where the error of the mean output goes into a bias.
-    """
-
-    left: Tensor
-    right: Tensor
-    mean: Tensor | None = None
-
-    def weigh(self, matrix: Tensor) -> Tensor:
-        """Lᵀ W R: its truncated singular values are what the best approximation of W loses."""
-        if self.left.ndim == 2:
-            return self.left.T @ matrix.double() @ self.right
-        weighed = torch.empty_like(matrix, dtype=torch.float64, memory_format=torch.contiguous_format)
-        parts = (tensor.split(ROWS) for tensor in (weighed, self.left, matrix))  # a table is large
-        for target, weights, rows in zip(*parts, strict=True):
-            target.copy_(weights[:, None] * rows.double() @ self.right)
-        return weighed
-
-    def restore(self, factors: Factors) -> Factors:
-        """The factors of W from those of Lᵀ W R."""
-        left, right = factors.left.double(), factors.right.double()
-        if self.left.ndim == 1:
-            left = left / self.left[:, None]
-        else:
-            left = torch.linalg.solve_triangular(self.left.T, left, upper=True)
-        return Factors(left, torch.linalg.solve_triangular(self.right, right, upper=False, left=False))
+# Tokens of a batch at most, on both sides with padding.
+TOKENS = 1024
 
 
 class Calibration:
@@ -257,69 +213,3 @@ def _pieces(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     rows = max(1, TOKENS // (batch["input_ids"].shape[1] + batch["labels"].shape[1]))
     for pieces in zip(*(tensor.split(rows) for tensor in batch.values()), strict=True):
         yield dict(zip(batch, pieces, strict=True))
-
-
-def damped_weights(squares: Tensor, damping: float) -> Tensor:
-    """Square roots of row weights, damped; all alike where nothing was seen, as in `damped_root`."""
-    level = squares.mean()
-    return (squares + damping * level).sqrt() if level > 0 else torch.full_like(squares, UNSEEN)
-
-
-def damped_root(moment: Tensor, damping: float) -> Tensor:
-    """L with L·Lᵀ = `moment`, damped; a multiple of the identity where nothing was seen."""
-    size, level = moment.shape[0], moment.diagonal().mean().item()
-    if not level > 0:
-        return torch.eye(size, dtype=torch.float64, device=moment.device) * UNSEEN
-    # More where rounding has made it indefinite.
-    for factor in (1, 10, 100, 1000, 1e4):
-        damped = moment.clone()
-        damped.diagonal().add_(factor * damping * level)
-        root, failed = torch.linalg.cholesky_ex(damped)
-        if not failed:
-            return root
-    if not torch.isfinite(moment).all():
-        raise ValueError("the calibration moments are not finite: the model's states or gradients are too large")
-    # Where all samples are alike, what is left around their mean is rounding.
-    values, vectors = torch.linalg.eigh(moment)
-    return torch.linalg.cholesky(vectors * values.clamp(min=damping * values.abs().max()) @ vectors.T)
-
-
-def parallel_batches(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Dataset
-) -> list[dict[str, Tensor]]:
-    """Padded batches of similar lengths, of the columns `source` and `target`."""
-    longest = min(model.config.max_position_embeddings, tokenizer.model_max_length)
-    tokens = tokenize_pairs(pairs, tokenizer, max_source_length=longest, max_target_length=longest)
-    lengths = [sum(pair) for pair in zip(tokens["source_length"], tokens["target_length"], strict=True)]
-    order = sorted(range(len(tokens)), key=lengths.__getitem__)
-    tokens = tokens.remove_columns(["source_length", "target_length"])
-    collate = DataCollatorForSeq2Seq(tokenizer, model=model)
-    batches = (
-        collate([tokens[index] for index in order[start : start + BATCH]]) for start in range(0, len(order), BATCH)
-    )
-    names = ("input_ids", "attention_mask", "labels", "decoder_input_ids")
-    return [{name: batch[name] for name in names} for batch in batches]
-
-
-def sample_pairs(tokenizer: PreTrainedTokenizerBase, options: CompressionOptions, seed: int = 0) -> Dataset:
-    """So many random pairs of the text that `options` name (see `load_parallel`); `seed` says which.
-
-    Raises:
-        ValueError: fewer pairs than asked for, or empty ones alone.
-    """
-    data, samples = options.calibration, options.calibration_samples
-    source, target = options.columns
-    pairs = load_parallel(
-        data,
-        source=source or getattr(tokenizer, "source_lang", None) or "source",
-        target=target or getattr(tokenizer, "target_lang", None) or "target",
-    )
-    if samples is not None and len(pairs) < samples:
-        raise ValueError(
-            f"{data} holds {len(pairs)} pairs, calibration_samples is {samples}: give more text, or ask for fewer"
-        )
-    pairs = pairs.shuffle(seed=seed).select(range(min(samples or SAMPLES, len(pairs))))
-    for side in ("source", "target"):
-        if not any(text.strip() for text in pairs[side]):
-            raise ValueError(f"{data}: every {side} of the {len(pairs)} pairs drawn is empty: give text")
-    return pairs

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..teacher import Teacher
 from ..workers import own_share
-from .calibration import BATCH
+from .samples import BATCH
 
 # Sources, unless told otherwise, and the tokens that each has.
 SOURCES, SHORTEST, LONGEST = 256, 5, 30

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, BertConfig, BertMode
 
 import lightformers_hf
 from lightformers_hf import StudyOptions, convert
-from lightformers_hf.conversion import compress
 from lightformers_hf.conversion.choosing import latency as module
+from lightformers_hf.conversion.choosing import limits
 from lightformers_hf.conversion.choosing import machine as products
 from lightformers_hf.conversion.choosing.latency import layers_of, merge_unprofitable, model_cost, sentence_costs
 from lightformers_hf.conversion.choosing.machine import (
@@ -365,7 +365,7 @@ def test_a_speedup_is_a_budget_of_time(machine, tiny_marian, tmp_path, monkeypat
     config = AutoConfig.from_pretrained(tiny_marian)
     for kind in ("lightformer", "marian"):
         machine.overheads[f"{kind}, {config.vocab_size} tokens"] = [100.0, 10.0, 1.0, 1.0]
-    monkeypatch.setattr(compress, "sentence_costs", partial(sentence_costs, machine=machine))
+    monkeypatch.setattr(limits, "sentence_costs", partial(sentence_costs, machine=machine))
     report = convert(tiny_marian, tmp_path / "light", speedup=1.5, study=StudyOptions(refit=False), progress=False)
     assert report.estimated_speedup == pytest.approx(1.5, rel=0.1)
     light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light")

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
 from lightformers_hf import StudyOptions, convert
-from lightformers_hf.conversion.forms.narrowing import Bottlenecks, Elimination, blocks
+from lightformers_hf.conversion.forms.heads import Bottlenecks, blocks
+from lightformers_hf.conversion.forms.neurons import Elimination
 
 
 def moment(generator: torch.Generator, size: int) -> torch.Tensor:

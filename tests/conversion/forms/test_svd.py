@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lightformers_hf.conversion.forms import svd
 from lightformers_hf.conversion.forms.svd import SPLITS, Factors, decompose, rescaled
-from lightformers_hf.conversion.statistics.calibration import Metric
+from lightformers_hf.conversion.statistics.metric import Metric
 
 pytestmark = pytest.mark.quick
 

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration
+from lightformers_hf.conversion.linear import Linear
 from lightformers_hf.conversion.sharing.alignment import (
-    Linear,
-    Turn,
+    Bases,
+    align_bases,
     align_layers,
-    alignment,
+    change_basis,
     merge_linear,
-    residual_factors,
-    turned,
     weighted_mean,
 )
-from lightformers_hf.conversion.statistics.calibration import Metric, damped_root
+from lightformers_hf.conversion.sharing.residuals import residual_factors
+from lightformers_hf.conversion.statistics.metric import Metric, damped_root
 
 HEADS, WIDTH, INNER, NEURONS = 3, 10, 12, 7
 SHAPES = {
@@ -90,11 +90,11 @@ def test_a_layer_in_other_order_and_bases_becomes_the_first_again():
                 basis[old, :, new] = rotation(4, seed=10 * seed + new)
             basis = basis.reshape(INNER, INNER)
             for name in names:
-                turn = Turn(inputs=basis) if name == "out" else Turn(outputs=basis)
-                other[f"{part}.{name}_proj"] = turn.linear(first[f"{part}.{name}_proj"])
+                turn = Bases(inputs=basis) if name == "out" else Bases(outputs=basis)
+                other[f"{part}.{name}_proj"] = turn.of(first[f"{part}.{name}_proj"])
     other |= {
-        "fc1": Turn(outputs=neurons).linear(first["fc1"]),
-        "fc2": Turn(inputs=neurons).linear(first["fc2"]),
+        "fc1": Bases(outputs=neurons).of(first["fc1"]),
+        "fc2": Bases(inputs=neurons).of(first["fc2"]),
     }
     for moments in (None, [random_moments(0), random_moments(5)]):
         aligned = align_layers([first, other], HEADS, moments)[1]
@@ -107,7 +107,7 @@ def test_a_layer_in_other_order_and_bases_becomes_the_first_again():
 def test_the_assignment_is_the_nearest_of_all(weighted):
     layers = [random_layer(1), random_layer(2)]
     moments = [random_moments(0), random_moments(9)] if weighted else None
-    turns = alignment(layers, HEADS, moments)[1]
+    turns = align_bases(layers, HEADS, moments)[1]
 
     def root(name):
         """R with RᵀR = E[(x, 1)ᵀ(x, 1)], inputs and bias taken as uncorrelated."""
@@ -157,7 +157,7 @@ def test_the_assignment_is_the_nearest_of_all(weighted):
 
 def test_rotations_only_bring_matrices_nearer():
     layers = [random_layer(1), random_layer(2)]
-    turns = alignment(layers, HEADS)[1]
+    turns = align_bases(layers, HEADS)[1]
     basis = turns["self_attn.q_proj"].outputs
     names = ("self_attn.q_proj", "self_attn.k_proj")
     sides = [
@@ -226,9 +226,9 @@ def test_residuals_are_the_best_of_their_rank():
 
 def test_moments_turn_with_their_layer():
     x, basis, order = random(20, 6), rotation(6, 1), torch.tensor([3, 1, 0, 5, 4, 2])
-    torch.testing.assert_close(turned(x.T @ x, basis, basis), (x @ basis).T @ (x @ basis))
-    torch.testing.assert_close(turned(x.T @ x, order, order), x[:, order].T @ x[:, order])
-    torch.testing.assert_close(turned(x.mean(0), basis), (x @ basis).mean(0))
+    torch.testing.assert_close(change_basis(x.T @ x, basis, basis), (x @ basis).T @ (x @ basis))
+    torch.testing.assert_close(change_basis(x.T @ x, order, order), x[:, order].T @ x[:, order])
+    torch.testing.assert_close(change_basis(x.mean(0), basis), (x @ basis).mean(0))
 
 
 @pytest.mark.parametrize("missing", ["self_attn.out_proj", "self_attn.q_proj"])
@@ -237,4 +237,4 @@ def test_heads_without_matrices_of_their_own_are_refused(missing):
     for layer in layers:
         del layer[missing]
     with pytest.raises(ValueError, match="joint_qkv=True or attention_output_projection=False"):
-        alignment(layers, HEADS)
+        align_bases(layers, HEADS)

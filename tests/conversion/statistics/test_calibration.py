@@ -11,16 +11,12 @@ from rich.console import Console
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import StudyOptions, convert, plan
-from lightformers_hf.conversion.compress import factorizable
 from lightformers_hf.conversion.forms.svd import decompose
 from lightformers_hf.conversion.options import CompressionOptions
-from lightformers_hf.conversion.statistics.calibration import (
-    Calibration,
-    Metric,
-    damped_root,
-    parallel_batches,
-    sample_pairs,
-)
+from lightformers_hf.conversion.sharing.groups import find_matrices
+from lightformers_hf.conversion.statistics.calibration import Calibration
+from lightformers_hf.conversion.statistics.metric import Metric, damped_root
+from lightformers_hf.conversion.statistics.samples import parallel_batches, sample_pairs
 from lightformers_hf.conversion.tables import print_report
 from lightformers_hf.conversion.teacher import Teacher
 
@@ -40,8 +36,8 @@ def calibrated(tiny_marian, text):
     model = Teacher(tiny_marian, str(tiny_marian)).load()
     tokenizer = AutoTokenizer.from_pretrained(tiny_marian)
     options = CompressionOptions(calibration=text, source_lang="de", target_lang="en", calibration_samples=10)
-    batches = parallel_batches(model, tokenizer, sample_pairs(tokenizer, options))
-    linear = [name for name, kind in factorizable(model) if kind != "embedding"]
+    batches = parallel_batches(model, tokenizer, sample_pairs(tokenizer, options, StudyOptions()))
+    linear = [name for name, kind in find_matrices(model) if kind != "embedding"]
     return model, Calibration(model, linear, batches, progress=False)
 
 

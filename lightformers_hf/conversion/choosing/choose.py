@@ -1,0 +1,143 @@
+"""Which form every place of a model gets, and which setting: place by place by rules, or together under one budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tqdm.auto import tqdm
+
+from ..forms.form import Form, Setting, all_forms, count_parameters
+from ..options import CompressionOptions, StudyOptions
+from ..sharing.originals import Originals, short_name
+from ..workers import shared_out
+from .budget import Choices
+from .limits import find_budget
+from .rules import RankPolicy
+
+# Forms that together decide over the same matrices, by place; of a unit's alternatives one is chosen.
+Alternative = dict[str, Form]
+Unit = list[Alternative]
+
+
+def spends_budget(options: CompressionOptions, study: StudyOptions) -> bool:
+    """Whether all places are decided together, under one budget."""
+    return options.spends_budget and study.allocation != "uniform"
+
+
+def find_units(originals: Originals, options: CompressionOptions, study: StudyOptions) -> list[Unit]:
+    """Every matrix, attention and network of a model, with the forms that may make it smaller.
+
+    A matrix that the policy settles, one that is factorized already, and one that depths add a residual to, have the
+    usual form alone.
+
+    Raises:
+        ValueError: a pattern that fits no matrix.
+    """
+    dense, forms, policy = originals.dense, all_forms(), options.policy()
+    places = {form: form.places(dense) for form in forms}
+    names = [short_name(name) for name in places[forms[0]]]
+    if unused := policy.unused_patterns(names):
+        raise ValueError(
+            f"pattern {unused[0]!r} matches no matrix of this model; its matrices have names like "
+            f"{', '.join(names[:4])}"
+        )
+
+    def is_bound(name: str) -> bool:
+        settled = policy.settles(short_name(name), originals.module(name).kind)
+        return bool(settled or getattr(dense.config, "group_residual_rank", None) or originals.is_low_rank(name))
+
+    units: list[Unit] = []
+    taken: set[str] = set()
+    blocks = [matrices for form in forms[1:] for matrices in places[form].values()]
+    for matrices in [*blocks, *places[forms[0]].values()]:
+        if taken.intersection(matrices):
+            continue
+        taken.update(matrices)
+        method = getattr(study, f"{originals.module(matrices[0]).kind}_method", None)
+        if method is None and not spends_budget(options, study):
+            method = forms[0].method
+        allowed = forms[:1] if any(map(is_bound, matrices)) else forms
+        wanted = [form for form in allowed if method in (None, form.method)]
+        alternatives = [_cover(form, places[form], matrices, originals, study) for form in wanted]
+        usual = _cover(forms[0], places[forms[0]], matrices, originals, study)
+        units.append([alternative for alternative in alternatives if alternative] or [usual])
+    return units
+
+
+def _cover(
+    form: type[Form],
+    places: dict[str, tuple[str, ...]],
+    matrices: Sequence[str],
+    originals: Originals,
+    study: StudyOptions,
+) -> Alternative:
+    """The places of a form that together have exactly these matrices; none where they have others, or not all."""
+    own = [place for place, parts in places.items() if set(parts) <= set(matrices)]
+    if {part for place in own for part in places[place]} != set(matrices):
+        return {}
+    return {place: form(place, originals, study.split) for place in own}
+
+
+def choose(
+    units: Sequence[Unit], originals: Originals, options: CompressionOptions, study: StudyOptions, *, progress: bool
+) -> tuple[list[Form], Callable[[Form], Setting]]:
+    """The places in the forms that are chosen, largest first, and what says the setting of each.
+
+    By rules, a setting is found only when it is asked for, which may take a decomposition.
+
+    Raises:
+        ValueError: a budget that cannot be met.
+    """
+    policy = options.policy()
+    if originals.calibration is None or not spends_budget(options, study):
+        chosen = [place for alternative, *_ in units for place in alternative.values()]
+        return sort_by_size(chosen), lambda place: place.follow(policy)
+    given, free = split_units(units, policy)
+    fixed = {place: place.follow(policy) for place in given}
+    budget = find_budget(originals, options, fixed, free)
+    budget.check()
+    places = sort_by_size([place for unit in free for alternative in unit for place in alternative.values()])
+
+    def weigh(index: int) -> tuple[int, Choices]:
+        return index, places[index].choices(count_parameters)
+
+    results = shared_out(weigh, range(len(places)), originals.device)
+    bar = tqdm(results, desc="weighing", unit="part", total=len(places), disable=not progress)
+    choices = {places[index]: found for index, found in bar}
+    settings = fixed | budget.spend(choices)
+    return sort_by_size(list(settings)), settings.__getitem__
+
+
+def check_budget(
+    units: Sequence[Unit], originals: Originals, options: CompressionOptions, study: StudyOptions
+) -> None:
+    """Raise `ValueError` where a budget cannot be met, or asks for nothing: before anything takes long."""
+    policy = options.policy()
+    if not spends_budget(options, study):
+        return
+    given, free = split_units(units, policy)
+
+    def fewest(place: Form) -> Setting:
+        waits = policy.needs_spectrum(short_name(place.name), place.kind(place.name))
+        return place.least if waits else place.follow(policy)
+
+    find_budget(originals, options, {place: fewest(place) for place in given}, free).check()
+
+
+def split_units(units: Sequence[Unit], policy: RankPolicy) -> tuple[list[Form], list[Unit]]:
+    """Places whose matrix the policy settles, and the units without them."""
+
+    def is_given(place: Form) -> bool:
+        return place.is_usual and policy.settles(short_name(place.name), place.kind(place.name))
+
+    given = [place for alternative, *_ in units for place in alternative.values() if is_given(place)]
+    free = [
+        [{name: place for name, place in alternative.items() if not is_given(place)} for alternative in unit]
+        for unit in units
+    ]
+    return given, [unit for unit in free if any(unit)]
+
+
+def sort_by_size(places: list[Form]) -> list[Form]:
+    """The places with most parameters first, so that none of them is left for the end."""
+    return sorted(places, key=lambda place: place.size(None, count_parameters), reverse=True)

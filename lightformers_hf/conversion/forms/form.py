@@ -1,0 +1,154 @@
+"""What a structural form is: one way in which a place of a model (a matrix, an attention, a network) gets smaller.
+
+A form is a class in a file of its own in this folder, under `@register_form`. An instance is one place of one model.
+Nothing else in the package knows which forms there are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...models.matrices import product_of
+from ..choosing.budget import Choices
+from ..choosing.rules import RankPolicy
+from ..registry import import_files
+from ..report import DENSE, MatrixReport
+from ..sharing.originals import Originals, short_name
+
+# (module, m, n, r) → what it takes of the budget; m, n and r may be tensors, r `None` is dense.
+Measure = Callable[[str, int | Tensor, int | Tensor, Tensor | None], Tensor | float]
+# A rank or a width; `None` leaves a place as it is.
+Setting = int | None
+
+
+def count_parameters(name: str, m: int | Tensor, n: int | Tensor, rank: Tensor | None) -> Tensor | float:
+    """The `Measure` of size: mn, or r(m+n)."""
+    return m * n if rank is None else rank * (m + n)
+
+
+@dataclass(frozen=True, eq=False)
+class Built:
+    """What a place has become.
+
+    Attributes:
+        reports: of its matrices.
+        tensors: under the names that the result's checkpoint has.
+        coordinates: module → what its outputs are of the teacher's (n×n'), where they are fewer.
+    """
+
+    reports: list[MatrixReport]
+    tensors: dict[str, Tensor]
+    coordinates: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Form(ABC):
+    """A place of a model, and what it can become.
+
+    Attributes:
+        name: of the place's module, with the head's `model.`.
+        originals: the matrices to start from.
+        split: where Σ goes, of forms that have one (`svd.py`).
+        label: what reports call the form.
+        method: the value of the option `method` that asks for this form alone.
+        is_usual: whether the form is taken where nothing else is asked for: one form is.
+    """
+
+    name: str
+    originals: Originals
+    split: str = "sigma-right"
+    label: ClassVar[str]
+    method: ClassVar[str]
+    is_usual: ClassVar[bool] = False
+
+    @classmethod
+    @abstractmethod
+    def places(cls, dense: PreTrainedModel) -> dict[str, tuple[str, ...]]:
+        """{place: the matrices that it decides over} of a model in which nothing is smaller yet."""
+
+    @classmethod
+    @abstractmethod
+    def fields(cls, reports: Sequence[MatrixReport], dense: PreTrainedModel) -> dict[str, object]:
+        """The fields of the result's configuration that say what matrices of this form (`reports`) became."""
+
+    @property
+    @abstractmethod
+    def least(self) -> Setting:
+        """The setting that takes least."""
+
+    @abstractmethod
+    def size(self, setting: Setting | Tensor, measure: Measure) -> Tensor | float:
+        """What the place takes of a budget at a setting, from shapes alone."""
+
+    @abstractmethod
+    def choices(self, measure: Measure) -> Choices:
+        """All settings, with what each loses and takes."""
+
+    @abstractmethod
+    def follow(self, policy: RankPolicy) -> Setting:
+        """The setting that a rule gives to this place by itself.
+
+        Raises:
+            ValueError: the rule does not fit the form, or the place.
+        """
+
+    @abstractmethod
+    def build(self, setting: Setting) -> Built:
+        """The place at that setting."""
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """(m, n) of a matrix, from the skeleton."""
+        return tuple(product_of(self.originals.module(name)).shape)
+
+    def kind(self, name: str) -> str:
+        """The kind of a matrix: `embedding`, `attention` or `ffn`."""
+        return self.originals.module(name).kind
+
+    def keep(self, names: Sequence[str]) -> Built:
+        """Matrices as they are."""
+        tensors, reports = {}, []
+        for name in names:
+            matrix, bias = self.originals.linear(name)
+            kind, (m, n) = self.kind(name), matrix.shape
+            tensors[name] = {"weight": matrix if kind == "embedding" else matrix.T, "bias": bias}
+            report = MatrixReport(
+                name=short_name(name), kind=kind, m=m, n=n, form=DENSE, size=None, setting=DENSE,
+                parameters_after=m * n, energy=1.0, relative_error=0.0,
+            )  # fmt: skip
+            reports.append(report)
+        return Built(reports, to_store(tensors))
+
+
+FORMS: list[type[Form]] = []
+
+
+def register_form(form: type[Form]) -> type[Form]:
+    """Make a class one of the forms."""
+    FORMS.append(form)
+    return form
+
+
+def all_forms() -> list[type[Form]]:
+    """Every form, the usual one first."""
+    import_files(__name__.rpartition(".")[0])
+    return sorted(FORMS, key=lambda form: not form.is_usual)
+
+
+def to_store(tensors: Mapping[str, Mapping[str, Tensor | None]]) -> dict[str, Tensor]:
+    """{module: {leaf: tensor}} → {name: tensor} on the CPU, without what is `None`.
+
+    A copy where it is a view, so that no source stays mapped and nothing is copied a second time on writing.
+    """
+    return {
+        f"{name}.{leaf}": tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, leaves in tensors.items()
+        for leaf, tensor in leaves.items()
+        if tensor is not None
+    }

@@ -1,0 +1,234 @@
+"""Narrower heads: an attention whose heads are less wide, the same kind of layer.
+
+What a head computes depends on W_Q·W_Kᵀ and W_V·W_O alone. A bottleneck z → z·X·Y, d_k → k → d_k, on its queries
+changes the scores to q·X·(k·Yᵀ)ᵀ, so X goes into W_Q and Y into W_K; one on its context, the mix of values, goes into
+W_V and W_O. Nothing is added: the result is ordinary attention with heads of width k, which keeps as much of the
+product as four separate factorizations with half as many parameters.
+
+With C the second moment of z and G that of the loss's gradient there, P = X·Y costs ‖Lᵀ (I − P) R‖²_F, C = L·Lᵀ and
+G = R·Rᵀ (see `calibration`), which the truncated SVD of Lᵀ·R minimises over all P of rank k. Without calibration C and
+G are those of inputs that are equally long in every direction: then the error is that of the products themselves, and
+no pair of that inner width is closer to W_Q·W_Kᵀ (the query's bias as one more row; softmax ignores the key's) and to
+W_V·W_O, by Eckart and Young.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...models.attention import MultiHeadAttention
+from ..choosing.budget import Choices, tails
+from ..choosing.rules import RankPolicy
+from ..report import MatrixReport
+from ..sharing.groups import find_matrices
+from ..sharing.originals import short_name
+from ..statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, damped_root
+from .form import Built, Form, Measure, Setting, register_form, to_store
+from .low_rank import commonest
+from .svd import Factors, rescaled
+
+PARTS = ("q_proj", "k_proj", "v_proj", "out_proj")
+
+
+@dataclass(frozen=True, eq=False)
+class Bottlenecks:
+    """The best maps X·Y of every inner width on the signals of H heads, each d_k wide.
+
+    Attributes:
+        into: L⁻ᵀ·U, and `out_of`: Vᵀ·R⁻¹ (H, d_k, d_k) each.
+        singular_values: of Lᵀ·R (H, d_k), descending.
+    """
+
+    into: Tensor
+    out_of: Tensor
+    singular_values: Tensor
+
+    @classmethod
+    def of(cls, second_moments: Tensor, gradient_moments: Tensor) -> Bottlenecks:
+        """From C and G, (H, d_k, d_k) each."""
+        left = torch.stack([damped_root(moment, INPUT_DAMPING) for moment in second_moments.double()])
+        right = torch.stack([damped_root(moment, GRADIENT_DAMPING) for moment in gradient_moments.double()])
+        u, values, v = torch.linalg.svd(left.mT @ right)
+        into = torch.linalg.solve_triangular(left.mT, u, upper=True)
+        out_of = torch.linalg.solve_triangular(right, v, upper=False, left=False)
+        return cls(into, out_of, values)
+
+    def costs(self) -> Tensor:
+        """What all heads together lose at inner widths 0 … d_k."""
+        return torch.stack([tails(values) for values in self.singular_values]).sum(0)
+
+    def at(self, width: int) -> tuple[Tensor, Tensor]:
+        """X (H, d_k, k) and Y (H, k, d_k)."""
+        roots = self.singular_values[:, :width].sqrt()
+        return self.into[..., :width] * roots[:, None], roots[..., None] * self.out_of[:, :width]
+
+
+def blocks(moment: Tensor, heads: int) -> Tensor:
+    """The diagonal blocks (H, d_k, d_k) of a matrix (H·d_k, H·d_k)."""
+    width = moment.shape[0] // heads
+    return torch.stack(
+        [moment[start : start + width, start : start + width] for start in range(0, len(moment), width)]
+    )
+
+
+@register_form
+@dataclass(frozen=True, eq=False)
+class NarrowerHeads(Form):
+    """An attention block by narrower heads. Its setting is their width, `None` is as it is."""
+
+    label, method = "narrower heads", "narrow"
+
+    @classmethod
+    def places(cls, dense: PreTrainedModel) -> dict[str, tuple[str, ...]]:
+        """Every attention of an encoder-decoder LightFormer whose heads have four matrices of their own."""
+        if not hasattr(dense.config, "head_dim_pattern"):
+            return {}
+        matrices = dict(find_matrices(dense))
+        places = {
+            name: tuple(f"{name}.{part}" for part in PARTS)
+            for name, module in dense.named_modules()
+            if name.startswith("model.") and isinstance(module, MultiHeadAttention)
+        }
+        return {name: parts for name, parts in places.items() if all(part in matrices for part in parts)}
+
+    @classmethod
+    def fields(cls, reports: Sequence[MatrixReport], dense: PreTrainedModel) -> dict[str, object]:
+        """The commonest width of heads as a field, the others as patterns."""
+        if not reports:
+            return {}
+        found = {report.name.rpartition(".")[0]: report.size for report in reports}
+        widths = {
+            short_name(name): found.get(short_name(name), module.head_dim)
+            for name, module in dense.named_modules()
+            if isinstance(module, MultiHeadAttention)
+        }
+        usual = commonest(list(widths.values()))
+        return {
+            "head_dim": usual,
+            "head_dim_pattern": {name: width for name, width in widths.items() if width != usual},
+        }
+
+    @property
+    def least(self) -> Setting:
+        """Heads one wide."""
+        return 1
+
+    @property
+    def widths(self) -> list[int]:
+        """All that its heads can have, that of the teacher's included."""
+        return list(range(1, self.originals.module(self.name).head_dim + 1))
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        attention = self.originals.module(self.name)
+        return attention.q_proj.out_features // attention.head_dim
+
+    @cached_property
+    def _bottlenecks(self) -> tuple[Bottlenecks, Bottlenecks, Tensor]:
+        """Of queries, of contexts, and the mean of the context."""
+        query, key, value, out = (f"{self.name}.{part}_proj" for part in ("q", "k", "v", "out"))
+        q, bias = self.originals.matrix(query).double(), self.originals.bias(query).double()
+        moments, heads = self.originals.moments(query), self.heads
+        w_out = self.originals.matrix(out).double()
+        if moments is None:
+            k, v = self.originals.matrix(key).double(), self.originals.matrix(value).double()
+            second, gradients = q.T @ q + torch.outer(bias, bias), k.T @ k
+            mean, contexts, at_output = self.originals.bias(value).double(), v.T @ v, None
+        else:
+            x, mean_x = moments
+            means = torch.outer(mean_x @ q, bias)
+            second = q.T @ x @ q + means + means.T + torch.outer(bias, bias)
+            gradients = self.originals.gradients(query)
+            contexts, mean = self.originals.moments(out)
+            contexts = contexts - torch.outer(mean, mean)
+            at_output = self.originals.gradients(out)
+        of_contexts = w_out @ (w_out.T if at_output is None else at_output @ w_out.T)
+        queries = Bottlenecks.of(blocks(second, heads), blocks(gradients, heads))
+        return queries, Bottlenecks.of(blocks(contexts, heads), blocks(of_contexts, heads)), mean
+
+    def _scaled(self, maps: tuple[Tensor, Tensor], first: str, second: str) -> tuple[Tensor, Tensor]:
+        """X and Y of every head, scaled for columns of W·X to be as long as what Y makes of the second matrix."""
+        left = self._with_bias(first)
+        behind = second == "out_proj"  # whose rows are those of the heads
+        right = self.originals.matrix(f"{self.name}.{second}").double() if behind else self._with_bias(second).T
+        scaled = []
+        for head, (into, out_of) in enumerate(zip(*maps, strict=True)):
+            own = slice(head * len(into), (head + 1) * len(into))
+            pair = Factors(left[:, own] @ into, out_of @ right[own])
+            scale = (rescaled(pair, "balanced").left.norm(dim=0) / pair.left.norm(dim=0)).nan_to_num(nan=1.0)
+            scaled.append((into * scale, out_of / scale[:, None]))
+        return tuple(torch.stack(side) for side in zip(*scaled, strict=True))
+
+    def _with_bias(self, part: str) -> Tensor:
+        """W with b below it: where W is nearly zero, its bias tells how large what comes out is."""
+        matrix, bias = self.originals.linear(f"{self.name}.{part}")
+        return torch.cat([matrix, bias[None]]).double()
+
+    def size(self, setting: Setting | Tensor, measure: Measure) -> Tensor | float:
+        """What the block takes of the budget with heads of that width."""
+        inner = self.heads * (max(self.widths) if setting is None else setting)
+        total = 0.0
+        for part in PARTS:
+            m, n = self.shape(f"{self.name}.{part}")
+            shape = (inner, n) if part == "out_proj" else (m, inner)
+            total = total + measure(f"{self.name}.{part}", *shape, None)
+        return total
+
+    def choices(self, measure: Measure) -> Choices:
+        """Every width below that of the teacher's heads, and that."""
+        queries, contexts, _ = self._bottlenecks
+        costs = (queries.costs() + contexts.costs()).cpu()[1:]
+        costs[-1] = 0.0  # as it is
+        sizes = torch.as_tensor(self.size(torch.tensor(self.widths), measure)).double()
+        return Choices([*self.widths[:-1], None], costs, sizes)
+
+    def follow(self, policy: RankPolicy) -> Setting:
+        """The largest width that makes the block as small as a ratio asks for."""
+        rule = policy.rule(short_name(self.name), "attention")
+        return None if rule is None else rule.choose_width(short_name(self.name), self.widths)
+
+    def build(self, setting: Setting) -> Built:
+        """The block with heads of that width."""
+        if setting is None:
+            return self.keep([f"{self.name}.{part}" for part in PARTS])
+        queries, contexts, mean = self._bottlenecks
+        full = queries.into.shape[-1]
+        # As long as each other: inside a head, any basis and scale computes the same.
+        into_q, out_of_q = self._scaled(queries.at(setting), "q_proj", "k_proj")
+        into_v, out_of_v = self._scaled(contexts.at(setting), "v_proj", "out_proj")
+        coordinates = {
+            "q_proj": torch.block_diag(*(into_q * (setting / full) ** 0.5)),  # scores are divided by the root of it
+            "k_proj": torch.block_diag(*out_of_q.mT),
+            "v_proj": torch.block_diag(*into_v),
+        }
+        spread = torch.block_diag(*out_of_v)
+        costs = queries.costs() + contexts.costs()
+        share = (costs[setting] / costs[0]).item() if costs[0] > 0 else 0.0
+        tensors, reports = {}, []
+        for part in PARTS:
+            name = f"{self.name}.{part}"
+            matrix, bias = self.originals.linear(name)
+            if part == "out_proj":
+                lost = mean - mean @ coordinates["v_proj"] @ spread
+                new, new_bias = spread @ matrix.double(), bias.double() + lost @ matrix.double()
+            else:
+                new, new_bias = matrix.double() @ coordinates[part], bias.double() @ coordinates[part]
+            tensors[name] = {"weight": new.T.to(matrix.dtype), "bias": new_bias.to(bias.dtype)}
+            reports.append(self._report(name, setting, new.numel(), share))
+        coordinates = {f"{self.name}.{part}": matrix.cpu() for part, matrix in coordinates.items()}
+        return Built(reports, to_store(tensors), coordinates)
+
+    def _report(self, name: str, width: int, parameters: int, share: float) -> MatrixReport:
+        """Of one matrix; `share` of the block's energy is lost."""
+        m, n = self.shape(name)
+        return MatrixReport(
+            name=short_name(name), kind=self.kind(name), m=m, n=n, form=self.label, size=width,
+            setting=f"heads {width} wide", parameters_after=parameters, energy=1 - share, relative_error=share**0.5,
+        )  # fmt: skip

@@ -1,0 +1,156 @@
+"""Low rank: a matrix as the product of two thin ones, by truncated SVD (LightFormer, Eq. 1 and 7-11)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...models.matrices import low_rank_state, rank_of
+from ..choosing.budget import Choices, tails
+from ..choosing.rules import RankPolicy
+from ..report import MatrixReport
+from ..sharing.groups import STACKS, find_matrices
+from ..sharing.originals import short_name
+from ..statistics.metric import Metric
+from .form import Built, Form, Measure, Setting, register_form, to_store
+from .svd import Factors, Spectrum, decompose, rescaled
+
+
+@register_form
+@dataclass(frozen=True, eq=False)
+class LowRank(Form):
+    """One matrix by truncated SVD. Its setting is the rank, `None` is dense."""
+
+    label, method, is_usual = "low-rank", "low-rank", True
+    _decomposed: list[Spectrum] = field(default_factory=list)
+
+    @classmethod
+    def places(cls, dense: PreTrainedModel) -> dict[str, tuple[str, ...]]:
+        """Every matrix."""
+        return {name: (name,) for name, _ in find_matrices(dense)}
+
+    @classmethod
+    def fields(cls, reports: Sequence[MatrixReport], dense: PreTrainedModel) -> dict[str, object]:
+        """The commonest rank of each kind as a field, the others as patterns."""
+        ranks = {report.name: report.size for report in reports}
+        kinds = {short_name(name): kind for name, kind in find_matrices(dense)}
+        fields: dict[str, object] = {}
+        for kind in ("attention", "ffn"):
+            encoder, decoder = (
+                commonest([ranks.get(name) for name in kinds if kinds[name] == kind and f"{stack}." in name])
+                for stack in STACKS
+            )
+            fields[f"{kind}_rank"] = encoder
+            fields[f"decoder_{kind}_rank"] = None if decoder == encoder else decoder
+        tables = [ranks.get(name) for name, kind in kinds.items() if kind == "embedding"]
+        fields["embedding_rank"] = tables[0] if tables else None
+        config = type(dense.config)(**{**dense.config.to_dict(), **fields})
+        usual = {
+            name: config.rank_of_kind("decoder" if "decoder." in name else "encoder", kind)
+            for name, kind in kinds.items()
+        }
+        fields["rank_pattern"] = {name: ranks.get(name) for name in kinds if ranks.get(name) != usual[name]}
+        return fields
+
+    @property
+    def least(self) -> Setting:
+        """Rank 1, unless the matrix is smaller as it is."""
+        m, n = self.shape(self.name)
+        return 1 if m + n < m * n else None
+
+    def size(self, setting: Setting | Tensor, measure: Measure) -> Tensor | float:
+        """What the matrix takes of the budget at that rank."""
+        return measure(self.name, *self.shape(self.name), setting)
+
+    @property
+    def _metric(self) -> Metric | None:
+        return self.originals.metric(self.name, self.kind(self.name))
+
+    def spectrum(self, rank: int | None = None) -> Spectrum:
+        """Its singular values in the metric of the calibration; a rank known beforehand makes that cheaper."""
+        metric, matrix = self._metric, self.originals.matrix(self.name)
+        weighed = matrix if metric is None else metric.weigh(matrix)
+        return decompose(weighed, name=short_name(self.name), rank=rank)
+
+    @cached_property
+    def _singular_values(self) -> Tensor:
+        return self.spectrum().singular_values.cpu()
+
+    def choices(self, measure: Measure) -> Choices:
+        """Every rank, and dense."""
+        ranks = torch.arange(1, len(self._singular_values) + 1)
+        sizes = torch.as_tensor(self.size(ranks, measure)).double()
+        dense = torch.as_tensor(self.size(None, measure)).double()
+        pays = sizes < dense
+        costs = torch.cat([tails(self._singular_values)[1:][pays], torch.zeros(1).double()])
+        return Choices([*ranks[pays].tolist(), None], costs, torch.cat([sizes[pays], dense[None]]))
+
+    def follow(self, policy: RankPolicy) -> Setting:
+        """The rank that ratio, rank or energy give; of the latter the decomposition is kept for `build`."""
+        name, kind = short_name(self.name), self.kind(self.name)
+        values = None
+        if policy.needs_spectrum(name, kind):
+            self._decomposed.append(self.spectrum())
+            values = self._decomposed[-1].singular_values
+        return policy.choose(name, kind, *self.shape(self.name), values)
+
+    def build(self, setting: Setting) -> Built:
+        """The matrix at that rank."""
+        if self.originals.is_low_rank(self.name):
+            # A source that is factorized already, and would not get smaller, keeps the factors it has.
+            own = self.originals.factors(self.name)
+            if setting is None or setting >= own[0].shape[1]:
+                return self._built(Factors(*own), self.originals.bias(self.name), 1.0, 0.0)
+        if setting is None:
+            return self.keep([self.name])
+        spectrum = self._decomposed.pop() if self._decomposed else self.spectrum(setting)
+        matrix, bias = self.originals.linear(self.name)
+        factors, metric = spectrum.truncate(setting, self.split), self._metric
+        if metric is not None:
+            factors = rescaled(metric.restore(factors), self.split)
+            if metric.mean is not None:  # the bias takes the mean of what the factors lose
+                lost = metric.mean @ (matrix.double() - factors.left @ factors.right)
+                bias = (bias.double() + lost).to(bias.dtype)
+        left, right = factors.left.to(matrix.dtype), factors.right.to(matrix.dtype)
+        if self.kind(self.name) == "embedding":
+            left[(matrix == 0).all(dim=1)] = 0  # a padding row that is exactly zero stays so
+        return self._built(Factors(left, right), bias, spectrum.energy(setting), spectrum.relative_error(setting))
+
+    def _built(self, factors: Factors, bias: Tensor | None, energy: float, relative_error: float) -> Built:
+        (m, n), rank = self.shape(self.name), factors.left.shape[1]
+        report = MatrixReport(
+            name=short_name(self.name), kind=self.kind(self.name), m=m, n=n, form=self.label, size=rank,
+            setting=f"rank {rank}", parameters_after=rank * (m + n), energy=energy, relative_error=relative_error,
+        )  # fmt: skip
+        state = low_rank_state(self.originals.module(self.name), *factors, bias)
+        return Built([report], to_store({self.name: state}))
+
+
+def nearest_state(
+    module: nn.Module, matrix: Tensor, bias: Tensor | None, find_metric: Callable[[], Metric], *, name: str
+) -> dict[str, Tensor]:
+    """State of a linear layer whose matrix is the nearest to `matrix` that the layer can have.
+
+    Args:
+        module: dense or low-rank.
+        matrix: W, m×n, float64.
+        find_metric: gives the norm that says what is near, where that matters.
+        name: for messages.
+    """
+    rank = rank_of(module)
+    if rank is None:
+        return {"weight": matrix.T} | ({} if bias is None else {"bias": bias})
+    metric = find_metric()
+    factors = metric.restore(decompose(metric.weigh(matrix), name=name, rank=rank).truncate(rank))
+    return low_rank_state(module, *rescaled(factors, "balanced"), bias)
+
+
+def commonest(values: list) -> object:
+    """The value that stands most often in a list; `None` of an empty one."""
+    return Counter(values).most_common(1)[0][0] if values else None

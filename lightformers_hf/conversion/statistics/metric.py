@@ -1,0 +1,77 @@
+"""The norm that errors of a matrix are measured in, and square roots of moments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..forms.svd import Factors
+
+# Added to the diagonals, relative to their mean: directions that no sample showed are not free.
+INPUT_DAMPING = 1e-6
+GRADIENT_DAMPING = 1e-2
+# The weight of every direction where no sample showed any: as good as none.
+UNSEEN = 1e-6
+# Rows of a table that are taken to float64 together.
+ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The norm ‖Lᵀ Δ R‖_F that an error Δ of a matrix, m×n, is measured in; half its square is nats a target token.
+
+    Attributes:
+        left: L, lower triangular with C = L Lᵀ; or the square roots of row weights, m, for a token table.
+        right: R, lower triangular with G = R Rᵀ.
+        mean: E[x], m, where the error of the mean output goes into a bias.
+    """
+
+    left: Tensor
+    right: Tensor
+    mean: Tensor | None = None
+
+    def weigh(self, matrix: Tensor) -> Tensor:
+        """Lᵀ W R: its truncated singular values are what the best approximation of W loses."""
+        if self.left.ndim == 2:
+            return self.left.T @ matrix.double() @ self.right
+        weighed = torch.empty_like(matrix, dtype=torch.float64, memory_format=torch.contiguous_format)
+        parts = (tensor.split(ROWS) for tensor in (weighed, self.left, matrix))  # a table is large
+        for target, weights, rows in zip(*parts, strict=True):
+            target.copy_(weights[:, None] * rows.double() @ self.right)
+        return weighed
+
+    def restore(self, factors: Factors) -> Factors:
+        """The factors of W from those of Lᵀ W R."""
+        left, right = factors.left.double(), factors.right.double()
+        if self.left.ndim == 1:
+            left = left / self.left[:, None]
+        else:
+            left = torch.linalg.solve_triangular(self.left.T, left, upper=True)
+        return Factors(left, torch.linalg.solve_triangular(self.right, right, upper=False, left=False))
+
+
+def damped_weights(squares: Tensor, damping: float) -> Tensor:
+    """Square roots of row weights, damped; all alike where nothing was seen, as in `damped_root`."""
+    level = squares.mean()
+    return (squares + damping * level).sqrt() if level > 0 else torch.full_like(squares, UNSEEN)
+
+
+def damped_root(moment: Tensor, damping: float) -> Tensor:
+    """L with L·Lᵀ = `moment`, damped; a multiple of the identity where nothing was seen."""
+    size, level = moment.shape[0], moment.diagonal().mean().item()
+    if not level > 0:
+        return torch.eye(size, dtype=torch.float64, device=moment.device) * UNSEEN
+    # More where rounding has made it indefinite.
+    for factor in (1, 10, 100, 1000, 1e4):
+        damped = moment.clone()
+        damped.diagonal().add_(factor * damping * level)
+        root, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            return root
+    if not torch.isfinite(moment).all():
+        raise ValueError("the calibration moments are not finite: the model's states or gradients are too large")
+    # Where all samples are alike, what is left around their mean is rounding.
+    values, vectors = torch.linalg.eigh(moment)
+    return torch.linalg.cholesky(vectors * values.clamp(min=damping * values.abs().max()) @ vectors.T)

@@ -1,0 +1,57 @@
+"""Sentence pairs for calibration: which ones, and their batches."""
+
+from __future__ import annotations
+
+from datasets import Dataset
+from torch import Tensor
+from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase
+
+from ...text import load_parallel, tokenize_pairs
+from ..options import CompressionOptions, StudyOptions
+
+# Sentence pairs, unless told otherwise; those of a batch at most.
+SAMPLES, BATCH = 1000, 32
+
+
+def parallel_batches(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Dataset
+) -> list[dict[str, Tensor]]:
+    """Padded batches of similar lengths, of the columns `source` and `target`."""
+    longest = min(model.config.max_position_embeddings, tokenizer.model_max_length)
+    tokens = tokenize_pairs(pairs, tokenizer, max_source_length=longest, max_target_length=longest)
+    lengths = [sum(pair) for pair in zip(tokens["source_length"], tokens["target_length"], strict=True)]
+    order = sorted(range(len(tokens)), key=lengths.__getitem__)
+    tokens = tokens.remove_columns(["source_length", "target_length"])
+    collate = DataCollatorForSeq2Seq(tokenizer, model=model)
+    batches = (
+        collate([tokens[index] for index in order[start : start + BATCH]]) for start in range(0, len(order), BATCH)
+    )
+    names = ("input_ids", "attention_mask", "labels", "decoder_input_ids")
+    return [{name: batch[name] for name in names} for batch in batches]
+
+
+def sample_pairs(tokenizer: PreTrainedTokenizerBase, options: CompressionOptions, study: StudyOptions) -> Dataset:
+    """So many random pairs of the text that `options` name (see `load_parallel`).
+
+    Args:
+        study: its `calibration_seed` says which.
+
+    Raises:
+        ValueError: fewer pairs than asked for, or empty ones alone.
+    """
+    data, samples = options.calibration, options.calibration_samples
+    source, target = options.columns
+    pairs = load_parallel(
+        data,
+        source=source or getattr(tokenizer, "source_lang", None) or "source",
+        target=target or getattr(tokenizer, "target_lang", None) or "target",
+    )
+    if samples is not None and len(pairs) < samples:
+        raise ValueError(
+            f"{data} holds {len(pairs)} pairs, calibration_samples is {samples}: give more text, or ask for fewer"
+        )
+    pairs = pairs.shuffle(seed=study.calibration_seed).select(range(min(samples or SAMPLES, len(pairs))))
+    for side in ("source", "target"):
+        if not any(text.strip() for text in pairs[side]):
+            raise ValueError(f"{data}: every {side} of the {len(pairs)} pairs drawn is empty: give text")
+    return pairs
