@@ -84,7 +84,7 @@ def loss_curve(log_history: Sequence[dict]) -> tuple[str, list[tuple[int, float]
     for name in ("eval_loss", "loss"):
         if curve := [(entry["step"], entry[name]) for entry in log_history if name in entry]:
             return name, curve
-    raise ValueError("the training log has neither eval_loss nor loss: train with --logging_steps or --eval_steps")
+    raise ValueError("the training log has neither eval_loss nor loss: train with --logging-steps or --eval-steps")
 
 
 def iterations_to_convergence(curve: Sequence[tuple[int, float]], *, tolerance: float = 0.01) -> int:
