@@ -40,7 +40,7 @@ class Linear:
     def out_features(self) -> int:
         return self.chains[0][-1].shape[1]
 
-    def multiplied(self) -> Tensor:
+    def product(self) -> Tensor:
         """The one matrix W, m×n, in fp64: a product in fp32 would lose digits that a dense layer keeps."""
         return sum(
             torch.linalg.multi_dot([factor.double() for factor in chain]) if len(chain) > 1 else chain[0].double()
@@ -81,7 +81,7 @@ class Expansion:
 
     def multiply(self, linear: Linear) -> Tensor:
         """The one matrix of a layer (m×n, fp64); a factorized one is counted."""
-        matrix = linear.multiplied()
+        matrix = linear.product()
         if not linear.is_dense and self._is_new(linear):
             self.matrices += 1
             self.parameters_before += linear.parameters
