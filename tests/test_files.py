@@ -1,6 +1,7 @@
-"""Folders and files are written whole or not at all."""
+"""Folders and files are written whole or not at all, and JSON is what every reader of JSON knows."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightformers_hf.files import atomic_output, written_whole
+from lightformers_hf.files import atomic_output, json_text, written_whole
 
 pytestmark = pytest.mark.quick
 
@@ -175,3 +176,10 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
         file.write(b"new")
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_json_never_holds_what_json_cannot_say():
+    assert json.loads(json_text({"ü": [1, 2.5, None]}, "x")) == {"ü": [1, 2.5, None]}
+    for content, place in (({"a": [{"b": 1.0}, {"b": float("nan")}]}, r"a\[1\]\.b"), ([0.0, float("-inf")], r"\[1\]")):
+        with pytest.raises(ValueError, match=rf"--json: {place} is NaN or infinite"):
+            json_text(content, "--json")

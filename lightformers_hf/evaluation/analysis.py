@@ -24,7 +24,7 @@ from lightformers_hf.conversion.statistics.samples import parallel_batches
 from lightformers_hf.text import load_parallel
 
 from ..loading import load_model
-from .evaluate import MEMORY_SENTENCES, direction
+from .evaluate import MEMORY_SENTENCES, choose_columns
 from .macs import TOKENS, Footprint, Macs, generation_macs, memory_footprint
 from .measures import (
     activated_neurons,
@@ -294,7 +294,7 @@ def analyze(
     analyses = []
     for name, label in zip(names, labels, strict=True):
         model, tokenizer = load_model(name, device=device)
-        columns = dict(zip(("source", "target"), direction(name, tokenizer, source, target), strict=True))
+        columns = dict(zip(("source", "target"), choose_columns(name, tokenizer, source, target), strict=True))
         pairs = load_parallel(data, **columns, split=split, max_samples=max_samples)
         found = behaviour(model, parallel_batches(model, tokenizer, pairs), progress=progress)
         memory, libraries = translation_memory(name, pairs[:MEMORY_SENTENCES]["source"])

@@ -140,7 +140,7 @@ def evaluate_model(
         loaded["teacher"] = load_teacher(teacher, loaded["model"][1], device=device)
     # The teacher searches with the model's number of beams, whatever its own checkpoint says.
     generation = {"num_beams": loaded["model"][0].generation_config.num_beams or 1} | generation
-    source, target = direction(model, loaded["model"][1], source, target)
+    source, target = choose_columns(model, loaded["model"][1], source, target)
     pairs = load_parallel(data, source=source, target=target, split=split, max_samples=max_samples)
     sources, references = list(pairs["source"]), list(pairs["target"])
     warn_of_overlap(model, data, sources)
@@ -192,7 +192,7 @@ def warn_of_overlap(model: str, data: str, sources: list[str]) -> None:
         )
 
 
-def direction(
+def choose_columns(
     name: str, tokenizer: PreTrainedTokenizerBase, source: str | None, target: str | None
 ) -> tuple[str, str]:
     """The columns to read: as given, else the languages that the tokenizer names (Marian's does)."""
@@ -201,7 +201,7 @@ def direction(
     if not (source and target):
         raise ValueError(
             f"{name} does not say from which language to which it translates: give source and target (on the command "
-            "line --source-column and --target-column), two columns of the data or two languages inside its column "
+            "line --source-lang and --target-lang), two columns of the data or two languages inside its column "
             "'translation'."
         )
     return source, target

@@ -50,7 +50,7 @@ class ParameterRow:
         return getattr(models, self.model).config_class(**self.config)
 
     @property
-    def allowed(self) -> float:
+    def largest_difference(self) -> float:
         """Millions that ours may differ by: the tolerance, and half a unit of the last printed digit at least."""
         decimals = len(str(self.millions).partition(".")[2])
         return max(self.tolerance * self.millions, 10.0**-decimals / 2)
@@ -71,7 +71,7 @@ class ParameterCount:
     @property
     def within(self) -> bool:
         """Whether ours is as near to the printed count as the row allows."""
-        return abs(self.ours - self.row.millions) <= self.row.allowed
+        return abs(self.ours - self.row.millions) <= self.row.largest_difference
 
     def to_dict(self) -> dict:
         """Everything as one dictionary, for JSON."""
@@ -117,7 +117,7 @@ def parameter_table(counts: list[ParameterCount]) -> Table:
             f"{row.millions}",
             f"{count.ours:.2f}",
             f"{count.difference:+.1%}",
-            f"±{row.allowed / row.millions:.1%}",
+            f"±{row.largest_difference / row.millions:.1%}",
             "yes" if count.within else "[red]no[/red]",
             escape(row.note),
         )

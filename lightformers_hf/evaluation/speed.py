@@ -115,9 +115,9 @@ def generation_speed(
         try:
             for name, model in models.items():
                 model.eval()
-                _translate_timed(model, inputs[name][:WARM_UP_SENTENCES], generation)
+                _time_translation(model, inputs[name][:WARM_UP_SENTENCES], generation)
             actions = {
-                name: lambda name=name, model=model: _translate_timed(model, inputs[name], generation)
+                name: lambda name=name, model=model: _time_translation(model, inputs[name], generation)
                 for name, model in models.items()
             }
             timed = take_turns(actions, runs=runs, progress=progress)
@@ -150,7 +150,7 @@ def speed_of(timed: list[tuple[int, float]]) -> Speed:
     return Speed(_trimmed_mean(rates), rates, timed[-1][0])
 
 
-def _translate_timed(model: PreTrainedModel, inputs: list[Mapping], generation: dict) -> tuple[int, float]:
+def _time_translation(model: PreTrainedModel, inputs: list[Mapping], generation: dict) -> tuple[int, float]:
     """Tokens generated for all inputs, one at a time, and the seconds it took."""
     start = time.perf_counter()
     outputs = [

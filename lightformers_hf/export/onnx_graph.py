@@ -99,7 +99,7 @@ class Graph:
     def matmul(self, states: str, matrix: Tensor, bias: Tensor | None = None) -> str:
         """states·matrix + bias. (…, m) → (…, n)."""
         if self.quantize:
-            values, scales = quantized(matrix.T)
+            values, scales = quantize_rows(matrix.T)
             return self._matmul_int8(
                 states, self.constant(np.ascontiguousarray(values.T)), self.constant(scales), bias
             )
@@ -109,7 +109,7 @@ class Graph:
     def matmul_rows(self, states: str, table: Tensor, bias: Tensor | None = None) -> str:
         """states·tableᵀ + bias, for a table that is also looked up, and is stored once. (…, m), (n, m) → (…, n)."""
         if self.quantize:
-            values, scales = quantized(table)
+            values, scales = quantize_rows(table)
             rows = self.op("Transpose", self.constant(values), perm=[1, 0])
             return self._matmul_int8(states, rows, self.constant(scales), bias)
         product = self.op("MatMul", states, self.op("Transpose", self.constant(table), perm=[1, 0]))
@@ -123,7 +123,7 @@ class Graph:
         """Rows of a table. Ids (…) → (…, m)."""
         if not self.quantize:
             return self.op("Gather", self.constant(table), ids)
-        values, scales = quantized(table)
+        values, scales = quantize_rows(table)
         rows = self.op("Cast", self.op("Gather", self.constant(values), ids), to=TensorProto.FLOAT)
         return self.op("Mul", rows, self.op("Gather", self.constant(scales[:, None]), ids))
 
@@ -202,7 +202,7 @@ class Graph:
         return self.norm(self.op("Add", vectors, positions), stack.embedding_norm)
 
 
-def quantized(table: Tensor) -> tuple[np.ndarray, np.ndarray]:
+def quantize_rows(table: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """A matrix in int8 with a scale for each row: values (n×m) and scales (n), so that values·scale ≈ table."""
     rows = table.detach().float().numpy()
     largest = np.abs(rows).max(axis=1)

@@ -71,10 +71,10 @@ class Search:
             raise ValueError(
                 "generation_config.json has no decoder_start_token_id: set the token that decoding starts from"
             )
-        ends = _listed(generation.eos_token_id)
+        ends = _as_tuple(generation.eos_token_id)
         new = generation.max_new_tokens or (generation.max_length or 20) - 1
         least = generation.min_new_tokens or max((generation.min_length or 0) - 1, 0)
-        forced_end = _listed(generation.forced_eos_token_id)
+        forced_end = _as_tuple(generation.forced_eos_token_id)
         pad = generation.pad_token_id
         return cls(
             start=start,
@@ -238,7 +238,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return torch.log_softmax(torch.from_numpy(logits), dim=-1).numpy()
 
 
-def _listed(value: int | list[int] | None) -> tuple[int, ...]:
+def _as_tuple(value: int | list[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)

@@ -8,6 +8,8 @@ from conversion.reports import matrix, report_of
 
 from lightformers_hf.conversion.report import read_report, write_report
 
+pytestmark = pytest.mark.quick
+
 
 def test_forms_are_counted_whatever_they_are():
     report = report_of(

@@ -2,11 +2,14 @@
 
 import io
 
+import pytest
 from conversion.reports import matrix, report_of
 from rich.console import Console
 
 from lightformers_hf.conversion.report import OWN_TEXT
 from lightformers_hf.conversion.tables import print_report
+
+pytestmark = pytest.mark.quick
 
 
 def printed(report) -> list[str]:

@@ -147,7 +147,7 @@ def test_a_tokenizer_without_languages(lightformers, tiny_marian, tmp_path, data
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     code, _, error = lightformers("evaluate", folder, "--data", data, "--no-speed")
     assert code == 1
-    assert "--source-column" in error
+    assert "--source-lang" in error
 
 
 def test_translate_a_file_and_a_pipe(lightformers, tiny_marian, tmp_path, parallel_sentences):

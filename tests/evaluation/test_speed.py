@@ -77,7 +77,7 @@ def test_models_take_turns_and_extremes_are_dropped(loaded, german, monkeypatch)
         turns.append(names[id(model)])
         return 100, next(seconds[turns[-1]])
 
-    monkeypatch.setattr(speed, "_translate_timed", timed)
+    monkeypatch.setattr(speed, "_time_translation", timed)
     measured = tokens_per_second({"teacher": loaded, "student": other}, german, runs=10)
     assert turns[:2] == ["teacher", "student"]  # warm-up
     pairs = [tuple(turns[i : i + 2]) for i in range(2, len(turns), 2)]

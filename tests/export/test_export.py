@@ -310,9 +310,9 @@ def test_a_model_that_computes_something_else_is_not_kept(tiny_marian, tmp_path,
     monkeypatch.setattr(onnx, "EPSILON", 0.5)
     with pytest.raises(ValueError, match="differ from the checkpoint's by"):
         export(tiny_marian, tmp_path / "out", to="onnx")
-    right = onnx.quantized
+    right = onnx.quantize_rows
     monkeypatch.undo()
-    monkeypatch.setattr(onnx, "quantized", lambda table: (right(table)[0][::-1], right(table)[1]))
+    monkeypatch.setattr(onnx, "quantize_rows", lambda table: (right(table)[0][::-1], right(table)[1]))
     with pytest.raises(ValueError, match="Export it without quantization"):
         export(tiny_marian, tmp_path / "out", to="onnx", quantization="int8")
     assert not (tmp_path / "out").exists()

@@ -24,7 +24,7 @@ from ...export import Engine, export, load_engine
 from ...export.engines import CHECKPOINTS, deployment_names, load_engine_file, split_deployment
 from ...loading import weight_bytes
 from ...text import load_parallel
-from ..evaluate import direction
+from ..evaluate import choose_columns
 from ..quality import translation_quality
 from ..speed import Speed, speed_of, speed_ratio, take_turns, typical_sentences
 from ..translate import translate
@@ -163,7 +163,7 @@ def compare_engines(
     names = dict(zip(_labels([teacher, *students]), [teacher, *students], strict=True))
     pairs = None
     if data is not None:
-        source, target = direction(teacher, AutoTokenizer.from_pretrained(teacher), source, target)
+        source, target = choose_columns(teacher, AutoTokenizer.from_pretrained(teacher), source, target)
         pairs = load_parallel(data, source=source, target=target, split="test", max_samples=max_samples)
     steps = len(names) * len(forms) * (1 if pairs is None else 2) + len(cores)
     with tempfile.TemporaryDirectory() as work, tqdm(total=steps, disable=not progress, unit="step") as bar:

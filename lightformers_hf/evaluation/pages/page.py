@@ -21,7 +21,7 @@ from ...conversion.teacher import Teacher
 from ...files import REPORT_FILE, STATE_FILE, read_json
 from ...loading import load_model, load_teacher, resolve_source
 from ...text import load_parallel
-from ..evaluate import Measurements, direction, warn_of_overlap
+from ..evaluate import Measurements, choose_columns, warn_of_overlap
 from ..measures import singular_values
 from ..translate import translate
 from . import report_plots
@@ -314,7 +314,7 @@ def _translate_samples(
 ) -> list[Sample]:
     """Sentences evenly spread over the data, translated by the model and, as it searches, by its teacher."""
     model, tokenizer = load_model(name)
-    source, target = direction(name, tokenizer, columns["source"], columns["target"])
+    source, target = choose_columns(name, tokenizer, columns["source"], columns["target"])
     pairs = load_parallel(data, source=source, target=target, split=columns["split"])
     count = min(count, len(pairs))
     pairs = pairs.select([i * len(pairs) // count for i in range(count)])

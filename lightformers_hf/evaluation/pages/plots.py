@@ -158,7 +158,7 @@ def _bars_height(analyses: list[Analysis]) -> float:
     return 1.9 + 0.55 * len(analyses)
 
 
-def _stacked(
+def _draw_bars(
     axes: Axes, analyses: list[Analysis], parts_of: Callable[[Analysis], dict[str, float]], unit: str, color: int = 0
 ) -> None:
     """A horizontal bar a model, of its parts one after another, and their sum; the first part has that colour."""
@@ -184,7 +184,7 @@ def _macs(panels: list[Axes], analyses: list[Analysis]) -> None:
             macs = getattr(analysis, field)
             return {"encoder": macs.encoder / 1e6, "decoder": macs.decoder / 1e6, "output layer": macs.output / 1e6}
 
-        _stacked(axes, analyses, parts_of, "million MACs, 20 source, 20 target tokens")
+        _draw_bars(axes, analyses, parts_of, "million MACs, 20 source, 20 target tokens")
         axes.set(title=title)
     panels[1].set(yticklabels=[])
 
@@ -196,8 +196,8 @@ def _memory(panels: list[Axes], analyses: list[Analysis]) -> None:
         parts |= {"output layer": sizes.output} if sizes.output else {}
         return {part: entries * 4 / 1e6 for part, entries in parts.items()}
 
-    _stacked(panels[0], analyses, matrices, "MB, float32")
-    _stacked(panels[1], analyses, lambda analysis: {"_": analysis.own_memory_bytes / 1e6}, "MB", color=4)
+    _draw_bars(panels[0], analyses, matrices, "MB, float32")
+    _draw_bars(panels[1], analyses, lambda analysis: {"_": analysis.own_memory_bytes / 1e6}, "MB", color=4)
     panels[0].set(title="matrices")
     panels[1].set(title="peak while translating, libraries aside", yticklabels=[])
 

@@ -147,9 +147,9 @@ def _set_attention(spec, attention: Attention, expansion: Expansion, *, cross: b
     heads = narrow_heads(attention, expansion)
     if cross:
         _set_linear(spec.linear[0], heads.query[0], heads.query[1])
-        _set_linear(spec.linear[1], *_joined(heads.key, heads.value))
+        _set_linear(spec.linear[1], *_join(heads.key, heads.value))
     else:
-        _set_linear(spec.linear[0], *_joined(heads.query, heads.key, heads.value))
+        _set_linear(spec.linear[0], *_join(heads.query, heads.key, heads.value))
     _set_linear(spec.linear[-1], *heads.output)
     # The library declares both only for other models, but the engine reads them from any attention.
     spec.__dict__["head_dim"] = np.int32(heads.head_dim)
@@ -228,7 +228,7 @@ def _or_zero(linear: tuple[Tensor, Tensor | None]) -> Tensor:
     return matrix.new_zeros(matrix.shape[1]) if bias is None else bias
 
 
-def _joined(*linears: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+def _join(*linears: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
     matrices = torch.cat([matrix for matrix, _ in linears], dim=1)
     if all(bias is None for _, bias in linears):
         return matrices, None

@@ -25,7 +25,7 @@ class TransformersModel:
         if not search.ends:
             options |= {"eos_token_id": None, "forced_eos_token_id": None}
         with use_threads(self.threads):
-            rows = self.network.generate(**self._padded(batch), **options)[:, 1:].tolist()
+            rows = self.network.generate(**self._pad(batch), **options)[:, 1:].tolist()
         return [_cut_at_end(row, search.ends) for row in rows]
 
     @torch.inference_mode()
@@ -33,14 +33,14 @@ class TransformersModel:
         """As `Engine.score`."""
         end = self.search.ends[0] if self.search.ends else self.search.pad
         labels = [[*target, end] for target in targets]
-        inputs = self._padded([[self.search.start, *target] for target in targets])["input_ids"]
+        inputs = self._pad([[self.search.start, *target] for target in targets])["input_ids"]
         with use_threads(self.threads):
-            logits = self.network(**self._padded(sources), decoder_input_ids=inputs).logits
+            logits = self.network(**self._pad(sources), decoder_input_ids=inputs).logits
         logits[..., list(self.search.suppressed)] = -torch.inf
         log_p = torch.log_softmax(logits, dim=-1)
         return [log_p[row, range(len(ids)), ids].tolist() for row, ids in enumerate(labels)]
 
-    def _padded(self, batch: list[list[int]]) -> dict[str, Tensor]:
+    def _pad(self, batch: list[list[int]]) -> dict[str, Tensor]:
         width = max(map(len, batch))
         ids = [sentence + [self.search.pad] * (width - len(sentence)) for sentence in batch]
         mask = [[1] * len(sentence) + [0] * (width - len(sentence)) for sentence in batch]
