@@ -209,7 +209,7 @@ def _draw_spectra(folder: Path, matrices: list[MatrixReport], name: str, *, prog
     """Singular values of the teacher's matrices; of a group that shares a layer, those of its first."""
     config = AutoConfig.from_pretrained(folder)
     teacher = Teacher(resolve_source(name), name)
-    teacher = teacher.shortened(
+    teacher = teacher.keep_layers(
         {
             stack: getattr(config, f"{stack}_layers")
             for stack in ("encoder", "decoder")
@@ -223,7 +223,7 @@ def _draw_spectra(folder: Path, matrices: list[MatrixReport], name: str, *, prog
         module = module if module in modules else f"model.{module}"
         if module not in modules:
             raise ValueError(f"{name} has no {matrix.name}: give the teacher that {folder.name} was made of")
-        factors = teacher.factors(module) or (teacher.matrix(module),)
+        factors = teacher.factors(module)
         shape = (factors[0].shape[0], factors[-1].shape[1])
         if shape != (matrix.m, matrix.n):
             raise ValueError(
