@@ -20,9 +20,10 @@ def shared_cache(tmp_path_factory):
     return tmp_path_factory.mktemp("notebooks")
 
 
-@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs(path, shared_cache, monkeypatch):
+def test_a_notebook_runs(path, shared_cache, monkeypatch, request):
+    if not path.stem.startswith("4-"):  # whose other process reads the Hub's address when it imports the client
+        request.getfixturevalue("warm_python")
     monkeypatch.setenv("LIGHTFORMERS_QUICK", "1")
     monkeypatch.setenv("LIGHTFORMERS_NOTEBOOKS", str(shared_cache))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
