@@ -1,7 +1,9 @@
 """What tests share: a small Marian checkpoint, made from nothing in a few seconds."""
 
+import gc
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,6 +35,16 @@ A boy is jumping into the cold water.
 Tomorrow we will buy fresh bread and milk.
 The dog is sleeping under the table.
 Three men are sitting on a bench and talking.""".splitlines()
+
+
+# transformers compiles patterns with every model it loads, more of them than Python keeps.
+re._MAXCACHE = 10_000
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection of garbage, and each training run asks for some, looks at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
