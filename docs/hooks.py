@@ -2,10 +2,10 @@
 
 import html
 import re
+from collections.abc import Iterator
 
-import typer
+import click
 from latex2mathml.converter import convert as mathml
-from typer.cli import get_docs_for_click
 
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.+?)\\[)\]]</\1>', flags=re.DOTALL)
 COMMANDS = "<!-- commands -->"
@@ -17,10 +17,18 @@ def on_page_markdown(markdown: str, **_: object) -> str:
         return markdown
     from lightformers_hf.cli import app
 
-    command = typer.main.get_command(app)
-    context = typer.Context(command, info_name="lightformers")
-    text = get_docs_for_click(obj=command, ctx=context, name="lightformers").partition("\n")[2]  # the page has a title
-    return markdown.replace(COMMANDS, re.sub(r"\[/?bold\]|\\(?=\[)", "", text))
+    return markdown.replace(COMMANDS, "\n".join(describe(app, "lightformers")))
+
+
+def describe(command: click.Command, name: str, parent: click.Context | None = None) -> Iterator[str]:
+    """Heading and help of a command, then of those inside it."""
+    context = command.make_context(name.split()[-1], [], parent=parent, resilient_parsing=True)
+    context.terminal_width = 100
+    if parent is not None:  # the page has a title
+        yield f"## `{name}`\n"
+    yield f"```text\n{command.get_help(context)}\n```\n"
+    for inside, each in getattr(command, "commands", {}).items():
+        yield from describe(each, f"{name} {inside}", context)
 
 
 def on_page_content(content: str, **_: object) -> str:

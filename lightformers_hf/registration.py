@@ -12,26 +12,28 @@ them is half imported when `.models` imports them, which would not hold for a ho
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
 
 def register_when_used() -> None:
     """Register the architectures now if transformers is imported, else as soon as it is."""
     if "transformers" in sys.modules:
         _register()
-    elif not any(isinstance(finder, _AfterTransformers) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterTransformers())
+    elif not any(isinstance(finder, AfterTransformers) for finder in sys.meta_path):
+        sys.meta_path.insert(0, AfterTransformers())
 
 
 def _register() -> None:
     import_module(".models", __package__)
 
 
-class _AfterTransformers(MetaPathFinder):
+class AfterTransformers:
     """Finds transformers as the other finders do, and lets its loader go on with `_register`."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:

@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers.processors import RobertaProcessing
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedTokenizerFast
@@ -130,7 +129,7 @@ def run(command, monkeypatch, smaller=SMALLER, parsed_only=PARSED_ONLY):
 def parse(words, monkeypatch):
     """Check that the options of a command exist, of its launcher, too."""
     if words[0] == "lightformers":
-        group = typer.main.get_command(cli.app)
+        group = cli.app
         with group.make_context("lightformers", words[1:]) as context:
             name, command, arguments = group.resolve_command(context, words[1:])
             command.make_context(name, arguments, parent=context)

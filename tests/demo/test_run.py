@@ -4,9 +4,9 @@ import json
 import shutil
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-from typer.testing import CliRunner
 
 from lightformers_hf.cli import app
 from lightformers_hf.demo import run

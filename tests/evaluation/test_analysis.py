@@ -330,7 +330,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(lightformers, checkpoints, 
     for arguments, message in (
         ((tmp_path / "missing", "--data", text), "No model folder"),
         ((teacher, "--data", tmp_path / "missing.jsonl"), "missing.jsonl"),
-        ((teacher, "--data", text, "--source-column", "fr"), "'fr'"),
+        ((teacher, "--data", text, "--source-lang", "fr"), "'fr'"),
         ((teacher, "--data", text, "--output", tmp_path / "full"), "is not empty"),
     ):
         code, _, error = lightformers("analyze", "--output", tmp_path / "new", *arguments)

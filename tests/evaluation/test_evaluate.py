@@ -96,7 +96,7 @@ def test_named_columns(lightformers, tiny_marian, tmp_path, parallel_sentences):
     table = tmp_path / "test.tsv"
     table.write_text("german\tenglish\n" + "".join(f"{pair['de']}\t{pair['en']}\n" for pair in parallel_sentences))
     common = ("evaluate", tiny_marian, "--data", table, "--no-speed", "--json", "-")
-    code, printed, _ = lightformers(*common, "--source-column", "german", "--target-column", "english")
+    code, printed, _ = lightformers(*common, "--source-lang", "german", "--target-lang", "english")
     assert code == 0
     assert json.loads(printed)["model"]["bleu"] > 10  # it was trained on these sentences
 

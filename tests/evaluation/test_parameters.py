@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from lightformers_hf import cli, models
 from lightformers_hf.evaluation import parameters

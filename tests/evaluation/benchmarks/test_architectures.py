@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
+from click.testing import CliRunner
 from rich.console import Console
-from typer.testing import CliRunner
 
 from lightformers_hf import cli
 from lightformers_hf.evaluation.benchmarks import architectures

@@ -11,15 +11,18 @@ import re
 import runpy
 import shlex
 import shutil
+from pathlib import Path
 
+import click
 import pytest
-import typer
 from huggingface_hub import constants
 from test_hub import hub  # noqa: F401, a fixture
 
-from lightformers_hf import cli, convert
-from lightformers_hf.evaluation.benchmarks import architectures, engines
+from lightformers_hf import CompressionOptions, cli, convert
+from lightformers_hf.cli import entry, output
+from lightformers_hf.evaluation.benchmarks import architectures, engines, startup
 from lightformers_hf.evaluation.benchmarks import conversion as benchmark
+from lightformers_hf.evaluation.speed import speed_of
 
 
 def every_command(group, *names):
@@ -31,7 +34,7 @@ def every_command(group, *names):
             yield " ".join((*names, name)), command
 
 
-GROUP = typer.main.get_command(cli.app)
+GROUP = cli.app
 COMMANDS = dict(every_command(GROUP))
 # A filter and a server. All others answer.
 WITHOUT_ANSWER = {"translate", "compare"}
@@ -48,6 +51,7 @@ GOOD = {
     "parameters": "--table 'LightFormer T6'",
     "benchmark conversion": "--runs 1",
     "benchmark architectures": "--pair sandwich-base --runs 1 --new-tokens 1 --no-training",
+    "benchmark startup": "dense --runs 1",
     "benchmark engines": "dense light --engine transformers --cores 1 --batch-size 1 --num-beams 1 --runs 1 "
     "--sentences 1 --new-tokens 2",
 }
@@ -66,6 +70,7 @@ BAD = {
     "parameters": ("--table 'GPT T1'", "GPT T1"),
     "benchmark conversion": ("--shapes gpt", "gpt"),
     "benchmark architectures": ("--pair gpt", "gpt"),
+    "benchmark startup": ("nowhere --runs 1", "nowhere"),
     "benchmark engines": ("nowhere --engine transformers", "nowhere"),
 }
 
@@ -119,9 +124,7 @@ def test_help_has_examples_that_work(lightformers, monkeypatch, words):
     monkeypatch.setenv("COLUMNS", "200")
     code, out, err = lightformers(*words.split(), "--help")
     assert (code, err) == (0, "")
-    examples = re.findall(
-        r"lightformers [a-z]+ .+?(?= *$)", out.partition("Example")[2].partition("╭")[0], re.MULTILINE
-    )
+    examples = re.findall(r"lightformers [a-z]+ .+?(?= *$)", out.partition("Example")[2], re.MULTILINE)
     assert examples
     for example in examples:
         assert example.startswith(f"lightformers {words}".strip())
@@ -166,13 +169,15 @@ def test_json_is_all_there_is_on_stdout(lightformers, workplace, hub, monkeypatc
     monkeypatch.setattr(benchmark, "CHECKPOINTS", {"opus-mt": {(32, 64): 2, (16, 32): 1}})
     pair = dataclasses.replace(architectures.PAIRS["sandwich-base"], fields={"vocab_size": 200})
     monkeypatch.setitem(architectures.PAIRS, "sandwich-base", pair)
+    ratio = startup.StartupRatio("help", "import", 0.3, [0.1], [1.0])
+    monkeypatch.setattr(startup, "measure_startup", lambda *_, **__: [ratio])
     # What takes a process of its own.
     monkeypatch.setattr("lightformers_hf.evaluation.analysis.translation_memory", lambda *sentences, **_: (3, 2))
     monkeypatch.setattr(
         engines,
-        "_timings",
+        "_measure_speed",
         lambda places, *_, **__: [
-            engines.Timing(place.model, place.form, 1, 1, 1, engines.speed_of([(2, 0.1)])) for place in places
+            engines.Timing(place.model, place.form, 1, 1, 1, speed_of([(2, 0.1)])) for place in places
         ],
     )
     command = [*words.split(), *shlex.split(GOOD[words])]
@@ -245,7 +250,7 @@ def test_the_module_is_the_command(lightformers, monkeypatch, capfd):
     ("words", "completions"),
     [
         ("ex", {"export"}),
-        ("benchmark ", {"conversion", "architectures", "engines"}),
+        ("benchmark ", {"conversion", "architectures", "engines", "startup"}),
         ("plan dense --encoder-", {"--encoder-groups", "--encoder-layers"}),
         ("plan dense --method ", {"auto", "low-rank", "narrow", "paper"}),
         ("export light out --to ", {"ctranslate2", "onnx"}),
@@ -254,16 +259,16 @@ def test_the_module_is_the_command(lightformers, monkeypatch, capfd):
     ],
 )
 def test_the_shell_completes(lightformers, monkeypatch, words, completions):
-    """As the script that `lightformers --install-completion` writes for bash asks."""
+    """As bash asks after `lightformers --install-completion`."""
     typed = f"lightformers {words}".split(" ")
     variables = {
-        "_LIGHTFORMERS_COMPLETE": "complete_bash",
-        "COMP_WORDS": "\n".join(typed),
+        "_LIGHTFORMERS_COMPLETE": "bash_complete",
+        "COMP_WORDS": " ".join(typed),
         "COMP_CWORD": len(typed) - 1,
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
-    assert set(lightformers()[1].split()) == completions
+    assert {line.partition(",")[2] for line in lightformers()[1].splitlines()} == completions
 
 
 def test_plan_as_json(lightformers, tiny_marian):
@@ -294,13 +299,13 @@ def test_a_pattern_on_the_command_line(lightformers, tiny_marian):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ratio", "1"], "ratio"),
-        (["--rank", "0"], "rank"),
+        (["--ratio", "1"], "--ratio is 1.0"),
+        (["--rank", "0"], "--rank is 0"),
         (["--rank", "1000"], "1000"),
-        (["--energy", "1.5"], "energy"),
-        (["--encoder-groups", "4"], "encoder_groups is 4"),
-        (["--pattern", "fc1"], "NAME=CHOICE"),
-        (["--ratio", "2", "--rank", "3"], "ratio"),
+        (["--energy", "1.5"], "--energy is 1.5"),
+        (["--encoder-groups", "4"], "--encoder-groups is 4"),
+        (["--pattern", "fc1"], "--pattern is 'fc1', expected NAME=CHOICE"),
+        (["--ratio", "2", "--rank", "3"], "--ratio and --rank are given"),
     ],
 )
 def test_bad_options_are_one_message_and_leave_no_output(lightformers, tiny_marian, tmp_path, arguments, message):
@@ -317,3 +322,40 @@ def test_names_from_a_checkpoint_cannot_style_the_terminal(lightformers, tiny_ma
     code, out, _ = lightformers("plan", tmp_path / "[red]model", "--rank", "3")
     assert code == 0
     assert "[red]model" in out
+
+
+def test_the_help_of_convert_fits_two_screens(lightformers, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = lightformers("convert", "--help")[1].splitlines()
+    assert len(lines) <= 48
+    assert max(map(len, lines)) <= 80
+    own = [parameter for parameter in COMMANDS["convert"].params if parameter.name not in output.SHARED]
+    assert len([parameter for parameter in own if isinstance(parameter, click.Option)]) <= 18
+
+
+def test_convert_has_an_option_for_every_field(monkeypatch):
+    names = {parameter.name for parameter in COMMANDS["convert"].params} - output.SHARED.keys()
+    fields = {field.name for field in dataclasses.fields(CompressionOptions)}
+    assert names == fields | {"source", "output", "overwrite"}
+
+
+def test_a_value_of_the_wrong_type_is_named(lightformers):
+    code, _, err = lightformers("convert", "dense", "out", "--ratio", "2x")
+    assert code == 2
+    assert "'--ratio': '2x'" in err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_is_taught_once(lightformers, monkeypatch, tmp_path, shell):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SHELL", f"/bin/{shell}")
+    file = Path(entry.STARTUP_FILES[shell]).expanduser()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("before")
+    for _ in range(2):
+        assert lightformers("--install-completion")[0] == 0
+    assert file.read_text() == f"before\n{entry.STARTUP_LINES[shell]}\n"
+    monkeypatch.setenv("SHELL", "/bin/tcsh")
+    code, _, err = lightformers("--install-completion")
+    assert code == 1
+    assert "expected one of bash, zsh, fish" in err

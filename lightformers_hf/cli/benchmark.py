@@ -1,0 +1,143 @@
+"""`benchmark` and its commands: this package measured against what it replaces."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from ..export.engines import deployment_names
+from .output import Answer, Argument, Group, command, join_names, option
+from .use import AT_LEAST_ONE, MAX_SAMPLES, SOURCE_LANG, TARGET_LANG, columns
+
+RUNS_HELP = "Interleaved runs; medians are shown."
+SHAPES = ("opus-mt", "bart-large")
+
+
+@command(
+    option("--shapes", default="opus-mt", values=SHAPES, help="Of a checkpoint: opus-mt (74M) or bart-large (406M)."),
+    option("--runs", type=AT_LEAST_ONE, default=3, help=RUNS_HELP),
+    option(
+        "--samples",
+        type=AT_LEAST_ONE,
+        help="Time so many full decompositions of a shape and multiply. Default: all of them.",
+    ),
+    option("--memory", is_flag=True, help="Instead convert a checkpoint with random weights; shows peak memory."),
+)
+def conversion(shapes: str, runs: int, samples: int | None, memory: bool) -> Answer:
+    """Time the factorization of a whole checkpoint beside a full torch.linalg.svd of every matrix.
+
+    Example: lightformers benchmark conversion --shapes bart-large --runs 1 --samples 6
+    """
+    from ..evaluation.benchmarks.conversion import benchmark_conversion, conversion_memory, show
+
+    if memory:
+        size, peak = conversion_memory(shapes)
+        return Answer(
+            {"shapes": shapes, "checkpoint_bytes": size, "peak_bytes": peak},
+            [f"{shapes}: checkpoint {size / 1e6:,.0f} MB, peak memory of its conversion {peak / 1e6:,.0f} MB"],
+        )
+    result = benchmark_conversion(shapes, runs=runs, samples=samples)
+    seconds = {"full_seconds": result.full_seconds, "our_seconds": result.our_seconds}
+    data = asdict(result) | {name: [run._asdict() for run in of_runs] for name, of_runs in seconds.items()}
+    return Answer(data | {"speedup": result.speedup._asdict()}, draw=lambda console: show(result, console))
+
+
+@command(
+    option("--pair", multiple=True, help="Only this pair, e.g. subformer-base. Repeatable. Default: all."),
+    option("--runs", type=AT_LEAST_ONE, default=10, help=RUNS_HELP),
+    option("--new-tokens", type=AT_LEAST_ONE, default=25, help="Tokens generated in a run."),
+    option("--training/--no-training", default=True, help="Time training steps, too."),
+    option("--bf16", is_flag=True, help="Train under bfloat16 autocast."),
+)
+def architectures(pair: tuple[str, ...], **options: Any) -> Answer:
+    """Time architectures of the papers beside Marian of equal width: decoding and training on one core.
+
+    Example: lightformers benchmark architectures --pair partialformer-36m --no-training
+    """
+    from ..evaluation.benchmarks.architectures import PAIRS, compare, comparison_table
+
+    comparisons = [compare(name, **options, progress=True) for name in pair or PAIRS]
+    return Answer(
+        [comparison.to_dict() for comparison in comparisons],
+        draw=lambda console: console.print(comparison_table(comparisons)),
+    )
+
+
+@command(
+    Argument("teacher", about="Folder or Hub name of the dense checkpoint."),
+    Argument("students", nargs=-1, about="Folders or Hub names of checkpoints made from it."),
+    option(
+        "--engine",
+        multiple=True,
+        values=deployment_names,
+        help=f"{join_names(deployment_names())}. Repeatable. Default: all.",
+    ),
+    option("--cores", type=int, multiple=True, help="Repeatable. Default: 1 and 2."),
+    option("--batch-size", type=int, multiple=True, help="Repeatable. Default: 1 and 32."),
+    option("--num-beams", type=int, multiple=True, help="Repeatable. Default: 1 and 4."),
+    option("--runs", type=AT_LEAST_ONE, default=5, help=RUNS_HELP),
+    option("--sentences", type=AT_LEAST_ONE, default=10, help="Sentences of a run at batch size 1."),
+    option("--new-tokens", type=AT_LEAST_ONE, default=25, help="Tokens generated for every sentence."),
+    option("--data", help="Parallel text to measure BLEU and chrF on, too."),
+    SOURCE_LANG,
+    TARGET_LANG,
+    MAX_SAMPLES,
+)
+def engines(
+    teacher: str,
+    students: tuple[str, ...],
+    engine: tuple[str, ...],
+    cores: tuple[int, ...],
+    batch_size: tuple[int, ...],
+    num_beams: tuple[int, ...],
+    source_lang: str | None,
+    target_lang: str | None,
+    **options: Any,
+) -> Answer:
+    """Time a teacher and its students in transformers, CTranslate2 and ONNX Runtime, in float32 and int8.
+
+    Ratios are to the teacher in the same engine, and to the teacher in CTranslate2 int8, what a user would deploy.
+    Needs pip install 'lightformers_hf[export]'.
+
+    Example: lightformers benchmark engines opus-mt-de-en recovered --data test.jsonl --cores 1 --batch-size 1
+    """
+    from ..evaluation.benchmarks.engines import compare_engines
+
+    comparison = compare_engines(
+        teacher,
+        list(students),
+        forms=list(engine) or None,
+        cores=list(cores or (1, 2)),
+        batch_sizes=list(batch_size or (1, 32)),
+        beams=list(num_beams or (1, 4)),
+        **columns(source_lang, target_lang),
+        **options,
+        progress=True,
+    )
+    return Answer(comparison.to_dict(), draw=lambda console: console.print(*comparison.tables()))
+
+
+@command(
+    Argument("model", required=False, about="Checkpoint for `translate`. Default: a tiny Marian made up for it."),
+    option("--runs", type=AT_LEAST_ONE, default=5, help=RUNS_HELP),
+)
+def startup(model: str | None, runs: int) -> Answer:
+    """Measure what commands cost before they do anything: processor time of a whole process, as ratios.
+
+    Every process runs in turn with the plain program that it is compared with: import transformers, a class of it, or
+    a model of it that translates the same sentence.
+
+    Example: lightformers benchmark startup --runs 9
+    """
+    from ..evaluation.benchmarks.startup import measure_startup, startup_table
+
+    ratios = measure_startup(model, runs=runs, progress=True)
+    return Answer([ratio.to_dict() for ratio in ratios], draw=lambda console: console.print(startup_table(ratios)))
+
+
+group = Group(
+    "benchmark",
+    help="Measure this package against what it replaces.",
+    examples="Example: lightformers benchmark architectures --pair partialformer-36m --no-training",
+    commands=[conversion, architectures, engines, startup],
+)

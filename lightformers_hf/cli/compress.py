@@ -1,0 +1,126 @@
+"""Commands that make a model smaller: `plan`, `convert`, `export`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..conversion.options import METHODS, CompressionOptions, read_pattern
+from ..export.engines import engine_names
+from .output import Answer, Argument, command, join_names, option
+
+SOURCE = Argument("source", about="A checkpoint folder, or a name on the Hub.")
+OUTPUT = Argument("output", about="The folder to write.", type=click.Path(path_type=Path))
+OVERWRITE = option("--overwrite", is_flag=True, help="Replace what the folder holds.")
+
+# Fields of `CompressionOptions`: what stands for the value, and the help.
+OPTIONS_HELP = {
+    "ratio": ("P", "Dense / kept parameters of the matrices. Default: 2."),
+    "params": ("20M", "Instead: parameters of the result at most."),
+    "size": ("40MB", "Instead: bytes of the result's weights at most."),
+    "speedup": ("S", "Instead: times as fast, estimated on this machine."),
+    "rank": ("R", "Instead: singular values kept in each matrix."),
+    "energy": ("E", "Instead: share of their squares kept in each."),
+    "pattern": (
+        "NAME=CHOICE",
+        "NAME: embedding, attention, ffn, or the end of module names. CHOICE: 64 (rank), 4x (ratio), 90% (energy) or "
+        "dense. Repeatable.",
+    ),
+    "encoder_layers": ("N", "Layers that are kept."),
+    "decoder_layers": ("N", "The same; the decoder's cost most time."),
+    "encoder_groups": ("N", "Layers that are stored; the others share them."),
+    "decoder_groups": ("N", "The same of the decoder."),
+    "method": (
+        "METHOD",
+        "low-rank: each matrix by itself; narrow: narrower heads, fewer neurons; auto: what loses less; paper: plain "
+        "SVD.",
+    ),
+    "calibration": ("TEXT", "Parallel text, never a test's, to weigh errors on: file or Hub name. Default: its own."),
+    "calibration_samples": ("N", "Sentence pairs drawn from it. Default: 1000."),
+    "source_lang": ("de", "Its column; of multilingual models also their code: de, or de=de_DE."),
+    "target_lang": ("en", "The same of the target."),
+    "device": ("cpu", "Where to compute: cpu, cuda, cuda:1, mps."),
+}
+
+
+def compression_options() -> list[click.Option]:
+    """One option for every field of `CompressionOptions`, in the order of the help."""
+    types = {field.name: field.type for field in fields(CompressionOptions)}
+    made = []
+    for name, (metavar, help_text) in OPTIONS_HELP.items():
+        number = {"float": float, "int": int}.get(str(types[name]).partition(" ")[0], str)
+        settings: dict[str, Any] = {"metavar": metavar, "help": help_text, "type": number}
+        settings |= {"multiple": name == "pattern", "values": METHODS if name == "method" else ()}
+        made.append(option(f"--{name.replace('_', '-')}", **settings))
+    return made
+
+
+def read_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `CompressionOptions` that were given. What is wrong with them is said before torch is imported."""
+    given = {name: value for name, value in options.items() if value not in (None, ())}
+    given |= {"pattern": read_pattern(given["pattern"])} if "pattern" in given else {}
+    CompressionOptions(**given)
+    return given
+
+
+@command(SOURCE, *compression_options())
+def plan(source: str, **options: Any) -> Answer:
+    """Show what `convert` would do to every matrix: rank, parameters, energy kept, error. Writes nothing.
+
+    Example: lightformers plan Helsinki-NLP/opus-mt-de-en --ratio 3 --encoder-groups 3
+    """
+    given = read_options(options)
+    from ..conversion.convert import plan as run
+    from ..conversion.tables import print_report
+
+    report = run(source, **given)
+    return Answer(report.to_dict(), draw=lambda console: print_report(report, console))
+
+
+@command(SOURCE, OUTPUT, *compression_options(), OVERWRITE)
+def convert(source: str, output: Path, overwrite: bool, **options: Any) -> Answer:
+    """Make a trained Marian, BART, mBART, Pegasus, M2M100, LightFormer, Subformer or PartialFormer checkpoint smaller.
+
+    The output loads with AutoModelForSeq2SeqLM and AutoTokenizer. It lost quality: fine-tune it with
+    training/run_translation.py before use.
+
+    Example: lightformers convert Helsinki-NLP/opus-mt-de-en opus-light --ratio 2
+    """
+    given = read_options(options)
+    from ..conversion.convert import convert as run
+    from ..conversion.tables import print_report
+
+    report = run(source, output, overwrite=overwrite, **given)
+    return Answer(
+        {"output": str(output), **report.to_dict()},
+        [f"Written to {output}; every matrix is listed in its compression.json."],
+        draw=lambda console: print_report(report, console, matrices=False),
+    )
+
+
+@command(
+    SOURCE,
+    OUTPUT,
+    option("--to", required=True, values=engine_names, help=f"{join_names(engine_names())}."),
+    option(
+        "--quantization",
+        values=("int8", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16"),
+        help="int8, or another that the engine has: int16, int8_float16, float16, … Default: float32.",
+    ),
+    OVERWRITE,
+)
+def export(source: str, output: Path, to: str, quantization: str | None, overwrite: bool) -> Answer:
+    """Write a LightFormer, or a dense model that becomes one, for CTranslate2 or ONNX Runtime, which run it fastest.
+
+    Says what the engine cannot express, and compares its outputs with the checkpoint's; needs
+    pip install 'lightformers_hf[export]'.
+
+    Example: lightformers export opus-mt-de-en-light opus-mt-de-en-int8 --to ctranslate2 --quantization int8
+    """
+    from ..export import export as run
+
+    report = run(source, output, to=to, quantization=quantization, overwrite=overwrite)
+    return Answer({"output": str(output), **asdict(report)}, report.lines(output))

@@ -1,0 +1,82 @@
+"""The command itself: its sub-commands, its version, and what it teaches the shell."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+from click.shell_completion import get_completion_class
+
+from .. import __version__
+from . import benchmark, compress, look, use
+from .output import Group
+
+NAME = "lightformers"
+# Where a shell reads what to do first.
+STARTUP_FILES = {"bash": "~/.bashrc", "zsh": "~/.zshrc", "fish": "~/.config/fish/config.fish"}
+# How it then asks this command for its completions.
+STARTUP_LINES = {
+    "bash": f'eval "$(_{NAME.upper()}_COMPLETE=bash_source {NAME})"',
+    "zsh": f'eval "$(_{NAME.upper()}_COMPLETE=zsh_source {NAME})"',
+    "fish": f"_{NAME.upper()}_COMPLETE=fish_source {NAME} | source",
+}
+
+
+def show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    """Print the version, and end."""
+    if wanted and not context.resilient_parsing:
+        click.echo(f"lightformers_hf {__version__}")
+        context.exit()
+
+
+def install_completion(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    """Add the line to the shell's startup file that lets TAB complete commands, options and their values; and end."""
+    if not wanted or context.resilient_parsing:
+        return
+    shell = Path(os.environ.get("SHELL", "")).name
+    if shell not in STARTUP_FILES or get_completion_class(shell) is None:
+        raise click.ClickException(f"the shell is {shell!r}, expected one of {', '.join(STARTUP_FILES)}: set SHELL")
+    file = Path(STARTUP_FILES[shell]).expanduser()
+    lines = file.read_text(encoding="utf-8") if file.is_file() else ""
+    if STARTUP_LINES[shell] not in lines.splitlines():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{lines}{'' if lines.endswith(chr(10)) or not lines else chr(10)}{STARTUP_LINES[shell]}\n")
+    click.echo(f"{file} teaches {shell} the commands, from its next start on.")
+    context.exit()
+
+
+app = Group(
+    NAME,
+    help="Make a trained translation or summarization model smaller and faster, and win its quality back.",
+    examples="Example: lightformers convert Helsinki-NLP/opus-mt-de-en opus-mt-de-en-light --ratio 2",
+    commands=[
+        *(compress.plan, compress.convert, compress.export),
+        *(use.translate, use.evaluate, use.compare, use.push, use.demo),
+        *(look.analyze, look.report, look.parameters),
+        benchmark.group,
+    ],
+    params=[
+        click.Option(
+            ["--version"],
+            is_flag=True,
+            expose_value=False,
+            is_eager=True,
+            callback=show_version,
+            help="Show the version and exit.",
+        ),
+        click.Option(
+            ["--install-completion"],
+            is_flag=True,
+            expose_value=False,
+            is_eager=True,
+            callback=install_completion,
+            help="Teach commands and options to your shell (bash, zsh or fish).",
+        ),
+    ],
+)
+
+
+def main() -> None:
+    """Run the command line, under the same name however it was started."""
+    app(prog_name=NAME)

@@ -1,0 +1,131 @@
+"""Commands that look inside: `analyze`, `report`, `parameters`."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from .output import Answer, Argument, check_installed, command, option
+from .use import (
+    AT_LEAST_ONE,
+    DATA_HELP,
+    DEVICE,
+    FILE,
+    MAX_NEW_TOKENS,
+    MAX_SAMPLES,
+    NUM_BEAMS,
+    SOURCE_LANG,
+    SPLIT,
+    TARGET_LANG,
+    columns,
+    generation_options,
+)
+
+
+@command(
+    Argument("models", nargs=-1, required=True, about="Folders or Hub names of checkpoints, shown side by side."),
+    option("--data", required=True, help=DATA_HELP),
+    option("--output", "-o", type=FILE, help="Folder for a picture of every measure, for light and for dark pages."),
+    option("--overwrite", is_flag=True, help="Replace what the folder holds."),
+    SOURCE_LANG,
+    TARGET_LANG,
+    SPLIT,
+    MAX_SAMPLES,
+    DEVICE,
+)
+def analyze(
+    models: tuple[str, ...],
+    data: str,
+    output: Path | None,
+    overwrite: bool,
+    source_lang: str | None,
+    target_lang: str | None,
+    **options: Any,
+) -> Answer:
+    """Look inside checkpoints by the papers' measures: heads, tokens, neurons, MACs, memory, singular values.
+
+    Head diversity, token uniformity, activated neurons: layer by layer, while the model reads the text's two sides.
+    MACs and memory of the matrices follow from the shapes, the steps to convergence from a trainer_state.json beside
+    the weights. Pictures need pip install 'lightformers_hf[demo]'.
+
+    Example: lightformers analyze ./teacher ./small --data test.jsonl --output inside
+    """
+    from ..evaluation.analysis import analysis_table
+    from ..evaluation.analysis import analyze as run
+    from ..files import atomic_output
+
+    if output is not None:
+        check_installed("matplotlib", "demo", "--output")
+    with atomic_output(output, overwrite=overwrite) if output else nullcontext() as folder:
+        analyses = run(list(models), data, **columns(source_lang, target_lang), **options, progress=True)
+        if folder:
+            from ..evaluation.pages.plots import draw_analyses
+
+            draw_analyses(analyses, folder)
+    return Answer(
+        [analysis.to_dict() for analysis in analyses], draw=lambda console: console.print(analysis_table(analyses))
+    )
+
+
+@command(
+    Argument("model", about="What convert or a training run wrote: folder, or Hub name."),
+    option("--output", "-o", type=FILE, default="report.html", help="The page to write."),
+    option("--teacher", help="What it was made of: adds singular values with the chosen ranks, and its translations."),
+    option("--data", help="Parallel text, as for evaluate: adds sample translations."),
+    option(
+        "--results",
+        type=FILE,
+        multiple=True,
+        help="What evaluate --json wrote, of this model or others: adds quality against size and speed. Repeatable.",
+    ),
+    option("--samples", type=AT_LEAST_ONE, default=8, help="Translations shown, evenly spread over the data."),
+    SOURCE_LANG,
+    TARGET_LANG,
+    SPLIT,
+    NUM_BEAMS,
+    MAX_NEW_TOKENS,
+)
+def report(
+    model: str,
+    output: Path,
+    source_lang: str | None,
+    target_lang: str | None,
+    num_beams: int | None,
+    max_new_tokens: int | None,
+    **options: Any,
+) -> Answer:
+    """Write one HTML page of what became of a model: plan, pictures, translations beside the teacher's.
+
+    The page holds all of it, loads nothing, and is light or dark as its reader's browser. The plan and the errors come
+    from compression.json, the training curve from trainer_state.json. Needs pip install 'lightformers_hf[demo]'.
+
+    Example: lightformers report ./small --teacher ./teacher --data test.jsonl --results results.json
+    """
+    check_installed("matplotlib", "demo", "report")
+    from ..evaluation.pages.page import report_page
+    from ..files import written_whole
+
+    generation = generation_options(num_beams=num_beams, max_new_tokens=max_new_tokens)
+    page = report_page(model, **columns(source_lang, target_lang), **options, progress=True, **generation)
+    with written_whole(output) as file:
+        file.write(page.encode())
+    return Answer({"output": str(output)}, [f"Written to {output}: open it in a browser."])
+
+
+@command(option("--table", default="", help="Only rows whose name contains this, e.g. 'Subformer T2'."))
+def parameters(table: str) -> Answer:
+    """Print the parameter tables of the papers: the printed count, ours, and the difference.
+
+    Exits with 1 where a row differs by more than its tolerance.
+
+    Example: lightformers parameters --table PartialFormer
+    """
+    from ..evaluation.parameters import count_parameters, parameter_table
+
+    counts = count_parameters(table)
+    return Answer(
+        [count.to_dict() for count in counts],
+        draw=lambda console: console.print(parameter_table(counts)),
+        exit_code=0 if all(count.within for count in counts) else 1,
+    )

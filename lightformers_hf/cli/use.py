@@ -1,0 +1,226 @@
+"""Commands that use a model: `translate`, `evaluate`, `compare`, `push`, and `demo`, which does all of it."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..languages import split_language
+from .output import Answer, Argument, check_installed, command, option
+
+AT_LEAST_ONE = click.IntRange(min=1)
+FILE = click.Path(path_type=Path)
+
+MODEL = Argument("model", about="Folder or Hub name of a checkpoint.")
+DATA_HELP = "Parallel text: a .jsonl, .json, .csv, .tsv or .parquet file, or a Hub name."
+BATCH_SIZE = option("--batch-size", type=AT_LEAST_ONE, default=32, help="Sentences translated at once.")
+NUM_BEAMS = option("--num-beams", type=AT_LEAST_ONE, help="Beams; 1 is greedy. Default: the checkpoint's.")
+MAX_NEW_TOKENS = option("--max-new-tokens", type=AT_LEAST_ONE, help="Longest output. Default: the checkpoint's.")
+DEVICE = option("--device", default="cpu", help="Where to translate: cpu, cuda, cuda:1, mps.")
+SOURCE_LANG = option("--source-lang", metavar="de", help="Column of the source, or language in 'translation'.")
+TARGET_LANG = option("--target-lang", metavar="en", help="Column of the reference, or language likewise.")
+SPLIT = option("--split", default="test", help="Split of a dataset on the Hub.")
+MAX_SAMPLES = option("--max-samples", type=AT_LEAST_ONE, help="Use the first so many pairs. Default: all.")
+
+
+def generation_options(**options: int | None) -> dict[str, int]:
+    """The arguments of `generate()` that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def columns(source_lang: str | None, target_lang: str | None) -> dict[str, str | None]:
+    """The columns that the two options name, as the package's functions take them."""
+    return {"source": split_language(source_lang)[0], "target": split_language(target_lang)[0]}
+
+
+@command(
+    MODEL,
+    Argument("file", required=False, type=FILE, about="Text, one sentence a line. Default: standard input."),
+    option("--output", "-o", type=FILE, help="File to write. Default: standard output."),
+    BATCH_SIZE,
+    NUM_BEAMS,
+    MAX_NEW_TOKENS,
+    DEVICE,
+)
+def translate(
+    model: str,
+    file: Path | None,
+    output: Path | None,
+    batch_size: int,
+    num_beams: int | None,
+    max_new_tokens: int | None,
+    device: str,
+) -> None:
+    """Translate (or summarize) text, one sentence a line in, one line out.
+
+    Lines are translated as they come, from a pipe too. A file given as --output appears when all of it is written.
+
+    Examples:
+
+        echo "Ein Hund läuft." | lightformers translate Helsinki-NLP/opus-mt-de-en
+
+        lightformers translate ./small news.de --output news.en --num-beams 4
+    """
+    with ExitStack() as stack:
+        source = stack.enter_context(file.open("rb")) if file else sys.stdin.buffer
+        from tqdm.auto import tqdm
+
+        from ..evaluation.translate import load_translator, translate_stream
+        from ..files import written_whole
+
+        network, tokenizer = load_translator(model, device=device)
+        sink = stack.enter_context(written_whole(output)) if output else sys.stdout.buffer
+        bar = stack.enter_context(tqdm(unit="text", disable=None))
+        options = generation_options(num_beams=num_beams, max_new_tokens=max_new_tokens)
+        translate_stream(source, sink, network, tokenizer, batch_size=batch_size, progress=bar, **options)
+
+
+@command(
+    MODEL,
+    option("--data", required=True, help=DATA_HELP),
+    option("--teacher", help="The dense checkpoint to compare with."),
+    SOURCE_LANG,
+    TARGET_LANG,
+    SPLIT,
+    MAX_SAMPLES,
+    BATCH_SIZE,
+    NUM_BEAMS,
+    MAX_NEW_TOKENS,
+    DEVICE,
+    option("--speed/--no-speed", default=True, help="Measure tokens/s and peak memory on one core (minutes)."),
+    option("--comet", help="Local COMET checkpoint (.ckpt); needs the command comet-score."),
+)
+def evaluate(
+    model: str,
+    data: str,
+    teacher: str | None,
+    source_lang: str | None,
+    target_lang: str | None,
+    num_beams: int | None,
+    max_new_tokens: int | None,
+    **options: Any,
+) -> Answer:
+    """Measure a checkpoint, beside its teacher if there is one: BLEU, chrF, parameters, bytes, speed, memory.
+
+    Without column names, the languages that the tokenizer names are read from the data's column 'translation'.
+
+    Speed is tokens/s on one core: 50 sentences of average length, one at a time, 10 runs, model and teacher in turn.
+
+    Examples:
+
+        lightformers evaluate ./small --teacher ./teacher --data test.jsonl
+
+        lightformers evaluate ./small --data test.csv --source-lang de --target-lang en --json -
+    """
+    from ..evaluation.evaluate import evaluate_model
+
+    generation = generation_options(num_beams=num_beams, max_new_tokens=max_new_tokens)
+    languages = columns(source_lang, target_lang)
+    evaluation = evaluate_model(model, data, teacher, progress=True, **languages, **options, **generation)
+    return Answer(evaluation.to_dict(), draw=lambda console: console.print(evaluation.table()))
+
+
+@command(
+    Argument("teacher", about="Folder or Hub name of the dense checkpoint."),
+    Argument("light", about="The smaller one; like the teacher, it may be an export."),
+    option("--num-beams", type=AT_LEAST_ONE, help="Beams of both. Default: the light model's."),
+    MAX_NEW_TOKENS,
+    option("--port", type=click.IntRange(1, 65535), help="Where to serve. Default: the first free one from 7860."),
+    option(
+        "--host",
+        default="127.0.0.1",
+        help="Whom to serve: 127.0.0.1 is this machine alone, 0.0.0.0 whoever reaches it.",
+    ),
+    option("--open", "browser", is_flag=True, help="Open the page in the browser."),
+)
+def compare(
+    teacher: str,
+    light: str,
+    num_beams: int | None,
+    max_new_tokens: int | None,
+    port: int | None,
+    host: str,
+    browser: bool,
+) -> None:
+    """Serve a page to try two models side by side: type a sentence, see both translations, tokens and time.
+
+    Nothing leaves this machine. Ctrl-C ends it. The same page is a Space on the Hub: see lightformers_hf/app.py. Needs
+    pip install 'lightformers_hf[app]'.
+
+    Example: lightformers compare opus-mt-de-en opus-mt-de-en-light --open
+    """
+    check_installed("gradio", "app", "compare")
+    from ..app import build, serve
+
+    page = build(teacher, light, num_beams=num_beams, max_new_tokens=max_new_tokens)
+    address = serve(page, host=host, port=port, browser=browser)
+    click.echo(f"Both models are at {address} until Ctrl-C.")
+    page.block_thread()
+
+
+@command(
+    Argument("folder", type=FILE, about="What convert or a training run wrote."),
+    Argument("name", about="user/model, or model in your own namespace on the Hub."),
+    option("--private", is_flag=True, help="Make the repository private."),
+    option("--revision", "--branch", "revision", help="Branch to commit to. Default: main."),
+    option("--message", "-m", help="Of the commit."),
+    option(
+        "--results",
+        type=FILE,
+        multiple=True,
+        help="What evaluate --json wrote: becomes tables of the model card. Repeatable.",
+    ),
+)
+def push(
+    folder: Path, name: str, private: bool, revision: str | None, message: str | None, results: tuple[Path, ...]
+) -> Answer:
+    """Share a checkpoint on the Hub, with its code: who has not installed this package loads it, too.
+
+    One commit: weights, configuration, tokenizer, code, compression.json and a model card. Log in before with
+    'hf auth login', or set HF_TOKEN. After an interruption the same command goes on.
+
+    Examples:
+
+        lightformers push recovered user/opus-mt-de-en-light --results results.json
+
+        lightformers push recovered opus-mt-de-en-light --private --revision v2 --message "Trained longer"
+    """
+    from ..hub import push_to_hub
+
+    commit = push_to_hub(folder, name, private=private, revision=revision, message=message, results=results)
+    return Answer(
+        {"name": commit.repo_url.repo_id, "url": str(commit.repo_url), "commit": commit.oid},
+        [
+            f"{commit.repo_url} at commit {commit.oid}.",
+            f'Load it: from_pretrained("{commit.repo_url.repo_id}", revision="{commit.oid}"), and with '
+            "trust_remote_code=True, the tokenizer too, where lightformers_hf is not installed.",
+        ],
+    )
+
+
+@command(
+    option("--output", "-o", type=FILE, default="demo-output", help="Folder for everything the demo makes."),
+    option("--seed", type=int, default=0, help="Of the corpus and of every training."),
+    option("--fresh", is_flag=True, help="Remove what an earlier demo made there; start over."),
+)
+def demo(output: Path, seed: int, fresh: bool) -> Answer:
+    """See it all work in five minutes, offline: train a teacher, compress it, win its quality back, measure.
+
+    An interrupted demo goes on where it stopped; needs pip install 'lightformers_hf[demo]'.
+
+    Example: lightformers demo --output demo-output
+    """
+    from ..demo.run import run_demo
+    from ..demo.stages import DemoSettings
+
+    try:
+        results = run_demo(output, DemoSettings(seed=seed), fresh=fresh)  # says how far it is
+    except KeyboardInterrupt:
+        message = f"Stopped. What is complete stays in {output}: the same command goes on from there."
+        click.echo(f"\n{message}", err=True)
+        raise click.exceptions.Exit(130) from None
+    return Answer(results)

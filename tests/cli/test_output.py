@@ -1,0 +1,46 @@
+"""What commands have alike: messages name options as they are typed."""
+
+import pytest
+
+from lightformers_hf.cli.entry import app
+from lightformers_hf.cli.output import as_typed, join_names
+
+TYPED = {name: f"--{name.replace('_', '-')}" for name in "ratio rank size params encoder_groups source_lang".split()}
+
+
+@pytest.mark.parametrize(
+    ("message", "typed"),
+    [
+        ("encoder_groups is 4, but 6 layers", "--encoder-groups is 4, but 6 layers"),
+        ("is for layers that share: give encoder_groups", "is for layers that share: give --encoder-groups"),
+        ("ratio is 1.0, expected a number", "--ratio is 1.0, expected a number"),
+        ("ratio and params are given", "--ratio and --params are given"),
+        ("needs a ratio: leave size out", "needs a ratio: leave --size out"),
+        ("for all kinds: give ratio alone", "for all kinds: give --ratio alone"),
+        # What is no option.
+        ("fc1: rank 65 is above 64", "fc1: rank 65 is above 64"),
+        ("rank of fc1 is 65", "rank of fc1 is 65"),
+        ("my/encoder_groups/model is no folder", "my/encoder_groups/model is no folder"),
+        ("encoder_groups.json is missing", "encoder_groups.json is missing"),
+        ("max_position_embeddings is 3", "max_position_embeddings is 3"),
+    ],
+)
+def test_messages_name_options_as_they_are_typed(message, typed):
+    assert as_typed(message, TYPED) == typed
+
+
+def test_a_message_of_a_command_without_such_options_stays():
+    assert as_typed("ratio is 1.0", {"table": "--table"}) == "ratio is 1.0"
+
+
+def test_every_option_says_what_it_is_for():
+    for command in [*app.commands.values(), *app.commands["benchmark"].commands.values()]:
+        for parameter in command.params:
+            assert getattr(parameter, "help", None) or getattr(parameter, "about", None), (
+                command.name,
+                parameter.name,
+            )
+
+
+def test_names_are_joined():
+    assert [join_names(names) for names in (["a"], ["a", "b"], ["a", "b", "c"])] == ["a", "a or b", "a, b or c"]
