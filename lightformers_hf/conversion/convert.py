@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ from .workers import algebra_device, ended_together, find_device, is_main, share
 
 
 def plan(
-    source: str | Path, *, progress: bool = True, study: StudyOptions | None = None, **options: object
+    source: str | Path, *, progress: bool = True, study: StudyOptions | None = None, **options: Any
 ) -> CompressionReport:
     """What `convert` would do, without writing anything: form, parameters and error of every matrix.
 
@@ -61,7 +62,7 @@ def convert(
     overwrite: bool = False,
     progress: bool = True,
     study: StudyOptions | None = None,
-    **options: object,
+    **options: Any,
 ) -> CompressionReport:
     """Compress a trained checkpoint of Marian, BART, mBART, Pegasus, M2M100 or this package by truncated SVD (Eq. 11).
 

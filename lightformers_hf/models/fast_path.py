@@ -58,7 +58,8 @@ def _chain(module: nn.Module) -> Chain:
     names = () if kind is nn.Identity else kind.__dict__.get("in_series")
     if names is None:
         raise NotPlainError
-    chain, parts = (), parts_of(module)
+    chain: tuple[tuple, ...] = ()
+    parts = parts_of(module)
     for name in names:
         chain += _chain(parts[name])
     return chain

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from statistics import median
+from typing import TypeAlias
 
 import torch
 import transformers
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from ... import __version__
 from ...models.matrices import wide_linear
 
-Number = int | float | Tensor
+Number: TypeAlias = int | float | Tensor
 # A timer: what is to be timed → seconds that it takes once.
 Timer = Callable[[Callable[[], object]], float]
 

@@ -6,6 +6,7 @@ import errno
 import math
 import tempfile
 from collections.abc import Hashable
+from io import FileIO
 from threading import Lock
 
 import torch
@@ -34,7 +35,8 @@ class Shelf:
         self.room = room
         self._held: dict[Hashable, Tensor] = {}
         self._places: dict[Hashable, tuple[int, torch.dtype, torch.Size]] = {}
-        self._file, self._end, self._lock = None, 0, Lock()
+        self._file: FileIO | None = None
+        self._end, self._lock = 0, Lock()
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._held or key in self._places

@@ -24,7 +24,7 @@ TRAINING_SENTENCES = 16
 DECODING = {"greedy": 1, "beam 4": 4}
 TRAINING = "training"
 # What a Marian takes from the architecture that it stands beside.
-SAME_FIELDS = ("vocab_size", "d_model", "encoder_layers", "decoder_layers", "scale_embedding")
+SAME_FIELDS: tuple[str, ...] = ("vocab_size", "d_model", "encoder_layers", "decoder_layers", "scale_embedding")
 SAME_FIELDS += ("dropout", "attention_dropout", "activation_dropout")
 SAME_FIELDS += ("pad_token_id", "eos_token_id", "decoder_start_token_id")
 
