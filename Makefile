@@ -17,7 +17,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed  ## train a teacher, compress it, win its quality back: about five minutes on two cores
 	$(BIN)/lightformers demo --output demo-output
 
-check: lint  ## style, imports, and the tests that most mistakes fail: a minute
+check: lint  ## style, imports, types, and the tests that most mistakes fail: a minute
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m quick tests
 
 test: lint  ## every test
@@ -38,10 +38,11 @@ test-oldest: .venv-oldest/installed  ## models, conversion, recovery, export wit
 docs: $(VENV)/installed  ## the documentation, as a site in site/
 	$(BIN)/mkdocs build
 
-lint: $(VENV)/installed  ## style, format and imports, unchanged files
+lint: $(VENV)/installed  ## style, format, imports and types, unchanged files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/mypy
 
 format: $(VENV)/installed  ## rewrite files in the house style
 	$(BIN)/ruff check --fix .
