@@ -21,6 +21,7 @@ SMALLER = {
     "--model.encoder_layers 24": "--model.encoder_layers 1 --model.decoder_layers 1",
     "steps 500": "steps 1",
     "--encoder-groups 3": "--encoder-groups 1",
+    "--size 40MB": "--size 150kB",
     "benchmark architectures": "benchmark architectures --pair sandwich-base --runs 1 --new-tokens 1 --no-training",
     "test.jsonl --json": "test.jsonl --no-speed --json",
     "benchmark engines": "benchmark engines --cores 1 --batch-size 2 --runs 1 --new-tokens 2",
