@@ -52,5 +52,5 @@ class AfterTransformers:
                 sys.meta_path.remove(self)
                 _register()
 
-        spec.loader.exec_module = load_and_register
+        spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
         return spec

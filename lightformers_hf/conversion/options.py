@@ -9,7 +9,8 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from functools import cached_property
+from typing import Any, Literal, get_args
 
 from ..languages import split_language
 from .choosing.rules import KINDS, RULES, Energy, FixedRank, RankPolicy, RankRule, Ratio
@@ -26,7 +27,7 @@ LAYERS = ("encoder_layers", "decoder_layers")
 GROUPS = ("encoder_groups", "decoder_groups")
 
 # What a method says of attention and of feed-forward networks; `auto` leaves both open.
-METHOD_SWITCHES: dict[str, dict[str, object]] = {
+METHOD_SWITCHES: dict[str, dict[str, Any]] = {
     "auto": {},
     "low-rank": {"attention_method": "low-rank", "ffn_method": "low-rank"},
     "narrow": {"attention_method": "narrow", "ffn_method": "narrow"},
@@ -112,7 +113,7 @@ class CompressionOptions:
             raise ValueError(f"speedup is {self.speedup!r}, expected a number above 1: times as fast as the source")
         if self.method == "paper" and (given := self._given("calibration", *LAYERS, *OTHER_BUDGETS)):
             raise ValueError(f"method is 'paper', but the paper's procedure has no {given[0]}: leave one of them out")
-        object.__setattr__(self, "_policy", self._make_policy())
+        self.policy()  # names what is out of its range
         if not self._is_one_number() and (given := self._given(*OTHER_BUDGETS)):
             raise ValueError(
                 f"{given[0]} is one budget for all matrices: in pattern give names, or kinds that stay dense"
@@ -150,7 +151,8 @@ class CompressionOptions:
         policy = self._policy
         return isinstance(policy.default, Ratio) and not any(policy.kinds.values())
 
-    def _make_policy(self) -> RankPolicy:
+    @cached_property
+    def _policy(self) -> RankPolicy:
         rules: dict[str, type[RankRule]] = {"ratio": Ratio, "rank": FixedRank, "energy": Energy}
         default = next((rules[name](getattr(self, name)) for name in self._given(*rules)), None)
         whole = self._given(*OTHER_BUDGETS)  # how much it is, is not known here

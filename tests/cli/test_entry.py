@@ -359,3 +359,10 @@ def test_a_shell_is_taught_once(lightformers, monkeypatch, tmp_path, shell):
     code, _, err = lightformers("--install-completion")
     assert code == 1
     assert "expected one of bash, zsh, fish" in err
+
+
+def test_the_folder_one_is_in_has_its_name(lightformers, workplace, monkeypatch):
+    monkeypatch.chdir(workplace / "dense")
+    code, out, _ = lightformers("plan", ".", "--rank", "8", "--method", "paper", "--json", "-")
+    assert code == 0
+    assert json.loads(out)["source"] == "dense"
