@@ -37,6 +37,28 @@ TOKENIZER_FILES = (
 )
 
 
+def check_output(target: str | Path, *, overwrite: bool = False, forbidden: str | Path | None = None) -> Path:
+    """The folder to write, as `atomic_output` will write it; what a dead process left beside it is cleaned up.
+
+    To be called before work that takes long, which would be lost.
+
+    Args, Raises: see `atomic_output`.
+    """
+    target = Path(target).expanduser().resolve()
+    if forbidden is not None:
+        source = Path(forbidden).expanduser().resolve()
+        if target == source or source in target.parents or target in source.parents:
+            raise ValueError(f"the output {target} must be apart from the source {source}: give another folder")
+    if target == Path.cwd() or target in Path.cwd().parents:
+        raise ValueError(f"the output {target} holds the current folder and would be replaced: give another folder")
+    if target.exists() and not target.is_dir():
+        raise FileExistsError(f"{target} is a file, expected a folder to write")
+    _clean_up(target)
+    if target.is_dir() and any(target.iterdir()) and not overwrite:
+        raise FileExistsError(f"{target} is not empty: give another folder, or --overwrite to replace it")
+    return target
+
+
 @contextmanager
 def atomic_output(
     target: str | Path, *, overwrite: bool = False, forbidden: str | Path | None = None
@@ -56,18 +78,7 @@ def atomic_output(
         ValueError: `target` lies at a forbidden place.
         OSError: the disk is full, or the place cannot be written.
     """
-    target = Path(target).expanduser().resolve()
-    if forbidden is not None:
-        source = Path(forbidden).expanduser().resolve()
-        if target == source or source in target.parents or target in source.parents:
-            raise ValueError(f"the output {target} must be apart from the source {source}: give another folder")
-    if target == Path.cwd() or target in Path.cwd().parents:
-        raise ValueError(f"the output {target} holds the current folder and would be replaced: give another folder")
-    if target.exists() and not target.is_dir():
-        raise FileExistsError(f"{target} is a file, expected a folder to write")
-    _clean_up(target)
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise FileExistsError(f"{target} is not empty: give another folder, or --overwrite to replace it")
+    target = check_output(target, overwrite=overwrite, forbidden=forbidden)
     made = [folder for folder in target.parents if not folder.exists()]
     temporary, old = (
         target.parent / f".{target.name}.{word}-{os.getpid()}-{secrets.token_hex(4)}" for word in ("tmp", "old")
@@ -129,7 +140,7 @@ def _alive(pid: int) -> bool:
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[BinaryIO]:
+def write_whole(path: Path) -> Iterator[BinaryIO]:
     """A binary file that takes the place of `path` when all is written; an error leaves `path` as it was."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:

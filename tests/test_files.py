@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightformers_hf.files import atomic_output, json_text, written_whole
+from lightformers_hf.files import atomic_output, json_text, write_whole
 
 pytestmark = pytest.mark.quick
 
@@ -167,12 +167,12 @@ def test_a_killed_process_leaves_the_old_output_and_the_next_run_cleans_up(tmp_p
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "out.txt"
     path.write_text("old")
-    file = written_whole(path)
+    file = write_whole(path)
     file.__enter__().write(b"half")
     with pytest.raises(KeyboardInterrupt):
         file.gen.throw(KeyboardInterrupt)
     assert path.read_text() == "old"
-    with written_whole(path) as file:
+    with write_whole(path) as file:
         file.write(b"new")
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]

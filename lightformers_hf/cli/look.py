@@ -104,11 +104,11 @@ def report(
     """
     check_installed("matplotlib", "demo", "report")
     from ..evaluation.pages.page import report_page
-    from ..files import written_whole
+    from ..files import write_whole
 
     generation = generation_options(num_beams=num_beams, max_new_tokens=max_new_tokens)
     page = report_page(model, **columns(source_lang, target_lang), **options, progress=True, **generation)
-    with written_whole(output) as file:
+    with write_whole(output) as file:
         file.write(page.encode())
     return Answer({"output": str(output)}, [f"Written to {output}: open it in a browser."])
 

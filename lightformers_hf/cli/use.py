@@ -70,10 +70,10 @@ def translate(
         from tqdm.auto import tqdm
 
         from ..evaluation.translate import load_translator, translate_stream
-        from ..files import written_whole
+        from ..files import write_whole
 
         network, tokenizer = load_translator(model, device=device)
-        sink = stack.enter_context(written_whole(output)) if output else sys.stdout.buffer
+        sink = stack.enter_context(write_whole(output)) if output else sys.stdout.buffer
         bar = stack.enter_context(tqdm(unit="text", disable=None))
         options = generation_options(num_beams=num_beams, max_new_tokens=max_new_tokens)
         translate_stream(source, sink, network, tokenizer, batch_size=batch_size, progress=bar, **options)

@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..files import atomic_output
+from ..files import atomic_output, check_output
 from ..loading import load_tensors, resolve_source, skeleton
 from ..models.configuration_base import FactorizedConfig
 from ..models.lm_heads import ConditionalGenerationHead
@@ -33,7 +33,7 @@ from .sharing.originals import Originals, short_name
 from .statistics.calibration import Calibration
 from .statistics.measure import measure
 from .teacher import Teacher
-from .workers import algebra_device, ended_together, find_device, is_main, shared_out
+from .workers import algebra_device, end_together, find_device, is_main, share_work
 
 
 def plan(
@@ -50,7 +50,7 @@ def plan(
     Raises:
         ValueError, FileNotFoundError: as `convert`.
     """
-    with ended_together():
+    with end_together():
         asked = CompressionOptions(**options)
         return compress(resolve_source(source), str(source), asked, study, dry=True, progress=progress).report
 
@@ -87,8 +87,11 @@ def convert(
         FileNotFoundError: the source, its weights or one of its shards is not there.
         FileExistsError: `output` is not empty and `overwrite` is false.
     """
-    with ended_together():
+    with end_together():
         asked = CompressionOptions(**options)
+        settle(asked, study)
+        if is_main():
+            check_output(output, overwrite=overwrite)
         folder = resolve_source(source)
         place = {"overwrite": overwrite, "forbidden": folder}
         with atomic_output(Path(output), **place) if is_main() else nullcontext() as temporary:
@@ -206,7 +209,7 @@ def build(
         return place.build(setting(place))
 
     whole = Built([], {})
-    results = shared_out(make, range(len(places)), originals.device)
+    results = share_work(make, range(len(places)), originals.device)
     for built in tqdm(results, desc="factorizing", unit="part", total=len(places), disable=not progress):
         whole.reports.extend(built.reports)
         whole.coordinates.update(built.coordinates)

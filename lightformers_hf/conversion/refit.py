@@ -23,7 +23,7 @@ from .options import StudyOptions
 from .statistics.calibration import Calibration, stream_of
 from .statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, Metric, damped_root
 from .statistics.shelf import Shelf
-from .workers import add_up, agreed, gathered
+from .workers import fail_together, gather_from_all, sum_over_all
 
 # Weight of the layer's own matrix in the regression, relative to the mean variance of its inputs.
 RIDGE = 1e-2
@@ -104,14 +104,14 @@ def refit_layers(
     total = sum(len(model.layers) for model in (student.get_encoder(), student.get_decoder()))
     with tqdm(total=total, desc="refitting", unit="layer", disable=not progress) as bar:
         for stack in ("encoder", "decoder"):
-            with agreed():
+            with fail_together():
                 walks = [
                     _Walk(who, stack, getattr(model.model, stack), calibration, shelf)
                     for who, model in (("student", student), ("teacher", teacher))
                 ]
             for depth in range(len(walks[0].stack.layers)):
                 _refit_layer(*walks, depth, calibration, coordinates)
-                with agreed():
+                with fail_together():
                     for walk in walks:
                         walk.advance(depth)
                 bar.update()
@@ -131,17 +131,17 @@ def _balance(student: PreTrainedModel, teacher: PreTrainedModel, calibration: Ca
     """
     size, device = student.final_logits_bias.numel(), calibration.device
     target, logs = torch.zeros(size, dtype=torch.float64, device=device), []
-    with agreed():
+    with fail_together():
         for states in _target_states("teacher", calibration, shelf):
             target += _probabilities(teacher, states).sum(0).to(device)
-    target = add_up(target)
+    target = sum_over_all(target)
     shift = torch.zeros_like(target)
     held: dict[int, Tensor] = {}
     room = shelf.room
     for step in range(BALANCING + 1):
         own, log = torch.zeros_like(target), target.new_zeros(1)
         scale = shift.exp().float().to(student.device)
-        with agreed():
+        with fail_together():
             for number, states in enumerate(_target_states("student", calibration, shelf)):
                 if (weights := held.get(number)) is None:
                     weights = _probabilities(student, states)
@@ -150,7 +150,7 @@ def _balance(student: PreTrainedModel, teacher: PreTrainedModel, calibration: Ca
                 sums = weights @ scale
                 log += sums.log().sum().to(device)
                 own += (sums.reciprocal() @ weights).mul_(scale).to(device)
-        own, log = add_up(own), add_up(log)
+        own, log = sum_over_all(own), sum_over_all(log)
         logs.append(log)
         if step < BALANCING:
             shift += ((target + SMOOTHING) / (own + SMOOTHING)).log()
@@ -265,14 +265,14 @@ def _refit_layer(student: _Walk, teacher: _Walk, depth: int, calibration: Calibr
         for name, states in (seen := student.watch(depth, 0, names, before=True)).items():
             groups.setdefault(id(states), []).append(name)
         del seen
-    for group in gathered(list(groups.values()))[0]:  # the first process always has a batch
+    for group in gather_from_all(list(groups.values()))[0]:  # the first process always has a batch
         pairs = {
             name: [walk.stack.get_submodule(name.removeprefix(walk.prefix)) for walk in (student, teacher)]
             for name in group
         }
         outputs = {name: _Sums(own.in_features, own.out_features, calibration) for name, (own, _) in pairs.items()}
         inputs = _Sums(pairs[group[0]][0].in_features, pairs[group[0]][0].in_features, calibration)
-        with agreed():
+        with fail_together():
             for index, batch in enumerate(calibration.batches):
                 mask = calibration.mask(batch, stream_of(group[0])).to(calibration.model.device)
                 x = student.watch(depth, index, group[:1], before=True)[group[0]][mask]
@@ -284,7 +284,7 @@ def _refit_layer(student: _Walk, teacher: _Walk, depth: int, calibration: Calibr
                         target = target @ coordinates[name].to(target)
                     outputs[name].add(x, target)
         for sums in (inputs, *outputs.values()):
-            sums.add_up()
+            sums.sum_over_all()
         for name, modules in pairs.items():
             own = _matrix(modules[1], calibration.device)
             if name in coordinates:
@@ -310,10 +310,10 @@ class _Sums:
         self.right += right.sum(0).to(device)
         self.product += (left.T @ right).to(device)
 
-    def add_up(self) -> None:
+    def sum_over_all(self) -> None:
         """Sum over all processes."""
-        self.count = int(add_up(torch.tensor(self.count)))
-        self.left, self.right, self.product = (add_up(sums) for sums in (self.left, self.right, self.product))
+        self.count = int(sum_over_all(torch.tensor(self.count)))
+        self.left, self.right, self.product = (sum_over_all(sums) for sums in (self.left, self.right, self.product))
 
     def centred(self) -> tuple[Tensor, Tensor, Tensor]:
         """Both means, and the covariance."""

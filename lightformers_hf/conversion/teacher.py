@@ -169,10 +169,10 @@ class Teacher:
         return tensor
 
     def load(self) -> PreTrainedModel:
-        """The whole model, fp32."""
+        """The whole model, fp32, in evaluation mode: what it is asked must not depend on chance."""
         model = self.model_class(self.config)
         load_tensors(model, {name: self.read(name).float() for name in stored_tensors(self.model)})
-        return model
+        return model.eval()
 
     @property
     def has_tokenizer(self) -> bool:

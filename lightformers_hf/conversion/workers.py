@@ -32,7 +32,7 @@ def find_device(name: str) -> torch.device:
         device = torch.device(name)
         if device.type == "meta":
             raise RuntimeError("it holds no values")
-        if several():
+        if is_distributed():
             if device.index is not None:
                 raise RuntimeError("each of several processes gets its own: leave the number out")
             device = team(device).device if device.type == "cuda" else device
@@ -50,7 +50,7 @@ def algebra_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "mps" else device
 
 
-def several() -> bool:
+def is_distributed() -> bool:
     """Whether this is one of several processes."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
@@ -63,61 +63,61 @@ def team(device: torch.device | None = None) -> PartialState:
 
 def is_main() -> bool:
     """Whether this process is the one that writes and speaks."""
-    return not several() or team().is_main_process
+    return not is_distributed() or team().is_main_process
 
 
 def own_share(items: Sequence[Item]) -> Sequence[Item]:
     """This process's share: every n-th, so that of items in order of size all have alike."""
-    return items[team().process_index :: team().num_processes] if several() else items
+    return items[team().process_index :: team().num_processes] if is_distributed() else items
 
 
 @contextmanager
-def agreed() -> Iterator[None]:
+def fail_together() -> Iterator[None]:
     """What fails inside in any process, fails in all, with that message. All of them must come here.
 
     Collective operations belong between such blocks, never inside: a process that failed would be missed there.
     """
-    if not several():
+    if not is_distributed():
         yield
         return
     error = None
     try:
         yield
     except Exception as found:
-        if getattr(found, "agreed", False):
+        if getattr(found, "is_shared", False):
             raise
         error = found
-    messages = [message for message in gathered(error and (str(error) or type(error).__name__)) if message]
+    messages = [message for message in gather_from_all(error and (str(error) or type(error).__name__)) if message]
     if messages:
         error = error or ValueError(messages[0])
-        error.agreed = True
+        error.is_shared = True
         raise error
 
 
 @contextmanager
-def ended_together() -> Iterator[None]:
+def end_together() -> Iterator[None]:
     """Let no process end before the others have ended, too: launchers stop those that remain."""
     try:
-        with agreed():
+        with fail_together():
             yield
     except Exception:
-        if several():
+        if is_distributed():
             team().wait_for_everyone()
         raise
 
 
-def add_up(tensor: Tensor) -> Tensor:
+def sum_over_all(tensor: Tensor) -> Tensor:
     """The sum of a tensor over all processes."""
-    if not several():
+    if not is_distributed():
         return tensor
     moved = tensor.to(team().device, copy=True)
     torch.distributed.all_reduce(moved)
     return moved.to(tensor.device)
 
 
-def gathered(value: Result) -> list[Result]:
+def gather_from_all(value: Result) -> list[Result]:
     """The value of every process."""
-    if not several():
+    if not is_distributed():
         return [value]
     team()
     return gather_object([value])
@@ -126,13 +126,13 @@ def gathered(value: Result) -> list[Result]:
 def from_main(compute: Callable[[], Result]) -> Result:
     """What `compute` returns in the main process, for all; what fails there, fails in all. All must come here."""
     result = None
-    with agreed():
+    with fail_together():
         if is_main():
             result = compute()
-    return broadcast_object_list([result])[0] if several() else result
+    return broadcast_object_list([result])[0] if is_distributed() else result
 
 
-def shared_out(function: Callable[[Item], Result], items: Sequence[Item], device: torch.device) -> Iterator[Result]:
+def share_work(function: Callable[[Item], Result], items: Sequence[Item], device: torch.device) -> Iterator[Result]:
     """Results of `function`, computed by all processes and seen by all; own ones as soon as they are there.
 
     Args:
@@ -140,12 +140,12 @@ def shared_out(function: Callable[[Item], Result], items: Sequence[Item], device
         device: where `function` computes; on a CPU in a pool of workers.
     """
     own = []
-    with agreed():
-        for result in (in_workers if device.type == "cpu" else map)(function, own_share(items)):
-            if several():
+    with fail_together():
+        for result in (map_in_threads if device.type == "cpu" else map)(function, own_share(items)):
+            if is_distributed():
                 own.append(result)
             yield result
-    if several():
+    if is_distributed():
         for index in range(len(items)):
             position, owner = divmod(index, team().num_processes)
             mine = owner == team().process_index
@@ -154,7 +154,7 @@ def shared_out(function: Callable[[Item], Result], items: Sequence[Item], device
                 yield box[0]
 
 
-def in_workers(
+def map_in_threads(
     function: Callable[[Item], Result], items: Iterable[Item], workers: int | None = None
 ) -> Iterator[Result]:
     """Results of `function` in worker threads, each as soon as it is there (so not in the order of `items`).

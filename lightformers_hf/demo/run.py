@@ -20,7 +20,7 @@ from ..conversion.convert import convert
 from ..evaluation.quality import translation_quality
 from ..evaluation.speed import speed_ratio, tokens_per_second, typical_sentences
 from ..evaluation.translate import translate
-from ..files import atomic_output, json_text, read_json, written_whole
+from ..files import atomic_output, json_text, read_json, write_whole
 from ..loading import load_model, unique_parameters, weight_bytes
 from ..text import load_parallel
 from .stages import DemoSettings, IdleThreads, write_corpus, write_recovered, write_teacher
@@ -105,7 +105,7 @@ def _steps(output: Path, settings: DemoSettings) -> dict[str, tuple[str, Callabl
 
 
 def _write_file(file: Path, content: bytes) -> None:
-    with written_whole(file) as opened:
+    with write_whole(file) as opened:
         opened.write(content)
 
 
@@ -113,7 +113,7 @@ def _draw(file: Path, output: Path) -> None:
     from .picture import draw  # needs the extra `demo`
 
     _, teacher, _, compressed, svd_start, random_start = (output / name for name in FOLDERS)
-    with written_whole(file) as opened:
+    with write_whole(file) as opened:
         draw(opened, teacher=teacher, compressed=compressed, svd_start=svd_start, random_start=random_start)
 
 

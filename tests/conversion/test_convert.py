@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from conversion.teachers import TEACHERS, batch, make_teacher
+from models.cases import like_trained
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -339,3 +340,16 @@ def test_killed_while_writing_leaves_the_old_output(teachers, tmp_path):
     assert len(list(tmp_path.iterdir())) == 2  # the killed run's temporary folder
     convert(folder, tmp_path / "out", rank=3, overwrite=True, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_plan_is_what_the_conversion_does(tmp_path):
+    """A teacher with dropout, whose text must not depend on chance, either."""
+    model_class, config = TEACHERS["marian"]
+    torch.manual_seed(0)
+    config = type(config)(**{**config.to_dict(), "dropout": 0.4})
+    like_trained(model_class(config)).save_pretrained(tmp_path / "teacher")
+    options = {"ratio": 2, "calibration_samples": 8, "progress": False}
+    planned = plan(tmp_path / "teacher", **options).to_dict()
+    assert planned == convert(tmp_path / "teacher", tmp_path / "light", **options).to_dict()
+    light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light")
+    assert planned["parameters_after"] == light.num_parameters()

@@ -82,7 +82,7 @@ def allocate(units: Sequence[Sequence[Alternative]], budget: float) -> dict[str,
     return choose(high)[0]
 
 
-def tails(values: Tensor) -> Tensor:
+def tail_energies(values: Tensor) -> Tensor:
     """Σ_{i>r} s_i² for r = 0 … K: what truncation at r loses."""
     squares = values.double().square()
     return torch.cat([squares.flip(0).cumsum(0).flip(0), squares.new_zeros(1)])

@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 from ..forms.form import Form, Setting, all_forms, count_parameters
 from ..options import CompressionOptions, StudyOptions
 from ..sharing.originals import Originals, short_name
-from ..workers import shared_out
+from ..workers import share_work
 from .budget import Choices
 from .limits import find_budget
 from .rules import RankPolicy
@@ -101,7 +101,7 @@ def choose(
     def weigh(index: int) -> tuple[int, Choices]:
         return index, places[index].choices(count_parameters)
 
-    results = shared_out(weigh, range(len(places)), originals.device)
+    results = share_work(weigh, range(len(places)), originals.device)
     bar = tqdm(results, desc="weighing", unit="part", total=len(places), disable=not progress)
     choices = {places[index]: found for index, found in bar}
     settings = fixed | budget.spend(choices)

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...models.attention import MultiHeadAttention
-from ..choosing.budget import Choices, tails
+from ..choosing.budget import Choices, tail_energies
 from ..choosing.rules import RankPolicy
 from ..report import MatrixReport
 from ..sharing.groups import find_matrices
@@ -31,7 +31,7 @@ from ..sharing.originals import short_name
 from ..statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, damped_root
 from .form import Built, Form, Measure, Setting, register_form, to_store
 from .low_rank import commonest
-from .svd import Factors, rescaled
+from .svd import Factors, rescale
 
 PARTS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
@@ -61,7 +61,7 @@ class Bottlenecks:
 
     def costs(self) -> Tensor:
         """What all heads together lose at inner widths 0 … d_k."""
-        return torch.stack([tails(values) for values in self.singular_values]).sum(0)
+        return torch.stack([tail_energies(values) for values in self.singular_values]).sum(0)
 
     def at(self, width: int) -> tuple[Tensor, Tensor]:
         """X (H, d_k, k) and Y (H, k, d_k)."""
@@ -69,7 +69,7 @@ class Bottlenecks:
         return self.into[..., :width] * roots[:, None], roots[..., None] * self.out_of[:, :width]
 
 
-def blocks(moment: Tensor, heads: int) -> Tensor:
+def diagonal_blocks(moment: Tensor, heads: int) -> Tensor:
     """The diagonal blocks (H, d_k, d_k) of a matrix (H·d_k, H·d_k)."""
     width = moment.shape[0] // heads
     return torch.stack(
@@ -150,8 +150,8 @@ class NarrowerHeads(Form):
             contexts = contexts - torch.outer(mean, mean)
             at_output = self.originals.gradients(out)
         of_contexts = w_out @ (w_out.T if at_output is None else at_output @ w_out.T)
-        queries = Bottlenecks.of(blocks(second, heads), blocks(gradients, heads))
-        return queries, Bottlenecks.of(blocks(contexts, heads), blocks(of_contexts, heads)), mean
+        queries = Bottlenecks.of(diagonal_blocks(second, heads), diagonal_blocks(gradients, heads))
+        return queries, Bottlenecks.of(diagonal_blocks(contexts, heads), diagonal_blocks(of_contexts, heads)), mean
 
     def _scaled(self, maps: tuple[Tensor, Tensor], first: str, second: str) -> tuple[Tensor, Tensor]:
         """X and Y of every head, scaled for columns of W·X to be as long as what Y makes of the second matrix."""
@@ -162,7 +162,7 @@ class NarrowerHeads(Form):
         for head, (into, out_of) in enumerate(zip(*maps, strict=True)):
             own = slice(head * len(into), (head + 1) * len(into))
             pair = Factors(left[:, own] @ into, out_of @ right[own])
-            scale = (rescaled(pair, "balanced").left.norm(dim=0) / pair.left.norm(dim=0)).nan_to_num(nan=1.0)
+            scale = (rescale(pair, "balanced").left.norm(dim=0) / pair.left.norm(dim=0)).nan_to_num(nan=1.0)
             scaled.append((into * scale, out_of / scale[:, None]))
         return tuple(torch.stack(side) for side in zip(*scaled, strict=True))
 

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...models.matrices import low_rank_state, rank_of
-from ..choosing.budget import Choices, tails
+from ..choosing.budget import Choices, tail_energies
 from ..choosing.rules import RankPolicy
 from ..report import MatrixReport
 from ..sharing.groups import STACKS, find_matrices
 from ..sharing.originals import short_name
 from ..statistics.metric import Metric
 from .form import Built, Form, Measure, Setting, register_form, to_store
-from .svd import Factors, Spectrum, decompose, rescaled
+from .svd import Factors, Spectrum, decompose, rescale
 
 
 @register_form
@@ -88,7 +88,7 @@ class LowRank(Form):
         sizes = torch.as_tensor(self.size(ranks, measure)).double()
         dense = torch.as_tensor(self.size(None, measure)).double()
         pays = sizes < dense
-        costs = torch.cat([tails(self._singular_values)[1:][pays], torch.zeros(1).double()])
+        costs = torch.cat([tail_energies(self._singular_values)[1:][pays], torch.zeros(1).double()])
         return Choices([*ranks[pays].tolist(), None], costs, torch.cat([sizes[pays], dense[None]]))
 
     def follow(self, policy: RankPolicy) -> Setting:
@@ -113,7 +113,7 @@ class LowRank(Form):
         matrix, bias = self.originals.linear(self.name)
         factors, metric = spectrum.truncate(setting, self.split), self._metric
         if metric is not None:
-            factors = rescaled(metric.restore(factors), self.split)
+            factors = rescale(metric.restore(factors), self.split)
             if metric.mean is not None:  # the bias takes the mean of what the factors lose
                 lost = metric.mean @ (matrix.double() - factors.left @ factors.right)
                 bias = (bias.double() + lost).to(bias.dtype)
@@ -148,7 +148,7 @@ def nearest_state(
         return {"weight": matrix.T} | ({} if bias is None else {"bias": bias})
     metric = find_metric()
     factors = metric.restore(decompose(metric.weigh(matrix), name=name, rank=rank).truncate(rank))
-    return low_rank_state(module, *rescaled(factors, "balanced"), bias)
+    return low_rank_state(module, *rescale(factors, "balanced"), bias)
 
 
 def commonest(values: list) -> object:

@@ -46,7 +46,7 @@ class Factors(NamedTuple):
     right: Tensor
 
 
-def rescaled(factors: Factors, split: Split) -> Factors:
+def rescale(factors: Factors, split: Split) -> Factors:
     """The same product, with every column of the left factor and row of the right one as long as `split` has them.
 
     `balanced`: equally long. `sigma-right`: the left one of length 1. Training takes steps of one size everywhere, and

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ...models.layer_sharing import group_of_depth
-from ..forms.svd import Factors, decompose, rescaled
+from ..forms.svd import Factors, decompose, rescale
 from ..statistics.metric import Metric
 from .originals import Originals, short_name
 
@@ -22,7 +22,7 @@ def residual_factors(matrix: Tensor, mean: Tensor, rank: int, *, name: str, metr
     if metric is None:
         return decompose(difference, name=name, rank=rank).truncate(rank, "balanced")
     factors = metric.restore(decompose(metric.weigh(difference), name=name, rank=rank).truncate(rank))
-    return rescaled(factors, "balanced")
+    return rescale(factors, "balanced")
 
 
 def residual_tensors(name: str, originals: Originals, shared: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..workers import add_up, agreed, algebra_device, gathered, several
+from ..workers import algebra_device, fail_together, gather_from_all, is_distributed, sum_over_all
 from .metric import GRADIENT_DAMPING, INPUT_DAMPING, Metric, damped_root, damped_weights
 from .moments import Moments
 from .shelf import Shelf
@@ -55,13 +55,13 @@ class Calibration:
         watched = {**dict.fromkeys(linear, "linear"), **dict.fromkeys(tables, "table"), self.output_name: "output"}
         hooks = [self._watch(name, kind) for name, kind in watched.items()]
         try:
-            with agreed():
+            with fail_together():
                 for batch in tqdm(self.batches, desc="calibrating", unit="batch", disable=not progress):
                     self._accumulate(self.moved(batch))
         finally:
             for hook in hooks:
                 hook.remove()
-        if several():
+        if is_distributed():
             self._add_up()
         if not self.target_tokens:
             raise ValueError("calibration: the text has no token to predict; give other text with --calibration")
@@ -115,10 +115,10 @@ class Calibration:
 
     def _add_up(self) -> None:
         """Sum over all processes."""
-        shapes = gathered({name: moments.shapes() for name, moments in self.moments.items()})
+        shapes = gather_from_all({name: moments.shapes() for name, moments in self.moments.items()})
         for name, moments in self.moments.items():
-            moments.add_up(max((own[name] for own in shapes), key=lambda own: len(own[1])))
-        self.target_tokens = int(add_up(torch.tensor(self.target_tokens)))
+            moments.sum_over_all(max((own[name] for own in shapes), key=lambda own: len(own[1])))
+        self.target_tokens = int(sum_over_all(torch.tensor(self.target_tokens)))
 
     @staticmethod
     def mask(batch: dict[str, Tensor], stream: str) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..workers import add_up
+from ..workers import sum_over_all
 from .shelf import Shelf
 
 # Rows of a symmetric sum that are computed and kept together, up to its diagonal.
@@ -71,16 +71,16 @@ class Moments:
         """Sizes of the squares, and shapes and types of the vectors."""
         return self.sizes, {what: (vector.shape, vector.dtype) for what, vector in self.vectors.items()}
 
-    def add_up(self, shapes: tuple[dict, dict]) -> None:
+    def sum_over_all(self, shapes: tuple[dict, dict]) -> None:
         """Sum over all processes, of which some saw no sample; `shapes` are those of one that did."""
         self.sizes = shapes[0]
         for what in self.sizes:
-            self._shelf[self._name, what] = add_up(self._flat(what))
+            self._shelf[self._name, what] = sum_over_all(self._flat(what))
         for what, (shape, dtype) in shapes[1].items():
             own = self.vectors.get(what)
             own = torch.zeros(shape, dtype=dtype, device=self._shelf.device) if own is None else own
-            self.vectors[what] = add_up(own)
-        self.count = int(add_up(torch.tensor(self.count)))
+            self.vectors[what] = sum_over_all(own)
+        self.count = int(sum_over_all(torch.tensor(self.count)))
 
     def _flat(self, what: str) -> Tensor:
         """The strips of a sum, one behind the other."""

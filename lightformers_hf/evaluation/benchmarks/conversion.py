@@ -20,7 +20,7 @@ from transformers import BartConfig, BartForConditionalGeneration, MarianConfig,
 
 from ...conversion.choosing.rules import rank_for_ratio
 from ...conversion.forms.svd import decompose
-from ...conversion.workers import in_workers
+from ...conversion.workers import map_in_threads
 
 Shapes = Literal["opus-mt", "bart-large"]
 # (m, n) → how many a checkpoint has, largest first. Both keep one token table for encoder, decoder and output.
@@ -143,7 +143,7 @@ def benchmark_conversion(shapes: Shapes, *, runs: int = 3, samples: int | None =
             cpu += spent.cpu * count / timed
         full_seconds.append(Seconds(wall, cpu))
         start = Seconds.now()
-        for _ in in_workers(_factorize, all_matrices()):
+        for _ in map_in_threads(_factorize, all_matrices()):
             pass
         our_seconds.append(Seconds.since(start))
     most = max(counts.values())

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightformers_hf.conversion.choosing.budget import Choices, allocate, smallest, tails
+from lightformers_hf.conversion.choosing.budget import Choices, allocate, smallest, tail_energies
 
 pytestmark = pytest.mark.quick
 
@@ -77,4 +77,4 @@ def test_a_budget_for_everything_loses_nothing():
 
 
 def test_tails():
-    assert tails(torch.tensor([3.0, 2.0, 1.0])).tolist() == [14, 5, 1, 0]
+    assert tail_energies(torch.tensor([3.0, 2.0, 1.0])).tolist() == [14, 5, 1, 0]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
 from lightformers_hf import StudyOptions, convert
-from lightformers_hf.conversion.forms.heads import Bottlenecks, blocks
+from lightformers_hf.conversion.forms.heads import Bottlenecks, diagonal_blocks
 from lightformers_hf.conversion.forms.neurons import Elimination
 
 
@@ -70,7 +70,7 @@ def test_the_cost_of_removing_neurons_is_that_of_the_regression(size, outputs, s
 
 def test_blocks_are_the_heads_own():
     matrix = torch.arange(36.0).view(6, 6)
-    assert blocks(matrix, 3)[1].tolist() == [[14, 15], [20, 21]]
+    assert diagonal_blocks(matrix, 3)[1].tolist() == [[14, 15], [20, 21]]
 
 
 @pytest.fixture(scope="module")

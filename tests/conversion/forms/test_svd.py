@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightformers_hf.conversion.forms import svd
-from lightformers_hf.conversion.forms.svd import SPLITS, Factors, decompose, rescaled
+from lightformers_hf.conversion.forms.svd import SPLITS, Factors, decompose, rescale
 from lightformers_hf.conversion.statistics.metric import Metric
 
 pytestmark = pytest.mark.quick
@@ -149,7 +149,7 @@ def test_matrices_that_lack_rank(
     error = torch.linalg.norm(weighed.double() - factors.left.double() @ factors.right.double()).item()
     assert error <= (1 + 1e-5) * optimum + FLOAT32_ROUNDING * norm
     if metric is not None:
-        restored = rescaled(metric.restore(factors), split)
+        restored = rescale(metric.restore(factors), split)
         assert torch.isfinite(restored.left).all()
         assert torch.isfinite(restored.right).all()
         error = torch.linalg.norm(metric.weigh(weight.double() - restored.left @ restored.right)).item()
@@ -304,7 +304,7 @@ def test_missing_convergence_is_an_error_with_the_name(monkeypatch):
 @pytest.mark.parametrize("split", ["balanced", "sigma-right"])
 def test_rescaled_factors_have_the_same_product(split):
     left, right = torch.randn(7, 3) * torch.tensor([1e-3, 5.0, 0.0]), torch.randn(3, 5)
-    new = rescaled(Factors(left, right), split)
+    new = rescale(Factors(left, right), split)
     torch.testing.assert_close(new.left @ new.right, left @ right)
     lengths = new.left.norm(dim=0)[:2], new.right.norm(dim=1)[:2]
     torch.testing.assert_close(lengths[0], lengths[1] if split == "balanced" else torch.ones(2))
