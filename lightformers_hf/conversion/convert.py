@@ -5,7 +5,7 @@ load → shorten → share → measure → choose → build → refit → write;
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,6 +142,8 @@ def compress(
     if calibrates:
         check_budget(units, originals, options, study)
     will_refit = can_refit(dense.config, study) and calibrates
+    if teacher.has_tokenizer:
+        teacher.tokenizer()  # one that does not fit ends it here
 
     calibration, sentences = None, []
     if calibrates:
@@ -230,8 +232,7 @@ def find_config(dense: PreTrainedModel, reports: list[MatrixReport]) -> Factoriz
 def write(result: Compressed, folder: Path) -> None:
     """Write checkpoint, tokenizer, report and card into a folder."""
     teacher, model = result.teacher, result.model
-    dtype = teacher.config.dtype or torch.float32
-    load_tensors(model, {name: tensor.to(dtype) for name, tensor in result.tensors.items()}, assign=True)
+    load_tensors(model, cast_tensors(result.tensors, teacher.config.dtype or torch.float32), assign=True)
     model.generation_config = teacher.generation_config()
     model.save_pretrained(folder)
     if teacher.has_tokenizer:
@@ -239,3 +240,19 @@ def write(result: Compressed, folder: Path) -> None:
         teacher.tokenizer().save_pretrained(folder)
     write_report(result.report, folder)
     write_card(result.report, folder)
+
+
+def cast_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors in the type that the result is stored in.
+
+    Raises:
+        ValueError: a value that the type does not hold, or that is no number.
+    """
+    cast = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    for name, tensor in cast.items():
+        if not torch.isfinite(tensor).all():
+            raise ValueError(
+                f"{name} of the result holds values beyond {str(dtype).removeprefix('torch.')}, the type of the "
+                "source: convert the source in float32"
+            )
+    return cast

@@ -61,6 +61,7 @@ class Teacher:
         self.reader = CheckpointReader(folder)
         self.folder = folder
         self.languages = languages
+        self._tokenizer: PreTrainedTokenizerBase | None = None
         # The token that translations begin with. Wrong languages end it here.
         self._first_token = set_language_codes(self.tokenizer(), *languages) if any(languages) else None
         self.name = folder.resolve().name if Path(source).is_dir() else source
@@ -181,13 +182,15 @@ class Teacher:
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The checkpoint's tokenizer. Raises `ValueError` where it has none, one too large, or lacks a language."""
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(self.folder)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{self.folder} has no tokenizer, which calibration needs: {error}") from None
-        self._check_vocabulary(tokenizer)
-        set_language_codes(tokenizer, *self.languages)
-        return tokenizer
+        if self._tokenizer is None:
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(self.folder)
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{self.folder} has no tokenizer, which calibration needs: {error}") from None
+            self._check_vocabulary(tokenizer)
+            set_language_codes(tokenizer, *self.languages)
+            self._tokenizer = tokenizer
+        return self._tokenizer
 
     def _check_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise a `ValueError` where a token has no row in the tables."""

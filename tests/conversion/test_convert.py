@@ -1,6 +1,7 @@
 """Converting every family: exact where nothing is cut, optimal where something is, loadable by the Auto classes."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import StudyOptions, convert, plan
+from lightformers_hf.conversion.convert import cast_tensors
 from lightformers_hf.models import LightFormerForConditionalGeneration
 
 DENSE = {"pattern": {".*": None}}
@@ -353,3 +355,19 @@ def test_the_plan_is_what_the_conversion_does(tmp_path):
     assert planned == convert(tmp_path / "teacher", tmp_path / "light", **options).to_dict()
     light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light")
     assert planned["parameters_after"] == light.num_parameters()
+
+
+def test_what_the_stored_type_does_not_hold_is_refused():
+    tensors = {"fc1.weight": torch.tensor([1.0, 7e4]), "fc1.bias": torch.tensor([2.0])}
+    assert cast_tensors(tensors, torch.bfloat16)["fc1.bias"].dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"fc1.weight of the result holds values beyond float16"):
+        cast_tensors(tensors, torch.float16)
+
+
+def test_a_tokenizer_that_does_not_fit_is_noticed_before_the_work(tiny_marian, tmp_path, monkeypatch):
+    shutil.copytree(tiny_marian, tmp_path / "teacher")
+    file = tmp_path / "teacher" / "vocab.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"▁newword": 5000}))
+    monkeypatch.setattr("lightformers_hf.conversion.convert.build", lambda *_, **__: pytest.fail("too late"))
+    with pytest.raises(ValueError, match="gives '▁newword' the number 5000, but vocab_size is"):
+        convert(tmp_path / "teacher", tmp_path / "light", method="paper", progress=False)
