@@ -37,8 +37,6 @@ METHOD_SWITCHES: dict[str, dict[str, Any]] = {
 STUDY_CHOICES: dict[str, tuple[str | None, ...]] = {
     "weighting": ("loss", "inputs", "rows"),
     "allocation": (None, "uniform", "budget"),
-    "attention_method": (None, "low-rank", "narrow"),
-    "ffn_method": (None, "low-rank", "narrow"),
     "split": SPLITS,
     "group_start": (None, "aligned", "mean", "first"),
 }
@@ -166,6 +164,8 @@ class CompressionOptions:
 @dataclass(frozen=True)
 class StudyOptions:
     """Switches that exist to compare ways of compressing; nobody else needs to touch them.
+
+    The two methods may be that of any structural form, which `convert` checks.
 
     Attributes:
         weighting: what errors of a matrix are weighed by: the `loss`, its `inputs` alone, or one weight a row

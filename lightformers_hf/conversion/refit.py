@@ -6,7 +6,7 @@ loses, the next ones make up for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -18,8 +18,9 @@ from ..loading import load_tensors
 from ..models.configuration_base import FactorizedConfig
 from ..models.configuration_lightformer import LightFormerConfig
 from ..models.matrices import bias_of, product_of
-from .forms.low_rank import nearest_state
+from .forms.form import Built, find_form
 from .options import StudyOptions
+from .sharing.originals import short_name
 from .statistics.calibration import Calibration, stream_of
 from .statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, Metric, damped_root
 from .statistics.shelf import Shelf
@@ -59,7 +60,7 @@ def refit(
     model: PreTrainedModel,
     calibration: Calibration,
     tensors: dict[str, Tensor],
-    coordinates: dict[str, Tensor],
+    built: Built,
     *,
     progress: bool,
 ) -> dict[str, Tensor]:
@@ -69,12 +70,12 @@ def refit(
         model: its skeleton.
         calibration: of the teacher, whose model it holds.
         tensors: before.
-        coordinates: see `refit_layers`.
+        built: what its matrices have become.
     """
     student = type(model)(model.config)
     load_tensors(student, {name: tensor.float() for name, tensor in tensors.items()})
     student = student.eval().to(calibration.model.device)
-    refit_layers(student, calibration.model, calibration, coordinates, progress=progress)
+    refit_layers(student, calibration.model, calibration, built, progress=progress)
     state = student.state_dict()
     return {name: state[name].cpu() for name in tensors}
 
@@ -84,7 +85,7 @@ def refit_layers(
     student: PreTrainedModel,
     teacher: PreTrainedModel,
     calibration: Calibration,
-    coordinates: dict[str, Tensor],
+    built: Built,
     *,
     progress: bool,
 ) -> None:
@@ -98,7 +99,7 @@ def refit_layers(
     Args:
         student, teacher: LightFormers of one depth without shared layers; the teacher dense or not.
         calibration: of the teacher.
-        coordinates: module → what its outputs are of the teacher's (n×n'), where they are fewer.
+        built: what the matrices have become: their forms, and the coordinates of outputs that are fewer.
     """
     shelf = Shelf(calibration.model.device)
     total = sum(len(model.layers) for model in (student.get_encoder(), student.get_decoder()))
@@ -110,7 +111,7 @@ def refit_layers(
                     for who, model in (("student", student), ("teacher", teacher))
                 ]
             for depth in range(len(walks[0].stack.layers)):
-                _refit_layer(*walks, depth, calibration, coordinates)
+                _refit_layer(*walks, depth, calibration, built)
                 with fail_together():
                     for walk in walks:
                         walk.advance(depth)
@@ -258,7 +259,8 @@ class _Walk:
         return seen
 
 
-def _refit_layer(student: _Walk, teacher: _Walk, depth: int, calibration: Calibration, coordinates: dict) -> None:
+def _refit_layer(student: _Walk, teacher: _Walk, depth: int, calibration: Calibration, built: Built) -> None:
+    coordinates, forms = built.coordinates, {report.name: find_form(report.form) for report in built.reports}
     names = [name for name in calibration.linear if name.startswith(f"{student.prefix}layers.{depth}.")]
     groups: dict[int, list[str]] = {}  # those with one input are one regression
     if calibration.batches:
@@ -291,7 +293,8 @@ def _refit_layer(student: _Walk, teacher: _Walk, depth: int, calibration: Calibr
                 own = own @ coordinates[name].to(own)
             elif len(own) != len(inputs.left):
                 own = _matrix(modules[0], calibration.device)
-            _solve(name, modules[0], own, inputs, outputs[name], calibration.gradients([name]))
+            nearest = partial(forms[short_name(name)].nearest_state, modules[0], name=name)
+            _solve(nearest, modules[0], own, inputs, outputs[name], calibration.gradients([name]))
 
 
 class _Sums:
@@ -321,8 +324,15 @@ class _Sums:
         return left, right, self.product / self.count - torch.outer(left, right)
 
 
-def _solve(name: str, module: nn.Module, own: Tensor, inputs: _Sums, outputs: _Sums, gradients: Tensor) -> None:
-    """Give `module` the regression, shrunk towards the matrix `own`."""
+def _solve(
+    nearest: Callable[..., dict[str, Tensor]],
+    module: nn.Module,
+    own: Tensor,
+    inputs: _Sums,
+    outputs: _Sums,
+    gradients: Tensor,
+) -> None:
+    """Give `module` the regression, shrunk towards the matrix `own`, as near as its form can come (`nearest`)."""
     mean_in, _, covariance = inputs.centred()
     _, mean_out, cross = outputs.centred()
     # Inputs that hardly vary leave a covariance of rounding; those that are always zero, behind what was pruned, none.
@@ -337,7 +347,7 @@ def _solve(name: str, module: nn.Module, own: Tensor, inputs: _Sums, outputs: _S
     def metric() -> Metric:
         return Metric(damped_root(covariance, INPUT_DAMPING), damped_root(gradients, GRADIENT_DAMPING))
 
-    module.load_state_dict(nearest_state(module, matrix, bias_of(module), metric, name=name))
+    module.load_state_dict(nearest(matrix, bias_of(module), metric))
     if (bias := bias_of(module)) is not None:
         bias.copy_(mean_out - mean_in @ _matrix(module, mean_in.device))
 

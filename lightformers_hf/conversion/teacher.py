@@ -130,7 +130,7 @@ class Teacher:
             kept[stack] = [round(i * (depths - 1) / max(count - 1, 1)) for i in range(count)]
         if not asked:
             return self
-        special = ("encoder_groups", "decoder_groups", "rank_pattern", "head_dim_pattern", "ffn_dim_pattern")
+        special = ("encoder_groups", "decoder_groups", *self.config.patterns)
         if held := [field for field in special if getattr(self.config, field, None)]:
             raise ValueError(
                 f"{next(iter(asked))}_layers can't be changed: layers of {self.name} share weights or differ in shape "

@@ -22,10 +22,12 @@ class Linear:
         chains: one chain of factors for each term of the sum: (W,) where it is dense, (U, V) where it is factorized;
             a depth's own residual over a shared layer is a second term.
         bias: b (n), or `None`.
+        stored: what the model holds of it; by default the factors themselves.
     """
 
     chains: tuple[tuple[Tensor, ...], ...]
     bias: Tensor | None
+    stored: tuple[Tensor, ...] = ()
 
     @property
     def is_dense(self) -> bool:
@@ -34,7 +36,12 @@ class Linear:
     @property
     def parameters(self) -> int:
         """Numbers stored, the bias left out."""
-        return sum(factor.numel() for chain in self.chains for factor in chain)
+        return sum(tensor.numel() for tensor in self.tensors)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is stored."""
+        return self.stored or tuple(factor for chain in self.chains for factor in chain)
 
     @property
     def out_features(self) -> int:
@@ -80,9 +87,9 @@ class Expansion:
     _seen: set = field(default_factory=set)
 
     def multiply(self, linear: Linear) -> Tensor:
-        """The one matrix of a layer (m×n, fp64); a factorized one is counted."""
+        """The one matrix of a layer (m×n, fp64); one that is stored otherwise is counted."""
         matrix = linear.product()
-        if not linear.is_dense and self._is_new(linear):
+        if (not linear.is_dense or linear.parameters < matrix.numel()) and self._is_new(linear):
             self.matrices += 1
             self.parameters_before += linear.parameters
             self.parameters_after += matrix.numel()
@@ -95,7 +102,7 @@ class Expansion:
             self.parameters_after -= spared
 
     def _is_new(self, *linears: Linear) -> bool:
-        place = tuple(factor.data_ptr() for linear in linears for chain in linear.chains for factor in chain)
+        place = tuple(tensor.data_ptr() for linear in linears for tensor in linear.tensors)
         is_new = place not in self._seen
         self._seen.add(place)
         return is_new
@@ -133,7 +140,8 @@ class Stack:
 def read_linear(module: nn.Module, residual: nn.Module | None = None) -> Linear:
     """A dense or low-rank layer of the model, and what a depth adds to it."""
     modules = [module] if residual is None else [module, residual]
-    return Linear(tuple(map(factors_of, modules)), bias_of(module))
+    stored = tuple(tensor for one in modules for tensor in one.parameters() if tensor.dim() > 1)
+    return Linear(tuple(map(factors_of, modules)), bias_of(module), stored)
 
 
 def read_table(table: nn.Module) -> Linear:

@@ -54,6 +54,8 @@ class FactorizedConfig(PreTrainedConfig):
 
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012, Trainer adds lists to it
     embeddings = ("full", "adaptive")
+    # What makes matrices other than dense, and is `None` where they are; their m×n does not depend on it.
+    matrix_fields = (*RANK_FIELDS, "rank_pattern")
     attribute_map = {  # noqa: RUF012
         "hidden_size": "d_model",
         "num_attention_heads": "encoder_attention_heads",
@@ -97,11 +99,17 @@ class FactorizedConfig(PreTrainedConfig):
         for field in ("vocab_size", "d_model", "encoder_layers", "decoder_layers", "max_position_embeddings"):
             check_at_least(field, getattr(self, field), 1)
         self.decoder_vocab_size = self.decoder_vocab_size or self.vocab_size
-        self.rank_pattern = self.rank_pattern or {}
+        for field in self.patterns:
+            setattr(self, field, getattr(self, field) or {})
         self.init_std = self.d_model**-0.5 if self.init_std is None else self.init_std
         kwargs.setdefault("auto_map", dict(self.auto_classes))
         super().__post_init__(**kwargs)
         self.check()
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Fields that say of modules, by name, what differs from all others: every one that ends in `_pattern`."""
+        return tuple(field for field in type(self).__dataclass_fields__ if field.endswith("_pattern"))
 
     @property
     def stacks(self) -> tuple[str, ...]:
@@ -134,7 +142,7 @@ class FactorizedConfig(PreTrainedConfig):
     def to_json_string(self, *args, **kwargs) -> str:
         """As the base class does, but patterns stay in their order, which says which comes first."""
         content = json.loads(super().to_json_string(*args, **kwargs))
-        patterns = {field: getattr(self, field) for field in content if field.endswith("_pattern")}
+        patterns = {field: getattr(self, field) for field in content if field in self.patterns}
         return json.dumps(content | patterns, indent=2) + "\n"
 
     def check(self) -> None:
@@ -147,7 +155,8 @@ class FactorizedConfig(PreTrainedConfig):
         for field, rank in ranks.items():
             if rank is not None and rank < 1:
                 raise ValueError(f"{field} is {rank}; a rank is at least 1, and None means dense")
-        check_patterns("rank_pattern", self.rank_pattern)
+        for field in self.patterns:
+            check_patterns(field, getattr(self, field))
         check_one_of("activation_function", self.activation_function, ACT2FN)
         check_one_of("embedding", self.embedding, self.embeddings)
         if self.embedding == "adaptive":

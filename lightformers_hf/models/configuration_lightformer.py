@@ -1,6 +1,6 @@
 """Configuration of LightFormer (Lu et al. 2023): a Transformer of low-rank matrices and shared layers."""
 
-from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of, check_patterns, strict
+from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of, strict
 from .layer_sharing import check_groups
 
 POSITION_EMBEDDING_TYPES = ("sinusoidal", "sinusoidal_half", "learned")
@@ -83,10 +83,6 @@ class LightFormerConfig(FactorizedConfig):
     classifier_dropout: float | int = 0.0
     embedding_dim: int | None = None
 
-    def __post_init__(self, **kwargs):
-        self.ffn_dim_pattern, self.head_dim_pattern = self.ffn_dim_pattern or {}, self.head_dim_pattern or {}
-        super().__post_init__(**kwargs)
-
     def check(self) -> None:
         """Raise `ValueError` where fields cannot go together."""
         super().check()
@@ -98,7 +94,6 @@ class LightFormerConfig(FactorizedConfig):
                 "decoder_groups, or leave it None"
             )
         for field in ("ffn_dim_pattern", "head_dim_pattern"):
-            check_patterns(field, getattr(self, field))
             for pattern, width in getattr(self, field).items():
                 check_at_least(f"{field}[{pattern!r}]", width, 1)
         for stack in ("encoder", "decoder"):

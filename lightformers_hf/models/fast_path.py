@@ -6,7 +6,7 @@ Here weights are looked up at every call and nothing is kept: what is trained, m
 module that does more than its class says (a hook, an adapter, an offloaded weight) sends all back to the usual way.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -22,8 +22,8 @@ from .torch_internals import is_plain, parts_of, weights_of
 from .transformer_layer import TransformerLayer
 from .transformers_internals import attention_of
 
-# Weight and bias of linear layers that follow each other: one of a dense layer, two of a low-rank one.
-Chain = tuple[tuple[torch.Tensor, torch.Tensor | None], ...]
+# Functions with weights and biases that follow each other: `linear` of a dense layer, twice of a low-rank one.
+Chain = tuple[tuple[Callable[..., torch.Tensor], torch.Tensor, torch.Tensor | None], ...]
 
 
 class NotPlainError(Exception):
@@ -42,8 +42,8 @@ class Product(NamedTuple):
 
 
 def _apply(chain: Chain, states: torch.Tensor) -> torch.Tensor:
-    for weight, bias in chain:
-        states = linear(states, weight, bias)
+    for compute, weight, bias in chain:
+        states = compute(states, weight, bias)
     return states
 
 
@@ -51,10 +51,11 @@ def _chain(module: nn.Module) -> Chain:
     kind = type(module)
     if not is_plain(module):
         raise NotPlainError
-    if kind is nn.Linear:
-        weights = weights_of(module)
-        return ((weights["weight"], weights["bias"]),)
     # What a class says of itself says nothing of one derived from it.
+    compute = linear if kind is nn.Linear else kind.__dict__.get("compute")
+    if compute is not None:
+        weights = weights_of(module)
+        return ((compute, weights["weight"], weights["bias"]),)
     names = () if kind is nn.Identity else kind.__dict__.get("in_series")
     if names is None:
         raise NotPlainError

@@ -259,15 +259,14 @@ def product_of(module: nn.Module, dtype: torch.dtype | None = None) -> torch.Ten
     return product if dtype else product.to(first.dtype)
 
 
-def widths_of(module: nn.Module) -> tuple[int, ...]:
-    """Widths that the states of a module go through: m, n where it is dense, m, r, n where it is low-rank.
+def product_shapes(module: nn.Module) -> tuple[tuple[int, int], ...]:
+    """m×n of the products that compute a module, one after another: those of `factors_of`, unless it says otherwise.
 
-    A token table goes from V to d, an output layer from d to V.
+    V×d of a token table, and of an output layer, which multiplies from the other side.
     """
-    factors = factors_of(module)
-    widths = (factors[0].shape[0], *(factor.shape[1] for factor in factors))
-    is_output = getattr(module, "kind", None) == "embedding" and not isinstance(module, nn.Embedding)
-    return widths[::-1] if is_output else widths
+    if hasattr(module, "product_shapes"):
+        return module.product_shapes()
+    return tuple((factor.shape[0], factor.shape[1]) for factor in factors_of(module))
 
 
 def matrices_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

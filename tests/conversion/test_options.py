@@ -168,7 +168,6 @@ def test_options_that_cannot_be(options, message):
 @pytest.mark.parametrize(
     ("switches", "message"),
     [
-        ({"attention_method": "heads"}, "attention_method is 'heads', expected one of low-rank, narrow"),
         ({"allocation": "greedy"}, "allocation is 'greedy', expected one of uniform, budget"),
         ({"group_start": "median"}, "group_start is 'median', expected one of aligned, mean, first"),
         ({"split": "left"}, "split is 'left'"),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,43 +32,52 @@ class Choices:
         return value.item(), int(index)
 
 
-# Names of parts and what they can become; the parts are chosen independently.
-Alternative = Mapping[str, Choices]
+# Whoever can fill a slot, and what it can become: one of them is chosen.
+Slot = Mapping[K, Choices]
+# Slots that are filled independently.
+Alternative = Sequence[Slot[K]]
 
 
-def smallest(units: Sequence[Sequence[Alternative]]) -> float:
+def smallest(units: Sequence[Sequence[Alternative[K]]]) -> float:
     """The least size that the units can have together."""
     return sum(
-        min(sum(choices.sizes.min().item() for choices in parts.values()) for parts in alternatives)
+        min(
+            sum(min(choices.sizes.min().item() for choices in slot.values()) for slot in slots)
+            for slots in alternatives
+        )
         for alternatives in units
     )
 
 
-def allocate(units: Sequence[Sequence[Alternative]], budget: float) -> dict[str, int | None]:
-    """One alternative of every unit and a setting of each of its parts: the least total cost within `budget`.
+def allocate(units: Sequence[Sequence[Alternative[K]]], budget: float) -> dict[K, int | None]:
+    """One alternative of every unit, a part for each of its slots, and a setting for that: the least cost in `budget`.
 
     For a price λ of a parameter (or a microsecond) every unit takes what minimises cost + λ·size for itself, which is
     the best choice for the size that it comes to (Everett 1963); λ is bisected to the lowest that meets the budget.
 
     Args:
-        units: e.g. an attention block: either narrower heads, or its four matrices by themselves.
+        units: e.g. an attention block: either narrower heads, or its four matrices by themselves, each in one form
+            or another.
 
     Returns:
-        {name of a part: setting} of the alternatives chosen.
+        {part: setting} of the parts chosen.
 
     Raises:
         ValueError: no choice is so small.
     """
 
+    def best_of(slot: Slot[K], price: float) -> tuple[float, K, int | None, float]:
+        best = [(*choices.best(price), part, choices) for part, choices in slot.items()]
+        value, index, part, choices = min(best, key=lambda one: one[0])
+        return value, part, choices.settings[index], choices.sizes[index].item()
+
     def choose(price: float) -> tuple[dict, float]:
         settings, total = {}, 0.0
         for alternatives in units:
-            found = [{name: choices.best(price) for name, choices in parts.items()} for parts in alternatives]
-            least = min(range(len(found)), key=lambda index: sum(value for value, _ in found[index].values()))
-            for name, (_, index) in found[least].items():
-                choices = alternatives[least][name]
-                settings[name] = choices.settings[index]
-                total += choices.sizes[index].item()
+            found = [[best_of(slot, price) for slot in slots] for slots in alternatives]
+            for _, part, setting, size in min(found, key=lambda slots: sum(value for value, *_ in slots)):
+                settings[part] = setting
+                total += size
         return settings, total
 
     if budget < (least := smallest(units)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from tqdm.auto import tqdm
 
@@ -14,8 +14,10 @@ from .budget import Choices
 from .limits import find_budget
 from .rules import RankPolicy
 
-# Forms that together decide over the same matrices, by place; of a unit's alternatives one is chosen.
-Alternative = dict[str, Form]
+# Forms of a place, of which one is chosen: all decide over the same matrices.
+Slot = list[Form]
+# Places that together have all matrices of a unit; of its alternatives one is chosen.
+Alternative = list[Slot]
 Unit = list[Alternative]
 
 
@@ -31,9 +33,10 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
     usual form alone.
 
     Raises:
-        ValueError: a pattern that fits no matrix.
+        ValueError: a pattern that fits no matrix, or a method that is no form's.
     """
     dense, forms, policy = originals.dense, all_forms(), options.policy()
+    _check_method(study, forms)
     places = {form: form.places(dense) for form in forms}
     names = [short_name(name) for name in places[forms[0]]]
     if unused := policy.unused_patterns(names):
@@ -46,10 +49,18 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
         settled = policy.settles(short_name(name), originals.module(name).kind)
         return bool(settled or getattr(dense.config, "group_residual_rank", None) or originals.is_low_rank(name))
 
+    def find_alternatives(matrices: Sequence[str], wanted: Sequence[type[Form]]) -> Unit:
+        slots: dict[tuple[str, ...], Slot] = {}
+        for form in wanted:
+            for place, parts in places[form].items():
+                if set(parts) <= set(matrices):
+                    slots.setdefault(parts, []).append(form(place, originals, study.split))
+        return [[slots[parts] for parts in cover] for cover in _covers(matrices, slots)]
+
     units: list[Unit] = []
     taken: set[str] = set()
-    blocks = [matrices for form in forms[1:] for matrices in places[form].values()]
-    for matrices in [*blocks, *places[forms[0]].values()]:
+    # Those of several matrices first: within them single ones are an alternative.
+    for matrices in sorted((one for form in forms[::-1] for one in places[form].values()), key=len, reverse=True):
         if taken.intersection(matrices):
             continue
         taken.update(matrices)
@@ -58,24 +69,26 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
             method = forms[0].method
         allowed = forms[:1] if any(map(is_bound, matrices)) else forms
         wanted = [form for form in allowed if method in (None, form.method)]
-        alternatives = [_cover(form, places[form], matrices, originals, study) for form in wanted]
-        usual = _cover(forms[0], places[forms[0]], matrices, originals, study)
-        units.append([alternative for alternative in alternatives if alternative] or [usual])
+        units.append(find_alternatives(matrices, wanted) or find_alternatives(matrices, forms[:1]))
     return units
 
 
-def _cover(
-    form: type[Form],
-    places: dict[str, tuple[str, ...]],
-    matrices: Sequence[str],
-    originals: Originals,
-    study: StudyOptions,
-) -> Alternative:
-    """The places of a form that together have exactly these matrices; none where they have others, or not all."""
-    own = [place for place, parts in places.items() if set(parts) <= set(matrices)]
-    if {part for place in own for part in places[place]} != set(matrices):
-        return {}
-    return {place: form(place, originals, study.split) for place in own}
+def _check_method(study: StudyOptions, forms: Sequence[type[Form]]) -> None:
+    """Raise `ValueError` for a method that is no form's."""
+    methods = dict.fromkeys(form.method for form in forms)
+    for field in ("attention_method", "ffn_method"):
+        if (method := getattr(study, field)) is not None and method not in methods:
+            raise ValueError(f"{field} is {method!r}, expected one of {', '.join(methods)}")
+
+
+def _covers(matrices: Sequence[str], parts: Collection[tuple[str, ...]]) -> Iterator[list[tuple[str, ...]]]:
+    """All ways to take each of the matrices once, in such parts."""
+    if not matrices:
+        yield []
+    for part in parts:
+        if matrices and matrices[0] in part and set(part) <= set(matrices):
+            for others in _covers([name for name in matrices if name not in part], parts):
+                yield [part, *others]
 
 
 def choose(
@@ -90,13 +103,13 @@ def choose(
     """
     policy = options.policy()
     if originals.calibration is None or not spends_budget(options, study):
-        chosen = [place for alternative, *_ in units for place in alternative.values()]
+        chosen = [place for alternative, *_ in units for place, *_ in alternative]
         return sort_by_size(chosen), lambda place: place.follow(policy)
     given, free = split_units(units, policy)
     fixed = {place: place.follow(policy) for place in given}
     budget = find_budget(originals, options, fixed, free)
     budget.check()
-    places = sort_by_size([place for unit in free for alternative in unit for place in alternative.values()])
+    places = sort_by_size([place for unit in free for alternative in unit for slot in alternative for place in slot])
 
     def weigh(index: int) -> tuple[int, Choices]:
         return index, places[index].choices(count_parameters)
@@ -130,11 +143,8 @@ def split_units(units: Sequence[Unit], policy: RankPolicy) -> tuple[list[Form], 
     def is_given(place: Form) -> bool:
         return place.is_usual and policy.settles(short_name(place.name), place.kind(place.name))
 
-    given = [place for alternative, *_ in units for place in alternative.values() if is_given(place)]
-    free = [
-        [{name: place for name, place in alternative.items() if not is_given(place)} for alternative in unit]
-        for unit in units
-    ]
+    given = [place for alternative, *_ in units for place, *_ in alternative if is_given(place)]
+    free = [[[slot for slot in alternative if not is_given(slot[0])] for alternative in unit] for unit in units]
     return given, [unit for unit in free if any(unit)]
 
 

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
-from ...models.configuration_base import RANK_FIELDS, FactorizedConfig
-from ...models.matrices import bias_of, make_linear, matrices_of, product_of, rank_of, widths_of
+from ...models.configuration_base import FactorizedConfig
+from ...models.matrices import bias_of, make_linear, matrices_of, product_of, product_shapes, rank_of
 from ..workers import from_main, is_main
 from .machine import (
     MachineCosts,
     Number,
     Timer,
-    linear_microseconds,
     machine_costs,
     median_seconds,
     one_core,
@@ -40,16 +39,15 @@ class Layer:
     """A matrix of a model and how often a sentence needs it.
 
     Attributes:
-        m, n, rank: inputs, outputs and rank; a token table is V×d.
+        shapes: m×n of the products that compute it, one after another; of tables and output layers as
+            `product_shapes` has them, V×d.
         sentence: products with all of the source's states.
         token: products with one state, for each target token.
-        kind: `linear`, `table` (its rows), `output` (m×n of an output layer of its own) or `tied` (a table that is the
+        kind: `linear`, `table` (its rows), `output` (an output layer of its own) or `tied` (a table that is the
             output layer, too).
     """
 
-    m: int
-    n: int
-    rank: int | None
+    shapes: tuple[tuple[Number, Number], ...]
     sentence: int
     token: int
     kind: str = "linear"
@@ -57,15 +55,14 @@ class Layer:
     @classmethod
     def of(cls, module: nn.Module, sentence: int, token: int, kind: str = "linear") -> Layer:
         """The matrix of a module, needed so often."""
-        m, *_, n = widths_of(module)
-        return cls(m, n, rank_of(module), sentence, token, kind)
+        return cls(product_shapes(module), sentence, token, kind)
 
     @property
-    def bytes_read(self) -> int:
+    def bytes_read(self) -> Number:
         """For each target token, in fp32; of a table that is only looked up, none to speak of."""
         if self.kind == "table" or not self.token:
             return 0
-        return 4 * (self.m * self.n if self.rank is None else self.rank * (self.m + self.n))
+        return 4 * sum(m * n for m, n in self.shapes)
 
 
 def without_head(name: str) -> str:
@@ -148,8 +145,11 @@ class SentenceCosts:
     working_set: float
     overhead: float
 
-    def __call__(self, name: str, m: Number, n: Number, rank: Number | None = None) -> Tensor:
-        """Microseconds a sentence of the matrix `name` if it were m×n of that rank; sizes may be tensors.
+    def __call__(self, name: str, *shapes: tuple[Number, Number]) -> Tensor:
+        """Microseconds a sentence of the matrix `name` if it were computed by products of these shapes.
+
+        Args:
+            shapes: m×n, which may be tensors; of tables and output layers V×d, or V×r and r×d.
 
         Raises:
             ValueError: the model has no such matrix.
@@ -164,34 +164,29 @@ class SentenceCosts:
         def source(m: Number, n: Number) -> Tensor:
             return self.machine.rows(m, n, self.source_tokens)
 
-        def output(m: Number, n: Number) -> Tensor:
-            return self.machine.output(m, n) if self.own else one(m, n)
-
         tokens, total = self.target_tokens, torch.zeros((), dtype=torch.float64)
-        if layer.kind in ("table", "tied"):
-            vocabulary, width = m, n
-            if rank is not None:
-                total = total + layer.sentence * source(rank, width) + layer.token * tokens * one(rank, width)
-            if layer.kind == "table":
-                return total
-            m, n = width, vocabulary
-        if layer.kind in ("output", "tied"):
-            return total + tokens * (output(m, n) if rank is None else one(m, rank) + output(rank, n))
-        if layer.sentence:
-            total = total + layer.sentence * (source(m, n) if rank is None else source(m, rank) + source(rank, n))
-        if layer.token:
-            row = linear_microseconds(m, n, rank, costs=self.machine, working_set=self.working_set)
-            total = total + layer.token * tokens * row
+        computed = shapes
+        if layer.kind != "linear":
+            (vocabulary, width), *computed = shapes  # a table's own rows are looked up
+        if layer.kind != "output":
+            for m, n in computed:
+                if layer.sentence:
+                    total = total + layer.sentence * source(m, n)
+                if layer.token:
+                    total = total + layer.token * tokens * one(m, n)
+        if layer.kind in ("output", "tied"):  # the same matrices, from the other side
+            last = self.machine.output(width, vocabulary) if self.own else one(width, vocabulary)
+            total = total + tokens * (sum((one(n, m) for m, n in computed), total.new_zeros(())) + last)
         return total
 
-    def bytes_read(self, name: str, m: Number, n: Number, rank: Number | None = None) -> Number:
-        """Bytes that a target token reads of the matrix `name` if it were m×n of that rank."""
-        return replace(self.layers[without_head(name)], m=m, n=n, rank=rank).bytes_read
+    def bytes_read(self, name: str, *shapes: tuple[Number, Number]) -> Number:
+        """Bytes that a target token reads of the matrix `name` if it were computed by products of these shapes."""
+        return replace(self.layers[without_head(name)], shapes=shapes).bytes_read
 
     @property
     def products(self) -> float:
         """Of all matrices as they are."""
-        return sum(self(name, layer.m, layer.n, layer.rank).item() for name, layer in self.layers.items())
+        return sum(self(name, *layer.shapes).item() for name, layer in self.layers.items())
 
     @property
     def total(self) -> float:
@@ -261,8 +256,8 @@ def narrow_config(config: PreTrainedConfig, encoder_layers: int, decoder_layers:
     changes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), NARROW)
     changes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), heads)
     if isinstance(config, FactorizedConfig):
-        own = (*RANK_FIELDS, "head_dim", "encoder_groups", "decoder_groups", "group_residual_rank", "init_std")
-        changes |= dict.fromkeys(own) | dict.fromkeys(("rank_pattern", "head_dim_pattern", "ffn_dim_pattern"))
+        own = ("head_dim", "encoder_groups", "decoder_groups", "group_residual_rank", "init_std")
+        changes |= dict.fromkeys((*own, *config.matrix_fields, *config.patterns))
     fields = copy.deepcopy(config.to_dict()) | {
         name: value for name, value in changes.items() if hasattr(config, name)
     }
@@ -307,12 +302,14 @@ def merge_unprofitable(model: PreTrainedModel, costs: SentenceCosts) -> list[str
         costs: of this model, `sentence_costs(model)`.
     """
     merged = []
-    ranks = {name: layer.rank for name, layer in costs.layers.items() if ".depths." not in name}
+    modules = {name.removeprefix(f"{model.base_model_prefix}."): module for name, module in model.named_modules()}
+    ranks = {name: rank_of(modules[name]) for name in costs.layers if ".depths." not in name}
     for name, rank in ranks.items():
         layer, path = costs.layers[name], f"{model.base_model_prefix}.{name}"
         if layer.kind != "linear" or rank is None:
             continue
-        if costs(name, layer.m, layer.n) >= costs(name, layer.m, layer.n, rank):
+        (m, _), (_, n) = layer.shapes
+        if costs(name, (m, n)) >= costs(name, *layer.shapes):
             continue
         model.set_submodule(path, _multiplied_out(model.get_submodule(path), name))
         merged.append(name)

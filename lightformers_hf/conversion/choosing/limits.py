@@ -22,7 +22,8 @@ HEADER_BYTES = 130
 # How often the time of a model is estimated anew: what a token reads decides how much of it stays in the cache.
 ROUNDS = 4
 
-Alternatives = Sequence[Mapping[str, Form]]
+# Of a unit's alternatives one is chosen, and of the places of each of its slots one.
+Alternatives = Sequence[Sequence[Sequence[Form]]]
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,12 @@ class Budget(ABC):
         def least(place: Form) -> float:
             return min(float(place.size(setting, measure)) for setting in (place.least, None))
 
-        return fixed, sum(min(sum(map(least, parts.values())) for parts in unit) for unit in self.free)
+        return fixed, sum(min(sum(min(map(least, slot)) for slot in slots) for slots in unit) for unit in self.free)
 
     def _allocate(self, choices: Mapping[Form, Choices], available: float) -> dict[Form, Setting]:
-        units = [[{place: choices[place] for place in parts.values()} for parts in unit] for unit in self.free]
+        units = [
+            [[{place: choices[place] for place in slot} for slot in slots] for slots in unit] for unit in self.free
+        ]
         return allocate(units, available)
 
 
@@ -82,7 +85,7 @@ class ParameterBudget(Budget):
         """Parameters that the free places may have."""
         name = self.options.budget
         if name == "ratio":
-            dense = sum(max(_dense(parts) for parts in unit) for unit in self.free)
+            dense = sum(max(_dense(slots) for slots in unit) for unit in self.free)
             return dense / self.options.policy().default.ratio
         asked = read_quantity(name, getattr(self.options, name))
         fixed, _ = self._total(count_parameters)
@@ -170,8 +173,8 @@ class TimeBudget(Budget):
         return settings
 
 
-def _dense(parts: Mapping[str, Form]) -> float:
-    return sum(float(place.size(None, count_parameters)) for place in parts.values())
+def _dense(slots: Sequence[Sequence[Form]]) -> float:
+    return sum(float(slot[0].size(None, count_parameters)) for slot in slots)
 
 
 def find_budget(

@@ -231,12 +231,3 @@ def machine_costs(file: Path | None = None, *, afresh: bool = False, timer: Time
     costs = measure_machine(timer)
     store_costs(costs, file)
     return costs
-
-
-def linear_microseconds(
-    m: Number, n: Number, rank: Number | None = None, *, costs: MachineCosts, working_set: float = UNCACHED
-) -> Tensor:
-    """One row through a dense m×n layer, or through a pair of rank r, in a model that reads `working_set` bytes."""
-    if rank is None:
-        return costs.row(m, n, working_set)
-    return costs.row(m, rank, working_set) + costs.row(rank, n, working_set)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...models.matrices import product_of
@@ -21,16 +21,19 @@ from ..choosing.rules import RankPolicy
 from ..registry import import_files
 from ..report import DENSE, MatrixReport
 from ..sharing.originals import Originals, short_name
+from ..statistics.metric import Metric
 
-# (module, m, n, r) → what it takes of the budget; m, n and r may be tensors, r `None` is dense.
-Measure = Callable[[str, int | Tensor, int | Tensor, Tensor | None], Tensor | float]
+# (matrix, shapes m×n of the products that compute it, one after another) → what they take of a budget. Sizes may be
+# tensors: as many answers at once. Of tables and output layers: V×d, or V×r and r×d.
+Shape = tuple[int | Tensor, int | Tensor]
+Measure = Callable[..., Tensor | float]
 # A rank or a width; `None` leaves a place as it is.
 Setting = int | None
 
 
-def count_parameters(name: str, m: int | Tensor, n: int | Tensor, rank: Tensor | None) -> Tensor | float:
-    """The `Measure` of size: mn, or r(m+n)."""
-    return m * n if rank is None else rank * (m + n)
+def count_parameters(name: str, *shapes: Shape) -> Tensor | float:
+    """The `Measure` of size: Σ mn."""
+    return sum(m * n for m, n in shapes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +106,22 @@ class Form(ABC):
     def build(self, setting: Setting) -> Built:
         """The place at that setting."""
 
+    @classmethod
+    def nearest_state(
+        cls, module: nn.Module, matrix: Tensor, bias: Tensor | None, find_metric: Callable[[], Metric], *, name: str
+    ) -> dict[str, Tensor]:
+        """State of a linear layer of this form whose matrix is the nearest to `matrix` that the layer can have.
+
+        By default that of an `nn.Linear`, which can have it.
+
+        Args:
+            module: the layer.
+            matrix: W, m×n, float64.
+            find_metric: gives the norm that says what is near, where that matters.
+            name: for messages.
+        """
+        return {"weight": matrix.T} | ({} if bias is None else {"bias": bias})
+
     def shape(self, name: str) -> tuple[int, int]:
         """(m, n) of a matrix, from the skeleton."""
         return tuple(product_of(self.originals.module(name)).shape)
@@ -133,6 +152,11 @@ def register_form(form: type[Form]) -> type[Form]:
     """Make a class one of the forms."""
     FORMS.append(form)
     return form
+
+
+def find_form(label: str) -> type[Form]:
+    """The form that reports call so; `Form` itself, which does nothing to a matrix, of a dense one."""
+    return next((form for form in all_forms() if form.label == label), Form)
 
 
 def all_forms() -> list[type[Form]]:

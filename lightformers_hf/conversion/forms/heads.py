@@ -178,7 +178,7 @@ class NarrowerHeads(Form):
         for part in PARTS:
             m, n = self.shape(f"{self.name}.{part}")
             shape = (inner, n) if part == "out_proj" else (m, inner)
-            total = total + measure(f"{self.name}.{part}", *shape, None)
+            total = total + measure(f"{self.name}.{part}", shape)
         return total
 
     def choices(self, measure: Measure) -> Choices:

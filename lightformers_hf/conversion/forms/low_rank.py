@@ -66,7 +66,8 @@ class LowRank(Form):
 
     def size(self, setting: Setting | Tensor, measure: Measure) -> Tensor | float:
         """What the matrix takes of the budget at that rank."""
-        return measure(self.name, *self.shape(self.name), setting)
+        m, n = self.shape(self.name)
+        return measure(self.name, *([(m, n)] if setting is None else [(m, setting), (setting, n)]))
 
     @property
     def _metric(self) -> Metric | None:
@@ -122,6 +123,15 @@ class LowRank(Form):
             left[(matrix == 0).all(dim=1)] = 0  # a padding row that is exactly zero stays so
         return self._built(Factors(left, right), bias, spectrum.energy(setting), spectrum.relative_error(setting))
 
+    @classmethod
+    def nearest_state(
+        cls, module: nn.Module, matrix: Tensor, bias: Tensor | None, find_metric: Callable[[], Metric], *, name: str
+    ) -> dict[str, Tensor]:
+        """As `Form.nearest_state`, by truncated SVD in the metric."""
+        metric, rank = find_metric(), rank_of(module)
+        factors = metric.restore(decompose(metric.weigh(matrix), name=name, rank=rank).truncate(rank))
+        return low_rank_state(module, *rescale(factors, "balanced"), bias)
+
     def _built(self, factors: Factors, bias: Tensor | None, energy: float, relative_error: float) -> Built:
         (m, n), rank = self.shape(self.name), factors.left.shape[1]
         report = MatrixReport(
@@ -130,25 +140,6 @@ class LowRank(Form):
         )  # fmt: skip
         state = low_rank_state(self.originals.module(self.name), *factors, bias)
         return Built([report], to_store({self.name: state}))
-
-
-def nearest_state(
-    module: nn.Module, matrix: Tensor, bias: Tensor | None, find_metric: Callable[[], Metric], *, name: str
-) -> dict[str, Tensor]:
-    """State of a linear layer whose matrix is the nearest to `matrix` that the layer can have.
-
-    Args:
-        module: dense or low-rank.
-        matrix: W, m×n, float64.
-        find_metric: gives the norm that says what is near, where that matters.
-        name: for messages.
-    """
-    rank = rank_of(module)
-    if rank is None:
-        return {"weight": matrix.T} | ({} if bias is None else {"bias": bias})
-    metric = find_metric()
-    factors = metric.restore(decompose(metric.weigh(matrix), name=name, rank=rank).truncate(rank))
-    return low_rank_state(module, *rescale(factors, "balanced"), bias)
 
 
 def commonest(values: list) -> object:

@@ -158,7 +158,7 @@ class FewerNeurons(Form):
         first, second = (f"{self.name}.{part}" for part in PARTS)
         m, size = self.shape(first)
         width = size if setting is None else setting
-        return measure(first, m, width, None) + measure(second, width, self.shape(second)[1], None)
+        return measure(first, (m, width)) + measure(second, (width, self.shape(second)[1]))
 
     def choices(self, measure: Measure) -> Choices:
         """So many neurons as the elimination has a cost for."""

@@ -8,7 +8,6 @@ import torch
 from transformers import PreTrainedModel
 
 from ...loading import skeleton
-from ...models.configuration_base import RANK_FIELDS
 from ...models.configuration_lightformer import LightFormerConfig
 from ..options import CompressionOptions, StudyOptions
 from ..statistics.calibration import Calibration
@@ -44,8 +43,8 @@ def new_groups(teacher: Teacher, options: CompressionOptions) -> dict[str, int]:
             if asked != getattr(teacher.config, field):
                 groups[field] = asked
     if groups and isinstance(teacher.config, LightFormerConfig):
-        different = ("head_dim_pattern", "ffn_dim_pattern", "group_residual_rank")
-        if held := [field for field in different if getattr(teacher.config, field)]:
+        shapes = [field for field in teacher.config.patterns if field not in teacher.config.matrix_fields]
+        if held := [field for field in (*shapes, "group_residual_rank") if getattr(teacher.config, field)]:
             raise ValueError(
                 f"{next(iter(groups))} is {next(iter(groups.values()))}, but layers of {teacher.name} differ in "
                 f"shape ({held[0]}) and can't be merged: share the layers of its own teacher"
@@ -62,7 +61,7 @@ def share_layers(teacher: Teacher, options: CompressionOptions, study: StudyOpti
     fields: dict[str, object] = dict(new_groups(teacher, options))
     if fields and isinstance(teacher.config, LightFormerConfig):
         fields |= {name: getattr(study, name) for name in ("share_layer_norms", "group_residual_rank")}
-    dense = dict.fromkeys(RANK_FIELDS) | {"rank_pattern": {}, "architectures": None}
+    dense = dict.fromkeys((*teacher.config.matrix_fields, "architectures"))
     config = type(teacher.config)(**{**teacher.config.to_dict(), **fields, **dense})
     return skeleton(teacher.model_class, config)
 

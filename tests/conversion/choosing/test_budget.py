@@ -23,7 +23,7 @@ def part(generator: torch.Generator, number: int) -> Choices:
 def measure(units, picks) -> tuple[float, float]:
     chosen = [(alternatives[which], places) for alternatives, (which, places) in zip(units, picks, strict=True)]
     pairs = [
-        (choices, index) for parts, places in chosen for choices, index in zip(parts.values(), places, strict=True)
+        (slot[name], index) for slots, places in chosen for slot, (name, index) in zip(slots, places, strict=True)
     ]
     return (
         sum(choices.sizes[index].item() for choices, index in pairs),
@@ -36,19 +36,24 @@ def measure(units, picks) -> tuple[float, float]:
 def test_no_other_choice_of_so_much_is_cheaper(seed, share):
     generator = torch.Generator().manual_seed(seed)
     units = [
-        [{"heads": part(generator, 4)}, {"q": part(generator, 3), "k": part(generator, 3)}],
-        [{"neurons": part(generator, 4)}, {"fc": part(generator, 3)}],
-        [{"table": part(generator, 5)}],
+        [[{"heads": part(generator, 4)}], [{"q": part(generator, 3)}, {"k": part(generator, 3)}]],
+        [[{"neurons": part(generator, 4)}], [{"fc": part(generator, 3), "fc in blocks": part(generator, 2)}]],
+        [[{"table": part(generator, 5)}]],
     ]
     budget = share * sum(
-        max(sum(choices.sizes.max().item() for choices in parts.values()) for parts in alternatives)
+        max(sum(choices.sizes.max().item() for slot in slots for choices in slot.values()) for slots in alternatives)
         for alternatives in units
     )
     options = [
         [
             (which, places)
-            for which, parts in enumerate(alternatives)
-            for places in itertools.product(*(range(len(choices.settings)) for choices in parts.values()))
+            for which, slots in enumerate(alternatives)
+            for places in itertools.product(
+                *(
+                    [(name, index) for name, choices in slot.items() for index in range(len(choices.settings))]
+                    for slot in slots
+                )
+            )
         ]
         for alternatives in units
     ]
@@ -62,9 +67,10 @@ def test_no_other_choice_of_so_much_is_cheaper(seed, share):
     chosen = allocate(units, budget)
     picks = []
     for alternatives in units:
-        (which,) = [index for index, parts in enumerate(alternatives) if set(parts) <= set(chosen)]
-        settings_of = [choices.settings.index(chosen[name]) for name, choices in alternatives[which].items()]
-        picks.append((which, settings_of))
+        (which,) = [index for index, slots in enumerate(alternatives) if set(chosen).intersection(*slots[:1])]
+        names = [next(name for name in slot if name in chosen) for slot in alternatives[which]]
+        slots = zip(alternatives[which], names, strict=True)
+        picks.append((which, [(name, slot[name].settings.index(chosen[name])) for slot, name in slots]))
     assert len(chosen) == sum(len(units[index][which]) for index, (which, _) in enumerate(picks))
     size, cost = measure(units, picks)
     assert size <= budget
@@ -73,7 +79,7 @@ def test_no_other_choice_of_so_much_is_cheaper(seed, share):
 
 def test_a_budget_for_everything_loses_nothing():
     free = Choices([1, None], torch.tensor([1.0, 0.0]), torch.tensor([1.0, 5.0]))
-    assert allocate([[{"a": free}], [{"b": free}]], 10) == {"a": None, "b": None}
+    assert allocate([[[{"a": free}]], [[{"b": free}]]], 10) == {"a": None, "b": None}
 
 
 def test_tails():

@@ -21,7 +21,6 @@ from lightformers_hf.conversion.choosing.latency import layers_of, merge_unprofi
 from lightformers_hf.conversion.choosing.machine import (
     MachineCosts,
     Table,
-    linear_microseconds,
     machine_costs,
     time_product,
 )
@@ -70,16 +69,17 @@ def marian():
 @pytest.mark.parametrize(("working_set", "weight"), [(0, 0.01), (10e6, 0.03), (15e6, 0.04), (1e9, 0.05)])
 def test_a_product_costs_what_is_read_from_where(machine, working_set, weight):
     for m, n in [(8, 8), (40, 100), (512, 512), (4, 1000)]:  # inside the grid and beyond it
-        cost = linear_microseconds(m, n, costs=machine, working_set=working_set)
-        assert cost.item() == pytest.approx(1 + weight * m * n)
-    pair = linear_microseconds(100, 200, 30, costs=machine, working_set=working_set)
-    assert pair.item() == pytest.approx(2 + weight * 30 * 300)
+        assert machine.row(m, n, working_set).item() == pytest.approx(1 + weight * m * n)
+    costs = replace(sentence_costs(marian(), 12, 10, machine=machine), working_set=working_set)
+    pair = costs("decoder.layers.0.fc1", (100, 30), (30, 200))
+    assert pair.item() == pytest.approx(10 * (2 + weight * 30 * 300))
 
 
 def test_many_sizes_at_once(machine):
     ranks = torch.arange(1, 100)
-    together = linear_microseconds(64, 300, ranks, costs=machine)
-    one_by_one = [linear_microseconds(64, 300, int(rank), costs=machine).item() for rank in ranks]
+    costs = sentence_costs(marian(), machine=machine)
+    together = costs("encoder.layers.0.fc1", (64, ranks), (ranks, 300))
+    one_by_one = [costs("encoder.layers.0.fc1", (64, rank), (rank, 300)).item() for rank in ranks.tolist()]
     assert together.tolist() == pytest.approx(one_by_one)
 
 
@@ -247,7 +247,7 @@ def test_products_are_counted_as_they_run(fields):
         if layer.kind == "linear":
             assert rows[name] == 7 * layer.sentence + 5 * layer.token, name
             module = model.get_submodule(f"model.{name}")
-            assert (layer.m, layer.n) == (module.in_features, module.out_features)
+            assert (layer.shapes[0][0], layer.shapes[-1][1]) == (module.in_features, module.out_features)
     linear = {name for name, layer in layers.items() if layer.kind == "linear"}
     rest = {name for name in rows if name not in linear and not name.endswith((".u", ".v"))}
     assert rest <= {"lm_head", "lm_head.output"}
@@ -270,11 +270,11 @@ def test_the_embedding_is_read_and_written(machine):
     costs = sentence_costs(light(**RANKS), 12, 10, machine=machine)
     looked_up = (3 + 0.1 * 10 * 32) / 2 + 10 * (1 + 0.01 * 10 * 32)
     written = 10 * (1 + 0.01 * 32 * 10 + 2 + 0.02 * 10 * 50)
-    assert costs("shared", 50, 32, 10).item() == pytest.approx(looked_up + written)
-    assert costs("model.shared", 50, 32).item() == pytest.approx(10 * (2 + 0.02 * 32 * 50))
+    assert costs("shared", (50, 10), (10, 32)).item() == pytest.approx(looked_up + written)
+    assert costs("model.shared", (50, 32)).item() == pytest.approx(10 * (2 + 0.02 * 32 * 50))
     apart = sentence_costs(light(**RANKS, tie_word_embeddings=False), 12, 10, machine=machine)
-    assert apart("shared", 50, 32, 10).item() == pytest.approx(looked_up)
-    assert apart("lm_head", 32, 50, 10).item() == pytest.approx(written)
+    assert apart("shared", (50, 10), (10, 32)).item() == pytest.approx(looked_up)
+    assert apart("lm_head", (50, 10), (10, 32)).item() == pytest.approx(written)
 
 
 def test_a_configuration_is_enough(machine):
@@ -326,7 +326,7 @@ def test_other_models_are_refused(machine):
     with pytest.raises(ValueError, match="encoder-decoder"):
         layers_of(BertModel(BertConfig(vocab_size=20, **sizes)))
     with pytest.raises(ValueError, match="fc3"):
-        sentence_costs(marian(), machine=machine)("decoder.layers.0.fc3", 4, 4)
+        sentence_costs(marian(), machine=machine)("decoder.layers.0.fc3", (4, 4))
 
 
 def test_what_costs_more_than_its_product_is_multiplied_out(machine, tmp_path):
