@@ -16,7 +16,7 @@ from ..files import TOKENIZER_FILES
 from ..languages import set_language_codes
 from ..loading import load_tensors, skeleton, stored_tensors
 from ..models.configuration_lightformer import LightFormerConfig
-from ..models.matrices import bias_of, factors_of, product_of, rank_of
+from ..models.matrices import bias_of, factors_of, product_of
 from .checkpoint import CheckpointReader
 from .families import find_family
 from .linear import Linear
@@ -211,10 +211,6 @@ class Teacher:
         tensors = {leaf: self.read(f"{name}.{leaf}") for leaf in module.state_dict()}
         module.load_state_dict(tensors, assign=True)
         return module.requires_grad_(False)
-
-    def is_low_rank(self, name: str) -> bool:
-        """Whether a module is a product of two already."""
-        return rank_of(self.model.get_submodule(name)) is not None
 
     def factors(self, name: str) -> tuple[torch.Tensor, ...]:
         """What a module's matrix is the product of: one matrix, or two, m×r and r×n."""

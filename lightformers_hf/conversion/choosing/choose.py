@@ -29,8 +29,8 @@ def spends_budget(options: CompressionOptions, study: StudyOptions) -> bool:
 def find_units(originals: Originals, options: CompressionOptions, study: StudyOptions) -> list[Unit]:
     """Every matrix, attention and network of a model, with the forms that may make it smaller.
 
-    A matrix that the policy settles, one that is factorized already, and one that depths add a residual to, have the
-    usual form alone.
+    A matrix that the policy settles, and one that depths add a residual to, have the usual form alone; one that has a
+    form in the source already, that form. So have all others of its attention or network.
 
     Raises:
         ValueError: a pattern that fits no matrix, or a method that is no form's.
@@ -45,9 +45,13 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
             f"{', '.join(names[:4])}"
         )
 
-    def is_bound(name: str) -> bool:
+    def find_holder(name: str) -> type[Form] | None:
+        own = originals.own_module(name)
+        return next((form for form in forms if own is not None and name in places[form] and form.holds(own)), None)
+
+    def is_settled(name: str) -> bool:
         settled = policy.settles(short_name(name), originals.module(name).kind)
-        return bool(settled or getattr(dense.config, "group_residual_rank", None) or originals.is_low_rank(name))
+        return bool(settled or getattr(dense.config, "group_residual_rank", None))
 
     def find_alternatives(matrices: Sequence[str], wanted: Sequence[type[Form]]) -> Unit:
         slots: dict[tuple[str, ...], Slot] = {}
@@ -64,11 +68,14 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
         if taken.intersection(matrices):
             continue
         taken.update(matrices)
+        holders = {name: find_holder(name) for name in matrices}
+        if any(holders.values()) or any(map(is_settled, matrices)):
+            units.append([[[(form or forms[0])(name, originals, study.split)] for name, form in holders.items()]])
+            continue
         method = getattr(study, f"{originals.module(matrices[0]).kind}_method", None)
         if method is None and not spends_budget(options, study):
             method = forms[0].method
-        allowed = forms[:1] if any(map(is_bound, matrices)) else forms
-        wanted = [form for form in allowed if method in (None, form.method)]
+        wanted = [form for form in forms if method in (None, form.method)]
         units.append(find_alternatives(matrices, wanted) or find_alternatives(matrices, forms[:1]))
     return units
 
@@ -141,7 +148,8 @@ def split_units(units: Sequence[Unit], policy: RankPolicy) -> tuple[list[Form], 
     """Places whose matrix the policy settles, and the units without them."""
 
     def is_given(place: Form) -> bool:
-        return place.is_usual and policy.settles(short_name(place.name), place.kind(place.name))
+        module = place.originals.module(place.name)
+        return hasattr(module, "kind") and policy.settles(short_name(place.name), module.kind)
 
     given = [place for alternative, *_ in units for place, *_ in alternative if is_given(place)]
     free = [[[slot for slot in alternative if not is_given(slot[0])] for alternative in unit] for unit in units]

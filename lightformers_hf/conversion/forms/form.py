@@ -81,6 +81,11 @@ class Form(ABC):
     def fields(cls, reports: Sequence[MatrixReport], dense: PreTrainedModel) -> dict[str, object]:
         """The fields of the result's configuration that say what matrices of this form (`reports`) became."""
 
+    @classmethod
+    def holds(cls, module: nn.Module) -> bool:
+        """Whether a module of the source has this form already: then `build(None)` leaves it in it."""
+        return False
+
     @property
     @abstractmethod
     def least(self) -> Setting:

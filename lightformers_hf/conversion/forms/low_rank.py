@@ -58,6 +58,11 @@ class LowRank(Form):
         fields["rank_pattern"] = {name: ranks.get(name) for name in kinds if ranks.get(name) != usual[name]}
         return fields
 
+    @classmethod
+    def holds(cls, module: nn.Module) -> bool:
+        """A product of two."""
+        return rank_of(module) is not None
+
     @property
     def least(self) -> Setting:
         """Rank 1, unless the matrix is smaller as it is."""
@@ -103,7 +108,8 @@ class LowRank(Form):
 
     def build(self, setting: Setting) -> Built:
         """The matrix at that rank."""
-        if self.originals.is_low_rank(self.name):
+        source = self.originals.own_module(self.name)
+        if source is not None and self.holds(source):
             # A source that is factorized already, and would not get smaller, keeps the factors it has.
             own = self.originals.factors(self.name)
             if setting is None or setting >= own[0].shape[1]:

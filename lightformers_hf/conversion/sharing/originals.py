@@ -86,13 +86,13 @@ class Originals:
         has_bias = any(self.teacher.has_bias(source) for source in sources)
         return self.calibration.metric(sources, kind, has_bias, self.weighting)
 
-    def is_low_rank(self, name: str) -> bool:
-        """Whether the module is factorized in the teacher already, and not merged."""
-        sources = self.sources(name)
-        return len(set(sources)) == 1 and self.teacher.is_low_rank(sources[0])
+    def own_module(self, name: str) -> nn.Module | None:
+        """The teacher's module, from its skeleton; `None` where layers are merged."""
+        sources = set(self.sources(name))
+        return self.teacher.model.get_submodule(sources.pop()) if len(sources) == 1 else None
 
     def factors(self, name: str) -> tuple[Tensor, ...]:
-        """The two factors that such a module has."""
+        """The factors that such a module has."""
         return self.teacher.factors(self.sources(name)[0])
 
     def moments(self, name: str) -> tuple[Tensor, Tensor] | None:

@@ -1,13 +1,16 @@
 """Units: every matrix once, whichever forms there are; rules are followed with one decomposition of each matrix."""
 
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 from conversion.teachers import TEACHERS, make_teacher
 
-from lightformers_hf import plan
+from lightformers_hf import StudyOptions, plan
 from lightformers_hf.conversion.choosing.choose import find_units
+from lightformers_hf.conversion.forms import form as forms_of_form
 from lightformers_hf.conversion.forms import low_rank
+from lightformers_hf.conversion.forms.form import all_forms
 from lightformers_hf.conversion.options import CompressionOptions, settle
 from lightformers_hf.conversion.sharing.groups import find_matrices, share_layers
 from lightformers_hf.conversion.sharing.originals import Originals
@@ -23,9 +26,7 @@ def units_of(folder, **options):
 
 
 def covered(alternative) -> list[str]:
-    return sorted(
-        name for place in alternative.values() for name in type(place).places(place.originals.dense)[place.name]
-    )
+    return sorted(name for place, *_ in alternative for name in type(place).places(place.originals.dense)[place.name])
 
 
 @pytest.mark.parametrize("name", TEACHERS)
@@ -36,9 +37,41 @@ def test_every_matrix_is_in_one_unit_and_every_alternative_has_all_of_them(tmp_p
     assert sorted(name for first, *_ in units for name in covered(first)) == sorted(matrices)
     for first, *others in units:
         assert all(covered(other) == covered(first) for other in others)
-    methods = {place.method for unit in units for alternative in unit for place in alternative.values()}
-    assert methods == ({"low-rank", "narrow"} if method in ("auto", "narrow") else {"low-rank"})
-    assert (max(map(len, units)) == 2) == (method == "auto")
+    methods = {place.method for unit in units for alternative in unit for slot in alternative for place in slot}
+    every = {form.method for form in all_forms()}
+    assert methods == {"auto": every, "narrow": {"low-rank", "narrow"}}.get(method, {"low-rank"})
+    assert (max(map(len, units)) > 1) == (method == "auto")
+
+
+@dataclass(frozen=True, eq=False)
+class Another(low_rank.LowRank):
+    """A form of single matrices besides low rank."""
+
+    label, method, is_usual = "another", "another", False
+
+
+def test_another_form_of_matrices_leaves_what_there_is(tmp_path, monkeypatch):
+    """Of attention: narrower heads, or four matrices, each in one of two forms."""
+    monkeypatch.setattr(forms_of_form, "FORMS", [Another, *all_forms()])
+    make_teacher("marian", tmp_path)
+    units, matrices = units_of(tmp_path, ratio=2)
+    assert sorted(name for first, *_ in units for name in covered(first)) == sorted(matrices)
+    labels = [
+        [sorted({place.label for place in slot}) for slot in alternative] for unit in units for alternative in unit
+    ]
+    assert labels.count([["narrower heads"]]) == 8
+    assert labels.count([["another", "low-rank"]] * 4) == 8
+    assert labels.count([["fewer neurons"]]) == 6
+    assert labels.count([["another", "low-rank"]] * 2) == 6
+    study = StudyOptions(attention_method="another", ffn_method="narrow", allocation="uniform", refit=False)
+    report = plan(tmp_path, ratio=2, study=study, progress=False)
+    assert {matrix.form for matrix in report.matrices if matrix.kind == "attention"} == {"another"}
+
+
+def test_a_method_of_no_form_is_named(tmp_path):
+    make_teacher("marian", tmp_path)
+    with pytest.raises(ValueError, match="attention_method is 'heads', expected one of low-rank, narrow"):
+        plan(tmp_path, study=StudyOptions(attention_method="heads"), progress=False)
 
 
 def test_what_the_user_settles_has_the_usual_form_alone(tmp_path):
