@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lightformers_hf.evaluation.translate import longest_input
 from lightformers_hf.export import Engine, load_engine
 from lightformers_hf.export.engines import CHECKPOINTS
-from lightformers_hf.loading import unique_parameters
+from lightformers_hf.loading import load_pretrained, unique_parameters
 
 # Nothing leaves the machine: no analytics, no tunnel, and fonts that the reader has.
 FONTS = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
@@ -43,7 +43,7 @@ class Translator:
         if engine.name == CHECKPOINTS:
             size = f"{unique_parameters(engine.model.network) / 1e6:,.1f}M parameters"
         short = Path(name).name if Path(name).is_dir() else name
-        translator = cls(f"{role}: {short}, {size}", engine, AutoTokenizer.from_pretrained(name))
+        translator = cls(f"{role}: {short}, {size}", engine, load_pretrained(AutoTokenizer, name))
         translator("1")
         return translator
 

@@ -28,7 +28,7 @@ from .conversion.card import MARK, evaluation_results, model_card, read_results
 from .conversion.checkpoint import CheckpointReader
 from .conversion.report import ModelFacts, read_report
 from .files import CARD_FILE, REPORT_FILE, STATE_FILE, TOKENIZER_FILES, read_json
-from .loading import skeleton, stored_tensors
+from .loading import load_pretrained, skeleton, stored_tensors
 from .models.configuration_base import FactorizedConfig
 
 # What belongs to a model; whatever else lies in its folder (optimizer states, logs, data) stays at home.
@@ -126,7 +126,7 @@ def _check_model(folder: Path) -> PreTrainedModel:
     """The model that a folder holds, without storage, once it is sure that its weights are whole, and no pickle."""
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no config.json: give what convert or a training run wrote")
-    config = AutoConfig.from_pretrained(folder)
+    config = load_pretrained(AutoConfig, folder)
     if not isinstance(config, FactorizedConfig):
         raise ValueError(
             f"{folder} holds a {config.model_type!r} model, which needs nothing of this package: upload it with "

@@ -6,7 +6,9 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -61,11 +63,44 @@ def resolve_source(source: str | Path) -> Path:
     return folder
 
 
+def load_pretrained(auto: type, name: str | os.PathLike, **options: Any) -> Any:
+    """As `auto.from_pretrained(name, **options)` of an Auto class, but code beside a checkpoint is never run.
+
+    Where `auto_map` names code, transformers asks on standard input whether to run it; here nobody is asked. The
+    architectures of this package, whose checkpoints have their code with them, load from the installed package.
+
+    Raises:
+        ValueError: a model or tokenizer that only its own code can load; else as `from_pretrained`.
+    """
+    with _no_strange_code(name):
+        return auto.from_pretrained(name, trust_remote_code=False, **options)
+
+
+def build_network(auto: type, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """As `auto.from_config(config, **options)`: random weights; and as in `load_pretrained`, no code is run."""
+    with _no_strange_code(config.name_or_path or config.model_type):
+        return auto.from_config(config, trust_remote_code=False, **options)
+
+
+@contextmanager
+def _no_strange_code(name: str | os.PathLike) -> Iterator[None]:
+    """Say of what needs code of its own, instead of how to have it run, that it is not run."""
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{name} can only be loaded by code of its own (auto_map in its configuration), which is never run here: "
+            "give a checkpoint of an architecture that transformers or this package has"
+        ) from None
+
+
 def load_model(
     name: str | os.PathLike, *, device: str | torch.device = "cpu"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a sequence-to-sequence checkpoint and its tokenizer from a folder or from the Hub: see `load_network`."""
-    return load_network(name, device=device), AutoTokenizer.from_pretrained(name)
+    return load_network(name, device=device), load_pretrained(AutoTokenizer, name)
 
 
 def load_network(name: str | os.PathLike, *, device: str | torch.device = "cpu") -> PreTrainedModel:
@@ -85,7 +120,7 @@ def load_network(name: str | os.PathLike, *, device: str | torch.device = "cpu")
     if is_export(name):
         raise ValueError(f"{name} was exported for another engine: give the checkpoint that it was exported from.")
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = load_pretrained(AutoConfig, name)
     except OSError as error:
         raise FileNotFoundError(
             f"{name} is neither a checkpoint folder nor a reachable model on the Hub: {error}"
@@ -95,8 +130,8 @@ def load_network(name: str | os.PathLike, *, device: str | torch.device = "cpu")
             f"{name} is a {config.model_type!r} model: expected a sequence-to-sequence model such as Marian, BART or "
             "LightFormer."
         )
-    model, loading = AutoModelForSeq2SeqLM.from_pretrained(
-        name, config=config, dtype=torch.float32, output_loading_info=True
+    model, loading = load_pretrained(
+        AutoModelForSeq2SeqLM, name, config=config, dtype=torch.float32, output_loading_info=True
     )
     if loading["missing_keys"]:
         raise ValueError(

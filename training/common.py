@@ -38,7 +38,7 @@ from transformers import (
 
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
 from lightformers_hf.conversion import copy_report
-from lightformers_hf.loading import unique_parameters
+from lightformers_hf.loading import build_network, load_pretrained, unique_parameters
 from lightformers_hf.recovery import find_last_checkpoint, gather_model, prepare_sharding
 from lightformers_hf.text import load_rows
 
@@ -112,7 +112,7 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
         raise ValueError("A recipe's model has no tokenizer of its own: give --tokenizer-name.")
     if Path(name).is_file():
         raise ValueError(f"{name} is a configuration without a tokenizer: give --tokenizer-name.")
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer = load_pretrained(AutoTokenizer, name)
     if args.tokenizer_name and args.model_name_or_path and not args.from_scratch:
         check_own_tokenizer(args.model_name_or_path, tokenizer)
     return tokenizer
@@ -121,7 +121,7 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
 def check_own_tokenizer(model: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise a `ValueError` if the checkpoint `model` comes with a tokenizer of another vocabulary."""
     try:
-        own = AutoTokenizer.from_pretrained(model)
+        own = load_pretrained(AutoTokenizer, model)
     except (OSError, ValueError):  # it has none
         return
     if own.get_vocab() != tokenizer.get_vocab():
@@ -142,8 +142,13 @@ def load_model(
     Its configuration is `config`, or its own. Raises `ValueError` if its weights are not those of the configuration.
     """
     try:
-        model, info = auto_model.from_pretrained(
-            name, config=config, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
+        model, info = load_pretrained(
+            auto_model,
+            name,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            output_loading_info=True,
         )
     except RuntimeError as error:
         if config is None or "mismatch" not in str(error):
@@ -181,7 +186,7 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, auto_m
         starts = (tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
         tokens["decoder_start_token_id"] = next((token for token in starts if token is not None), None)
     if not args.model and (args.model_name_or_path or content.keys() >= tokens.keys()):
-        return AutoConfig.from_pretrained(name)
+        return load_pretrained(AutoConfig, name)
     # Given to the constructor, so that fields that follow from them follow, and fields that must fit are checked.
     try:
         return AutoConfig.for_model(**({} if args.model_name_or_path else tokens) | content | args.model)
@@ -201,7 +206,7 @@ def build_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, auto_m
         )
     if name and not args.from_scratch:
         return load_model(name, args.attn_implementation, auto_model, config if args.model else None)
-    model = auto_model.from_config(config, dtype=torch.float32, attn_implementation=args.attn_implementation)
+    model = build_network(auto_model, config, dtype=torch.float32, attn_implementation=args.attn_implementation)
     if name:  # so that it is decoded just as the checkpoint it is compared with
         model.generation_config = GenerationConfig.from_pretrained(name)
     return model
@@ -260,7 +265,7 @@ def check_resume(checkpoint: str, trainer: Trainer) -> None:
     # What says nothing of the weights, or what Trainer itself makes agree with the tokenizer before the first step.
     passing = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
     passing |= {f"{token}_token_id" for token in ("bos", "eos", "pad")}
-    before, now = AutoConfig.from_pretrained(checkpoint).to_dict(), trainer.model.config.to_dict()
+    before, now = load_pretrained(AutoConfig, checkpoint).to_dict(), trainer.model.config.to_dict()
     for name in sorted((before.keys() | now.keys()) - passing):
         if before.get(name) != now.get(name):
             raise ValueError(
@@ -268,7 +273,7 @@ def check_resume(checkpoint: str, trainer: Trainer) -> None:
                 "with the same configuration, or choose another output_dir."
             )
     tokenizer = trainer.processing_class
-    if tokenizer is not None and AutoTokenizer.from_pretrained(checkpoint).get_vocab() != tokenizer.get_vocab():
+    if tokenizer is not None and load_pretrained(AutoTokenizer, checkpoint).get_vocab() != tokenizer.get_vocab():
         raise ValueError(f"{checkpoint} was trained with another tokenizer than {tokenizer.name_or_path}.")
 
 

@@ -44,7 +44,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
 from lightformers_hf.evaluation.benchmarks.architectures import training_speed
 from lightformers_hf.evaluation.speed import speed_ratio, tokens_per_second, typical_sentences
-from lightformers_hf.loading import load_model, unique_parameters
+from lightformers_hf.loading import load_model, load_pretrained, unique_parameters
 from lightformers_hf.text import load_parallel
 
 SCRIPTS = {"translation": "run_translation.py", "summarization": "run_summarization.py", "clm": "run_clm.py"}
@@ -211,8 +211,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def load_weights(folder: Path) -> PreTrainedModel:
     """The trained model of a task whose speed is not measured."""
-    causal = not AutoConfig.from_pretrained(folder).is_encoder_decoder
-    return (AutoModelForCausalLM if causal else AutoModelForSeq2SeqLM).from_pretrained(folder)
+    causal = not load_pretrained(AutoConfig, folder).is_encoder_decoder
+    return load_pretrained(AutoModelForCausalLM if causal else AutoModelForSeq2SeqLM, folder)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ from transformers import (
 )
 from word_vectors import start_embedding
 
+from lightformers_hf.loading import build_network, load_pretrained
 from lightformers_hf.text import load_rows
 
 HEADS = ("classifier.", "classification_head.", "pre_classifier.", "score.")
@@ -138,7 +139,7 @@ def find_classes(args: ModelArguments, parts: dict[str, Dataset]) -> list[str]:
     if args.model_name_or_path and not args.from_scratch:
         content, _ = transformers.PreTrainedConfig.get_config_dict(args.model_name_or_path)
         if "ForSequenceClassification" in "".join(content.get("architectures") or ""):
-            labels = transformers.AutoConfig.from_pretrained(args.model_name_or_path).id2label
+            labels = load_pretrained(transformers.AutoConfig, args.model_name_or_path).id2label
             classes, source = [labels[i] for i in sorted(labels)], args.model_name_or_path
     if classes is None:
         if "train" not in parts:
@@ -176,13 +177,18 @@ def build_classifier(
     if name and not args.from_scratch:
         if vectors:
             raise ValueError(f"{name} has an embedding already: --word-vectors is for random weights.")
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            name, config=config, key_mapping=ENCODER_OF_PAIR, output_loading_info=True, **options
+        model, info = load_pretrained(
+            AutoModelForSequenceClassification,
+            name,
+            config=config,
+            key_mapping=ENCODER_OF_PAIR,
+            output_loading_info=True,
+            **options,
         )
         if missing := sorted(key for key in info["missing_keys"] if not key.startswith(HEADS)):
             raise ValueError(f"{name} lacks {len(missing)} of the encoder's weights, such as {missing[0]}.")
         return model
-    model = AutoModelForSequenceClassification.from_config(config, **options)
+    model = build_network(AutoModelForSequenceClassification, config, **options)
     if vectors:
         start_embedding(model, tokenizer, vectors)
     return model

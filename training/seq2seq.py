@@ -34,6 +34,7 @@ from transformers import (
     set_seed,
 )
 
+from lightformers_hf.loading import load_pretrained
 from lightformers_hf.recovery import RecoveryTrainer
 from lightformers_hf.text import load_parallel, tokenize_pairs
 
@@ -111,7 +112,7 @@ class TrainingArguments(OutputArguments, Seq2SeqTrainingArguments):
 
 def load_teacher(name: str, tokenizer: PreTrainedTokenizerBase, attention: str | None) -> PreTrainedModel:
     """The teacher; a ValueError if its words are not those of `tokenizer`."""
-    if AutoTokenizer.from_pretrained(name).get_vocab() != tokenizer.get_vocab():
+    if load_pretrained(AutoTokenizer, name).get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"The teacher {name} has another vocabulary than the model's tokenizer: distillation compares their "
             "predictions word by word, choose a teacher with the same tokenizer."

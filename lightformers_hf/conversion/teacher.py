@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from .. import models
 from ..files import TOKENIZER_FILES
 from ..languages import set_language_codes
-from ..loading import load_tensors, skeleton, stored_tensors
+from ..loading import load_pretrained, load_tensors, skeleton, stored_tensors
 from ..models.configuration_lightformer import LightFormerConfig
 from ..models.matrices import bias_of, factors_of, product_of
 from .checkpoint import CheckpointReader
@@ -48,7 +48,7 @@ class Teacher:
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"{folder} holds no config.json: a checkpoint folder written by save_pretrained")
         try:
-            self.source_config = AutoConfig.from_pretrained(folder)
+            self.source_config = load_pretrained(AutoConfig, folder)
         except (KeyError, ValueError) as error:
             raise ValueError(
                 f"{folder / 'config.json'} is no configuration that transformers knows: {error}"
@@ -184,7 +184,7 @@ class Teacher:
         """The checkpoint's tokenizer. Raises `ValueError` where it has none, one too large, or lacks a language."""
         if self._tokenizer is None:
             try:
-                tokenizer = AutoTokenizer.from_pretrained(self.folder)
+                tokenizer = load_pretrained(AutoTokenizer, self.folder)
             except (OSError, ValueError) as error:
                 raise ValueError(f"{self.folder} has no tokenizer, which calibration needs: {error}") from None
             self._check_vocabulary(tokenizer)

@@ -30,6 +30,7 @@ from transformers import (
     set_seed,
 )
 
+from lightformers_hf.loading import build_network, load_pretrained
 from lightformers_hf.recovery import RecoveryTrainer
 from lightformers_hf.text import load_parallel, tokenize_pairs
 
@@ -77,9 +78,9 @@ def write_teacher(folder: Path, corpus: Path, settings: DemoSettings) -> None:
     """Train tokenizer and Marian teacher, and save both in the layout of an opus-mt checkpoint."""
     train = load_parallel(str(corpus / "train.jsonl"), source="de", target="en")
     _write_tokenizer(folder, [*train["source"], *train["target"]], settings.vocabulary)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_pretrained(AutoTokenizer, folder)
     set_seed(settings.seed)
-    model = AutoModelForSeq2SeqLM.from_config(_teacher_config(tokenizer, settings), **ATTENTION)
+    model = build_network(AutoModelForSeq2SeqLM, _teacher_config(tokenizer, settings), **ATTENTION)
     model.generation_config = GenerationConfig(
         max_length=LONGEST,
         num_beams=1,
@@ -101,13 +102,13 @@ def write_recovered(
     Both starts see the same batches in the same order for as many steps.
     """
     train = load_parallel(str(corpus / "train.jsonl"), source="de", target="en")
-    tokenizer = AutoTokenizer.from_pretrained(compressed)
+    tokenizer = load_pretrained(AutoTokenizer, compressed)
     set_seed(settings.seed)
     if random_start:
-        model = AutoModelForSeq2SeqLM.from_config(AutoConfig.from_pretrained(compressed), **ATTENTION)
+        model = build_network(AutoModelForSeq2SeqLM, load_pretrained(AutoConfig, compressed), **ATTENTION)
         model.generation_config = GenerationConfig.from_pretrained(compressed)
     else:
-        model = AutoModelForSeq2SeqLM.from_pretrained(compressed, **ATTENTION)
+        model = load_pretrained(AutoModelForSeq2SeqLM, compressed, **ATTENTION)
     losses = train_model(
         model,
         tokenizer,
@@ -115,7 +116,7 @@ def write_recovered(
         settings,
         steps=settings.recovery_steps,
         learning_rate=settings.recovery_learning_rate,
-        teacher=AutoModelForSeq2SeqLM.from_pretrained(teacher, **ATTENTION),
+        teacher=load_pretrained(AutoModelForSeq2SeqLM, teacher, **ATTENTION),
     )
     _save(model, tokenizer, losses, folder)
 

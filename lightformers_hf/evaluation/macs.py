@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
-from ..loading import learned_parameters
+from ..loading import build_network, learned_parameters
 
 TOKENS = 20  # of source and of target: PartialFormer, Table 5
 
@@ -59,7 +59,7 @@ def without_storage(config: PreTrainedConfig) -> PreTrainedModel:
         ValueError: not the configuration of a sequence-to-sequence model.
     """
     with torch.device("meta"):
-        return AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager").eval()
+        return build_network(AutoModelForSeq2SeqLM, config, attn_implementation="eager").eval()
 
 
 def generation_macs(

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from ..export import load_engine
-from ..loading import is_export, load_model, position_limit
+from ..loading import is_export, load_model, load_pretrained, position_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -38,7 +38,7 @@ def load_translator(
         return load_model(name, device=device)
     if str(device) != "cpu":
         raise ValueError(f"{name} was exported to run on the CPU, not on {device}")
-    return load_engine(name, threads=torch.get_num_threads()), AutoTokenizer.from_pretrained(name)
+    return load_engine(name, threads=torch.get_num_threads()), load_pretrained(AutoTokenizer, name)
 
 
 def longest_input(model: PreTrainedModel | Engine, tokenizer: PreTrainedTokenizerBase) -> int:

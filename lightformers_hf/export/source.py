@@ -9,6 +9,7 @@ import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..conversion.teacher import Teacher
+from ..loading import load_pretrained
 from ..models.modeling_lightformer import LightFormerForConditionalGeneration
 
 
@@ -48,6 +49,6 @@ def read_source(folder: Path, name: str, engine: str) -> Source:
         name,
         folder,
         teacher.load().eval().requires_grad_(False),
-        AutoTokenizer.from_pretrained(folder) if teacher.has_tokenizer else None,
+        load_pretrained(AutoTokenizer, folder) if teacher.has_tokenizer else None,
         teacher.generation_config(),
     )

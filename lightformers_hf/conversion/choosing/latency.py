@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
+from ...loading import build_network
 from ...models.configuration_base import FactorizedConfig
 from ...models.matrices import bias_of, make_linear, matrices_of, product_of, product_shapes, rank_of
 from ..workers import from_main, is_main
@@ -216,7 +217,7 @@ def sentence_costs(
     """
     if isinstance(model, PreTrainedConfig):
         with torch.device("meta"):
-            model = AutoModelForSeq2SeqLM.from_config(model)
+            model = build_network(AutoModelForSeq2SeqLM, model)
     layers = layers_of(model)
     kept = machine is None
     machine = from_main(lambda: machine_costs(timer=timer)) if kept else machine

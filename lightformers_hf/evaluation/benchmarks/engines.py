@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from ...export import Engine, export, load_engine
 from ...export.engines import CHECKPOINTS, deployment_names, load_engine_file, split_deployment
-from ...loading import weight_bytes
+from ...loading import load_pretrained, weight_bytes
 from ...text import load_parallel
 from ..evaluate import choose_columns
 from ..quality import translation_quality
@@ -163,7 +163,7 @@ def compare_engines(
     names = dict(zip(_labels([teacher, *students]), [teacher, *students], strict=True))
     pairs = None
     if data is not None:
-        source, target = choose_columns(teacher, AutoTokenizer.from_pretrained(teacher), source, target)
+        source, target = choose_columns(teacher, load_pretrained(AutoTokenizer, teacher), source, target)
         pairs = load_parallel(data, source=source, target=target, split="test", max_samples=max_samples)
     steps = len(names) * len(forms) * (1 if pairs is None else 2) + len(cores)
     with tempfile.TemporaryDirectory() as work, tqdm(total=steps, disable=not progress, unit="step") as bar:
@@ -237,10 +237,10 @@ def _inputs(names: dict[str, str], pairs: Dataset | None, count: int) -> dict[st
     if pairs is None:
         generator = torch.Generator().manual_seed(0)
         shape = (count, SOURCE_TOKENS)
-        sizes = [AutoConfig.from_pretrained(name).vocab_size for name in names.values()]
+        sizes = [load_pretrained(AutoConfig, name).vocab_size for name in names.values()]
         ids = torch.randint(3, min(sizes), shape, generator=generator).tolist()
         return dict.fromkeys(names, ids)
-    tokenizers = {label: AutoTokenizer.from_pretrained(name) for label, name in names.items()}
+    tokenizers = {label: load_pretrained(AutoTokenizer, name) for label, name in names.items()}
     first = next(iter(tokenizers.values()))
     chosen = typical_sentences(list(pairs["source"]), list(pairs["target"]), first, count)
     chosen = [chosen[place % len(chosen)] for place in range(count)]
@@ -324,7 +324,7 @@ def _add_quality(
     for place in comparison.deployed:
         bar.set_description(f"translate by {place.key}")
         engine = load_engine(place.folder, threads=max(settings.cores))
-        tokenizer = AutoTokenizer.from_pretrained(names[place.model])
+        tokenizer = load_pretrained(AutoTokenizer, names[place.model])
         scores = translation_quality(translate(sources, engine, tokenizer, num_beams=beams), list(pairs["target"]))
         place.bleu, place.chrf = scores["bleu"], scores["chrf"]
         comparison.signatures = [scores["bleu_signature"], scores["chrf_signature"]]

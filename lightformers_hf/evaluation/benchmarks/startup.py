@@ -32,7 +32,8 @@ COMMAND = "import sys; sys.argv[0] = 'lightformers'; from lightformers_hf.cli im
 TRANSLATE = """\
 import sys
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1]), AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1], trust_remote_code=False)
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False)
 batch = tokenizer([line.strip() for line in sys.stdin], return_tensors="pt", padding=True)
 print(*tokenizer.batch_decode(model.generate(**batch, max_new_tokens=8), skip_special_tokens=True), sep="\\n")
 """

@@ -19,7 +19,7 @@ from ...conversion.report import CompressionReport, MatrixReport, read_report
 from ...conversion.sharing.merging import source_names
 from ...conversion.teacher import Teacher
 from ...files import REPORT_FILE, STATE_FILE, read_json
-from ...loading import load_model, load_teacher, resolve_source
+from ...loading import load_model, load_pretrained, load_teacher, resolve_source
 from ...text import load_parallel
 from ..evaluate import Measurements, choose_columns, warn_of_overlap
 from ..measures import singular_values
@@ -207,7 +207,7 @@ def _draw(title: str, paint: Paint, caption: str, *, rows: list[list[str]] | Non
 
 def _draw_spectra(folder: Path, matrices: list[MatrixReport], name: str, *, progress: bool) -> Picture:
     """Singular values of the teacher's matrices; of a group that shares a layer, those of its first."""
-    config = AutoConfig.from_pretrained(folder)
+    config = load_pretrained(AutoConfig, folder)
     teacher = Teacher(resolve_source(name), name)
     teacher = teacher.keep_layers(
         {
