@@ -3,20 +3,27 @@
 import errno
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
-from lightformers_hf.files import atomic_output, json_text, write_whole
+from lightformers_hf.files import MANIFEST_FILE, json_text, write_whole
+from lightformers_hf.folders import atomic_output, check_output
 
 pytestmark = pytest.mark.quick
 
 
 def contents(folder):
-    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+    """Names of all that lies in a folder, less that list itself where it was written whole."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.name != MANIFEST_FILE}
 
 
 def test_output_is_there_whole(tmp_path):
@@ -37,8 +44,8 @@ def test_output_is_there_whole(tmp_path):
 def test_an_exception_leaves_everything_as_it_was(tmp_path, error, old):
     target = tmp_path / "above" / "out"
     if old:
-        target.mkdir(parents=True)
-        (target / "file").write_text("old")
+        with atomic_output(target) as temporary:
+            (temporary / "file").write_text("old")
     before = contents(tmp_path)
 
     def write():
@@ -54,8 +61,8 @@ def test_an_exception_leaves_everything_as_it_was(tmp_path, error, old):
 
 def test_overwrite_replaces_everything(tmp_path):
     target = tmp_path / "out"
-    target.mkdir()
-    (target / "old").touch()
+    with atomic_output(target) as temporary:
+        (temporary / "old").touch()
     with atomic_output(target, overwrite=True) as temporary:
         (temporary / "new").touch()
     assert contents(tmp_path) == {"out", "out/new"}
@@ -78,8 +85,8 @@ def test_output_apart_from_the_source(tmp_path, place):
     source.mkdir()
     (tmp_path / "link").symlink_to(source)
     with (
-        pytest.raises(ValueError, match="must be apart from the source"),
-        atomic_output(tmp_path / place, overwrite=True, forbidden=source),
+        pytest.raises(ValueError, match=r"must be apart from .*source, which is read"),
+        atomic_output(tmp_path / place, overwrite=True, inputs=[source]),
     ):
         pytest.fail("entered")
     assert contents(tmp_path) == {"source", "link"}
@@ -94,8 +101,8 @@ def test_the_current_folder_is_not_replaced(tmp_path, monkeypatch, place):
 
 def test_a_failed_swap_puts_the_old_output_back(tmp_path, monkeypatch):
     target = tmp_path / "out"
-    target.mkdir()
-    (target / "old").touch()
+    with atomic_output(target) as temporary:
+        (temporary / "old").touch()
     rename = Path.rename
 
     def fail(path, to):
@@ -120,48 +127,161 @@ def test_disk_full(tmp_path, error):
 
 
 WRITER = """
-import sys, time
-from lightformers_hf.files import atomic_output
-with atomic_output(sys.argv[1], overwrite=True) as temporary:
+import sys
+from lightformers_hf.folders import atomic_output
+with atomic_output(sys.argv[1], overwrite=sys.argv[2] == "True") as temporary:
     (temporary / "half").write_text("new")
     print("ready", flush=True)
-    time.sleep(60)
+    sys.stdin.readline()
+    (temporary / "whole").write_text("new")
 """
+# Another container on the same volume: there, process numbers are others, and this one's mean nobody.
+CONTAINER = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+needs_containers = pytest.mark.skipif(
+    shutil.which("unshare") is None or subprocess.run([*CONTAINER, "true"], check=False).returncode != 0,
+    reason="needs unshare, and the right to it",
+)
 
 
-def killed_writer(target):
-    """Start a process that writes to `target`, kill it in mid-write, and return its process number."""
-    with subprocess.Popen([sys.executable, "-c", WRITER, str(target)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGKILL)
-    return process.pid
+@contextmanager
+def writer(target, *, overwrite=False, container=False):
+    """A process in the middle of writing to `target`, which ends when a line is written to it."""
+    command = [*(CONTAINER if container else []), sys.executable, "-c", WRITER, str(target), str(overwrite)]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        assert process.stdout.readline() == "ready\n", process.stderr.read()
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def finish(process):
+    """Let a writer end; its exit status and last words."""
+    errors = process.communicate("go on\n")[1]
+    return process.returncode, errors
+
+
+def write(target, content, **options):
+    with atomic_output(target, **options) as temporary:
+        (temporary / "file").write_text(content)
 
 
 def test_a_killed_process_leaves_the_old_output_and_the_next_run_cleans_up(tmp_path):
     target = tmp_path / "out"
-    with atomic_output(target) as temporary:
-        (temporary / "file").write_text("old")
-    pid = killed_writer(target)
+    write(target, "old")
+    with writer(target, overwrite=True) as process:
+        process.send_signal(signal.SIGKILL)
     assert contents(target) == {"file"}
-    left = [path.name for path in tmp_path.iterdir() if path != target]
-    assert len(left) == 1
-    assert left[0].startswith(f".out.tmp-{pid}-")
+    left = {path.name for path in tmp_path.iterdir() if path != target}
+    assert all(re.fullmatch(r"\.out\.(tmp-[0-9a-f]{8}|lock)", name) for name in left)
+    assert len(left) == 2
 
-    # Another target's remains and a living process's folder are not ours to remove.
-    other = tmp_path / f".other.tmp-{pid}-00000000"
-    living = tmp_path / f".out.tmp-{os.getppid()}-00000000"
+    # Another target's remains are not ours to remove; those of older versions and of living process numbers are.
+    other = tmp_path / ".other.tmp-00000000"
     other.mkdir()
-    living.mkdir()
-    with atomic_output(target, overwrite=True) as temporary:
-        (temporary / "file").write_text("new")
-    assert contents(tmp_path) == {"out", "out/file", other.name, living.name}
+    (tmp_path / f".out.tmp-{os.getppid()}-00000000").mkdir()
+    write(target, "new", overwrite=True)
+    assert contents(tmp_path) == {"out", "out/file", other.name}
     assert (target / "file").read_text() == "new"
 
-    # Killed between the two renames: the old output comes back even if the next run then fails.
-    target.rename(tmp_path / f".out.old-{pid}-00000000")
-    with pytest.raises(FileExistsError), atomic_output(target):
-        pytest.fail("entered")
+
+@pytest.mark.parametrize("empty", [True, False])
+@pytest.mark.parametrize("name", [f".out.old-{os.getpid()}-00000000", ".out.old-00000000"])
+def test_what_was_set_aside_comes_back(tmp_path, name, empty):
+    """Killed between the two renames, by a process whose number is a living one's today."""
+    target = tmp_path / "out"
+    write(target, "new")
+    target.rename(tmp_path / name)
+    if empty:
+        target.mkdir()
+    with pytest.raises(FileExistsError):
+        check_output(target)
+    assert contents(tmp_path) == {"out", "out/file"}
     assert (target / "file").read_text() == "new"
+
+
+def test_what_was_set_aside_is_not_lost_to_what_somebody_else_put_there(tmp_path):
+    target = tmp_path / "out"
+    write(target, "new")
+    target.rename(tmp_path / ".out.old-00000000")
+    target.mkdir()
+    (target / "mine").touch()
+    with pytest.raises(FileExistsError):
+        check_output(target, overwrite=True)
+    assert contents(tmp_path) == {"out", "out/mine", ".out.old-00000000", ".out.old-00000000/file"}
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize("container", [pytest.param(True, marks=needs_containers), False])
+def test_of_two_writers_the_second_is_told_at_once(tmp_path, container, overwrite):
+    target = tmp_path / "out"
+    if overwrite:
+        write(target, "old")
+    with writer(target, overwrite=overwrite, container=container) as first:
+        for attempt in (check_output, lambda *args, **options: write(*args, "mine", **options)):
+            with pytest.raises(BlockingIOError, match="out is being written by another process"):
+                attempt(target, overwrite=overwrite)
+        assert finish(first) == (0, "")
+    assert contents(tmp_path) == {"out", "out/half", "out/whole"}
+    write(target, "later", overwrite=True)
+
+
+@needs_containers
+def test_two_containers(tmp_path):
+    with writer(tmp_path / "out", container=True) as first:
+        with pytest.raises(AssertionError, match="being written"), writer(tmp_path / "out", container=True):
+            pytest.fail("both write")
+        assert finish(first) == (0, "")
+    assert contents(tmp_path) == {"out", "out/half", "out/whole"}
+
+
+NO_LOCKS = SimpleNamespace(LOCK_EX=0, LOCK_NB=0, flock=Mock(side_effect=OSError(errno.ENOLCK, "no locks")))
+
+
+@pytest.mark.parametrize("module", [None, NO_LOCKS])
+def test_without_locks_the_later_looks_again_and_removes_nothing(tmp_path, monkeypatch, module):
+    monkeypatch.setattr("lightformers_hf.folders.fcntl", module)
+    target = tmp_path / "out"
+    (tmp_path / ".out.old-00000000").mkdir()
+    with pytest.raises(FileExistsError, match="not empty"), atomic_output(target) as first:  # noqa: PT012
+        (first / "file").write_text("first")
+        write(target, "second")
+    assert (target / "file").read_text() == "second"
+    with atomic_output(target, overwrite=True) as first:
+        (first / "file").write_text("first")
+        write(target, "third", overwrite=True)
+    assert (target / "file").read_text() == "first"
+    assert contents(tmp_path) == {"out", "out/file", ".out.old-00000000"}
+
+
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_locks_that_another_host_does_not_see(tmp_path, monkeypatch, overwrite, again):
+    """The other takes our folder for a dead process's: we fail, also where a writer made the folder anew."""
+    monkeypatch.setattr("lightformers_hf.folders.fcntl.flock", lambda *_: None)
+    target = tmp_path / "out"
+    removed = pytest.raises(OSError, match="out was not written: another process removed")
+    with removed, atomic_output(target, overwrite=overwrite) as first:
+        (first / "weights").write_text("first")
+        write(target, "second", overwrite=overwrite)
+        if again:
+            first.mkdir()
+            (first / "file").write_text("first")
+    assert contents(tmp_path) == {"out", "out/file"}
+    assert (target / "file").read_text() == "second"
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "ü" * 120])
+def test_long_names(tmp_path, name):
+    target = tmp_path / name
+    for content in ("old", "new"):
+        write(target, content, overwrite=True)
+    with write_whole(tmp_path / name[::-1].replace("x", "y").replace("ü", "ä")) as file:
+        file.write(b"new")
+    assert (target / "file").read_text() == "new"
+    with pytest.raises(ValueError, match=r"xxx… has 256 bytes, more than the 255"):
+        check_output(tmp_path / ("x" * 256))
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):

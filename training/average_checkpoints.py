@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from lightformers_hf.conversion import CheckpointReader
-from lightformers_hf.files import WEIGHT_FILES, atomic_output
+from lightformers_hf.files import WEIGHT_FILES
+from lightformers_hf.folders import atomic_output
 
 TRAINING_STATE = ("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "trainer_state.json", "training_args.bin")
 WEIGHTS = (*WEIGHT_FILES, "model-*.safetensors", "pytorch_model-*.bin")
@@ -119,9 +120,7 @@ def average(checkpoints: list[Path], output: str | Path, *, overwrite: bool = Fa
     for checkpoint in checkpoints:
         if not checkpoint.is_dir():
             raise FileNotFoundError(f"No checkpoint {checkpoint}: give an existing folder.")
-        if Path(output).resolve() in (checkpoint.resolve(), *checkpoint.resolve().parents):
-            raise ValueError(f"The output {output} holds {checkpoint}, which is read: give another folder.")
-    with atomic_output(output, overwrite=overwrite) as folder:
+    with atomic_output(output, overwrite=overwrite, inputs=checkpoints) as folder:
         mean = mean_of(checkpoints)
         shutil.copytree(
             checkpoints[0], folder, ignore=shutil.ignore_patterns(*TRAINING_STATE, *WEIGHTS), dirs_exist_ok=True
@@ -138,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     how.add_argument("--best", type=int, help="average the best so many")
     parser.add_argument("--metric", default="loss", help="what the best are best in: loss, bleu, … (default: loss)")
     parser.add_argument("--output", required=True, help="folder to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output folder, if a command wrote it")
     args = parser.parse_args(argv)
     checkpoints = args.folders
     for option in ("last", "best"):

@@ -26,7 +26,7 @@ from rich.markup import escape
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lightformers_hf.files import atomic_output
+from lightformers_hf.folders import atomic_output
 
 BOS, PAD, EOS, UNK = SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 KINDS = ("bpe", "unigram", "words")
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
     output = Path(args.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise FileExistsError(f"{output} is there already: choose another folder.")
-    with atomic_output(output) as folder:
+    with atomic_output(output, inputs=args.data) as folder:
         texts = concatenate_datasets([load_texts(name, args.columns) for name in args.data])
         tokenizer = train_tokenizer(texts, args.kind, args.vocab_size)
         tokenizer.save_pretrained(folder)

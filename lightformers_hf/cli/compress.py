@@ -14,7 +14,7 @@ from .output import Answer, Argument, command, join_names, option
 
 SOURCE = Argument("source", about="A checkpoint folder, or a name on the Hub.")
 OUTPUT = Argument("output", about="The folder to write.", type=click.Path(path_type=Path))
-OVERWRITE = option("--overwrite", is_flag=True, help="Replace what the folder holds.")
+OVERWRITE = option("--overwrite", is_flag=True, help="Replace what the folder holds, if a command wrote it.")
 
 # Fields of `CompressionOptions`: what stands for the value, and the help.
 OPTIONS_HELP = {

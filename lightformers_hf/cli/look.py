@@ -27,7 +27,7 @@ from .use import (
     Argument("models", nargs=-1, required=True, about="Folders or Hub names of checkpoints, shown side by side."),
     option("--data", required=True, help=DATA_HELP),
     option("--output", "-o", type=FILE, help="Folder for a picture of every measure, for light and for dark pages."),
-    option("--overwrite", is_flag=True, help="Replace what the folder holds."),
+    option("--overwrite", is_flag=True, help="Replace what the folder holds, if a command wrote it."),
     SOURCE_LANG,
     TARGET_LANG,
     SPLIT,
@@ -53,11 +53,12 @@ def analyze(
     """
     from ..evaluation.analysis import analysis_table
     from ..evaluation.analysis import analyze as run
-    from ..files import atomic_output
+    from ..folders import atomic_output
 
     if output is not None:
         check_installed("matplotlib", "demo", "--output")
-    with atomic_output(output, overwrite=overwrite) if output else nullcontext() as folder:
+    inputs = [*models, data]
+    with atomic_output(output, overwrite=overwrite, inputs=inputs) if output else nullcontext() as folder:
         analyses = run(list(models), data, **columns(source_lang, target_lang), **options, progress=True)
         if folder:
             from ..evaluation.pages.plots import draw_analyses
@@ -105,7 +106,9 @@ def report(
     check_installed("matplotlib", "demo", "report")
     from ..evaluation.pages.page import report_page
     from ..files import write_whole
+    from ..folders import check_file
 
+    check_file(output, [model, *(options[name] for name in ("teacher", "data")), *options["results"]])
     generation = generation_options(num_beams=num_beams, max_new_tokens=max_new_tokens)
     page = report_page(model, **columns(source_lang, target_lang), **options, progress=True, **generation)
     with write_whole(output) as file:

@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..files import atomic_output, check_output
+from ..folders import atomic_output, check_output
 from ..loading import load_tensors, resolve_source, skeleton
 from ..models.configuration_base import FactorizedConfig
 from ..models.lm_heads import ConditionalGenerationHead
@@ -76,7 +76,7 @@ def convert(
     Args:
         source: a checkpoint folder, or a name on the Hub.
         output: the folder to write.
-        overwrite: replace what `output` holds.
+        overwrite: replace what `output` holds, if this package wrote all of it.
         progress: show a progress bar.
         study: switches for studies.
         options: the fields of `CompressionOptions`: `ratio=2`, `encoder_groups=3`, ….
@@ -85,16 +85,16 @@ def convert(
         ValueError: the source is of no known family, holds NaN, does not fit its configuration, an option is out of
             its range, or another process failed.
         FileNotFoundError: the source, its weights or one of its shards is not there.
-        FileExistsError: `output` is not empty and `overwrite` is false.
+        FileExistsError, BlockingIOError: see `folders.atomic_output`.
     """
     with end_together():
         asked = CompressionOptions(**options)
         settle(asked, study)
         if is_main():
-            check_output(output, overwrite=overwrite)
+            check_output(output, overwrite=overwrite, inputs=[source, asked.calibration])
         folder = resolve_source(source)
-        place = {"overwrite": overwrite, "forbidden": folder}
-        with atomic_output(Path(output), **place) if is_main() else nullcontext() as temporary:
+        place = {"overwrite": overwrite, "inputs": [folder, asked.calibration]}
+        with atomic_output(output, **place) if is_main() else nullcontext() as temporary:
             result = compress(folder, str(source), asked, study, dry=False, progress=progress)
             if is_main():
                 write(result, temporary)

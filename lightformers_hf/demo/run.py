@@ -20,7 +20,8 @@ from ..conversion.convert import convert
 from ..evaluation.quality import translation_quality
 from ..evaluation.speed import speed_ratio, tokens_per_second, typical_sentences
 from ..evaluation.translate import translate
-from ..files import atomic_output, json_text, read_json, write_whole
+from ..files import json_text, read_json, write_whole
+from ..folders import atomic_output, find_foreign
 from ..loading import load_model, unique_parameters, weight_bytes
 from ..text import load_parallel
 from .stages import DemoSettings, IdleThreads, write_corpus, write_recovered, write_teacher
@@ -130,7 +131,12 @@ def _claim(output: Path, settings: DemoSettings, fresh: bool) -> None:
     marker = output / SETTINGS
     if not marker.exists() and output.is_dir() and any(output.iterdir()):
         raise FileExistsError(f"{output} is not empty and holds no demo: give another folder with --output.")
+    if marker.exists() and not asdict(settings).keys() & read_json(marker).keys():
+        raise FileExistsError(f"{marker} is no demo's: give another folder with --output.")
     if fresh and marker.exists():
+        for folder in filter(Path.is_dir, (output / name for name in FOLDERS)):
+            if foreign := find_foreign(folder):
+                raise FileExistsError(f"{folder} holds {foreign[0]}, which no demo wrote: remove it yourself.")
         for name in (PICTURE, RESULTS, *reversed(FOLDERS)):
             path = output / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

@@ -8,7 +8,8 @@ from statistics import fmean
 
 import torch
 
-from ..files import EXPORT_FILE, atomic_output, write_json
+from ..files import EXPORT_FILE, write_json
+from ..folders import atomic_output, check_output
 from ..loading import resolve_source, unique_parameters
 from .engines import EngineFile, load_engine_file
 from .engines.transformers import TransformersModel
@@ -92,19 +93,20 @@ def export(
         output: the folder to write.
         to: the engine, one of `engine_names()`.
         quantization: `int8`, or another of the engine's `QUANTIZATIONS`. `None`: float32.
-        overwrite: replace what `output` holds.
+        overwrite: replace what `output` holds, if this package wrote all of it.
 
     Raises:
         ValueError: the engine is unknown or not installed, it cannot express the model (the message says which part),
             or what it computes is not what the checkpoint computes.
         FileNotFoundError: no such checkpoint.
-        FileExistsError: `output` is not empty and `overwrite` is false.
+        FileExistsError, BlockingIOError: see `folders.atomic_output`.
     """
     engine = load_engine_file(to)
     if quantization not in (None, *engine.QUANTIZATIONS):
         raise ValueError(f"quantization is {quantization!r}; {to} has {', '.join(engine.QUANTIZATIONS)}")
+    check_output(output, overwrite=overwrite, inputs=[model])
     folder = resolve_source(model)
-    with atomic_output(output, overwrite=overwrite, forbidden=folder) as temporary:
+    with atomic_output(output, overwrite=overwrite, inputs=[folder]) as temporary:
         source = read_source(folder, str(model), to)
         expansion = engine.write(source, temporary, quantization)
         written = sum(file.stat().st_size for file in temporary.iterdir())

@@ -310,16 +310,37 @@ def test_sources_that_cannot_be_converted(teachers, tmp_path):
     assert not (folder / "inside").exists()
 
 
-def test_an_output_that_is_not_empty_is_kept_unless_overwritten(teachers, tmp_path):
+def test_an_output_is_kept_unless_overwritten_and_what_was_added_in_any_case(teachers, tmp_path):
     folder, _ = teachers("bart")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "precious").write_text("x")
+    options = {"rank": 4, "method": "paper", "progress": False}
+    convert(folder, tmp_path / "out", **options)
+    weights = tmp_path / "out" / "model.safetensors"
+    first = weights.stat().st_ino
     with pytest.raises(FileExistsError, match="overwrite"):
-        convert(folder, tmp_path / "out", rank=4, method="paper", progress=False)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
-    convert(folder, tmp_path / "out", rank=4, method="paper", overwrite=True, progress=False)
-    assert not (tmp_path / "out" / "precious").exists()
-    assert (tmp_path / "out" / "model.safetensors").exists()
+        convert(folder, tmp_path / "out", **options)
+    (tmp_path / "out" / "precious").write_text("x")
+    with pytest.raises(FileExistsError, match="holds precious, which this package did not write"):
+        convert(folder, tmp_path / "out", overwrite=True, **options)
+    assert weights.stat().st_ino == first
+    (tmp_path / "out" / "precious").unlink()
+    convert(folder, tmp_path / "out", overwrite=True, **options)
+    assert weights.stat().st_ino != first
+
+
+def test_inputs_are_never_overwritten(teachers, tmp_path):
+    """A source that this package wrote, links to one, calibration data: before any work is done."""
+    made = tmp_path / "made"
+    convert(teachers("bart")[0], made, rank=4, method="paper", progress=False)
+    before = {path: path.stat().st_mtime_ns for path in made.iterdir()}
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for file in made.iterdir():
+        (linked / file.name).symlink_to(file)
+    data = {"calibration": str(made / "config.json"), "source_lang": "de", "target_lang": "en"}
+    for source, options in ((made, {}), (linked, {}), ("a/teacher", data)):
+        with pytest.raises(ValueError, match=r"must be apart from .*, which is read"):
+            convert(source, made, overwrite=True, progress=False, **options)
+    assert {path: path.stat().st_mtime_ns for path in made.iterdir()} == before
 
 
 def test_killed_while_writing_leaves_the_old_output(teachers, tmp_path):
@@ -339,7 +360,7 @@ def test_killed_while_writing_leaves_the_old_output(teachers, tmp_path):
     child.send_signal(signal.SIGKILL)
     child.wait()
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
-    assert len(list(tmp_path.iterdir())) == 2  # the killed run's temporary folder
+    assert len(list(tmp_path.iterdir())) == 3  # the killed run's temporary folder and lock
     convert(folder, tmp_path / "out", rank=3, overwrite=True, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

@@ -157,6 +157,19 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path, fresh):
     assert names(tmp_path) == {"thesis.txt"}
     with pytest.raises(FileExistsError, match="is a file"):
         run_demo(tmp_path / "thesis.txt", TINY, fresh=fresh)
+    (tmp_path / "settings.json").write_text('{"editor.fontSize": 12}')
+    (tmp_path / "corpus").mkdir()
+    with pytest.raises(FileExistsError, match="is no demo's"):
+        run_demo(tmp_path, TINY, fresh=fresh)
+    assert names(tmp_path) == {"thesis.txt", "settings.json", "corpus"}
+
+
+def test_fresh_keeps_what_was_added_to_the_demo_s_folders(copy):
+    (copy / "teacher" / "notes.txt").write_text("mine")
+    before = times(copy)
+    with pytest.raises(FileExistsError, match=r"teacher holds notes\.txt, which no demo wrote"):
+        run_quietly(copy, fresh=True)
+    assert times(copy) == before
 
 
 def test_missing_extra_says_what_to_install(tmp_path, monkeypatch):

@@ -28,6 +28,7 @@ from lightformers_hf.evaluation.analysis import Activation, _training, analysis_
 from lightformers_hf.evaluation.macs import generation_macs
 from lightformers_hf.evaluation.measures import head_diversity
 from lightformers_hf.evaluation.pages.plots import as_text, save_picture
+from lightformers_hf.files import MANIFEST_FILE
 from lightformers_hf.loading import load_model
 
 DENSE = {
@@ -294,10 +295,10 @@ def test_analyze_models_side_by_side(lightformers, checkpoints, tmp_path):
     assert 0 < teacher["ffn"]["decoder"][1]["ratio"] < 1
 
     measures = ("head-diversity", "token-uniformity", "ffn-activation", "macs", "memory", "spectra", "convergence")
-    assert {path.name for path in pictures.iterdir()} == {
+    assert {path.name for path in pictures.iterdir()} == {MANIFEST_FILE} | {
         f"{measure}{suffix}.png" for measure in measures for suffix in ("", "-dark")
     }
-    for path in pictures.iterdir():
+    for path in pictures.glob("*.png"):
         picture = imread(path)
         assert picture.shape[1] == 1600
         corner = picture[0, 0, :3]
@@ -332,6 +333,8 @@ def test_bad_input_is_one_message_and_leaves_nothing(lightformers, checkpoints, 
         ((teacher, "--data", tmp_path / "missing.jsonl"), "missing.jsonl"),
         ((teacher, "--data", text, "--source-lang", "fr"), "'fr'"),
         ((teacher, "--data", text, "--output", tmp_path / "full"), "is not empty"),
+        ((teacher, "--data", text, "--output", teacher, "--overwrite"), "must be apart from"),
+        ((teacher, "--data", text, "--output", text.parent, "--overwrite"), "must be apart from"),
     ):
         code, _, error = lightformers("analyze", "--output", tmp_path / "new", *arguments)
         assert code == 1

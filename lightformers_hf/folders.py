@@ -1,0 +1,317 @@
+"""A folder is written whole or not at all, by one process at a time, and takes the place of nothing but its like."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
+from pathlib import Path
+
+from .files import (
+    CARD_FILE,
+    LONGEST_NAME,
+    MANIFEST_FILE,
+    REPORT_FILE,
+    STATE_FILE,
+    TOKENIZER_FILES,
+    beside,
+    read_json,
+    write_json,
+)
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+# What is read of a model's folder.
+MODEL_FILES = (
+    *("*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json"),
+    *(*TOKENIZER_FILES, CARD_FILE, REPORT_FILE, STATE_FILE),
+)
+
+
+def check_output(
+    target: str | Path, *, overwrite: bool = False, inputs: Iterable[str | os.PathLike | None] = ()
+) -> Path:
+    """The folder to write, as `atomic_output` will write it; what a dead process left beside it is cleaned up.
+
+    To be called before work that takes long, which would be lost.
+
+    Args, Raises: see `atomic_output`.
+    """
+    target = _check_place(target, inputs)
+    if target.parent.is_dir():
+        with _lock(target) as locked:
+            if locked:
+                _clean_up(target)
+    _check_content(target, overwrite)
+    return target
+
+
+@contextmanager
+def atomic_output(
+    target: str | Path, *, overwrite: bool = False, inputs: Iterable[str | os.PathLike | None] = ()
+) -> Iterator[Path]:
+    """A temporary folder beside `target` that takes its place when the block ends without an exception.
+
+    Otherwise, Ctrl-C included, it is removed and `target` stays as it was. What a killed process left is cleaned up
+    by the next run for the same target: it held a lock on a file beside `target`, which the system took from it. Where
+    there are no locks (Windows, some network file systems), nothing tells a dead process's folder from a living one's:
+    then what is left stays, and of two writers the later finds at its end what the earlier wrote, and fails without
+    `overwrite`.
+
+    Args:
+        target: the folder to write; folders above it are made.
+        overwrite: replace what `target` holds, if `atomic_output` wrote all of it.
+        inputs: what the work reads, folders or files (`None` and what is no path here, such as a name on the Hub, do
+            not matter); `target` must neither be nor hold any, wherever their links lead, nor lie in one.
+
+    Raises:
+        FileExistsError: `target` is a file, or a folder that is not empty and `overwrite` is not set, or one that
+            holds what was not written by this function.
+        BlockingIOError: another process is writing `target`.
+        ValueError: `target` lies at a forbidden place: an input, the current folder, the home folder or one above
+            them, a repository.
+        OSError: the disk is full, or the place cannot be written.
+    """
+    target = _check_place(target, inputs)
+    made = [folder for folder in target.parents if not folder.exists()]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(target) as locked:
+            if locked:
+                _clean_up(target)
+            _check_content(target, overwrite)
+            temporary = beside(target, "tmp-" + secrets.token_hex(4))
+            temporary.mkdir()
+            try:
+                with _identity(temporary) as is_same:
+                    yield temporary
+                    if not is_same(temporary):
+                        raise OSError(f"{target} was not written: another process removed {temporary}. Run it again.")
+                    write_json({"files": _list_entries(temporary)}, temporary / MANIFEST_FILE)
+                    _synchronize(temporary)
+                    _replace(target, temporary, overwrite)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+    except BaseException as error:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+        # Writers of tensors wrap the system's error in their own.
+        if getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error):
+            raise OSError(f"the disk is full: {target} could not be written, and nothing was changed") from error
+        raise
+
+
+def check_file(file: str | Path, inputs: Iterable[str | os.PathLike | None]) -> None:
+    """Raise `ValueError` where writing `file` would write over an input, or over a model's file in an input folder."""
+    resolved = Path(file).expanduser().resolve()
+    for name in filter(None, inputs):
+        is_part = any(fnmatch(resolved.name, pattern) for pattern in MODEL_FILES)
+        for place in _find_places(name):
+            if resolved == place or (is_part and resolved.exists() and resolved.parent == place):
+                raise ValueError(f"{file} belongs to {name}, which is read: give another file")
+
+
+def find_foreign(folder: Path) -> list[str]:
+    """What lies in a folder, at any depth, that `atomic_output` did not write there, in alphabetical order."""
+    try:
+        own = read_json(folder / MANIFEST_FILE).get("files")
+    except (ValueError, OSError, RecursionError):
+        own = None
+    own = own if isinstance(own, list) else []
+    return [name for name in _list_entries(folder) if name not in own]
+
+
+def _list_entries(folder: Path) -> list[str]:
+    """Files and folders in a folder, at any depth, less the manifest."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path != folder / MANIFEST_FILE)
+
+
+def _check_place(target: str | Path, inputs: Iterable[str | os.PathLike | None]) -> Path:
+    """The folder to write, without links. Raises `ValueError` where none may be written."""
+    target = Path(os.path.abspath(os.path.expanduser(target)))
+    if (size := len(os.fsencode(target.name))) > LONGEST_NAME:
+        raise ValueError(
+            f"the output's name {target.name[:40]}… has {size} bytes, more than the {LONGEST_NAME} that file systems "
+            "take: give a shorter one"
+        )
+    target = target.resolve()
+    home, here = Path(os.path.expanduser("~")).resolve(), Path.cwd()
+    if target == target.parent or target in (home, *home.parents):
+        raise ValueError(f"the output {target} is or holds your home folder: give a new folder in it")
+    if target in (here, *here.parents):
+        raise ValueError(f"the output {target} holds the current folder and would be replaced: give another folder")
+    for name in filter(None, inputs):
+        for place in _find_places(name):
+            if target in (place, *place.parents) or (place in target.parents and place.is_dir()):
+                raise ValueError(f"the output {target} must be apart from {place}, which is read: give another folder")
+    if os.path.ismount(target):
+        raise ValueError(f"the output {target} is where a disk is mounted, give a folder in it")
+    for name in (".git", ".hg", ".svn"):
+        if (target / name).exists():
+            raise ValueError(f"the output {target} is a repository ({name}): give another folder")
+    if target.exists() and not target.is_dir():
+        raise FileExistsError(f"{target} is a file, expected a folder to write")
+    return target
+
+
+def _find_places(name: str | os.PathLike) -> Iterator[Path]:
+    """Where an input lies: as it is named, where its links and its files' lead; nothing if it is no path."""
+    path = Path(os.path.abspath(os.path.expanduser(name)))
+    yield from _follow(path)
+    if os.path.isdir(path):
+        for entry in path.iterdir():
+            if entry.is_symlink():
+                yield from _follow(entry)
+
+
+def _follow(path: Path) -> Iterator[Path]:
+    """A file or folder, and if it is a link what it leads to, link by link; nothing if it is not there."""
+    for _ in range(40):  # as many as systems follow
+        if not os.path.lexists(path):
+            break
+        path = path.parent.resolve() / path.name
+        yield path
+        if not path.is_symlink():
+            break
+        path = path.parent / path.readlink()
+    else:
+        raise ValueError(f"{path} is a link that leads in a circle: remove it")
+    yield path.resolve()
+
+
+def _check_content(target: Path, overwrite: bool) -> None:
+    """Raise `FileExistsError` where a folder holds what may not be replaced."""
+    if not _is_full(target):
+        return
+    if not overwrite:
+        raise FileExistsError(f"{target} is not empty: give another folder, or --overwrite to replace it")
+    if foreign := find_foreign(target):
+        names = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
+        raise FileExistsError(
+            f"{target} holds {names}, which this package did not write there and does not overwrite: give another "
+            "folder, or remove it yourself"
+        )
+
+
+def _is_full(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
+
+
+@contextmanager
+def _lock(target: Path) -> Iterator[bool]:
+    """Let no other process write `target`. Gives whether there are locks here; see `atomic_output`."""
+    path, descriptor = beside(target, "lock"), None
+    try:
+        while fcntl is not None and descriptor is None:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_there = os.path.samestat(os.fstat(descriptor), os.stat(path))
+            except FileNotFoundError:
+                is_there = False
+            if not is_there:  # who held it until now removed it
+                os.close(descriptor)
+                descriptor = None
+        locked = descriptor is not None
+    except BlockingIOError:
+        os.close(descriptor)
+        raise BlockingIOError(f"{target} is being written by another process: wait, or give another folder") from None
+    except OSError:
+        if descriptor is None:
+            raise
+        locked = False
+    try:
+        yield locked
+    finally:
+        if descriptor is not None:
+            with suppress(OSError):
+                path.unlink()
+            os.close(descriptor)
+
+
+@contextmanager
+def _identity(folder: Path) -> Iterator[Callable[[Path], bool]]:
+    """Gives a function that tells whether a path is this very folder, also after another got its name.
+
+    The folder is held open, so that no new one gets its number; Windows opens none, and there it is not known.
+    """
+    descriptor = None if os.name == "nt" else os.open(folder, os.O_RDONLY)
+
+    def is_same(path: Path) -> bool:
+        if descriptor is None:
+            return path.is_dir()
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(path))
+        except OSError:
+            return False
+
+    try:
+        yield is_same
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _replace(target: Path, temporary: Path, overwrite: bool) -> None:
+    """Give `temporary` the name of `target`, or fail and leave both; what was there may be another's by now."""
+    _check_content(target, overwrite)
+    old = beside(target, "old-" + secrets.token_hex(4))
+    try:
+        if _is_full(target):
+            target.rename(old)
+        elif os.name == "nt" and target.exists():
+            target.rmdir()
+        temporary.rename(target)  # fails where another put a folder that is not empty
+    finally:
+        if old.exists() and not target.exists():
+            old.rename(target)
+    _synchronize(target.parent, deep=False)
+    if old.exists():
+        _remove(old, target)
+
+
+def _synchronize(folder: Path, *, deep: bool = True) -> None:
+    """Make sure that the disk holds a folder and its files, so that no power cut after the rename loses them."""
+    for path in (*(folder.rglob("*") if deep else ()), folder):
+        if os.name == "nt" and path.is_dir():
+            continue
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _remove(folder: Path, target: Path) -> None:
+    """Remove a folder beside `target`, which at no moment is there in part under a name that anybody trusts."""
+    with suppress(OSError):
+        folder = folder.rename(beside(target, "tmp-" + secrets.token_hex(4)))
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _clean_up(target: Path) -> None:
+    """Remove what dead processes left beside `target`; put the old output back if one died while replacing it.
+
+    To be called by who holds the lock: nobody else writes then.
+    """
+    start = re.escape(beside(target, "").name)
+    pattern = re.compile(rf"{start}(tmp|old)-(\d+-)?[0-9a-f]{{8}}")  # older versions wrote a process number, too
+    found = [(match[1], path) for path in target.parent.iterdir() if (match := pattern.fullmatch(path.name))]
+    aside = sorted((path for word, path in found if word == "old"), key=lambda path: path.stat().st_ctime_ns)
+    if aside and not _is_full(target):
+        if target.exists():
+            target.rmdir()
+        aside.pop().rename(target)
+    # Where the old output's place was taken by somebody else, it may be the only one.
+    finished = aside if (target / MANIFEST_FILE).is_file() else []
+    for path in (*finished, *(path for word, path in found if word == "tmp")):
+        _remove(path, target)
