@@ -130,8 +130,9 @@ class MultiHeadAttention(nn.Module):
             return self._split_heads(project("k_proj", current)), self._split_heads(project("v_proj", current))
 
         if self.joint_qkv:
-            query, *new = (self._split_heads(part) for part in project("qkv_proj", hidden_states).chunk(3, dim=-1))
-            key, value = cached_states(past_key_values, layer_idx, False, lambda: new)
+            parts = project("qkv_proj", hidden_states).chunk(3, dim=-1)
+            query, new_key, new_value = (self._split_heads(part) for part in parts)
+            key, value = cached_states(past_key_values, layer_idx, False, lambda: (new_key, new_value))
         else:
             query = self._split_heads(project("q_proj", hidden_states))
             key, value = cached_states(past_key_values, layer_idx, is_cross_attention, compute)

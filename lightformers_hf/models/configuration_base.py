@@ -4,6 +4,7 @@ import copy
 import json
 import re
 from collections.abc import Collection, Iterable
+from typing import ClassVar
 
 import transformers
 
@@ -53,9 +54,9 @@ class FactorizedConfig(PreTrainedConfig):
     """
 
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012, Trainer adds lists to it
-    embeddings = ("full", "adaptive")
+    embeddings: ClassVar[tuple[str, ...]] = ("full", "adaptive")
     # What makes matrices other than dense, and is `None` where they are; their m×n does not depend on it.
-    matrix_fields = (*RANK_FIELDS, "rank_pattern")
+    matrix_fields: ClassVar[tuple[str, ...]] = (*RANK_FIELDS, "rank_pattern")
     attribute_map = {  # noqa: RUF012
         "hidden_size": "d_model",
         "num_attention_heads": "encoder_attention_heads",

@@ -67,7 +67,8 @@ class LightFormerConfig(FactorizedConfig):
     encoder_ffn_dim: int = 2048
     decoder_ffn_dim: int = 2048
     ffn_dim_pattern: dict[str, int] | None = None
-    head_dim: int | None = HeadDim()
+    # The annotation is that of the field, which `strict` checks; mypy does not see what the descriptor gives.
+    head_dim: int | None = HeadDim()  # type: ignore[assignment]
     head_dim_pattern: dict[str, int] | None = None
     encoder_groups: int | None = None
     decoder_groups: int | None = None

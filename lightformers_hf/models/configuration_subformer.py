@@ -1,5 +1,7 @@
 """Configuration of Subformer (Reid et al. 2021): sandwich sharing and self-attentive factorized embeddings."""
 
+from typing import ClassVar
+
 from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of, strict
 
 SHARINGS = ("sandwich", "all", "all_independent_ffn", "all_except_last", "every_2", "none")
@@ -47,7 +49,7 @@ class SubformerConfig(FactorizedConfig):
         "AutoModelForCausalLM": "modeling_subformer.SubformerForCausalLM",
     }
 
-    embeddings = ("safe", "linear", "full", "adaptive")
+    embeddings: ClassVar[tuple[str, ...]] = ("safe", "linear", "full", "adaptive")
 
     ffn_dim: int = 2048
     sharing: str = "sandwich"

@@ -172,7 +172,9 @@ class FastLayer:
             rows = self._sublayer(rows, self.cross_norm, cross_attention)
         return self._sublayer(rows, self.ffn_norm, feed_forward)
 
-    def _sublayer(self, rows: torch.Tensor, norm: tuple, compute) -> torch.Tensor:
+    def _sublayer(
+        self, rows: torch.Tensor, norm: tuple, compute: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         if self.normalize_before:
             return rows + compute(layer_norm(rows, *norm))
         return layer_norm(rows + compute(rows), *norm)
@@ -212,7 +214,7 @@ def run_layers_fast(
         return None
     built: dict[tuple[int, int], FastLayer] = {}
     try:
-        calls = []
+        calls: list[tuple[FastLayer, tuple[int, int]]] = []
         for layer, arguments in depths:
             if type(layer) is not layer_class:
                 return None
@@ -224,8 +226,8 @@ def run_layers_fast(
     except NotPlainError:
         return None
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-    for layer, slots in calls:
-        rows = layer(
+    for fast, slots in calls:
+        rows = fast(
             rows,
             len(hidden_states),
             attention_mask,

@@ -125,13 +125,15 @@ class EncoderDecoder(Vocabulary):
         returns for ids.
         """
         if encoder_outputs is None:
-            encoder_outputs = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
-        elif not isinstance(encoder_outputs, BaseModelOutput):
-            encoder_outputs = BaseModelOutput(*encoder_outputs)
+            encoded = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
+        elif isinstance(encoder_outputs, BaseModelOutput):
+            encoded = encoder_outputs
+        else:
+            encoded = BaseModelOutput(*encoder_outputs)
         decoder_outputs = self.decoder(
             decoder_input_ids,
             decoder_attention_mask,
-            encoder_hidden_states=encoder_outputs.last_hidden_state,
+            encoder_hidden_states=encoded.last_hidden_state,
             encoder_attention_mask=attention_mask,
             past_key_values=past_key_values,
             inputs_embeds=decoder_inputs_embeds,
@@ -144,9 +146,9 @@ class EncoderDecoder(Vocabulary):
             decoder_hidden_states=decoder_outputs.hidden_states,
             decoder_attentions=decoder_outputs.attentions,
             cross_attentions=decoder_outputs.cross_attentions,
-            encoder_last_hidden_state=encoder_outputs.last_hidden_state,
-            encoder_hidden_states=encoder_outputs.hidden_states,
-            encoder_attentions=encoder_outputs.attentions,
+            encoder_last_hidden_state=encoded.last_hidden_state,
+            encoder_hidden_states=encoded.hidden_states,
+            encoder_attentions=encoded.attentions,
         )
 
 

@@ -115,8 +115,16 @@ class LightFormerStack(LightFormerPreTrainedModel):
 
     def run(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, *cross, **kwargs) -> torch.Tensor:
         """Apply the layers depth by depth. (B, T, d) → (B, T, d)."""
-        depths, kind = list(self.by_depth()), {"config": self.config, "layer_class": LightFormerLayer}
-        states = run_layers_fast(depths, hidden_states, attention_mask, *cross, **kind, **kwargs)
+        depths = list(self.by_depth())
+        states = run_layers_fast(
+            depths,
+            hidden_states,
+            attention_mask,
+            *cross,
+            config=self.config,
+            layer_class=LightFormerLayer,
+            **kwargs,
+        )
         if states is None:
             states = hidden_states
             for layer, arguments in depths:

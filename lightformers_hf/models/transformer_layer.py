@@ -1,5 +1,7 @@
 """The layer of Vaswani et al. 2017, over any attention modules and linear layers, whose parts depths may share."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
@@ -110,7 +112,9 @@ class TransformerLayer(GradientCheckpointingLayer):
             hidden_states = hidden_states.clamp(-limit, limit)
         return hidden_states
 
-    def _sublayer(self, states: torch.Tensor, norm: nn.Module, compute) -> torch.Tensor:
+    def _sublayer(
+        self, states: torch.Tensor, norm: nn.Module, compute: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         output = compute(norm(states) if self.normalize_before else states)
         states = states + nn.functional.dropout(output, p=self.dropout, training=self.training)
         return states if self.normalize_before else norm(states)

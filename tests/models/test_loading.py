@@ -25,8 +25,10 @@ from models.cases import (
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightformers_hf.models import LightFormerModel
+from lightformers_hf.models.embeddings import SinusoidalPositions
 from lightformers_hf.models.matrices import LowRankEmbedding, product_of
 
 AUTO = {
@@ -210,6 +212,28 @@ def test_sines_are_filled_when_nothing_holds_them(kind, tmp_path):
     empty.to_empty(device="cpu")
     empty.encoder.embed_positions.reset()
     assert torch.equal(empty.encoder.embed_positions.table, table)
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of what is computed inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("spacing", ["d", "half"])
+@pytest.mark.parametrize("width", [6, 7])
+def test_no_sine_is_computed_without_storage(spacing, width):
+    with Operations() as computed, torch.device("meta"):
+        empty = SinusoidalPositions(5, width, spacing, offset=2).table
+    assert {name.partition(".")[0] for name in computed.names} == {"empty"}
+    filled = SinusoidalPositions(5, width, spacing, offset=2).table
+    assert (empty.device.type, empty.shape, empty.dtype) == ("meta", filled.shape, filled.dtype)
 
 
 @every()
