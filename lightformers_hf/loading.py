@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from huggingface_hub import snapshot_download
@@ -63,7 +63,21 @@ def resolve_source(source: str | Path) -> Path:
     return folder
 
 
-def load_pretrained(auto: type, name: str | os.PathLike, **options: Any) -> Any:
+class AutoClass(Protocol):
+    """`AutoConfig`, `AutoTokenizer` or one of models."""
+
+    def from_pretrained(self, name: str | os.PathLike, **options: Any) -> Any:
+        """What a checkpoint holds of it."""
+
+
+class AutoNetwork(AutoClass, Protocol):
+    """`AutoModelForSeq2SeqLM` or the like."""
+
+    def from_config(self, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+        """A model with random weights."""
+
+
+def load_pretrained(auto: AutoClass, name: str | os.PathLike, **options: Any) -> Any:
     """As `auto.from_pretrained(name, **options)` of an Auto class, but code beside a checkpoint is never run.
 
     Where `auto_map` names code, transformers asks on standard input whether to run it; here nobody is asked. The
@@ -76,7 +90,7 @@ def load_pretrained(auto: type, name: str | os.PathLike, **options: Any) -> Any:
         return auto.from_pretrained(name, trust_remote_code=False, **options)
 
 
-def build_network(auto: type, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+def build_network(auto: AutoNetwork, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     """As `auto.from_config(config, **options)`: random weights; and as in `load_pretrained`, no code is run."""
     with _no_strange_code(config.name_or_path or config.model_type):
         return auto.from_config(config, trust_remote_code=False, **options)
@@ -156,7 +170,7 @@ def is_export(name: str | os.PathLike) -> bool:
     return Path(name, EXPORT_FILE).is_file()
 
 
-def skeleton(model_class: type[PreTrainedModel], config) -> PreTrainedModel:
+def skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     """The model without storage: every name and shape, no byte of weights."""
     with torch.device("meta"):
         return model_class(config)

@@ -93,8 +93,9 @@ def convert(
         if is_main():
             check_output(output, overwrite=overwrite, inputs=[source, asked.calibration])
         folder = resolve_source(source)
-        place = {"overwrite": overwrite, "inputs": [folder, asked.calibration]}
-        with atomic_output(output, **place) if is_main() else nullcontext() as temporary:
+        inputs = [folder, asked.calibration]
+        place = atomic_output(output, overwrite=overwrite, inputs=inputs) if is_main() else nullcontext()
+        with place as temporary:
             result = compress(folder, str(source), asked, study, dry=False, progress=progress)
             if is_main():
                 write(result, temporary)

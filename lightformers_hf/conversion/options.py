@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -151,7 +151,7 @@ class CompressionOptions:
 
     @cached_property
     def _policy(self) -> RankPolicy:
-        rules: dict[str, type[RankRule]] = {"ratio": Ratio, "rank": FixedRank, "energy": Energy}
+        rules: dict[str, Callable[[Any], RankRule]] = {"ratio": Ratio, "rank": FixedRank, "energy": Energy}
         default = next((rules[name](getattr(self, name)) for name in self._given(*rules)), None)
         whole = self._given(*OTHER_BUDGETS)  # how much it is, is not known here
         if default is None and (whole or not (self.pattern or self._given(*LAYERS, *GROUPS))):

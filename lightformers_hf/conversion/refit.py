@@ -106,12 +106,12 @@ def refit_layers(
     with tqdm(total=total, desc="refitting", unit="layer", disable=not progress) as bar:
         for stack in ("encoder", "decoder"):
             with fail_together():
-                walks = [
+                own, aim = walks = [
                     _Walk(who, stack, getattr(model.model, stack), calibration, shelf)
                     for who, model in (("student", student), ("teacher", teacher))
                 ]
             for depth in range(len(walks[0].stack.layers)):
-                _refit_layer(*walks, depth, calibration, built)
+                _refit_layer(own, aim, depth, calibration, built)
                 with fail_together():
                     for walk in walks:
                         walk.advance(depth)

@@ -16,6 +16,7 @@ from ..loading import tensor_bytes
 from .inheritance import inherited_metadata
 
 if TYPE_CHECKING:
+    from .options import CompressionOptions, StudyOptions
     from .teacher import Teacher
 
 OWN_TEXT = "text that the model made itself"
@@ -128,10 +129,10 @@ class CompressionReport:
         cls,
         teacher: Teacher,
         model: PreTrainedModel,
-        options: object,
+        options: CompressionOptions,
         matrices: list[MatrixReport],
         *,
-        study: object | None = None,
+        study: StudyOptions | None = None,
         calibration: str | None,
         calibrated_on: list[str],
         estimated_speedup: float | None,
@@ -139,12 +140,13 @@ class CompressionReport:
         """The report of compressing `teacher` into `model`, whose skeletons give the totals.
 
         Args:
-            options, study: data classes of what was asked for; what differs from its default is kept.
+            options, study: what was asked for; what differs from its default is kept.
         """
         config = model.config
+        given: list[CompressionOptions | StudyOptions] = [options] if study is None else [options, study]
         chosen = {
             option.name: getattr(asked, option.name)
-            for asked in filter(None, (options, study))
+            for asked in given
             for option in fields(asked)
             if getattr(asked, option.name) != option.default and option.name != "device"  # where, not what
         }

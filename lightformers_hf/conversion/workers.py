@@ -90,7 +90,7 @@ def fail_together() -> Iterator[None]:
     messages = [message for message in gather_from_all(error and (str(error) or type(error).__name__)) if message]
     if messages:
         error = error or ValueError(messages[0])
-        error.is_shared = True
+        error.is_shared = True  # type: ignore[attr-defined]  # a mark for the blocks around this one
         raise error
 
 

@@ -27,6 +27,9 @@ from transformers import (
     PrinterCallback,
     Seq2SeqTrainingArguments,
     TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
     set_seed,
 )
 
@@ -227,13 +230,22 @@ class _Progress(TrainerCallback):
     def __init__(self, bar: tqdm, threads: IdleThreads) -> None:
         self.bar, self.threads = bar, threads
 
-    def on_step_end(self, args, state, control, **kwargs) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self.bar.update(state.global_step - self.bar.n)
         if state.global_step % 20 == 0:
             self.threads.adapt()
 
-    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        if "loss" in logs:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
+        if logs and "loss" in logs:
             self.bar.set_postfix(loss=f"{float(logs['loss']):.3f}", refresh=False)
 
 

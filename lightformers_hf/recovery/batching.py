@@ -115,7 +115,7 @@ def _cut_batches(source: np.ndarray, target: np.ndarray, max_tokens: int) -> lis
 def _split_to_multiple(bounds: list[int], multiple: int) -> list[int]:
     """`bounds` with batches of most rows halved until there is a multiple of `multiple` batches."""
     while (len(bounds) - 1) % multiple:
-        sizes = np.diff(bounds)
+        sizes = np.diff(np.array(bounds))
         largest = int(sizes.argmax())
         if sizes[largest] == 1:
             break

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -39,13 +41,13 @@ class RecoveryTrainer(Seq2SeqTrainer):
 
     def __init__(
         self,
-        *args,
+        *args: Any,
         max_tokens: int | None = None,
         teacher: PreTrainedModel | None = None,
         distillation_alpha: float = 0.5,
         distillation_temperature: float = 1.0,
         hidden_weight: float = 0.0,
-        **kwargs,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         # Trainer then counts the target tokens of the step and leaves the loss as compute_loss scales it.

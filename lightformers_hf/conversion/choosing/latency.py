@@ -233,7 +233,14 @@ def sentence_costs(
     return _costs(model, layers, machine, source_tokens, target_tokens, overhead)
 
 
-def _costs(model, layers, machine, source_tokens, target_tokens, overhead) -> SentenceCosts:
+def _costs(
+    model: PreTrainedModel,
+    layers: dict[str, Layer],
+    machine: MachineCosts,
+    source_tokens: float,
+    target_tokens: float,
+    overhead: float,
+) -> SentenceCosts:
     working_set = sum(layer.bytes_read for layer in layers.values())
     own = isinstance(model.config, FactorizedConfig)
     return SentenceCosts(machine, layers, own, source_tokens, target_tokens, working_set, overhead)
@@ -324,7 +331,8 @@ def merge_unprofitable(model: PreTrainedModel, costs: SentenceCosts) -> list[str
 def _multiplied_out(pair: nn.Module, name: str) -> nn.Module:
     """The dense linear layer that computes what `pair` does."""
     product, bias = product_of(pair, torch.float64), bias_of(pair)
-    dense = make_linear(*product.shape, None, name=name, bias=bias is not None).to(next(pair.parameters()))
+    m, n = product.shape
+    dense = make_linear(m, n, None, name=name, bias=bias is not None).to(next(pair.parameters()))
     dense.load_state_dict({"weight": product.T} | ({} if bias is None else {"bias": bias}))
     dense.kind = pair.kind
     return dense.train(pair.training)

@@ -16,6 +16,7 @@ from ..sharing.groups import find_matrices
 from ..sharing.originals import Originals
 from .budget import Choices, allocate
 from .latency import SentenceCosts, sentence_costs
+from .rules import Ratio
 
 # What a safetensors file spends on naming a tensor, about.
 HEADER_BYTES = 130
@@ -86,12 +87,19 @@ class ParameterBudget(Budget):
         name = self.options.budget
         if name == "ratio":
             dense = sum(max(_dense(slots) for slots in unit) for unit in self.free)
-            return dense / self.options.policy().default.ratio
+            return dense / self._ratio
         asked = read_quantity(name, getattr(self.options, name))
         fixed, _ = self._total(count_parameters)
         if name == "params":
             return asked - self._besides - fixed
         return (asked - self._overhead) / self._itemsize - self._besides - fixed
+
+    @property
+    def _ratio(self) -> float:
+        """p where the budget is a ratio, given or the default's."""
+        rule = self.options.policy().default
+        assert isinstance(rule, Ratio), f"the budget is {self.options.budget}, no ratio"
+        return rule.ratio
 
     @property
     def _itemsize(self) -> int:
@@ -116,7 +124,7 @@ class ParameterBudget(Budget):
                 left = f"{least_parameters * self._itemsize + self._overhead:,.0f} bytes"
                 hint = missing_unit(asked)
             raise ValueError(
-                f"{name} is {asked or self.options.policy().default.ratio:}, which cannot be met: with everything at "
+                f"{name} is {asked or self._ratio}, which cannot be met: with everything at "
                 f"its smallest {left} are left" + (f"; {hint}" if hint else "")
             )
         if name == "ratio":
@@ -168,7 +176,8 @@ class TimeBudget(Budget):
             measure = replace(whole, working_set=read)
             timed = {place: place.choices(measure) for place in choices}
             settings = self._allocate(timed, self._check(measure))
-            left = sum(float(place.size(value, whole.bytes_read)) for place, value in (self.given | settings).items())
+            chosen = {**self.given, **settings}
+            left = sum(float(place.size(value, whole.bytes_read)) for place, value in chosen.items())
             read = (read + left) / 2
         return settings
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import transformers
@@ -158,7 +158,7 @@ class MachineCosts:
 def measure_machine(timer: Timer = median_seconds) -> MachineCosts:
     """Measure every table: some twenty seconds."""
 
-    def table(inputs: Sequence[int], outputs: Sequence[int], working_set: float, **choice) -> Table:
+    def table(inputs: Sequence[int], outputs: Sequence[int], working_set: float, **choice: Any) -> Table:
         return Table(
             inputs,
             outputs,

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from ...models.matrices import product_of
 from ..choosing.budget import Choices
 from ..choosing.rules import RankPolicy
+from ..options import Split
 from ..registry import import_files
 from ..report import DENSE, MatrixReport
 from ..sharing.originals import Originals, short_name
@@ -66,7 +67,7 @@ class Form(ABC):
 
     name: str
     originals: Originals
-    split: str = "sigma-right"
+    split: Split = "sigma-right"
     label: ClassVar[str]
     method: ClassVar[str]
     is_usual: ClassVar[bool] = False

@@ -87,8 +87,9 @@ def align_bases(
         for name in attentions:
             own |= _head_bases(name, pair, heads, inputs)
         if "fc1" in layers[0]:
-            alike = _relative(*(_rows(layer["fc1"]) for layer in pair), inputs["fc1"])
-            alike += _relative(*(layer["fc2"].matrix.double().T for layer in pair))
+            first, second = pair
+            alike = _relative(_rows(first["fc1"]), _rows(second["fc1"]), inputs["fc1"])
+            alike += _relative(first["fc2"].matrix.double().T, second["fc2"].matrix.double().T)
             order = _match(alike)
             own |= {"fc1": Bases(outputs=order), "fc2": Bases(inputs=order)}
         bases.append(own)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 
 import torch
+from transformers import PreTrainedConfig
 
 from ...models.layer_sharing import group_of_depth
 
 
-def source_names(name: str, source, target) -> list[str]:
+def source_names(name: str, source: PreTrainedConfig, target: PreTrainedConfig) -> list[str]:
     """Names of the source's tensors that the target's tensor `name` is made of, one for every depth it serves.
 
     `source` and `target` are configurations of one family, with `{stack}_layers` and maybe `{stack}_groups`.

@@ -7,12 +7,13 @@ So errors of different matrices are in one unit, and compare.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
@@ -41,7 +42,9 @@ class Calibration:
         ValueError: no token to predict; states or gradients that are not finite, with the module's name.
     """
 
-    def __init__(self, model: PreTrainedModel, linear: list[str], batches: list[dict[str, Tensor]], *, progress: bool):
+    def __init__(
+        self, model: PreTrainedModel, linear: list[str], batches: Sequence[dict[str, Tensor]], *, progress: bool
+    ):
         self.linear, self.batches = linear, [piece for batch in batches for piece in _pieces(batch)]
         self.model = model.eval().requires_grad_(False)
         self._tables = [stack.embed_tokens for stack in (model.get_encoder(), model.get_decoder())]
@@ -85,7 +88,7 @@ class Calibration:
         """A batch, where the model is."""
         return {name: tensor.to(self.model.device) for name, tensor in batch.items()}
 
-    def _watch(self, name: str, kind: str):
+    def _watch(self, name: str, kind: str) -> RemovableHandle:
         moments = self.moments[name] = Moments(name, self._shelf)
 
         def see(module: nn.Module, arguments: tuple, output: Tensor) -> None:

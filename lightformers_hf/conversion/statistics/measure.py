@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -34,7 +36,9 @@ def measure(
     Raises:
         ValueError: no tokenizer, unknown languages, too little text, states or gradients that are not finite.
     """
-    model, sentences = teacher.load().to(device), []
+    model = teacher.load().to(device)
+    sentences: list[str] = []
+    batches: Sequence[dict[str, torch.Tensor]]
     if options.calibration is None:
         author = model if whole is teacher else whole.load().to(device)
         batches = synthetic_batches(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..teacher import Teacher
 from ..workers import own_share
@@ -59,7 +59,7 @@ def synthetic_batches(
     return batches
 
 
-def token_frequencies(tokenizer: PreTrainedTokenizerBase | None, config) -> Tensor:
+def token_frequencies(tokenizer: PreTrainedTokenizerBase | None, config: PreTrainedConfig) -> Tensor:
     """How often each source token is expected, (V), not normalised; 0 for special ones.
 
     A unigram model (SentencePiece) knows its tokens' probabilities. Elsewhere ids are taken to be in order of falling
@@ -96,7 +96,9 @@ def _unigram_scores(tokenizer: PreTrainedTokenizerBase) -> dict[str, float] | No
     return dict(model["vocab"]) if model.get("type") == "Unigram" else None
 
 
-def _padded(drawn: list[list[int]], tokenizer: PreTrainedTokenizerBase | None, config) -> tuple[Tensor, Tensor]:
+def _padded(
+    drawn: list[list[int]], tokenizer: PreTrainedTokenizerBase | None, config: PreTrainedConfig
+) -> tuple[Tensor, Tensor]:
     """Ids and mask of the sources, with the special tokens that the model is used to."""
     if tokenizer is not None:
         limits = {"truncation": True, "max_length": config.max_position_embeddings}
