@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -83,7 +84,7 @@ class Engine:
         return sentences
 
 
-def load_engine(folder: str | Path, threads: int = 1) -> Engine:
+def load_engine(folder: str | os.PathLike, threads: int = 1) -> Engine:
     """Load what `export` wrote, or any sequence-to-sequence checkpoint under transformers, on the CPU.
 
     Args:

@@ -161,13 +161,14 @@ def read_stack(stack: nn.Module) -> Stack:
     """What a stack of the model computes, depth by depth."""
     positions = getattr(stack.embed_positions, "table", None)
     positions = stack.embed_positions.weight if positions is None else positions
-    layers = []
+    layers: list[Layer] = []
     for depth, (layer, slots) in enumerate(stack.layers.by_depth()):
         own = None if stack.depths is None else stack.depths[depth]
         residuals = getattr(own, "residuals", None)
         norms = layer if hasattr(layer, "final_layer_norm") else own
         cross_source = depth if residuals is not None else slots["cross_layer_idx"]
         has_cross = hasattr(layer, "encoder_attn")
+        fc1, fc2 = (read_linear(getattr(layer, name), getattr(residuals, name, None)) for name in ("fc1", "fc2"))
         layers.append(
             Layer(
                 _attention(layer.self_attn, getattr(residuals, "self_attn", None)),
@@ -175,7 +176,8 @@ def read_stack(stack: nn.Module) -> Stack:
                 _attention(layer.encoder_attn, getattr(residuals, "encoder_attn", None)) if has_cross else None,
                 _norm(norms.encoder_attn_layer_norm) if has_cross else None,
                 cross_source,
-                *(read_linear(getattr(layer, name), getattr(residuals, name, None)) for name in ("fc1", "fc2")),
+                fc1,
+                fc2,
                 _norm(norms.final_layer_norm),
             )
         )

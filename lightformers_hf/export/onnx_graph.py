@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import onnx
@@ -12,7 +13,7 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor
 
-from .layers import Linear, Stack
+from .layers import Layer, Linear, Stack
 
 WEIGHTS = "weights.bin"
 INLINE_BYTES = 512  # smaller tensors stand in the graph itself
@@ -53,11 +54,15 @@ class Graph:
     inputs: list = field(default_factory=list)
     outputs: list = field(default_factory=list)
 
-    def op(self, kind: str, *inputs: str, count: int = 1, domain: str = "", **attributes):
-        """A node; its result, or a list of `count` of them."""
+    def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
+        """Add a node, and return its result. The attribute `domain` says whose operator it is."""
+        return self.add_node(kind, *inputs, count=1, **attributes)[0]
+
+    def add_node(self, kind: str, *inputs: str, count: int, **attributes: Any) -> list[str]:
+        """As `op`, of `count` results."""
         names = [f"{kind}_{len(self.nodes)}_{index}" for index in range(count)]
-        self.nodes.append(helper.make_node(kind, list(inputs), names, domain=domain, **attributes))
-        return names[0] if count == 1 else names
+        self.nodes.append(helper.make_node(kind, list(inputs), names, **attributes))
+        return names
 
     def constant(self, values: Tensor | np.ndarray | list | int | float) -> str:
         """A constant; integers are int64, fractions fp32. Equal ones are one."""
@@ -155,7 +160,7 @@ class Graph:
         """Cut the last axis."""
         if len(widths) == 1:
             return [states]
-        return self.op("Split", states, self.constant(widths), count=len(widths), axis=-1)
+        return self.add_node("Split", states, self.constant(widths), count=len(widths), axis=-1)
 
     def reshape(self, states: str, *shape: int) -> str:
         """0 keeps a dimension, −1 is what is left."""
@@ -180,13 +185,13 @@ class Graph:
         gate = self.op("Mul", states, self.constant(1.702)) if name == "quick_gelu" else states
         return self.op("Mul", states, self.op("Sigmoid", gate))
 
-    def sublayer(self, states: str, norm: tuple[Tensor, Tensor], compute) -> str:
+    def sublayer(self, states: str, norm: tuple[Tensor, Tensor], compute: Callable[[str], str]) -> str:
         """Residual connection and LayerNorm around `compute`."""
         if self.normalize_before:
             return self.op("Add", states, compute(self.norm(states, norm)))
         return self.norm(self.op("Add", states, compute(states)), norm)
 
-    def feed_forward(self, states: str, layer) -> str:
+    def feed_forward(self, states: str, layer: Layer) -> str:
         def compute(inner: str) -> str:
             return self.project(self.activate(self.project(inner, [layer.fc1])[0]), [layer.fc2])[0]
 

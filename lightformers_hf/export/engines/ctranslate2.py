@@ -16,7 +16,9 @@ import ctranslate2
 import numpy as np
 import torch
 from ctranslate2.specs import common_spec, transformer_spec
+from ctranslate2.specs.model_spec import LayerSpec
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from ..layers import Attention, Expansion, Layer, Linear, read_output, read_stack
 from ..search import NEVER, Search
@@ -63,7 +65,7 @@ def write(source: Source, folder: Path, quantization: str | None) -> Expansion:
     return expansion
 
 
-def vocabulary(tokenizer, size: int, side: str) -> list[str]:
+def vocabulary(tokenizer: PreTrainedTokenizerBase | None, size: int, side: str) -> list[str]:
     """The token of every id, each another one: the tokenizer's, else (no tokenizer, or more ids) made from the id."""
     if tokenizer is None:
         return [str(token_id) for token_id in range(size)]
@@ -113,7 +115,9 @@ def _specification(source: Source, expansion: Expansion) -> transformer_spec.Tra
     return transformer_spec.TransformerSpec(encoder_spec, decoder_spec)
 
 
-def _set_vocabulary_layers(spec, embedding: Linear, output: Linear, suppressed: tuple[int, ...]) -> None:
+def _set_vocabulary_layers(
+    spec: transformer_spec.TransformerDecoderSpec, embedding: Linear, output: Linear, suppressed: tuple[int, ...]
+) -> None:
     """Token table and output layer of the decoder, each in one piece or with its second factor as a projection."""
     (table, *basis), (*projection, weight) = embedding.chains[0], output.chains[0]
     spec.embeddings.weight = _array(table)
@@ -132,7 +136,7 @@ def _set_vocabulary_layers(spec, embedding: Linear, output: Linear, suppressed: 
         spec.projection.bias = _array(bias)
 
 
-def _set_layer(spec, layer: Layer, expansion: Expansion) -> None:
+def _set_layer(spec: LayerSpec, layer: Layer, expansion: Expansion) -> None:
     _set_attention(spec.self_attention, layer.attention, expansion, cross=False)
     _set_norm(spec.self_attention.layer_norm, layer.attention_norm)
     if layer.cross is not None:
@@ -143,7 +147,7 @@ def _set_layer(spec, layer: Layer, expansion: Expansion) -> None:
     _set_norm(spec.ffn.layer_norm, layer.ffn_norm)
 
 
-def _set_attention(spec, attention: Attention, expansion: Expansion, *, cross: bool) -> None:
+def _set_attention(spec: LayerSpec, attention: Attention, expansion: Expansion, *, cross: bool) -> None:
     heads = narrow_heads(attention, expansion)
     if cross:
         _set_linear(spec.linear[0], heads.query[0], heads.query[1])
@@ -235,13 +239,13 @@ def _join(*linears: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None
     return matrices, torch.cat([_or_zero(linear) for linear in linears])
 
 
-def _set_linear(spec, matrix: Tensor, bias: Tensor | None) -> None:
+def _set_linear(spec: common_spec.LinearSpec, matrix: Tensor, bias: Tensor | None) -> None:
     spec.weight = _array(matrix.T)
     if bias is not None:
         spec.bias = _array(bias)
 
 
-def _set_norm(spec, norm: tuple[Tensor, Tensor]) -> None:
+def _set_norm(spec: common_spec.LayerNormSpec, norm: tuple[Tensor, Tensor]) -> None:
     spec.gamma, spec.beta = (_array(tensor) for tensor in norm)
 
 
@@ -250,7 +254,7 @@ def _array(tensor: Tensor) -> np.ndarray:
     return np.array(tensor.detach().float().numpy(), order="C")
 
 
-def _set_special_tokens(spec, source: Source) -> None:
+def _set_special_tokens(spec: transformer_spec.TransformerSpec, source: Source) -> None:
     tokens = {side: spec._vocabularies[side][0] for side in ("source", "target")}
     search = Search.of(source.generation)
     target = tokens["target"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import io
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +20,9 @@ import onnxruntime
 import torch
 from onnx import TensorProto
 
-from ..layers import Attention, Expansion, Linear, Stack, read_output, read_stack
+from ..layers import Attention, Expansion, Layer, Linear, Stack, read_output, read_stack
 from ..onnx_graph import ACTIVATIONS, WEIGHTS, Graph, Weights
-from ..search import Search, generate, log_softmax
+from ..search import Search, Step, generate, log_softmax
 from ..source import Source
 
 QUANTIZATIONS = ("float32", "int8")
@@ -46,13 +47,13 @@ def write(source: Source, folder: Path, quantization: str | None) -> Expansion:
     output, normalize_before = read_output(source.model), source.model.config.normalize_before
     with (folder / WEIGHTS).open("wb") as file:
         weights = Weights(file)
-        graphs = {
-            "encoder": (encoder_graph, (encoder, decoder)),
-            "decoder": (decoder_graph, (decoder, output)),
+        graphs: dict[str, Callable[[Graph], None]] = {
+            "encoder": functools.partial(encoder_graph, encoder=encoder, decoder=decoder),
+            "decoder": functools.partial(decoder_graph, decoder=decoder, output=output),
         }
-        for name, (build, parts) in graphs.items():
+        for name, build in graphs.items():
             graph = Graph(weights, quantization == "int8", activation, normalize_before)
-            build(graph, *parts)
+            build(graph)
             model = graph.model(name)
             onnx.save(model, folder / f"{name}.onnx")
     for name in graphs:
@@ -95,7 +96,7 @@ def encoder_graph(graph: Graph, encoder: Stack, decoder: Stack) -> None:
         attention = layer.attention
         shape = (0, 0, attention.heads, attention.head_dim)
 
-        def attend(inner: str, attention=attention, shape=shape) -> str:
+        def attend(inner: str, attention: Attention = attention, shape: tuple[int, ...] = shape) -> str:
             parts = graph.project(inner, scaled_inputs(attention))
             inputs = graph.split(parts[0], [attention.heads * attention.head_dim] * 3) if len(parts) == 1 else parts
             query, key, value = (graph.reshape(part, *shape) for part in inputs)
@@ -135,7 +136,7 @@ def decoder_graph(graph: Graph, decoder: Stack, output: Linear) -> None:
     states = graph.embed(decoder, ids, graph.op("Gather", graph.constant(decoder.positions), position))
     for depth, layer in enumerate(decoder.layers):
 
-        def attend(inner: str, depth=depth, layer=layer) -> str:
+        def attend(inner: str, depth: int = depth, layer: Layer = layer) -> str:
             attention = layer.attention
             H, width = attention.heads, attention.head_dim
             parts = graph.project(inner, scaled_inputs(attention))
@@ -151,7 +152,7 @@ def decoder_graph(graph: Graph, decoder: Stack, output: Linear) -> None:
             weights = graph.op("Softmax", graph.op("MatMul", graph.reshape(query, 0, H, 1, width), keys), axis=-1)
             return output_of(graph, attention, graph.reshape(graph.op("MatMul", weights, values), 0, H * width))
 
-        def attend_cross(inner: str, layer=layer) -> str:
+        def attend_cross(inner: str, layer: Layer = layer) -> str:
             attention = layer.cross
             H, width = attention.heads, attention.head_dim
             query = graph.project(inner, scaled_inputs(attention)[:1])[0]
@@ -211,7 +212,7 @@ class OnnxModel:
         """As `Engine.generate`."""
         return generate(self.steps(batch, search.num_beams), len(batch), search)
 
-    def steps(self, batch: list[list[int]], num_beams: int = 1):
+    def steps(self, batch: list[list[int]], num_beams: int = 1) -> Step:
         """Encode a batch; what comes back computes the logits of one step after the other (`search.Step`)."""
         width = max(map(len, batch))
         ids = np.full((len(batch), width), self.search.pad, dtype=np.int64)
