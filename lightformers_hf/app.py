@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lightformers_hf.evaluation.translate import longest_input
 from lightformers_hf.export import Engine, load_engine
 from lightformers_hf.export.engines import CHECKPOINTS
+from lightformers_hf.export.engines.transformers import TransformersModel
 from lightformers_hf.loading import load_pretrained, unique_parameters
 
 # Nothing leaves the machine: no analytics, no tunnel, and fonts that the reader has.
@@ -40,7 +41,7 @@ class Translator:
         """Load a folder or Hub name; the first sentence, which is slower than all others, is over when it is there."""
         engine = load_engine(name, threads=torch.get_num_threads())
         size = engine.name
-        if engine.name == CHECKPOINTS:
+        if engine.name == CHECKPOINTS and isinstance(engine.model, TransformersModel):
             size = f"{unique_parameters(engine.model.network) / 1e6:,.1f}M parameters"
         short = Path(name).name if Path(name).is_dir() else name
         translator = cls(f"{role}: {short}, {size}", engine, load_pretrained(AutoTokenizer, name))

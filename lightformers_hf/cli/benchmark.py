@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..export.engines import deployment_names
 from .output import Answer, Argument, Group, command, join_names, option
 from .use import AT_LEAST_ONE, MAX_SAMPLES, SOURCE_LANG, TARGET_LANG, columns
+
+if TYPE_CHECKING:
+    from ..evaluation.benchmarks.conversion import Shapes
 
 RUNS_HELP = "Interleaved runs; medians are shown."
 SHAPES = ("opus-mt", "bart-large")
@@ -23,7 +26,7 @@ SHAPES = ("opus-mt", "bart-large")
     ),
     option("--memory", is_flag=True, help="Instead convert a checkpoint with random weights; shows peak memory."),
 )
-def conversion(shapes: str, runs: int, samples: int | None, memory: bool) -> Answer:
+def conversion(shapes: Shapes, runs: int, samples: int | None, memory: bool) -> Answer:
     """Time the factorization of a whole checkpoint beside a full torch.linalg.svd of every matrix.
 
     Example: lightformers benchmark conversion --shapes bart-large --runs 1 --samples 6

@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import click
 
 from ..languages import split_language
 from .output import Answer, Argument, check_installed, command, option
+
+if TYPE_CHECKING:
+    from ..evaluation.translate import ByteSource
 
 AT_LEAST_ONE = click.IntRange(min=1)
 FILE = click.Path(path_type=Path)
@@ -27,12 +30,31 @@ SPLIT = option("--split", default="test", help="Split of a dataset on the Hub.")
 MAX_SAMPLES = option("--max-samples", type=AT_LEAST_ONE, help="Use the first so many pairs. Default: all.")
 
 
-def generation_options(**options: int | None) -> dict[str, int]:
+class Generation(TypedDict, total=False):
+    """Arguments of `generate()` that were given."""
+
+    num_beams: int
+    max_new_tokens: int
+
+
+class Columns(TypedDict):
+    """The columns to read, as the package's functions take them."""
+
+    source: str | None
+    target: str | None
+
+
+def generation_options(*, num_beams: int | None, max_new_tokens: int | None) -> Generation:
     """The arguments of `generate()` that were given."""
-    return {name: value for name, value in options.items() if value is not None}
+    given: Generation = {}
+    if num_beams is not None:
+        given["num_beams"] = num_beams
+    if max_new_tokens is not None:
+        given["max_new_tokens"] = max_new_tokens
+    return given
 
 
-def columns(source_lang: str | None, target_lang: str | None) -> dict[str, str | None]:
+def columns(source_lang: str | None, target_lang: str | None) -> Columns:
     """The columns that the two options name, as the package's functions take them."""
     return {"source": split_language(source_lang)[0], "target": split_language(target_lang)[0]}
 
@@ -66,7 +88,9 @@ def translate(
         lightformers translate ./small news.de --output news.en --num-beams 4
     """
     with ExitStack() as stack:
-        source = stack.enter_context(file.open("rb")) if file else sys.stdin.buffer
+        # Standard input's buffer is a buffered reader, which its type does not say.
+        standard: ByteSource = sys.stdin.buffer  # type: ignore[assignment]
+        source: ByteSource = stack.enter_context(file.open("rb")) if file else standard
         from tqdm.auto import tqdm
 
         from ..evaluation.translate import load_translator, translate_stream

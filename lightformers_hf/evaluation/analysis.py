@@ -333,8 +333,7 @@ def analysis_table(analyses: list[Analysis]) -> Table:
     for analysis in analyses:
         table.add_column(escape(analysis.label), justify="right", overflow="fold")
 
-    def row(label: str, value_of: Callable[[Analysis], float | None], form: str = "{:.3f}") -> None:
-        values = [value_of(analysis) for analysis in analyses]
+    def row(label: str, values: list[float | None], form: str = "{:.3f}") -> None:
         if any(value is not None for value in values):
             table.add_row(label, *("" if value is None else form.format(value) for value in values))
 
@@ -342,9 +341,9 @@ def analysis_table(analyses: list[Analysis]) -> Table:
         return fmean(values) if values else None
 
     for site, words in SITES.items():
-        row(f"head diversity, {words}", lambda one, site=site: mean(one.head_diversity[site]))
+        row(f"head diversity, {words}", [mean(one.head_diversity[site]) for one in analyses])
     for stack in STACKS:
-        row(f"token uniformity, {stack}", lambda one, stack=stack: mean(one.token_uniformity[stack]))
+        row(f"token uniformity, {stack}", [mean(one.token_uniformity[stack]) for one in analyses])
     for stack in STACKS:
         for label, measure, scale, form in (
             (f"activated neurons, {stack}", "activated", 1, "{:,.0f}"),
@@ -352,18 +351,15 @@ def analysis_table(analyses: list[Analysis]) -> Table:
             ("  share", "ratio", 1, "{:.1%}"),
             ("  a thousand parameters", "efficiency", 1000, "{:.3g}"),
         ):
-
-            def value_of(one: Analysis, stack: str = stack, measure: str = measure, scale: int = scale):
-                return mean([getattr(layer, measure) * scale for layer in one.ffn[stack]])
-
-            row(label, value_of, form)
+            layers = [[getattr(layer, measure) * scale for layer in one.ffn[stack]] for one in analyses]
+            row(label, [mean(values) for values in layers], form)
     table.add_section()
-    row(f"million MACs, {TOKENS}/{TOKENS} tokens", lambda one: one.macs.total / 1e6, "{:,.0f}")
-    row("  with a cache", lambda one: one.macs_cached.total / 1e6, "{:,.0f}")
+    row(f"million MACs, {TOKENS}/{TOKENS} tokens", [one.macs.total / 1e6 for one in analyses], "{:,.0f}")
+    row("  with a cache", [one.macs_cached.total / 1e6 for one in analyses], "{:,.0f}")
     for part in ("embedding", "encoder", "decoder", "output"):
-        row(f"matrices, {part}, MB", lambda one, part=part: getattr(one.footprint, part) * 4 / 1e6, "{:,.1f}")
-    row("peak memory beyond libraries, MB", lambda one: one.own_memory_bytes / 1e6, "{:,.1f}")
+        row(f"matrices, {part}, MB", [getattr(one.footprint, part) * 4 / 1e6 for one in analyses], "{:,.1f}")
+    row("peak memory beyond libraries, MB", [one.own_memory_bytes / 1e6 for one in analyses], "{:,.1f}")
     for kind in ("embedding", "attention", "feed-forward"):
-        row(f"rank of 90 % energy, {kind}", lambda one, kind=kind: one.energy_rank(kind), "{:.0f}")
-    row("steps to convergence", lambda one: one.convergence_step, "{:,}")
+        row(f"rank of 90 % energy, {kind}", [one.energy_rank(kind) for one in analyses], "{:.0f}")
+    row("steps to convergence", [one.convergence_step for one in analyses], "{:,}")
     return table

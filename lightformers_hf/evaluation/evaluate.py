@@ -97,7 +97,7 @@ class Evaluation:
         return table
 
 
-def _megabytes(size: int) -> str:
+def _megabytes(size: float) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
@@ -150,8 +150,8 @@ def evaluate_model(
         outputs = translate(sources, *loaded[role], batch_size=batch_size, progress=progress, **generation)
         score = comet_score(sources, outputs, references, comet) if comet else None
         quality = translation_quality(outputs, references)
-        sizes = {"parameters": unique_parameters(loaded[role][0]), "disk_bytes": weight_bytes(name)}
-        measured[role] = Measurements(name=name, comet=score, **quality, **sizes)
+        parameters, size = unique_parameters(loaded[role][0]), weight_bytes(name)
+        measured[role] = Measurements(name=name, comet=score, parameters=parameters, disk_bytes=size, **quality)
     ratio = None
     if speed:
         sentences = typical_sentences(sources, references, loaded.get("teacher", loaded["model"])[1])

@@ -11,11 +11,21 @@ import subprocess
 import tempfile
 from pathlib import Path
 from statistics import fmean
+from typing import TypedDict
 
 import datasets
 import evaluate
 import torch
 from sacrebleu.metrics import BLEU, CHRF
+
+
+class TranslationScores(TypedDict):
+    """From 0 to 100, with the sacreBLEU signature of either."""
+
+    bleu: float
+    bleu_signature: str
+    chrf: float
+    chrf_signature: str
 
 
 class TranslationQuality(evaluate.Metric):
@@ -35,20 +45,23 @@ class TranslationQuality(evaluate.Metric):
             ),
         )
 
-    def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float | str]:
+    def _compute(self, predictions: list[str], references: list[str]) -> TranslationScores:
         # `force`: outputs that look tokenized are scored as they are; the library's warning would name no remedy here.
         bleu, chrf = BLEU(force=True), CHRF()
-        scores = {
-            "bleu": bleu.corpus_score(list(predictions), [list(references)]).score,
-            "chrf": chrf.corpus_score(list(predictions), [list(references)]).score,
+        bleu_score, chrf_score = (
+            metric.corpus_score(list(predictions), [list(references)]).score for metric in (bleu, chrf)
+        )
+        return {
+            "bleu": bleu_score,
+            "bleu_signature": str(bleu.get_signature()),
+            "chrf": chrf_score,
+            "chrf_signature": str(chrf.get_signature()),
         }
-        return scores | {"bleu_signature": str(bleu.get_signature()), "chrf_signature": str(chrf.get_signature())}
 
 
-def translation_quality(predictions: list[str], references: list[str]) -> dict[str, float | str]:
+def translation_quality(predictions: list[str], references: list[str]) -> TranslationScores:
     """Corpus-level sacreBLEU (13a) and chrF2 of `predictions` against one reference each, with their signatures.
 
-    Returns `bleu`, `bleu_signature`, `chrf`, `chrf_signature`; the scores run from 0 to 100.
     Raises `ValueError` for lists of different lengths and for empty ones.
     """
     _check_counts(predictions, references)

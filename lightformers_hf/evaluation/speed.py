@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, median
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from tqdm.auto import tqdm
@@ -62,7 +63,7 @@ def tokens_per_second(
     runs: int = 10,
     forced_length: int | None = None,
     progress: bool = False,
-    **generation,
+    **generation: Any,
 ) -> dict[str, Speed]:
     """Generated tokens a second of each model on one core, one sentence at a time.
 
@@ -95,7 +96,7 @@ def generation_speed(
     runs: int = 10,
     forced_length: int | None = None,
     progress: bool = False,
-    **generation,
+    **generation: Any,
 ) -> dict[str, Speed]:
     """As `tokens_per_second`, of inputs that are tokenized already.
 
@@ -117,8 +118,7 @@ def generation_speed(
                 model.eval()
                 _time_translation(model, inputs[name][:WARM_UP_SENTENCES], generation)
             actions = {
-                name: lambda name=name, model=model: _time_translation(model, inputs[name], generation)
-                for name, model in models.items()
+                name: partial(_time_translation, model, inputs[name], generation) for name, model in models.items()
             }
             timed = take_turns(actions, runs=runs, progress=progress)
         finally:
@@ -127,7 +127,7 @@ def generation_speed(
     return {name: speed_of(results) for name, results in timed.items()}
 
 
-def take_turns(actions: dict[str, Callable[[], T]], *, runs: int, progress: bool = False) -> dict[str, list[T]]:
+def take_turns(actions: Mapping[str, Callable[[], T]], *, runs: int, progress: bool = False) -> dict[str, list[T]]:
     """What each action returns in each of the runs.
 
     In a run each action is called once; the one that begins changes from run to run.

@@ -7,23 +7,28 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import torch
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
-from ..export import load_engine
+from ..export import Engine, load_engine
 from ..loading import is_export, load_model, load_pretrained, position_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..export import Engine
-
 logger = logging.getLogger(__name__)
 READ_BYTES = 1 << 16  # what translate_stream takes at once: some five hundred sentences, enough to sort by length
 UNLIMITED = sys.maxsize
+
+
+class ByteSource(Protocol):
+    """A binary file that gives what there is before it has all that is asked for: what `open(…, "rb")` returns."""
+
+    def read1(self, size: int, /) -> bytes:
+        """At most `size` bytes, from one read of what lies below; none at the end."""
 
 
 def load_translator(
@@ -43,7 +48,7 @@ def load_translator(
 
 def longest_input(model: PreTrainedModel | Engine, tokenizer: PreTrainedTokenizerBase) -> int:
     """The number of source tokens that model and tokenizer both take."""
-    limit = model.longest_input if hasattr(model, "longest_input") else position_limit(model.config)
+    limit = model.longest_input if isinstance(model, Engine) else position_limit(model.config)
     return min(limit or UNLIMITED, tokenizer.model_max_length)
 
 
@@ -85,8 +90,8 @@ def translate(
     longest_first = sorted(filled, key=lambda i: -len(token_ids[i]))
     with ExitStack() as stack:
         bar = progress
-        if isinstance(progress, bool):
-            bar = stack.enter_context(tqdm(total=len(texts), disable=not progress, unit="text"))
+        if isinstance(bar, bool):
+            bar = stack.enter_context(tqdm(total=len(texts), disable=not bar, unit="text"))
         bar.update(len(texts) - len(filled))
         stack.enter_context(_evaluate_mode(model))
         for start in range(0, len(longest_first), batch_size):
@@ -117,15 +122,15 @@ def _generate(
 @contextmanager
 def _evaluate_mode(model: PreTrainedModel | Engine) -> Iterator[None]:
     """Inside, a network neither drops out nor records gradients; afterwards it trains again if it did."""
-    was_training = isinstance(model, torch.nn.Module) and model.training
-    if was_training:
-        model.eval()
+    training = model if isinstance(model, torch.nn.Module) and model.training else None
+    if training is not None:
+        training.eval()
     try:
         with torch.inference_mode():
             yield
     finally:
-        if was_training:
-            model.train()
+        if training is not None:
+            training.train()
 
 
 def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[list[int]]:
@@ -147,7 +152,7 @@ def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, limit: int) 
 
 
 def translate_stream(
-    source: BinaryIO,
+    source: ByteSource,
     output: BinaryIO,
     model: PreTrainedModel | Engine,
     tokenizer: PreTrainedTokenizerBase,

@@ -185,10 +185,12 @@ def compare(
         )
     if training:
         speeds[TRAINING] = training_speed(models, batch, runs=runs, bf16=bf16, progress=progress)
+    parameters, transformer_parameters = (unique_parameters(model) for model in models.values())
     return Comparison(
         name,
-        *(unique_parameters(model) for model in models.values()),
-        speeds={measure: tuple(speed.values()) for measure, speed in speeds.items()},
+        parameters,
+        transformer_parameters,
+        speeds={measure: (speed[name], speed["transformer"]) for measure, speed in speeds.items()},
         paper_ratio=pair.paper_ratio,
     )
 

@@ -188,7 +188,8 @@ def conversion_memory(shapes: Shapes, *, ratio: float = RATIO) -> tuple[int, int
 
 
 def _factorize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    rank = rank_for_ratio(*weight.shape, RATIO)
+    m, n = weight.shape
+    rank = rank_for_ratio(m, n, RATIO)
     return decompose(weight, name="matrix", rank=rank).truncate(rank)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from tqdm.auto import tqdm
@@ -107,8 +108,9 @@ def report_page(
     translations = []
     if data:
         columns = {"source": source, "target": target, "split": split}
-        options = {"count": samples, "progress": progress, **generation}
-        translations = _translate_samples(model, teacher, data, columns, **options)
+        translations = _translate_samples(
+            model, teacher, data, columns, count=samples, progress=progress, **generation
+        )
     if not (report or pictures or translations):
         raise ValueError(
             f"{folder} holds neither {REPORT_FILE} nor {STATE_FILE}, so there is nothing to report: give what convert "
@@ -196,13 +198,14 @@ def _kinds(matrices: list[MatrixReport]) -> list[tuple[str, int, int, int]]:
     return rows
 
 
-def _draw(title: str, paint: Paint, caption: str, *, rows: list[list[str]] | None = None, **options) -> Picture:
+def _draw(title: str, paint: Paint, caption: str, *, rows: list[list[str]] | None = None, **options: Any) -> Picture:
     images = []
-    for dark in (False, True):
+    for is_dark in (False, True):
         file = io.BytesIO()
-        save_picture(file, paint, dark=dark, **options)
+        save_picture(file, paint, dark=is_dark, **options)
         images.append(base64.b64encode(file.getvalue()).decode())
-    return Picture(title, caption, *images, rows=rows or [])
+    light, dark = images
+    return Picture(title, caption, light, dark, rows=rows or [])
 
 
 def _draw_spectra(folder: Path, matrices: list[MatrixReport], name: str, *, progress: bool) -> Picture:
@@ -250,7 +253,12 @@ def _read_result(file: Path) -> Result:
         for one in filter(None, measured.values()):
             one.name = Path(one.name).name
         return Result(
-            **measured, **{name: content[name] for name in ("speed_ratio", "data", "sentences", "generation")}
+            model=measured["model"],
+            teacher=measured["teacher"],
+            speed_ratio=content["speed_ratio"],
+            data=content["data"],
+            sentences=content["sentences"],
+            generation=content["generation"],
         )
     except FileNotFoundError:
         raise FileNotFoundError(f"{file} is not there: `lightformers evaluate … --json {file}` writes it") from None
@@ -277,8 +285,8 @@ def _draw_trade_off(results: list[Result]) -> Picture:
                 points[key] = Point(one.name, one.bleu, one.parameters, speed, one is result.teacher)
                 rows[key] = one
     has_speed = any(point.speed for point in points.values())
-    speed = "times as fast as the teacher" if relative else "tokens/s, one core"
-    head = ["", "BLEU", "chrF", "parameters", "megabytes", *([speed] if has_speed else [])]
+    measure = "times as fast as the teacher" if relative else "tokens/s, one core"
+    head = ["", "BLEU", "chrF", "parameters", "megabytes", *([measure] if has_speed else [])]
     table = [head]
     for key in sorted(points, key=lambda key: -key[1]):
         point, one = points[key], rows[key]
@@ -295,7 +303,7 @@ def _draw_trade_off(results: list[Result]) -> Picture:
         )
     return _draw(
         "Quality against size" + (" and speed" if has_speed else ""),
-        partial(report_plots.trade_off, points=list(points.values()), quality="BLEU", speed=speed),
+        partial(report_plots.trade_off, points=list(points.values()), quality="BLEU", speed=measure),
         f"{conditions[0]}. {results[0].model.bleu_signature}",
         columns=2 if has_speed else 1,
         rows=table,
@@ -322,7 +330,7 @@ def _translate_samples(
     warn_of_overlap(str(name), data, sources)
     generation = {"num_beams": model.generation_config.num_beams or 1} | generation
     outputs = translate(sources, model, tokenizer, progress=progress, **generation)
-    theirs = [None] * count
+    theirs: Sequence[str | None] = [None] * count
     if teacher:
         theirs = translate(sources, *load_teacher(teacher, tokenizer), progress=progress, **generation)
     return [

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import matplotlib
+from cycler import cycler
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -29,7 +31,7 @@ def style(*, dark: bool = False) -> dict:
     return {
         **dict.fromkeys(ink_settings, ink),
         **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), page),
-        "axes.prop_cycle": matplotlib.cycler(color=DARK if dark else LIGHT),
+        "axes.prop_cycle": cycler(color=DARK if dark else LIGHT),
         "axes.grid": True,
         "axes.grid.which": "both",
         "axes.formatter.min_exponent": 3,  # 20, not 2×10¹
@@ -61,7 +63,7 @@ def save_picture(
         figure = Figure(figsize=(WIDTH, height), dpi=160, layout="constrained")
         panels = list(figure.subplots(rows, columns, squeeze=False).flat)
         paint(panels)
-        labels: dict[str, object] = {}
+        labels: dict[str, Artist] = {}
         for axes in panels:
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 labels.setdefault(label, handle)
@@ -103,10 +105,10 @@ def draw_spectrum(axes: Axes, values: Sequence[float], *, color: str, rank: int 
             axes.plot(rank, heights[rank - 1], "o", color=color, markersize=5)
 
 
-def _by_depth(axes: Axes, analyses: list[Analysis], values_of: Callable[[Analysis], list[float]], **labels) -> None:
-    """A line a model, over the depths of a stack."""
-    for color, analysis in enumerate(analyses):
-        if values := values_of(analysis):
+def _by_depth(axes: Axes, analyses: list[Analysis], lines: list[list[float]], **labels: str) -> None:
+    """The line of each model, over the depths of a stack; none where it is empty."""
+    for color, (analysis, values) in enumerate(zip(analyses, lines, strict=True)):
+        if values:
             axes.plot(
                 range(1, len(values) + 1), values, "o-", color=f"C{color}", markersize=5, label=as_text(analysis.label)
             )
@@ -119,14 +121,14 @@ def _head_diversity(panels: list[Axes], analyses: list[Analysis]) -> None:
         axes.sharey(panels[0])
     titles = {"encoder": "encoder", "decoder": "decoder, self-attention", "cross": "cross-attention"}
     for axes, (site, title) in zip(panels, titles.items(), strict=True):
-        _by_depth(axes, analyses, lambda analysis, site=site: analysis.head_diversity[site], title=title)
+        _by_depth(axes, analyses, [one.head_diversity[site] for one in analyses], title=title)
         axes.set(xlabel="layer")
     panels[0].set(ylabel="head diversity, Eq. 7 (higher: more)")
 
 
 def _token_uniformity(panels: list[Axes], analyses: list[Analysis]) -> None:
     for axes, stack in zip(panels, ("encoder", "decoder"), strict=True):
-        _by_depth(axes, analyses, lambda analysis, stack=stack: analysis.token_uniformity[stack], title=stack)
+        _by_depth(axes, analyses, [one.token_uniformity[stack] for one in analyses], title=stack)
         axes.set(xlabel="layer")
     panels[0].set(ylabel="correlation of tokens (lower: better)")
 
@@ -139,12 +141,9 @@ def _ffn_activation(panels: list[Axes], analyses: list[Analysis]) -> None:
     }
     for row, stack in enumerate(("encoder", "decoder")):
         for axes, (measure, title) in zip(panels[3 * row : 3 * row + 3], measures.items(), strict=True):
-
-            def values_of(analysis: Analysis, stack: str = stack, measure: str = measure) -> list[float]:
-                scale = 1000 if measure == "efficiency" else 1
-                return [getattr(layer, measure) * scale for layer in analysis.ffn[stack]]
-
-            _by_depth(axes, analyses, values_of, xlabel="layer" if row else "", title="" if row else title)
+            scale = 1000 if measure == "efficiency" else 1
+            lines = [[getattr(layer, measure) * scale for layer in one.ffn[stack]] for one in analyses]
+            _by_depth(axes, analyses, lines, xlabel="layer" if row else "", title="" if row else title)
             drawn = [value for line in axes.lines for value in line.get_ydata()]
             if measure == "efficiency" and max(drawn, default=0) > FAR_APART * min(drawn, default=0):
                 axes.set_yscale("log")
