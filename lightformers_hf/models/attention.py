@@ -1,6 +1,7 @@
 """Multi-head attention over any projections (Vaswani et al. 2017; low-rank ones: LightFormer, Eq. 9)."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ def eager_attention(
     attention_mask: torch.Tensor | None,
     scaling: float,
     dropout: float = 0.0,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(q·kᵀ·scaling + mask)·v. Shapes: (B, H, T, d_k), (B, H, S, d_k) → (B, T, H, d_k), (B, H, T, S)."""
     weights = torch.matmul(query, key.transpose(2, 3)) * scaling
@@ -114,7 +115,7 @@ class MultiHeadAttention(nn.Module):
         past_key_values: Cache | None = None,
         layer_idx: int | None = None,
         residuals: nn.Module | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, T, d) → (B, T, d) and, from eager attention, the weights (B, H, T, S).
 

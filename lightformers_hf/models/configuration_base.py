@@ -4,7 +4,7 @@ import copy
 import json
 import re
 from collections.abc import Collection, Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import transformers
 
@@ -96,7 +96,7 @@ class FactorizedConfig(PreTrainedConfig):
     decoder_start_token_id: int | None = 2
     forced_eos_token_id: int | list[int] | None = None
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
         for field in ("vocab_size", "d_model", "encoder_layers", "decoder_layers", "max_position_embeddings"):
             check_at_least(field, getattr(self, field), 1)
         self.decoder_vocab_size = self.decoder_vocab_size or self.vocab_size
@@ -140,7 +140,7 @@ class FactorizedConfig(PreTrainedConfig):
         config.vocab_size = self.decoder_vocab_size
         return config
 
-    def to_json_string(self, *args, **kwargs) -> str:
+    def to_json_string(self, *args: Any, **kwargs: Any) -> str:
         """As the base class does, but patterns stay in their order, which says which comes first."""
         content = json.loads(super().to_json_string(*args, **kwargs))
         patterns = {field: getattr(self, field) for field in content if field in self.patterns}

@@ -1,6 +1,6 @@
 """Configuration of Subformer (Reid et al. 2021): sandwich sharing and self-attentive factorized embeddings."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of, strict
 
@@ -62,7 +62,7 @@ class SubformerConfig(FactorizedConfig):
     projection_dropout: float | int = 0.05
     normalize_before: bool | None = None
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
         factorized = self.embedding in ("safe", "linear")
         self.sandwich_dim = self.sandwich_dim or self.d_model
         self.sandwich_ffn_dim = self.sandwich_ffn_dim or self.ffn_dim

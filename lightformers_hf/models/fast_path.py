@@ -7,7 +7,7 @@ module that does more than its class says (a hook, an adapter, an offloaded weig
 """
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -191,7 +191,7 @@ def run_layers_fast(
     layer_class: type[TransformerLayer],
     past_key_values: Cache | None = None,
     use_cache: bool | None = None,
-    **others,
+    **others: Any,
 ) -> torch.Tensor | None:
     """Apply a stack's layers, (B, T, d) → (B, T, d); `None` where that takes the modules themselves.
 

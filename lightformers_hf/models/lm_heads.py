@@ -3,6 +3,8 @@
 A head's class lists `GenerationMixin` itself as a base, because transformers looks for it there.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
@@ -117,7 +119,7 @@ class EncoderDecoder(Vocabulary):
         inputs_embeds: torch.Tensor | None = None,
         decoder_inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> Seq2SeqModelOutput:
         """Source ids (B, S) and target ids (B, T) → hidden states of the decoder (B, T, d).
 
@@ -234,7 +236,7 @@ class ConditionalGenerationHead(LanguageModelHead):
         decoder_inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> Seq2SeqLMOutput:
         """Source ids (B, S) and target ids (B, T) → logits (B, T, V).
 
@@ -304,7 +306,7 @@ class CausalLMHead(LanguageModelHead):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        **kwargs,
+        **kwargs: Any,
     ) -> CausalLMOutputWithCrossAttentions:
         """Ids (B, T) → logits (B, T, V), only the last `logits_to_keep` positions where it is not 0.
 
@@ -353,7 +355,7 @@ class SequenceClassificationHead(Vocabulary):
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> SequenceClassifierOutput:
         """Ids (B, S) → logits (B, num_labels); with `labels` (B) also the loss that `config.problem_type` asks for."""
         outputs = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)

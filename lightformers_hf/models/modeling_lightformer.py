@@ -5,6 +5,7 @@ Names of modules are those of Marian and BART, so that a converted weight is fou
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -113,7 +114,13 @@ class LightFormerStack(LightFormerPreTrainedModel):
                 slots["cross_layer_idx"] = depth
             yield layer, {"own": own, **slots}
 
-    def run(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, *cross, **kwargs) -> torch.Tensor:
+    def run(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *cross: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         """Apply the layers depth by depth. (B, T, d) → (B, T, d)."""
         depths = list(self.by_depth())
         states = run_layers_fast(

@@ -2,6 +2,8 @@
 over the embeddings (§3.3).
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -59,7 +61,7 @@ class PartialFormerLayer(GradientCheckpointingLayer):
         encoder_attention_mask: torch.Tensor | None = None,
         layer_idx: int | None = None,
         cross_layer_idx: int | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """(B, T, d) → (B, T, d). The cache slots: see `LayerStack.by_depth`."""
         states = self.self_attn_layer_norm(hidden_states)
@@ -149,9 +151,9 @@ class PartialFormerStack(PartialFormerPreTrainedModel):
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        *cross,
+        *cross: torch.Tensor | None,
         past_key_values: Cache | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """Embeddings with positions (B, T, d) → states (B, T, d)."""
         if self.global_attention is not None:

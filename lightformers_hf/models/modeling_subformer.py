@@ -4,6 +4,7 @@ Shapes: B batch, T and S lengths; d_m `d_model`, d_s `sandwich_dim`, d_e `embedd
 """
 
 from collections import OrderedDict
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,7 +59,7 @@ class SAFE(nn.Module):
         self.final_layer_norm = nn.LayerNorm(config.d_model)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
         """Scaled vectors with positions (B, T, d_e) → input of the first layer (B, T, d_m)."""
         attended = self.attn(states, attention_mask=attention_mask, **kwargs)[0]
         states = self.attn_layer_norm(states + self.dropout(attended))
@@ -86,7 +87,7 @@ class SandwichCrossAttention(nn.Module):
         self.output_projection = project("output_projection", config.d_model, config.sandwich_dim)
         self.output_layer_norm = nn.LayerNorm(config.sandwich_dim)
 
-    def forward(self, hidden_states: torch.Tensor, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """States of the decoder (B, T, d_s) → (B, T, d_s), and the weights (B, H, T, S) from eager attention."""
         query = self.query_layer_norm(self.query_projection(hidden_states))
         output, weights = self.attention(query, **kwargs)
@@ -186,9 +187,9 @@ class SubformerStack(SubformerPreTrainedModel):
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        *cross,
+        *cross: torch.Tensor | None,
         past_key_values: Cache | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """Vectors with positions (B, T, d_e or d_m) → states (B, T, d_m)."""
         kwargs["past_key_values"] = past_key_values

@@ -4,6 +4,8 @@ Shapes: B batch, T and S lengths, d `d_model`, d_k `head_dim`, H heads, h heads 
 expansion of the heads' feed-forward network.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
@@ -103,7 +105,7 @@ class PartialAttention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         layer_idx: int | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(B, T, d) → (B, T, d) and the weights (B, H, T, S).
 

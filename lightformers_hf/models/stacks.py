@@ -1,7 +1,7 @@
 """What encoder and decoder of every architecture do alike: token tables, positions, masks, caches, initialisation."""
 
 import math
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -144,7 +144,7 @@ class EncoderStack(Stack):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> BaseModelOutput:
         """Ids (B, S) → states (B, S, d); `attention_mask` (B, S) is 0 where a token is padding."""
         hidden_states = self.embed(input_ids, inputs_embeds, attention_mask)
@@ -169,7 +169,7 @@ class DecoderStack(Stack):
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """Ids (B, T), and the encoder's states (B, S, d) → states (B, T, d)."""
         if use_cache and past_key_values is None:

@@ -1,6 +1,7 @@
 """The layer of Vaswani et al. 2017, over any attention modules and linear layers, whose parts depths may share."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,7 +73,7 @@ class TransformerLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         layer_idx: int | None = None,
         cross_layer_idx: int | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """(B, T, d) → (B, T, d). `own` is the `Depth` of this call; the others: see `LayerStack.by_depth`."""
         norms = self if hasattr(self, "final_layer_norm") else own

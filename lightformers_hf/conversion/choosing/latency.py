@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
 import torch
@@ -166,7 +167,7 @@ class SentenceCosts:
             return self.machine.rows(m, n, self.source_tokens)
 
         tokens, total = self.target_tokens, torch.zeros((), dtype=torch.float64)
-        computed = shapes
+        computed: Sequence[tuple[Number, Number]] = shapes
         if layer.kind != "linear":
             (vocabulary, width), *computed = shapes  # a table's own rows are looked up
         if layer.kind != "output":
