@@ -93,7 +93,7 @@ def convert(
         if is_main():
             check_output(output, overwrite=overwrite, inputs=[source, asked.calibration])
         folder = resolve_source(source)
-        inputs = [folder, asked.calibration]
+        inputs: list[str | Path | None] = [folder, asked.calibration]
         place = atomic_output(output, overwrite=overwrite, inputs=inputs) if is_main() else nullcontext()
         with place as temporary:
             result = compress(folder, str(source), asked, study, dry=False, progress=progress)
