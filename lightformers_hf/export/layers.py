@@ -5,6 +5,7 @@ Symbols: a weight is m×n with y = x·W + b, d is `d_model`, H the number of hea
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -89,11 +90,21 @@ class Expansion:
     def multiply(self, linear: Linear) -> Tensor:
         """The one matrix of a layer (m×n, fp64); one that is stored otherwise is counted."""
         matrix = linear.product()
-        if (not linear.is_dense or linear.parameters < matrix.numel()) and self._is_new(linear):
+        if not linear.is_dense or linear.parameters < matrix.numel():
+            self._count(linear, matrix.numel())
+        return matrix
+
+    def write(self, linear: Linear) -> None:
+        """Count a layer that is written factor by factor, if those take more than what is stored."""
+        factors = sum(factor.numel() for chain in linear.chains for factor in chain)
+        if linear.parameters < factors:
+            self._count(linear, factors)
+
+    def _count(self, linear: Linear, parameters: int) -> None:
+        if self._is_new(linear):
             self.matrices += 1
             self.parameters_before += linear.parameters
-            self.parameters_after += matrix.numel()
-        return matrix
+            self.parameters_after += parameters
 
     def narrow(self, attention: Attention, spared: int) -> None:
         """Count an attention whose matrices need `spared` numbers less than multiplied out."""
@@ -135,6 +146,16 @@ class Stack:
     embedding_norm: tuple[Tensor, Tensor] | None
     layers: tuple[Layer, ...]
     final_norm: tuple[Tensor, Tensor] | None
+
+    @property
+    def linears(self) -> Iterator[Linear]:
+        """The linear layers of all depths."""
+        for layer in self.layers:
+            for attention in filter(None, (layer.attention, layer.cross)):
+                yield from attention.inputs
+                if attention.output is not None:
+                    yield attention.output
+            yield from (layer.fc1, layer.fc2)
 
 
 def read_linear(module: nn.Module, residual: nn.Module | None = None) -> Linear:

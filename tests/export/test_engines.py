@@ -10,6 +10,7 @@ from models.cases import make_model
 
 from lightformers_hf.export import engines, export, load_engine
 from lightformers_hf.export.engines import deployment_names, engine_names, load_engine_file, split_deployment
+from lightformers_hf.export.layers import Expansion, Linear
 
 # What a newcomer writes: a model saved by torch, and run by transformers.
 ECHO = """
@@ -105,3 +106,13 @@ def test_engines_are_listed_without_importing_any():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [str(deployment_names()), "[]"]
+
+
+@pytest.mark.parametrize("method", ["write", "multiply"])
+def test_what_is_stored_as_less_than_its_factors_is_counted_once(method):
+    diagonal, plain = torch.ones(4), torch.ones(4, 6)
+    expansion = Expansion()
+    for _ in range(2):  # a shared layer, whose matrix is made anew at every depth
+        getattr(expansion, method)(Linear(((torch.diag(diagonal),),), None, stored=(diagonal,)))
+        getattr(expansion, method)(Linear(((plain,),), None))
+    assert (expansion.matrices, expansion.parameters_before, expansion.parameters_after) == (1, 4, 16)

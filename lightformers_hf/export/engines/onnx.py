@@ -32,7 +32,7 @@ MASKED = float(np.finfo(np.float32).min) / 2
 
 
 def write(source: Source, folder: Path, quantization: str | None) -> Expansion:
-    """Write `encoder.onnx`, `decoder.onnx` and their weights to `folder`. Nothing is multiplied out.
+    """Write `encoder.onnx`, `decoder.onnx` and their weights to `folder`, all factors as they are.
 
     Raises:
         ValueError: an activation that the graphs do not know.
@@ -58,7 +58,10 @@ def write(source: Source, folder: Path, quantization: str | None) -> Expansion:
             onnx.save(model, folder / f"{name}.onnx")
     for name in graphs:
         onnx.checker.check_model(str(folder / f"{name}.onnx"))
-    return Expansion()
+    expansion = Expansion()
+    for linear in (*encoder.linears, *decoder.linears):
+        expansion.write(linear)
+    return expansion
 
 
 def scaled_inputs(attention: Attention) -> list[Linear]:
