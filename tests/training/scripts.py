@@ -6,7 +6,12 @@ import json
 def command(base, **changes):
     """The command line of the options `base`, changed; `None` leaves one out."""
     options = {name: value for name, value in (base | changes).items() if value is not None}
-    return [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    return [text for name, value in options.items() for text in (_spelled(name), str(value))]
+
+
+def _spelled(name):
+    """An option, with dashes; a field of the model keeps its name."""
+    return f"--{name if '.' in name else name.replace('_', '-')}"
 
 
 def losses(folder):
