@@ -5,16 +5,15 @@ The libraries that read it are imported when something is read: translating need
 
 from __future__ import annotations
 
-import csv
 import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .data_files import is_file_name, load_file
+
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
-
-SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
 
 
 def load_parallel(
@@ -51,48 +50,10 @@ def load_rows(data: str, *, split: str = "train") -> Dataset:
         FileNotFoundError: no such file, or no such dataset on the Hub.
         ValueError: an unknown file type, unreadable or empty data.
     """
-    rows = _load_file(Path(data)) if _is_file_name(data) else _load_hub(data, split)
+    rows = load_file(Path(data)) if is_file_name(data) else _load_hub(data, split)
     if len(rows) == 0:
         raise ValueError(f"{data} holds no rows: expected at least one.")
     return rows
-
-
-def _is_file_name(data: str) -> bool:
-    """Whether `data` speaks of a file: it is there, or it is written like a path or with a known ending."""
-    return Path(data).is_file() or data.startswith(("/", ".", "~")) or data.removesuffix(".gz").endswith(SUFFIXES)
-
-
-def _load_file(path: Path) -> Dataset:
-    """All columns of a local file, those of .csv and .tsv as text; no row where it holds none."""
-    import pandas
-    from datasets import Dataset, Features, Value
-    from datasets.exceptions import DatasetGenerationError
-
-    path = path.expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"No data file {path}: give an existing file, or the name of a dataset on the Hub.")
-    suffix = Path(path.name.removesuffix(".gz")).suffix
-    if suffix not in SUFFIXES:
-        raise ValueError(
-            f"{path} has an unknown type {suffix!r}: expected one of {', '.join(SUFFIXES)} (.gz allowed)."
-        )
-    # The library's words for a file without a row are StopIteration, "corresponds to no data" or EmptyDataError.
-    try:
-        if suffix == ".parquet":
-            return Dataset.from_parquet(str(path))
-        if suffix in (".json", ".jsonl"):
-            return Dataset.from_json(str(path))
-        # Every cell is text: without this "1984" becomes a number and "null", a German word, becomes a missing value.
-        options = {"sep": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {}
-        header = pandas.read_csv(path, nrows=0, **options).columns
-        features = Features({name: Value("string") for name in header})
-        return Dataset.from_csv(str(path), features=features, keep_default_na=False, **options)
-    except (StopIteration, pandas.errors.EmptyDataError):
-        return Dataset.from_dict({})
-    except (DatasetGenerationError, ValueError) as error:
-        if "corresponds to no data" in str(error):
-            return Dataset.from_dict({})
-        raise ValueError(f"{path} cannot be read as {suffix[1:]}: {error.__cause__ or error}") from error
 
 
 def _load_hub(name: str, split: str) -> Dataset:

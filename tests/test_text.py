@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import pandas
 import pytest
@@ -87,3 +88,81 @@ def test_tokens_keep_their_end_and_count_it(tmp_path, tiny_marian, parallel_sent
         assert row["input_ids"] == [*source[:-1][:8], tokenizer.eos_token_id]
         assert row["labels"] == [*target[:-1][:6], tokenizer.eos_token_id]
         assert (row["source_length"], row["target_length"]) == (len(row["input_ids"]), len(row["labels"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("trailing.csv", "de,en\na,b\nEin Hund,A dog,\n", "line 3: 3 fields, the header names 2"),
+        ("all.csv", "de,en\nEin Hund,A dog,\nEine Katze,A cat,\n", "line 2: 3 fields, the header names 2"),
+        ("all.tsv", "de\ten\nEin Hund\tA dog\t\n", "line 2: 3 fields"),
+        ("few.csv", 'de,en\n"Ein\nHund",A dog\nKatze\n', "line 4: 1 field, the header names 2"),
+        ("few.tsv", "de\ten\na\tb\n\n\nEin Hund\n", "line 5: 1 field"),
+        ("header.csv", "de,en,\na,b\n", "line 2: 2 fields, the header names 3"),
+        ("quote.csv", 'de,en\na,b\n"Ein Hund,A dog\n', "line 3: 1 field.*quote"),
+    ],
+)
+def test_fields_that_do_not_fit_the_header_name_their_line(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_parallel(str(tmp_path / name), source="de", target="en")
+
+
+def test_quoted_fields_and_empty_lines_are_no_mistake(tmp_path):
+    long = "x" * 200_000
+    (tmp_path / "x.csv").write_text(f'\ufeff"de",en\n"a, ""b""\nc",d\n\n   \n{long},\n', encoding="utf-8")
+    pairs = load_parallel(str(tmp_path / "x.csv"), source="de", target="en")
+    assert pairs[:] == {"source": ['a, "b"\nc', long], "target": ["d", ""]}
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.csv", "x.csv.gz", "x.tsv", "x.parquet"])
+def test_another_file_of_the_same_path_and_time_is_read_anew(tmp_path, name):
+    for text in ("one", "two"):
+        path = write(tmp_path, name, [{"de": text, "en": text}])
+        os.utime(path, (1e9, 1e9))
+        assert load_parallel(path, source="de", target="en")["source"] == [text]
+
+
+@pytest.mark.parametrize("name", ["x.csv.gz", "x.jsonl.gz", "y.jsonl.gz"])
+@pytest.mark.parametrize("kept", [0.5, 0.999])
+def test_half_of_a_packed_file(tmp_path, name, kept):
+    rows = [{"de": f"{i}", "en": f"{i * i}"} for i in range(1000)]
+    text = "".join(f"{row['de']},{row['en']}\n" for row in rows) if "csv" in name else "".join(map(json.dumps, rows))
+    if name == "y.jsonl.gz":
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+    content = gzip.compress(text.encode())
+    (tmp_path / name).write_bytes(content[: int(len(content) * kept)])
+    with pytest.raises(ValueError, match=r"gz cannot be read"):
+        load_parallel(str(tmp_path / name), source="de", target="en")
+
+
+def test_a_folder_is_no_data(tmp_path, monkeypatch):
+    (tmp_path / "corpus").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("corpus", str(tmp_path / "corpus")):
+        with pytest.raises(ValueError, match="is a folder: give one of its files"):
+            load_parallel(name, source="de", target="en")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * 50_000,
+        '{"de": ' + "[" * 50_000 + "]" * 50_000 + "}",
+        '{"a":\n' * 5_000,
+        '{"de": "\\"", "en":' + "[ \n" * 999,
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_brackets_without_end_do_not_reach_the_parser(tmp_path, content, packed):
+    text = '{"de": "a [[ \\\\", "en": "b"}\n' + content
+    path = tmp_path / ("x.jsonl.gz" if packed else "x.json")
+    path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
+    with pytest.raises(ValueError, match="more than 100 brackets deep"):
+        load_parallel(str(path), source="de", target="en")
+
+
+def test_brackets_in_a_text_are_text(tmp_path):
+    text = "[" * 200 + '\\"' + "{" * 200
+    path = write(tmp_path, "x.jsonl", [{"de": text, "en": "b"}] * 3)
+    assert load_parallel(path, source="de", target="en")["source"] == [text] * 3

@@ -19,7 +19,6 @@ import torch
 import transformers
 from arguments import DataArguments, ModelArguments, check_model_fields
 from datasets import Dataset, Value, concatenate_datasets
-from datasets.exceptions import DatasetGenerationError
 from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
 from rich.markup import escape
@@ -38,6 +37,7 @@ from transformers import (
 
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
 from lightformers_hf.conversion import copy_report
+from lightformers_hf.data_files import load_lines
 from lightformers_hf.loading import build_network, load_pretrained, unique_parameters
 from lightformers_hf.recovery import find_last_checkpoint, gather_model, prepare_sharding
 from lightformers_hf.text import load_rows
@@ -225,7 +225,7 @@ def load_texts(data: str, columns: list[str], *, split: str = "train", max_sampl
     missing or hold something else than text.
     """
     if data.removesuffix(".gz").endswith(".txt"):
-        rows, columns = _load_lines(Path(data).expanduser()), ["text"]
+        rows, columns = _load_lines(Path(data)), ["text"]
     else:
         rows = load_rows(data, split=split)
     if "translation" in rows.column_names:
@@ -235,12 +235,7 @@ def load_texts(data: str, columns: list[str], *, split: str = "train", max_sampl
 
 
 def _load_lines(path: Path) -> Dataset:
-    if not path.is_file():
-        raise FileNotFoundError(f"No data file {path}: give an existing file, or the name of a dataset on the Hub.")
-    try:
-        rows = Dataset.from_text(str(path))
-    except (StopIteration, DatasetGenerationError) as error:  # the library's words for a file without a line
-        raise ValueError(f"{path} is empty or cannot be read as text: {error.__cause__ or error}") from error
+    rows = load_lines(path)
     if len(rows) == 0:
         raise ValueError(f"{path} is empty: expected at least one line.")
     return rows
