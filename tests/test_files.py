@@ -187,7 +187,9 @@ def test_a_killed_process_leaves_the_old_output_and_the_next_run_cleans_up(tmp_p
 
 
 @pytest.mark.parametrize("empty", [True, False])
-@pytest.mark.parametrize("name", [f".out.old-{os.getpid()}-00000000", ".out.old-00000000"])
+@pytest.mark.parametrize(
+    "name", [f".out.old-{os.getpid()}-00000000", ".out.old-00000000"], ids=["of this process", "of none"]
+)
 def test_what_was_set_aside_comes_back(tmp_path, name, empty):
     """Killed between the two renames, by a process whose number is a living one's today."""
     target = tmp_path / "out"
