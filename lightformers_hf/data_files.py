@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -107,7 +107,7 @@ def _identity(path: Path, suffix: str) -> str:
     return f"{suffix[1:]}-{'gz-' * (path.suffix == '.gz')}{content}"
 
 
-def _open(path: Path) -> IO[bytes]:
+def _open(path: Path) -> gzip.GzipFile | io.BufferedReader:
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
 
 
@@ -117,9 +117,8 @@ def _check_fields(path: Path, expected: int, *, tabs: bool) -> None:
     Where all lines have more, pandas takes the first field for a name of the row and shifts the columns; where one has
     fewer, it fills it up with empty text.
     """
-    options = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tabs else {}
     with _open(path) as packed, io.TextIOWrapper(packed, encoding="utf-8-sig", newline="") as lines, _large_fields():
-        rows = csv.reader(lines, **options)
+        rows = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(lines)
         first = 1
         for row in rows:
             empty = not row or (len(row) == 1 and not row[0].strip(" \t"))  # which pandas skips

@@ -304,7 +304,7 @@ def test_sources_that_cannot_be_converted(teachers, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         convert(tmp_path / "empty", tmp_path / "out", progress=False)
-    with pytest.raises(ValueError, match="source"):
+    with pytest.raises(ValueError, match="must be apart from"):
         convert(folder, folder / "inside", progress=False)
     assert not (tmp_path / "out").exists()
     assert not (folder / "inside").exists()
