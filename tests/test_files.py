@@ -214,6 +214,20 @@ def test_what_was_set_aside_is_not_lost_to_what_somebody_else_put_there(tmp_path
     assert contents(tmp_path) == {"out", "out/mine", ".out.old-00000000", ".out.old-00000000/file"}
 
 
+def test_what_is_being_removed_is_not_taken_for_what_was_set_aside(tmp_path, monkeypatch):
+    """Killed while the old output is removed, and then the user removes the new one: half the old one stays away."""
+    target = tmp_path / "out"
+    write(target, "old")
+    monkeypatch.setattr("lightformers_hf.folders.shutil.rmtree", lambda *_, **__: None)
+    write(target, "new", overwrite=True)
+    (left,) = (path for path in tmp_path.iterdir() if path != target)
+    assert (left / "file").read_text() == "old"
+    monkeypatch.undo()
+    shutil.rmtree(target)
+    assert check_output(target) == target
+    assert contents(tmp_path) == set()
+
+
 @pytest.mark.parametrize("overwrite", [True, False])
 @pytest.mark.parametrize("container", [pytest.param(True, marks=needs_containers), False])
 def test_of_two_writers_the_second_is_told_at_once(tmp_path, container, overwrite):

@@ -190,6 +190,8 @@ def run(
     try:
         if json_file is not None and not json_file.parent.is_dir():
             raise FileNotFoundError(f"--json {json_file}: there is no folder {json_file.parent}")
+        if json_file is not None and not to_stdout:
+            check_answer_file(json_file, arguments)
         with loudness(quiet, verbose, chatter=sys.stderr if to_stdout else None, hush=quiet and answers):
             answer = function(**arguments)
         if not answers or not speaks:
@@ -257,6 +259,15 @@ def loudness(quiet: bool, verbose: bool, *, chatter: Any, hush: bool) -> Iterato
 def _direct(logger: logging.Logger, level: int, propagate: bool, handlers: list[logging.Handler]) -> None:
     logger.setLevel(level)
     logger.propagate, logger.handlers = propagate, handlers
+
+
+def check_answer_file(file: Path, arguments: Mapping[str, Any]) -> None:
+    """Raise `ValueError` where `file` is, or belongs to, what a command's arguments name; its output may hold it."""
+    from ..folders import check_file
+
+    values = [value for name, value in arguments.items() if name != "output"]
+    flat = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+    check_file(file, [part for part in flat if isinstance(part, str | Path)])
 
 
 def write_answer(content: dict | list, file: Path) -> None:

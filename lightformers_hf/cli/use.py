@@ -87,6 +87,10 @@ def translate(
 
         lightformers translate ./small news.de --output news.en --num-beams 4
     """
+    if output is not None:
+        from ..folders import check_file
+
+        check_file(output, [model, file])
     with ExitStack() as stack:
         # Standard input's buffer is a buffered reader, which its type does not say.
         standard: ByteSource = sys.stdin.buffer  # type: ignore[assignment]

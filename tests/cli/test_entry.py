@@ -194,6 +194,24 @@ def test_json_is_all_there_is_on_stdout(lightformers, workplace, hub, monkeypatc
     assert isinstance(found, list) or again.keys() == found.keys()
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plan dense --rank 8 --json dense/config.json",
+        "analyze dense --data test.jsonl --json test.jsonl",
+        "report dense --output dense/generation_config.json",
+        "report dense --data test.jsonl --output test.jsonl",
+        "translate dense test.jsonl --output test.jsonl",
+    ],
+)
+def test_no_answer_is_written_over_what_is_read(lightformers, workplace, command):
+    before = {path: path.read_bytes() for path in workplace.rglob("*") if path.is_file()}
+    code, _, err = lightformers(*command.split())
+    assert code == 1
+    assert "which is read: give another file" in err
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+
 def loggers():
     """How loud the libraries are."""
     found = [logging.getLogger(name) for name in (None, "transformers", "datasets", "huggingface_hub")]
