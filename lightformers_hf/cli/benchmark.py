@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..export.engines import deployment_names
-from .output import Answer, Argument, Group, command, join_names, option
+from .output import PLACE, Answer, Argument, Group, command, join_names, option
 from .use import AT_LEAST_ONE, MAX_SAMPLES, SOURCE_LANG, TARGET_LANG, columns
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ def architectures(pair: tuple[str, ...], **options: Any) -> Answer:
 
 
 @command(
-    Argument("teacher", about="Folder or Hub name of the dense checkpoint."),
-    Argument("students", nargs=-1, about="Folders or Hub names of checkpoints made from it."),
+    Argument("teacher", type=PLACE, about="Folder or Hub name of the dense checkpoint."),
+    Argument("students", type=PLACE, nargs=-1, about="Folders or Hub names of checkpoints made from it."),
     option(
         "--engine",
         multiple=True,
@@ -81,7 +81,7 @@ def architectures(pair: tuple[str, ...], **options: Any) -> Answer:
     option("--runs", type=AT_LEAST_ONE, default=5, help=RUNS_HELP),
     option("--sentences", type=AT_LEAST_ONE, default=10, help="Sentences of a run at batch size 1."),
     option("--new-tokens", type=AT_LEAST_ONE, default=25, help="Tokens generated for every sentence."),
-    option("--data", help="Parallel text to measure BLEU and chrF on, too."),
+    option("--data", type=PLACE, help="Parallel text to measure BLEU and chrF on, too."),
     SOURCE_LANG,
     TARGET_LANG,
     MAX_SAMPLES,
@@ -121,7 +121,9 @@ def engines(
 
 
 @command(
-    Argument("model", required=False, about="Checkpoint for `translate`. Default: a tiny Marian made up for it."),
+    Argument(
+        "model", type=PLACE, required=False, about="Checkpoint for `translate`. Default: a tiny Marian made up for it."
+    ),
     option("--runs", type=AT_LEAST_ONE, default=5, help=RUNS_HELP),
 )
 def startup(model: str | None, runs: int) -> Answer:

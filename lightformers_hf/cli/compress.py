@@ -10,9 +10,9 @@ import click
 
 from ..conversion.options import METHODS, CompressionOptions, read_pattern
 from ..export.engines import engine_names
-from .output import Answer, Argument, command, join_names, option
+from .output import PLACE, Answer, Argument, command, join_names, option
 
-SOURCE = Argument("source", about="A checkpoint folder, or a name on the Hub.")
+SOURCE = Argument("source", about="A checkpoint folder, or a name on the Hub.", type=PLACE)
 OUTPUT = Argument("output", about="The folder to write.", type=click.Path(path_type=Path))
 OVERWRITE = option("--overwrite", is_flag=True, help="Replace what the folder holds, if a command wrote it.")
 
@@ -38,7 +38,10 @@ OPTIONS_HELP = {
         "low-rank: each matrix by itself; narrow: narrower heads, fewer neurons; auto: what loses less; paper: plain "
         "SVD.",
     ),
-    "calibration": ("TEXT", "Parallel text, never a test's, to weigh errors on: file or Hub name. Default: its own."),
+    "calibration": (
+        "PATH",
+        "Parallel text, never a test's, to weigh errors on: file or Hub name. Default: the model's own.",
+    ),
     "calibration_samples": ("N", "Sentence pairs drawn from it. Default: 1000."),
     "source_lang": ("de", "Its column; of multilingual models also their code: de, or de=de_DE."),
     "target_lang": ("en", "The same of the target."),
@@ -51,8 +54,9 @@ def compression_options() -> list[click.Option]:
     types = {field.name: field.type for field in fields(CompressionOptions)}
     made = []
     for name, (metavar, help_text) in OPTIONS_HELP.items():
-        number = {"float": float, "int": int}.get(str(types[name]).partition(" ")[0], str)
-        settings: dict[str, Any] = {"metavar": metavar, "help": help_text, "type": number}
+        kind = {"float": float, "int": int}.get(str(types[name]).partition(" ")[0], str)
+        kind = PLACE if name == "calibration" else kind
+        settings: dict[str, Any] = {"metavar": metavar, "help": help_text, "type": kind}
         settings |= {"multiple": name == "pattern", "values": METHODS if name == "method" else ()}
         made.append(option(f"--{name.replace('_', '-')}", **settings))
     return made

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from .output import Answer, Argument, check_installed, command, option
+from .output import PLACE, Answer, Argument, check_installed, command, option
 from .use import (
     AT_LEAST_ONE,
     DATA_HELP,
@@ -24,8 +24,10 @@ from .use import (
 
 
 @command(
-    Argument("models", nargs=-1, required=True, about="Folders or Hub names of checkpoints, shown side by side."),
-    option("--data", required=True, help=DATA_HELP),
+    Argument(
+        "models", type=PLACE, nargs=-1, required=True, about="Folders or Hub names of checkpoints, shown side by side."
+    ),
+    option("--data", type=PLACE, required=True, help=DATA_HELP),
     option("--output", "-o", type=FILE, help="Folder for a picture of every measure, for light and for dark pages."),
     option("--overwrite", is_flag=True, help="Replace what the folder holds, if a command wrote it."),
     SOURCE_LANG,
@@ -70,10 +72,14 @@ def analyze(
 
 
 @command(
-    Argument("model", about="What convert or a training run wrote: folder, or Hub name."),
+    Argument("model", type=PLACE, about="What convert or a training run wrote: folder, or Hub name."),
     option("--output", "-o", type=FILE, default="report.html", help="The page to write."),
-    option("--teacher", help="What it was made of: adds singular values with the chosen ranks, and its translations."),
-    option("--data", help="Parallel text, as for evaluate: adds sample translations."),
+    option(
+        "--teacher",
+        type=PLACE,
+        help="What it was made of: adds singular values with the chosen ranks, and its translations.",
+    ),
+    option("--data", type=PLACE, help="Parallel text, as for evaluate: adds sample translations."),
     option(
         "--results",
         type=FILE,

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 LIBRARIES = ("transformers", "datasets", "huggingface_hub")  # each has levels and handlers of its own
 SETTINGS = {"help_option_names": ["-h", "--help"]}
+# A file or a folder, which the shell completes, or a name on the Hub.
+PLACE = click.Path()
 
 
 @dataclass(frozen=True)

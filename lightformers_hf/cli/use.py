@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import click
 
 from ..languages import split_language
-from .output import Answer, Argument, check_installed, command, option
+from .output import PLACE, Answer, Argument, check_installed, command, option
 
 if TYPE_CHECKING:
     from ..evaluation.translate import ByteSource
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 AT_LEAST_ONE = click.IntRange(min=1)
 FILE = click.Path(path_type=Path)
 
-MODEL = Argument("model", about="Folder or Hub name of a checkpoint.")
+MODEL = Argument("model", type=PLACE, about="Folder or Hub name of a checkpoint.")
 DATA_HELP = "Parallel text: a .jsonl, .json, .csv, .tsv or .parquet file, or a Hub name."
 BATCH_SIZE = option("--batch-size", type=AT_LEAST_ONE, default=32, help="Sentences translated at once.")
 NUM_BEAMS = option("--num-beams", type=AT_LEAST_ONE, help="Beams; 1 is greedy. Default: the checkpoint's.")
 MAX_NEW_TOKENS = option("--max-new-tokens", type=AT_LEAST_ONE, help="Longest output. Default: the checkpoint's.")
-DEVICE = option("--device", default="cpu", help="Where to translate: cpu, cuda, cuda:1, mps.")
+DEVICE = option("--device", default="cpu", help="Where to compute: cpu, cuda, cuda:1, mps.")
 SOURCE_LANG = option("--source-lang", metavar="de", help="Column of the source, or language in 'translation'.")
 TARGET_LANG = option("--target-lang", metavar="en", help="Column of the reference, or language likewise.")
 SPLIT = option("--split", default="test", help="Split of a dataset on the Hub.")
@@ -109,8 +109,8 @@ def translate(
 
 @command(
     MODEL,
-    option("--data", required=True, help=DATA_HELP),
-    option("--teacher", help="The dense checkpoint to compare with."),
+    option("--data", type=PLACE, required=True, help=DATA_HELP),
+    option("--teacher", type=PLACE, help="The dense checkpoint to compare with."),
     SOURCE_LANG,
     TARGET_LANG,
     SPLIT,
@@ -120,7 +120,7 @@ def translate(
     MAX_NEW_TOKENS,
     DEVICE,
     option("--speed/--no-speed", default=True, help="Measure tokens/s and peak memory on one core (minutes)."),
-    option("--comet", help="Local COMET checkpoint (.ckpt); needs the command comet-score."),
+    option("--comet", type=PLACE, help="Local COMET checkpoint (.ckpt); needs the command comet-score."),
 )
 def evaluate(
     model: str,
@@ -153,8 +153,8 @@ def evaluate(
 
 
 @command(
-    Argument("teacher", about="Folder or Hub name of the dense checkpoint."),
-    Argument("light", about="The smaller one; like the teacher, it may be an export."),
+    Argument("teacher", type=PLACE, about="Folder or Hub name of the dense checkpoint."),
+    Argument("light", type=PLACE, about="The smaller one; like the teacher, it may be an export."),
     option("--num-beams", type=AT_LEAST_ONE, help="Beams of both. Default: the light model's."),
     MAX_NEW_TOKENS,
     option("--port", type=click.IntRange(1, 65535), help="Where to serve. Default: the first free one from 7860."),

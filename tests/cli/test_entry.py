@@ -274,10 +274,14 @@ def test_the_module_is_the_command(lightformers, monkeypatch, capfd):
         ("export light out --to ", {"ctranslate2", "onnx"}),
         ("benchmark engines dense --engine ctr", {"ctranslate2", "ctranslate2-int8"}),
         *((f"{name} --verb", {"--verbose"}) for name in COMMANDS),
+        *((f"{name} ./mo", {"./mo"}) for name in ("convert", "translate", "analyze", "report", "push", "compare")),
+        ("convert dense ou", {"ou"}),
+        ("plan dense --calibration tra", {"tra"}),
+        ("evaluate light --data te", {"te"}),
     ],
 )
 def test_the_shell_completes(lightformers, monkeypatch, words, completions):
-    """As bash asks after `lightformers --install-completion`."""
+    """As bash asks after `lightformers --install-completion`; what it is given back as it was, it takes for a file."""
     typed = f"lightformers {words}".split(" ")
     variables = {
         "_LIGHTFORMERS_COMPLETE": "bash_complete",
