@@ -21,7 +21,7 @@ from ..loading import load_tensors, resolve_source, skeleton
 from ..models.configuration_base import FactorizedConfig
 from ..models.lm_heads import ConditionalGenerationHead
 from .card import write_card
-from .choosing.choose import check_budget, choose, find_units
+from .choosing.choose import check_choices, choose, find_units
 from .choosing.limits import estimate_speedup
 from .forms.form import Built, Form, Setting, all_forms
 from .options import CompressionOptions, StudyOptions, needs_calibration, settle
@@ -141,7 +141,7 @@ def compress(
     originals = Originals(teacher, dense, start, device=algebra_device(device))
     units = find_units(originals, options, study)
     if calibrates:
-        check_budget(units, originals, options, study)
+        check_choices(units, originals, options, study)
     will_refit = can_refit(dense.config, study) and calibrates
     if teacher.has_tokenizer:
         teacher.tokenizer()  # one that does not fit ends it here

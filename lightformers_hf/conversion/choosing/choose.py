@@ -128,20 +128,23 @@ def choose(
     return sort_by_size(list(settings)), settings.__getitem__
 
 
-def check_budget(
+def check_choices(
     units: Sequence[Unit], originals: Originals, options: CompressionOptions, study: StudyOptions
 ) -> None:
-    """Raise `ValueError` where a budget cannot be met, or asks for nothing: before anything takes long."""
+    """Raise `ValueError` where a rule or a budget cannot be met, or asks for nothing: before anything takes long."""
     policy = options.policy()
-    if not spends_budget(options, study):
-        return
-    given, free = split_units(units, policy)
 
     def fewest(place: Form) -> Setting:
         waits = policy.needs_spectrum(short_name(place.name), place.kind(place.name))
         return place.least if waits else place.follow(policy)
 
-    find_budget(originals, options, {place: fewest(place) for place in given}, free).check()
+    if spends_budget(options, study):
+        given, free = split_units(units, policy)
+        find_budget(originals, options, {place: fewest(place) for place in given}, free).check()
+        return
+    for place in (place for alternative, *_ in units for place, *_ in alternative):
+        if place.is_usual:  # the others need statistics
+            fewest(place)
 
 
 def split_units(units: Sequence[Unit], policy: RankPolicy) -> tuple[list[Form], list[Unit]]:

@@ -27,6 +27,9 @@ def nothing_measured(monkeypatch):
         ({"params": "40M"}, r"params is 40M, and .* has [\d,]+ parameters already"),
         ({"ratio": 1000.0}, r"ratio is 1000.0, which cannot be met: .* [\d,]+ parameters are left"),
         ({"ratio": 2.0, "pattern": {"nothing": 4}}, "pattern 'nothing' matches no matrix of this model"),
+        ({"rank": 100_000}, r"[\w.]+: rank 100000 is above .*, the largest that"),
+        ({"pattern": {"ffn": 100_000}}, r"encoder\.layers\.0\.fc1: rank 100000 is above .*, the largest that"),
+        ({"pattern": {"ffn": "1000x"}}, r"encoder\.layers\.0\.fc1: ratio is 1000, which cannot be met"),
     ],
 )
 def test_what_cannot_be_met_is_said_at_once(tiny_marian, tmp_path, options, message):
