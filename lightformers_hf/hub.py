@@ -20,14 +20,15 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import HfHubHTTPError, HTTPError  # HTTPError: of whichever HTTP library the client uses
 from huggingface_hub.utils import validate_repo_id
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import tokenization_utils_base as tokenization
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from . import models
 from .conversion.card import MARK, evaluation_results, model_card, read_results
 from .conversion.checkpoint import CheckpointReader
 from .conversion.report import ModelFacts, read_report
-from .files import CARD_FILE, REPORT_FILE, STATE_FILE, TOKENIZER_FILES, read_json
+from .files import CARD_FILE, REPORT_FILE, STATE_FILE, read_json
 from .loading import load_pretrained, skeleton, stored_tensors
 from .models.configuration_base import FactorizedConfig
 
@@ -36,8 +37,21 @@ MODEL_FILES = (
     "config.json",
     "generation_config.json",
     "model.safetensors",
-    "model-*-of-*.safetensors",
+    "model-{0}-of-{0}.safetensors".format("[0-9]" * 5),
     "model.safetensors.index.json",
+)
+# The tokenizer's own of every class; a class lists its others.
+TOKENIZER_FILES = (
+    tokenization.TOKENIZER_CONFIG_FILE,
+    tokenization.FULL_TOKENIZER_FILE,
+    tokenization.SPECIAL_TOKENS_MAP_FILE,
+    tokenization.ADDED_TOKENS_FILE,
+    "chat_template.jinja",
+)
+# What the classes list whose models can be converted: an earlier push may have put it there.
+VOCABULARY_FILES = (
+    *("vocab.json", "target_vocab.json", "source.spm", "target.spm", "spiece.model", "sentencepiece.bpe.model"),
+    *("merges.txt", "vocab.txt", "tokenizer.model"),
 )
 
 
@@ -66,7 +80,8 @@ def push_to_hub(
 
     Returns: the commit; its `oid` pins the model: `from_pretrained(name, revision=oid)`.
 
-    A `README.md` in the folder without the line that marks a generated card is the user's own and is pushed as it is,
+    Only files with the very names of a model's parts go, and none by a link out of the folder (`preview_push` lists
+    them). A `README.md` in the folder without the line that marks a generated card is the user's own and is pushed as it is,
     with the results among its metadata.
 
     Raises:
@@ -77,13 +92,9 @@ def push_to_hub(
         OSError: the Hub answered something else.
     """
     folder = Path(folder).expanduser()
-    validate_repo_id(name)
     if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
         raise ValueError(f"revision {revision} is a commit, which nothing can be added to: give the name of a branch")
-    model = _check_model(folder)
-    files = _files(folder, model.config)
-    measured = [read_results(Path(file), model.num_parameters()) for file in results]
-    _card(folder, model, name, measured)  # whatever is wrong with it is said before anything is made on the Hub
+    model, files, measured = _collect(folder, name, results)
     _check_token()
     with _explain_errors(name):
         api = HfApi(library_name="lightformers_hf")
@@ -99,6 +110,24 @@ def push_to_hub(
             revision=revision,
             parent_commit=there.sha,
         )
+
+
+def preview_push(folder: str | Path, name: str, *, results: Sequence[str | Path] = ()) -> dict[str, int]:
+    """{file: bytes} of all that `push_to_hub` would upload; the Hub is not asked. Args, Raises: see there."""
+    folder = Path(folder).expanduser()
+    model, files, measured = _collect(folder, name, results)
+    sizes = {path.name: path.stat().st_size for path in files}
+    return sizes | {CARD_FILE: len(_card(folder, model, name, measured).encode())}
+
+
+def _collect(folder: Path, name: str, results: Sequence[str | Path]) -> tuple[PreTrainedModel, list[Path], list[dict]]:
+    """The model (without storage), the files to upload, and the results. Whatever is wrong with the card is said."""
+    validate_repo_id(name)
+    model = _check_model(folder)
+    files = _files(folder, model.config)
+    measured = [read_results(Path(file), model.num_parameters()) for file in results]
+    _card(folder, model, name, measured)
+    return model, files, measured
 
 
 def _find_branch(api: HfApi, name: str, revision: str | None, private: bool) -> ModelInfo:
@@ -157,15 +186,34 @@ def _files(folder: Path, config: FactorizedConfig) -> list[Path]:
             f"{folder} lacks {Path(error.filename).name}, code without which strangers cannot load the model: with "
             "lightformers_hf imported, load it and save it again with save_pretrained"
         ) from None
-    patterns = (*MODEL_FILES, *TOKENIZER_FILES, REPORT_FILE)
-    listed = {path for path in folder.iterdir() if path.is_file() and any(fnmatch(path.name, p) for p in patterns)}
+    names = (*MODEL_FILES, *_tokenizer_files(folder), REPORT_FILE)
+    listed = {path for path in folder.iterdir() if path.is_file() and any(fnmatch(path.name, p) for p in names)}
+    for path in (*listed, *code, folder / CARD_FILE):
+        if path.resolve().parent != folder.resolve() or path.resolve().name != path.name:
+            raise ValueError(
+                f"{path} is a link to {path.resolve()}: only what lies in the folder itself is uploaded; put the "
+                "file there, or remove the link"
+            )
     return sorted(listed | code)
+
+
+def _tokenizer_files(folder: Path) -> set[str]:
+    """The names that files of the folder's tokenizer have: transformers' own, and those that its class lists."""
+    if not (folder / tokenization.TOKENIZER_CONFIG_FILE).is_file():
+        return {*TOKENIZER_FILES}
+    try:
+        tokenizer = load_pretrained(AutoTokenizer, folder)
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(
+            f"the tokenizer in {folder} cannot be loaded, so strangers could not either: {error}"
+        ) from error
+    return {*TOKENIZER_FILES, *type(tokenizer).vocab_files_names.values()}
 
 
 def _is_ours(path: str) -> bool:
     """Whether a file in a repository is one that a push of this package would have put there."""
     code = {file.name for file in Path(models.__file__).parent.glob("*.py")}
-    patterns = (*MODEL_FILES, *TOKENIZER_FILES, REPORT_FILE)
+    patterns = (*MODEL_FILES, *TOKENIZER_FILES, *VOCABULARY_FILES, REPORT_FILE)
     return "/" not in path and (path in code or any(fnmatch(path, pattern) for pattern in patterns))
 
 

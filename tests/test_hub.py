@@ -19,6 +19,7 @@ from safetensors.torch import load, load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import cli, convert, push_to_hub, translate
+from lightformers_hf.hub import preview_push
 
 CASES = every(variants=["lightformer-private-norms", "subformer-sandwich", "partialformer-relative"])
 CODE = {"modeling_lightformer.py", "configuration_lightformer.py", "matrices.py", "attention.py", "lm_heads.py"}
@@ -448,3 +449,47 @@ def test_the_command(hub, light, results, monkeypatch, capsys):
     card = ModelCard(repository.commits[commit]["README.md"].decode())
     assert card.data.model_name == "light"
     assert card.data.eval_results[0].metric_value == 41.25
+
+
+SECRETS = [
+    *("tokenizer_secret.txt", "my_private_vocab.json", "secrets.model", "tokenizer.json.bak", "private.spm"),
+    *("chat_template_secret.txt", "tokenizer_config.json.orig", "model-secret-of-mine.safetensors", "vocab.txt"),
+]
+
+
+def test_a_secret_beside_a_model_stays_there(hub, copy):
+    before = preview_push(copy, "alice/light")
+    for name in SECRETS:
+        (copy / name).write_text("secret")
+    (copy / "tokenizer").mkdir()
+    assert preview_push(copy, "alice/light") == before
+    push_to_hub(copy, "light")
+    pushed = hub.repositories["alice/light"].files
+    assert pushed.keys() - {".gitattributes"} == before.keys()
+    assert {name: len(pushed[name]) for name in before} == before
+    assert {"source.spm", "vocab.json", "tokenizer_config.json", "README.md"} <= before.keys()
+
+
+@pytest.mark.parametrize("name", ["source.spm", "chat_template.jinja", "compression.json", "README.md", "matrices.py"])
+def test_a_link_out_of_the_folder(hub, copy, tmp_path, name):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / name).write_bytes((copy / name).read_bytes() if (copy / name).exists() else b"secret")
+    (copy / name).unlink(missing_ok=True)
+    (copy / name).symlink_to(outside / name)
+    with pytest.raises(ValueError, match=f"{name} is a link to .*outside"):
+        push_to_hub(copy, "light")
+    assert not hub.repositories
+
+
+def test_a_dry_run_lists_and_sends_nothing(hub, light, monkeypatch, capsys):
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("sys.argv", ["lightformers", "push", str(light), "alice/light", "--dry-run"])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert not exit_.value.code
+    out = capsys.readouterr().out
+    for name, size in preview_push(light, "alice/light").items():
+        assert f"{size:,}  {name}\n" in out
+    assert not hub.repositories
+    assert not hub.requests

@@ -202,10 +202,9 @@ def compare(
         multiple=True,
         help="What evaluate --json wrote: becomes tables of the model card. Repeatable.",
     ),
+    option("--dry-run", is_flag=True, help="List the files that would go, and send nothing."),
 )
-def push(
-    folder: Path, name: str, private: bool, revision: str | None, message: str | None, results: tuple[Path, ...]
-) -> Answer:
+def push(folder: Path, name: str, results: tuple[Path, ...], dry_run: bool, **options: Any) -> Answer:
     """Share a checkpoint on the Hub, with its code: who has not installed this package loads it, too.
 
     One commit: weights, configuration, tokenizer, code, compression.json and a model card. Log in before with
@@ -213,13 +212,19 @@ def push(
 
     Examples:
 
+        lightformers push recovered user/opus-mt-de-en-light --dry-run
+
         lightformers push recovered user/opus-mt-de-en-light --results results.json
 
         lightformers push recovered opus-mt-de-en-light --private --revision v2 --message "Trained longer"
     """
-    from ..hub import push_to_hub
+    from ..hub import preview_push, push_to_hub
 
-    commit = push_to_hub(folder, name, private=private, revision=revision, message=message, results=results)
+    if dry_run:
+        sizes = preview_push(folder, name, results=results)
+        lines = [f"{size:15,}  {file}" for file, size in sizes.items()]
+        return Answer({"name": name, "files": sizes}, [*lines, f"{sum(sizes.values()):15,}  bytes to {name}."])
+    commit = push_to_hub(folder, name, results=results, **options)
     return Answer(
         {"name": commit.repo_url.repo_id, "url": str(commit.repo_url), "commit": commit.oid},
         [
