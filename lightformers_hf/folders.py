@@ -96,6 +96,7 @@ def atomic_output(
                     if not is_same(temporary):
                         raise OSError(f"{target} was not written: another process removed {temporary}. Run it again.")
                     write_json({"files": _list_entries(temporary)}, temporary / MANIFEST_FILE)
+                    _open_to_readers(temporary)
                     _synchronize(temporary)
                     _replace(target, temporary, overwrite)
             finally:
@@ -277,6 +278,14 @@ def _replace(target: Path, temporary: Path, overwrite: bool) -> None:
     _synchronize(target.parent, deep=False)
     if old.exists():
         _remove(old, target)
+
+
+def _open_to_readers(folder: Path) -> None:
+    """Let who may read the manifest read the other files: safetensors makes its own for their owner alone."""
+    mode = (folder / MANIFEST_FILE).stat().st_mode & 0o666
+    for file in folder.rglob("*"):
+        if file.is_file() and not file.is_symlink() and mode & ~file.stat().st_mode:
+            file.chmod(file.stat().st_mode | mode)
 
 
 def _synchronize(folder: Path, *, deep: bool = True) -> None:

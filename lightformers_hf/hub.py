@@ -81,8 +81,8 @@ def push_to_hub(
     Returns: the commit; its `oid` pins the model: `from_pretrained(name, revision=oid)`.
 
     Only files with the very names of a model's parts go, and none by a link out of the folder (`preview_push` lists
-    them). A `README.md` in the folder without the line that marks a generated card is the user's own and is pushed as it is,
-    with the results among its metadata.
+    them). A `README.md` in the folder without the line that marks a generated card is the user's own and is pushed as
+    it is, with the results among its metadata.
 
     Raises:
         FileNotFoundError: no checkpoint in `folder`, or a part of it or a file of results is not there.

@@ -77,6 +77,15 @@ class AutoNetwork(AutoClass, Protocol):
         """A model with random weights."""
 
 
+def short_name(name: str | os.PathLike) -> str:
+    """What is written down of a model or a file: of a path its last part, without what steers terminals.
+
+    A name on the Hub stays whole.
+    """
+    path = Path(name).expanduser()
+    return "".join(c for c in (path.resolve().name if path.exists() else str(name)) if c.isprintable())
+
+
 def load_pretrained(auto: AutoClass, name: str | os.PathLike, **options: Any) -> Any:
     """As `auto.from_pretrained(name, **options)` of an Auto class, but code beside a checkpoint is never run.
 

@@ -10,6 +10,7 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
 from ..files import CARD_FILE
+from .inheritance import drop_strange_link
 from .report import CompressionReport, ModelFacts
 
 # A card with this line is written anew by every push.
@@ -109,7 +110,7 @@ def model_card(
         steps: how many steps it was trained.
         results: of `read_results`.
     """
-    inherited = report.inherited if report else {}
+    inherited = drop_strange_link(report.inherited) if report else {}
     task = inherited.get("pipeline_tag") or TASKS.get(facts.auto_class) or ("translation" if results else None)
     metadata = ModelCardData(
         **inherited | {"pipeline_tag": task},
@@ -132,7 +133,8 @@ def model_card(
 
 def _code(text: object) -> str:
     """A code span of one line, which nothing in `text` ends."""
-    return f"`{' '.join(''.join(c for c in str(text) if c not in '`|').split()) or ' '}`"
+    words = "".join(c for c in str(text) if c not in "`|" and (c.isprintable() or c.isspace())).split()
+    return f"`{' '.join(words) or ' '}`"
 
 
 def _plain(text: str) -> str:

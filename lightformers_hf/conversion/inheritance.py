@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 from huggingface_hub import ModelCard, constants
@@ -43,4 +46,11 @@ def inherited_metadata(folder: Path, hub_name: str | None) -> dict[str, str | li
     link = metadata.get("license_link")
     if hub_name and isinstance(link, str) and "://" not in link:  # a file of the source's repository
         metadata["license_link"] = f"{constants.ENDPOINT}/{hub_name}/blob/main/{link}"
-    return metadata
+    return drop_strange_link(metadata)
+
+
+def drop_strange_link(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata without a `license_link` that leads elsewhere than to a file or a page (`javascript:`)."""
+    link = metadata.get("license_link")
+    is_page = isinstance(link, str) and link.isprintable() and (":" not in link or re.match("https?://", link))
+    return {field: value for field, value in metadata.items() if field != "license_link" or is_page}

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from .. import models
 from ..files import TOKENIZER_FILES
 from ..languages import set_language_codes
-from ..loading import load_pretrained, load_tensors, skeleton, stored_tensors
+from ..loading import load_pretrained, load_tensors, short_name, skeleton, stored_tensors
 from ..models.configuration_lightformer import LightFormerConfig
 from ..models.matrices import bias_of, factors_of, product_of
 from .checkpoint import CheckpointReader
@@ -64,7 +64,7 @@ class Teacher:
         self._tokenizer: PreTrainedTokenizerBase | None = None
         # The token that translations begin with. Wrong languages end it here.
         self._first_token = set_language_codes(self.tokenizer(), *languages) if any(languages) else None
-        self.name = folder.resolve().name if Path(source).is_dir() else source
+        self.name = short_name(folder if Path(source).is_dir() else source)
         self._finite: set[str] = set()
         self._names = self._match_names()
 

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..files import REPORT_FILE, read_json
-from ..loading import load_model, load_teacher, unique_parameters, weight_bytes
+from ..loading import load_model, load_teacher, short_name, unique_parameters, weight_bytes
 from ..text import fingerprint, load_parallel
 from .memory import translation_memory
 from .quality import comet_score, translation_quality
@@ -63,8 +63,11 @@ class Evaluation:
     generation: dict[str, int]
 
     def to_dict(self) -> dict:
-        """The same as nested dictionaries of strings and numbers, for JSON."""
-        return asdict(self)
+        """The same as nested dictionaries of strings and numbers, for JSON; of paths their last parts."""
+        content = asdict(self)
+        for one in filter(None, (content["model"], content["teacher"])):
+            one["name"] = short_name(one["name"])
+        return content | {"data": short_name(self.data)}
 
     def table(self) -> Table:
         """A rich table: one row a measure, the teacher beside the model, and how they compare."""

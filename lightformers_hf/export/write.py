@@ -10,7 +10,7 @@ import torch
 
 from ..files import EXPORT_FILE, write_json
 from ..folders import atomic_output, check_output
-from ..loading import resolve_source, unique_parameters
+from ..loading import resolve_source, short_name, unique_parameters
 from .engines import EngineFile, load_engine_file
 from .engines.transformers import TransformersModel
 from .search import Search
@@ -116,7 +116,7 @@ def export(
         report = ExportReport(
             engine=to,
             quantization=quantization,
-            source=str(model),
+            source=short_name(model),
             parameters=unique_parameters(source.model),
             multiplied_out=expansion.matrices,
             factor_parameters=expansion.parameters_before,
