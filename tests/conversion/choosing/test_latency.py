@@ -275,6 +275,7 @@ def test_the_embedding_is_read_and_written(machine):
     apart = sentence_costs(light(**RANKS, tie_word_embeddings=False), 12, 10, machine=machine)
     assert apart("shared", (50, 10), (10, 32)).item() == pytest.approx(looked_up)
     assert apart("lm_head", (50, 10), (10, 32)).item() == pytest.approx(written)
+    assert apart.layers["lm_head"].shapes == ((50, 10), (10, 32))  # V×d as of a table: forms weigh it so
 
 
 def test_a_configuration_is_enough(machine):
