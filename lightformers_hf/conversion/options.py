@@ -112,6 +112,13 @@ class CompressionOptions:
         if self.method == "paper" and (given := self._given("calibration", *LAYERS, *OTHER_BUDGETS)):
             raise ValueError(f"method is 'paper', but the paper's procedure has no {given[0]}: leave one of them out")
         self.policy()  # names what is out of its range
+        for kind in ("attention", "ffn") if self.method == "narrow" else ():
+            rule = self._policy.kinds.get(kind, self._policy.default)
+            if not (rule is None or isinstance(rule, Ratio)):
+                name = "pattern" if kind in self._policy.kinds else self._given(*HOW_FAR)[0]
+                raise ValueError(
+                    f"method is 'narrow', and how narrow is chosen by ratio, params, size or speedup: leave {name} out"
+                )
         if not self._is_one_number() and (given := self._given(*OTHER_BUDGETS)):
             raise ValueError(
                 f"{given[0]} is one budget for all matrices: in pattern give names, or kinds that stay dense"

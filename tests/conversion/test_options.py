@@ -110,6 +110,21 @@ def test_one_number_is_a_budget(options, spends):
 
 
 @pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"rank": 8}, "rank"),
+        ({"energy": 0.9}, "energy"),
+        ({"pattern": {"ffn": 8}}, "pattern"),
+        ({"ratio": 2, "pattern": {"attention": "90%"}}, "pattern"),
+    ],
+)
+def test_ranks_say_nothing_of_how_narrow(options, name):
+    with pytest.raises(ValueError, match=f"how narrow is chosen by ratio, .*: leave {name} out"):
+        CompressionOptions(method="narrow", **options)
+    CompressionOptions(method="narrow", ratio=2, pattern={"embedding": 8, "ffn": "4x", "fc1": 8})
+
+
+@pytest.mark.parametrize(
     ("text", "number"),
     [
         ("20M", 20_000_000),
