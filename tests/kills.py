@@ -1,9 +1,10 @@
 """Kill processes that write an output, at random moments, and count what that harms.
 
 `python tests/kills.py --number 1000` kills a process that writes five files with pauses; with `--what convert` one
-that compresses a tiny model. Half of the moments are random in time; half are random among the calls to the file
-system, where one rename or removed file makes the difference. Before some kills there is an output, which must survive
-or be replaced whole; beside some, another process writes to the same place. Exits with 1 where anything was harmed.
+that compresses a tiny model, with `--what export` one that writes it for CTranslate2. Half of the moments are random
+in time; half are random among the calls to the file system, where one rename or removed file makes the difference.
+Before some kills there is an output, which must survive or be replaced whole; beside some, another process writes to
+the same place. Exits with 1 where anything was harmed.
 """
 
 import argparse
@@ -46,6 +47,14 @@ def compress_model(target: Path, version: str) -> None:
     convert(target.parent.parent / "teacher", target, rank=rank, method="paper", overwrite=True, progress=False)
 
 
+def export_model(target: Path, version: str) -> None:
+    """A model for another engine, in float32 or in int8."""
+    from lightformers_hf.export import export
+
+    quantization = {"old": None, "new": "int8"}[version]
+    export(target.parent.parent / "teacher", target, to="ctranslate2", quantization=quantization, overwrite=True)
+
+
 def prepare_model(place: Path) -> None:
     """What `compress_model` reads."""
     from minimal import make_teacher
@@ -55,7 +64,11 @@ def prepare_model(place: Path) -> None:
     make_teacher(place / "teacher")
 
 
-WRITERS = {"files": (write_files, lambda place: None), "convert": (compress_model, prepare_model)}
+WRITERS = {
+    "files": (write_files, lambda place: None),
+    "convert": (compress_model, prepare_model),
+    "export": (export_model, prepare_model),
+}
 
 
 def digest(folder: Path) -> str | None:

@@ -24,6 +24,7 @@ import transformers
 from torch import Tensor, nn
 
 from ... import __version__
+from ...files import write_whole
 from ...models.matrices import wide_linear
 
 Number: TypeAlias = int | float | Tensor
@@ -212,10 +213,9 @@ def store_costs(costs: MachineCosts, file: Path | None = None) -> None:
     """Keep this machine's costs in `file` (default: `costs_file()`), beside those of others."""
     file = file or costs_file()
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     machines = _read(file) | {machine_name(): asdict(costs)}
-    partial.write_text(json.dumps({"version": VERSION, "machines": machines}), encoding="utf-8")
-    partial.replace(file)
+    with write_whole(file) as opened:
+        opened.write(json.dumps({"version": VERSION, "machines": machines}).encode())
 
 
 def machine_costs(file: Path | None = None, *, afresh: bool = False, timer: Timer = median_seconds) -> MachineCosts:
