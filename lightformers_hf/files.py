@@ -66,7 +66,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged ({error}): write it again, or remove it") from None
     if not isinstance(content, dict):
         raise ValueError(f"{file} is damaged (it holds no object): write it again, or remove it")

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.errors import RepositoryNotFoundError, StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
@@ -26,6 +26,12 @@ from transformers.utils import cached_file
 
 from .files import EXPORT_FILE, WEIGHT_FILES
 from .languages import set_languages
+
+# What transformers raises, besides ValueError, of files with other content than it takes for granted.
+DAMAGED = (
+    *(AttributeError, TypeError, LookupError, AssertionError, ArithmeticError, RecursionError),
+    StrictDataclassError,
+)
 
 
 def resolve_source(source: str | Path) -> Path:
@@ -117,6 +123,11 @@ def _no_strange_code(name: str | os.PathLike) -> Iterator[None]:
             f"{name} can only be loaded by code of its own (auto_map in its configuration), which is never run here: "
             "give a checkpoint of an architecture that transformers or this package has"
         ) from None
+    except DAMAGED as error:
+        raise ValueError(
+            f"{name} cannot be loaded, one of its JSON files has a field of a wrong type or value: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def load_model(

@@ -80,7 +80,7 @@ def _open_file(path: Path) -> dict[str, Callable[[], Tensor]]:
             f"{path} is damaged, or holds more than tensors and would need unsafe loading, which can run any code. "
             "Where it is trusted, load it with the program that wrote it and save it as safetensors."
         ) from error
-    except (RuntimeError, EOFError, OSError) as error:
+    except Exception as error:  # whatever a damaged pickle makes of the machine that reads it
         raise ValueError(f"{path} is damaged or incomplete, fetch it again ({error})") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise ValueError(f"{path} is no checkpoint: expected a dictionary of tensors")
@@ -97,7 +97,7 @@ def _open_index(path: Path) -> dict[str, Callable[[], Tensor]]:
     """{name: function that reads it} for all the files of an index."""
     try:
         weight_map = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: expected JSON with a weight_map of names and files") from error
     names_of: dict[str, set[str]] = {}
     for name, file in weight_map.items():

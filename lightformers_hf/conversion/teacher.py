@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from .. import models
 from ..files import TOKENIZER_FILES
 from ..languages import set_language_codes
-from ..loading import load_pretrained, load_tensors, short_name, skeleton, stored_tensors
+from ..loading import DAMAGED, load_pretrained, load_tensors, short_name, skeleton, stored_tensors
 from ..models.configuration_lightformer import LightFormerConfig
 from ..models.matrices import bias_of, factors_of, product_of
 from .checkpoint import CheckpointReader
@@ -53,11 +53,18 @@ class Teacher:
             raise ValueError(
                 f"{folder / 'config.json'} is no configuration that transformers knows: {error}"
             ) from None
+        names = self.source_config.architectures or [""]
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"architectures in {folder / 'config.json'} is {names!r}: expected a list of names")
         self.family = find_family(self.source_config)
-        self.config = self.family.own_config(self.source_config)
-        head = (self.source_config.architectures or [""])[0]
-        self.model_class = getattr(models, head, models.LightFormerForConditionalGeneration)
-        self.model = skeleton(self.model_class, self.config)
+        try:
+            self.config = self.family.own_config(self.source_config)
+            self.model_class = getattr(models, names[0], models.LightFormerForConditionalGeneration)
+            self.model = skeleton(self.model_class, self.config)
+        except (*DAMAGED, RuntimeError) as error:
+            raise ValueError(
+                f"{folder / 'config.json'} describes no model, a field has a wrong type or value: {error}"
+            ) from error
         self.reader = CheckpointReader(folder)
         self.folder = folder
         self.languages = languages
@@ -228,7 +235,10 @@ class Teacher:
     def generation_config(self) -> transformers.GenerationConfig:
         """The checkpoint's own, or what its configuration says where it has none; it begins in the target language."""
         if (self.folder / "generation_config.json").is_file():
-            config = transformers.GenerationConfig.from_pretrained(self.folder)
+            try:
+                config = transformers.GenerationConfig.from_pretrained(self.folder)
+            except (OSError, *DAMAGED) as error:
+                raise ValueError(f"{self.folder / 'generation_config.json'} cannot be read: {error}") from error
         else:
             config = transformers.GenerationConfig.from_model_config(self.source_config)
         if self._first_token is not None:

@@ -1,0 +1,93 @@
+"""Whatever comes in damaged ends in one message that names it: no traceback, no crash, no work without end."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lightformers_hf import cli, convert
+
+DEEP = "[" * 200_000
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, tiny_marian, parallel_sentences):
+    folder = tmp_path_factory.mktemp("damaged")
+    shutil.copytree(tiny_marian, folder / "dense")
+    convert(folder / "dense", folder / "light", ratio=2, progress=False)
+    (folder / "test.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in parallel_sentences))
+    return folder
+
+
+@pytest.fixture
+def run(models, tmp_path, monkeypatch, capfd):
+    """Run a command in a folder with `dense`, `light` and `test.jsonl`; gives its message, which must be one line."""
+    shutil.copytree(models, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def command(words, codes=(1,)):
+        monkeypatch.setattr("sys.argv", ["lightformers", *words.split(), "--quiet"])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        error = capfd.readouterr().err
+        assert exit_.value.code in codes, error
+        assert "Traceback" not in error
+        return error
+
+    return command
+
+
+def change(file, **fields):
+    file = Path(file)
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def test_calibration_without_a_tokenizer(run):
+    for name in ("vocab.json", "source.spm", "target.spm", "tokenizer_config.json"):
+        Path("dense", name).unlink()
+    assert "no tokenizer" in run("convert dense out --ratio 2 --calibration test.jsonl")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"d_model": "wide"}, {"d_model": None}, {"d_model": 0}, {"encoder_layers": "2"}, {"vocab_size": "many"},
+        {"architectures": "MarianMTModel"}, {"architectures": 3}, {"model_type": None}, {"dtype": "float7"},
+        {"encoder_attention_heads": 0}, {"activation_function": 3},
+    ],
+    ids=json.dumps,
+)  # fmt: skip
+def test_wrong_types_in_a_configuration(run, fields):
+    change("dense/config.json", **fields)
+    error = run("convert dense out --rank 8", codes=(0, 1))
+    assert not error or "dense" in error or next(iter(fields)) in error
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "{", DEEP])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_json_of_another_kind(run, name, content):
+    Path("dense", name).write_text(content)
+    error = run("convert dense out --ratio 2", codes=(0, 1))
+    assert not error or "dense" in error
+
+
+def test_damaged_pickles_are_named(run):
+    weights = load_file("dense/model.safetensors")
+    Path("dense", "model.safetensors").unlink()
+    file = Path("dense", "pytorch_model.bin")
+    torch.save(weights, file)
+    whole, generator = file.read_bytes(), random.Random(0)
+    for _ in range(12):
+        content = bytearray(whole)
+        for _ in range(generator.choice([1, 4, 64])):
+            place = generator.choice([generator.randrange(2000), generator.randrange(len(content))])
+            content[place] = generator.randrange(256)
+        file.write_bytes(content[: generator.choice([len(content), generator.randrange(len(content))])])
+        error = run("convert dense out --rank 8 --overwrite", codes=(0, 1))
+        assert not error or "dense" in error
