@@ -91,3 +91,9 @@ def test_damaged_pickles_are_named(run):
         file.write_bytes(content[: generator.choice([len(content), generator.randrange(len(content))])])
         error = run("convert dense out --rank 8 --overwrite", codes=(0, 1))
         assert not error or "dense" in error
+
+
+@pytest.mark.parametrize("content", ["[]", "{", DEEP, '{"log_history": 3}', '{"log_history": [3]}'])
+def test_a_report_of_a_malformed_log(run, content):
+    Path("light", "trainer_state.json").write_text(content)
+    assert "trainer_state.json" in run("report light --output page.html")

@@ -168,7 +168,7 @@ def _pictures(
         )
     if results:
         pictures.append(_draw_trade_off([_read_result(Path(file)) for file in results]))
-    losses, qualities = report_plots.training_curves(read_json(folder / STATE_FILE).get("log_history", []))
+    losses, qualities = _read_curves(folder / STATE_FILE)
     if losses:
         pictures.append(
             _draw(
@@ -206,6 +206,14 @@ def _draw(title: str, paint: Paint, caption: str, *, rows: list[list[str]] | Non
         images.append(base64.b64encode(file.getvalue()).decode())
     light, dark = images
     return Picture(title, caption, light, dark, rows=rows or [])
+
+
+def _read_curves(file: Path) -> tuple[dict[str, list], dict[str, list]]:
+    """What a training logged, as `training_curves`. Raises `ValueError` where the file holds something else."""
+    try:
+        return report_plots.training_curves(read_json(file).get("log_history", []))
+    except (TypeError, AttributeError, KeyError) as error:
+        raise ValueError(f"{file} holds no log of a training ({error}): write it again, or remove it") from error
 
 
 def _draw_spectra(folder: Path, matrices: list[MatrixReport], name: str, *, progress: bool) -> Picture:
