@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from transformers import PreTrainedConfig
@@ -144,9 +145,13 @@ class ParameterBudget(Budget):
 class TimeBudget(Budget):
     """A speedup: microseconds of translating a sentence on this machine."""
 
-    @property
+    @cached_property
     def _whole(self) -> SentenceCosts:
         return sentence_costs(self.originals.dense.config)
+
+    @cached_property
+    def _teacher(self) -> float:
+        return sentence_costs(self.originals.teacher.source_config).total
 
     def check(self) -> None:
         """Raise `ValueError` where everything at its smallest is not as fast."""
@@ -156,7 +161,7 @@ class TimeBudget(Budget):
 
     def _check(self, measure: SentenceCosts) -> float:
         """Microseconds that the free places may have."""
-        teacher, wanted = sentence_costs(self.originals.teacher.source_config).total, self.options.speedup
+        teacher, wanted = self._teacher, self.options.speedup
         fixed, least = self._total(measure)
         available = teacher / wanted - measure.overhead - fixed
         if least > available:

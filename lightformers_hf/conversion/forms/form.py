@@ -7,7 +7,8 @@ Nothing else in the package knows which forms there are.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -21,6 +22,7 @@ from ..choosing.rules import RankPolicy
 from ..options import Split
 from ..registry import import_files
 from ..report import DENSE, MatrixReport
+from ..sharing.groups import find_matrices
 from ..sharing.originals import Originals, short_name
 from ..statistics.metric import Metric
 
@@ -182,3 +184,15 @@ def to_store(tensors: Mapping[str, Mapping[str, Tensor | None]]) -> dict[str, Te
         for leaf, tensor in leaves.items()
         if tensor is not None
     }
+
+
+def commonest(values: list) -> object:
+    """The value that stands most often in a list; `None` of an empty one."""
+    return Counter(values).most_common(1)[0][0] if values else None
+
+
+def find_blocks(dense: PreTrainedModel, names: Iterable[str], parts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """{module: its matrices} of those modules of an encoder-decoder whose `parts` are all matrices of their own."""
+    matrices = dict(find_matrices(dense))
+    blocks = {name: tuple(f"{name}.{part}" for part in parts) for name in names if name.startswith("model.")}
+    return {name: own for name, own in blocks.items() if all(part in matrices for part in own)}

@@ -26,11 +26,9 @@ from ...models.attention import MultiHeadAttention
 from ..choosing.budget import Choices, tail_energies
 from ..choosing.rules import RankPolicy
 from ..report import MatrixReport
-from ..sharing.groups import find_matrices
 from ..sharing.originals import short_name
 from ..statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, damped_root
-from .form import Built, Form, Measure, Setting, register_form, to_store
-from .low_rank import commonest
+from .form import Built, Form, Measure, Setting, commonest, find_blocks, register_form, to_store
 from .svd import Factors, rescale
 
 PARTS = ("q_proj", "k_proj", "v_proj", "out_proj")
@@ -89,13 +87,8 @@ class NarrowerHeads(Form):
         """Every attention of an encoder-decoder LightFormer whose heads have four matrices of their own."""
         if not hasattr(dense.config, "head_dim_pattern"):
             return {}
-        matrices = dict(find_matrices(dense))
-        places = {
-            name: tuple(f"{name}.{part}" for part in PARTS)
-            for name, module in dense.named_modules()
-            if name.startswith("model.") and isinstance(module, MultiHeadAttention)
-        }
-        return {name: parts for name, parts in places.items() if all(part in matrices for part in parts)}
+        modules = dense.named_modules()
+        return find_blocks(dense, (name for name, one in modules if isinstance(one, MultiHeadAttention)), PARTS)
 
     @classmethod
     def fields(cls, reports: Sequence[MatrixReport], dense: PreTrainedModel) -> dict[str, object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +17,7 @@ from ..report import MatrixReport
 from ..sharing.groups import STACKS, find_matrices
 from ..sharing.originals import short_name
 from ..statistics.metric import Metric
-from .form import Built, Form, Measure, Setting, register_form, to_store
+from .form import Built, Form, Measure, Setting, commonest, register_form, to_store
 from .svd import Factors, Spectrum, decompose, rescale
 
 
@@ -146,8 +145,3 @@ class LowRank(Form):
         )  # fmt: skip
         state = low_rank_state(self.originals.module(self.name), *factors, bias)
         return Built([report], to_store({self.name: state}))
-
-
-def commonest(values: list) -> object:
-    """The value that stands most often in a list; `None` of an empty one."""
-    return Counter(values).most_common(1)[0][0] if values else None

@@ -17,11 +17,10 @@ from transformers import PreTrainedModel
 from ..choosing.budget import Choices
 from ..choosing.rules import RankPolicy
 from ..report import MatrixReport
-from ..sharing.groups import STACKS, find_matrices
+from ..sharing.groups import STACKS
 from ..sharing.originals import short_name
 from ..statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, damped_root
-from .form import Built, Form, Measure, Setting, register_form, to_store
-from .low_rank import commonest
+from .form import Built, Form, Measure, Setting, commonest, find_blocks, register_form, to_store
 
 PARTS = ("fc1", "fc2")
 # A network loses this share of its neurons between two updates of what the others would cost.
@@ -102,10 +101,7 @@ class FewerNeurons(Form):
         """Every feed-forward network of an encoder-decoder LightFormer."""
         if not hasattr(dense.config, "ffn_dim_pattern"):
             return {}
-        matrices = dict(find_matrices(dense))
-        names = [name for name, module in dense.named_modules() if hasattr(module, "fc1")]
-        places = {name: tuple(f"{name}.{part}" for part in PARTS) for name in names if name.startswith("model.")}
-        return {name: parts for name, parts in places.items() if all(part in matrices for part in parts)}
+        return find_blocks(dense, (name for name, one in dense.named_modules() if hasattr(one, "fc1")), PARTS)
 
     @classmethod
     def fields(cls, reports: Sequence[MatrixReport], dense: PreTrainedModel) -> dict[str, object]:
