@@ -272,3 +272,14 @@ def tensor_bytes(model: PreTrainedModel) -> int:
 def position_limit(config: PreTrainedConfig) -> int | None:
     """The number of tokens that a model has positions for; `None` where its configuration names no limit (T5)."""
     return getattr(config, "max_position_embeddings", None)
+
+
+@contextmanager
+def use_threads(count: int) -> Iterator[None]:
+    """PyTorch computes with so many threads inside, and with as many as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -8,8 +8,7 @@ dropped, the rest averaged. Here all models take turns within the same runs, so 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from tqdm.auto import tqdm
 
+from ..loading import use_threads
 from .translate import longest_input
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def generation_speed(
         generation.setdefault("max_length", None)
 
     training = {name: model.training for name, model in models.items()}
-    with one_core(), torch.inference_mode():
+    with use_threads(1), torch.inference_mode():
         try:
             for name, model in models.items():
                 model.eval()
@@ -178,14 +178,3 @@ def count_tokens(sequences: torch.Tensor, eos_token_id: int | list[int] | None) 
 def _trimmed_mean(rates: list[float]) -> float:
     dropped = len(rates) // 10
     return fmean(sorted(rates)[dropped : len(rates) - dropped])
-
-
-@contextmanager
-def one_core() -> Iterator[None]:
-    """PyTorch computes with one thread inside, and with as many as before afterwards."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ... import __version__
 from ...files import write_whole
+from ...loading import use_threads
 from ...models.matrices import wide_linear
 
 Number: TypeAlias = int | float | Tensor
@@ -65,13 +66,8 @@ def median_seconds(run: Callable[[], object]) -> float:
 @contextmanager
 def one_core() -> Iterator[None]:
     """One thread and no gradients inside."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        torch.set_num_threads(threads)
+    with use_threads(1), torch.inference_mode():
+        yield
 
 
 def time_product(

@@ -15,9 +15,9 @@ import torch
 from rich.table import Table
 from transformers import MarianConfig, MarianMTModel, PreTrainedModel
 
-from ...loading import unique_parameters
+from ...loading import unique_parameters, use_threads
 from ..parameters import ParameterRow, find_row
-from ..speed import Speed, generation_speed, one_core, run_ratios, speed_of, speed_ratio, take_turns
+from ..speed import Speed, generation_speed, run_ratios, speed_of, speed_ratio, take_turns
 
 SOURCE_TOKENS = TARGET_TOKENS = 25
 TRAINING_SENTENCES = 16
@@ -238,7 +238,7 @@ def training_speed(
         return step
 
     steps = {name: step_of(model) for name, model in models.items()}
-    with one_core():
+    with use_threads(1):
         for step in steps.values():  # the first also makes AdamW's moments
             step()
         timed = take_turns(steps, runs=runs, progress=progress)

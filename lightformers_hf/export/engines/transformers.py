@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...loading import use_threads
 from ..search import Search
 
 
@@ -45,17 +43,6 @@ class TransformersModel:
         ids = [sentence + [self.search.pad] * (width - len(sentence)) for sentence in batch]
         mask = [[1] * len(sentence) + [0] * (width - len(sentence)) for sentence in batch]
         return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
-
-
-@contextmanager
-def use_threads(count: int) -> Iterator[None]:
-    """PyTorch computes with so many threads inside, and with as many as before afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _cut_at_end(row: list[int], ends: tuple[int, ...]) -> list[int]:
