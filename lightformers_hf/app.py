@@ -3,10 +3,14 @@
 `lightformers compare TEACHER LIGHT` serves it. This file is also, as it is, the `app.py` of a Space on the Hub (SDK:
 gradio) whose `requirements.txt` names this package with its extra `app`, and whose variables `TEACHER` and `LIGHT` are
 names of models on the Hub.
+
+It may face strangers: a request is limited in characters, lines and seconds, requests wait in a queue of limited
+length, one whose reader is gone ends with the line it is at, and the server takes nothing but text to translate.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -15,6 +19,10 @@ from pathlib import Path
 
 import gradio as gr
 import torch
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lightformers_hf.evaluation.translate import longest_input
@@ -26,6 +34,12 @@ from lightformers_hf.loading import load_pretrained, unique_parameters
 # Nothing leaves the machine: no analytics, no tunnel, and fonts that the reader has.
 FONTS = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
 QUIET = {"share": False, "ssr_mode": False, "quiet": True, "show_error": True, "footer_links": []}
+# Of one request: what it may hold, and how long both models may work on it. Then, how many may wait.
+CHARACTERS, LINES, SECONDS, WAITING = 5000, 50, 60, 20
+REQUEST_BYTES = 1 << 16  # CHARACTERS of any script, as JSON
+# The only places to which a page, or gradio_client, sends anything: to translate, and to stop it.
+ASKING, STOPPING = ("/queue/join", "/call/translate"), ("/cancel", "/reset")
+LOCAL = ("127.0.0.1", "localhost", "[::1]")
 
 
 @dataclass(frozen=True)
@@ -50,19 +64,100 @@ class Translator:
 
     def __call__(self, text: str, **generation: int) -> tuple[str, int, float]:
         """Every line translated by itself; the tokens generated, end tokens included; and the seconds it took."""
-        lines = text.splitlines()
-        filled = [i for i, line in enumerate(lines) if line.strip()]
-        outputs, tokens, start = [""] * len(lines), 0, time.perf_counter()
+        *_, last = self.translate_lines(text, **generation)
+        return last
+
+    def translate_lines(self, text: str, **generation: int) -> Iterator[tuple[str, int, float]]:
+        """What calling it returns, of nothing yet and then of all the lines done, whenever there is one more."""
+        lines, outputs, tokens, seconds = text.splitlines(), list[str](), 0, 0.0
         limit = longest_input(self.engine, self.tokenizer)
-        for i in filled:
-            ids = self.tokenizer(lines[i], verbose=False)["input_ids"]
+        yield "", tokens, seconds
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                outputs.append("")
+                continue
+            start = time.perf_counter()
+            ids = self.tokenizer(line, verbose=False)["input_ids"]
             if len(ids) > limit:
-                gr.Warning(f"Line {i + 1} has {len(ids)} tokens and was cut: {self.label} reads {limit}.")
-                ids = self.tokenizer(lines[i], truncation=True, max_length=limit)["input_ids"]
+                gr.Warning(f"Line {number} has {len(ids)} tokens and was cut: {self.label} reads {limit}.")
+                ids = self.tokenizer(line, truncation=True, max_length=limit)["input_ids"]
             (generated,) = self.engine.generate([ids], **generation)
-            outputs[i] = self.tokenizer.decode(generated, skip_special_tokens=True)
-            tokens += len(generated)
-        return "\n".join(outputs), tokens, time.perf_counter() - start
+            outputs.append(self.tokenizer.decode(generated, skip_special_tokens=True))
+            tokens, seconds = tokens + len(generated), seconds + time.perf_counter() - start
+            yield "\n".join(outputs), tokens, seconds
+        yield "\n".join(outputs), tokens, seconds
+
+
+def check_text(text: str | None) -> str:
+    """The text of a request, or `gr.Error`, which the page shows, where it has too much of it."""
+    text = text or ""
+    lines = len(text.splitlines())
+    if len(text) > CHARACTERS or lines > LINES:
+        raise gr.Error(
+            f"{len(text):,} characters in {lines:,} lines: at most {CHARACTERS:,} in {LINES} are translated here. "
+            "`lightformers translate` takes whole files.",
+            print_exception=False,
+        )
+    return text
+
+
+class Guard:
+    """Refuse what the page does not need: other sites' requests and names, long ones, files, whatever is no text.
+
+    A site that the reader visits could send requests to this machine, whose answers the browser hides from it, or give
+    itself the address of this machine, and read them. Its name then stands in `Host`, or in `Origin`.
+
+    Args:
+        local: whether only this machine is served, under a name of `LOCAL`.
+    """
+
+    def __init__(self, app: ASGIApp, local: bool):
+        self.app, self.local = app, local
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with 4xx, or let the application do it."""
+        refused, messages = None, []
+        if scope["type"] == "http":
+            refused = self.refuse(scope)
+        if scope["type"] == "http" and scope["method"] == "POST" and not refused:
+            content, more = b"", True
+            while more and len(content) <= REQUEST_BYTES:
+                messages.append(await receive())
+                content += messages[-1].get("body", b"")
+                more = messages[-1].get("more_body", False)
+            refused = refuse_content(content, asks=scope["path"].rstrip("/").endswith(ASKING))
+
+        async def read() -> Message:
+            return messages.pop(0) if messages else await receive()
+
+        await (PlainTextResponse(refused[1], refused[0]) if refused else self.app)(scope, read, send)
+
+    def refuse(self, scope: Scope) -> tuple[int, str] | None:
+        """Status and reason, from whom it comes and where it goes; or nothing."""
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if self.local and host.rpartition(":")[0] not in LOCAL and host not in LOCAL:
+            return 403, f"this page is served to {LOCAL[0]} alone, not to {host!r}"
+        if self.local and origin and origin.partition("://")[2] != host:
+            return 403, "another site's request"
+        taken = scope["method"] == "POST" and scope["path"].rstrip("/").endswith((*ASKING, *STOPPING))
+        if not taken and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+            return 405, "only text to translate is taken here"
+        return None
+
+
+def refuse_content(content: bytes, *, asks: bool) -> tuple[int, str] | None:
+    """Status and reason where a request is not short JSON, or `asks` for other things than a text; or nothing."""
+    if len(content) > REQUEST_BYTES:
+        return 413, f"a request has at most {REQUEST_BYTES} bytes"
+    try:
+        request = json.loads(content)
+    except (ValueError, RecursionError):
+        return 400, "not JSON"
+    data = request.get("data") if isinstance(request, dict) else None
+    if asks and not (isinstance(data, list) and len(data) == 1 and isinstance(data[0], str | None)):
+        return 422, 'expected {"data": ["text, one sentence a line"]}'
+    return None
 
 
 def build(teacher: str, light: str, *, num_beams: int | None = None, max_new_tokens: int | None = None) -> gr.Blocks:
@@ -81,17 +176,21 @@ def build(teacher: str, light: str, *, num_beams: int | None = None, max_new_tok
     generation = {"num_beams": num_beams or models[1].engine.search.num_beams}
     generation |= {"max_new_tokens": max_new_tokens} if max_new_tokens else {}
 
-    def both(text: str) -> Iterator[list[str]]:
-        """Output and figures of the teacher, then also of the light model, each when it is there."""
+    def both(text: str | None) -> Iterator[list[str]]:
+        """Output and figures of the teacher, then also of the light model, anew with every line that is done."""
+        text, deadline = check_text(text), time.monotonic() + SECONDS
         shown, speeds = [""] * 4, []
-        yield shown
         for place, model in enumerate(models):
-            output, tokens, seconds = model(text, **generation)
-            figures = f"{tokens} tokens in {seconds:.3f} s" if tokens else ""
-            speeds.append(tokens / seconds)
+            tokens, seconds = 0, 0.0
+            for done in model.translate_lines(text, **generation):
+                if time.monotonic() > deadline:
+                    raise gr.Error(f"Stopped after {SECONDS} seconds: give fewer lines.", print_exception=False)
+                shown[2 * place], tokens, seconds = done
+                yield shown
+            speeds.append(tokens / seconds if tokens else 0)
+            shown[2 * place + 1] = f"{tokens} tokens in {seconds:.3f} s" if tokens else ""
             if place and all(speeds):
-                figures += f", {speeds[1] / speeds[0]:.1f}x the tokens/s"
-            shown = [*shown[: 2 * place], output, figures, *shown[2 * place + 2 :]]
+                shown[-1] += f", {speeds[1] / speeds[0]:.1f}x the tokens/s"
             yield shown
 
     with gr.Blocks(title="Teacher and light model", analytics_enabled=False) as page:
@@ -99,6 +198,7 @@ def build(teacher: str, light: str, *, num_beams: int | None = None, max_new_tok
         text = gr.Textbox(
             label="Text, one sentence a line",
             lines=3,
+            max_length=CHARACTERS,
             autofocus=True,
             elem_id="text",
             info=f"Shift+Enter translates. Both search with {generation['num_beams']} beams, one sentence at a time.",
@@ -112,7 +212,7 @@ def build(teacher: str, light: str, *, num_beams: int | None = None, max_new_tok
                     boxes.append(gr.Textbox(label="tokens and time", interactive=False, elem_id=f"{role}-figures"))
         # One at a time: times would not be a sentence's own otherwise.
         gr.on([button.click, text.submit], both, text, boxes, concurrency_limit=1, api_name="translate")
-    return page
+    return page.queue(max_size=WAITING)
 
 
 def serve(page: gr.Blocks, *, host: str | None = None, port: int | None = None, browser: bool = False) -> str:
@@ -127,6 +227,8 @@ def serve(page: gr.Blocks, *, host: str | None = None, port: int | None = None, 
         OSError: the port is taken.
     """
     options = {**QUIET, "theme": gr.themes.Default(**FONTS), "inbrowser": browser, "prevent_thread_lock": True}
+    listens = host or os.environ.get("GRADIO_SERVER_NAME") or LOCAL[0]  # as Gradio itself chooses
+    options["app_kwargs"] = {"middleware": [Middleware(Guard, local=listens in (*LOCAL, "::1"))]}
     return page.launch(server_name=host, server_port=port, **options)[1]
 
 
