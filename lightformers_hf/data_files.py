@@ -10,10 +10,13 @@ import csv
 import gzip
 import hashlib
 import io
+import json
+import logging
 import os
+import re
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,7 +49,8 @@ def load_file(path: Path) -> Dataset:
             return Dataset.from_parquet(str(path), config_id=_identity(path, suffix))
         if suffix in (".json", ".jsonl"):
             _check_nesting(path)
-            return Dataset.from_json(str(path), config_id=_identity(path, suffix))
+            with _quiet_json_reader():
+                return Dataset.from_json(str(path), config_id=_identity(path, suffix))
         # Every cell is text: without this "1984" becomes a number and "null", a German word, becomes a missing value.
         options = {"sep": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {}
         header = pandas.read_csv(path, nrows=0, index_col=False, **options).columns
@@ -59,7 +63,10 @@ def load_file(path: Path) -> Dataset:
     except (DatasetGenerationError, ValueError, EOFError, OSError, zlib.error) as error:
         if "corresponds to no data" in str(error):
             return Dataset.from_dict({})
-        raise ValueError(f"{path} cannot be read as {suffix[1:]}: {error.__cause__ or error}") from error
+        reason = error.__cause__ or error
+        if suffix in (".json", ".jsonl") and isinstance(error, DatasetGenerationError):
+            reason = _explain_json(path, str(reason))
+        raise ValueError(f"{path} cannot be read as {suffix[1:]}: {reason}") from error
 
 
 def load_lines(path: Path) -> Dataset:
@@ -131,6 +138,32 @@ def _check_fields(path: Path, expected: int, *, tabs: bool) -> None:
                     f"there{'' if tabs else ', or a quote that is not closed'}"
                 )
             first = rows.line_num + 1
+
+
+@contextmanager
+def _quiet_json_reader() -> Iterator[None]:
+    """The library does not print what it raises, too."""
+    logger = logging.getLogger("datasets.packaged_modules.json.json")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _explain_json(path: Path, reason: str) -> str:
+    """What a parser said of a file, or the first line that is no JSON: parsers count rows of a part, from 0."""
+    with suppress(OSError, EOFError, zlib.error, RecursionError), _open(path) as file:
+        lines = file.read(BLOCK).splitlines()
+        if lines and lines[0].lstrip().startswith(b"{"):
+            for number, line in enumerate(lines[:-1] if file.read(1) else lines, start=1):
+                try:
+                    json.loads(line or b"{}")
+                except ValueError as error:
+                    said = f"{error.msg} at character {error.pos + 1}" if hasattr(error, "msg") else str(error)
+                    return f"line {number} is no JSON object: {said}"
+    return re.sub(r" in row \d+", "", reason)
 
 
 @contextmanager

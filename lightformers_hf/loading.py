@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 from transformers.utils import cached_file
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from .files import EXPORT_FILE, WEIGHT_FILES
 from .languages import set_languages
@@ -134,7 +135,8 @@ def load_model(
     name: str | os.PathLike, *, device: str | torch.device = "cpu"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a sequence-to-sequence checkpoint and its tokenizer from a folder or from the Hub: see `load_network`."""
-    return load_network(name, device=device), load_pretrained(AutoTokenizer, name)
+    folder = _find_checkpoint(name)
+    return load_network(folder, device=device), load_pretrained(AutoTokenizer, folder)
 
 
 def load_network(name: str | os.PathLike, *, device: str | torch.device = "cpu") -> PreTrainedModel:
@@ -146,11 +148,7 @@ def load_network(name: str | os.PathLike, *, device: str | torch.device = "cpu")
         FileNotFoundError: no such folder, and no such model on the Hub.
         ValueError: the checkpoint is not a sequence-to-sequence model, or lacks weights that would come out random.
     """
-    name = os.fspath(name)
-    if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
-        raise FileNotFoundError(
-            f"No model folder {name}: give a folder that holds a checkpoint, or a name on the Hub."
-        )
+    name = _find_checkpoint(name)
     if is_export(name):
         raise ValueError(f"{name} was exported for another engine: give the checkpoint that it was exported from.")
     try:
@@ -172,6 +170,17 @@ def load_network(name: str | os.PathLike, *, device: str | torch.device = "cpu")
             f"{name} lacks the weights {', '.join(sorted(loading['missing_keys']))}: get the whole checkpoint."
         )
     return model.to(device).eval()
+
+
+def _find_checkpoint(name: str | os.PathLike) -> str:
+    """The folder of a checkpoint. Of a Hub model it is fetched as a whole: file by file, each would wait for a Hub
+    that is out of reach."""
+    name = os.fspath(name)
+    if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
+        raise FileNotFoundError(
+            f"No model folder {name}: give a folder that holds a checkpoint, or a name on the Hub."
+        )
+    return os.fspath(resolve_source(name))
 
 
 def load_teacher(
@@ -272,6 +281,18 @@ def tensor_bytes(model: PreTrainedModel) -> int:
 def position_limit(config: PreTrainedConfig) -> int | None:
     """The number of tokens that a model has positions for; `None` where its configuration names no limit (T5)."""
     return getattr(config, "max_position_embeddings", None)
+
+
+@contextmanager
+def hide_bars() -> Iterator[None]:
+    """Inside, transformers shows no bar when it loads or saves a model."""
+    shown = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bar()
 
 
 @contextmanager

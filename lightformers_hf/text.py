@@ -73,14 +73,21 @@ def _select_columns(pairs: Dataset, data: str, source: str, target: str) -> Data
             pairs = pairs.select_columns(list(languages)).rename_columns(languages)
     missing = [name for name in (source, target) if name not in pairs.column_names]
     if missing:
-        wanted, there = " nor ".join(map(repr, missing)), ", ".join(map(repr, pairs.column_names))
+        wanted, there = " nor ".join(map(repr, missing)), ", ".join(map(_shorten, pairs.column_names))
+        header = data.removesuffix(".gz").endswith((".csv", ".tsv"))
         raise ValueError(
             f"{data} has no column {wanted}: it has {there}. "
-            "Name the columns (or the languages inside a column 'translation') that hold the two texts."
+            + ("Its first line must name the columns. " if header else "")
+            + "Name the columns (or the languages inside a column 'translation') that hold the two texts."
         )
     if source == target:
         raise ValueError(f"Source and target are both {source!r}: name two columns or languages.")
     return pairs.select_columns([source, target]).rename_columns({source: "source", target: "target"})
+
+
+def _shorten(name: str) -> str:
+    """A column's name; what stands there may be a sentence."""
+    return repr(name if len(name) <= 30 else f"{name[:29]}…")
 
 
 def _check_text(pairs: Dataset, data: str, names: dict[str, str]) -> None:

@@ -60,7 +60,8 @@ def test_languages_inside_translation(tmp_path, name):
         ("null.jsonl", '{"de": "a", "en": "b"}\n{"de": "a", "en": null}\n', "row 2, 'en': expected text, found None"),
         ("number.jsonl", '{"de": 1, "en": "b"}\n', "row 1, 'de': expected text, found 1"),
         ("mixed.jsonl", '{"de": "a", "en": "b"}\n{"de": "a", "en": 3}\n', "row 2, 'en': expected text, found 3"),
-        ("broken.jsonl", '{"de": "a", "en"\n', "cannot be read"),
+        ("broken.jsonl", '{"de": "a", "en": "b"}\n\n{"de": "a", "en"\n', "line 3 is no JSON object: Expecting ':'"),
+        ("headless.tsv", f"{'Ein Hund' * 9}\tA dog\nb\tc\n", "Ein Hund.{5}…', 'A dog'. Its first line must name"),
         ("ragged.csv", "de,en\na,b\na,b,c\n", "cannot be read"),
         ("broken.parquet", "no parquet", "cannot be read"),
         ("text.docx", "a", "unknown type '.docx'"),
@@ -70,6 +71,13 @@ def test_unusable_files_say_why(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         load_parallel(str(tmp_path / name), source="de", target="en")
+
+
+def test_of_damaged_json_nothing_is_said_but_the_error(tmp_path, caplog, capsys):
+    (tmp_path / "x.jsonl").write_text('{"de": "a"}\n{"de"\n')
+    with pytest.raises(ValueError, match="line 2"):
+        load_parallel(str(tmp_path / "x.jsonl"), source="de", target="en")
+    assert "ArrowInvalid" not in caplog.text + "".join(capsys.readouterr())
 
 
 def test_a_missing_file_is_not_taken_for_a_hub_name(tmp_path):

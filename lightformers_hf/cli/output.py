@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -208,8 +209,8 @@ def run(
         if verbose:
             raise
         if speaks:
-            message = " ".join(str(error).split())  # those of libraries have several lines
-            click.echo(f"{click.style('error:', fg='red')} {as_typed(message, typed)}", err=True)
+            message = as_typed(" ".join(str(error).split()), typed)  # those of libraries have several lines
+            click.echo(f"{click.style('error:', fg='red')} {name_options(message, typed, arguments)}", err=True)
         raise click.exceptions.Exit(1) from None
     except KeyboardInterrupt:
         click.echo("stopped", err=True)
@@ -235,6 +236,21 @@ def as_typed(message: str, typed: Mapping[str, str]) -> str:
     message = re.sub(r"(?<=\bleave )\w+(?= out\b)|(?<=\bgive )\w+(?= alone\b)", spell, message)
     names = "|".join(re.escape(name) for name in typed if "_" in name)
     return re.sub(rf"(?<![\w.'/-])({names})(?![\w=.'/-])", spell, message) if names else message
+
+
+def name_options(message: str, typed: Mapping[str, str], values: Mapping[str, Any]) -> str:
+    """A message that names a value, but no option, begins with the options that were given that value."""
+    if "--" in message:
+        return message
+    context = click.get_current_context(silent=True)
+    named = []
+    for name, option_name in typed.items():
+        given = context is None or context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        value = values.get(name)
+        is_word = isinstance(value, str | Path) and re.search(rf"(?<![\w/]){re.escape(str(value))}(?![\w/])", message)
+        if given and is_word:
+            named.append(option_name)
+    return f"{' and '.join(named)}: {message}" if named else message
 
 
 @contextmanager

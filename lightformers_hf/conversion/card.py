@@ -204,7 +204,7 @@ A `{{ model.architecture }}` model of {{ "{:,}".format(model.parameters) }} uniq
 ```python
 from transformers import {{ model.auto_class }}, AutoTokenizer
 
-# Needs torch, transformers, and what the tokenizer needs: Marian's, for example, sentencepiece.
+# Needs torch, transformers, and what the tokenizer needs: Marian's, for example, sentencepiece. To train: accelerate.
 # The model's code lies beside its weights. After `import lightformers_hf` nothing needs trust_remote_code.
 model = {{ model.auto_class }}.from_pretrained("{{ name or 'PATH' }}", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("{{ name or 'PATH' }}", trust_remote_code=True)

@@ -267,6 +267,8 @@ def read_quantity(name: str, text: str | float) -> int:
     match = QUANTITY.fullmatch(str(text).strip())
     if match is None or not float(match[1]):
         raise ValueError(f"{name} is {text!r}, expected a number above 0, k, M or G behind it: 20M, 40MB")
+    if name == "params" and match[3]:
+        raise ValueError(f"params is {text!r}, but counts parameters, not bytes: leave out the B, or give it as size")
     return int(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[match[2].lower()])
 
 

@@ -158,6 +158,7 @@ def test_bytes_without_a_unit_are_asked_about():
     [
         ({"ratio": "2x"}, "ratio is '2x', expected a number above 1"),
         ({"ratio": 1}, "ratio is 1, expected a number above 1"),
+        ({"params": "40MB"}, "params is '40MB', but counts parameters, not bytes"),
         ({"rank": 2.5}, "rank is 2.5, expected a whole number"),
         ({"rank": 0}, "rank is 0"),
         ({"energy": 2}, "energy is 2, expected a share"),

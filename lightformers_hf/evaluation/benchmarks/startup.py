@@ -21,7 +21,7 @@ import sentencepiece
 from tqdm.auto import tqdm
 from transformers import MarianConfig, MarianMTModel, MarianTokenizer
 
-from ...loading import resolve_source
+from ...loading import hide_bars, resolve_source
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -205,8 +205,9 @@ def make_tiny_marian(folder: Path) -> Path:
     )
     network = MarianMTModel(config)
     network.generation_config.update(bad_words_ids=None, num_beams=1)
-    for part in (network, tokenizer):
-        part.save_pretrained(folder / "model")
+    with hide_bars():
+        for part in (network, tokenizer):
+            part.save_pretrained(folder / "model")
     return folder / "model"
 
 
