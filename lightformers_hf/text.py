@@ -116,6 +116,7 @@ def tokenize_pairs(
     *,
     max_source_length: int,
     max_target_length: int,
+    source_prefix: str = "",
     num_proc: int | None = None,
 ) -> Dataset:
     """Tokenize the pairs of `load_parallel` into what a seq2seq model trains on.
@@ -126,11 +127,16 @@ def tokenize_pairs(
     Args:
         max_source_length, max_target_length: tokens, end-of-sentence token included, which always stays; longer texts
             are cut.
+        source_prefix: stands before every source, as T5 asks for: `translate German to English: `.
         num_proc: worker processes (default: none, in this process).
     """
     return pairs.map(
         _tokenize,
-        fn_kwargs={"tokenizer": tokenizer, "limits": (max_source_length, max_target_length)},
+        fn_kwargs={
+            "tokenizer": tokenizer,
+            "limits": (max_source_length, max_target_length),
+            "source_prefix": source_prefix,
+        },
         batched=True,
         remove_columns=pairs.column_names,
         num_proc=num_proc,
@@ -138,9 +144,11 @@ def tokenize_pairs(
     )
 
 
-def _tokenize(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, limits: tuple[int, int]) -> dict[str, list]:
+def _tokenize(
+    batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, limits: tuple[int, int], source_prefix: str
+) -> dict[str, list]:
     """The columns of `tokenize_pairs`; `limits` are the longest source and target."""
-    source = tokenizer(batch["source"], max_length=limits[0], truncation=True)
+    source = tokenizer([source_prefix + text for text in batch["source"]], max_length=limits[0], truncation=True)
     target = tokenizer(text_target=batch["target"], max_length=limits[1], truncation=True)
     return {
         "input_ids": source["input_ids"],

@@ -75,7 +75,10 @@ class GenerationArguments:
 class DataArguments(arguments.DataArguments):
     """What it is trained and measured on."""
 
-    max_source_length: int = field(default=128, metadata={"help": "Tokens; longer texts are cut."})
+    source_prefix: str = field(
+        default="", metadata={"help": "Stands before every source: T5's 'translate German to English: '."}
+    )
+    max_source_length: int = field(default=128, metadata={"help": "Tokens, the prefix's too; longer texts are cut."})
     max_target_length: int = field(default=128, metadata={"help": "Tokens; longer texts are cut (in training)."})
     max_tokens: int | None = field(
         default=None,
@@ -180,9 +183,9 @@ def run(
         teacher = load_teacher(distillation.teacher, tokenizer, model_args.attn_implementation)
 
     with args.main_process_first():
-        lengths = {k: getattr(data_args, k) for k in ("max_source_length", "max_target_length")}
-        workers = data_args.preprocessing_num_workers
-        tokens = {part: tokenize_pairs(pairs, tokenizer, num_proc=workers, **lengths) for part, pairs in parts.items()}
+        options = {k: getattr(data_args, k) for k in ("max_source_length", "max_target_length", "source_prefix")}
+        options["num_proc"] = data_args.preprocessing_num_workers
+        tokens = {part: tokenize_pairs(pairs, tokenizer, **options) for part, pairs in parts.items()}
     scored = {part: ScoredPart(parts[part], tokens[part], tokenizer) for part in tokens if part != "train"}
 
     def score_validation(prediction: EvalPrediction) -> dict[str, float]:
