@@ -57,15 +57,15 @@ class Teacher:
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"architectures in {folder / 'config.json'} is {names!r}: expected a list of names")
         self.family = find_family(self.source_config)
+        self.reader = CheckpointReader(folder)
         try:
-            self.config = self.family.own_config(self.source_config)
+            self.config = self.family.fit_weights(self.family.own_config(self.source_config), self.reader)
             self.model_class = getattr(models, names[0], models.LightFormerForConditionalGeneration)
             self.model = skeleton(self.model_class, self.config)
         except (*DAMAGED, RuntimeError) as error:
             raise ValueError(
                 f"{folder / 'config.json'} describes no model, a field has a wrong type or value: {error}"
             ) from error
-        self.reader = CheckpointReader(folder)
         self.folder = folder
         self.languages = languages
         self._tokenizer: PreTrainedTokenizerBase | None = None

@@ -10,7 +10,7 @@ import torch
 
 from ..files import EXPORT_FILE, write_json
 from ..folders import atomic_output, check_output
-from ..loading import resolve_source, short_name, unique_parameters
+from ..loading import position_limit, resolve_source, short_name, unique_parameters
 from .engines import EngineFile, load_engine_file
 from .engines.transformers import TransformersModel
 from .search import Search
@@ -36,7 +36,7 @@ class ExportReport:
         weight_bytes: of the model's files, without the tokenizer.
         difference: largest difference of log p from the checkpoint's, in nats, over random sentences; in less than
             32 bits the mean difference.
-        max_position_embeddings: most tokens of an input.
+        max_position_embeddings: most tokens of an input; `None` where nothing limits them.
     """
 
     engine: str
@@ -49,7 +49,7 @@ class ExportReport:
     narrowed_attentions: int
     weight_bytes: int
     difference: float
-    max_position_embeddings: int
+    max_position_embeddings: int | None
 
     def lines(self, output: str | Path) -> list[str]:
         """The same as sentences, and how to load the folder."""
@@ -135,7 +135,7 @@ def measure_difference(source: Source, engine: EngineFile, folder: Path, quantiz
     search, config = Search.of(source.generation), source.model.config
     special = {search.start, search.pad, *search.ends, *search.suppressed}
     generator = torch.Generator().manual_seed(0)
-    longest = max(min(TOKENS, config.max_position_embeddings - 1), 1)
+    longest = max(min(TOKENS, (position_limit(config) or TOKENS + 1) - 1), 1)
 
     def random_sentences(vocabulary: int) -> list[list[int]]:
         ids = torch.tensor([token for token in range(vocabulary) if token not in special] or [0])

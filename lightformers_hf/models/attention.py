@@ -74,6 +74,7 @@ class MultiHeadAttention(nn.Module):
             SDPA takes causality from here when there is none.
         joint_qkv: one projection d → 3·H·d_k in place of three (self-attention only; LightFormer Table 1).
         output_projection: whether the heads' outputs are mixed by `out_proj`.
+        scale: whether scores are divided by √d_k.
     """
 
     def __init__(
@@ -87,11 +88,12 @@ class MultiHeadAttention(nn.Module):
         head_dim: int | None = None,
         joint_qkv: bool = False,
         output_projection: bool = True,
+        scale: bool = True,
     ):
         super().__init__()
         self.config = config
         self.head_dim = head_dim or width // num_heads
-        self.scaling = self.head_dim**-0.5
+        self.scaling = self.head_dim**-0.5 if scale else 1.0
         self.dropout = config.attention_dropout
         self.is_causal = is_causal
         inner = num_heads * self.head_dim

@@ -41,8 +41,9 @@ class FactorizedConfig(PreTrainedConfig):
             language models (Baevski and Auli 2019).
         adaptive_cutoffs, adaptive_factor: for `adaptive`, whose vocabulary is in order of falling frequency: first
             token of every band but the first, and how many times narrower each band is than the one before.
-        max_position_embeddings: longest input, in tokens.
+        max_position_embeddings: longest input, in tokens; `None` where nothing limits it.
         scale_embedding: embeddings times the square root of their width.
+        scale_output: states times 1/√d before the output layer.
         activation_function: of the feed-forward networks.
         share_encoder_decoder_embeddings: one token table for both stacks.
         tie_word_embeddings: output layer = the decoder's token table.
@@ -79,8 +80,9 @@ class FactorizedConfig(PreTrainedConfig):
     embedding: str = "full"
     adaptive_cutoffs: list[int] | None = None
     adaptive_factor: int = 4
-    max_position_embeddings: int = 1024
+    max_position_embeddings: int | None = 1024
     scale_embedding: bool = True
+    scale_output: bool = False
     activation_function: str = "relu"
     dropout: float | int = 0.1
     attention_dropout: float | int = 0.0

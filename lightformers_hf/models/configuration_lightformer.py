@@ -1,9 +1,13 @@
 """Configuration of LightFormer (Lu et al. 2023): a Transformer of low-rank matrices and shared layers."""
 
+from typing import Any
+
 from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of, strict
 from .layer_sharing import check_groups
 
-POSITION_EMBEDDING_TYPES = ("sinusoidal", "sinusoidal_half", "learned")
+RELATIVE_POSITIONS = ("relative", "relative_per_layer")
+POSITION_EMBEDDING_TYPES = ("sinusoidal", "sinusoidal_half", "learned", *RELATIVE_POSITIONS)
+NORMALIZATIONS = ("layer_norm", "rms_norm")
 
 
 class HeadDim:
@@ -42,8 +46,17 @@ class LightFormerConfig(FactorizedConfig):
             means none.
         joint_qkv: one projection d → 3d in self-attention (Table 1 of the paper).
         attention_output_projection: whether attention has `out_proj` (Table 1 leaves it out).
-        position_embedding_type: `sinusoidal` (Marian, Pegasus), `sinusoidal_half` (M2M100, NLLB) or `learned` (BART).
+        scale_attention: scores divided by √d_k. T5's are not.
+        use_bias: whether linear layers of attention and feed-forward networks add a bias. T5's do not.
+        gated_ffn: networks of three matrices, fc2(activation(fc_gate(x)) · fc1(x)) (GEGLU, Shazeer 2020; T5 v1.1).
+        position_embedding_type: `sinusoidal` (Marian, Pegasus), `sinusoidal_half` (M2M100, NLLB), `learned` (BART), or
+            biases of attention by distance, `relative` ones for all layers of a stack (T5) or `relative_per_layer`
+            (UMT5): these know no longest input (max_position_embeddings is `None` then), and are for eager attention
+            and SDPA.
+        relative_buckets, relative_furthest: how many biases a head has, and the distance from which all are alike.
         position_offset: added to positions before the table is read (2 in BART and M2M100).
+        normalization: `layer_norm`, or `rms_norm` without mean and bias (T5); everywhere.
+        norm_epsilon: ε, added to the variance.
         normalize_before: LayerNorm before each sublayer (mBART) rather than after it (Marian, BART).
         layernorm_embedding: LayerNorm on the embeddings.
         final_layer_norm: LayerNorm after the last layer of each stack.
@@ -76,13 +89,25 @@ class LightFormerConfig(FactorizedConfig):
     group_residual_rank: int | None = None
     joint_qkv: bool = False
     attention_output_projection: bool = True
+    scale_attention: bool = True
+    use_bias: bool = True
+    gated_ffn: bool = False
     position_embedding_type: str = "sinusoidal"
     position_offset: int = 0
+    relative_buckets: int = 32
+    relative_furthest: int = 128
+    normalization: str = "layer_norm"
+    norm_epsilon: float = 1e-5
     normalize_before: bool = False
     layernorm_embedding: bool = False
     final_layer_norm: bool = False
     classifier_dropout: float | int = 0.0
     embedding_dim: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.position_embedding_type in RELATIVE_POSITIONS:
+            self.max_position_embeddings = None
+        super().__post_init__(**kwargs)
 
     def check(self) -> None:
         """Raise `ValueError` where fields cannot go together."""
@@ -110,3 +135,15 @@ class LightFormerConfig(FactorizedConfig):
                 )
             check_groups(f"{stack}_groups", getattr(self, f"{stack}_groups"), getattr(self, f"{stack}_layers"))
         check_one_of("position_embedding_type", self.position_embedding_type, POSITION_EMBEDDING_TYPES)
+        if self.max_position_embeddings is None and self.position_embedding_type not in RELATIVE_POSITIONS:
+            raise ValueError(
+                f"max_position_embeddings is None, but {self.position_embedding_type!r} positions need a number"
+            )
+        check_one_of("normalization", self.normalization, NORMALIZATIONS)
+        check_at_least("norm_epsilon", self.norm_epsilon, 0)
+        check_at_least("relative_buckets", self.relative_buckets, 4)
+        if self.relative_furthest <= self.relative_buckets // 2:
+            raise ValueError(
+                f"relative_furthest is {self.relative_furthest}: with {self.relative_buckets} relative_buckets, half "
+                f"of them for one distance each, it is at least {self.relative_buckets // 2 + 1}"
+            )

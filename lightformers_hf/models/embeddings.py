@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.utils import is_torchdynamo_compiling
 
+from .configuration_lightformer import RELATIVE_POSITIONS
 from .matrices import wide_linear
 from .transformers_internals import is_loaded
 
@@ -78,8 +79,13 @@ class LearnedPositions(nn.Embedding):
         return super().forward(position_ids + self.offset)
 
 
-def make_positions(config: PreTrainedConfig) -> nn.Module:
-    """The position module that `position_embedding_type` and `position_offset` of `config` describe."""
+def make_positions(config: PreTrainedConfig) -> nn.Module | None:
+    """The position module that `position_embedding_type` and `position_offset` of `config` describe.
+
+    `None` for relative positions, which belong to attention.
+    """
+    if config.position_embedding_type in RELATIVE_POSITIONS:
+        return None
     size, d, offset = config.max_position_embeddings, config.d_model, config.position_offset
     if config.position_embedding_type == "learned":
         return LearnedPositions(size, d, offset)

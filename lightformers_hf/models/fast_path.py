@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
+from torch.nn.functional import layer_norm, linear, rms_norm, scaled_dot_product_attention
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -19,11 +19,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .attention import MultiHeadAttention, cached_states
 from .configuration_base import FactorizedConfig
 from .torch_internals import is_plain, parts_of, weights_of
-from .transformer_layer import TransformerLayer
+from .transformer_layer import RMSNorm, TransformerLayer
 from .transformers_internals import attention_of
 
 # Functions with weights and biases that follow each other: `linear` of a dense layer, twice of a low-rank one.
 Chain = tuple[tuple[Callable[..., torch.Tensor], torch.Tensor, torch.Tensor | None], ...]
+
+# A function of states, and its other arguments.
+Norm = tuple[Callable[..., torch.Tensor], tuple]
 
 
 class NotPlainError(Exception):
@@ -117,11 +120,15 @@ class FastAttention:
         return self.out(output.transpose(1, 2).reshape(len(rows), -1))
 
 
-def _norm(module: nn.Module) -> tuple:
-    if type(module) is not nn.LayerNorm or not is_plain(module):
+def _norm(module: nn.Module) -> Norm:
+    if not is_plain(module):
         raise NotPlainError
-    weights = weights_of(module)
-    return module.normalized_shape, weights["weight"], weights["bias"], module.eps
+    weights, shape = weights_of(module), module.normalized_shape
+    if type(module) is nn.LayerNorm:
+        return layer_norm, (shape, weights["weight"], weights["bias"], module.eps)
+    if type(module) is RMSNorm:
+        return rms_norm, (shape, weights["weight"], module.eps)
+    raise NotPlainError
 
 
 class FastLayer:
@@ -141,6 +148,7 @@ class FastLayer:
             self.cross_norm = _norm(norms["encoder_attn_layer_norm"])
         ffn = layer if "fc1" in parts else own
         self.fc1, self.fc2 = (_product(ffn, name, residuals) for name in ("fc1", "fc2"))
+        self.fc_gate = _product(ffn, "fc_gate", residuals) if "fc_gate" in parts_of(ffn) else None
         self.ffn_norm = _norm(norms["final_layer_norm"])
         self.activation, self.normalize_before = layer.activation, layer.normalize_before
 
@@ -158,6 +166,8 @@ class FastLayer:
         """Arguments as those of `TransformerLayer`, but `rows` for `sentences`."""
 
         def feed_forward(states: torch.Tensor) -> torch.Tensor:
+            if self.fc_gate is not None:
+                return self.fc2(self.activation(self.fc_gate(states)) * self.fc1(states))
             return self.fc2(self.activation(self.fc1(states)))
 
         def self_attention(states: torch.Tensor) -> torch.Tensor:
@@ -173,17 +183,18 @@ class FastLayer:
         return self._sublayer(rows, self.ffn_norm, feed_forward)
 
     def _sublayer(
-        self, rows: torch.Tensor, norm: tuple, compute: Callable[[torch.Tensor], torch.Tensor]
+        self, rows: torch.Tensor, norm: Norm, compute: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
+        normalize, arguments = norm
         if self.normalize_before:
-            return rows + compute(layer_norm(rows, *norm))
-        return layer_norm(rows + compute(rows), *norm)
+            return rows + compute(normalize(rows, *arguments))
+        return normalize(rows + compute(rows), *arguments)
 
 
 def run_layers_fast(
     depths: Iterable[tuple[TransformerLayer, dict]],
     hidden_states: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    mask_of: Callable[[nn.Module], torch.Tensor | None],
     encoder_hidden_states: torch.Tensor | None = None,
     encoder_attention_mask: torch.Tensor | None = None,
     *,
@@ -200,6 +211,7 @@ def run_layers_fast(
 
     Args:
         depths: layer and own arguments (`own`, `layer_idx`, `cross_layer_idx`) of every depth.
+        mask_of: layer → mask of its self-attention.
         layer_class: the layers are of exactly this class, whose `forward` is that of `TransformerLayer`.
         use_cache, others: arguments of the layers; `others` are for their modules, once they are set.
     """
@@ -214,7 +226,7 @@ def run_layers_fast(
         return None
     built: dict[tuple[int, int], FastLayer] = {}
     try:
-        calls: list[tuple[FastLayer, tuple[int, int]]] = []
+        calls: list[tuple[FastLayer, nn.Module, tuple[int, int]]] = []
         for layer, arguments in depths:
             if type(layer) is not layer_class:
                 return None
@@ -222,15 +234,15 @@ def run_layers_fast(
             key = id(layer), id(own)
             if key not in built:
                 built[key] = FastLayer(layer, own)
-            calls.append((built[key], slots))
+            calls.append((built[key], layer, slots))
     except NotPlainError:
         return None
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-    for fast, slots in calls:
+    for fast, layer, slots in calls:
         rows = fast(
             rows,
             len(hidden_states),
-            attention_mask,
+            mask_of(layer),
             encoder_hidden_states,
             encoder_attention_mask,
             past_key_values,

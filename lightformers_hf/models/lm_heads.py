@@ -163,6 +163,7 @@ class LanguageModelHead(Vocabulary):
         `projection` brings the states to the table's width, where that is not the model's.
         """
         config, tie = self.config, self.config.tie_word_embeddings
+        self.output_scale = config.d_model**-0.5 if config.scale_output else None
         if isinstance(table, AdaptiveEmbedding):
             bands = (config.vocab_size, config.d_model, config.adaptive_cutoffs, config.adaptive_factor)
             self.lm_head = AdaptiveOutput(*bands)
@@ -174,6 +175,10 @@ class LanguageModelHead(Vocabulary):
         self.lm_head = output if projection is None else ProjectedOutput(projection, output)
         parameters = table_parameters(table) if tie else {}
         self._tied_weights_keys = {f"{name}.{there}": f"{table_name}.{here}" for here, there in parameters.items()}
+
+    def before_output(self, states: torch.Tensor) -> torch.Tensor:
+        """What the output layer takes of the decoder's states: (…, d) → (…, d)."""
+        return states if self.output_scale is None else states * self.output_scale
 
     def get_output_embeddings(self) -> nn.Module:
         layer = self.lm_head
@@ -259,7 +264,7 @@ class ConditionalGenerationHead(LanguageModelHead):
             use_cache=use_cache,
             **kwargs,
         )
-        logits = wide_linear(self.lm_head, outputs.last_hidden_state)
+        logits = wide_linear(self.lm_head, self.before_output(outputs.last_hidden_state))
         if self.final_logits_bias is not None:
             logits = logits + self.final_logits_bias.to(logits.device)
         loss = None
@@ -322,7 +327,7 @@ class CausalLMHead(LanguageModelHead):
             use_cache=use_cache,
             **kwargs,
         )
-        states, loss, logits = outputs.last_hidden_state, None, None
+        states, loss, logits = self.before_output(outputs.last_hidden_state), None, None
         if labels is not None and isinstance(self.lm_head, AdaptiveOutput):
             loss = self.lm_head.loss(states[:, :-1], labels[:, 1:], kwargs.get("num_items_in_batch"))
         else:

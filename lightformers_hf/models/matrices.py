@@ -65,6 +65,13 @@ def init_factors(module: nn.Module, std: float) -> None:
                 init.zeros_(factor[module.padding_idx])
 
 
+def start_smaller(layer: nn.Module, std: float, factor: float) -> None:
+    """Draw a linear layer, dense or low-rank, so that its weight has a standard deviation of `factor` times `std`."""
+    last = layer if isinstance(layer, nn.Linear) else layer.v
+    rank = getattr(last, "product_rank", None)
+    init.normal_(last.weight, std=factor * ((std**2 / rank) ** 0.25 if rank else std))
+
+
 class LowRankLinear(nn.Module):
     """y = x·U·V + b: `u` is U (m×r, no bias), `v` is V with the bias b (r×n). Shapes: (…, m) → (…, n)."""
 
@@ -135,7 +142,7 @@ def module_rank(config: FactorizedConfig, name: str, kind: str) -> int | None:
     return from_pattern(config.rank_pattern, name, config.rank_of_kind(stack, kind))
 
 
-def projections(config: FactorizedConfig, prefix: str, kind: str) -> Projection:
+def projections(config: FactorizedConfig, prefix: str, kind: str, *, bias: bool = True) -> Projection:
     """What builds the linear layers of the module `prefix`, each of the rank that `config` gives to its kind.
 
     A layer carries its kind as the attribute `kind`: what may be factorized is known from the model itself.
@@ -144,7 +151,7 @@ def projections(config: FactorizedConfig, prefix: str, kind: str) -> Projection:
     def project(name: str, in_features: int, out_features: int) -> nn.Module:
         full_name = f"{prefix}.{name}"
         rank = module_rank(config, full_name, kind)
-        layer = make_linear(in_features, out_features, rank, name=full_name)
+        layer = make_linear(in_features, out_features, rank, name=full_name, bias=bias)
         layer.kind = kind
         return layer
 

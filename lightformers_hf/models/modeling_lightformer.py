@@ -4,17 +4,19 @@ Names of modules are those of Marian and BART, so that a converted weight is fou
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.utils.output_capturing import OutputRecorder
 
 from .attention import MultiHeadAttention
 from .configuration_base import causal_config
-from .configuration_lightformer import LightFormerConfig
+from .configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig
 from .embeddings import make_positions
 from .fast_path import run_layers_fast
 from .layer_sharing import LayerStack, group_layers
@@ -24,9 +26,22 @@ from .lm_heads import (
     EncoderDecoder,
     SequenceClassificationHead,
 )
-from .matrices import add_residuals, from_pattern, projections
+from .matrices import add_residuals, from_pattern, projections, start_smaller
+from .relative_positions import RelativePositions, find_distances
 from .stacks import DecoderStack, EncoderStack, FactorizedPreTrainedModel, make_table
-from .transformer_layer import Depth, TransformerLayer, add_feed_forward, add_layer_norms
+from .transformer_layer import Depth, RMSNorm, TransformerLayer, add_feed_forward, add_layer_norms
+
+
+def make_norm(config: LightFormerConfig, width: int) -> nn.Module:
+    """The norm that `normalization` names, of states of that width."""
+    norm = RMSNorm if config.normalization == "rms_norm" else nn.LayerNorm
+    return norm(width, eps=config.norm_epsilon)
+
+
+def make_relative_positions(config: LightFormerConfig, stack: str) -> RelativePositions:
+    """The biases of the `encoder` or the `decoder`, or of one layer of it."""
+    heads = getattr(config, f"{stack}_attention_heads")
+    return RelativePositions(config.relative_buckets, heads, config.relative_furthest, is_causal=stack == "decoder")
 
 
 class LightFormerLayer(TransformerLayer):
@@ -46,11 +61,12 @@ class LightFormerLayer(TransformerLayer):
                 config,
                 config.d_model,
                 getattr(config, f"{stack}_attention_heads"),
-                projections(config, f"{name}.{part}", "attention"),
+                projections(config, f"{name}.{part}", "attention", bias=config.use_bias),
                 is_causal=is_causal,
                 head_dim=from_pattern(config.head_dim_pattern, f"{name}.{part}", config.head_dim),
                 joint_qkv=joint_qkv,
                 output_projection=config.attention_output_projection,
+                scale=config.scale_attention,
             )
 
         has_cross = stack == "decoder" and config.is_encoder_decoder
@@ -61,9 +77,12 @@ class LightFormerLayer(TransformerLayer):
             normalize_before=config.normalize_before,
         )
         ffn_dim = from_pattern(config.ffn_dim_pattern, name, getattr(config, f"{stack}_ffn_dim"))
-        add_feed_forward(self, config.d_model, ffn_dim, projections(config, name, "ffn"))
+        project = projections(config, name, "ffn", bias=config.use_bias)
+        add_feed_forward(self, config.d_model, ffn_dim, project, gated=config.gated_ffn)
+        if config.position_embedding_type == "relative_per_layer":
+            self.relative_positions = make_relative_positions(config, stack)
         if not private_norms:
-            add_layer_norms(self, config.d_model, has_cross)
+            add_layer_norms(self, config.d_model, has_cross, partial(make_norm, config))
 
 
 class LightFormerPreTrainedModel(FactorizedPreTrainedModel):
@@ -72,6 +91,21 @@ class LightFormerPreTrainedModel(FactorizedPreTrainedModel):
     config_class = LightFormerConfig
     config: LightFormerConfig
     _no_split_modules = ["LightFormerLayer"]  # noqa: RUF012
+
+    @property
+    def _supports_flash_attn(self) -> bool:  # type: ignore[override]
+        return self.config.position_embedding_type not in RELATIVE_POSITIONS  # whose biases it has no argument for
+
+    @property
+    def _supports_flex_attn(self) -> bool:  # type: ignore[override]
+        return self.config.position_embedding_type not in RELATIVE_POSITIONS
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, MultiHeadAttention) and not self.config.scale_attention and not module.joint_qkv:
+            # What scores are not divided by, queries are.
+            start_smaller(module.q_proj, self.config.init_std, module.head_dim**-0.5)
 
 
 class LightFormerStack(LightFormerPreTrainedModel):
@@ -87,7 +121,9 @@ class LightFormerStack(LightFormerPreTrainedModel):
             projection = nn.Linear(embedding_dim, d_model)
         self.add_embeddings(table, make_positions(config), width=d_model, projection=projection)
         if config.layernorm_embedding:
-            self.layernorm_embedding = nn.LayerNorm(d_model)
+            self.layernorm_embedding = make_norm(config, d_model)
+        is_relative = config.position_embedding_type == "relative"
+        self.relative_positions = make_relative_positions(config, stack) if is_relative else None
         layers, groups = getattr(config, f"{stack}_layers"), getattr(config, f"{stack}_groups")
         private_norms = groups is not None and not config.share_layer_norms
         self.layers = LayerStack(
@@ -97,13 +133,16 @@ class LightFormerStack(LightFormerPreTrainedModel):
         self.depths = nn.ModuleList(Depth() for _ in range(layers)) if private_norms or self.has_residuals else None
         for index, depth in enumerate(self.depths or ()):
             if private_norms:
-                add_layer_norms(depth, d_model, stack == "decoder" and config.is_encoder_decoder)
+                has_cross = stack == "decoder" and config.is_encoder_decoder
+                add_layer_norms(depth, d_model, has_cross, partial(make_norm, config))
             if self.has_residuals:
                 depth.residuals = nn.Module()
                 shared, name = self.layers[self.layers.stored_at[index]], f"{stack}.depths.{index}.residuals"
                 add_residuals(depth.residuals, shared, config.group_residual_rank, name=name)
-        self.layer_norm = nn.LayerNorm(d_model) if config.final_layer_norm else nn.Identity()
+        self.layer_norm = make_norm(config, d_model) if config.final_layer_norm else nn.Identity()
         self.gradient_checkpointing = False
+        if config.normalization == "rms_norm":
+            self._keep_in_fp32_modules = ["fc2"]  # whose outputs are beyond fp16 in many a T5
         self.post_init()
 
     def by_depth(self) -> Iterator[tuple[nn.Module, dict]]:
@@ -123,10 +162,11 @@ class LightFormerStack(LightFormerPreTrainedModel):
     ) -> torch.Tensor:
         """Apply the layers depth by depth. (B, T, d) → (B, T, d)."""
         depths = list(self.by_depth())
+        mask_of = self._masks(hidden_states, attention_mask, kwargs.get("past_key_values"))
         states = run_layers_fast(
             depths,
             hidden_states,
-            attention_mask,
+            mask_of,
             *cross,
             config=self.config,
             layer_class=LightFormerLayer,
@@ -135,8 +175,20 @@ class LightFormerStack(LightFormerPreTrainedModel):
         if states is None:
             states = hidden_states
             for layer, arguments in depths:
-                states = layer(states, attention_mask, *cross, **arguments, **kwargs)
-        return self.layer_norm(states)
+                states = layer(states, mask_of(layer), *cross, **arguments, **kwargs)
+        return self.layer_norm(states).to(hidden_states.dtype)
+
+    def _masks(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, past_key_values: Cache | None
+    ) -> Callable[[nn.Module], torch.Tensor | None]:
+        """The mask of self-attention of a layer: that of the stack, with the biases of relative positions in it."""
+        if self.config.position_embedding_type not in RELATIVE_POSITIONS:
+            return lambda layer: attention_mask
+        distances = find_distances(hidden_states, attention_mask, past_key_values)
+        if self.relative_positions is None:  # made for one layer after the other: together they would fill the memory
+            return lambda layer: layer.relative_positions(distances, attention_mask)
+        biased = self.relative_positions(distances, attention_mask)
+        return lambda layer: biased
 
 
 class LightFormerEncoder(EncoderStack, LightFormerStack):

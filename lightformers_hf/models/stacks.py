@@ -103,9 +103,12 @@ class Stack:
     """
 
     def add_embeddings(
-        self, table: nn.Module, positions: nn.Module, *, width: int, projection: nn.Module | None = None
+        self, table: nn.Module, positions: nn.Module | None, *, width: int, projection: nn.Module | None = None
     ) -> None:
-        """Give the stack a token table, whose vectors `projection` brings to width w, and positions of that width."""
+        """Give the stack a token table, whose vectors `projection` brings to width w, and positions of that width.
+
+        Without `positions` the vectors say nothing of where their tokens stand.
+        """
         self.embed_tokens = table
         self.embed_projection = nn.Identity() if projection is None else projection
         self.embed_scale = math.sqrt(width) if self.config.scale_embedding else 1.0
@@ -126,11 +129,12 @@ class Stack:
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         vectors = self.embed_projection(inputs_embeds)
-        length = vectors.shape[1]
-        if position_ids is None:
-            check_length(self.embed_positions, length + past_length)
-            position_ids = position_ids_from(attention_mask, length, past_length, vectors.device)
-        states = vectors * self.embed_scale + self.embed_positions(position_ids).to(vectors)
+        states, length = vectors * self.embed_scale, vectors.shape[1]
+        if self.embed_positions is not None:
+            if position_ids is None:
+                check_length(self.embed_positions, length + past_length)
+                position_ids = position_ids_from(attention_mask, length, past_length, vectors.device)
+            states = states + self.embed_positions(position_ids).to(vectors)
         return nn.functional.dropout(self.layernorm_embedding(states), p=self.config.dropout, training=self.training)
 
 

@@ -13,16 +13,34 @@ from .configuration_base import FactorizedConfig
 from .matrices import Projection, apply_with_residual
 
 
-def add_layer_norms(module: nn.Module, width: int, has_cross_attention: bool) -> None:
-    """Give `module` the LayerNorms of a layer of that width."""
-    module.self_attn_layer_norm = nn.LayerNorm(width)
+class RMSNorm(nn.RMSNorm):
+    """x / √(mean of x² + ε) · w (Zhang and Sennrich 2019): no mean is subtracted, nothing added. (…, d) → (…, d).
+
+    The result has the type of the weight, whatever that of the states: those of fp16 models may be in fp32.
+    """
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.to(states.dtype)
+        return nn.functional.rms_norm(states, self.normalized_shape, weight, self.eps).to(self.weight.dtype)
+
+
+def add_layer_norms(
+    module: nn.Module,
+    width: int,
+    has_cross_attention: bool,
+    norm: Callable[[int], nn.Module] = nn.LayerNorm,
+) -> None:
+    """Give `module` the norms of a layer of that width, which `norm` builds."""
+    module.self_attn_layer_norm = norm(width)
     if has_cross_attention:
-        module.encoder_attn_layer_norm = nn.LayerNorm(width)
-    module.final_layer_norm = nn.LayerNorm(width)
+        module.encoder_attn_layer_norm = norm(width)
+    module.final_layer_norm = norm(width)
 
 
-def add_feed_forward(module: nn.Module, width: int, ffn_dim: int, project: Projection) -> None:
-    """Give `module` the two linear layers of a feed-forward network."""
+def add_feed_forward(module: nn.Module, width: int, ffn_dim: int, project: Projection, *, gated: bool = False) -> None:
+    """Give `module` the two linear layers of a feed-forward network, and that of its gate where it has one."""
+    if gated:
+        module.fc_gate = project("fc_gate", width, ffn_dim)
     module.fc1 = project("fc1", width, ffn_dim)
     module.fc2 = project("fc2", ffn_dim, width)
 
@@ -100,22 +118,27 @@ class TransformerLayer(GradientCheckpointingLayer):
             )[0]
 
         def feed_forward(states: torch.Tensor) -> torch.Tensor:
-            inner = self.activation(apply_with_residual(ffn, "fc1", states, residuals))
+            inner = apply_with_residual(ffn, "fc1", states, residuals)
+            if hasattr(ffn, "fc_gate"):
+                inner = self.activation(apply_with_residual(ffn, "fc_gate", states, residuals)) * inner
+            else:
+                inner = self.activation(inner)
             inner = nn.functional.dropout(inner, p=self.activation_dropout, training=self.training)
+            if inner.dtype == torch.float16:  # `fc2` may be kept in fp32
+                inner = inner.to(next(ffn.fc2.parameters()).dtype)
             return apply_with_residual(ffn, "fc2", inner, residuals)
 
         hidden_states = self._sublayer(hidden_states, norms.self_attn_layer_norm, self_attention)
         if encoder_hidden_states is not None:
             hidden_states = self._sublayer(hidden_states, norms.encoder_attn_layer_norm, cross_attention)
-        hidden_states = self._sublayer(hidden_states, norms.final_layer_norm, feed_forward)
-        if hidden_states.dtype == torch.float16:
-            limit = torch.finfo(torch.float16).max - 1000
-            hidden_states = hidden_states.clamp(-limit, limit)
-        return hidden_states
+        return self._sublayer(hidden_states, norms.final_layer_norm, feed_forward)
 
     def _sublayer(
         self, states: torch.Tensor, norm: nn.Module, compute: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         output = compute(norm(states) if self.normalize_before else states)
         states = states + nn.functional.dropout(output, p=self.dropout, training=self.training)
+        if states.dtype == torch.float16:  # infinity would be NaN after the next norm
+            limit = torch.finfo(torch.float16).max - 1000
+            states = states.clamp(-limit, limit)
         return states if self.normalize_before else norm(states)

@@ -51,6 +51,21 @@ ADAPTIVE = {"embedding": "adaptive", "adaptive_cutoffs": [12, 24], "adaptive_fac
 FULL = {"embedding": "full", "embedding_dim": None}
 NO_HEAD_SCALING = {"head_scaling": False, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
 
+T5 = {
+    "scale_embedding": False,
+    "scale_attention": False,
+    "use_bias": False,
+    "gated_ffn": True,
+    "position_embedding_type": "relative",
+    "relative_buckets": 8,
+    "relative_furthest": 12,
+    "normalization": "rms_norm",
+    "normalize_before": True,
+    "final_layer_norm": True,
+    "activation_function": "gelu_new",
+    "head_dim": 5,
+}
+
 # name → (family, fields). Adaptive ones are causal language models alone.
 VARIANTS = {
     "lightformer": ("lightformer", {}),
@@ -101,6 +116,22 @@ VARIANTS = {
             "activation_function": "gelu",
             "embedding_rank": 7,
             "rank_pattern": {"encoder_attn.q_proj": 3, r"decoder.layers.0.fc1": None, "fc[12]": 6},
+        },
+    ),
+    "lightformer-t5": ("lightformer", {**T5, "tie_word_embeddings": False}),
+    "lightformer-t5-low-rank": (
+        "lightformer",
+        {**T5, **LOW_RANK, "gated_ffn": False, "activation_function": "relu", "scale_output": True, "joint_qkv": True},
+    ),
+    "lightformer-umt5-groups": (
+        "lightformer",
+        {
+            **T5,
+            "position_embedding_type": "relative_per_layer",
+            "encoder_groups": 2,
+            "share_layer_norms": False,
+            "group_residual_rank": 2,
+            "layernorm_embedding": True,
         },
     ),
     "lightformer-two-vocabularies": (
@@ -177,6 +208,8 @@ SPECIAL = (
     "lightformer-private-norms",
     "lightformer-residuals",
     "lightformer-pre-norm",
+    "lightformer-t5",
+    "lightformer-umt5-groups",
     "subformer-sandwich",
     "subformer-independent-ffn",
     "subformer-low-rank",

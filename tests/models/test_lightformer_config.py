@@ -73,6 +73,11 @@ def test_patterns_keep_their_order(field, tmp_path):
         ({"head_dim": 3, "encoder_attention_heads": 0}, "encoder_attention_heads is 0; it is at least 1"),
         ({"head_dim": 3, "attention_output_projection": False}, "head_dim is 3.*attention_output_projection=True"),
         ({"position_embedding_type": "rotary"}, "position_embedding_type is 'rotary'.*sinusoidal_half"),
+        ({"max_position_embeddings": None}, "max_position_embeddings is None.*'sinusoidal' positions need a number"),
+        ({"normalization": "batch_norm"}, "normalization is 'batch_norm'.*rms_norm"),
+        ({"norm_epsilon": -1e-6}, "norm_epsilon is -1e-06; it is at least 0"),
+        ({"relative_buckets": 2}, "relative_buckets is 2; it is at least 4"),
+        ({"relative_furthest": 16}, "relative_furthest is 16: with 32 relative_buckets.* at least 17"),
         ({"activation_function": "sine"}, "activation_function is 'sine'"),
         ({"decoder_vocab_size": 30}, "decoder_vocab_size is 30.*share_encoder_decoder_embeddings=False"),
     ],
@@ -80,6 +85,15 @@ def test_patterns_keep_their_order(field, tmp_path):
 def test_impossible_fields(fields, message):
     with pytest.raises(ValueError, match=message):
         LightFormerConfig(**{**TINY["lightformer"], **fields})
+
+
+def test_relative_positions_have_no_limit_and_no_flash_attention():
+    config = LightFormerConfig(**TINY["lightformer"], position_embedding_type="relative")
+    assert config.max_position_embeddings is None
+    assert LightFormerConfig(**config.to_dict()).max_position_embeddings is None
+    config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="does not support Flash Attention"):
+        LightFormerModel(config)
 
 
 @pytest.mark.parametrize("fields", [{"d_model": "16"}, {"attention_rank": 2.5}, {"joint_qkv": "yes"}])

@@ -244,7 +244,13 @@ def test_half_precision(head, variant, dtype, tmp_path):
     model = make_model(head, variant, spread=0.2)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, dtype=dtype).eval()
-    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+    wide = (
+        {torch.float32}
+        if dtype == torch.float16 and getattr(loaded.config, "normalization", None) == "rms_norm"
+        else {dtype}
+    )
+    for name, parameter in loaded.named_parameters():
+        assert parameter.dtype in (wide if ".fc2." in name else {dtype}), name
     ids, mask = padded(sentences(), "left")
     expected, result = (run_model(each, ids, mask, ids, mask)[0] for each in (model, loaded))
     assert result.dtype == dtype

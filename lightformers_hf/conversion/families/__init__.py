@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from ...models.configuration_base import FactorizedConfig
 from ...models.configuration_lightformer import LightFormerConfig
+from ..checkpoint import CheckpointReader
 from ..registry import import_files
 
 # Fields that Marian, BART and their relatives call as LightFormer does.
@@ -46,6 +47,11 @@ class Family:
         """The configuration of this package that computes what the source computes: dense and unshared."""
         shared = {name: getattr(config, name) for name in SHARED_FIELDS if hasattr(config, name)}
         return LightFormerConfig(**shared, **cls.fields, dtype=config.dtype)
+
+    @classmethod
+    def fit_weights(cls, config: FactorizedConfig, reader: CheckpointReader) -> FactorizedConfig:
+        """`own_config` as the checkpoint's tensors have it, where the source's configuration does not tell."""
+        return config
 
     @classmethod
     def own_name(cls, name: str) -> str | None:

@@ -6,18 +6,21 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...loading import position_limit
 from ...text import load_parallel, tokenize_pairs
 from ..options import CompressionOptions, StudyOptions
 
 # Sentence pairs, unless told otherwise; those of a batch at most.
 SAMPLES, BATCH = 1000, 32
+# Tokens of a text, of models that take any number.
+LONGEST = 512
 
 
 def parallel_batches(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Dataset
 ) -> list[dict[str, Tensor]]:
     """Padded batches of similar lengths, of the columns `source` and `target`."""
-    longest = min(model.config.max_position_embeddings, tokenizer.model_max_length)
+    longest = min(position_limit(model.config) or LONGEST, tokenizer.model_max_length)
     tokens = tokenize_pairs(pairs, tokenizer, max_source_length=longest, max_target_length=longest)
     lengths = [sum(pair) for pair in zip(tokens["source_length"], tokens["target_length"], strict=True)]
     order = sorted(range(len(tokens)), key=lengths.__getitem__)

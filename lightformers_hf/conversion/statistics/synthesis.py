@@ -16,9 +16,11 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...loading import position_limit
 from ..teacher import Teacher
 from ..workers import own_share
 from .samples import BATCH
+from .samples import LONGEST as MOST
 
 # Sources, unless told otherwise, and the tokens that each has.
 SOURCES, SHORTEST, LONGEST = 256, 5, 30
@@ -37,14 +39,15 @@ def synthetic_batches(
     tokenizer = teacher.tokenizer() if teacher.has_tokenizer else None
     frequencies = token_frequencies(tokenizer, model.config)
     generator = torch.Generator().manual_seed(seed)
-    longest = min(LONGEST, model.config.max_position_embeddings - 2)
+    limit = position_limit(model.config) or MOST
+    longest = min(LONGEST, limit - 2)
     number = samples or SOURCES
     lengths = torch.randint(min(SHORTEST, longest), longest + 1, (number,), generator=generator).sort().values
     drawn = [
         [torch.multinomial(frequencies, int(n), True, generator=generator).tolist() for n in some]
         for some in lengths.split(BATCH)
     ]
-    room = min(2 * longest, model.config.max_position_embeddings - 1)
+    room = min(2 * longest, limit - 1)
     generation = _greedy(teacher, room)
     batches = []
     for sources in tqdm(own_share(drawn), desc="making text", unit="batch", disable=not progress):
@@ -101,7 +104,7 @@ def _padded(
 ) -> tuple[Tensor, Tensor]:
     """Ids and mask of the sources, with the special tokens that the model is used to."""
     if tokenizer is not None:
-        limits = {"truncation": True, "max_length": config.max_position_embeddings}
+        limits = {"truncation": True, "max_length": position_limit(config) or MOST}
         batch = tokenizer(tokenizer.batch_decode(drawn), padding=True, return_tensors="pt", **limits)
         return batch["input_ids"], batch["attention_mask"]
     end = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id or []

@@ -1,0 +1,154 @@
+"""T5 (Raffel et al. 2020), T5 v1.1, FLAN-T5, ByT5, MADLAD-400; mT5 (Xue et al. 2021), UMT5 (Chung et al. 2023)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedConfig
+
+from ...models.configuration_lightformer import LightFormerConfig
+from ..checkpoint import CheckpointReader
+from . import Family, register_family
+
+# T5's name of a part of a layer → this package's.
+PARTS = {
+    "SelfAttention": "self_attn",
+    "EncDecAttention": "encoder_attn",
+    "q": "q_proj",
+    "k": "k_proj",
+    "v": "v_proj",
+    "o": "out_proj",
+    "wi": "fc1",
+    "wi_0": "fc_gate",
+    "wi_1": "fc1",
+    "wo": "fc2",
+}
+# The norm of a layer stands before the sublayer whose number this is.
+NORMS = {
+    "encoder": ("self_attn_layer_norm", "final_layer_norm"),
+    "decoder": ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"),
+}
+
+
+@register_family("t5")
+class T5(Family):
+    """Pre-norm, RMSNorm, no biases, scores that nothing divides, relative positions that all layers share."""
+
+    architectures: ClassVar[tuple[str, ...]] = ("T5ForConditionalGeneration", "T5WithLMHeadModel")
+    fields: ClassVar[dict[str, Any]] = {
+        "scale_embedding": False,
+        "scale_attention": False,
+        "use_bias": False,
+        "normalization": "rms_norm",
+        "normalize_before": True,
+        "final_layer_norm": True,
+        "position_embedding_type": "relative",
+    }
+    # Cross-attention has no positions; early checkpoints hold some that nothing reads.
+    ignored = r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
+
+    @classmethod
+    def own_config(cls, config: PreTrainedConfig) -> LightFormerConfig:
+        """As every family's, under this package's names."""
+        dropouts = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), config.dropout_rate)
+        start = getattr(config, "decoder_start_token_id", None)
+        return LightFormerConfig(
+            vocab_size=config.vocab_size,
+            d_model=config.d_model,
+            encoder_layers=config.num_layers,
+            decoder_layers=config.num_decoder_layers,
+            encoder_attention_heads=config.num_heads,
+            decoder_attention_heads=config.num_heads,
+            head_dim=config.d_kv,
+            encoder_ffn_dim=config.d_ff,
+            decoder_ffn_dim=config.d_ff,
+            gated_ffn=config.is_gated_act,
+            activation_function=config.dense_act_fn,
+            relative_buckets=config.relative_attention_num_buckets,
+            relative_furthest=config.relative_attention_max_distance,
+            norm_epsilon=config.layer_norm_epsilon,
+            classifier_dropout=config.classifier_dropout,
+            scale_output=cls.scales_output(config),
+            use_cache=config.use_cache,
+            pad_token_id=config.pad_token_id,
+            bos_token_id=getattr(config, "bos_token_id", None),
+            eos_token_id=config.eos_token_id,
+            decoder_start_token_id=config.pad_token_id if start is None else start,
+            dtype=config.dtype,
+            **dropouts,
+            **cls.fields,
+        )
+
+    @classmethod
+    def scales_output(cls, config: PreTrainedConfig) -> bool:
+        """Whether the output layer takes states times 1/√d: in T5, but not in v1.1 and what came of it."""
+        return config.scale_decoder_outputs
+
+    @classmethod
+    def fit_weights(cls, config: Any, reader: CheckpointReader) -> Any:
+        """Tied, unless the checkpoint has an output layer that is not its table.
+
+        No configuration tells: v1.1 and mT5 have `tie_word_embeddings` false, and true once transformers 5 saved them,
+        which ties what is alike alone.
+        """
+        names, tables = reader.keys(), ("shared.weight", "decoder.embed_tokens.weight", "encoder.embed_tokens.weight")
+        table = next((name for name in tables if name in names), None)
+        if "lm_head.weight" not in names or table is None:
+            return config
+        config.tie_word_embeddings = torch.equal(reader.read("lm_head.weight"), reader.read(table))
+        return config
+
+    @classmethod
+    def own_name(cls, name: str) -> str | None:
+        """T5 numbers the sublayers of a block, and calls the norm before each of them `layer_norm`."""
+        if re.fullmatch(cls.ignored, name):
+            return None
+        match = re.fullmatch(r"(encoder|decoder)\.block\.(\d+)\.layer\.(\d)\.(.+)\.weight", name)
+        if match is None:
+            name = re.sub(r"^(encoder|decoder)\.final_layer_norm\.", r"\1.layer_norm.", name)
+            return f"model.{name}" if re.match(r"(encoder|decoder|shared)\.", name) else name
+        stack, layer, sublayer, path = match[1], f"model.{match[1]}.layers.{match[2]}", int(match[3]), match[4]
+        if path == "layer_norm":
+            norms = NORMS[stack]
+            return f"{layer}.{norms[sublayer]}.weight" if sublayer < len(norms) else name
+        if path == "SelfAttention.relative_attention_bias":
+            return cls.place_of_positions(layer)
+        parts = path.removeprefix("DenseReluDense.").split(".")
+        return f"{layer}.{'.'.join(PARTS.get(part, part) for part in parts)}.weight"
+
+    @classmethod
+    def place_of_positions(cls, layer: str) -> str:
+        """Name of the biases that this layer holds. The first layer has them for the whole stack."""
+        return f"{layer.partition('.layers.')[0]}.relative_positions.weight"
+
+
+@register_family("mt5")
+class MT5(T5):
+    """T5 v1.1 in 101 languages."""
+
+    architectures = ("MT5ForConditionalGeneration",)
+
+    @classmethod
+    def scales_output(cls, config: PreTrainedConfig) -> bool:
+        """Never."""
+        return False
+
+
+@register_family("umt5")
+class UMT5(T5):
+    """mT5 whose layers have relative positions of their own."""
+
+    architectures = ("UMT5ForConditionalGeneration",)
+    fields: ClassVar[dict[str, Any]] = {**T5.fields, "position_embedding_type": "relative_per_layer"}
+
+    @classmethod
+    def scales_output(cls, config: PreTrainedConfig) -> bool:
+        """As transformers does, which ties all of them."""
+        return config.tie_word_embeddings
+
+    @classmethod
+    def place_of_positions(cls, layer: str) -> str:
+        """In the layer itself."""
+        return f"{layer}.relative_positions.weight"
