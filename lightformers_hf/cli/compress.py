@@ -14,11 +14,11 @@ from .output import PLACE, Answer, Argument, command, join_names, option
 
 SOURCE = Argument("source", about="A checkpoint folder, or a name on the Hub.", type=PLACE)
 OUTPUT = Argument("output", about="The folder to write.", type=click.Path(path_type=Path))
-OVERWRITE = option("--overwrite", is_flag=True, help="Replace what the folder holds, if a command wrote it.")
+OVERWRITE = option("--overwrite", is_flag=True, help="Replace what a command wrote there.")
 
 # Fields of `CompressionOptions`: what stands for the value, and the help.
 OPTIONS_HELP = {
-    "ratio": ("P", "Dense / kept parameters of the matrices. Default: 2."),
+    "ratio": ("P", "Dense / kept parameters of matrices. Default: 2."),
     "params": ("20M", "Instead: parameters of the result at most."),
     "size": ("40MB", "Instead: bytes of the result's weights at most."),
     "speedup": ("S", "Instead: times as fast, estimated on this machine."),
@@ -29,14 +29,16 @@ OPTIONS_HELP = {
         "NAME: embedding, attention, ffn, or the end of module names. CHOICE: 64 (rank), 4x (ratio), 90% (energy) or "
         "dense. Repeatable.",
     ),
+    "vocabulary": ("PATH", "Text whose tokens stay: file, Hub name. Repeatable."),
+    "vocabulary_size": ("N", "Only the most frequent tokens of it."),
+    "languages": ("de_DE,en_XX", "Codes that stay in the vocabulary. Default: all."),
     "encoder_layers": ("N", "Layers that are kept."),
     "decoder_layers": ("N", "The same; the decoder's cost most time."),
     "encoder_groups": ("N", "Layers that are stored; the others share them."),
     "decoder_groups": ("N", "The same of the decoder."),
     "method": (
         "METHOD",
-        "low-rank: each matrix by itself; narrow: narrower heads, fewer neurons; auto: what loses less; paper: plain "
-        "SVD.",
+        "low-rank: each alone; narrow: fewer neurons and narrower heads; auto: the better; paper: plain SVD.",
     ),
     "calibration": (
         "PATH",
@@ -48,6 +50,8 @@ OPTIONS_HELP = {
     "device": ("cpu", "Where to compute: cpu, cuda, cuda:1, mps."),
 }
 
+REPEATABLE = ("pattern", "vocabulary", "languages")
+
 
 def compression_options() -> list[click.Option]:
     """One option for every field of `CompressionOptions`, in the order of the help."""
@@ -55,9 +59,9 @@ def compression_options() -> list[click.Option]:
     made = []
     for name, (metavar, help_text) in OPTIONS_HELP.items():
         kind = {"float": float, "int": int}.get(str(types[name]).partition(" ")[0], str)
-        kind = PLACE if name == "calibration" else kind
+        kind = PLACE if name in ("calibration", "vocabulary") else kind
         settings: dict[str, Any] = {"metavar": metavar, "help": help_text, "type": kind}
-        settings |= {"multiple": name == "pattern", "values": METHODS if name == "method" else ()}
+        settings |= {"multiple": name in REPEATABLE, "values": METHODS if name == "method" else ()}
         made.append(option(f"--{name.replace('_', '-')}", **settings))
     return made
 

@@ -160,6 +160,12 @@ smaller
 {%- for stack, (stored, depths) in report.groups.items() if stored != depths %}, its {{ depths }} {{ stack }} layers
 sharing {{ stored }} stored ones{% endfor %}. Of its {{ report.matrices | length }} matrices:
 {{ report.outcome | plain }}.
+{%- if report.vocabulary %}{% set kept, before = report.vocabulary.target %}
+{% set here, there = report.vocabulary.source %}
+ Its vocabulary keeps {{ "{:,}".format(here) }} of {{ "{:,}".format(there) }} tokens
+{%- if (kept, before) != (here, there) %} of the source and {{ "{:,}".format(kept) }} of {{ "{:,}".format(before) }} of
+the target{% endif %}: text in other languages is written character by character, if at all.{% endif %}
+
 
 | | before | after | ratio |
 |---|---|---|---|
@@ -170,7 +176,7 @@ sharing {{ stored }} stored ones{% endfor %}. Of its {{ report.matrices | length
 
 {% if steps %}
 It was trained for {{ "{:,}".format(steps) }} steps after that.
-{% else %}
+{% elif report.ratio > 1 or not report.vocabulary %}
 Compression alone costs quality; fine-tune it before use.
 {% endif %}
 {% else %}

@@ -1,6 +1,6 @@
 """A trained checkpoint in, a smaller one out: the pipeline, from top to bottom.
 
-load → shorten → share → measure → choose → build → refit → write; each step is a function of what it is given.
+load → trim → shorten → share → measure → choose → build → refit → write; each step is a function of what it is given.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from .sharing.originals import Originals, short_name
 from .statistics.calibration import Calibration
 from .statistics.measure import measure
 from .teacher import Teacher
+from .vocabulary.choose import choose_tokens
 from .workers import algebra_device, end_together, find_device, is_main, share_work
 
 
@@ -91,9 +92,9 @@ def convert(
         asked = CompressionOptions(**options)
         settle(asked, study)
         if is_main():
-            check_output(output, overwrite=overwrite, inputs=[source, asked.calibration])
+            check_output(output, overwrite=overwrite, inputs=[source, *asked.texts])
         folder = resolve_source(source)
-        inputs: list[str | Path | None] = [folder, asked.calibration]
+        inputs: list[str | Path | None] = [folder, *asked.texts]
         place = atomic_output(output, overwrite=overwrite, inputs=inputs) if is_main() else nullcontext()
         with place as temporary:
             result = compress(folder, str(source), asked, study, dry=False, progress=progress)
@@ -134,7 +135,8 @@ def compress(
     """
     asked_study, study = study, settle(options, study)
     device, progress = find_device(options.device), progress and is_main()
-    whole = Teacher(folder, source, options.languages)
+    checkpoint = Teacher(folder, source, options.languages_of_sides)
+    whole = checkpoint.keep_tokens(choose_tokens(checkpoint, options)) if options.vocabulary else checkpoint
     teacher = whole.keep_layers({"encoder": options.encoder_layers, "decoder": options.decoder_layers})
     dense, start = share_layers(teacher, options, study), find_start(teacher, options, study)
     calibrates = will_calibrate(teacher, options, study)
@@ -161,7 +163,7 @@ def compress(
         tensors = refit(model, calibration, tensors, built, progress=progress)
     asks_speed = options.budget == "speedup"
     report = CompressionReport.of(
-        whole,
+        checkpoint,
         model,
         options,
         reports,
@@ -169,6 +171,7 @@ def compress(
         calibration=(options.calibration or OWN_TEXT) if calibrates else None,
         calibrated_on=sentences,
         estimated_speedup=estimate_speedup(teacher.source_config, model.config) if asks_speed else None,
+        trimmed=whole if options.vocabulary else None,
     )
     return Compressed(teacher, model, tensors, report)
 

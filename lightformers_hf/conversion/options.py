@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -47,7 +47,8 @@ QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(b?)", re.IGNORECASE)
 class CompressionOptions:
     """What is compressed, and how far. Of ratio, rank, energy, params, size and speedup at most one is set.
 
-    With none of them, the ratio is 2, unless layers, groups or a pattern are asked for: then only what those say.
+    With none of them, the ratio is 2, unless layers, groups, a vocabulary or a pattern are asked for: then only what
+    those say. So it is with a ratio of 1 beside them.
 
     Attributes:
         ratio: p of Eq. 12, dense parameters / kept parameters of the matrices together; above 1.
@@ -57,6 +58,11 @@ class CompressionOptions:
         size: bytes of the result's weights at most: `40MB`.
         speedup: how many times as fast as the source, estimated from costs measured on this machine: one core,
             batch 1, greedy; above 1.
+        languages: codes that stay in the vocabulary of a multilingual checkpoint, a list or `deu_Latn,eng_Latn`; with
+            those of source and target. `None`: all.
+        vocabulary: text whose tokens stay: files of data or of lines, or data sets on the Hub. Special tokens, single
+            characters and bytes stay too, so that every text can still be written. `None` keeps all tokens.
+        vocabulary_size: tokens of each side at most, the most frequent ones of that text. `None`: all of them.
         pattern: a kind of matrices (`embedding`, `attention`, `ffn`), or a regular expression for the end of a
             module's name → `64` (rank), `4x` (ratio), `90%` (energy) or `dense`; an int is a rank, `None` is dense.
             It comes before the general choice, names before kinds, and of names the first that matches.
@@ -87,6 +93,9 @@ class CompressionOptions:
     params: str | None = None
     size: str | None = None
     speedup: float | None = None
+    languages: str | Sequence[str] | None = None
+    vocabulary: str | Sequence[str] | None = None
+    vocabulary_size: int | None = None
     pattern: dict[str, str | int | None] | None = None
     encoder_layers: int | None = None
     decoder_layers: int | None = None
@@ -100,6 +109,12 @@ class CompressionOptions:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "languages", _as_tuple(self.languages, ","))
+        object.__setattr__(self, "vocabulary", _as_tuple(self.vocabulary, None))
+        if not self.vocabulary and (given := self._given("languages", "vocabulary_size")):
+            raise ValueError(f"{given[0]} needs vocabulary: text in these languages, whose tokens stay")
+        if self.vocabulary_size is not None and self.vocabulary_size < 1:
+            raise ValueError(f"vocabulary_size is {self.vocabulary_size}, expected 1 or more")
         _check_choice("method", self.method, METHODS)
         if self.calibration_samples is not None and self.calibration_samples < 1:
             raise ValueError(f"calibration_samples is {self.calibration_samples}, expected 1 or more")
@@ -144,9 +159,14 @@ class CompressionOptions:
         return split_language(self.source_lang)[0], split_language(self.target_lang)[0]
 
     @property
-    def languages(self) -> tuple[str | None, str | None]:
+    def languages_of_sides(self) -> tuple[str | None, str | None]:
         """Source and target as given, which `set_language_codes` takes."""
         return self.source_lang, self.target_lang
+
+    @property
+    def texts(self) -> list[str]:
+        """Files and data sets that are read."""
+        return [*filter(None, [self.calibration]), *(self.vocabulary or ())]
 
     def _given(self, *names: str) -> list[str]:
         return [name for name in names if getattr(self, name) is not None]
@@ -159,9 +179,11 @@ class CompressionOptions:
     @cached_property
     def _policy(self) -> RankPolicy:
         rules: dict[str, Callable[[Any], RankRule]] = {"ratio": Ratio, "rank": FixedRank, "energy": Energy}
-        default = next((rules[name](getattr(self, name)) for name in self._given(*rules)), None)
+        others = self._given(*LAYERS, *GROUPS, "vocabulary")
+        rules_given = [] if self.ratio == 1 and others else self._given(*rules)  # a ratio of 1 leaves matrices alone
+        default = next((rules[name](getattr(self, name)) for name in rules_given), None)
         whole = self._given(*OTHER_BUDGETS)  # how much it is, is not known here
-        if default is None and (whole or not (self.pattern or self._given(*LAYERS, *GROUPS))):
+        if default is None and (whole or not (self.pattern or others)):
             default = Ratio(2.0)
         given = {name: read_choice(name, choice) for name, choice in (self.pattern or {}).items()}
         kinds = {name: rule for name, rule in given.items() if name in KINDS}
@@ -316,6 +338,13 @@ def read_pattern(items: list[str]) -> Mapping[str, str]:
 def _check_choice(name: str, value: object, allowed: tuple[str | None, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}, expected one of {', '.join(filter(None, allowed))}")
+
+
+def _as_tuple(value: str | Sequence[str] | None, separator: str | None) -> tuple[str, ...] | None:
+    """A list of words, or words in one text; `None` for none at all."""
+    given = [value] if isinstance(value, str) else list(value or ())
+    words = [part.strip() for text in given for part in (text.split(separator) if separator else [text])]
+    return tuple(filter(None, words)) or None
 
 
 def _is_number(value: object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +104,8 @@ class CompressionReport:
         matrices: one a stored matrix of the result.
         parameters_before, parameters_after: unique parameters of the whole models.
         bytes_before, bytes_after: bytes of the tensors of both.
+        vocabulary: where it was trimmed, the tokens of `source` and `target`, and with all layers the `parameters`
+            of the whole model: [kept, before] each.
         inherited: what the result's card takes over from the source's: licence, languages, task, its name on the Hub.
     """
 
@@ -123,6 +125,7 @@ class CompressionReport:
     bytes_before: int
     bytes_after: int
     inherited: dict[str, Any]
+    vocabulary: dict[str, list[int]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -136,11 +139,13 @@ class CompressionReport:
         calibration: str | None,
         calibrated_on: list[str],
         estimated_speedup: float | None,
+        trimmed: Teacher | None = None,
     ) -> CompressionReport:
         """The report of compressing `teacher` into `model`, whose skeletons give the totals.
 
         Args:
             options, study: what was asked for; what differs from its default is kept.
+            trimmed: the teacher with the tokens that stay, where not all do.
         """
         config = model.config
         given: list[CompressionOptions | StudyOptions] = [options] if study is None else [options, study]
@@ -150,8 +155,10 @@ class CompressionReport:
             for option in fields(asked)
             if getattr(asked, option.name) != option.default and option.name != "device"  # where, not what
         }
-        if calibration is not None and Path(calibration).is_file():  # its name, without the path to it
-            chosen["calibration"] = calibration = Path(calibration).name
+        if calibration is not None:
+            calibration = _without_path(calibration)
+        chosen |= {name: _without_path(text) for name, text in chosen.items() if name == "calibration"}
+        chosen |= {name: [_without_path(text) for text in chosen[name]] for name in ("vocabulary",) if name in chosen}
         layers, groups = {}, {}
         for stack in ("encoder", "decoder"):
             depths = getattr(config, f"{stack}_layers")
@@ -177,6 +184,7 @@ class CompressionReport:
             inherited=inherited_metadata(
                 teacher.folder, teacher.name if teacher.name != teacher.folder.name else None
             ),
+            vocabulary=_sizes(teacher, trimmed) if trimmed is not None else {},
         )
 
     @property
@@ -210,6 +218,21 @@ class CompressionReport:
         return asdict(self) | {"matrices": matrices, "ratio": self.ratio}
 
 
+def _without_path(text: str) -> str:
+    """The name of a file, without the path to it."""
+    return Path(text).name if Path(text).is_file() else text
+
+
+def _sizes(teacher: Teacher, trimmed: Teacher) -> dict[str, list[int]]:
+    """The field `vocabulary`."""
+    fields = {"source": "vocab_size", "target": "decoder_vocab_size"}
+    sizes = {
+        side: [getattr(config, field, config.vocab_size) for config in (trimmed.config, teacher.config)]
+        for side, field in fields.items()
+    }
+    return sizes | {"parameters": [one.model.num_parameters() for one in (trimmed, teacher)]}
+
+
 def _range(matrices: Sequence[MatrixReport]) -> str:
     """The settings of matrices of one form, smallest to largest: `rank 3 to 64`."""
     smallest, largest = (end(matrices, key=lambda matrix: matrix.size) for end in (min, max))
@@ -233,6 +256,8 @@ def read_report(file: Path) -> CompressionReport | None:
     if not content:
         return None
     try:
+        # Reports from before vocabularies could be trimmed say nothing of it.
+        content = {"vocabulary": {}} | content
         read = {field.name: content[field.name] for field in fields(CompressionReport)}
         read["matrices"] = [
             MatrixReport(**{field.name: matrix[field.name] for field in fields(MatrixReport)})

@@ -76,6 +76,13 @@ def remarks(report: CompressionReport) -> Iterator[str]:
             f"Estimated {report.estimated_speedup:.2f} times as fast as {report.source} on this machine: greedy, one "
             "sentence at a time, one core, through generate(). `lightformers evaluate --teacher` measures it."
         )
+    if sizes := report.vocabulary:
+        (source, of_sources), (target, of_targets) = sizes["source"], sizes["target"]
+        sides = f"{source:,} of {of_sources:,} tokens"
+        if (source, of_sources) != (target, of_targets):
+            sides = f"{sides} of the source and {target:,} of {of_targets:,} of the target"
+        kept, before = sizes["parameters"]
+        yield f"The vocabulary keeps {sides}, which alone spares {before - kept:,} parameters."
     smaller = [matrix for matrix in report.matrices if matrix.form != DENSE]
     yield f"Of {len(report.matrices)} matrices: {report.outcome}."
     if len(smaller) < len(report.matrices):

@@ -20,6 +20,7 @@ from ..models.matrices import bias_of, factors_of, product_of
 from .checkpoint import CheckpointReader
 from .families import find_family
 from .linear import Linear
+from .vocabulary.kept import KeptTokens
 
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -38,6 +39,7 @@ class Teacher:
         config: the configuration of this package that computes the same.
         model_class: the class of this package with the checkpoint's head.
         model: its skeleton, whose stored tensors are exactly those that `read` gives.
+        kept: its tokens, where it has fewer than the checkpoint.
 
     Raises:
         ValueError: no known family, no sequence-to-sequence model, or tensors that do not fit the configuration.
@@ -71,6 +73,8 @@ class Teacher:
         self._tokenizer: PreTrainedTokenizerBase | None = None
         # The token that translations begin with. Wrong languages end it here.
         self._first_token = set_language_codes(self.tokenizer(), *languages) if any(languages) else None
+        self.kept: KeptTokens | None = None
+        self._rows: dict[str, tuple[int, torch.Tensor]] = {}
         self.name = short_name(folder if Path(source).is_dir() else source)
         self._finite: set[str] = set()
         self._names = self._match_names()
@@ -158,6 +162,19 @@ class Teacher:
         shorter._names = {name: self._names[source] for name, source in sources.items() if source in self._names}
         return shorter
 
+    def keep_tokens(self, kept: KeptTokens) -> Teacher:
+        """This teacher with fewer tokens: their rows alone, and their new ids in its configurations and tokenizer."""
+        if getattr(self.config, "embedding", None) == "adaptive":
+            raise ValueError(
+                f"vocabulary cannot be trimmed: {self.name} has an adaptive embedding, whose bands follow the ids"
+            )
+        smaller = copy.copy(self)
+        smaller.config = kept.config(self.config)
+        smaller.model = skeleton(self.model_class, smaller.config)
+        smaller.kept, smaller._tokenizer = kept, kept.tokenizer
+        smaller._rows = kept.rows(self.model, smaller.model)
+        return smaller
+
     def read(self, name: str) -> torch.Tensor:
         """One stored tensor. A bias that a checkpoint may leave out (`final_logits_bias`) is then zero.
 
@@ -174,6 +191,8 @@ class Teacher:
                     f"{self._names[name]} of {self.folder} holds NaN or infinite values: the checkpoint is broken"
                 )
             self._finite.add(name)
+        if name in self._rows:
+            tensor = tensor.index_select(*self._rows[name])
         return tensor
 
     def load(self) -> PreTrainedModel:
@@ -243,7 +262,7 @@ class Teacher:
             config = transformers.GenerationConfig.from_model_config(self.source_config)
         if self._first_token is not None:
             config.forced_bos_token_id = self._first_token
-        return config
+        return config if self.kept is None else self.kept.renumber(config)
 
 
 def _listing(names: list[str], most: int = 5) -> str:

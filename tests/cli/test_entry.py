@@ -352,7 +352,7 @@ def test_the_help_of_convert_fits_two_screens(lightformers, monkeypatch):
     assert len(lines) <= 48
     assert max(map(len, lines)) <= 80
     own = [parameter for parameter in COMMANDS["convert"].params if parameter.name not in output.SHARED]
-    assert len([parameter for parameter in own if isinstance(parameter, click.Option)]) <= 18
+    assert len([parameter for parameter in own if isinstance(parameter, click.Option)]) <= 21
 
 
 def test_convert_has_an_option_for_every_field(monkeypatch):

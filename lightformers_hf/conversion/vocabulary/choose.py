@@ -1,0 +1,236 @@
+"""Which tokens of a checkpoint stay, and its tokenizer made of them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ...languages import split_language
+from ...loading import load_pretrained
+from ..options import CompressionOptions
+from ..teacher import Teacher
+from .kept import KeptTokens, named_ids
+from .kinds import SavedTokenizer, open_tokenizer, unknown_kind
+from .texts import BOTH, read_texts
+
+# Codes of languages that are tokens: de_DE and deu_Latn; Marian's stand between brackets.
+CODE, MARIAN_CODE = re.compile(r"[a-z]{2,4}_[A-Za-z]{2,4}"), re.compile(r">>(.+)<<")
+SPACES = ("▁", "Ġ")  # pieces of nothing else
+CHECKED = 2000  # sentences that are cut again by the new tokenizer
+
+Counts = dict[str, Counter[int]]  # {side: {id: how often}}
+
+
+def choose_tokens(teacher: Teacher, options: CompressionOptions) -> KeptTokens:
+    """The tokens that stay of a teacher's, as `CompressionOptions` say, and the tokenizer that has them alone.
+
+    Raises:
+        ValueError: no tokenizer, or of no known kind; an unknown language; no text, or none that the tokenizer knows;
+            fewer tokens asked for than must stay.
+        FileNotFoundError: a text that is not there.
+    """
+    tokenizer = teacher.tokenizer()
+    vocabularies = read_vocabularies(tokenizer)
+    codes = find_languages(tokenizer)
+    wanted = choose_languages(codes, options, tokenizer.name_or_path)
+    with tempfile.TemporaryDirectory() as folder:
+        save(tokenizer, Path(folder), [token for code, token in codes.items() if code in wanted])
+        saved = open_tokenizer(Path(folder))
+    counts, sample = count_tokens(tokenizer, vocabularies, options)
+    dropped = {token for code, token in codes.items() if code not in wanted}
+    special = {str(token) for token in (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab())}
+    must = (saved.needed() | special | set(codes.values())) - dropped
+    for _ in range(3):  # what the tokenizer's class adds by itself has to be there
+        kept = _choose(teacher, vocabularies, saved, counts, must, options.vocabulary_size)
+        rebuilt = rebuild(tokenizer, vocabularies, kept, wanted and [codes[code] for code in wanted])
+        strange = _strange(rebuilt, vocabularies, kept)
+        if not strange:
+            break
+        must |= strange
+    else:
+        raise unknown_kind(f"its class adds {', '.join(sorted(strange)[:3])}, whatever its files say")
+    result = KeptTokens(kept["source"], kept.get("target", kept["source"]), rebuilt)
+    _check_cuts(tokenizer, result, sample)
+    return result
+
+
+def read_vocabularies(tokenizer: PreTrainedTokenizerBase) -> dict[str, dict[str, int]]:
+    """{side: {token: id}}, `source` alone where both sides have the same tokens."""
+    # The languages of M2M100 have ids, but are no tokens for it unless its configuration names them.
+    source = dict(tokenizer.get_vocab()) | getattr(tokenizer, "lang_token_to_id", {})
+    if getattr(tokenizer, "separate_vocabs", False):
+        return {"source": source, "target": dict(tokenizer.target_encoder)}
+    return {"source": source}
+
+
+def find_languages(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """{code: token} of the languages that a tokenizer knows."""
+    if codes := getattr(tokenizer, "lang_code_to_token", None):  # M2M100
+        return dict(codes)
+    special = {str(token) for token in (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab())}
+    found = {token: token for token in special if CODE.fullmatch(token)}
+    matches = (MARIAN_CODE.fullmatch(token) for token in tokenizer.get_vocab())
+    return found | {match[1]: match[0] for match in matches if match}
+
+
+def choose_languages(codes: Mapping[str, str], options: CompressionOptions, name: str) -> list[str]:
+    """The codes that stay: those asked for, and those of source and target; all where nothing is asked.
+
+    Raises:
+        ValueError: a code that the tokenizer does not know.
+    """
+    if not options.languages:
+        return list(codes)
+    if not codes:
+        raise ValueError(f"languages are given, but the tokenizer of {name} knows no codes: leave languages out")
+    sides = (split_language(text)[1] for text in options.languages_of_sides)
+    wanted = [code.strip("><") for code in options.languages]
+    for code in wanted:
+        if code not in codes:
+            near = difflib.get_close_matches(code, codes) or sorted(codes)[:5]
+            raise ValueError(
+                f"languages has {code!r}, which the tokenizer does not know; there is {' or '.join(near)}"
+            )
+    return [*dict.fromkeys([*wanted, *(code for code in sides if code in codes)])]
+
+
+def save(tokenizer: PreTrainedTokenizerBase, folder: Path, languages: Sequence[str]) -> None:
+    """Save a tokenizer, its own languages among those that stay."""
+    before = {name: getattr(tokenizer, name) for name in ("src_lang", "tgt_lang") if hasattr(tokenizer, name)}
+    tokens = getattr(tokenizer, "lang_code_to_token", {})
+    gone = [name for name, code in before.items() if code is not None and tokens.get(code, code) not in languages]
+    if "src_lang" in gone and languages:  # there is always one
+        tokenizer.src_lang = next((code for code, token in tokens.items() if token in languages), languages[0])
+    if "tgt_lang" in gone:
+        tokenizer.tgt_lang = None
+    tokenizer.save_pretrained(folder)
+    for name in gone:
+        setattr(tokenizer, name, before[name])
+
+
+def count_tokens(
+    tokenizer: PreTrainedTokenizerBase, vocabularies: Mapping[str, Mapping[str, int]], options: CompressionOptions
+) -> tuple[Counts, list[tuple[str, str]]]:
+    """How often each token occurs in the texts, and (side, sentence) of the first of them.
+
+    Raises:
+        ValueError: the texts are empty, or none of their tokens is known.
+    """
+    counts: Counts = {side: Counter() for side in vocabularies}
+    both = ("source", "target") if hasattr(tokenizer, "spm_target") else ("source",)  # Marian's sides cut by their own
+    sample: list[tuple[str, str]] = []
+    for side, texts in read_texts(options.vocabulary or (), options.columns):
+        for one in both if side == BOTH else (side,):
+            into = counts[one if one in counts else "source"]
+            for ids in cut(tokenizer, texts, one):
+                into.update(ids)
+        sample += [(side if side != BOTH else "source", text) for text in texts[: CHECKED - len(sample)]]
+    for side, found in counts.items():
+        known = (vocabularies[side].get(token) for token in SPACES)
+        for token in (*tokenizer.all_special_ids, tokenizer.unk_token_id, *known):
+            found.pop(token, None)
+        if not found:
+            raise ValueError(
+                f"vocabulary {', '.join(options.vocabulary or ())} holds no {side} text of which the tokenizer knows "
+                "a token: give text in the languages of the model"
+            )
+    return counts, sample
+
+
+def cut(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], side: str) -> list[list[int]]:
+    """Ids of texts as one side reads them, without those that only frame a sentence."""
+    if side == "target" and getattr(tokenizer, "tgt_lang", "") is None:  # many languages, none chosen: cut alike
+        side = "source"
+    name = "text" if side == "source" else "text_target"
+    return tokenizer(**{name: list(texts)}, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _choose(
+    teacher: Teacher,
+    vocabularies: Mapping[str, Mapping[str, int]],
+    saved: SavedTokenizer,
+    counts: Counts,
+    must: set[str],
+    size: int | None,
+) -> dict[str, list[int]]:
+    """{side: old ids in the order of the new ones}."""
+    config = teacher.config
+    sizes = {"source": config.vocab_size, "target": getattr(config, "decoder_vocab_size", config.vocab_size)}
+    configs = [config.to_dict(), teacher.generation_config().to_dict()]
+    named = sorted({number for number in named_ids(configs) if 0 <= number < min(sizes.values())})
+    kept = {}
+    for side, vocabulary in vocabularies.items():
+        token_of = {number: token for token, number in vocabulary.items()}
+        chosen = {vocabulary[token] for token in must if token in vocabulary} | set(named)
+        if size is not None and size < len(chosen):
+            raise ValueError(
+                f"vocabulary_size is {size}, but {len(chosen)} tokens must stay so that every text can be written "
+                f"(special tokens, languages, single characters): give {len(chosen)} or more"
+            )
+        for number, _ in sorted(counts[side].items(), key=lambda item: (-item[1], item[0])):
+            parts = {vocabulary[part] for part in saved.parts(token_of[number]) if part in vocabulary}
+            if size is None or len(chosen) + len(parts - chosen) <= size:
+                chosen |= parts
+        # Ids of a configuration are of both sides: where these are numbered apart, they come first. Rows without a
+        # token come last, behind those that a tokenizer adds.
+        front = named if len(vocabularies) > 1 else []
+        kept[side] = [*front, *sorted(chosen - set(front), key=lambda number: (number not in token_of, number))]
+    return kept
+
+
+def rebuild(
+    tokenizer: PreTrainedTokenizerBase,
+    vocabularies: Mapping[str, Mapping[str, int]],
+    kept: Mapping[str, Sequence[int]],
+    languages: Sequence[str],
+) -> PreTrainedTokenizerBase:
+    """The tokenizer with the tokens that stay, loaded from files as anybody will load them."""
+    ids = {}
+    for side, vocabulary in vocabularies.items():
+        token_of = {number: token for token, number in vocabulary.items()}
+        ids[side] = {token_of[old]: new for new, old in enumerate(kept[side]) if old in token_of}
+    with tempfile.TemporaryDirectory() as folder:
+        save(tokenizer, Path(folder), languages)
+        open_tokenizer(Path(folder)).rewrite(ids)
+        for _ in range(2):  # what a class adds by itself may show only when it is saved and loaded again
+            rebuilt = load_pretrained(AutoTokenizer, folder)
+            rebuilt.save_pretrained(folder)
+    rebuilt.name_or_path = tokenizer.name_or_path
+    rebuilt.init_kwargs["name_or_path"] = tokenizer.name_or_path
+    return rebuilt
+
+
+def _strange(
+    rebuilt: PreTrainedTokenizerBase,
+    vocabularies: Mapping[str, Mapping[str, int]],
+    kept: Mapping[str, Sequence[int]],
+) -> set[str]:
+    """Tokens of a rebuilt tokenizer whose id is not the one that they were given."""
+    found = set()
+    for side, vocabulary in read_vocabularies(rebuilt).items():
+        new = {old: number for number, old in enumerate(kept[side])}
+        old_ids = vocabularies[side]
+        expected = {token: new[old] for token, old in old_ids.items() if old in new}
+        found |= {token for token, _ in expected.items() ^ vocabulary.items()}
+    return found
+
+
+def _check_cuts(tokenizer: PreTrainedTokenizerBase, kept: KeptTokens, sample: Sequence[tuple[str, str]]) -> None:
+    """Raise a `ValueError` where a text whose tokens all stay is cut differently than before."""
+    new = {"source": dict(_numbered(kept.source)), "target": dict(_numbered(kept.target))}
+    for side in {side for side, _ in sample}:
+        texts = [text for one, text in sample if one == side]
+        pairs = zip(texts, cut(tokenizer, texts, side), cut(kept.tokenizer, texts, side), strict=True)
+        for text, before, after in pairs:
+            if {*before} <= new[side].keys() and [new[side][token] for token in before] != after:
+                raise unknown_kind(f"{text!r:.60} is cut differently without the tokens that go")
+
+
+def _numbered(old: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return ((number, place) for place, number in enumerate(old))
