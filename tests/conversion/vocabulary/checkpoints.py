@@ -28,6 +28,9 @@ from transformers import (
     PegasusForConditionalGeneration,
     PegasusTokenizer,
     PreTrainedTokenizerBase,
+    T5Config,
+    T5ForConditionalGeneration,
+    T5Tokenizer,
 )
 
 DIGITS = "0 1 2 3 4 5 6 7 8 9 , ! ?"  # characters that no sentence has
@@ -102,7 +105,13 @@ def _mbart50(folder: Path) -> PreTrainedTokenizerBase:
     return MBart50Tokenizer(vocab=vocabulary, src_lang="de_DE", tgt_lang="en_XX")
 
 
-NAMES = ("marian", "marian_apart", "m2m_100", "nllb", "bart", "pegasus", "mbart50")
+def _t5(folder: Path) -> PreTrainedTokenizerBase:
+    special = [(token, 0.0) for token in ("<pad>", "</s>", "<unk>")]
+    extra = [(f"<extra_id_{number}>", 0.0) for number in range(99, -1, -1)]
+    return T5Tokenizer(vocab=[*special, *scores(train_pieces(GERMAN + ENGLISH, 140))[3:], *extra])
+
+
+NAMES = ("marian", "marian_apart", "m2m_100", "nllb", "bart", "pegasus", "mbart50", "t5")
 
 
 def make_checkpoint(name: str, folder: Path) -> torch.nn.Module:
@@ -112,7 +121,7 @@ def make_checkpoint(name: str, folder: Path) -> torch.nn.Module:
         "marian": lambda path: _marian(path, apart=False),
         "marian_apart": lambda path: _marian(path, apart=True),
     }
-    makers |= {"m2m_100": _m2m_100, "nllb": _nllb, "bart": _bart, "pegasus": _pegasus, "mbart50": _mbart50}
+    makers |= {"m2m_100": _m2m_100, "nllb": _nllb, "bart": _bart, "pegasus": _pegasus, "mbart50": _mbart50, "t5": _t5}
     parts = folder.with_name(f"{folder.name}-parts")
     parts.mkdir()
     tokenizer = makers[name](parts)
@@ -132,6 +141,10 @@ def make_checkpoint(name: str, folder: Path) -> torch.nn.Module:
         model_class, config = M2M100ForConditionalGeneration, M2M100Config(**{**fields, "vocab_size": size + 8})
     elif name == "bart":
         model_class, config = BartForConditionalGeneration, BartConfig(**fields)
+    elif name == "t5":
+        shapes = {"d_model": 16, "d_kv": 4, "num_heads": 4, "d_ff": 40, "num_layers": 2}
+        special = {"pad_token_id": pad, "eos_token_id": end, "decoder_start_token_id": pad}
+        model_class, config = T5ForConditionalGeneration, T5Config(vocab_size=size + 8, **shapes, **special)
     elif name == "pegasus":
         model_class, config = PegasusForConditionalGeneration, PegasusConfig(**fields)
     else:
