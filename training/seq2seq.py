@@ -37,6 +37,7 @@ from transformers import (
 from lightformers_hf.loading import load_pretrained
 from lightformers_hf.recovery import RecoveryTrainer
 from lightformers_hf.text import load_parallel, tokenize_pairs
+from lightformers_hf.vocabularies import keep_tokens, match_tokens
 
 
 @dataclass(frozen=True)
@@ -114,13 +115,10 @@ class TrainingArguments(OutputArguments, Seq2SeqTrainingArguments):
 
 
 def load_teacher(name: str, tokenizer: PreTrainedTokenizerBase, attention: str | None) -> PreTrainedModel:
-    """The teacher; a ValueError if its words are not those of `tokenizer`."""
-    if load_pretrained(AutoTokenizer, name).get_vocab() != tokenizer.get_vocab():
-        raise ValueError(
-            f"The teacher {name} has another vocabulary than the model's tokenizer: distillation compares their "
-            "predictions word by word, choose a teacher with the same tokenizer."
-        )
-    return load_model(name, attention)
+    """The teacher with the words of `tokenizer` alone; a ValueError if it lacks one."""
+    matched = match_tokens(tokenizer, load_pretrained(AutoTokenizer, name))
+    teacher = load_model(name, attention)
+    return teacher if matched is None else keep_tokens(teacher, **matched)
 
 
 def set_generation(

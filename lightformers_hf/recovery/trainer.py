@@ -26,8 +26,8 @@ class RecoveryTrainer(Seq2SeqTrainer):
     Args:
         max_tokens: budget of a training batch (`TokenBatchSampler`) instead of `per_device_train_batch_size`. The
             training set needs the columns `source_length` and `target_length` of `tokenize_pairs`.
-        teacher: a model of the same vocabulary. It is put on the training device, frozen, in evaluation mode, and
-            never part of a checkpoint.
+        teacher: a model of the same vocabulary (a larger one after `vocabularies.keep_tokens`). It is put on the
+            training device, frozen, in evaluation mode, and never part of a checkpoint.
         distillation_alpha: weight of the teacher in the loss, from 0 to 1; see `distillation_loss`.
         distillation_temperature: divides both models' logits, above 0.
         hidden_weight: weight of `hidden_loss` between the encoders' and between the decoders' layers, beside the
@@ -136,7 +136,8 @@ def _check_teacher(student: PreTrainedModel, teacher: PreTrainedModel, alpha: fl
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"The teacher's vocabulary has {sizes[1]} entries, the model's {sizes[0]}: distillation compares their "
-            "predictions entry by entry, choose a teacher with the same tokenizer."
+            "predictions entry by entry, choose a teacher with the same tokenizer, or leave it the model's tokens "
+            "(vocabularies.keep_tokens)."
         )
     if not 0 <= alpha <= 1:
         raise ValueError(f"distillation_alpha is {alpha}: expected from 0 (labels only) to 1 (teacher only).")

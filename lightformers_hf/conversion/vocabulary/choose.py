@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ...languages import split_language
 from ...loading import load_pretrained
+from ...vocabularies import read_vocabularies
 from ..options import CompressionOptions
 from ..teacher import Teacher
 from .kept import KeptTokens, named_ids
@@ -58,15 +59,6 @@ def choose_tokens(teacher: Teacher, options: CompressionOptions) -> KeptTokens:
     result = KeptTokens(kept["source"], kept.get("target", kept["source"]), rebuilt)
     _check_cuts(tokenizer, result, sample)
     return result
-
-
-def read_vocabularies(tokenizer: PreTrainedTokenizerBase) -> dict[str, dict[str, int]]:
-    """{side: {token: id}}, `source` alone where both sides have the same tokens."""
-    # The languages of M2M100 have ids, but are no tokens for it unless its configuration names them.
-    source = dict(tokenizer.get_vocab()) | getattr(tokenizer, "lang_token_to_id", {})
-    if getattr(tokenizer, "separate_vocabs", False):
-        return {"source": source, "target": dict(tokenizer.target_encoder)}
-    return {"source": source}
 
 
 def find_languages(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

@@ -14,14 +14,16 @@ from typing import Any
 
 import jinja2
 from tqdm.auto import tqdm
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from ...conversion.report import CompressionReport, MatrixReport, read_report
 from ...conversion.sharing.merging import source_names
 from ...conversion.teacher import Teacher
+from ...conversion.vocabulary.kept import KeptTokens
 from ...files import REPORT_FILE, STATE_FILE, read_json
 from ...loading import load_model, load_pretrained, load_teacher, resolve_source
 from ...text import load_parallel
+from ...vocabularies import match_tokens
 from ..evaluate import Measurements, choose_columns, warn_of_overlap
 from ..measures import singular_values
 from ..translate import translate
@@ -155,7 +157,8 @@ def _pictures(
     """Those that there is something to draw for."""
     pictures = []
     if teacher and report and report.matrices:
-        pictures.append(_draw_spectra(folder, report.matrices, teacher, progress=progress))
+        trimmed = bool(report.vocabulary)
+        pictures.append(_draw_spectra(folder, report.matrices, teacher, trimmed=trimmed, progress=progress))
     if report and report_plots.has_errors(report.matrices):
         pictures.append(
             _draw(
@@ -216,10 +219,17 @@ def _read_curves(file: Path) -> tuple[dict[str, list], dict[str, list]]:
         raise ValueError(f"{file} holds no log of a training ({error}): write it again, or remove it") from error
 
 
-def _draw_spectra(folder: Path, matrices: list[MatrixReport], name: str, *, progress: bool) -> Picture:
-    """Singular values of the teacher's matrices; of a group that shares a layer, those of its first."""
+def _draw_spectra(folder: Path, matrices: list[MatrixReport], name: str, *, trimmed: bool, progress: bool) -> Picture:
+    """Singular values of the teacher's matrices; of a group that shares a layer, those of its first.
+
+    Args:
+        trimmed: whether the model has some of the teacher's tokens alone.
+    """
     config = load_pretrained(AutoConfig, folder)
     teacher = Teacher(resolve_source(name), name)
+    tokenizer = load_pretrained(AutoTokenizer, folder) if trimmed else None
+    if tokenizer is not None and (matched := match_tokens(tokenizer, teacher.tokenizer())):
+        teacher = teacher.keep_tokens(KeptTokens(**matched, tokenizer=tokenizer))
     teacher = teacher.keep_layers(
         {
             stack: getattr(config, f"{stack}_layers")

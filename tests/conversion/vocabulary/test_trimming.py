@@ -11,6 +11,7 @@ from conversion.vocabulary.checkpoints import NAMES, make_checkpoint
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import convert, plan
+from lightformers_hf.vocabularies import keep_tokens, match_tokens
 
 LANGUAGES = {"nllb": ["deu_Latn", "eng_Latn"], "mbart50": ["de_DE", "en_XX"], "m2m_100": ["de", "en"]}
 KEPT = 6  # pairs whose tokens stay
@@ -84,6 +85,19 @@ def test_logits_and_outputs_are_the_sources_with_the_rest_suppressed(case):
             # Suppressed tokens have a probability of 0 only if what is left is made to add up to 1 again.
             wanted = large.generate(**inputs, **options, suppress_tokens=rest or None, renormalize_logits=True)
             assert torch.equal(order[small.generate(**new_inputs, **options)], wanted)
+
+
+def test_a_larger_teacher_predicts_these_tokens_alone(case):
+    teacher = AutoModelForSeq2SeqLM.from_pretrained(case.source).eval()
+    assert match_tokens(case.before, case.before) is None
+    keep_tokens(teacher, **match_tokens(case.after, case.before))
+    assert teacher.get_output_embeddings().weight.shape[0] == case.small.get_output_embeddings().weight.shape[0]
+    inputs = case.after(GERMAN[0], return_tensors="pt")
+    labels = torch.tensor([case.after(text_target=ENGLISH[0])["input_ids"]])
+    found, expected = (model(**inputs, decoder_input_ids=labels).logits for model in (teacher, case.small))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"has another vocabulary than the model's tokenizer \(lacks"):
+        match_tokens(case.before, case.after)
 
 
 def test_every_text_can_still_be_written(case):

@@ -1,0 +1,87 @@
+"""Two vocabularies, one of which holds the other: which tokens go together, and a model with some of them alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .loading import skeleton
+
+
+def read_vocabularies(tokenizer: PreTrainedTokenizerBase) -> dict[str, dict[str, int]]:
+    """{side: {token: id}} of a tokenizer, `source` alone where both sides have the same tokens."""
+    # The languages of M2M100 have ids, but are no tokens for it unless its configuration names them.
+    source = dict(tokenizer.get_vocab()) | getattr(tokenizer, "lang_token_to_id", {})
+    if getattr(tokenizer, "separate_vocabs", False):
+        return {"source": source, "target": dict(tokenizer.target_encoder)}
+    return {"source": source}
+
+
+def match_tokens(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> dict[str, list[int]] | None:
+    """{`source` and `target`: for each of our ids, theirs of the same token}; `None` where all ids are the same.
+
+    Raises:
+        ValueError: they lack a token, or an id of ours has none.
+    """
+    our_sides, their_sides = read_vocabularies(ours), read_vocabularies(theirs)
+    if our_sides == their_sides:
+        return None
+    matched = {}
+    for side in ("source", "target"):
+        tokens, known = (sides.get(side, sides["source"]) for sides in (our_sides, their_sides))
+        order = sorted(tokens, key=tokens.__getitem__)
+        strange = next((token for token in order if token not in known), None)
+        if strange is not None or [tokens[token] for token in order] != list(range(len(order))):
+            what = f"lacks {strange!r}" if strange is not None else "numbers its tokens otherwise"
+            raise ValueError(
+                f"The teacher {theirs.name_or_path} has another vocabulary than the model's tokenizer ({what}): "
+                "distillation compares their predictions word by word, choose a teacher with the same tokenizer, or "
+                "the one that the model was made from."
+            )
+        matched[side] = [known[token] for token in order]
+    return matched
+
+
+def keep_tokens(model: PreTrainedModel, source: Sequence[int], target: Sequence[int]) -> PreTrainedModel:
+    """Leave a model the rows of some of its tokens, in place: logits are theirs, and their softmax is renormalized.
+
+    Args:
+        source, target: ids that stay, in the order of their new ids; alike where both sides have one table.
+    """
+    new = {old: number for number, old in enumerate(target)}
+    config = copy.deepcopy(model.config)
+    sizes = {"vocab_size": len(source), "decoder_vocab_size": len(target)}
+    for name, value in config.to_dict().items():
+        if name in sizes:
+            setattr(config, name, sizes[name])
+        elif name.endswith("_token_id") and isinstance(value, int):
+            setattr(config, name, new.get(value))
+    smaller = skeleton(type(model), config)
+    shapes = dict(_tensors(smaller))
+    replaced: dict[int, torch.Tensor] = {}
+    for name, tensor in _tensors(model):
+        for dimension, (size, kept) in enumerate(zip(tensor.shape, shapes[name].shape, strict=True)):
+            if size == kept:
+                continue
+            if id(tensor) not in replaced:  # tied names have one tensor, and go on having one
+                rows = torch.tensor(source if "encoder." in name else target, device=tensor.device)
+                part = tensor.detach().index_select(dimension, rows)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                replaced[id(tensor)] = nn.Parameter(part, tensor.requires_grad) if is_parameter else part
+            path, _, leaf = name.rpartition(".")
+            module, shape_of = model.get_submodule(path), smaller.get_submodule(path)
+            setattr(module, leaf, replaced[id(tensor)])
+            for field in ("num_embeddings", "padding_idx", "out_features"):
+                if hasattr(module, field):
+                    setattr(module, field, getattr(shape_of, field))
+    model.config = config
+    return model
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """(name, tensor) of all parameters and buffers, of tied ones every name."""
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
