@@ -1,23 +1,26 @@
 """What mkdocs does beyond its plugins: formulas as MathML, which browsers show by themselves; the commands' help."""
 
+import dataclasses
 import html
+import inspect
 import re
 from collections.abc import Iterator
 
 import click
 from latex2mathml.converter import convert as mathml
 
+import lightformers_hf
+from lightformers_hf.cli import app
+
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.+?)\\[)\]]</\1>', flags=re.DOTALL)
 COMMANDS = "<!-- commands -->"
+CONFIGURATION = re.compile("<!-- fields of (\\w+) -->")
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Put the help of every command where a page asks for it."""
-    if COMMANDS not in markdown:
-        return markdown
-    from lightformers_hf.cli import app
-
-    return markdown.replace(COMMANDS, "\n".join(describe(app, "lightformers")))
+    """Put the help of every command, and the fields of a configuration, where a page asks for them."""
+    markdown = CONFIGURATION.sub(lambda match: "\n".join(describe_configuration(match[1])), markdown)
+    return markdown.replace(COMMANDS, "\n".join(describe(app, "lightformers"))) if COMMANDS in markdown else markdown
 
 
 def describe(command: click.Command, name: str, parent: click.Context | None = None) -> Iterator[str]:
@@ -29,6 +32,29 @@ def describe(command: click.Command, name: str, parent: click.Context | None = N
     yield f"```text\n{command.get_help(context)}\n```\n"
     for inside, each in getattr(command, "commands", {}).items():
         yield from describe(each, f"{name} {inside}", context)
+
+
+def describe_configuration(name: str) -> Iterator[str]:
+    """A table of a configuration's own fields, and of those that it gives another default."""
+    from lightformers_hf.models import configuration_base
+
+    shared = configuration_base.FactorizedConfig
+    config = getattr(lightformers_hf, name, shared)
+    below = {field.name: field.default for field in dataclasses.fields(config.__mro__[1])}
+    sentences = field_sentences(shared) | field_sentences(config)
+    yield "| field | type | default | |\n|---|---|---|---|"
+    for field in dataclasses.fields(config):
+        if field.name not in below or below[field.name] != field.default:
+            kind = getattr(field.type, "__name__", None) if isinstance(field.type, type) else str(field.type)
+            kind = kind.replace("float | int", "float").replace("|", "or")
+            yield f"| `{field.name}` | {kind} | `{field.default!r}` | {sentences[field.name]} |"
+
+
+def field_sentences(config: type) -> dict[str, str]:
+    """{field: what the class's docstring says of it}, one entry for each name of those that stand together."""
+    arguments = re.search(r"Args:\n(.*?)\n\n", inspect.getdoc(config) + "\n\n", flags=re.DOTALL)[1]
+    entries = re.findall(r"^    (\w[\w, ]*): (.*(?:\n {8}.*)*)", arguments, flags=re.MULTILINE)
+    return {name: " ".join(text.split()).replace("|", "\\|") for names, text in entries for name in names.split(", ")}
 
 
 def on_page_content(content: str, **_: object) -> str:

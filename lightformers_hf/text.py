@@ -9,7 +9,7 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .data_files import is_file_name, load_file
+from .data_files import is_file_name, load_file, load_lines
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -43,6 +43,41 @@ def load_parallel(
     return pairs
 
 
+def load_text(
+    data: str, *, source: str | None, target: str | None, default: tuple[str, str], split: str = "train"
+) -> Dataset:
+    """Sentence pairs as of `load_parallel`, or text of the source language alone: a dataset with no column `target`.
+
+    Text alone is a .txt file (a line is a text, also with .gz), data of one column, and data without the column
+    `default` names for the target where `source` is named and `target` is not.
+
+    Args:
+        data: a file, or a dataset on the Hub.
+        source, target: the columns, or languages inside a column `translation`, that were asked for.
+        default: what they are where they are `None`.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_parallel`.
+    """
+    names = source or default[0], target or default[1]
+    if data.removesuffix(".gz").endswith(".txt"):
+        rows, only = load_lines(Path(data)), "text"
+        if len(rows) == 0:
+            raise ValueError(f"{data} is empty: expected at least one line.")
+    else:
+        rows = _find_languages(load_rows(data, split=split), names)
+        single = len(rows.column_names) == 1
+        alone = single or (source in rows.column_names and target is None and default[1] not in rows.column_names)
+        if not alone:
+            return load_parallel(data, source=names[0], target=names[1], split=split)
+        only = rows.column_names[0] if single and source not in rows.column_names else names[0]
+        if source is not None and only != source:
+            raise ValueError(f"{data} has no column {source!r}: it has {_shorten(only)} alone.")
+    texts = rows.select_columns([only]).rename_columns({only: "source"} if only != "source" else {})
+    _check_text(texts, data, {"source": only})
+    return texts
+
+
 def load_rows(data: str, *, split: str = "train") -> Dataset:
     """All columns of a file or a Hub dataset, as `load_parallel` finds them; at least one row.
 
@@ -66,11 +101,7 @@ def _load_hub(name: str, split: str) -> Dataset:
 
 def _select_columns(pairs: Dataset, data: str, source: str, target: str) -> Dataset:
     """The columns `source` and `target` of `pairs`, wherever they stand."""
-    if "translation" in pairs.column_names and not {source, target} <= set(pairs.column_names):
-        pairs = pairs.flatten()
-        languages = {n: n.removeprefix("translation.") for n in pairs.column_names if n.startswith("translation.")}
-        if languages:
-            pairs = pairs.select_columns(list(languages)).rename_columns(languages)
+    pairs = _find_languages(pairs, (source, target))
     missing = [name for name in (source, target) if name not in pairs.column_names]
     if missing:
         wanted, there = " nor ".join(map(repr, missing)), ", ".join(map(_shorten, pairs.column_names))
@@ -83,6 +114,16 @@ def _select_columns(pairs: Dataset, data: str, source: str, target: str) -> Data
     if source == target:
         raise ValueError(f"Source and target are both {source!r}: name two columns or languages.")
     return pairs.select_columns([source, target]).rename_columns({source: "source", target: "target"})
+
+
+def _find_languages(pairs: Dataset, names: tuple[str, str]) -> Dataset:
+    """The languages inside a column `translation` as columns of their own, unless there are columns of these names."""
+    if "translation" in pairs.column_names and not {*names} <= set(pairs.column_names):
+        pairs = pairs.flatten()
+        languages = {n: n.removeprefix("translation.") for n in pairs.column_names if n.startswith("translation.")}
+        if languages:
+            pairs = pairs.select_columns(list(languages)).rename_columns(languages)
+    return pairs
 
 
 def _shorten(name: str) -> str:

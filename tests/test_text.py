@@ -8,7 +8,7 @@ import pandas
 import pytest
 from transformers import MarianTokenizer
 
-from lightformers_hf.text import load_parallel, tokenize_pairs
+from lightformers_hf.text import load_parallel, load_text, tokenize_pairs
 
 pytestmark = pytest.mark.quick
 
@@ -78,6 +78,44 @@ def test_of_damaged_json_nothing_is_said_but_the_error(tmp_path, caplog, capsys)
     with pytest.raises(ValueError, match="line 2"):
         load_parallel(str(tmp_path / "x.jsonl"), source="de", target="en")
     assert "ArrowInvalid" not in caplog.text + "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "columns", "found"),
+    [
+        ("x.txt", "Ein Hund.\nEine Katze.\n", (None, None), ["source"]),
+        ("x.txt", "Ein Hund.\nEine Katze.\n", ("de", "en"), ["source"]),
+        ("x.csv", "text\nEin Hund.\nEine Katze.\n", (None, None), ["source"]),
+        (
+            "x.jsonl",
+            '{"translation": {"de": "Ein Hund."}}\n{"translation": {"de": "Eine Katze."}}\n',
+            ("de", "en"),
+            None,
+        ),
+        ("x.csv", "id,text\n1,Ein Hund.\n2,Eine Katze.\n", ("text", None), ["source"]),
+        ("x.csv", "de,en\nEin Hund.,A dog.\nEine Katze.,A cat.\n", (None, None), ["source", "target"]),
+    ],
+)
+def test_text_of_one_language_alone(tmp_path, name, content, columns, found):
+    (tmp_path / name).write_text(content)
+    text = load_text(str(tmp_path / name), source=columns[0], target=columns[1], default=("de", "en"))
+    assert text.column_names == (found or ["source"])
+    assert text["source"][:] == ["Ein Hund.", "Eine Katze."]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "columns", "message"),
+    [
+        ("x.txt", "", (None, None), "empty"),
+        ("x.csv", "text\nEin Hund.\n", ("de", None), "no column 'de': it has 'text' alone"),
+        ("x.csv", "de,fr\na,b\n", (None, None), "no column 'en'"),
+        ("x.csv", "de,fr\na,b\n", ("de", "en"), "no column 'en'"),
+    ],
+)
+def test_text_that_is_neither_pairs_nor_sources(tmp_path, name, content, columns, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_text(str(tmp_path / name), source=columns[0], target=columns[1], default=("de", "en"))
 
 
 def test_a_missing_file_is_not_taken_for_a_hub_name(tmp_path):

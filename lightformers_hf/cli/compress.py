@@ -42,9 +42,10 @@ OPTIONS_HELP = {
     ),
     "calibration": (
         "PATH",
-        "Parallel text, never a test's, to weigh errors on: file or Hub name. Default: the model's own.",
+        "Text, never a test's, to weigh errors on: pairs, or sources alone (.txt, one column), which the model "
+        "translates. File or Hub name. Default: the model's own.",
     ),
-    "calibration_samples": ("N", "Sentence pairs drawn from it. Default: 1000."),
+    "calibration_samples": ("N", "Pairs or sources drawn from it. Default: 1000."),
     "source_lang": ("de", "Its column; of multilingual models also their code: de, or de=de_DE."),
     "target_lang": ("en", "The same of the target."),
     "device": ("cpu", "Where to compute: cpu, cuda, cuda:1, mps."),

@@ -72,9 +72,10 @@ class CompressionOptions:
         method: `low-rank`, every matrix by itself; `narrow`, narrower heads and fewer neurons; `auto`, whichever
             loses less. `paper` is the paper's procedure exactly: plain truncated SVD of every matrix alone, the ratio
             for each.
-        calibration: parallel text, never that of a test: a file or a dataset on the Hub, see `load_parallel`. Errors
-            are measured by what they cost the loss there. `None`: on text that the teacher makes itself; models that
-            are no sequence-to-sequence models go without.
+        calibration: text, never that of a test: a file or a dataset on the Hub. Sentence pairs, see `load_parallel`;
+            or the source language alone, a .txt file with a text a line or one column, which the teacher translates.
+            Errors are measured by what they cost the loss there. `None`: on text that the teacher makes itself;
+            models that are no sequence-to-sequence models go without.
         calibration_samples: how many pairs of it are drawn; `None` means 1000, or all of fewer, and 256 of the
             teacher's own.
         source_lang, target_lang: a column of the data, or a language inside its column `translation`; of a

@@ -32,23 +32,32 @@ class FactorizedConfig(PreTrainedConfig):
         decoder_vocab_size: tokens of the decoder's own table; `None` means V.
         d_model: d, width of the model.
         encoder_layers, decoder_layers: depths. Causal language models use the `decoder_*` fields.
-        encoder_attention_heads, decoder_attention_heads: H.
+        encoder_attention_heads, decoder_attention_heads: H, heads of every attention.
         attention_rank, ffn_rank, embedding_rank: r of every matrix of that kind; `None` means dense.
         decoder_attention_rank, decoder_ffn_rank: r of the decoder's; `None` means as the encoder's.
         rank_pattern: module name pattern → r, or `None` for dense; the first that matches decides, before the fields
             above. A pattern is a regular expression for the end of the name: `fc1`, `decoder.layers.0.fc2`.
         embedding: `full`: token tables of width d. `adaptive`: adaptive input and adaptive softmax, for causal
             language models (Baevski and Auli 2019).
-        adaptive_cutoffs, adaptive_factor: for `adaptive`, whose vocabulary is in order of falling frequency: first
-            token of every band but the first, and how many times narrower each band is than the one before.
+        adaptive_cutoffs: for `adaptive`, whose vocabulary is in order of falling frequency: the first token of every
+            band but the first.
+        adaptive_factor: for `adaptive`: how many times narrower each band is than the one before.
         max_position_embeddings: longest input, in tokens; `None` where nothing limits it.
         scale_embedding: embeddings times the square root of their width.
         scale_output: states times 1/√d before the output layer.
         activation_function: of the feed-forward networks.
+        dropout: of every sublayer's output and of the embeddings, in training.
+        attention_dropout: of attention weights, in training.
+        activation_dropout: inside feed-forward networks, in training.
         share_encoder_decoder_embeddings: one token table for both stacks.
         tie_word_embeddings: output layer = the decoder's token table.
         init_std: standard deviation of fresh weights; factors are drawn so that their product has it. `None` means
             1/√d: Xavier's for a d×d matrix, and what gives scaled embeddings the variance of the positions.
+        use_cache: whether decoding keeps the keys and values of past tokens.
+        is_encoder_decoder: whether there is an encoder; a causal language model sets it to `False` by itself.
+        pad_token_id, bos_token_id, eos_token_id: tokens that fill up, begin and end a text; `None`: there is none.
+        decoder_start_token_id: the token that every output begins with (Marian's is pad).
+        forced_eos_token_id: the token that an output of the greatest length ends with; `None`: none is forced.
 
     Raises:
         ValueError: fields that cannot go together; the message names the field, its value and what would be right.

@@ -60,6 +60,7 @@ class LightFormerConfig(FactorizedConfig):
         normalize_before: LayerNorm before each sublayer (mBART) rather than after it (Marian, BART).
         layernorm_embedding: LayerNorm on the embeddings.
         final_layer_norm: LayerNorm after the last layer of each stack.
+        classifier_dropout: before the classifier of `LightFormerForSequenceClassification`, in training.
         embedding_dim: width of a separate word-vector table below a `Linear(embedding_dim, d)`; only for
             `LightFormerForSequenceClassification` (GloVe vectors: 300).
 

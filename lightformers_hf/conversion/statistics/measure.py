@@ -14,7 +14,7 @@ from ..teacher import Teacher
 from ..workers import own_share
 from .calibration import Calibration
 from .samples import parallel_batches, sample_pairs
-from .synthesis import synthetic_batches
+from .synthesis import synthetic_batches, translated_batches
 
 
 def measure(
@@ -29,7 +29,8 @@ def measure(
     """The moments of every linear layer of `teacher`, and fingerprints of the user's sentences they were measured on.
 
     Args:
-        whole: the teacher with all its layers, which makes the text where the user gave none.
+        whole: the teacher with all its layers, which makes the text where the user gave none, and translates it where
+            they gave one language alone.
         teacher: the teacher with those that stay.
         device: where the model runs.
 
@@ -49,7 +50,11 @@ def measure(
         _check_languages(tokenizer, teacher)
         pairs = sample_pairs(tokenizer, options, study)
         sentences = sorted({fingerprint(sentence) for sentence in pairs["source"]})
-        batches = own_share(parallel_batches(model, tokenizer, pairs))
+        if "target" in pairs.column_names:
+            batches = own_share(parallel_batches(model, tokenizer, pairs))
+        else:
+            author = model if whole is teacher else whole.load().to(device)
+            batches = translated_batches(author, whole, pairs["source"][:], progress=progress)
     linear = [name for name, kind in find_matrices(model) if kind != "embedding"]
     return Calibration(model, linear, batches, progress=progress), sentences
 

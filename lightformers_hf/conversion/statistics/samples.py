@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...loading import position_limit
-from ...text import load_parallel, tokenize_pairs
+from ...text import load_text, tokenize_pairs
 from ..options import CompressionOptions, StudyOptions
 
 # Sentence pairs, unless told otherwise; those of a batch at most.
@@ -34,7 +34,7 @@ def parallel_batches(
 
 
 def sample_pairs(tokenizer: PreTrainedTokenizerBase, options: CompressionOptions, study: StudyOptions) -> Dataset:
-    """So many random pairs of the text that `options` name (see `load_parallel`).
+    """So many random pairs of the text that `options` name, or texts of the source language alone: see `load_text`.
 
     Args:
         study: its `calibration_seed` says which.
@@ -44,17 +44,14 @@ def sample_pairs(tokenizer: PreTrainedTokenizerBase, options: CompressionOptions
     """
     data, samples = options.calibration, options.calibration_samples
     source, target = options.columns
-    pairs = load_parallel(
-        data,
-        source=source or getattr(tokenizer, "source_lang", None) or "source",
-        target=target or getattr(tokenizer, "target_lang", None) or "target",
-    )
+    default = (getattr(tokenizer, f"{side}_lang", None) or side for side in ("source", "target"))
+    pairs = load_text(data, source=source, target=target, default=tuple(default))
     if samples is not None and len(pairs) < samples:
         raise ValueError(
             f"{data} holds {len(pairs)} pairs, calibration_samples is {samples}: give more text, or ask for fewer"
         )
     pairs = pairs.shuffle(seed=study.calibration_seed).select(range(min(samples or SAMPLES, len(pairs))))
-    for side in ("source", "target"):
+    for side in pairs.column_names:
         if not any(text.strip() for text in pairs[side]):
             raise ValueError(f"{data}: every {side} of the {len(pairs)} pairs drawn is empty: give text")
     return pairs

@@ -1,6 +1,6 @@
-"""Calibration without any text: the teacher translates random tokens.
+"""Calibration without pairs: the teacher translates the user's texts, or random tokens.
 
-Sources are tokens drawn one by one with the frequencies that the tokenizer knows; targets are what the teacher makes
+Random sources are tokens drawn one by one with the frequencies that the tokenizer knows; targets are what the teacher makes
 of them. That is no language, yet layers get inputs, and losses gradients, much like those of sentences.
 """
 
@@ -49,17 +49,41 @@ def synthetic_batches(
     ]
     room = min(2 * longest, limit - 1)
     generation = _greedy(teacher, room)
+    bar = tqdm(own_share(drawn), desc="making text", unit="batch", disable=not progress)
+    return [_with_targets(model, *_padded(sources, tokenizer, model.config), generation) for sources in bar]
+
+
+def translated_batches(
+    model: PreTrainedModel, teacher: Teacher, texts: list[str], *, progress: bool
+) -> list[dict[str, Tensor]]:
+    """This process's batches of the user's texts with the teacher's translations. Args: as `synthetic_batches`.
+
+    Raises:
+        ValueError: no text but empty ones.
+    """
+    tokenizer = teacher.tokenizer()
+    positions = model.config.max_position_embeddings
+    limit = {"truncation": True, "max_length": min(positions, tokenizer.model_max_length)}
+    sources = sorted(filter(str.strip, texts), key=len)
+    drawn = [sources[start : start + BATCH] for start in range(0, len(sources), BATCH)]
     batches = []
-    for sources in tqdm(own_share(drawn), desc="making text", unit="batch", disable=not progress):
-        inputs, mask = _padded(sources, tokenizer, model.config)
-        settings = {"attention_mask": mask.to(model.device), "generation_config": generation}
-        with torch.inference_mode():
-            targets = model.generate(inputs.to(model.device), **settings)
-        targets = targets.to("cpu", copy=True)  # out of inference mode: gradients are taken with them
-        labels = targets[:, 1:].masked_fill(targets[:, 1:] == model.config.pad_token_id, -100)
-        parts = {"input_ids": inputs, "attention_mask": mask, "labels": labels, "decoder_input_ids": targets[:, :-1]}
-        batches.append(parts)
+    for some in tqdm(own_share(drawn), desc="translating", unit="batch", disable=not progress):
+        inputs = tokenizer(some, padding=True, return_tensors="pt", **limit)
+        generation = _greedy(teacher, min(2 * inputs["input_ids"].shape[1] + 10, positions - 1))
+        batches.append(_with_targets(model, inputs["input_ids"], inputs["attention_mask"], generation))
     return batches
+
+
+def _with_targets(
+    model: PreTrainedModel, inputs: Tensor, mask: Tensor, generation: GenerationConfig
+) -> dict[str, Tensor]:
+    """A batch as `Calibration` takes it: sources, and what the model makes of them."""
+    settings = {"attention_mask": mask.to(model.device), "generation_config": generation}
+    with torch.inference_mode():
+        targets = model.generate(inputs.to(model.device), **settings)
+    targets = targets.to("cpu", copy=True)  # out of inference mode: gradients are taken with them
+    labels = targets[:, 1:].masked_fill(targets[:, 1:] == model.config.pad_token_id, -100)
+    return {"input_ids": inputs, "attention_mask": mask, "labels": labels, "decoder_input_ids": targets[:, :-1]}
 
 
 def token_frequencies(tokenizer: PreTrainedTokenizerBase | None, config: PreTrainedConfig) -> Tensor:

@@ -17,6 +17,7 @@ from lightformers_hf.conversion.sharing.groups import find_matrices
 from lightformers_hf.conversion.statistics.calibration import Calibration
 from lightformers_hf.conversion.statistics.metric import Metric, damped_root
 from lightformers_hf.conversion.statistics.samples import parallel_batches, sample_pairs
+from lightformers_hf.conversion.statistics.synthesis import translated_batches
 from lightformers_hf.conversion.tables import print_report
 from lightformers_hf.conversion.teacher import Teacher
 
@@ -278,6 +279,21 @@ def test_what_cannot_be_done(tiny_marian, text, tmp_path, options, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         convert(tiny_marian, tmp_path / "light", progress=False, **options)
     assert not (tmp_path / "light").exists()
+
+
+def test_of_sources_alone_the_teacher_makes_pairs(tiny_marian, parallel_sentences, tmp_path):
+    german = [pair["de"] for pair in parallel_sentences]
+    (tmp_path / "x.txt").write_text("\n".join(german), encoding="utf-8")
+    report = convert(tiny_marian, tmp_path / "light", ratio=2, calibration=str(tmp_path / "x.txt"), progress=False)
+    assert (len(report.calibrated_on), report.calibration) == (len(german), "x.txt")
+    teacher = Teacher(tiny_marian, "tiny")
+    tokenizer, marian = (auto.from_pretrained(tiny_marian) for auto in (AutoTokenizer, AutoModelForSeq2SeqLM))
+    (batch,) = translated_batches(teacher.load(), teacher, [*german, " "], progress=False)
+    sources = tokenizer(sorted(german, key=len), padding=True, return_tensors="pt")
+    assert torch.equal(batch["input_ids"], sources["input_ids"])
+    made = marian.generate(**sources, num_beams=1, max_new_tokens=batch["labels"].shape[1], max_length=None)
+    assert torch.equal(batch["decoder_input_ids"], made[:, :-1])
+    assert torch.equal(batch["labels"], made[:, 1:].masked_fill(made[:, 1:] == tokenizer.pad_token_id, -100))
 
 
 def test_the_plan_says_what_errors_were_weighed_on(tiny_marian, text):
