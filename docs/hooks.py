@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import click
 from latex2mathml.converter import convert as mathml
+from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
 
 import lightformers_hf
 from lightformers_hf.cli import app
@@ -29,7 +31,11 @@ def describe(command: click.Command, name: str, parent: click.Context | None = N
     context.terminal_width = 100
     if parent is not None:  # the page has a title
         yield f"## `{name}`\n"
-    yield f"```text\n{command.get_help(context)}\n```\n"
+    examples, command.examples = command.examples, ""
+    yield f"```text\n{command.get_help(context).rstrip()}\n```\n"
+    command.examples = examples
+    lines = [line.strip() for line in examples.splitlines() if line.strip() not in ("", "Examples:")]
+    yield "```bash\n{}\n```\n".format("\n".join(line.removeprefix("Example: ") for line in lines))
     for inside, each in getattr(command, "commands", {}).items():
         yield from describe(each, f"{name} {inside}", context)
 
@@ -61,6 +67,13 @@ def on_page_content(content: str, **_: object) -> str:
     """Make MathML of every formula; find the pictures of RESULTS.md from its page."""
 
     def replace(match: re.Match) -> str:
-        return mathml(html.unescape(match[2]).strip(), display="block" if match[1] == "div" else "inline")
+        formula = mathml(html.unescape(match[2]).strip(), display="block" if match[1] == "div" else "inline")
+        # The accent, not the operator of a power: browsers stretch that and put it where a line above would be.
+        return formula.replace("<mo>&#x0005E;</mo></mover>", '<mo stretchy="false">&#x002C6;</mo></mover>')
 
-    return FORMULA.sub(replace, content).replace('="docs/pictures/', '="../pictures/')
+    return FORMULA.sub(replace, content).replace('="docs/pictures/', '="pictures/')
+
+
+def on_post_page(output: str, *, page: Page, **_: object) -> str:
+    """Load from the site what the theme would load from elsewhere: nothing works offline otherwise."""
+    return output.replace("https://unpkg.com/iframe-worker/shim", get_relative_url("worker.js", page.url))

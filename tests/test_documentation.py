@@ -4,6 +4,7 @@ The README's are in test_readme.py. Everything runs in this process: to start Py
 """
 
 import contextlib
+import dataclasses
 import html
 import io
 import json
@@ -17,9 +18,10 @@ from pathlib import Path
 import pytest
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers.processors import RobertaProcessing
-from transformers import BartConfig, BartForConditionalGeneration, PreTrainedTokenizerFast
+from transformers import BartConfig, BartForConditionalGeneration, PreTrainedConfig, PreTrainedTokenizerFast
 
-from lightformers_hf import cli, convert
+from lightformers_hf import LightFormerConfig, PartialFormerConfig, SubformerConfig, cli, convert
+from lightformers_hf.models.configuration_base import FactorizedConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_python")]
 ROOT = Path(__file__).parents[1]
@@ -193,9 +195,18 @@ def test_the_site_builds(tmp_path):
     from mkdocs.config import load_config
 
     mkdocs.build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site")))
-    commands = (tmp_path / "site/reference/cli/index.html").read_text(encoding="utf-8")
+    commands = (tmp_path / "site/reference/cli.html").read_text(encoding="utf-8")
     assert "lightformers convert" in commands
     assert "narrow: narrower heads, fewer neurons" in html.unescape(commands)
-    assert "<math" in (tmp_path / "site/explanation/weighting/index.html").read_text(encoding="utf-8")
-    python = (tmp_path / "site/reference/python/index.html").read_text(encoding="utf-8")
+    assert "<math" in (tmp_path / "site/explanation/weighting.html").read_text(encoding="utf-8")
+    python = (tmp_path / "site/reference/python.html").read_text(encoding="utf-8")
     assert "FileExistsError" in python
+    assert (tmp_path / "site/search/search_index.js").is_file()  # what searches without a server
+    assert 'src="pictures/compression.png"' in (tmp_path / "site/results.html").read_text(encoding="utf-8")
+    fields = (tmp_path / "site/reference/configurations.html").read_text(encoding="utf-8")
+    for config in (LightFormerConfig, SubformerConfig, PartialFormerConfig):
+        own = {field.name for field in dataclasses.fields(config)}
+        own -= {field.name for field in dataclasses.fields(PreTrainedConfig)} - {*vars(FactorizedConfig)}
+        assert not {name for name in own if f"<code>{name}</code>" not in fields}
+    index = (tmp_path / "site/index.html").read_text(encoding="utf-8")
+    assert not re.findall(r"(?:src|rel=.stylesheet. href)=.https?:[^>]*", index)  # nothing is loaded from elsewhere

@@ -130,10 +130,10 @@ class Group(click.Group):
         return list(self.commands)
 
     def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write every command with what its help begins with, up to the first stop or colon."""
+        """Write every command with the first sentence of its help."""
         with formatter.section("Commands"):
             formatter.write_dl(
-                [(name, re.split(r"[:.](?=\s|$)", command.help or "")[0]) for name, command in self.commands.items()]
+                [(name, re.split(r"\.(?=\s|$)", command.help or "")[0]) for name, command in self.commands.items()]
             )
 
     format_epilog = Command.format_epilog
