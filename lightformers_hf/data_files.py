@@ -161,7 +161,9 @@ def _explain_json(path: Path, reason: str) -> str:
                 try:
                     json.loads(line or b"{}")
                 except ValueError as error:
-                    said = f"{error.msg} at character {error.pos + 1}" if hasattr(error, "msg") else str(error)
+                    said = str(error)
+                    if isinstance(error, json.JSONDecodeError):
+                        said = f"{error.msg} at character {error.pos + 1}"
                     return f"line {number} is no JSON object: {said}"
     return re.sub(r" in row \d+", "", reason)
 

@@ -94,8 +94,8 @@ def remarks(report: CompressionReport) -> Iterator[str]:
         )
     elif report.calibration == OWN_TEXT:
         yield (
-            f"Errors were weighed on {OWN_TEXT}; --calibration with a thousand sentence pairs, or sentences, like those "
-            "it is for keeps more."
+            f"Errors were weighed on {OWN_TEXT}; --calibration with a thousand sentence pairs, or sentences, like "
+            "those it is for keeps more."
         )
     for stack, (kept, before) in report.layers.items():
         if kept != before:

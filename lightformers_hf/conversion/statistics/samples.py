@@ -44,8 +44,11 @@ def sample_pairs(tokenizer: PreTrainedTokenizerBase, options: CompressionOptions
     """
     data, samples = options.calibration, options.calibration_samples
     source, target = options.columns
-    default = (getattr(tokenizer, f"{side}_lang", None) or side for side in ("source", "target"))
-    pairs = load_text(data, source=source, target=target, default=tuple(default))
+    default = (
+        getattr(tokenizer, "source_lang", None) or "source",
+        getattr(tokenizer, "target_lang", None) or "target",
+    )
+    pairs = load_text(data, source=source, target=target, default=default)
     if samples is not None and len(pairs) < samples:
         raise ValueError(
             f"{data} holds {len(pairs)} pairs, calibration_samples is {samples}: give more text, or ask for fewer"

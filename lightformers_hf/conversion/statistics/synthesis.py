@@ -1,7 +1,7 @@
 """Calibration without pairs: the teacher translates the user's texts, or random tokens.
 
-Random sources are tokens drawn one by one with the frequencies that the tokenizer knows; targets are what the teacher makes
-of them. That is no language, yet layers get inputs, and losses gradients, much like those of sentences.
+Random sources are tokens drawn one by one with the frequencies that the tokenizer knows; targets are what the teacher
+makes of them. That is no language, yet layers get inputs, and losses gradients, much like those of sentences.
 """
 
 from __future__ import annotations

@@ -31,15 +31,20 @@ from . import report_plots
 from .plots import Paint, save_picture, style
 from .report_plots import KINDS, Point
 
+PHONE = 5  # inches of a picture for phones
+
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture for light and for dark pages, both PNGs in base64, and a table below it (its head first), if any."""
+    """A picture for light and for dark pages, and both for phones, with one panel below the other: PNGs in base64; and
+    a table below it (its head first), if any."""
 
     title: str
     caption: str
     light: str
     dark: str
+    narrow_light: str
+    narrow_dark: str
     rows: list[list[str]] = field(default_factory=list)
 
 
@@ -201,14 +206,23 @@ def _kinds(matrices: list[MatrixReport]) -> list[tuple[str, int, int, int]]:
     return rows
 
 
-def _draw(title: str, paint: Paint, caption: str, *, rows: list[list[str]] | None = None, **options: Any) -> Picture:
+def _draw(
+    title: str,
+    paint: Paint,
+    caption: str,
+    *,
+    columns: int = 1,
+    rows: list[list[str]] | None = None,
+    **options: Any,
+) -> Picture:
     images = []
-    for is_dark in (False, True):
-        file = io.BytesIO()
-        save_picture(file, paint, dark=is_dark, **options)
-        images.append(base64.b64encode(file.getvalue()).decode())
-    light, dark = images
-    return Picture(title, caption, light, dark, rows=rows or [])
+    for shape in ({"columns": columns, **options}, {"rows": columns, "width": PHONE, "height": 3.6 * columns}):
+        for is_dark in (False, True):
+            file = io.BytesIO()
+            save_picture(file, paint, dark=is_dark, **shape)
+            images.append(base64.b64encode(file.getvalue()).decode())
+    light, dark, narrow_light, narrow_dark = images
+    return Picture(title, caption, light, dark, narrow_light, narrow_dark, rows or [])
 
 
 def _read_curves(file: Path) -> tuple[dict[str, list], dict[str, list]]:

@@ -53,14 +53,21 @@ def as_text(name: str) -> str:
 
 
 def save_picture(
-    file: Path | BinaryIO, paint: Paint, *, rows: int = 1, columns: int = 1, height: float = 4.2, dark: bool = False
+    file: Path | BinaryIO,
+    paint: Paint,
+    *,
+    rows: int = 1,
+    columns: int = 1,
+    height: float = 4.2,
+    width: float = WIDTH,
+    dark: bool = False,
 ) -> None:
-    """Write a PNG of `height` inches with `rows`×`columns` panels, which `paint` gets as one list.
+    """Write a PNG of `width` by `height` inches with `rows`×`columns` panels, which `paint` gets as one list.
 
     What has a label is named once in a legend below, unless a panel has a legend of its own.
     """
     with matplotlib.rc_context(style(dark=dark)):
-        figure = Figure(figsize=(WIDTH, height), dpi=160, layout="constrained")
+        figure = Figure(figsize=(width, height), dpi=160, layout="constrained")
         panels = list(figure.subplots(rows, columns, squeeze=False).flat)
         paint(panels)
         labels: dict[str, Artist] = {}
@@ -68,7 +75,12 @@ def save_picture(
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 labels.setdefault(label, handle)
         if labels and not any(axes.get_legend() for axes in panels):
-            figure.legend(list(labels.values()), list(labels), loc="outside lower center", ncols=min(len(labels), 4))
+            figure.legend(
+                list(labels.values()),
+                list(labels),
+                loc="outside lower center",
+                ncols=min(len(labels), 4 if width == WIDTH else 2),
+            )
         figure.savefig(file, format="png")
 
 
