@@ -197,7 +197,7 @@ def test_the_site_builds(tmp_path):
     mkdocs.build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site")))
     commands = (tmp_path / "site/reference/cli.html").read_text(encoding="utf-8")
     assert "lightformers convert" in commands
-    assert "narrow: narrower heads, fewer neurons" in html.unescape(commands)
+    assert "narrow: fewer neurons and narrower heads" in html.unescape(commands)
     assert "<math" in (tmp_path / "site/explanation/weighting.html").read_text(encoding="utf-8")
     python = (tmp_path / "site/reference/python.html").read_text(encoding="utf-8")
     assert "FileExistsError" in python

@@ -42,8 +42,7 @@ OPTIONS_HELP = {
     ),
     "calibration": (
         "PATH",
-        "Text, never a test's, to weigh errors on: pairs, or sources alone (.txt, one column), which the model "
-        "translates. File or Hub name. Default: the model's own.",
+        "Text, never a test's, to weigh errors on: pairs, or sources alone (.txt). Default: the model's own.",
     ),
     "calibration_samples": ("N", "Pairs or sources drawn from it. Default: 1000."),
     "source_lang": ("de", "Its column; of multilingual models also their code: de, or de=de_DE."),

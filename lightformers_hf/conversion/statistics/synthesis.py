@@ -62,7 +62,7 @@ def translated_batches(
         ValueError: no text but empty ones.
     """
     tokenizer = teacher.tokenizer()
-    positions = model.config.max_position_embeddings
+    positions = position_limit(model.config) or MOST
     limit = {"truncation": True, "max_length": min(positions, tokenizer.model_max_length)}
     sources = sorted(filter(str.strip, texts), key=len)
     drawn = [sources[start : start + BATCH] for start in range(0, len(sources), BATCH)]
