@@ -51,8 +51,8 @@ class FactorizedConfig(PreTrainedConfig):
         activation_dropout: inside feed-forward networks, in training.
         share_encoder_decoder_embeddings: one token table for both stacks.
         tie_word_embeddings: output layer = the decoder's token table.
-        init_std: standard deviation of fresh weights; factors are drawn so that their product has it. `None` means
-            1/√d: Xavier's for a d×d matrix, and what gives scaled embeddings the variance of the positions.
+        init_std: standard deviation of every fresh matrix; factors are drawn so that their product has it. `None`: the
+            architecture's own start (`starts.py`), which learns faster; give one where a paper prints it.
         use_cache: whether decoding keeps the keys and values of past tokens.
         is_encoder_decoder: whether there is an encoder; a causal language model sets it to `False` by itself.
         pad_token_id, bos_token_id, eos_token_id: tokens that fill up, begin and end a text; `None`: there is none.
@@ -113,7 +113,6 @@ class FactorizedConfig(PreTrainedConfig):
         self.decoder_vocab_size = self.decoder_vocab_size or self.vocab_size
         for field in self.patterns:
             setattr(self, field, getattr(self, field) or {})
-        self.init_std = self.d_model**-0.5 if self.init_std is None else self.init_std
         kwargs.setdefault("auto_map", dict(self.auto_classes))
         super().__post_init__(**kwargs)
         self.check()
@@ -132,6 +131,11 @@ class FactorizedConfig(PreTrainedConfig):
     def embedding_width(self) -> int:
         """Width of the token table."""
         return self.d_model
+
+    @property
+    def output_is_input_table(self) -> bool:
+        """Whether the output layer multiplies by the very vectors that the decoder's input is."""
+        return self.tie_word_embeddings and self.embedding in ("full", "adaptive")
 
     @property
     def extra_cache_slots(self) -> int:

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
-from transformers import initialization as init
 
 from .configuration_base import FactorizedConfig
+from .starts import layer_start, set_start
 from .torch_internals import is_plain
-from .transformers_internals import is_loaded
 
 # Where it pays: tall matrices too large for a core's own cache, up to so many rows (fp32, one core: 1.5 to 4 times).
 MOST_ROWS = 8
@@ -44,32 +43,6 @@ def _check_rank(rank: int, m: int, n: int, name: str) -> None:
         raise ValueError(
             f"rank of {name} is {rank}; a {m}x{n} matrix allows 1 to {min(m, n)} (rank_pattern can give it its own)"
         )
-
-
-def init_factors(module: nn.Module, std: float) -> None:
-    """Draw what `module` itself holds of a factorized matrix, so that U·V has entries of standard deviation `std`.
-
-    An entry of U·V is a sum of r products, so its variance is r·s⁴ when both factors have variance s². Factors are
-    drawn by the modules that hold them (marked by `product_rank`): transformers passes over one that holds nothing.
-    A `product_rank` of 0 marks a factor that starts at zero.
-    """
-    rank = getattr(module, "product_rank", None)
-    if rank is None:
-        return
-    factor_std = (std**2 / rank) ** 0.25 if rank else 0.0
-    for name, factor in module.named_parameters(recurse=False):
-        if name != "bias":
-            fresh = not is_loaded(factor)
-            init.normal_(factor, std=factor_std)
-            if fresh and name == "weight" and getattr(module, "padding_idx", None) is not None:
-                init.zeros_(factor[module.padding_idx])
-
-
-def start_smaller(layer: nn.Module, std: float, factor: float) -> None:
-    """Draw a linear layer, dense or low-rank, so that its weight has a standard deviation of `factor` times `std`."""
-    last = layer if isinstance(layer, nn.Linear) else layer.v
-    rank = getattr(last, "product_rank", None)
-    init.normal_(last.weight, std=factor * ((std**2 / rank) ** 0.25 if rank else std))
 
 
 class LowRankLinear(nn.Module):
@@ -153,6 +126,7 @@ def projections(config: FactorizedConfig, prefix: str, kind: str, *, bias: bool 
         rank = module_rank(config, full_name, kind)
         layer = make_linear(in_features, out_features, rank, name=full_name, bias=bias)
         layer.kind = kind
+        set_start(layer, layer_start(config, full_name, in_features, out_features))
         return layer
 
     return project

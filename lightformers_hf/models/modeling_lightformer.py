@@ -26,7 +26,7 @@ from .lm_heads import (
     EncoderDecoder,
     SequenceClassificationHead,
 )
-from .matrices import add_residuals, from_pattern, projections, start_smaller
+from .matrices import add_residuals, from_pattern, projections
 from .relative_positions import RelativePositions, find_distances
 from .stacks import DecoderStack, EncoderStack, FactorizedPreTrainedModel, make_table
 from .transformer_layer import Depth, RMSNorm, TransformerLayer, add_feed_forward, add_layer_norms
@@ -99,13 +99,6 @@ class LightFormerPreTrainedModel(FactorizedPreTrainedModel):
     @property
     def _supports_flex_attn(self) -> bool:  # type: ignore[override]
         return self.config.position_embedding_type not in RELATIVE_POSITIONS
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, MultiHeadAttention) and not self.config.scale_attention and not module.joint_qkv:
-            # What scores are not divided by, queries are.
-            start_smaller(module.q_proj, self.config.init_std, module.head_dim**-0.5)
 
 
 class LightFormerStack(LightFormerPreTrainedModel):

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -22,10 +21,6 @@ from .matrices import projections
 from .partial_attention import GlobalAttention, PartialAttention
 from .stacks import DecoderStack, EncoderStack, FactorizedPreTrainedModel, make_table
 from .transformer_layer import TransformerLayer, add_feed_forward, add_layer_norms
-from .transformers_internals import is_loaded
-
-# Xavier's gain for queries, keys, values and gates, which are made side by side.
-JOINT_GAIN = 2**-0.5
 
 
 class PartialFormerLayer(GradientCheckpointingLayer):
@@ -116,19 +111,6 @@ class PartialFormerPreTrainedModel(FactorizedPreTrainedModel):
     _supports_sdpa = False
     _supports_flex_attn = False
     _supports_attention_backend = False
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if not isinstance(module, nn.Linear) or hasattr(module, "product_rank"):
-            return
-        if hasattr(module, "joint_parts"):
-            # Here a slice is drawn, which does not know whether its matrix was loaded.
-            if not is_loaded(module.weight):
-                for part in filter(torch.numel, module.weight.split(module.joint_parts)):
-                    nn.init.xavier_uniform_(part, gain=JOINT_GAIN)
-        elif getattr(module, "kind", None) != "embedding":
-            init.xavier_uniform_(module.weight)
 
 
 class PartialFormerStack(PartialFormerPreTrainedModel):

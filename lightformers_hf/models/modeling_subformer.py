@@ -4,6 +4,7 @@ Shapes: B batch, T and S lengths; d_m `d_model`, d_s `sandwich_dim`, d_e `embedd
 """
 
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,13 @@ from .configuration_subformer import SubformerConfig
 from .embeddings import SinusoidalPositions
 from .layer_sharing import LayerStack
 from .lm_heads import CausalLMHead, ConditionalGenerationHead, EncoderDecoder
-from .matrices import projections
+from .matrices import projections, rank_of
 from .stacks import DecoderStack, EncoderStack, FactorizedPreTrainedModel, make_table
+from .starts import draw_identity, draw_isometry, set_start
 from .transformer_layer import Depth, TransformerLayer, add_feed_forward, add_layer_norms
+
+# Bias above which what is of unit variance passes a ReLU (nearly) unchanged.
+WITHIN_RELU = 2.0
 
 
 def stored_at(sharing: str, layers: int) -> list[int]:
@@ -56,6 +61,11 @@ class SAFE(nn.Module):
         project = projections(config, name, "ffn")
         self.fc1 = project("fc1", width, width)
         self.fc2 = project("fc2", width, config.d_model)
+        # The ReLU between starts linear, so that a token's own vector arrives at the first layer as it is.
+        if rank_of(self.fc1) is None:
+            set_start(self.fc1, partial(draw_identity, bias=WITHIN_RELU))
+            if rank_of(self.fc2) is None:
+                set_start(self.fc2, partial(draw_isometry, input_bias=WITHIN_RELU))
         self.final_layer_norm = nn.LayerNorm(config.d_model)
         self.dropout = nn.Dropout(config.dropout)
 

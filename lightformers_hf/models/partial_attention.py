@@ -4,6 +4,7 @@ Shapes: B batch, T and S lengths, d `d_model`, d_k `head_dim`, H heads, h heads 
 expansion of the heads' feed-forward network.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,11 @@ from transformers.cache_utils import Cache
 from .attention import cached_states
 from .configuration_partialformer import PartialFormerConfig
 from .matrices import Projection, projections
+from .starts import draw, draw_copies, draw_parts, set_start, xavier_std
 from .transformer_layer import add_feed_forward
+
+# Bias with which gates start, open, and above which attention logits pass a ReLU unchanged.
+OPEN_GATE, WITHIN_RELU = 1.0, 4.0
 
 
 def split_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
@@ -37,10 +42,12 @@ class Distances(nn.Embedding):
         return torch.matmul(query, self.weight.T)
 
 
-def joint_projection(project: Projection, name: str, in_features: int, parts: list[int]) -> nn.Module:
-    """One matrix that holds several side by side, of the widths `parts`. It carries them, to be drawn one by one."""
+def joint_projection(
+    project: Projection, name: str, in_features: int, parts: list[int], last_bias: float = 0.0
+) -> nn.Module:
+    """One matrix that holds several side by side, of the widths `parts`; the last one's bias starts at `last_bias`."""
     joint = project(name, in_features, sum(parts))
-    joint.joint_parts = parts
+    set_start(joint, partial(draw_parts, m=in_features, parts=parts, last_bias=last_bias))
     return joint
 
 
@@ -80,16 +87,19 @@ class PartialAttention(nn.Module):
         self.is_cross_attention = is_cross_attention
         if is_cross_attention:
             self.parts, self.memory_parts = [query, gate], [key, value]
-            self.query_proj = joint_projection(project, "query_proj", config.d_model, self.parts)
+            self.query_proj = joint_projection(project, "query_proj", config.d_model, self.parts, OPEN_GATE)
             self.memory_proj = joint_projection(project, "memory_proj", config.d_model, self.memory_parts)
         else:
             self.parts = [query, key, value, gate]
-            self.in_proj = joint_projection(project, "in_proj", config.d_model, self.parts)
+            self.in_proj = joint_projection(project, "in_proj", config.d_model, self.parts, OPEN_GATE)
         self.out_proj = project("out_proj", value, config.d_model)
 
         self.expand = self.mix = None
         if head_scaling:
             self.expand, self.mix = HeadLinear(self.base, heads), HeadLinear(heads, heads)
+            # All heads start as copies of base heads: logits pass the ReLU between the two as they are.
+            set_start(self.expand, partial(draw_copies, bias=WITHIN_RELU))
+            set_start(self.mix, partial(draw_copies, bias=-WITHIN_RELU))
         self.has_ffn = ffn_expansion is not None
         if self.has_ffn:
             ffn = projections(config, name, "ffn")
@@ -169,6 +179,7 @@ class GlobalAttention(nn.Module):
         self.distances = None
         if config.global_attention == "relative":
             self.distances = Distances(2 * self.furthest + 1, width)
+            set_start(self.distances, partial(draw, std=xavier_std(2 * self.furthest + 1, width)))
 
     def forward(
         self,

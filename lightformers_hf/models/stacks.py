@@ -15,7 +15,8 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_base import FactorizedConfig
 from .embeddings import AdaptiveEmbedding, AdaptiveTable, SinusoidalPositions, check_length, position_ids_from
-from .matrices import init_factors, make_embedding, module_rank
+from .matrices import make_embedding, module_rank
+from .starts import draw
 
 # What attention takes: a tensor, a block mask of flex attention, or none.
 Mask = TypeVar("Mask")
@@ -62,8 +63,13 @@ class FactorizedPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        init_factors(module, self.config.init_std)
+        std, start = self.config.init_std, getattr(module, "start", None)
+        if std is None and start is not None:
+            start(module)
+        elif isinstance(module, nn.Linear | nn.Embedding) or hasattr(module, "product_rank"):
+            draw(module, self.config.d_model**-0.5 if std is None else std)
+        else:
+            super()._init_weights(module)
         if isinstance(module, SinusoidalPositions | AdaptiveTable):
             module.reset()
         elif getattr(module, "final_logits_bias", None) is not None:

@@ -127,8 +127,8 @@ def test_groups_are_contiguous_and_equal(groups, size):
         assert slots == {"layer_idx": depth, "cross_layer_idx": depth // size * size}
 
 
-def test_fresh_weights_have_the_spread_of_xaviers_unless_told_otherwise():
-    assert LightFormerConfig(d_model=64).init_std == 1 / 8
+def test_fresh_weights_have_the_architectures_own_start_unless_told_otherwise():
+    assert LightFormerConfig(d_model=64).init_std is None
     assert LightFormerConfig(d_model=64, init_std=0.02).init_std == 0.02
 
 

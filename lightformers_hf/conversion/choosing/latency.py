@@ -265,7 +265,7 @@ def narrow_config(config: PreTrainedConfig, encoder_layers: int, decoder_layers:
     changes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), NARROW)
     changes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), heads)
     if isinstance(config, FactorizedConfig):
-        own = ("head_dim", "encoder_groups", "decoder_groups", "group_residual_rank", "init_std")
+        own = ("head_dim", "encoder_groups", "decoder_groups", "group_residual_rank")
         changes |= dict.fromkeys((*own, *config.matrix_fields, *config.patterns))
     fields = copy.deepcopy(config.to_dict()) | {
         name: value for name, value in changes.items() if hasattr(config, name)

@@ -1,0 +1,132 @@
+#!/usr/bin/env python
+r"""How fast fresh models learn to reverse random tokens: mean loss in nats after some hundred steps.
+
+    python training/compare_starts.py
+    python training/compare_starts.py --models transformer=lightformer,init_std=0.02 subformer --seeds 0 1 2
+
+A model that starts badly learns nothing here for hundreds of steps, whatever its size: what a token has alone must
+come through all layers of the encoder, and cross-attention must find it by its position. A model is a `model_type`
+(`marian` is transformers' own Transformer) and, behind commas, fields of its configuration; what is not given is a
+Transformer of 6 + 6 layers, 96 wide, or has as many layers of that width. A minute a model and seed on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+from statistics import fmean
+
+import torch
+import yaml
+from arguments import ScriptParser
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
+
+import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
+
+TOKENS, LENGTH, SENTENCES = 56, 12, 64  # in the vocabulary, in a sentence, in a batch
+SPECIAL = 4  # padding and its like come before the tokens
+WARMUP, LEARNING_RATE, MEASURED = 100, 1e-3, 10  # steps; Adam's; the last so many steps count
+WIDTH, LAYERS = 96, 6
+
+SHAPES: dict[str, dict[str, object]] = {
+    "": {
+        "vocab_size": TOKENS + SPECIAL,
+        "d_model": WIDTH,
+        "encoder_layers": LAYERS,
+        "decoder_layers": LAYERS,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "dropout": 0.0,
+        "max_position_embeddings": 32,
+        "pad_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 2,
+    },
+    "lightformer": {"encoder_ffn_dim": 4 * WIDTH, "decoder_ffn_dim": 4 * WIDTH},
+    "marian": {"encoder_ffn_dim": 4 * WIDTH, "decoder_ffn_dim": 4 * WIDTH, "scale_embedding": True},
+    "subformer": {"ffn_dim": 4 * WIDTH, "sandwich_attention_heads": 4, "embedding_attention_heads": 4},
+    "partialformer": {
+        "head_dim": 16,
+        "encoder_attention_heads": 16,
+        "decoder_attention_heads": 12,
+        "base_attention_heads": 4,
+    },
+}
+MODELS = (
+    "transformer of transformers=marian",
+    "dense LightFormer=lightformer",
+    "low-rank LightFormer=lightformer,attention_rank=32,ffn_rank=48,embedding_rank=32",
+    "2 + 2 groups=lightformer,encoder_groups=2,decoder_groups=2",
+    "Subformer=subformer",
+    "PartialFormer=partialformer",
+)
+
+
+def make_model(description: str, seed: int) -> PreTrainedModel:
+    """A fresh model of `model_type,field=value,…`.
+
+    Raises:
+        ValueError: the type is none of SHAPES, or the configuration refuses a field.
+    """
+    kind, *fields = description.split(",")
+    if kind not in SHAPES or not kind:
+        raise ValueError(f"no model type {kind!r} here: choose {', '.join(filter(None, SHAPES))}")
+    given = dict(field.split("=", 1) for field in fields)
+    config = AutoConfig.for_model(
+        kind, **SHAPES[""], **SHAPES[kind] | {name: yaml.safe_load(value) for name, value in given.items()}
+    )
+    torch.manual_seed(seed)
+    return AutoModelForSeq2SeqLM.from_config(config)
+
+
+def learn(model: PreTrainedModel, seed: int, checks: list[int], bar: tqdm) -> list[float]:
+    """Train, and return the loss (nats a token, mean of the last steps) at each of `checks`, numbers of steps."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
+    losses = []
+    model.train()
+    for _ in range(max(checks)):
+        source = torch.randint(SPECIAL, SPECIAL + TOKENS, (SENTENCES, LENGTH), generator=generator)
+        loss = model(input_ids=source, labels=source.flip(1)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+        bar.update()
+    return [fmean(losses[max(0, check - MEASURED) : check]) for check in checks]
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = ScriptParser(__doc__)
+    parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME=TYPE[,FIELD=VALUE…]")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--steps", nargs="+", type=int, default=[300, 500], help="when to look (%(default)s)")
+    parser.add_argument("--threads", type=int, default=1)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train every model with every seed and print the table."""
+    args = parse_arguments()
+    torch.set_num_threads(args.threads)
+    models = dict(model.split("=", 1) if "=" in model.split(",")[0] else (model, model) for model in args.models)
+    for description in models.values():  # before the first trains for a minute
+        make_model(description, 0)
+    table = Table("model", *(f"nats after {steps} steps" for steps in args.steps), "start")
+    with tqdm(total=len(models) * len(args.seeds) * max(args.steps), unit="step") as bar:
+        for name, description in models.items():
+            bar.set_description(name)
+            runs = [learn(make_model(description, seed), seed, args.steps, bar) for seed in args.seeds]
+            means = (f"{fmean(losses):.2f}" for losses in zip(*runs, strict=True))
+            table.add_row(name, *means, description)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
