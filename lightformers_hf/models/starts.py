@@ -6,6 +6,7 @@ gives scaled embeddings that of the positions. The configuration's `init_std` re
 deviation, where a paper prints one.
 """
 
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -19,8 +20,8 @@ from .transformers_internals import is_loaded
 # Queries, keys, values and gates have half the variance of other matrices, as if they were one (fairseq's start).
 JOINT_GAIN = 2**-0.5
 JOINT = ("q_proj", "k_proj", "v_proj", "qkv_proj")
-# What a layer adds to the states comes out of these.
-ENDS = ("out_proj", "fc2")
+# What a layer adds to the states comes out of these: `out_proj`, and the `fc2` that is not inside heads.
+ENDS = r"(layers|depths)\..*(out_proj|\d+\.fc2)"
 
 
 def xavier_std(m: int, n: int, gain: float = 1.0) -> float:
@@ -72,11 +73,12 @@ def layer_start(config: FactorizedConfig, name: str, m: int, n: int) -> Callable
         config: of the model; has L.
         name: of the layer, without the head's `model.`.
     """
-    stack, part, leaf = name.split(".")[0], name.split(".")[1], name.rpartition(".")[2]
+    stack, _, path = name.partition(".")
+    leaf = path.rpartition(".")[2]
     gain = JOINT_GAIN if leaf in JOINT else 1.0
     if leaf == "q_proj" and not getattr(config, "scale_attention", True):
         gain *= (n // getattr(config, f"{stack}_attention_heads")) ** -0.5  # what scores are not divided by
-    if leaf in ENDS and part in ("layers", "depths") and not (stack == "decoder" and config.output_is_input_table):
+    if re.fullmatch(ENDS, path) and not (stack == "decoder" and config.output_is_input_table):
         gain = (2 * getattr(config, f"{stack}_layers")) ** -0.5
     return partial(draw, std=xavier_std(m, n // 3 if leaf == "qkv_proj" else n, gain))
 
