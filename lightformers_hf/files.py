@@ -9,8 +9,10 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import NoneType, UnionType
+from typing import Any, BinaryIO, Union, cast, get_args, get_origin, get_type_hints
 
 CARD_FILE = "README.md"
 REPORT_FILE = "compression.json"
@@ -34,6 +36,7 @@ TOKENIZER_FILES = (
     "*.model",
 )
 MANIFEST_FILE = ".lightformers.json"  # in every folder that the package wrote: the names of what it wrote there
+LARGEST = 2.0**63  # of what is measured, nothing is more
 LONGEST_NAME = 255  # bytes, of a file's name
 
 
@@ -70,6 +73,43 @@ def read_json(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is damaged ({error}): write it again, or remove it") from None
     if not isinstance(content, dict):
         raise ValueError(f"{file} is damaged (it holds no object): write it again, or remove it")
+    return content
+
+
+def as_kind(content: Any, kind: Any, place: str) -> Any:
+    """What JSON holds, as a type hint says that it should be: a data class of an object, anything else as it is.
+
+    Args:
+        content: of a file that anybody may have written.
+        kind: `int`, `float` (whole numbers, too), `str`, `Any`, a data class, and lists, dictionaries, unions of them.
+        place: where it stands, for the message.
+
+    Raises:
+        ValueError: it is something else, or a number without end; names the place.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return content
+    if origin in (Union, UnionType):
+        if content is None and NoneType in inner:
+            return None
+        return as_kind(content, next(one for one in inner if one is not NoneType), place)
+    if is_dataclass(kind) and isinstance(content, dict):
+        hints, make = get_type_hints(kind), cast(type, kind)
+        missing = [field.name for field in fields(kind) if field.name not in content and field.default is MISSING]
+        if missing:
+            raise ValueError(f"{missing[0]!r} is missing in {place}")
+        return make(**{n: as_kind(content[n], hint, f"{place}.{n}") for n, hint in hints.items() if n in content})
+    if origin is list and isinstance(content, list):
+        return [as_kind(value, inner[0], f"{place}[{index}]") for index, value in enumerate(content)]
+    if origin is dict and isinstance(content, dict):
+        return {key: as_kind(value, inner[1], f"{place}.{key}") for key, value in content.items()}
+    kinds = {float: (int, float)}.get(kind, kind) if origin is None and not is_dataclass(kind) else ()
+    if not isinstance(content, kinds) or (isinstance(content, bool) and kind is not bool):
+        expected = getattr(kind, "__name__", str(kind)) if origin is None else str(kind)
+        raise ValueError(f"{place} is {str(content)[:40]!r}, expected {expected}")
+    if isinstance(content, int | float) and not abs(content) < LARGEST:
+        raise ValueError(f"{place} is no number that is measured")
     return content
 
 

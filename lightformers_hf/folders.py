@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -29,6 +30,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
+FULL = 1 << 26  # bytes left on a disk that count as none
 # What is read of a model's folder.
 MODEL_FILES = (
     *("*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json"),
@@ -99,16 +101,29 @@ def atomic_output(
                     _open_to_readers(temporary)
                     _synchronize(temporary)
                     _replace(target, temporary, overwrite)
+            except BaseException as error:
+                _explain_full_disk(error, temporary, target)
+                raise
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
-    except BaseException as error:
+    except BaseException:
         for folder in made:
             with suppress(OSError):
                 folder.rmdir()
-        # Writers of tensors wrap the system's error in their own.
-        if getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error):
-            raise OSError(f"the disk is full: {target} could not be written, and nothing was changed") from error
         raise
+
+
+def _explain_full_disk(error: BaseException, temporary: Path, target: Path) -> None:
+    """Raise `OSError` where a disk is full: that of the output, or the one of what was read."""
+    # Writers of tensors wrap the system's error in their own.
+    if getattr(error, "errno", None) != errno.ENOSPC and "No space left on device" not in str(error):
+        return
+    if shutil.disk_usage(temporary).free < FULL:
+        raise OSError(f"the disk is full: {target} could not be written, and nothing was changed") from error
+    raise OSError(
+        f"a disk is full, but not that of {target}, of which nothing was changed: look at the cache of downloads and "
+        f"data (HF_HOME), and at the temporary folder ({tempfile.gettempdir()})"
+    ) from error
 
 
 def check_file(file: str | Path, inputs: Iterable[str | os.PathLike | None]) -> None:

@@ -25,11 +25,11 @@ from transformers import tokenization_utils_base as tokenization
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from . import models
+from .checkpoint import CheckpointReader
 from .conversion.card import MARK, evaluation_results, model_card, read_results
-from .conversion.checkpoint import CheckpointReader
 from .conversion.report import ModelFacts, read_report
 from .files import CARD_FILE, REPORT_FILE, STATE_FILE, read_json
-from .loading import load_pretrained, skeleton, stored_tensors
+from .loading import load_pretrained, load_skeleton, stored_tensors
 from .models.configuration_base import FactorizedConfig
 
 # What belongs to a model; whatever else lies in its folder (optimizer states, logs, data) stays at home.
@@ -161,12 +161,12 @@ def _check_model(folder: Path) -> PreTrainedModel:
             f"{folder} holds a {config.model_type!r} model, which needs nothing of this package: upload it with "
             "`hf upload`, or convert it first"
         )
-    model = skeleton(getattr(models, config.architectures[0]), config)
     if not any(folder.glob("model*.safetensors")):
         raise FileNotFoundError(f"{folder} holds no safetensors: load the model and save it with save_pretrained")
+    model = load_skeleton(folder)
     reader, ties = CheckpointReader(folder), model.get_expanded_tied_weights_keys(all_submodels=True)
     expected = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
-    found = {ties.get(name, name): reader.shape(name) for name in reader.keys()}  # noqa: SIM118, a reader is no dict
+    found = {ties.get(name, name): shape for name, shape in reader.shapes().items()}
     if differing := sorted(name for name in expected | found if expected.get(name) != found.get(name)):
         name = differing[0]
         raise ValueError(

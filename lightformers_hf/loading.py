@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -25,12 +24,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
+from . import models
+from .checkpoint import CheckpointReader, check_sizes, read_index
 from .files import EXPORT_FILE, WEIGHT_FILES
 from .languages import set_languages
+from .models.configuration_base import FactorizedConfig
 
 # What transformers raises, besides ValueError, of files with other content than it takes for granted.
 DAMAGED = (
-    *(AttributeError, TypeError, LookupError, AssertionError, ArithmeticError, RecursionError),
+    *(AttributeError, TypeError, LookupError, AssertionError, ArithmeticError, RuntimeError, ImportError),
     StrictDataclassError,
 )
 
@@ -70,6 +72,25 @@ def resolve_source(source: str | Path) -> Path:
     return folder
 
 
+def check_device(name: str | torch.device) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ValueError: there is none here, or it computes nothing (`meta`).
+    """
+    try:
+        device = torch.device(name)
+        if device.type == "meta":
+            raise RuntimeError("it holds no values")
+        torch.ones(1, device=device).sum().item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"device is {str(name)!r}, which can't be used here ({reason}): give cpu, or one there is"
+        ) from None
+    return device
+
+
 class AutoClass(Protocol):
     """`AutoConfig`, `AutoTokenizer` or one of models."""
 
@@ -103,7 +124,12 @@ def load_pretrained(auto: AutoClass, name: str | os.PathLike, **options: Any) ->
         ValueError: a model or tokenizer that only its own code can load; else as `from_pretrained`.
     """
     with _no_strange_code(name):
-        return auto.from_pretrained(name, trust_remote_code=False, **options)
+        loaded = auto.from_pretrained(name, trust_remote_code=False, **options)
+        if isinstance(loaded, PreTrainedTokenizerBase) and not all(
+            type(i) is int for i in loaded.get_vocab().values()
+        ):
+            raise ValueError(f"the tokenizer of {name} gives tokens other numbers than whole ones: fetch it again")
+        return loaded
 
 
 def build_network(auto: AutoNetwork, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
@@ -119,15 +145,17 @@ def _no_strange_code(name: str | os.PathLike) -> Iterator[None]:
         yield
     except ValueError as error:
         if "trust_remote_code" not in str(error):
-            raise
+            if str(name) in str(error):
+                raise
+            raise ValueError(f"{name} cannot be loaded: {error}") from error
         raise ValueError(
             f"{name} can only be loaded by code of its own (auto_map in its configuration), which is never run here: "
             "give a checkpoint of an architecture that transformers or this package has"
         ) from None
     except DAMAGED as error:
         raise ValueError(
-            f"{name} cannot be loaded, one of its JSON files has a field of a wrong type or value: "
-            f"{type(error).__name__}: {error}"
+            f"{name} cannot be loaded, one of its files is damaged, or a field of a JSON file has a wrong type or "
+            f"value: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -148,7 +176,7 @@ def load_network(name: str | os.PathLike, *, device: str | torch.device = "cpu")
         FileNotFoundError: no such folder, and no such model on the Hub.
         ValueError: the checkpoint is not a sequence-to-sequence model, or lacks weights that would come out random.
     """
-    name = _find_checkpoint(name)
+    name, device = _find_checkpoint(name), check_device(device)
     if is_export(name):
         raise ValueError(f"{name} was exported for another engine: give the checkpoint that it was exported from.")
     try:
@@ -162,6 +190,8 @@ def load_network(name: str | os.PathLike, *, device: str | torch.device = "cpu")
             f"{name} is a {config.model_type!r} model: expected a sequence-to-sequence model such as Marian, BART or "
             "LightFormer."
         )
+    with CheckpointReader(_fetch_weights(name)[0].parent) as reader:
+        check_sizes(config, reader.shapes(), name)
     model, loading = load_pretrained(
         AutoModelForSeq2SeqLM, name, config=config, dtype=torch.float32, output_loading_info=True
     )
@@ -199,10 +229,43 @@ def is_export(name: str | os.PathLike) -> bool:
     return Path(name, EXPORT_FILE).is_file()
 
 
+def find_architecture(config: PreTrainedConfig, name: str | os.PathLike) -> str | None:
+    """The name of the class that a checkpoint holds, if its configuration says it.
+
+    Raises:
+        ValueError: it says something else there than names.
+    """
+    names = config.architectures
+    if names is None:
+        return None
+    if not isinstance(names, list) or not names or not all(isinstance(one, str) for one in names):
+        raise ValueError(f"architectures in config.json of {name} is {names!r}: expected a list of names")
+    return names[0]
+
+
 def skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     """The model without storage: every name and shape, no byte of weights."""
     with torch.device("meta"):
         return model_class(config)
+
+
+def load_skeleton(folder: Path) -> PreTrainedModel:
+    """The model of this package that a folder holds, without storage.
+
+    Raises:
+        FileNotFoundError: no weights there.
+        ValueError: another model, or files that are damaged.
+    """
+    config = load_pretrained(AutoConfig, folder)
+    with CheckpointReader(folder) as reader:
+        check_sizes(config, reader.shapes(), folder)
+    architecture = find_architecture(config, folder)
+    if not isinstance(config, FactorizedConfig) or architecture not in models.__all__:
+        raise ValueError(f"{folder} holds a {architecture}, no model of this package: convert it first")
+    try:
+        return skeleton(getattr(models, architecture), config)
+    except DAMAGED as error:
+        raise ValueError(f"{folder / 'config.json'} describes no model: {error}") from error
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -259,6 +322,12 @@ def weight_bytes(name: str | os.PathLike) -> int:
 
     Of several formats side by side only the one that is loaded counts, of shards those that the index names.
     """
+    files = _fetch_weights(name)
+    return sum(file.stat().st_size for file in files if not file.name.endswith(".index.json"))
+
+
+def _fetch_weights(name: str | os.PathLike) -> list[Path]:
+    """The files of weights that `from_pretrained` reads, index first, here or fetched from the Hub, in one folder."""
     name = os.fspath(name)
     for candidate in WEIGHT_FILES:
         found = cached_file(name, candidate, _raise_exceptions_for_missing_entries=False)
@@ -266,9 +335,8 @@ def weight_bytes(name: str | os.PathLike) -> int:
             continue
         files = [Path(found)]
         if candidate.endswith(".index.json"):
-            shards = set(json.loads(Path(found).read_text())["weight_map"].values())
-            files = [Path(found).parent / shard for shard in sorted(shards)]
-        return sum(file.stat().st_size for file in files)
+            files += [Path(cached_file(name, shard)) for shard in sorted(read_index(files[0]))]
+        return files
     raise FileNotFoundError(f"{name} has no weight file: expected {' or '.join(WEIGHT_FILES[:2])}.")
 
 
@@ -281,6 +349,11 @@ def tensor_bytes(model: PreTrainedModel) -> int:
 def position_limit(config: PreTrainedConfig) -> int | None:
     """The number of tokens that a model has positions for; `None` where its configuration names no limit (T5)."""
     return getattr(config, "max_position_embeddings", None)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out; torch has no class of its own for it on the CPU."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 @contextmanager

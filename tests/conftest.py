@@ -1,7 +1,6 @@
 """What tests share: a small Marian checkpoint, made from nothing in a few seconds."""
 
 import gc
-import json
 import os
 import re
 import shutil
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm
+from tiny import make_tokenizer
 
 GERMAN = """\
 Ein Mann läuft über die Straße.
@@ -60,38 +60,16 @@ def tiny_marian(tmp_path_factory, parallel_sentences) -> Path:
     Files and conventions are those of an opus-mt checkpoint: `</s>` is 0, `<pad>` comes last and starts the decoder.
     It is trained for seconds on the ten sentences, so that outputs depend on the input and end by themselves.
     """
-    import sentencepiece
-    from transformers import GenerationConfig, MarianConfig, MarianMTModel, MarianTokenizer
+    from transformers import GenerationConfig, MarianConfig, MarianMTModel
 
     folder = tmp_path_factory.mktemp("tiny-marian")
-    parts = tmp_path_factory.mktemp("tiny-marian-parts")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentence for pair in parallel_sentences for sentence in pair.values()),
-        model_prefix=str(parts / "spm"),
-        vocab_size=120,
-        num_threads=1,
-        minloglevel=2,
-    )
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(parts / "spm.model"))
-    words = [pieces.id_to_piece(i) for i in range(pieces.get_piece_size())]
-    words = ["</s>", "<unk>", *(word for word in words if word not in ("<s>", "</s>", "<unk>")), "<pad>"]
-    (parts / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
-    spm = str(parts / "spm.model")
-    tokenizer = MarianTokenizer(
-        source_spm=spm,
-        target_spm=spm,
-        vocab=str(parts / "vocab.json"),
-        source_lang="de",
-        target_lang="en",
-        model_max_length=64,
-    )
-    tokenizer.save_pretrained(folder)
-
-    pad = len(words) - 1
+    sentences = [sentence for pair in parallel_sentences for sentence in pair.values()]
+    tokenizer = make_tokenizer(folder, sentences)
+    pad = tokenizer.pad_token_id
     torch.manual_seed(0)
     model = MarianMTModel(
         MarianConfig(
-            vocab_size=len(words),
+            vocab_size=pad + 1,
             d_model=32,
             encoder_layers=2,
             decoder_layers=2,

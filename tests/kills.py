@@ -1,7 +1,8 @@
 """Kill processes that write an output, at random moments, and count what that harms.
 
 `python tests/kills.py --number 1000` kills a process that writes five files with pauses; with `--what convert` one
-that compresses a tiny model, with `--what export` one that writes it for CTranslate2. Half of the moments are random
+that compresses a tiny model, with `--what export` one that writes it for CTranslate2, with `push` one that sends it to
+a Hub on this machine, with `training` one that trains it and, after the kill, goes on. Half of the moments are random
 in time; half are random among the calls to the file system, where one rename or removed file makes the difference.
 Before some kills there is an output, which must survive or be replaced whole; beside some, another process writes to
 the same place. Exits with 1 where anything was harmed.
@@ -25,7 +26,17 @@ from pathlib import Path
 from lightformers_hf.folders import atomic_output, check_output
 
 # What Python tells of its calls to the file system, by the names it has for them.
-CALLS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree", "fcntl.flock"}
+CALLS = {
+    "socket.connect",
+    "open",
+    "os.mkdir",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.scandir",
+    "shutil.rmtree",
+    "fcntl.flock",
+}
 BLOCKED = 3  # how a process ends that was told that another writes
 VERSIONS = ("old", "new")
 
@@ -126,19 +137,24 @@ def measure(work: Callable[[], object]) -> tuple[float, int]:
 
 
 class Killer:
-    """Kills and counts. `counts` says what came of it."""
+    """Kills and counts, of writers of folders or, in sub-classes, of others. `counts` says what came of it."""
 
     def __init__(self, what: str, place: Path, seed: int):
-        self.write, prepare = WRITERS[what]
+        self.what, self.random, self.counts = what, random.Random(seed), Counter()
+        self.prepare(place)
+        self.seconds, self.calls = measure(self.work)
+        self.next_calls: list[int] = []
+
+    def prepare(self, place: Path) -> None:
+        """What is read, and both versions of what is written."""
+        self.write, prepare = WRITERS[self.what]
         prepare(place)
-        self.target, self.random, self.counts = place / "work" / "out", random.Random(seed), Counter()
+        self.target = place / "work" / "out"
         self.target.parent.mkdir()
         self.digests = {}
         for version in VERSIONS:
             self.write(self.target, version)
             self.digests[version] = digest(self.target)
-        self.seconds, self.calls = measure(self.work)
-        self.next_calls: list[int] = []
 
     def choose_call(self) -> int:
         """A random one; none comes again before all others came."""
@@ -163,7 +179,7 @@ class Killer:
     def kill(self) -> None:
         """Kill once, look, and let the next run clean up."""
         before = self.begin()
-        in_time, contended = self.random.random() < 0.5, self.random.random() < 0.25
+        in_time, contended = self.random.random() < 0.5, self.what in WRITERS and self.random.random() < 0.25
         process = start(self.work, None if in_time else self.choose_call())
         other = start(self.work) if contended else None
         if in_time:
@@ -196,13 +212,16 @@ class Killer:
 def main() -> None:
     """Kill until so many were killed, others than those that ended before."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", choices=WRITERS, default="files")
+    parser.add_argument("--what", choices=[*WRITERS, "push", "training"], default="files")
     parser.add_argument("--number", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=None)
     args = parser.parse_args()
     seed = random.randrange(2**32) if args.seed is None else args.seed
     with tempfile.TemporaryDirectory() as place:
-        killer = Killer(args.what, Path(place).resolve(), seed)
+        from kill_targets import PushKiller, TrainingKiller
+
+        kind = {"push": PushKiller, "training": TrainingKiller}.get(args.what, Killer)
+        killer = kind(args.what, Path(place).resolve(), seed)
         while killer.counts["killed"] < args.number:
             killer.kill()
     bad = ("partial", "harmed", "others failed", "left over after the next run")

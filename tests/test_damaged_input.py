@@ -97,3 +97,59 @@ def test_damaged_pickles_are_named(run):
 def test_a_report_of_a_malformed_log(run, content):
     Path("light", "trainer_state.json").write_text(content)
     assert "trainer_state.json" in run("report light --output page.html")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"encoder_layers": 10_000_000}, {"vocab_size": 10**15}, {"d_model": 10**9}, {"decoder_ffn_dim": 10**12},
+        {"max_position_embeddings": 10**9},
+    ],
+    ids=json.dumps,
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["convert dense out --rank 8", "translate dense text"])
+def test_gigantic_sizes_are_compared_with_the_tensors(run, fields, command):
+    Path("text").write_text("Ein Hund\n")
+    change("dense/config.json", **fields)
+    error = run(command)
+    assert next(iter(fields)) in error
+    assert "do not belong together" in error
+
+
+@pytest.mark.parametrize("architectures", ["MarianMTModel", 3, [], [None]])
+@pytest.mark.parametrize(
+    "command", ["push light user/model --dry-run", "report light --teacher dense --output page.html"]
+)
+def test_architectures_that_are_no_names(run, architectures, command):
+    change("light/config.json", architectures=architectures)
+    assert "architectures" in run(command)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "vocab.json"])
+@pytest.mark.parametrize("content", ["[]", "3", "{", DEEP, '{"x": "y"}', '{"x": []}'])
+def test_damaged_files_of_a_tokenizer(run, name, content):
+    Path("text").write_text("Ein Hund\n")
+    Path("dense", name).write_text(content)
+    error = run("translate dense text", codes=(0, 1))
+    assert not error or "dense" in error
+
+
+def test_a_report_of_other_fields(run):
+    whole = json.loads(Path("light", "compression.json").read_text())
+    for field in whole.keys() - {"ratio", "options", "inherited"}:
+        for value in (3, "x", None, [3], {"x": 3}, 10**40, float("nan")):
+            Path("light", "compression.json").write_text(json.dumps(whole | {field: value}))
+            error = run("report light --output page.html", codes=(0, 1))
+            assert not error or "compression.json" in error
+
+
+def test_numbers_beyond_all_bounds(run):
+    Path("text").write_text("Ein Hund\n")
+    assert "--max-new-tokens is 1000000000; the model" in run("translate dense text --max-new-tokens 1000000000")
+    assert "--num-beams is 1000000" in run("translate dense text --num-beams 1000000")
+    assert "device is '1e-300'" in run("translate dense text --device 1e-300")
+    change("dense/generation_config.json", max_length=10**9)
+    assert "generation_config.json" in run("translate dense text")
+    change("dense/generation_config.json", max_length=20, num_beams="many")
+    assert "generation_config.json" in run("translate dense text")
+    run(f"demo --seed {10**19}", codes=(2,))

@@ -119,10 +119,20 @@ def test_a_failed_swap_puts_the_old_output_back(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "full"), RuntimeError("I/O error: No space left on device (os error 28)")]
 )
-def test_disk_full(tmp_path, error):
+def test_disk_full(tmp_path, error, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
     with pytest.raises(OSError, match=r"disk is full: .*out could not be written, and nothing was changed"):  # noqa: SIM117
         with atomic_output(tmp_path / "out"):
             raise error
+    assert contents(tmp_path) == set()
+
+
+def test_another_disk_full(tmp_path):
+    with (
+        pytest.raises(OSError, match=r"a disk is full, but not that of .*out.*HF_HOME"),
+        atomic_output(tmp_path / "out"),
+    ):
+        raise OSError(errno.ENOSPC, "full")
     assert contents(tmp_path) == set()
 
 

@@ -12,7 +12,16 @@ pytest.importorskip("fcntl", reason="processes are forked")
 NUMBER = int(os.environ.get("LIGHTFORMERS_KILLS", "50"))
 
 
-@pytest.mark.parametrize(("what", "number"), [("files", NUMBER), ("convert", NUMBER // 10)])
+@pytest.mark.parametrize(
+    ("what", "number"),
+    [
+        ("files", NUMBER // 2),
+        ("convert", NUMBER // 10),
+        ("export", NUMBER // 10),
+        ("push", NUMBER // 5),
+        ("training", NUMBER // 10),
+    ],
+)
 def test_nothing_is_harmed(what, number):
     command = [sys.executable, str(Path(__file__).with_name("kills.py")), "--what", what, "--number", str(number)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -212,6 +212,13 @@ def run(
             message = as_typed(" ".join(str(error).split()), typed)  # those of libraries have several lines
             click.echo(f"{click.style('error:', fg='red')} {name_options(message, typed, arguments)}", err=True)
         raise click.exceptions.Exit(1) from None
+    except (MemoryError, RuntimeError) as error:
+        from ..loading import is_out_of_memory
+
+        if verbose or not is_out_of_memory(error):
+            raise
+        click.echo(f"{click.style('error:', fg='red')} there is not enough memory for what was asked for", err=True)
+        raise click.exceptions.Exit(1) from None
     except KeyboardInterrupt:
         click.echo("stopped", err=True)
         raise click.exceptions.Exit(130) from None

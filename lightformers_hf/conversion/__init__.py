@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy_names
 
 if TYPE_CHECKING:
-    from .checkpoint import CheckpointReader
+    from ..checkpoint import CheckpointReader
     from .forms.svd import decompose
     from .report import copy_report
 

@@ -38,7 +38,7 @@ def read_results(file: Path, parameters: int) -> dict:
         shown |= {"data": Path(results["data"]).name, "rows": _rows(results)}
     except FileNotFoundError:
         raise FileNotFoundError(f"{file} is not there: `lightformers evaluate … --json {file}` writes it") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
         raise ValueError(f"{file} holds no results, as `lightformers evaluate … --json FILE` writes them") from None
     if measured != parameters:
         raise ValueError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from ..files import REPORT_FILE, read_json, write_json
+from ..files import REPORT_FILE, as_kind, read_json, write_json
 from ..loading import tensor_bytes
 from .inheritance import inherited_metadata
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 OWN_TEXT = "text that the model made itself"
 DENSE = "dense"
+STACKS = ("encoder", "decoder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +161,7 @@ class CompressionReport:
         chosen |= {name: _without_path(text) for name, text in chosen.items() if name == "calibration"}
         chosen |= {name: [_without_path(text) for text in chosen[name]] for name in ("vocabulary",) if name in chosen}
         layers, groups = {}, {}
-        for stack in ("encoder", "decoder"):
+        for stack in STACKS:
             depths = getattr(config, f"{stack}_layers")
             layers[stack] = [depths, getattr(teacher.config, f"{stack}_layers")]
             groups[stack] = [getattr(config, f"{stack}_groups", None) or depths, depths]
@@ -257,18 +258,19 @@ def read_report(file: Path) -> CompressionReport | None:
         return None
     try:
         # Reports from before vocabularies could be trimmed say nothing of it.
-        content = {"vocabulary": {}} | content
-        read = {field.name: content[field.name] for field in fields(CompressionReport)}
-        read["matrices"] = [
-            MatrixReport(**{field.name: matrix[field.name] for field in fields(MatrixReport)})
-            for matrix in content["matrices"]
-        ]
-    except (KeyError, TypeError) as error:
+        report = as_kind({"vocabulary": {}} | content, CompressionReport, "the report")
+        pairs = [report.layers.get(stack, []) for stack in STACKS] + [report.groups.get(stack, []) for stack in STACKS]
+        if any(len(pair) != len(STACKS) for pair in pairs) or len(report.layers) + len(report.groups) != len(pairs):
+            raise ValueError("layers and groups hold two numbers for each stack")
+        sizes = [size for matrix in report.matrices for size in (matrix.m, matrix.n, matrix.parameters_after)]
+        if min((*sizes, report.parameters_before, report.parameters_after)) < 1:
+            raise ValueError("a size is below 1")
+    except ValueError as error:
         raise ValueError(
-            f"{file} is no report of this version of lightformers_hf ({error} is missing): convert the model again, "
-            "or remove the file"
+            f"{file} is no report of this version of lightformers_hf ({error}): convert the model again, or remove "
+            "the file"
         ) from None
-    return CompressionReport(**read)
+    return report
 
 
 def copy_report(source: str, folder: str | Path) -> None:

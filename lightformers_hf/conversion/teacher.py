@@ -12,12 +12,20 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import models
+from ..checkpoint import CheckpointReader, check_sizes
 from ..files import TOKENIZER_FILES
 from ..languages import set_language_codes
-from ..loading import DAMAGED, load_pretrained, load_tensors, short_name, skeleton, stored_tensors
+from ..loading import (
+    DAMAGED,
+    find_architecture,
+    load_pretrained,
+    load_tensors,
+    short_name,
+    skeleton,
+    stored_tensors,
+)
 from ..models.configuration_lightformer import LightFormerConfig
 from ..models.matrices import bias_of, factors_of, product_of
-from .checkpoint import CheckpointReader
 from .families import find_family
 from .linear import Linear
 from .vocabulary.kept import KeptTokens
@@ -55,16 +63,15 @@ class Teacher:
             raise ValueError(
                 f"{folder / 'config.json'} is no configuration that transformers knows: {error}"
             ) from None
-        names = self.source_config.architectures or [""]
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"architectures in {folder / 'config.json'} is {names!r}: expected a list of names")
+        architecture = find_architecture(self.source_config, folder)
         self.family = find_family(self.source_config)
         self.reader = CheckpointReader(folder)
+        check_sizes(self.source_config, self.reader.shapes(), folder)
         try:
             self.config = self.family.fit_weights(self.family.own_config(self.source_config), self.reader)
-            self.model_class = getattr(models, names[0], models.LightFormerForConditionalGeneration)
+            self.model_class = getattr(models, architecture or "", models.LightFormerForConditionalGeneration)
             self.model = skeleton(self.model_class, self.config)
-        except (*DAMAGED, RuntimeError) as error:
+        except DAMAGED as error:
             raise ValueError(
                 f"{folder / 'config.json'} describes no model, a field has a wrong type or value: {error}"
             ) from error

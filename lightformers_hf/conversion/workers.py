@@ -18,6 +18,8 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
+from ..loading import check_device
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -28,21 +30,12 @@ def find_device(name: str) -> torch.device:
     Raises:
         ValueError: there is none.
     """
-    try:
-        device = torch.device(name)
-        if device.type == "meta":
-            raise RuntimeError("it holds no values")
-        if is_distributed():
-            if device.index is not None:
-                raise RuntimeError("each of several processes gets its own: leave the number out")
-            device = team(device).device if device.type == "cuda" else device
-        torch.ones(1, device=device).sum().item()
-    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"device is {name!r}, which can't be used here ({reason}): give cpu, or one there is"
-        ) from None
-    return device
+    kind, _, number = name.partition(":")
+    if not is_distributed():
+        return check_device(name)
+    if number:
+        raise ValueError(f"device is {name!r}, but each of several processes gets its own: leave the number out")
+    return check_device(team(check_device(kind)).device if kind == "cuda" else kind)
 
 
 def algebra_device(device: torch.device) -> torch.device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +22,7 @@ from lightformers_hf.conversion.choosing.rules import rank_for_energy
 from lightformers_hf.conversion.statistics.samples import parallel_batches
 from lightformers_hf.text import load_parallel
 
+from ..files import STATE_FILE
 from ..loading import load_model
 from .evaluate import MEMORY_SENTENCES, choose_columns
 from .macs import TOKENS, Footprint, Macs, generation_macs, memory_footprint
@@ -32,6 +32,7 @@ from .measures import (
     iterations_to_convergence,
     loss_curve,
     matrix_spectra,
+    read_log,
     token_uniformity,
 )
 from .memory import translation_memory
@@ -316,10 +317,7 @@ def analyze(
 
 def _training(folder: Path) -> dict:
     """What `Analysis` says of the training that `trainer_state.json` in the folder tells of."""
-    state = folder / "trainer_state.json"
-    if not state.is_file():
-        return {}
-    history = json.loads(state.read_text(encoding="utf-8"))["log_history"]
+    history = read_log(folder / STATE_FILE)
     if not any({"loss", "eval_loss"} & entry.keys() for entry in history):  # shorter than its logging_steps
         return {}
     name, curve = loss_curve(history)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from transformers import PreTrainedModel
 
 from lightformers_hf.conversion.forms.svd import decompose
 from lightformers_hf.models.matrices import factors_of, matrices_of
+
+from ..files import as_kind, read_json
 
 
 def head_diversity(heads: Tensor) -> Tensor:
@@ -73,6 +77,28 @@ def singular_values(name: str, left: Tensor, right: Tensor | None = None) -> Ten
     # The product's orthonormal factors on the outside change no singular value: what is inside is r×r.
     left, right = (torch.linalg.qr(factor.cpu().double(), mode="r").R for factor in (left, right.T))
     return decompose(left @ right.T, name=name).singular_values
+
+
+def read_log(file: Path) -> list[dict[str, float]]:
+    """The steps and numbers that a training logged into a `trainer_state.json`; nothing where there is no such file.
+
+    Raises:
+        ValueError: it holds something else; names the file.
+    """
+    content = read_json(file).get("log_history", [])
+    try:
+        history = as_kind(content, list[dict[str, Any]], "log_history")
+        for number, entry in enumerate(history):
+            as_kind(entry.get("step"), int, f"the step of entry {number}")
+            for name, value in entry.items():
+                if not isinstance(value, float | str | None):  # floats may be NaN: a loss that diverged
+                    as_kind(value, bool if isinstance(value, bool) else int, f"{name} of entry {number}")
+    except ValueError as error:
+        raise ValueError(f"{file} holds no log of a training ({error}): write it again, or remove it") from None
+    return [
+        {name: value for name, value in entry.items() if isinstance(value, float) or type(value) is int}
+        for entry in history
+    ]
 
 
 def loss_curve(log_history: Sequence[dict]) -> tuple[str, list[tuple[int, float]]]:

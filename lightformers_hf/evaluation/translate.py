@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from ..export import Engine, load_engine
-from ..loading import is_export, load_model, load_pretrained, position_limit
+from ..loading import DAMAGED, is_export, is_out_of_memory, load_model, load_pretrained, position_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 READ_BYTES = 1 << 16  # what translate_stream takes at once: some five hundred sentences, enough to sort by length
 UNLIMITED = sys.maxsize
+LONGEST = 1 << 16  # tokens of an output where the model does not limit them; memory is asked for at the start
 
 
 class ByteSource(Protocol):
@@ -85,6 +86,7 @@ def translate(
         raise ValueError(f"batch_size is {batch_size}: expected 1 or more.")
     outputs = [""] * len(texts)
     filled = [i for i, text in enumerate(texts) if text.strip()]
+    check_generation(model, generation)
     limit = longest_input(model, tokenizer)
     token_ids = dict(zip(filled, _tokenize([texts[i] for i in filled], tokenizer, limit), strict=True))
     longest_first = sorted(filled, key=lambda i: -len(token_ids[i]))
@@ -104,6 +106,26 @@ def translate(
     return outputs
 
 
+def check_generation(model: PreTrainedModel | Engine, generation: Mapping[str, Any]) -> None:
+    """Raise `ValueError` where more is asked for than a network has positions, tokens or memory for.
+
+    Engines look at what they are given themselves.
+    """
+    if not isinstance(model, torch.nn.Module):
+        return
+    own = model.generation_config
+    length = generation.get("max_new_tokens") or own.max_new_tokens or own.max_length or 0
+    most = LONGEST if generation.get("max_new_tokens") is None else position_limit(model.config) or LONGEST
+    if isinstance(length, int) and length > most:
+        raise ValueError(
+            f"max_new_tokens is {length}; the model writes at most {most} tokens: give fewer, or write them into its "
+            "generation_config.json"
+        )
+    beams, tokens = generation.get("num_beams") or own.num_beams or 1, model.get_output_embeddings().out_features
+    if isinstance(beams, int) and beams > tokens:
+        raise ValueError(f"num_beams is {beams}, more than the {tokens} tokens there are: give fewer")
+
+
 def _generate(
     batch: list[list[int]],
     model: PreTrainedModel | Engine,
@@ -116,7 +138,15 @@ def _generate(
     if generation.get("max_new_tokens") is not None:  # the checkpoint's own limit would only cause a warning
         generation = {"max_length": None} | generation
     padded = tokenizer.pad({"input_ids": batch}, return_tensors="pt", verbose=False).to(model.device)
-    return model.generate(**padded, **generation)
+    try:
+        return model.generate(**padded, **generation)
+    except DAMAGED as error:
+        if is_out_of_memory(error):
+            raise
+        raise ValueError(
+            f"the model cannot generate, its config.json or generation_config.json has a field of a wrong type or "
+            f"value: {type(error).__name__}: {error}"
+        ) from error
 
 
 @contextmanager

@@ -52,7 +52,22 @@ class Search:
 
     @classmethod
     def of(cls, generation: GenerationConfig) -> Search:
-        """The search that `generation` asks for. Raises `ValueError` where it has an option that no engine has."""
+        """The search that `generation` asks for.
+
+        Raises:
+            ValueError: it has an option that no engine has, or a value of a wrong type.
+        """
+        try:
+            search = cls._read(generation)
+            numbers = (search.start, search.pad, search.num_beams, search.max_new_tokens, search.min_new_tokens)
+            if not all(isinstance(number, int) for number in (*numbers, *search.ends, *search.suppressed)):
+                raise TypeError("a number of tokens or beams, or a token's, is no whole number")
+        except (TypeError, AttributeError, LookupError) as error:
+            raise ValueError(f"generation_config.json has a value of a wrong type: {error}") from error
+        return search
+
+    @classmethod
+    def _read(cls, generation: GenerationConfig) -> Search:
         for option, none in UNSUPPORTED.items():
             value = getattr(generation, option, None)
             if value is not None and value != none:

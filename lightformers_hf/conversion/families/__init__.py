@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
+from ...checkpoint import CheckpointReader
 from ...models.configuration_base import FactorizedConfig
 from ...models.configuration_lightformer import LightFormerConfig
-from ..checkpoint import CheckpointReader
 from ..registry import import_files
 
 # Fields that Marian, BART and their relatives call as LightFormer does.

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedConfig
 
+from ...checkpoint import CheckpointReader
 from ...models.configuration_lightformer import LightFormerConfig
-from ..checkpoint import CheckpointReader
 from . import Family, register_family
 
 # T5's name of a part of a layer → this package's.

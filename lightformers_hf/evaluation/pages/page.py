@@ -20,12 +20,12 @@ from ...conversion.report import CompressionReport, MatrixReport, read_report
 from ...conversion.sharing.merging import source_names
 from ...conversion.teacher import Teacher
 from ...conversion.vocabulary.kept import KeptTokens
-from ...files import REPORT_FILE, STATE_FILE, read_json
+from ...files import REPORT_FILE, STATE_FILE, as_kind
 from ...loading import load_model, load_pretrained, load_teacher, resolve_source
 from ...text import load_parallel
 from ...vocabularies import match_tokens
 from ..evaluate import Measurements, choose_columns, warn_of_overlap
-from ..measures import singular_values
+from ..measures import read_log, singular_values
 from ..translate import translate
 from . import report_plots
 from .plots import Paint, save_picture, style
@@ -176,7 +176,7 @@ def _pictures(
         )
     if results:
         pictures.append(_draw_trade_off([_read_result(Path(file)) for file in results]))
-    losses, qualities = _read_curves(folder / STATE_FILE)
+    losses, qualities = report_plots.training_curves(read_log(folder / STATE_FILE))
     if losses:
         pictures.append(
             _draw(
@@ -223,14 +223,6 @@ def _draw(
             images.append(base64.b64encode(file.getvalue()).decode())
     light, dark, narrow_light, narrow_dark = images
     return Picture(title, caption, light, dark, narrow_light, narrow_dark, rows or [])
-
-
-def _read_curves(file: Path) -> tuple[dict[str, list], dict[str, list]]:
-    """What a training logged, as `training_curves`. Raises `ValueError` where the file holds something else."""
-    try:
-        return report_plots.training_curves(read_json(file).get("log_history", []))
-    except (TypeError, AttributeError, KeyError) as error:
-        raise ValueError(f"{file} holds no log of a training ({error}): write it again, or remove it") from error
 
 
 def _draw_spectra(folder: Path, matrices: list[MatrixReport], name: str, *, trimmed: bool, progress: bool) -> Picture:
@@ -280,22 +272,16 @@ def _draw_spectra(folder: Path, matrices: list[MatrixReport], name: str, *, trim
 def _read_result(file: Path) -> Result:
     """What `lightformers evaluate --json` wrote."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        measured = {role: content[role] and Measurements(**content[role]) for role in ("model", "teacher")}
-        for one in filter(None, measured.values()):
+        result = as_kind(json.loads(file.read_text(encoding="utf-8")), Result, "it")
+        for one in filter(None, (result.model, result.teacher)):
             one.name = Path(one.name).name
-        return Result(
-            model=measured["model"],
-            teacher=measured["teacher"],
-            speed_ratio=content["speed_ratio"],
-            data=content["data"],
-            sentences=content["sentences"],
-            generation=content["generation"],
-        )
+        return result
     except FileNotFoundError:
         raise FileNotFoundError(f"{file} is not there: `lightformers evaluate … --json {file}` writes it") from None
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{file} holds no results, as `lightformers evaluate … --json FILE` writes them") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{file} holds no results, as `lightformers evaluate … --json FILE` writes them ({error})"
+        ) from None
 
 
 def _draw_trade_off(results: list[Result]) -> Picture:

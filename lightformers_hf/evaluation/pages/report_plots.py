@@ -11,11 +11,9 @@ from statistics import fmean
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
-from transformers import AutoConfig
 
-from ... import models
 from ...conversion.report import MatrixReport
-from ...loading import load_pretrained, skeleton
+from ...loading import load_skeleton
 from ...models.matrices import rank_of
 from .plots import draw_spectrum
 
@@ -40,9 +38,7 @@ def module_ranks(folder: Path, names: Iterable[str]) -> dict[str, int | None]:
 
     Raises `KeyError` for a name that the model has no module of.
     """
-    config = load_pretrained(AutoConfig, folder)
-    model = skeleton(getattr(models, config.architectures[0]), config)
-    modules = {name.removeprefix("model."): module for name, module in model.named_modules()}
+    modules = {name.removeprefix("model."): module for name, module in load_skeleton(folder).named_modules()}
     return {name: rank_of(modules[name]) for name in names}
 
 

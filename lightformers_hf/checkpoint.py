@@ -1,19 +1,33 @@
-"""Reading a checkpoint's tensors one at a time."""
+"""Reading a checkpoint's tensors one at a time, and what their shapes say of its configuration."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import pickle
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import PreTrainedConfig
 
-from ..files import WEIGHT_FILES
+from .files import WEIGHT_FILES
+
+POSITIONS, DEPTHS = 1 << 15, 1 << 8  # believed where no tensor is as long, or where layers are shared
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: its shape, and what reads it."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
 
 
 class CheckpointReader:
@@ -32,7 +46,7 @@ class CheckpointReader:
         found = next((self.folder / name for name in WEIGHT_FILES if (self.folder / name).is_file()), None)
         if found is None:
             raise FileNotFoundError(f"{self.folder} holds no weights: looked for {', '.join(WEIGHT_FILES)}")
-        self._read = _open_index(found) if found.suffix == ".json" else _open_file(found)
+        self._stored = _open_index(found) if found.suffix == ".json" else _open_file(found)
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -42,15 +56,19 @@ class CheckpointReader:
 
     def close(self) -> None:
         """Let go of the files. Tensors read before stay valid."""
-        self._read = {}
+        self._stored = {}
 
     def keys(self) -> list[str]:
         """The names of all tensors, sorted."""
-        return sorted(self._read)
+        return sorted(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor. Raises ValueError if it is not there."""
-        return tuple(self.read(name).shape)
+        return self._find(name).shape
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """{name: shape} of all tensors, none of which is read."""
+        return {name: stored.shape for name, stored in self._stored.items()}
 
     def dtype(self, name: str) -> torch.dtype:
         """The type a tensor is stored in. Raises ValueError if it is not there."""
@@ -58,20 +76,23 @@ class CheckpointReader:
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU, as stored. Raises ValueError if it is not there."""
-        if name not in self._read:
+        return self._find(name).read()
+
+    def _find(self, name: str) -> Stored:
+        if name not in self._stored:
             raise ValueError(f"{self.folder} holds no tensor named {name}")
-        return self._read[name]()
+        return self._stored[name]
 
 
-def _open_file(path: Path) -> dict[str, Callable[[], Tensor]]:
-    """{name: function that reads it} for one file."""
+def _open_file(path: Path) -> dict[str, Stored]:
+    """{name: tensor} of one file."""
     if path.suffix == ".safetensors":
         try:
             with safe_open(path, framework="pt") as handle:
-                names = list(handle.keys())
+                shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged or incomplete, fetch it again ({error})") from error
-        return {name: partial(_read_mapped, path, name) for name in names}
+        return {name: Stored(shape, partial(_read_mapped, path, name)) for name, shape in shapes.items()}
     try:
         # Files from before torch 1.6 are no zip archives and cannot be mapped.
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -84,7 +105,7 @@ def _open_file(path: Path) -> dict[str, Callable[[], Tensor]]:
         raise ValueError(f"{path} is damaged or incomplete, fetch it again ({error})") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise ValueError(f"{path} is no checkpoint: expected a dictionary of tensors")
-    return {name: partial(tensors.__getitem__, name) for name in tensors}
+    return {name: Stored(tuple(tensor.shape), partial(tensors.get, name)) for name, tensor in tensors.items()}
 
 
 def _read_mapped(path: Path, name: str) -> Tensor:
@@ -93,8 +114,8 @@ def _read_mapped(path: Path, name: str) -> Tensor:
         return handle.get_tensor(name)
 
 
-def _open_index(path: Path) -> dict[str, Callable[[], Tensor]]:
-    """{name: function that reads it} for all the files of an index."""
+def read_index(path: Path) -> dict[str, set[str]]:
+    """{file: names of its tensors} of an index. Raises `ValueError` where it says nothing of the kind."""
     try:
         weight_map = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -104,13 +125,47 @@ def _open_index(path: Path) -> dict[str, Callable[[], Tensor]]:
         if not isinstance(file, str) or Path(file).name != file:
             raise ValueError(f"{path} puts {name} into {file!r}, expected a file name in the same folder")
         names_of.setdefault(file, set()).add(name)
+    return names_of
+
+
+def _open_index(path: Path) -> dict[str, Stored]:
+    """{name: tensor} of all the files of an index."""
+    names_of = read_index(path)
     if missing := [file for file in sorted(names_of) if not (path.parent / file).is_file()]:
         raise FileNotFoundError(f"{path} names files that are not there, fetch them: {', '.join(missing)}")
-    read = {}
+    stored = {}
     for file, names in names_of.items():
         held = _open_file(path.parent / file)
         if differing := sorted(names ^ held.keys()):
             where = f"promised but not in {file}" if differing[0] in names else f"in {file} but not promised for it"
             raise ValueError(f"{path} disagrees with its files: {differing[0]} is {where}; fetch the checkpoint again")
-        read |= held
-    return read
+        stored |= held
+    return stored
+
+
+def check_sizes(config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]], name: str | os.PathLike) -> None:
+    """Raise `ValueError` where a configuration has a size that no tensor of its checkpoint has.
+
+    A model is built before its tensors are put in place: depths and tables that nothing was stored for would take
+    hours, or more memory than there is.
+
+    Args:
+        config: of a model, whose fields of sizes end in `layers`, `positions`, ….
+        shapes: {name: shape} of all stored tensors.
+        name: of the checkpoint.
+    """
+    longest = max((max(shape, default=1) for shape in shapes.values()), default=1)
+    largest = max((math.prod(shape) for shape in shapes.values()), default=1)
+    for field, value in vars(config).items():
+        if field.endswith("layers"):
+            most, what = max(DEPTHS, len(shapes)), f"{len(shapes)} tensors are stored"
+        elif field.endswith("positions") or field == "max_position_embeddings":
+            most, what = max(POSITIONS, longest), f"no stored tensor is longer than {longest}"
+        elif field in ("d_model", "hidden_size"):
+            most, what = longest, f"no stored tensor is longer than {longest}"
+        elif field.endswith(("_dim", "_size", "_heads", "_rank", "_groups", "_buckets", "d_ff", "d_kv")):
+            most, what = max(largest, DEPTHS), f"no stored tensor has more than {largest} numbers"
+        else:
+            continue
+        if isinstance(value, int) and value > most:
+            raise ValueError(f"config.json of {name} has {field!r} {value:,}, but {what}: they do not belong together")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lightformers_hf.conversion.checkpoint import CheckpointReader
+from lightformers_hf.checkpoint import CheckpointReader
 
 pytestmark = pytest.mark.quick
 
