@@ -82,6 +82,7 @@ def architectures(pair: tuple[str, ...], **options: Any) -> Answer:
     option("--sentences", type=AT_LEAST_ONE, default=10, help="Sentences of a run at batch size 1."),
     option("--new-tokens", type=AT_LEAST_ONE, default=25, help="Tokens generated for every sentence."),
     option("--data", type=PLACE, help="Parallel text to measure BLEU and chrF on, too."),
+    option("--shortlist", type=PLACE, help="Text, as for export: adds every engine with a shortlist made from it."),
     SOURCE_LANG,
     TARGET_LANG,
     MAX_SAMPLES,

@@ -118,9 +118,17 @@ def convert(source: str, output: Path, overwrite: bool, **options: Any) -> Answe
         values=("int8", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16"),
         help="int8, or another that the engine has: int16, int8_float16, float16, … Default: float32.",
     ),
+    option(
+        "--shortlist",
+        type=PLACE,
+        metavar="PATH",
+        help="Text, parallel or of the source alone: only tokens that go with the source's are then computed.",
+    ),
+    option("--source-lang", metavar="de", help="Column of the source in that text."),
+    option("--target-lang", metavar="en", help="Column of the target."),
     OVERWRITE,
 )
-def export(source: str, output: Path, to: str, quantization: str | None, overwrite: bool) -> Answer:
+def export(source: str, output: Path, to: str, quantization: str | None, overwrite: bool, **options: Any) -> Answer:
     """Write a LightFormer, or a dense model that becomes one, for CTranslate2 or ONNX Runtime, which run it fastest.
 
     Says what the engine cannot express, and compares its outputs with the checkpoint's; needs
@@ -130,5 +138,5 @@ def export(source: str, output: Path, to: str, quantization: str | None, overwri
     """
     from ..export import export as run
 
-    report = run(source, output, to=to, quantization=quantization, overwrite=overwrite)
+    report = run(source, output, to=to, quantization=quantization, overwrite=overwrite, **options)
     return Answer({"output": str(output), **asdict(report)}, report.lines(output))

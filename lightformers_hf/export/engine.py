@@ -15,6 +15,7 @@ from ..loading import load_network, position_limit
 from .engines import CHECKPOINTS, RunningModel, load_engine_file
 from .engines.transformers import TransformersModel
 from .search import Search
+from .shortlist import check_shortlist
 
 
 class Engine:
@@ -92,7 +93,8 @@ def load_engine(folder: str | os.PathLike, threads: int = 1) -> Engine:
         threads: cores to compute with.
 
     Raises:
-        ValueError: the engine that the folder was exported for is not installed.
+        ValueError: the engine that the folder was exported for is not installed, or a shortlist there that was made
+            for another model.
         FileNotFoundError: no such folder.
     """
     description = read_json(Path(folder) / EXPORT_FILE)
@@ -100,6 +102,7 @@ def load_engine(folder: str | os.PathLike, threads: int = 1) -> Engine:
         network = load_network(folder)
         search = Search.of(network.generation_config)
         return Engine(CHECKPOINTS, TransformersModel(network, search, threads), search, position_limit(network.config))
+    check_shortlist(Path(folder), description.get("shortlist"))
     search = Search.of(GenerationConfig.from_pretrained(folder))
     model = load_engine_file(description["engine"]).load(Path(folder), search, threads)
     return Engine(description["engine"], model, search, description["max_position_embeddings"])

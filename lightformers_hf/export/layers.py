@@ -78,13 +78,15 @@ class Attention:
 class Expansion:
     """What has no counterpart in an engine: matrices multiplied out, and their numbers before and after.
 
-    What several depths share counts once, as it is stored.
+    What several depths share counts once, as it is stored. `encoder_table` are the numbers of the encoder's token
+    table where it is among them.
     """
 
     matrices: int = 0
     parameters_before: int = 0
     parameters_after: int = 0
     narrowed_attentions: int = 0
+    encoder_table: int = 0
     _seen: set = field(default_factory=set)
 
     def multiply(self, linear: Linear) -> Tensor:

@@ -120,6 +120,18 @@ class Graph:
         product = self.op("MatMul", states, self.op("Transpose", self.constant(table), perm=[1, 0]))
         return product if bias is None else self.op("Add", product, self.constant(bias))
 
+    def matmul_chosen(self, states: str, table: Tensor, chosen: str, bias: Tensor | None = None) -> str:
+        """As `matmul_rows` of some rows alone. (…, m), (n, m), ids (c) → (…, c)."""
+        part = None if bias is None else self.op("Gather", self.constant(bias), chosen)
+        if self.quantize:
+            values, scales = quantize_rows(table)
+            rows = self.op("Transpose", self.op("Gather", self.constant(values), chosen), perm=[1, 0])
+            found = self._matmul_int8(states, rows, self.op("Gather", self.constant(scales), chosen), None)
+        else:
+            rows = self.op("Transpose", self.op("Gather", self.constant(table), chosen), perm=[1, 0])
+            found = self.op("MatMul", states, rows)
+        return found if part is None else self.op("Add", found, part)
+
     def _matmul_int8(self, states: str, matrix: str, scales: str, bias: Tensor | None) -> str:
         inputs = [states, matrix, scales] + ([] if bias is None else ["", self.constant(bias)])
         return self.op("DynamicQuantizeMatMul", *inputs, domain="com.microsoft")

@@ -10,10 +10,12 @@ import torch
 
 from ..files import EXPORT_FILE, write_json
 from ..folders import atomic_output, check_output
+from ..languages import split_language
 from ..loading import position_limit, resolve_source, short_name, unique_parameters
 from .engines import EngineFile, load_engine_file
 from .engines.transformers import TransformersModel
 from .search import Search
+from .shortlisting import ShortlistReport, add_shortlist
 from .source import Source, read_source
 
 SENTENCES, TOKENS = 6, 12  # of the comparison
@@ -37,6 +39,8 @@ class ExportReport:
         difference: largest difference of log p from the checkpoint's, in nats, over random sentences; in less than
             32 bits the mean difference.
         max_position_embeddings: most tokens of an input; `None` where nothing limits them.
+        encoder_table: numbers of the encoder's token table, where it was multiplied out.
+        shortlist: what is known of it, where there is one.
     """
 
     engine: str
@@ -50,6 +54,8 @@ class ExportReport:
     weight_bytes: int
     difference: float
     max_position_embeddings: int | None
+    encoder_table: int = 0
+    shortlist: ShortlistReport | None = None
 
     def lines(self, output: str | Path) -> list[str]:
         """The same as sentences, and how to load the folder."""
@@ -65,8 +71,16 @@ class ExportReport:
                 f"{self.engine} has no low-rank linear layer: {self.multiplied_out} matrices were multiplied out, "
                 f"{self.factor_parameters:,} parameters to {self.product_parameters:,}."
             )
+        if self.encoder_table:
+            bits = {"int8": 8, "int16": 16, "float16": 16, "bfloat16": 16}.get(form.partition("_")[0], 32)
+            lines.append(
+                f"{self.encoder_table * bits / 8e6:.1f} MB of it are the encoder's token table, a product in the "
+                "checkpoint: convert --vocabulary keeps fewer tokens, export --to onnx both factors."
+            )
         if self.narrowed_attentions:
             lines.append(f"The heads of {self.narrowed_attentions} attentions were narrowed to their rank, exactly.")
+        if self.shortlist is not None:
+            lines += self.shortlist.lines()
         if own_way := load_engine_file(self.engine).describe_loading(Path(output)):
             lines.append(f"Load it: {own_way}.")
         lines.append(
@@ -81,6 +95,9 @@ def export(
     *,
     to: str,
     quantization: str | None = None,
+    shortlist: str | None = None,
+    source_lang: str | None = None,
+    target_lang: str | None = None,
     overwrite: bool = False,
 ) -> ExportReport:
     """Write a LightFormer, or a dense checkpoint of a family that this package converts, for another engine.
@@ -93,6 +110,10 @@ def export(
         output: the folder to write.
         to: the engine, one of `engine_names()`.
         quantization: `int8`, or another of the engine's `QUANTIZATIONS`. `None`: float32.
+        shortlist: text from which it is learned which target tokens can come with which of the source's: parallel text
+            (a file or a dataset on the Hub), or text of the source alone (a file of lines, or data), which the model
+            translates. The output layer is then computed for these alone. `None`: for all tokens.
+        source_lang, target_lang: columns of that text, by default the tokenizer's languages, else `source`, `target`.
         overwrite: replace what `output` holds, if this package wrote all of it.
 
     Raises:
@@ -104,11 +125,15 @@ def export(
     engine = load_engine_file(to)
     if quantization not in (None, *engine.QUANTIZATIONS):
         raise ValueError(f"quantization is {quantization!r}; {to} has {', '.join(engine.QUANTIZATIONS)}")
-    check_output(output, overwrite=overwrite, inputs=[model])
+    if shortlist is not None and not hasattr(engine, "write_shortlist"):
+        raise ValueError(f"shortlist is given, but {to} computes all tokens of the output layer: leave shortlist out")
+    check_output(output, overwrite=overwrite, inputs=[model, shortlist])
     folder = resolve_source(model)
-    with atomic_output(output, overwrite=overwrite, inputs=[folder]) as temporary:
+    with atomic_output(output, overwrite=overwrite, inputs=[folder, shortlist]) as temporary:
         source = read_source(folder, str(model), to)
         expansion = engine.write(source, temporary, quantization)
+        columns = split_language(source_lang)[0], split_language(target_lang)[0]
+        listed = add_shortlist(engine, source, temporary, quantization, shortlist, columns) if shortlist else None
         written = sum(file.stat().st_size for file in temporary.iterdir())
         if source.tokenizer is not None:
             source.tokenizer.save_pretrained(temporary)
@@ -125,6 +150,8 @@ def export(
             weight_bytes=written,
             difference=measure_difference(source, engine, temporary, quantization),
             max_position_embeddings=source.model.config.max_position_embeddings,
+            encoder_table=expansion.encoder_table,
+            shortlist=listed,
         )
         write_json(asdict(report), temporary / EXPORT_FILE)
     return report

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 BASELINE = "ctranslate2-int8"  # of the teacher: what its users deploy
 SOURCE_TOKENS = 25
+SHORTLISTED = "+shortlist"  # behind the name of a form
 
 
 @dataclass
@@ -132,6 +133,7 @@ def compare_engines(
     sentences: int = 10,
     new_tokens: int = 25,
     data: str | None = None,
+    shortlist: str | None = None,
     source: str | None = None,
     target: str | None = None,
     max_samples: int | None = None,
@@ -149,6 +151,7 @@ def compare_engines(
         cores, batch_sizes, beams: every combination is a setting. A run of batch size 1 translates `sentences`, one at
             a time; of more, one batch.
         data, source, target, max_samples: parallel text to measure BLEU and chrF on as well, with the most of `beams`.
+        shortlist: text from which `export` makes a shortlist; every engine is then timed without and with one.
         progress: show a bar on stderr.
 
     Raises:
@@ -159,6 +162,8 @@ def compare_engines(
     forms = _all_forms() if forms is None else list(dict.fromkeys(forms))
     for form in forms:
         split_deployment(form)
+    if shortlist is not None:
+        forms = [each for form in forms for each in (form, f"{form}{SHORTLISTED}") if _can_be(each)]
     settings = Settings(tuple(cores), tuple(batch_sizes), tuple(beams), runs, sentences, new_tokens)
     names = dict(zip(_labels([teacher, *students]), [teacher, *students], strict=True))
     pairs = None
@@ -167,7 +172,8 @@ def compare_engines(
         pairs = load_parallel(data, source=source, target=target, split="test", max_samples=max_samples)
     steps = len(names) * len(forms) * (1 if pairs is None else 2) + len(cores)
     with tempfile.TemporaryDirectory() as work, tqdm(total=steps, disable=not progress, unit="step") as bar:
-        deployed = [_deploy(label, names[label], form, Path(work), bar) for label in names for form in forms]
+        text = (shortlist, source, target)
+        deployed = [_deploy(label, names[label], form, Path(work), text, bar) for label in names for form in forms]
         comparison = EngineComparison(list(names), deployed, [], new_tokens, sentences, data)
         inputs = _inputs(names, pairs, settings.most_sentences)
         for count in settings.cores:
@@ -218,15 +224,37 @@ def _labels(names: list[str]) -> list[str]:
     return short if len(set(short)) == len(short) else names
 
 
-def _deploy(label: str, name: str, form: str, work: Path, bar: tqdm) -> Deployed:
-    """A model in one form, exported below `work` unless that form is the checkpoint itself."""
+def _can_be(form: str) -> bool:
+    """Whether an engine has this form: not all compute a part of the output layer."""
+    engine, _ = split_deployment(form.removesuffix(SHORTLISTED))
+    plain = not form.endswith(SHORTLISTED)
+    return plain or (engine != CHECKPOINTS and hasattr(load_engine_file(engine), "write_shortlist"))
+
+
+def _deploy(
+    label: str, name: str, form: str, work: Path, text: tuple[str | None, str | None, str | None], bar: tqdm
+) -> Deployed:
+    """A model in one form, exported below `work` unless that form is the checkpoint itself.
+
+    Args:
+        text: that of a shortlist, and its columns.
+    """
     bar.set_description(f"deploy {label} {form}")
-    engine, quantization = split_deployment(form)
+    engine, quantization = split_deployment(form.removesuffix(SHORTLISTED))
     if engine == CHECKPOINTS:
         deployed = Deployed(label, form, name, weight_bytes(name))
     else:
         folder = work / label.replace(os.sep, "--") / form
-        report = export(name, folder, to=engine, quantization=quantization)
+        listed, source, target = text if form.endswith(SHORTLISTED) else (None, None, None)
+        report = export(
+            name,
+            folder,
+            to=engine,
+            quantization=quantization,
+            shortlist=listed,
+            source_lang=source,
+            target_lang=target,
+        )
         deployed = Deployed(label, form, str(folder), report.weight_bytes)
     bar.update()
     return deployed

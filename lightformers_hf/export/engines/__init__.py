@@ -6,7 +6,9 @@ The extra of `pyproject.toml` that installs the library has the engine's name. T
 - `QUANTIZATIONS`, the types of numbers that it can write, `float32` among them;
 - `write(source, folder, quantization)`, which writes a `Source` and returns the `Expansion` of what it multiplied out;
 - `load(folder, search, threads)`, which returns a model ready to run (see `RunningModel`);
-- `describe_loading(folder)`, which says in a sentence how to run the folder without this package, or `None`.
+- `describe_loading(folder)`, which says in a sentence how to run the folder without this package, or `None`;
+- and if it can compute a part of the output layer, `write_shortlist(source, folder, quantization, shortlist)`, which
+  writes a `Shortlist` to one of `SHORTLIST_FILES` beside what `write` wrote.
 
 This file imports neither PyTorch nor any engine.
 """
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 if TYPE_CHECKING:
     from ..layers import Expansion
     from ..search import Search
+    from ..shortlist import Shortlist
     from ..source import Source
 
 CHECKPOINTS = "transformers"  # the engine that runs checkpoints as they are
@@ -44,6 +47,9 @@ class EngineFile(Protocol):
 
     def write(self, source: Source, folder: Path, quantization: str | None) -> Expansion:
         """Write a model to `folder`. Raises `ValueError` for what the engine cannot express."""
+
+    def write_shortlist(self, source: Source, folder: Path, quantization: str | None, shortlist: Shortlist) -> None:
+        """Add a shortlist to what `write` wrote; only some engines can."""
 
     def load(self, folder: Path, search: Search, threads: int) -> RunningModel:
         """What `write` wrote, ready to run on so many cores."""

@@ -9,6 +9,7 @@ gets narrower again: what a head computes are the products W_Q·W_Kᵀ and W_V·
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +21,10 @@ from ctranslate2.specs.model_spec import LayerSpec
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ...files import read_json, write_json
 from ..layers import Attention, Expansion, Layer, Linear, read_output, read_stack
 from ..search import NEVER, Search
+from ..shortlist import SHORTLIST_FILES, Shortlist, special_tokens
 from ..source import Source
 
 Activation = common_spec.Activation
@@ -39,12 +42,16 @@ ACTIVATIONS = {
     "tanh": Activation.Tanh,
 }
 QUANTIZATIONS = ("float32", "int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16")
+VMAP, ORDER = SHORTLIST_FILES[0], "token_order.json"
 # Singular values of a head's product below this share of the largest are what rounding in fp32 left of zeros.
 ZERO = 1e-6
 
 
-def write(source: Source, folder: Path, quantization: str | None) -> Expansion:
+def write(source: Source, folder: Path, quantization: str | None, *, first: Sequence[int] = ()) -> Expansion:
     """Write model, configuration and vocabularies to `folder`, and say what was multiplied out.
+
+    Args:
+        first: ids of target tokens that get the first ids of the engine.
 
     Raises:
         ValueError: an activation that CTranslate2 does not have.
@@ -55,14 +62,55 @@ def write(source: Source, folder: Path, quantization: str | None) -> Expansion:
             f"activation_function is {config.activation_function!r}, which CTranslate2 does not have (it has "
             f"{', '.join(ACTIVATIONS)}): export to another engine, or train the model with one of these"
         )
-    spec = _specification(source, expansion)
-    for side, size in (("source", config.vocab_size), ("target", config.decoder_vocab_size)):
-        getattr(spec, f"register_{side}_vocabulary")(vocabulary(source.tokenizer, size, side))
-    _set_special_tokens(spec, source)
+    sizes = {"source": config.vocab_size, "target": config.decoder_vocab_size}
+    tokens = {side: vocabulary(source.tokenizer, size, side) for side, size in sizes.items()}
+    target = order_ids(len(tokens["target"]), first)
+    orders = {"source": target if tokens["source"] == tokens["target"] else None, "target": target}
+    spec = _specification(source, expansion, orders)
+    spec.register_source_vocabulary(_ordered(tokens["source"], orders["source"]))
+    spec.register_target_vocabulary(_ordered(tokens["target"], orders["target"]))
+    _set_special_tokens(spec, source, tokens)
     spec.validate()
     spec.optimize(quantization)
     spec.save(str(folder))
     return expansion
+
+
+def order_ids(size: int, first: Sequence[int]) -> list[int] | None:
+    """All ids, some of them first; `None` where nothing changes its place."""
+    chosen = set(first)
+    return [*first, *(number for number in range(size) if number not in chosen)] if chosen else None
+
+
+def _ordered(tokens: list[str], order: list[int] | None) -> list[str]:
+    return tokens if order is None else [tokens[number] for number in order]
+
+
+def write_shortlist(source: Source, folder: Path, quantization: str | None, shortlist: Shortlist) -> None:
+    """Write `vmap.txt`: a line a source token, a tab behind it, and the target tokens that can come with it.
+
+    The line without a source token has those that always can. The model is written anew, with the tokens that every
+    search needs first in its vocabulary, as `token_order.json` says: up to 4.8 at least, CTranslate2 goes on using their
+    places among the tokens of the batch before (`_to_output_word_id` is not emptied), which so are always the same.
+
+    Raises:
+        ValueError: a target token with a space or a tab in it, of which the file would know nothing.
+    """
+    first = special_tokens(Search.of(source.generation), getattr(source.tokenizer, "unk_token_id", None))
+    write(source, folder, quantization, first=first)
+    write_json({"first": first}, folder / ORDER)
+    tokens, targets = (read_tokens(folder, side) for side in ("source", "target"))
+    spaced = {number for number, token in enumerate(targets) if any(c in token for c in " \t\n\r")}
+    if spaced:
+        raise ValueError(
+            f"shortlist cannot be written for CTranslate2, whose file has no place for {targets[min(spaced)]!r}, a "
+            "token with a space: leave shortlist out, or export to onnx"
+        )
+    with (folder / VMAP).open("w", encoding="utf-8", newline="\n") as file:
+        file.write("\t" + " ".join(targets[number] for number in shortlist.always) + "\n")
+        for number, ids in shortlist.given.items():
+            if ids and not any(c in tokens[number] for c in " \t\n\r"):
+                file.write(f"{tokens[number]}\t{' '.join(targets[one] for one in ids)}\n")
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerBase | None, size: int, side: str) -> list[str]:
@@ -79,7 +127,9 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase | None, size: int, side: str) 
     return tokens
 
 
-def _specification(source: Source, expansion: Expansion) -> transformer_spec.TransformerSpec:
+def _specification(
+    source: Source, expansion: Expansion, orders: Mapping[str, list[int] | None]
+) -> transformer_spec.TransformerSpec:
     model, config = source.model, source.model.config
     activation = ACTIVATIONS[config.activation_function]
     encoder, decoder = read_stack(model.model.encoder), read_stack(model.model.decoder)
@@ -110,18 +160,26 @@ def _specification(source: Source, expansion: Expansion) -> transformer_spec.Tra
             _set_norm(spec.layer_norm, stack.final_norm)
         for layer_spec, layer in zip(spec.layer, stack.layers, strict=True):
             _set_layer(layer_spec, layer, expansion)
-    encoder_spec.embeddings[0].weight = _array(expansion.multiply(encoder.embedding))
-    _set_vocabulary_layers(decoder_spec, decoder.embedding, output, Search.of(source.generation).suppressed)
+    table = expansion.multiply(encoder.embedding)
+    expansion.encoder_table = 0 if encoder.embedding.is_dense else table.numel()
+    encoder_spec.embeddings[0].weight = _array(table if orders["source"] is None else table[orders["source"]])
+    suppressed = Search.of(source.generation).suppressed
+    _set_vocabulary_layers(decoder_spec, decoder.embedding, output, suppressed, orders["target"])
     return transformer_spec.TransformerSpec(encoder_spec, decoder_spec)
 
 
 def _set_vocabulary_layers(
-    spec: transformer_spec.TransformerDecoderSpec, embedding: Linear, output: Linear, suppressed: tuple[int, ...]
+    spec: transformer_spec.TransformerDecoderSpec,
+    embedding: Linear,
+    output: Linear,
+    suppressed: tuple[int, ...],
+    order: list[int] | None,
 ) -> None:
     """Token table and output layer of the decoder, each in one piece or with its second factor as a projection."""
     (table, *basis), (*projection, weight) = embedding.chains[0], output.chains[0]
-    spec.embeddings.weight = _array(table)
-    spec.projection.weight = _array(weight.T)
+    places: list[int] | slice = slice(None) if order is None else order
+    spec.embeddings.weight = _array(table[places])
+    spec.projection.weight = _array(weight.T[places])
     for name, factors in (("project_in", basis), ("project_out", projection)):
         if factors:
             getattr(spec, name).weight = _array(factors[0].T)
@@ -133,7 +191,7 @@ def _set_vocabulary_layers(
         bias = torch.zeros(weight.shape[1]) if bias is None else bias.clone()
         bias[list(suppressed)] = float(NEVER)
     if bias is not None:
-        spec.projection.bias = _array(bias)
+        spec.projection.bias = _array(bias[places])
 
 
 def _set_layer(spec: LayerSpec, layer: Layer, expansion: Expansion) -> None:
@@ -254,8 +312,9 @@ def _array(tensor: Tensor) -> np.ndarray:
     return np.array(tensor.detach().float().numpy(), order="C")
 
 
-def _set_special_tokens(spec: transformer_spec.TransformerSpec, source: Source) -> None:
-    tokens = {side: spec._vocabularies[side][0] for side in ("source", "target")}
+def _set_special_tokens(
+    spec: transformer_spec.TransformerSpec, source: Source, tokens: Mapping[str, list[str]]
+) -> None:
     search = Search.of(source.generation)
     target = tokens["target"]
     spec.config.decoder_start_token = target[search.start]
@@ -273,8 +332,9 @@ class CTranslate2Model:
     def __init__(self, folder: Path, search: Search, threads: int):
         self.search = search
         self.translator = ctranslate2.Translator(str(folder), device="cpu", intra_threads=threads, inter_threads=1)
-        source, target = (_read_vocabulary(folder, side) for side in ("source", "target"))
+        source, target = (read_tokens(folder, side) for side in ("source", "target"))
         self._source, self._target = source, target
+        self.use_shortlist = (folder / VMAP).is_file()
         self._id_of = {token: token_id for token_id, token in enumerate(target)}
 
     def generate(self, batch: list[list[int]], search: Search) -> list[list[int]]:
@@ -293,6 +353,7 @@ class CTranslate2Model:
             max_input_length=0,
             max_decoding_length=most,
             min_decoding_length=search.min_new_tokens if ends else most,
+            use_vmap=self.use_shortlist,
         )
         outputs = [[self._id_of[token] for token in result.hypotheses[0]] for result in results]
         if search.forced_end is not None:
@@ -316,10 +377,18 @@ def load(folder: Path, search: Search, threads: int) -> CTranslate2Model:
 
 def describe_loading(folder: Path) -> str:
     """How to run the folder without this package."""
-    return f"ctranslate2.Translator({str(folder)!r}), AutoTokenizer.from_pretrained({str(folder)!r})"
+    own_way = f"ctranslate2.Translator({str(folder)!r}), AutoTokenizer.from_pretrained({str(folder)!r})"
+    return f"{own_way}, with translate_batch(..., use_vmap=True)" if (folder / VMAP).is_file() else own_way
 
 
-def _read_vocabulary(folder: Path, side: str) -> list[str]:
+def read_tokens(folder: Path, side: str) -> list[str]:
+    """The token of every id of the tokenizer."""
     file = folder / f"{side}_vocabulary.json"
-    file = file if file.is_file() else folder / "shared_vocabulary.json"
-    return json.loads(file.read_text(encoding="utf-8"))
+    shared = not file.is_file()
+    tokens = json.loads((folder / "shared_vocabulary.json" if shared else file).read_text(encoding="utf-8"))
+    first = read_json(folder / ORDER).get("first", ()) if shared or side == "target" else ()
+    order = order_ids(len(tokens), first)
+    if order is None:
+        return tokens
+    place = {number: index for index, number in enumerate(order)}
+    return [tokens[place[number]] for number in range(len(tokens))]

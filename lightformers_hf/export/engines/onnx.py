@@ -23,16 +23,21 @@ from onnx import TensorProto
 from ..layers import Attention, Expansion, Layer, Linear, Stack, read_output, read_stack
 from ..onnx_graph import ACTIVATIONS, WEIGHTS, Graph, Weights
 from ..search import Search, Step, generate, log_softmax
+from ..shortlist import Shortlist, narrow_search
 from ..source import Source
 
 QUANTIZATIONS = ("float32", "int8")
 # Turns weights into unsigned ones when a session starts: slower, but their products are added in 32 bits everywhere.
 EXACT_INT8 = ("session.x64quantprecision", "1")
+SHORTLIST = "shortlist.json"
 MASKED = float(np.finfo(np.float32).min) / 2
 
 
-def write(source: Source, folder: Path, quantization: str | None) -> Expansion:
+def write(source: Source, folder: Path, quantization: str | None, *, sliced: bool = False) -> Expansion:
     """Write `encoder.onnx`, `decoder.onnx` and their weights to `folder`, all factors as they are.
+
+    Args:
+        sliced: let the decoder compute logits of some tokens alone, its input `candidates`.
 
     Raises:
         ValueError: an activation that the graphs do not know.
@@ -49,7 +54,7 @@ def write(source: Source, folder: Path, quantization: str | None) -> Expansion:
         weights = Weights(file)
         graphs: dict[str, Callable[[Graph], None]] = {
             "encoder": functools.partial(encoder_graph, encoder=encoder, decoder=decoder),
-            "decoder": functools.partial(decoder_graph, decoder=decoder, output=output),
+            "decoder": functools.partial(decoder_graph, decoder=decoder, output=output, sliced=sliced),
         }
         for name, build in graphs.items():
             graph = Graph(weights, quantization == "int8", activation, normalize_before)
@@ -62,6 +67,12 @@ def write(source: Source, folder: Path, quantization: str | None) -> Expansion:
     for linear in (*encoder.linears, *decoder.linears):
         expansion.write(linear)
     return expansion
+
+
+def write_shortlist(source: Source, folder: Path, quantization: str | None, shortlist: Shortlist) -> None:
+    """Write the graphs anew, the decoder's with the tokens that can come as an input, and which these are."""
+    write(source, folder, quantization, sliced=True)
+    shortlist.save(folder / SHORTLIST)
 
 
 def scaled_inputs(attention: Attention) -> list[Linear]:
@@ -123,8 +134,10 @@ def encoder_graph(graph: Graph, encoder: Stack, decoder: Stack) -> None:
     graph.output(bias, "cross_bias", ["batch", 1, 1, "source"])
 
 
-def decoder_graph(graph: Graph, decoder: Stack, output: Linear) -> None:
+def decoder_graph(graph: Graph, decoder: Stack, output: Linear, *, sliced: bool = False) -> None:
     """One token of each of N = B·K sequences (K beams), its position, and caches → logits (N, V) and longer caches.
+
+    Sliced, it also gets C of the V tokens, and gives logits (N, C) of these.
 
     Beams of a sentence read the same cross-attention, as if they were positions of one.
     """
@@ -171,8 +184,12 @@ def decoder_graph(graph: Graph, decoder: Stack, output: Linear) -> None:
     *projection, weight = output.chains[0]
     for factor in projection:
         states = graph.matmul(states, factor)
-    logits = graph.matmul_rows(states, weight.T, output.bias)
-    graph.output(logits, "logits", ["rows", weight.shape[1]])
+    if sliced:
+        candidates = graph.input("candidates", TensorProto.INT64, ["candidates"])
+        logits = graph.matmul_chosen(states, weight.T, candidates, output.bias)
+    else:
+        logits = graph.matmul_rows(states, weight.T, output.bias)
+    graph.output(logits, "logits", ["rows", "candidates" if sliced else weight.shape[1]])
 
 
 @functools.cache
@@ -185,6 +202,11 @@ def overflows() -> bool:
         graph.model("probe").SerializeToString(), providers=["CPUExecutionProvider"]
     )
     return abs(float(session.run(None, {"states": np.ones((1, 2), dtype=np.float32)})[0].item()) - 2) > 0.01
+
+
+def is_int8(folder: Path) -> bool:
+    """Whether an exported decoder computes in int8."""
+    return b"DynamicQuantizeMatMul" in (folder / "decoder.onnx").read_bytes()
 
 
 class OnnxModel:
@@ -209,14 +231,30 @@ class OnnxModel:
                 "are shared: export without quantization, or to another engine"
             ) from error
         self._past = [value for value in self.decoder.get_inputs() if value.name.startswith("past_")]
+        is_sliced = any(value.name == "candidates" for value in self.decoder.get_inputs())
+        self.shortlist = Shortlist.load(folder / SHORTLIST) if is_sliced else None
+        if is_sliced and is_int8(folder) and overflows():
+            raise ValueError(
+                f"{folder}: int8 products overflow on this processor, and ONNX Runtime cannot avoid that for a part "
+                "of the output layer: export without shortlist, without quantization, or to another engine"
+            )
         self._cross = [value.name for value in self.encoder.get_outputs()]
 
     def generate(self, batch: list[list[int]], search: Search) -> list[list[int]]:
         """As `Engine.generate`."""
-        return generate(self.steps(batch, search.num_beams), len(batch), search)
+        if self.shortlist is None:
+            return generate(self.steps(batch, search.num_beams), len(batch), search)
+        tokens = self.shortlist.candidates(batch)
+        compute = self.steps(batch, search.num_beams, tokens)
+        rows = generate(lambda some, order: compute(tokens[some], order), len(batch), narrow_search(search, tokens))
+        return [tokens[row].tolist() for row in rows]
 
-    def steps(self, batch: list[list[int]], num_beams: int = 1) -> Step:
-        """Encode a batch; what comes back computes the logits of one step after the other (`search.Step`)."""
+    def steps(self, batch: list[list[int]], num_beams: int = 1, candidates: np.ndarray | None = None) -> Step:
+        """Encode a batch; what comes back computes the logits of one step after the other (`search.Step`).
+
+        Args:
+            candidates: tokens whose logits are wanted, where the model computes some alone; `None`: all.
+        """
         width = max(map(len, batch))
         ids = np.full((len(batch), width), self.search.pad, dtype=np.int64)
         mask = np.zeros_like(ids)
@@ -229,6 +267,8 @@ class OnnxModel:
                 [len(batch) * num_beams, *(0 if isinstance(size, str) else size for size in value.shape[1:])],
                 dtype=np.float32,
             )
+        if self.shortlist is not None:
+            feeds["candidates"] = np.arange(self.shortlist.vocabulary) if candidates is None else candidates
         outputs = ["logits", *(value.name.removeprefix("past_") for value in self._past)]
         same = np.arange(len(batch) * num_beams)
         position = 0
