@@ -90,8 +90,8 @@ def write_shortlist(source: Source, folder: Path, quantization: str | None, shor
     """Write `vmap.txt`: a line a source token, a tab behind it, and the target tokens that can come with it.
 
     The line without a source token has those that always can. The model is written anew, with the tokens that every
-    search needs first in its vocabulary, as `token_order.json` says: up to 4.8 at least, CTranslate2 goes on using their
-    places among the tokens of the batch before (`_to_output_word_id` is not emptied), which so are always the same.
+    search needs first in its vocabulary, as `token_order.json` says: CTranslate2, up to 4.8 at least, goes on using
+    their places among the tokens of the batch before (`_to_output_word_id` is not emptied), which so never change.
 
     Raises:
         ValueError: a target token with a space or a tab in it, of which the file would know nothing.
