@@ -1,6 +1,8 @@
 #!/usr/bin/env python
 r"""How fast fresh models learn to reverse random tokens: mean loss in nats after some hundred steps.
 
+Beside it what decides it: the share of the fresh encoder's last states that tells the tokens of a sentence apart.
+
     python training/compare_starts.py
     python training/compare_starts.py --models transformer=lightformer,init_std=0.02 subformer --seeds 0 1 2
 
@@ -70,15 +72,23 @@ def make_model(description: str, seed: int) -> PreTrainedModel:
     Raises:
         ValueError: the type is none of SHAPES, or the configuration refuses a field.
     """
-    kind, *fields = description.split(",")
+    kind, *changes = description.split(",")
     if kind not in SHAPES or not kind:
         raise ValueError(f"no model type {kind!r} here: choose {', '.join(filter(None, SHAPES))}")
-    given = dict(field.split("=", 1) for field in fields)
-    config = AutoConfig.for_model(
-        kind, **SHAPES[""], **SHAPES[kind] | {name: yaml.safe_load(value) for name, value in given.items()}
-    )
+    given = dict(field.split("=", 1) for field in changes)
+    fields = SHAPES[""] | SHAPES[kind] | {name: yaml.safe_load(value) for name, value in given.items()}
+    config = AutoConfig.for_model(kind, **fields)
     torch.manual_seed(seed)
     return AutoModelForSeq2SeqLM.from_config(config)
+
+
+@torch.no_grad()
+def own_share(model: PreTrainedModel, seed: int) -> float:
+    """Share of the mean square of the encoder's last states that tells the tokens of a sentence from each other."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(SPECIAL, SPECIAL + TOKENS, (SENTENCES, LENGTH), generator=generator)
+    states = model.get_encoder()(input_ids=ids).last_hidden_state
+    return ((states - states.mean(1, keepdim=True)).square().mean() / states.square().mean()).item()
 
 
 def learn(model: PreTrainedModel, seed: int, checks: list[int], bar: tqdm) -> list[float]:
@@ -118,13 +128,17 @@ def main() -> None:
     models = dict(model.split("=", 1) if "=" in model.split(",")[0] else (model, model) for model in args.models)
     for description in models.values():  # before the first trains for a minute
         make_model(description, 0)
-    table = Table("model", *(f"nats after {steps} steps" for steps in args.steps), "start")
+    table = Table(
+        "model", "a token's own share, fresh", *(f"nats after {steps} steps" for steps in args.steps), "start"
+    )
     with tqdm(total=len(models) * len(args.seeds) * max(args.steps), unit="step") as bar:
         for name, description in models.items():
             bar.set_description(name)
-            runs = [learn(make_model(description, seed), seed, args.steps, bar) for seed in args.seeds]
-            means = (f"{fmean(losses):.2f}" for losses in zip(*runs, strict=True))
-            table.add_row(name, *means, description)
+            runs = []
+            for seed in args.seeds:
+                model = make_model(description, seed)
+                runs.append([own_share(model.eval(), seed), *learn(model, seed, args.steps, bar)])
+            table.add_row(name, *(f"{fmean(values):.2f}" for values in zip(*runs, strict=True)), description)
     Console().print(table)
 
 

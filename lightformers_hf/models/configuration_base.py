@@ -163,7 +163,7 @@ class FactorizedConfig(PreTrainedConfig):
 
     def check(self) -> None:
         """Raise `ValueError` where fields cannot go together."""
-        for field in ("dropout", "attention_dropout", "activation_dropout"):
+        for field in (name for name in type(self).__dataclass_fields__ if name.endswith("dropout")):
             if not 0 <= getattr(self, field) <= 1:
                 raise ValueError(f"{field} is {getattr(self, field)}; it is a share, from 0 to 1")
         ranks = {field: getattr(self, field) for field in RANK_FIELDS}

@@ -24,6 +24,7 @@ class PartialFormerConfig(FactorizedConfig):
         encoder_ffn_expansion, decoder_ffn_expansion: ρ, inner width of the heads' feed-forward network over d_k.
         encoder_ffn_in, decoder_ffn_in: which attention has the feed-forward network and the gate (Tables 7 and 15):
             `self` or `none` in the encoder, `both`, `cross`, `self` or `none` in the decoder.
+        ffn_dropout: behind the second layer of that network; the released language model has it, the paper does not.
         ffn_residual: a residual connection around the heads' feed-forward network.
         ffn_glu: a gated linear unit in it (Table 18; Swi-GLU: `activation_function="silu"`).
         gate_activation: σ of the gate, `relu`, `sigmoid` or `tanh` (Eq. 5, Table 7).
@@ -55,6 +56,7 @@ class PartialFormerConfig(FactorizedConfig):
     decoder_ffn_expansion: int = 2
     encoder_ffn_in: str = "self"
     decoder_ffn_in: str = "both"
+    ffn_dropout: float | int = 0.0
     ffn_residual: bool = True
     ffn_glu: bool = False
     gate_activation: str = "relu"

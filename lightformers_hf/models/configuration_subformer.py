@@ -33,6 +33,8 @@ class SubformerConfig(FactorizedConfig):
             language models (Baevski and Auli 2019).
         embedding_dim: d_e; `None` means d_m/2 for `safe` and `linear`. The other two are d_m wide.
         embedding_attention_heads: heads of SAFE; `None` as `sandwich_attention_heads`.
+        decoder_embedding_scale: what the decoder's token vectors are multiplied by; `None` means √d_e (or √d_m, if they
+            are d_m wide) with `scale_embedding`, as in the encoder. The paper's released code has √d_m there.
         projection_dropout: in the projections up and down.
         normalize_before: LayerNorm before each sublayer rather than after it. `None`: as in the paper, after it in an
             encoder-decoder, before it in a causal language model.
@@ -59,6 +61,7 @@ class SubformerConfig(FactorizedConfig):
     embedding: str = "safe"
     embedding_dim: int | None = None
     embedding_attention_heads: int | None = None
+    decoder_embedding_scale: float | int | None = None
     projection_dropout: float | int = 0.05
     normalize_before: bool | None = None
 

@@ -180,6 +180,8 @@ class SubformerStack(SubformerPreTrainedModel):
             projection = project("embed_projection", config.embedding_dim, config.d_model)
         positions = SinusoidalPositions(config.max_position_embeddings, width)
         self.add_embeddings(make_table(config, stack), positions, width=width, projection=projection)
+        if stack == "decoder" and config.decoder_embedding_scale is not None:
+            self.embed_scale = config.decoder_embedding_scale
         self.safe = SAFE(config, stack) if config.embedding == "safe" else None
 
     def _change_width(self, stack: str, name: str, in_features: int, out_features: int) -> nn.Module:

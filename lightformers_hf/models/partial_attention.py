@@ -106,7 +106,8 @@ class PartialAttention(nn.Module):
             add_feed_forward(self, width, ffn_expansion * width, ffn)
             self.fc_gate = ffn("fc_gate", width, ffn_expansion * width) if config.ffn_glu else None
             self.activation, self.gate_activation = ACT2FN[config.activation_function], ACT2FN[config.gate_activation]
-            self.activation_dropout, self.ffn_residual = config.activation_dropout, config.ffn_residual
+            self.activation_dropout, self.ffn_dropout = config.activation_dropout, config.ffn_dropout
+            self.ffn_residual = config.ffn_residual
 
     def forward(
         self,
@@ -158,6 +159,7 @@ class PartialAttention(nn.Module):
         if self.fc_gate is not None:
             inner = inner * self.fc1(states)
         output = self.fc2(nn.functional.dropout(inner, p=self.activation_dropout, training=self.training))
+        output = nn.functional.dropout(output, p=self.ffn_dropout, training=self.training)
         return states + output if self.ffn_residual else output
 
 

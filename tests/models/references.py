@@ -155,7 +155,9 @@ def subformer_embed(w: Weights, config, ids: list[int], *, causal: bool) -> Vect
     if config.embedding == "linear":
         vectors = [w.linear("embed_projection", x) for x in vectors]
     d = len(vectors[0])
-    states = [math.sqrt(d) * x + sines(t, d) for t, x in enumerate(vectors)]
+    scale = config.decoder_embedding_scale if causal else None
+    scale = math.sqrt(d) if scale is None else scale
+    states = [scale * x + sines(t, d) for t, x in enumerate(vectors)]
     if config.embedding == "safe":
         states = safe(w["safe"], states, config.embedding_attention_heads, causal=causal)
     return states

@@ -275,3 +275,12 @@ def test_initialisation(variant):
     table = model.model.shared.weight
     assert not table[config.pad_token_id].any()
     assert table.std().item() == pytest.approx(128**-0.5, rel=0.05)
+
+
+def test_dropout_behind_the_heads_network():
+    """All of it dropped, heads are left as attention made them: its weights get no gradient."""
+    dropped, whole = (make({"ffn_dropout": share, "dropout": 0.0}).train() for share in (1.0, 0.0))
+    for model, reached in ((dropped, False), (whole, True)):
+        model(input_ids=torch.tensor([SOURCES[0]]), labels=torch.tensor([TARGETS[0]])).loss.backward()
+        gradient = model.model.encoder.layers[0].self_attn.fc2.weight.grad
+        assert bool(gradient is not None and gradient.any()) is reached

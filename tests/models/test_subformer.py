@@ -40,6 +40,7 @@ VARIANTS = {
     "none": {"sharing": "none"},
     "linear": {**SANDWICH, "embedding": "linear", "embedding_dim": 7},
     "full": {**SANDWICH, "embedding": "full", "embedding_dim": None},
+    "released_scale": {**SANDWICH, "decoder_embedding_scale": 12**0.5},
     "odd_widths": {"embedding_dim": 5, "embedding_attention_heads": 1, "sharing": "none"},
     "two_tables": {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 30, "sharing": "all"},
     "low_rank": {**SANDWICH, "attention_rank": 3, "ffn_rank": 4, "embedding_rank": 6, "decoder_ffn_rank": 2},
