@@ -33,8 +33,8 @@ class SubformerConfig(FactorizedConfig):
             language models (Baevski and Auli 2019).
         embedding_dim: d_e; `None` means d_m/2 for `safe` and `linear`. The other two are d_m wide.
         embedding_attention_heads: heads of SAFE; `None` as `sandwich_attention_heads`.
-        decoder_embedding_scale: what the decoder's token vectors are multiplied by; `None` means √d_e (or √d_m, if they
-            are d_m wide) with `scale_embedding`, as in the encoder. The paper's released code has √d_m there.
+        decoder_embedding_scale: what the decoder's token vectors are multiplied by; `None`: with `scale_embedding` the
+            square root of their width, as in the encoder. The paper's released code has √d_m.
         projection_dropout: in the projections up and down.
         normalize_before: LayerNorm before each sublayer rather than after it. `None`: as in the paper, after it in an
             encoder-decoder, before it in a causal language model.
