@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conversion.vocabulary.checkpoints import make_checkpoint
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers.processors import RobertaProcessing
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedConfig, PreTrainedTokenizerFast
@@ -38,6 +39,7 @@ SMALLER = {
     r"--encoder-groups 3": "--encoder-groups 1",
     r"--params \w+|--size \w+": "--params 20k",
     r"lightformers (plan|convert)": r"lightformers \1 --calibration-samples 4",
+    r"--vocabulary-size 16000": "--vocabulary-size 250",
     r"--json results.json": "--no-speed --json results.json",
     r"--cores 1 --batch-size 1": "--cores 1 --batch-size 1 --num-beams 1 --runs 1 --sentences 1 --new-tokens 2 "
     "--max-samples 2 --engine transformers --engine ctranslate2",
@@ -83,9 +85,18 @@ def tiny_recovered(tmp_path_factory, tiny_marian):
     return folder
 
 
+@pytest.fixture(scope="session")
+def tiny_nllb(tmp_path_factory):
+    """A checkpoint of NLLB's kind: random weights, and a tokenizer of a trained SentencePiece model."""
+    folder = tmp_path_factory.mktemp("tiny-nllb") / "nllb"
+    make_checkpoint("nllb", folder, positions=64)
+    return folder
+
+
 @pytest.fixture
-def workplace(tmp_path, monkeypatch, tiny_marian, tiny_bart, tiny_recovered, parallel_sentences):
+def workplace(tmp_path, monkeypatch, tiny_marian, tiny_bart, tiny_nllb, tiny_recovered, parallel_sentences):
     """A folder with what the pages assume, which is the working directory."""
+    shutil.copytree(tiny_nllb, tmp_path / "nllb")
     shutil.copytree(tiny_marian, tmp_path / "opus-mt-de-en")
     shutil.copytree(tiny_bart, tmp_path / "bart")
     for name in ("light", "recovered"):

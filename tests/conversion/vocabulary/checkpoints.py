@@ -114,7 +114,7 @@ def _t5(folder: Path) -> PreTrainedTokenizerBase:
 NAMES = ("marian", "marian_apart", "m2m_100", "nllb", "bart", "pegasus", "mbart50", "t5")
 
 
-def make_checkpoint(name: str, folder: Path) -> torch.nn.Module:
+def make_checkpoint(name: str, folder: Path, positions: int = 40) -> torch.nn.Module:
     """Save model and tokenizer of a family to `folder`, and return the model ready for inference."""
     folder.mkdir(parents=True)
     makers = {
@@ -125,12 +125,12 @@ def make_checkpoint(name: str, folder: Path) -> torch.nn.Module:
     parts = folder.with_name(f"{folder.name}-parts")
     parts.mkdir()
     tokenizer = makers[name](parts)
-    tokenizer.model_max_length = 40
+    tokenizer.model_max_length = positions
     tokenizer.save_pretrained(folder)
     size = 1 + max({**tokenizer.get_vocab(), **getattr(tokenizer, "lang_token_to_id", {})}.values())
     pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
     fields = {**COMMON, "vocab_size": size, "pad_token_id": pad, "eos_token_id": end, "forced_eos_token_id": end}
-    fields["decoder_start_token_id"] = end
+    fields |= {"decoder_start_token_id": end, "max_position_embeddings": positions}
     if name.startswith("marian"):
         fields = {**MARIAN, **fields, "decoder_start_token_id": pad}
         if name == "marian_apart":
