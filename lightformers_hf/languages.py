@@ -1,4 +1,4 @@
-"""The two languages of a translation: columns of the data, and codes of a multilingual tokenizer.
+"""The two languages of a translation: columns of the data, codes of a multilingual tokenizer, prefixes of sources.
 
 Importing this file imports nothing else: whoever reads options needs no library for it.
 """
@@ -6,7 +6,7 @@ Importing this file imports nothing else: whoever reads options needs no library
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,6 +16,42 @@ def split_language(text: str | None) -> tuple[str | None, str | None]:
     """(column of the data, code of a multilingual tokenizer) of an option: `de=de_DE`, or `de` for both."""
     column, separator, code = (text or "").partition("=")
     return column or None, (code if separator else column) or None
+
+
+def split_prefix(text: str) -> tuple[str, str]:
+    """(column of the data, what stands before each of its texts) of an option, as T5 is told what to do.
+
+    `de=translate German to English: ` ends with a space. Without one, what stands behind `=` is a code.
+    """
+    column, code = split_language(text)
+    return column or "", code if code and code.endswith(" ") and "=" in text else ""
+
+
+def add_prefix(config: object, source: str, target: str | None) -> str:
+    """`source` as it is if it says a prefix, else with that which a configuration has for the two languages.
+
+    `task_specific_params` of a T5 has `{"translation_en_to_de": {"prefix": "translate English to German: "}}`.
+    """
+    if split_prefix(source)[1]:
+        return source
+    column, goal = split_language(source)[0], split_language(target)[0]
+    found = (getattr(config, "task_specific_params", None) or {}).get(f"translation_{column}_to_{goal}", {})
+    return f"{column}={found['prefix']}" if found.get("prefix") else source
+
+
+def find_prefixes(config: object, source: str | None, target: str | None) -> list[str]:
+    """What stands before sources: of the two languages, if they are known, else of every task; at least ""."""
+    prefix = split_prefix(add_prefix(config, source, target))[1] if source else ""
+    tasks = (getattr(config, "task_specific_params", None) or {}).values()
+    return [prefix] if prefix else [task["prefix"] for task in tasks if task.get("prefix")] or [""]
+
+
+def keep_prefix(config: Any, source: str | None, target: str | None) -> None:
+    """Write a prefix that is given into `task_specific_params`, where `add_prefix` finds it."""
+    (column, prefix), goal = split_prefix(source or ""), split_language(target)[0]
+    if prefix and goal:
+        tasks = dict(getattr(config, "task_specific_params", None) or {})
+        config.task_specific_params = tasks | {f"translation_{column}_to_{goal}": {"prefix": prefix}}
 
 
 def set_language_codes(tokenizer: PreTrainedTokenizerBase, source: str | None, target: str | None) -> int | None:
@@ -31,12 +67,15 @@ def set_language_codes(tokenizer: PreTrainedTokenizerBase, source: str | None, t
     """
     if not (source or target):
         return None
+    if source and split_prefix(source)[1]:
+        source = split_prefix(source)[0]
     explicit = "=" in f"{source}{target}"
     if not hasattr(tokenizer, "src_lang"):
         if explicit:
             raise ValueError(
                 f"source_lang and target_lang are {source!r} and {target!r}, but codes go with a multilingual "
-                "tokenizer only: give columns alone"
+                "tokenizer only: give columns alone, or before = that of the source and behind it a prefix that ends "
+                "with a space"
             )
         return None
     token_of = getattr(tokenizer, "lang_code_to_token", {})  # M2M100's codes are no tokens

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .data_files import is_file_name, load_file, load_lines
+from .languages import split_language, split_prefix
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -25,7 +26,8 @@ def load_parallel(
         data: a local file (.json, .jsonl, .csv, .tsv, the same with .gz, .parquet) or a dataset on the Hub, `name` or
             `name:configuration`. Cells of a .tsv file are taken as they stand (a quote is a character).
         source, target: names of columns, or languages inside a column `translation`:
-            `{"translation": {"de": "Guten Tag.", "en": "Good day."}}`.
+            `{"translation": {"de": "Guten Tag.", "en": "Good day."}}`. A prefix for every source goes behind its
+            column, as T5 asks for: `de=translate German to English: ` (see `split_prefix`).
         split: the split of a Hub dataset. A local file is one split, this argument does not matter to it.
         max_samples: keep the first so many pairs (default: all).
 
@@ -35,12 +37,13 @@ def load_parallel(
     """
     if max_samples is not None and max_samples < 1:
         raise ValueError(f"max_samples is {max_samples}: expected 1 or more, or None for all.")
+    (source, prefix), target = split_prefix(source), split_language(target)[0] or ""
     pairs = load_rows(data, split=split)
     pairs = _select_columns(pairs, data, source, target)
     if max_samples is not None:
         pairs = pairs.select(range(min(max_samples, len(pairs))))
     _check_text(pairs, data, {"source": source, "target": target})
-    return pairs
+    return pairs.map(lambda pair: {"source": prefix + pair["source"]}) if prefix else pairs
 
 
 def load_text(
@@ -157,7 +160,6 @@ def tokenize_pairs(
     *,
     max_source_length: int,
     max_target_length: int,
-    source_prefix: str = "",
     num_proc: int | None = None,
 ) -> Dataset:
     """Tokenize the pairs of `load_parallel` into what a seq2seq model trains on.
@@ -168,16 +170,11 @@ def tokenize_pairs(
     Args:
         max_source_length, max_target_length: tokens, end-of-sentence token included, which always stays; longer texts
             are cut.
-        source_prefix: stands before every source, as T5 asks for: `translate German to English: `.
         num_proc: worker processes (default: none, in this process).
     """
     return pairs.map(
         _tokenize,
-        fn_kwargs={
-            "tokenizer": tokenizer,
-            "limits": (max_source_length, max_target_length),
-            "source_prefix": source_prefix,
-        },
+        fn_kwargs={"tokenizer": tokenizer, "limits": (max_source_length, max_target_length)},
         batched=True,
         remove_columns=pairs.column_names,
         num_proc=num_proc,
@@ -185,11 +182,9 @@ def tokenize_pairs(
     )
 
 
-def _tokenize(
-    batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, limits: tuple[int, int], source_prefix: str
-) -> dict[str, list]:
+def _tokenize(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, limits: tuple[int, int]) -> dict[str, list]:
     """The columns of `tokenize_pairs`; `limits` are the longest source and target."""
-    source = tokenizer([source_prefix + text for text in batch["source"]], max_length=limits[0], truncation=True)
+    source = tokenizer(batch["source"], max_length=limits[0], truncation=True)
     target = tokenizer(text_target=batch["target"], max_length=limits[1], truncation=True)
     return {
         "input_ids": source["input_ids"],

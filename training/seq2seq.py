@@ -166,6 +166,8 @@ def run(
     reads = [model_args.model_name_or_path, model_args.config_name, model_args.tokenizer_name, distillation.teacher]
     checkpoint = check_output(args, reads)
     source, target = task.columns
+    if data_args.source_prefix:
+        source = f"{source}={data_args.source_prefix.rstrip()} "
     parts = load_parts(data_args, partial(load_parallel, source=source, target=target))
     if args.eval_strategy != "no" and "validation" not in parts:
         raise ValueError(f"eval_strategy is {args.eval_strategy}: give --validation-file.")
@@ -181,9 +183,9 @@ def run(
         teacher = load_teacher(distillation.teacher, tokenizer, model_args.attn_implementation)
 
     with args.main_process_first():
-        options = {k: getattr(data_args, k) for k in ("max_source_length", "max_target_length", "source_prefix")}
-        options["num_proc"] = data_args.preprocessing_num_workers
-        tokens = {part: tokenize_pairs(pairs, tokenizer, **options) for part, pairs in parts.items()}
+        lengths = {k: getattr(data_args, k) for k in ("max_source_length", "max_target_length")}
+        workers = data_args.preprocessing_num_workers
+        tokens = {part: tokenize_pairs(pairs, tokenizer, num_proc=workers, **lengths) for part, pairs in parts.items()}
     scored = {part: ScoredPart(parts[part], tokens[part], tokenizer) for part in tokens if part != "train"}
 
     def score_validation(prediction: EvalPrediction) -> dict[str, float]:

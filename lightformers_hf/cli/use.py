@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import click
 
-from ..languages import split_language
+from ..languages import split_language, split_prefix
 from .output import PLACE, Answer, Argument, check_installed, command, option
 
 if TYPE_CHECKING:
@@ -24,7 +24,11 @@ BATCH_SIZE = option("--batch-size", type=AT_LEAST_ONE, default=32, help="Sentenc
 NUM_BEAMS = option("--num-beams", type=AT_LEAST_ONE, help="Beams; 1 is greedy. Default: the checkpoint's.")
 MAX_NEW_TOKENS = option("--max-new-tokens", type=AT_LEAST_ONE, help="Longest output. Default: the checkpoint's.")
 DEVICE = option("--device", default="cpu", help="Where to compute: cpu, cuda, cuda:1, mps.")
-SOURCE_LANG = option("--source-lang", metavar="de", help="Column of the source, or language in 'translation'.")
+SOURCE_LANG = option(
+    "--source-lang",
+    metavar="de",
+    help="Column of the source, or language in 'translation'. T5: de='a prefix: ' goes before each.",
+)
 TARGET_LANG = option("--target-lang", metavar="en", help="Column of the reference, or language likewise.")
 SPLIT = option("--split", default="test", help="Split of a dataset on the Hub.")
 MAX_SAMPLES = option("--max-samples", type=AT_LEAST_ONE, help="Use the first so many pairs. Default: all.")
@@ -56,7 +60,11 @@ def generation_options(*, num_beams: int | None, max_new_tokens: int | None) -> 
 
 def columns(source_lang: str | None, target_lang: str | None) -> Columns:
     """The columns that the two options name, as the package's functions take them."""
-    return {"source": split_language(source_lang)[0], "target": split_language(target_lang)[0]}
+    has_prefix = source_lang is not None and split_prefix(source_lang)[1]
+    return {
+        "source": source_lang if has_prefix else split_language(source_lang)[0],
+        "target": split_language(target_lang)[0],
+    }
 
 
 @command(

@@ -80,7 +80,9 @@ class CompressionOptions:
             teacher's own.
         source_lang, target_lang: a column of the data, or a language inside its column `translation`; of a
             multilingual checkpoint (mBART-50, M2M100, NLLB) also the tokenizer's code of the language, which the
-            result keeps. `COLUMN=CODE` (`de=de_DE`) where the two differ. `None`: those that the tokenizer names.
+            result keeps. `COLUMN=CODE` (`de=de_DE`) where the two differ. `None`: those that the tokenizer names. A
+            model that is told its task before every source gets that behind the column, with a space at the end: T5's
+            `de=translate German to English: `, unless its configuration has it for the two languages.
         device: where the model runs and matrices are decomposed: `cpu`, `cuda`, `cuda:1`, `mps`, …. One that knows no
             float64 (mps) runs the model only.
 

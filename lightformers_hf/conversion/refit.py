@@ -93,8 +93,8 @@ def refit_layers(
 
     A layer's inputs x are the student's, with all layers before it refitted; its aim is the teacher's output y:
     W* = (E[xᵀx] + ρI)⁻¹ (E[xᵀy] + ρW), all centred, truncated in the metric of the calibration; the bias makes the
-    means agree. W is the layer as it was in the teacher, ρ = 0.01 · the mean variance of x. Last, the bias of the
-    logits makes every token as likely on average as the teacher finds it.
+    means agree (without one, nothing is centred). W is the layer as it was in the teacher, ρ = 0.01 · the mean
+    variance of x. Last, the bias of the logits makes every token as likely on average as the teacher finds it.
 
     Args:
         student, teacher: LightFormers of one depth without shared layers; the teacher dense or not.
@@ -169,7 +169,7 @@ def _target_states(who: str, calibration: Calibration, shelf: Shelf) -> Iterator
 
 def _probabilities(model: PreTrainedModel, states: Tensor) -> Tensor:
     """Of every token behind decoder states (tokens×d), tokens×V."""
-    return model.lm_head(states).add_(model.final_logits_bias).softmax(-1)
+    return model.lm_head(model.before_output(states)).add_(model.final_logits_bias).softmax(-1)
 
 
 class _Walk:
@@ -318,10 +318,14 @@ class _Sums:
         self.count = int(sum_over_all(torch.tensor(self.count)))
         self.left, self.right, self.product = (sum_over_all(sums) for sums in (self.left, self.right, self.product))
 
-    def centred(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Both means, and the covariance."""
-        left, right = self.left / self.count, self.right / self.count
-        return left, right, self.product / self.count - torch.outer(left, right)
+    def means(self) -> tuple[Tensor, Tensor]:
+        """Of both sides."""
+        return self.left / self.count, self.right / self.count
+
+    def moment(self, *, centred: bool) -> Tensor:
+        """The covariance, or the second moment, m×n."""
+        moment = self.product / self.count
+        return moment - torch.outer(*self.means()) if centred else moment
 
 
 def _solve(
@@ -333,8 +337,8 @@ def _solve(
     gradients: Tensor,
 ) -> None:
     """Give `module` the regression, shrunk towards the matrix `own`, as near as its form can come (`nearest`)."""
-    mean_in, _, covariance = inputs.centred()
-    _, mean_out, cross = outputs.centred()
+    has_bias = bias_of(module) is not None
+    covariance, cross = inputs.moment(centred=has_bias), outputs.moment(centred=has_bias)
     # Inputs that hardly vary leave a covariance of rounding; those that are always zero, behind what was pruned, none.
     seen = inputs.product.diagonal().mean() / inputs.count
     ridge = max(RIDGE * covariance.diagonal().mean(), CONSTANT * seen)
@@ -349,6 +353,7 @@ def _solve(
 
     module.load_state_dict(nearest(matrix, bias_of(module), metric))
     if (bias := bias_of(module)) is not None:
+        mean_in, mean_out = outputs.means()
         bias.copy_(mean_out - mean_in @ _matrix(module, mean_in.device))
 
 

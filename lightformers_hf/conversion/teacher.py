@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from .. import models
 from ..checkpoint import CheckpointReader, check_sizes
 from ..files import TOKENIZER_FILES
-from ..languages import set_language_codes
+from ..languages import keep_prefix, set_language_codes
 from ..loading import (
     DAMAGED,
     find_architecture,
@@ -69,6 +69,7 @@ class Teacher:
         check_sizes(self.source_config, self.reader.shapes(), folder)
         try:
             self.config = self.family.fit_weights(self.family.own_config(self.source_config), self.reader)
+            keep_prefix(self.config, *languages)
             self.model_class = getattr(models, architecture or "", models.LightFormerForConditionalGeneration)
             self.model = skeleton(self.model_class, self.config)
         except DAMAGED as error:

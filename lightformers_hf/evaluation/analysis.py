@@ -295,7 +295,7 @@ def analyze(
     analyses = []
     for name, label in zip(names, labels, strict=True):
         model, tokenizer = load_model(name, device=device)
-        columns = dict(zip(("source", "target"), choose_columns(name, tokenizer, source, target), strict=True))
+        columns = dict(zip(("source", "target"), choose_columns(name, model, tokenizer, source, target), strict=True))
         pairs = load_parallel(data, **columns, split=split, max_samples=max_samples)
         found = behaviour(model, parallel_batches(model, tokenizer, pairs), progress=progress)
         memory, libraries = translation_memory(name, pairs[:MEMORY_SENTENCES]["source"])

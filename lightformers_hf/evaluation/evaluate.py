@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..files import REPORT_FILE, read_json
+from ..languages import add_prefix, split_language
 from ..loading import load_model, load_teacher, short_name, unique_parameters, weight_bytes
 from ..text import fingerprint, load_parallel
 from .memory import translation_memory
@@ -20,7 +21,7 @@ from .speed import speed_ratio, tokens_per_second, typical_sentences
 from .translate import translate
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 MEMORY_SENTENCES = 10
@@ -126,7 +127,8 @@ def evaluate_model(
     Args:
         model, teacher: folders or Hub names of sequence-to-sequence checkpoints.
         data, split, max_samples: as for `load_parallel`.
-        source, target: names of columns, or languages in a column `translation`; by default the tokenizer's own.
+        source, target: names of columns, or languages in a column `translation`; by default the tokenizer's own. The
+            source's may bring a prefix (`load_parallel`); one that the configuration has for the two is used.
         device: where the quality is measured; speed and memory are measured on one CPU core.
         speed: measure tokens/s and peak memory, too (minutes).
         runs: of the speed measurement.
@@ -143,7 +145,7 @@ def evaluate_model(
         loaded["teacher"] = load_teacher(teacher, loaded["model"][1], device=device)
     # The teacher searches with the model's number of beams, whatever its own checkpoint says.
     generation = {"num_beams": loaded["model"][0].generation_config.num_beams or 1} | generation
-    source, target = choose_columns(model, loaded["model"][1], source, target)
+    source, target = choose_columns(model, *loaded["model"], source, target)
     pairs = load_parallel(data, source=source, target=target, split=split, max_samples=max_samples)
     sources, references = list(pairs["source"]), list(pairs["target"])
     warn_of_overlap(model, data, sources)
@@ -160,7 +162,14 @@ def evaluate_model(
         sentences = typical_sentences(sources, references, loaded.get("teacher", loaded["model"])[1])
         ratio = _measure_speed(measured, loaded, sentences, runs=runs, progress=progress, **generation)
     return Evaluation(
-        measured["model"], measured.get("teacher"), ratio, data, source, target, len(sources), generation=generation
+        measured["model"],
+        measured.get("teacher"),
+        ratio,
+        data,
+        split_language(source)[0],
+        target,
+        len(sources),
+        generation=generation,
     )
 
 
@@ -196,9 +205,16 @@ def warn_of_overlap(model: str, data: str, sources: list[str]) -> None:
 
 
 def choose_columns(
-    name: str, tokenizer: PreTrainedTokenizerBase, source: str | None, target: str | None
+    name: str,
+    model: PreTrainedModel | PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    source: str | None,
+    target: str | None,
 ) -> tuple[str, str]:
-    """The columns to read: as given, else the languages that the tokenizer names (Marian's does)."""
+    """The columns to read: as given, else the languages that the tokenizer names (Marian's does).
+
+    The source's comes with the prefix that it was given, or that the configuration has for the two (T5's).
+    """
     source = source or getattr(tokenizer, "source_lang", None)
     target = target or getattr(tokenizer, "target_lang", None)
     if not (source and target):
@@ -207,4 +223,4 @@ def choose_columns(
             "line --source-lang and --target-lang), two columns of the data or two languages inside its column "
             "'translation'."
         )
-    return source, target
+    return add_prefix(getattr(model, "config", model), source, target), target

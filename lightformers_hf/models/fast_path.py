@@ -151,6 +151,11 @@ class FastLayer:
         self.fc_gate = _product(ffn, "fc_gate", residuals) if "fc_gate" in parts_of(ffn) else None
         self.ffn_norm = _norm(norms["final_layer_norm"])
         self.activation, self.normalize_before = layer.activation, layer.normalize_before
+        self.relative_positions = parts.get("relative_positions")
+
+    def add_positions(self, mask: torch.Tensor | None, distances: torch.Tensor | None) -> torch.Tensor | None:
+        """The mask of self-attention with the layer's own biases in it, where it has some."""
+        return mask if distances is None else self.relative_positions(distances, mask)
 
     def __call__(
         self,
@@ -194,7 +199,7 @@ class FastLayer:
 def run_layers_fast(
     depths: Iterable[tuple[TransformerLayer, dict]],
     hidden_states: torch.Tensor,
-    mask_of: Callable[[nn.Module], torch.Tensor | None],
+    attention_mask: torch.Tensor | None,
     encoder_hidden_states: torch.Tensor | None = None,
     encoder_attention_mask: torch.Tensor | None = None,
     *,
@@ -202,6 +207,7 @@ def run_layers_fast(
     layer_class: type[TransformerLayer],
     past_key_values: Cache | None = None,
     use_cache: bool | None = None,
+    distances: torch.Tensor | None = None,
     **others: Any,
 ) -> torch.Tensor | None:
     """Apply a stack's layers, (B, T, d) → (B, T, d); `None` where that takes the modules themselves.
@@ -211,9 +217,8 @@ def run_layers_fast(
 
     Args:
         depths: layer and own arguments (`own`, `layer_idx`, `cross_layer_idx`) of every depth.
-        mask_of: layer → mask of its self-attention.
         layer_class: the layers are of exactly this class, whose `forward` is that of `TransformerLayer`.
-        use_cache, others: arguments of the layers; `others` are for their modules, once they are set.
+        use_cache, distances, others: arguments of the layers; `others` are for their modules, once they are set.
     """
     if (
         torch.is_grad_enabled()
@@ -226,7 +231,7 @@ def run_layers_fast(
         return None
     built: dict[tuple[int, int], FastLayer] = {}
     try:
-        calls: list[tuple[FastLayer, nn.Module, tuple[int, int]]] = []
+        calls: list[tuple[FastLayer, tuple[int, int]]] = []
         for layer, arguments in depths:
             if type(layer) is not layer_class:
                 return None
@@ -234,15 +239,15 @@ def run_layers_fast(
             key = id(layer), id(own)
             if key not in built:
                 built[key] = FastLayer(layer, own)
-            calls.append((built[key], layer, slots))
+            calls.append((built[key], slots))
     except NotPlainError:
         return None
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-    for fast, layer, slots in calls:
+    for fast, slots in calls:
         rows = fast(
             rows,
             len(hidden_states),
-            mask_of(layer),
+            fast.add_positions(attention_mask, distances),
             encoder_hidden_states,
             encoder_attention_mask,
             past_key_values,

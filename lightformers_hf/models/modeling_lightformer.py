@@ -4,13 +4,12 @@ Names of modules are those of Marian and BART, so that a converted weight is fou
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -155,11 +154,16 @@ class LightFormerStack(LightFormerPreTrainedModel):
     ) -> torch.Tensor:
         """Apply the layers depth by depth. (B, T, d) → (B, T, d)."""
         depths = list(self.by_depth())
-        mask_of = self._masks(hidden_states, attention_mask, kwargs.get("past_key_values"))
+        if self.config.position_embedding_type in RELATIVE_POSITIONS:
+            distances = find_distances(hidden_states, attention_mask, kwargs.get("past_key_values"))
+            if self.relative_positions is None:  # each layer has its own; all together would fill the memory
+                kwargs["distances"] = distances
+            else:
+                attention_mask = self.relative_positions(distances, attention_mask)
         states = run_layers_fast(
             depths,
             hidden_states,
-            mask_of,
+            attention_mask,
             *cross,
             config=self.config,
             layer_class=LightFormerLayer,
@@ -168,20 +172,8 @@ class LightFormerStack(LightFormerPreTrainedModel):
         if states is None:
             states = hidden_states
             for layer, arguments in depths:
-                states = layer(states, mask_of(layer), *cross, **arguments, **kwargs)
+                states = layer(states, attention_mask, *cross, **arguments, **kwargs)
         return self.layer_norm(states).to(hidden_states.dtype)
-
-    def _masks(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, past_key_values: Cache | None
-    ) -> Callable[[nn.Module], torch.Tensor | None]:
-        """The mask of self-attention of a layer: that of the stack, with the biases of relative positions in it."""
-        if self.config.position_embedding_type not in RELATIVE_POSITIONS:
-            return lambda layer: attention_mask
-        distances = find_distances(hidden_states, attention_mask, past_key_values)
-        if self.relative_positions is None:  # made for one layer after the other: together they would fill the memory
-            return lambda layer: layer.relative_positions(distances, attention_mask)
-        biased = self.relative_positions(distances, attention_mask)
-        return lambda layer: biased
 
 
 class LightFormerEncoder(EncoderStack, LightFormerStack):

@@ -91,9 +91,15 @@ class TransformerLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         layer_idx: int | None = None,
         cross_layer_idx: int | None = None,
+        distances: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """(B, T, d) → (B, T, d). `own` is the `Depth` of this call; the others: see `LayerStack.by_depth`."""
+        """(B, T, d) → (B, T, d). `own` is the `Depth` of this call; the others: see `LayerStack.by_depth`.
+
+        With `distances` (T, S), the layer adds the biases of its `relative_positions` to the mask.
+        """
+        if distances is not None:
+            attention_mask = self.relative_positions(distances, attention_mask)
         norms = self if hasattr(self, "final_layer_norm") else own
         ffn = self if hasattr(self, "fc1") else own
         residuals = getattr(own, "residuals", None)

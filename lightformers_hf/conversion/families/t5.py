@@ -54,6 +54,7 @@ class T5(Family):
         """As every family's, under this package's names."""
         dropouts = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), config.dropout_rate)
         start = getattr(config, "decoder_start_token_id", None)
+        tasks = {name: getattr(config, name) for name in ("task_specific_params",) if hasattr(config, name)}
         return LightFormerConfig(
             vocab_size=config.vocab_size,
             d_model=config.d_model,
@@ -78,6 +79,7 @@ class T5(Family):
             decoder_start_token_id=config.pad_token_id if start is None else start,
             dtype=config.dtype,
             **dropouts,
+            **tasks,
             **cls.fields,
         )
 

@@ -127,24 +127,31 @@ class NarrowerHeads(Form):
     def _bottlenecks(self) -> tuple[Bottlenecks, Bottlenecks, Tensor]:
         """Of queries, of contexts, and the mean of the context."""
         query, key, value, out = (f"{self.name}.{part}_proj" for part in ("q", "k", "v", "out"))
-        q, bias = self.originals.matrix(query).double(), self.originals.bias(query).double()
+        q, bias = self.originals.matrix(query).double(), self._bias(query)
         moments, heads = self.originals.moments(query), self.heads
         w_out = self.originals.matrix(out).double()
         if moments is None:
             k, v = self.originals.matrix(key).double(), self.originals.matrix(value).double()
             second, gradients = q.T @ q + torch.outer(bias, bias), k.T @ k
-            mean, contexts, at_output = self.originals.bias(value).double(), v.T @ v, None
+            mean, contexts, at_output = self._bias(value), v.T @ v, None
         else:
             x, mean_x = moments
             means = torch.outer(mean_x @ q, bias)
             second = q.T @ x @ q + means + means.T + torch.outer(bias, bias)
             gradients = self.originals.gradients(query)
             contexts, mean = self.originals.moments(out)
+            if self.originals.bias(out) is None:  # nothing takes the mean of what is lost
+                mean = torch.zeros_like(mean)
             contexts = contexts - torch.outer(mean, mean)
             at_output = self.originals.gradients(out)
         of_contexts = w_out @ (w_out.T if at_output is None else at_output @ w_out.T)
         queries = Bottlenecks.of(diagonal_blocks(second, heads), diagonal_blocks(gradients, heads))
         return queries, Bottlenecks.of(diagonal_blocks(contexts, heads), diagonal_blocks(of_contexts, heads)), mean
+
+    def _bias(self, name: str) -> Tensor:
+        """Of a matrix (n), double; zeros where it has none."""
+        matrix, bias = self.originals.linear(name)
+        return matrix.new_zeros(matrix.shape[1], dtype=torch.float64) if bias is None else bias.double()
 
     def _scaled(self, maps: tuple[Tensor, Tensor], first: str, second: str) -> tuple[Tensor, Tensor]:
         """X and Y of every head, scaled for columns of W·X to be as long as what Y makes of the second matrix."""
@@ -161,8 +168,8 @@ class NarrowerHeads(Form):
 
     def _with_bias(self, part: str) -> Tensor:
         """W with b below it: where W is nearly zero, its bias tells how large what comes out is."""
-        matrix, bias = self.originals.linear(f"{self.name}.{part}")
-        return torch.cat([matrix, bias[None]]).double()
+        name = f"{self.name}.{part}"
+        return torch.cat([self.originals.matrix(name).double(), self._bias(name)[None]])
 
     def size(self, setting: Setting | Tensor, measure: Measure) -> Tensor | float:
         """What the block takes of the budget with heads of that width."""
@@ -196,8 +203,10 @@ class NarrowerHeads(Form):
         # As long as each other: inside a head, any basis and scale computes the same.
         into_q, out_of_q = self._scaled(queries.at(setting), "q_proj", "k_proj")
         into_v, out_of_v = self._scaled(contexts.at(setting), "v_proj", "out_proj")
+        # Scores are divided by the root of the width.
+        scale = (setting / full) ** 0.5 if self.originals.dense.config.scale_attention else 1.0
         coordinates = {
-            "q_proj": torch.block_diag(*(into_q * (setting / full) ** 0.5)),  # scores are divided by the root of it
+            "q_proj": torch.block_diag(*(into_q * scale)),
             "k_proj": torch.block_diag(*out_of_q.mT),
             "v_proj": torch.block_diag(*into_v),
         }
@@ -210,10 +219,10 @@ class NarrowerHeads(Form):
             matrix, bias = self.originals.linear(name)
             if part == "out_proj":
                 lost = mean - mean @ coordinates["v_proj"] @ spread
-                new, new_bias = spread @ matrix.double(), bias.double() + lost @ matrix.double()
+                new, new_bias = spread @ matrix.double(), self._bias(name) + lost @ matrix.double()
             else:
-                new, new_bias = matrix.double() @ coordinates[part], bias.double() @ coordinates[part]
-            tensors[name] = {"weight": new.T.to(matrix.dtype), "bias": new_bias.to(bias.dtype)}
+                new, new_bias = matrix.double() @ coordinates[part], self._bias(name) @ coordinates[part]
+            tensors[name] = {"weight": new.T.to(matrix.dtype), "bias": None if bias is None else new_bias.to(bias)}
             reports.append(self._report(name, setting, new.numel(), share))
         coordinates = {f"{self.name}.{part}": matrix.cpu() for part, matrix in coordinates.items()}
         return Built(reports, to_store(tensors), coordinates)

@@ -1,11 +1,13 @@
 """Fewer neurons: a feed-forward network of which some neurons are left out.
 
-Those whose removal costs least go, one after the other, while the second matrix of those that stay makes up for them
-by regression (optimal brain surgeon, Hassibi and Stork 1993, for rows).
+Those whose removal costs least go, one after the other, while the last matrix of those that stay makes up for them
+by regression (optimal brain surgeon, Hassibi and Stork 1993, for rows). In a gated network both matrices in front lose
+the same ones.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +24,8 @@ from ..sharing.originals import short_name
 from ..statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, damped_root
 from .form import Built, Form, Measure, Setting, commonest, find_blocks, register_form, to_store
 
-PARTS = ("fc1", "fc2")
+# Matrices of a network, the last one behind its neurons; without a gate, and with one.
+PARTS, GATED_PARTS = ("fc1", "fc2"), ("fc_gate", "fc1", "fc2")
 # A network loses this share of its neurons between two updates of what the others would cost.
 STEP = 1 / 128
 
@@ -101,7 +104,8 @@ class FewerNeurons(Form):
         """Every feed-forward network of an encoder-decoder LightFormer."""
         if not hasattr(dense.config, "ffn_dim_pattern"):
             return {}
-        return find_blocks(dense, (name for name, one in dense.named_modules() if hasattr(one, "fc1")), PARTS)
+        parts = GATED_PARTS if dense.config.gated_ffn else PARTS
+        return find_blocks(dense, (name for name, one in dense.named_modules() if hasattr(one, "fc1")), parts)
 
     @classmethod
     def fields(cls, reports: Sequence[MatrixReport], dense: PreTrainedModel) -> dict[str, object]:
@@ -127,20 +131,40 @@ class FewerNeurons(Form):
         return 1
 
     def _moments(self) -> tuple[Tensor, Tensor]:
-        """Covariance and mean of the activations; without calibration they are as long as their own weights."""
-        moments = self.originals.moments(f"{self.name}.fc2")
+        """Covariance and mean of the activations, or second moment and zero where the network adds no bias.
+
+        Without calibration they are as long as their own weights.
+        """
+        moments = self.originals.moments(self._last)
         if moments is None:
-            first, bias = self.originals.matrix(f"{self.name}.fc1"), self.originals.bias(f"{self.name}.fc1")
-            variance = first.double().square().sum(0) + bias.double().square()
+            variance = math.prod(self._own_lengths(name) for name in self._first)
             return torch.diag(variance), torch.zeros_like(variance)
         second, mean = moments
+        if self.originals.bias(self._last) is None:  # nothing takes the mean of what is lost
+            mean = torch.zeros_like(mean)
         return second - torch.outer(mean, mean), mean
+
+    def _own_lengths(self, name: str) -> Tensor:
+        """Squared lengths of a matrix's columns, biases below them."""
+        matrix, bias = self.originals.linear(name)
+        return matrix.double().square().sum(0) + (0 if bias is None else bias.double().square())
+
+    @property
+    def _first(self) -> list[str]:
+        """The matrices in front of the neurons."""
+        parts = GATED_PARTS if self.originals.dense.config.gated_ffn else PARTS
+        return [f"{self.name}.{part}" for part in parts[:-1]]
+
+    @property
+    def _last(self) -> str:
+        """The matrix behind them."""
+        return f"{self.name}.fc2"
 
     @cached_property
     def _elimination(self) -> Elimination:
-        second = self.originals.matrix(f"{self.name}.fc2")
+        second = self.originals.matrix(self._last)
         known = self.originals.calibration is not None
-        gradients = self.originals.gradients(f"{self.name}.fc2") if known else torch.eye(second.shape[1]).to(second)
+        gradients = self.originals.gradients(self._last) if known else torch.eye(second.shape[1]).to(second)
         return Elimination.of(self._moments()[0], second, gradients)
 
     @property
@@ -151,10 +175,10 @@ class FewerNeurons(Form):
 
     def size(self, setting: Setting | Tensor, measure: Measure) -> Tensor | float:
         """What the network takes of the budget with so many neurons."""
-        first, second = (f"{self.name}.{part}" for part in PARTS)
-        m, size = self.shape(first)
+        size, n = self.shape(self._last)
         width = size if setting is None else setting
-        return measure(first, (m, width)) + measure(second, (width, self.shape(second)[1]))
+        front = sum(measure(name, (self.shape(name)[0], width)) for name in self._first)
+        return front + measure(self._last, (width, n))
 
     def choices(self, measure: Measure) -> Choices:
         """So many neurons as the elimination has a cost for."""
@@ -168,27 +192,28 @@ class FewerNeurons(Form):
 
     def build(self, setting: Setting) -> Built:
         """The network with so many neurons."""
-        first, second = names = [f"{self.name}.{part}" for part in PARTS]
         if setting is None:
-            return self.keep(names)
+            return self.keep([*self._first, self._last])
         elimination, (moment, mean) = self._elimination, self._moments()
-        (w_1, b_1), (w_2, b_2) = (self.originals.linear(name) for name in names)
-        kept, new = elimination.at(setting, w_2, moment)
-        bias = b_2.double() + mean @ w_2.double() - mean[kept] @ new
-        tensors = {
-            first: {"weight": w_1.T[kept], "bias": b_1[kept]},
-            second: {"weight": new.T.to(w_2.dtype), "bias": bias.to(b_2.dtype)},
-        }
-        size = len(w_2)
+        matrix, bias = self.originals.linear(self._last)
+        kept, new = elimination.at(setting, matrix, moment)
+        if bias is not None:
+            bias = (bias.double() + mean @ matrix.double() - mean[kept] @ new).to(bias.dtype)
+        tensors = {self._last: {"weight": new.T.to(matrix.dtype), "bias": bias}}
+        for name in self._first:
+            own, own_bias = self.originals.linear(name)
+            tensors[name] = {"weight": own.T[kept], "bias": None if own_bias is None else own_bias[kept]}
+        size = len(matrix)
         cost, most = elimination.costs[elimination.removed.index(size - setting)], elimination.costs[-1]
         share = (cost / most).clamp(0, 1).item() if most > 0 else 0.0
-        reports = [
-            MatrixReport(
-                name=short_name(name), kind=self.kind(name), m=shape[0], n=shape[1], form=self.label, size=setting,
-                setting=f"{setting} neurons", parameters_after=setting * other, energy=1 - share,
+        reports = []
+        for name in (*self._first, self._last):
+            m, n = self.shape(name)
+            report = MatrixReport(
+                name=short_name(name), kind=self.kind(name), m=m, n=n, form=self.label, size=setting,
+                setting=f"{setting} neurons", parameters_after=m * n * setting // size, energy=1 - share,
                 relative_error=share**0.5,
-            )
-            for name, shape, other in ((first, w_1.shape, len(w_1)), (second, w_2.shape, w_2.shape[1]))
-        ]  # fmt: skip
-        coordinates = {first: torch.eye(size).double()[:, kept.cpu()]}
+            )  # fmt: skip
+            reports.append(report)
+        coordinates = {name: torch.eye(size).double()[:, kept.cpu()] for name in self._first}
         return Built(reports, to_store(tensors), coordinates)

@@ -7,7 +7,7 @@ order and the bases of the first one, `merge_linear` merges them where their inp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,7 +49,10 @@ def change_basis(tensor: Tensor, *bases: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def align_bases(
-    layers: Sequence[Mapping[str, Linear]], heads: int, moments: Sequence[Mapping[str, Tensor]] | None = None
+    layers: Sequence[Mapping[str, Linear]],
+    heads: int,
+    moments: Sequence[Mapping[str, Tensor]] | None = None,
+    ordered: Collection[str] = (),
 ) -> list[dict[str, Bases]]:
     """For each layer of a group, bases that bring it near to the first one and leave what it computes as it is.
 
@@ -62,6 +65,7 @@ def align_bases(
         layers: the linear layers by their names within the layer: `self_attn.q_proj`, …, `fc2`. Others are left alone.
         heads: H of each attention.
         moments: E[xᵀx] of the inputs of every linear layer, for distances between outputs; `None`: between matrices.
+        ordered: attentions, `self_attn.`, whose heads stay where they are: biases of relative positions are theirs.
 
     Returns:
         of every layer, linear layer → `Bases`, where it has one; the first layer has none.
@@ -85,13 +89,15 @@ def align_bases(
             inputs = {name: (moments[0][name] + moments[number][name]).double() / 2 for name in layers[0]}
         own: dict[str, Bases] = {}
         for name in attentions:
-            own |= _head_bases(name, pair, heads, inputs)
+            own |= _head_bases(name, pair, heads, inputs, keep_order=name in ordered)
         if "fc1" in layers[0]:
             first, second = pair
-            alike = _relative(_rows(first["fc1"]), _rows(second["fc1"]), inputs["fc1"])
-            alike += _relative(first["fc2"].matrix.double().T, second["fc2"].matrix.double().T)
+            front = [part for part in ("fc_gate", "fc1") if part in first]
+            alike = _relative(first["fc2"].matrix.double().T, second["fc2"].matrix.double().T)
+            for part in front:
+                alike += _relative(_rows(first[part]), _rows(second[part]), inputs[part])
             order = _match(alike)
-            own |= {"fc1": Bases(outputs=order), "fc2": Bases(inputs=order)}
+            own |= {**dict.fromkeys(front, Bases(outputs=order)), "fc2": Bases(inputs=order)}
         bases.append(own)
     return bases
 
@@ -166,7 +172,12 @@ def _match(alike: Tensor) -> Tensor:
 
 
 def _head_bases(
-    name: str, pair: Sequence[Mapping[str, Linear]], heads: int, inputs: Mapping[str, Tensor | None]
+    name: str,
+    pair: Sequence[Mapping[str, Linear]],
+    heads: int,
+    inputs: Mapping[str, Tensor | None],
+    *,
+    keep_order: bool,
 ) -> dict[str, Bases]:
     """The bases of one attention, from the matrices that each belongs to: both have it as their columns.
 
@@ -175,7 +186,8 @@ def _head_bases(
     query, key, value, out = (f"{name}{part}_proj" for part in ("q", "k", "v", "out"))
     scores = [(_rows(layer[query]), layer[key].matrix.double()) for layer in pair], (inputs[query], inputs[key])
     values = [(_rows(layer[value]), layer[out].matrix.double().T) for layer in pair], (inputs[value], None)
-    crosses, alike = [], 0.0
+    crosses: list[Tensor] = []
+    alike = torch.zeros((), dtype=torch.float64, device=pair[0][out].matrix.device)
     for (first, second), moments in (scores, values):
         between, *own = (
             [_relative(a, b, moment) for a, b, moment in zip(left, right, moments, strict=True)]
@@ -185,7 +197,7 @@ def _head_bases(
         size = torch.stack(sizes).prod().sqrt().clamp(min=torch.finfo(torch.float64).tiny)
         alike = alike + _blocks(between[0] * between[1], heads).sum((2, 3)) / size
         crosses.append(_blocks(between[0] + between[1], heads))
-    order = _match(alike)
+    order = torch.arange(heads, device=alike.device) if keep_order else _match(alike)
     bases = []
     for cross in crosses:
         each = torch.arange(heads, device=order.device)

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...loading import skeleton
-from ...models.configuration_lightformer import LightFormerConfig
+from ...models.configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig
 from ..options import CompressionOptions, StudyOptions
 from ..statistics.calibration import Calibration
 from ..teacher import Teacher
@@ -99,7 +99,8 @@ def find_bases(
             seen = calibration and [
                 {name: calibration.inputs([layer + name])[0] for name in names} for layer in layers
             ]
-            own = align_bases(linear, getattr(config, f"{stack}_attention_heads"), seen)
+            ordered = ("self_attn.",) if config.position_embedding_type in RELATIVE_POSITIONS else ()
+            own = align_bases(linear, getattr(config, f"{stack}_attention_heads"), seen, ordered)
             for layer, found in zip(layers, own, strict=True):
                 bases |= {layer + name: turn for name, turn in found.items()}
     return bases

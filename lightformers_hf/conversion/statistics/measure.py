@@ -48,7 +48,7 @@ def measure(
     else:
         tokenizer = teacher.tokenizer()
         _check_languages(tokenizer, teacher)
-        pairs = sample_pairs(tokenizer, options, study)
+        pairs = sample_pairs(teacher.config, tokenizer, options, study)
         sentences = sorted({fingerprint(sentence) for sentence in pairs["source"]})
         if "target" in pairs.column_names:
             batches = own_share(parallel_batches(model, tokenizer, pairs))

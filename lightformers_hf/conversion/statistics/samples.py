@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from datasets import Dataset
 from torch import Tensor
-from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DataCollatorForSeq2Seq, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...languages import add_prefix, split_prefix
 from ...loading import position_limit
 from ...text import load_text, tokenize_pairs
 from ..options import CompressionOptions, StudyOptions
@@ -33,10 +34,13 @@ def parallel_batches(
     return [{name: batch[name] for name in names} for batch in batches]
 
 
-def sample_pairs(tokenizer: PreTrainedTokenizerBase, options: CompressionOptions, study: StudyOptions) -> Dataset:
+def sample_pairs(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, options: CompressionOptions, study: StudyOptions
+) -> Dataset:
     """So many random pairs of the text that `options` name, or texts of the source language alone: see `load_text`.
 
     Args:
+        config: the teacher's, which may have a prefix for sources.
         study: its `calibration_seed` says which.
 
     Raises:
@@ -57,4 +61,5 @@ def sample_pairs(tokenizer: PreTrainedTokenizerBase, options: CompressionOptions
     for side in pairs.column_names:
         if not any(text.strip() for text in pairs[side]):
             raise ValueError(f"{data}: every {side} of the {len(pairs)} pairs drawn is empty: give text")
-    return pairs
+    prefix = split_prefix(add_prefix(config, options.source_lang or default[0], target or default[1]))[1]
+    return pairs.map(lambda pair: {"source": prefix + pair["source"]}) if prefix else pairs

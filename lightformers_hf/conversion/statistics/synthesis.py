@@ -1,13 +1,16 @@
 """Calibration without pairs: the teacher translates the user's texts, or random tokens.
 
 Random sources are tokens drawn one by one with the frequencies that the tokenizer knows; targets are what the teacher
-makes of them. That is no language, yet layers get inputs, and losses gradients, much like those of sentences.
+makes of them. That is no language, yet layers get inputs, and losses gradients, much like those of sentences. A teacher
+that is told its task (T5) is told all that it is known for, in turn.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from itertools import cycle
 
 import sentencepiece
 import torch
@@ -16,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...languages import find_prefixes
 from ...loading import position_limit
 from ..teacher import Teacher
 from ..workers import own_share
@@ -49,8 +53,9 @@ def synthetic_batches(
     ]
     room = min(2 * longest, limit - 1)
     generation = _greedy(teacher, room)
+    prefixes = find_prefixes(model.config, *teacher.languages)
     bar = tqdm(own_share(drawn), desc="making text", unit="batch", disable=not progress)
-    return [_with_targets(model, *_padded(sources, tokenizer, model.config), generation) for sources in bar]
+    return [_with_targets(model, *_padded(sources, tokenizer, model.config, prefixes), generation) for sources in bar]
 
 
 def translated_batches(
@@ -124,12 +129,16 @@ def _unigram_scores(tokenizer: PreTrainedTokenizerBase) -> dict[str, float] | No
 
 
 def _padded(
-    drawn: list[list[int]], tokenizer: PreTrainedTokenizerBase | None, config: PreTrainedConfig
+    drawn: list[list[int]],
+    tokenizer: PreTrainedTokenizerBase | None,
+    config: PreTrainedConfig,
+    prefixes: Sequence[str],
 ) -> tuple[Tensor, Tensor]:
-    """Ids and mask of the sources, with the special tokens that the model is used to."""
+    """Ids and mask of the sources, with prefixes in turn and the special tokens that the model is used to."""
     if tokenizer is not None:
         limits = {"truncation": True, "max_length": position_limit(config) or MOST}
-        batch = tokenizer(tokenizer.batch_decode(drawn), padding=True, return_tensors="pt", **limits)
+        texts = [prefix + text for prefix, text in zip(cycle(prefixes), tokenizer.batch_decode(drawn), strict=False)]
+        batch = tokenizer(texts, padding=True, return_tensors="pt", **limits)
         return batch["input_ids"], batch["attention_mask"]
     end = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id or []
     sources = [torch.tensor([*ids, *end]) for ids in drawn]

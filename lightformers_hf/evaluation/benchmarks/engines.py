@@ -168,7 +168,8 @@ def compare_engines(
     names = dict(zip(_labels([teacher, *students]), [teacher, *students], strict=True))
     pairs = None
     if data is not None:
-        source, target = choose_columns(teacher, load_pretrained(AutoTokenizer, teacher), source, target)
+        config, tokenizer = (load_pretrained(auto, teacher) for auto in (AutoConfig, AutoTokenizer))
+        source, target = choose_columns(teacher, config, tokenizer, source, target)
         pairs = load_parallel(data, source=source, target=target, split="test", max_samples=max_samples)
     steps = len(names) * len(forms) * (1 if pairs is None else 2) + len(cores)
     with tempfile.TemporaryDirectory() as work, tqdm(total=steps, disable=not progress, unit="step") as bar:

@@ -340,7 +340,7 @@ def _translate_samples(
 ) -> list[Sample]:
     """Sentences evenly spread over the data, translated by the model and, as it searches, by its teacher."""
     model, tokenizer = load_model(name)
-    source, target = choose_columns(name, tokenizer, columns["source"], columns["target"])
+    source, target = choose_columns(name, model, tokenizer, columns["source"], columns["target"])
     pairs = load_parallel(data, source=source, target=target, split=columns["split"])
     count = min(count, len(pairs))
     pairs = pairs.select([i * len(pairs) // count for i in range(count)])

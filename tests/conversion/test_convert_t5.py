@@ -1,0 +1,182 @@
+"""What is special in a T5 through all of conversion: no biases, gates, scores that nothing divides, positions."""
+
+import json
+
+import pytest
+import torch
+from conversion.families.test_t5 import make_teacher
+from models.cases import padded, sentences
+from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
+
+from lightformers_hf import StudyOptions, convert
+from lightformers_hf.conversion.statistics.synthesis import synthetic_batches
+from lightformers_hf.conversion.teacher import Teacher
+from lightformers_hf.languages import add_prefix, find_prefixes, set_language_codes
+
+QUICK = {"progress": False, "calibration_samples": 32}
+
+
+@torch.no_grad()
+def answers(model) -> torch.Tensor:
+    """Logits of a fixed padded batch."""
+    ids, mask = padded(sentences((19, 5, 11)))
+    return model(input_ids=ids, attention_mask=mask, decoder_input_ids=ids).logits[mask.bool()]
+
+
+def converted(teacher, folder, **options):
+    """The model that a conversion writes, and its report."""
+    teacher.save_pretrained(folder / "teacher")
+    report = convert(folder / "teacher", folder / "light", **QUICK, **options)
+    return AutoModelForSeq2SeqLM.from_pretrained(folder / "light").eval(), report
+
+
+def attentions(teacher):
+    """All attentions of a T5."""
+    return [module for name, module in teacher.named_modules() if name.endswith(("SelfAttention", "EncDecAttention"))]
+
+
+@torch.no_grad()
+def lower_heads(teacher, width: int) -> None:
+    """Make W_Q·W_Kᵀ and W_V·W_O of every head a product of that inner width."""
+    for module in attentions(teacher):
+        heads, full = teacher.config.num_heads, teacher.config.d_kv
+        for weight in (module.q.weight, module.k.weight, module.v.weight, module.o.weight.T):
+            basis = torch.randn(heads, width, full) / width**0.5
+            keep = torch.linalg.pinv(basis) @ basis
+            weight.copy_((keep @ weight.view(heads, full, -1)).view_as(weight))
+
+
+@pytest.mark.parametrize("case", ["v1.0", "v1.1", "umt5"])
+def test_narrower_heads_lose_nothing_where_there_is_nothing_to_lose(case, tmp_path):
+    """Whose width scores are not divided by; the biases are added to them."""
+    teacher = make_teacher(case)
+    lower_heads(teacher, 2)
+    light, report = converted(teacher, tmp_path, pattern={"attention": "2.5x"}, method="narrow")
+    assert {matrix.size for matrix in report.matrices if matrix.kind == "attention"} == {2}
+    assert light.config.head_dim == 2
+    torch.testing.assert_close(answers(light), answers(teacher), atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("refit", [True, False])
+@pytest.mark.parametrize("case", ["v1.0", "v1.1"])
+@torch.no_grad()
+def test_neurons_go_that_do_nothing(case, refit, tmp_path):
+    """In a gated network from both matrices in front: those whose gate, or whose value, is always zero."""
+    teacher = make_teacher(case)
+    for name, weight in teacher.named_parameters():
+        if name.endswith(("wi.weight", "wi_0.weight")):
+            weight[3:9] = 0
+        if name.endswith(("wi.weight", "wi_1.weight")):
+            weight[15:21] = 0
+    options = {"pattern": {"ffn": "2x"}, "method": "narrow", "study": StudyOptions(refit=refit)}
+    light, report = converted(teacher, tmp_path, **options)
+    assert {matrix.size for matrix in report.matrices if matrix.kind == "ffn"} == {12}
+    layer = light.model.encoder.layers[1]
+    assert {layer.fc1.out_features, layer.fc2.in_features} == {12}
+    torch.testing.assert_close(answers(light), answers(teacher), atol=2e-2 if refit else 1e-4, rtol=1e-2)
+
+
+@pytest.mark.parametrize("case", ["v1.0", "v1.1", "umt5"])
+@torch.no_grad()
+def test_alike_layers_share_one_whatever_the_order_of_neurons_and_the_basis_of_heads(case, tmp_path):
+    """Heads stay where they are: a bias of relative positions belongs to each."""
+    teacher = make_teacher(case)
+    first, *others = teacher.encoder.block
+    biases = first.layer[0].SelfAttention.relative_attention_bias.weight
+    for block in others:
+        for (name, own), weight in zip(block.named_parameters(), block.parameters(), strict=True):
+            weight.copy_(dict(first.named_parameters())[name])
+            assert own is weight
+        attention = block.layer[0].SelfAttention
+        for pair in ((attention.q.weight, attention.k.weight), (attention.v.weight, attention.o.weight.T)):
+            turn = torch.block_diag(*(torch.linalg.qr(torch.randn(5, 5))[0] for _ in range(4)))
+            for weight in pair:
+                weight.copy_(turn @ weight)
+        network, order = block.layer[1].DenseReluDense, torch.randperm(24)
+        for name, weight in network.named_parameters():
+            weight.copy_(weight[:, order] if name == "wo.weight" else weight[order])
+    light, _ = converted(teacher, tmp_path, encoder_groups=1)
+    torch.testing.assert_close(answers(light), answers(teacher), atol=1e-3, rtol=1e-3)
+    stack = light.model.encoder
+    kept = stack.layers[0].relative_positions if case == "umt5" else stack.relative_positions
+    torch.testing.assert_close(kept.weight, biases)
+
+
+@pytest.mark.parametrize("case", ["v1.0", "umt5"])
+def test_fewer_layers_keep_their_positions(case, tmp_path):
+    """Those of the whole stack, which the first layer holds, or each layer's own."""
+    teacher = make_teacher(case)
+    light, _ = converted(teacher, tmp_path, encoder_layers=2)
+    blocks = [teacher.encoder.block[index].layer[0].SelfAttention for index in (0, 2)]
+    if case == "umt5":
+        for block, layer in zip(blocks, light.model.encoder.layers, strict=True):
+            assert torch.equal(layer.relative_positions.weight, block.relative_attention_bias.weight)
+    else:
+        ours = light.model.encoder.relative_positions.weight
+        assert torch.equal(ours, blocks[0].relative_attention_bias.weight)
+
+
+@pytest.mark.parametrize("case", ["v1.0", "v1.1", "umt5"])
+def test_all_of_conversion_together(case, tmp_path):
+    """Every form under one budget; the answers are nearer than those of the paper's procedure at the same size."""
+    teacher = make_teacher(case)
+    light, report = converted(teacher, tmp_path, ratio=1.5)
+    assert report.parameters_after < report.parameters_before / 1.3
+    errors = [(answers(light) - answers(teacher)).std()]
+    convert(tmp_path / "teacher", tmp_path / "plain", ratio=1.5, method="paper", progress=False)
+    plain = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "plain").eval()
+    errors.append((answers(plain) - answers(teacher)).std())
+    assert errors[0] < errors[1]
+    light.generate(torch.tensor([[5, 6, 2]]), num_beams=2, max_new_tokens=5)
+
+
+def test_prefixes_are_given_or_found(tmp_path):
+    tasks = {
+        "translation_en_to_de": {"prefix": "translate English to German: "},
+        "summarization": {"prefix": "summarize: ", "num_beams": 4},
+        "other": {},
+    }
+    config = type("Config", (), {"task_specific_params": tasks})()
+    assert add_prefix(config, "en", "de") == "en=translate English to German: "
+    assert add_prefix(config, "en=say it: ", "de") == "en=say it: "
+    assert add_prefix(config, "de", "en") == "de"
+    assert find_prefixes(config, "en", "de") == ["translate English to German: "]
+    assert find_prefixes(config, None, None) == ["translate English to German: ", "summarize: "]
+    assert find_prefixes(None, None, None) == [""]
+    plain = type("Tokenizer", (), {"name_or_path": "plain"})()
+    assert set_language_codes(plain, "en=say it: ", "de") is None
+    with pytest.raises(ValueError, match="prefix that ends with a space"):
+        set_language_codes(plain, "en=say it:", "de")
+
+
+def test_own_text_begins_with_the_prefix_that_the_result_keeps(tiny_marian, tmp_path):
+    folder = tmp_path / "teacher"
+    teacher = make_teacher("v1.1")
+    teacher.resize_token_embeddings(len(words()) + 3)
+    teacher.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    reader = Teacher(folder, "teacher", ("de=say it: ", "en"))
+    batches = synthetic_batches(reader.load(), reader, 8, 0, progress=False)
+    first = make_tokenizer()("say it:", add_special_tokens=False)["input_ids"]
+    for batch in batches:
+        assert (batch["input_ids"][:, : len(first)] == torch.tensor(first)).all()
+    light = tmp_path / "light"
+    convert(folder, light, source_lang="de=say it: ", target_lang="en", **QUICK)
+    kept = json.loads((light / "config.json").read_text())["task_specific_params"]
+    assert kept == {"translation_de_to_en": {"prefix": "say it: "}}
+
+
+def words() -> list[str]:
+    """A vocabulary of words."""
+    return ["<s>", "<pad>", "</s>", "<unk>", "say", "it:", *(f"w{number}" for number in range(40))]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of words, with an end behind each text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words())}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    special = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
