@@ -1,8 +1,8 @@
 """Calibration without pairs: the teacher translates the user's texts, or random tokens.
 
 Random sources are tokens drawn one by one with the frequencies that the tokenizer knows; targets are what the teacher
-makes of them. That is no language, yet layers get inputs, and losses gradients, much like those of sentences. A teacher
-that is told its task (T5) is told all that it is known for, in turn.
+makes of them. That is no language, yet layers get inputs, and losses gradients, much like those of sentences. Teachers
+that are told their task (T5) are told all that they are known for, in turn.
 """
 
 from __future__ import annotations

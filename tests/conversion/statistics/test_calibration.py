@@ -37,7 +37,7 @@ def calibrated(tiny_marian, text):
     model = Teacher(tiny_marian, str(tiny_marian)).load()
     tokenizer = AutoTokenizer.from_pretrained(tiny_marian)
     options = CompressionOptions(calibration=text, source_lang="de", target_lang="en", calibration_samples=10)
-    batches = parallel_batches(model, tokenizer, sample_pairs(tokenizer, options, StudyOptions()))
+    batches = parallel_batches(model, tokenizer, sample_pairs(model.config, tokenizer, options, StudyOptions()))
     linear = [name for name, kind in find_matrices(model) if kind != "embedding"]
     return model, Calibration(model, linear, batches, progress=False)
 
