@@ -16,7 +16,12 @@ TOKENS, SIZE, WIDTH = 90, 37, 8
 def output_layer(seed, spread):
     torch.manual_seed(seed)
     head = nn.Linear(WIDTH, SIZE, bias=False).requires_grad_(False)
-    return SimpleNamespace(lm_head=head, final_logits_bias=torch.randn(1, SIZE) * spread, device=torch.device("cpu"))
+    return SimpleNamespace(
+        before_output=lambda states: states,
+        lm_head=head,
+        final_logits_bias=torch.randn(1, SIZE) * spread,
+        device=torch.device("cpu"),
+    )
 
 
 def by_definition(logits, teacher, bias):
