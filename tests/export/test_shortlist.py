@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ENGLISH, GERMAN
+from conversion.vocabulary.checkpoints import make_checkpoint
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import convert, translate
@@ -67,6 +68,29 @@ def test_outputs_are_those_with_every_other_token_suppressed(tiny_marian, text, 
         )[0, 1:].tolist()  # fmt: skip
         (found,) = engine.generate([ids], num_beams=beams, max_new_tokens=12)
         assert found == expected
+
+
+@pytest.mark.parametrize("to", ENGINES)
+def test_translations_begin_in_their_language(text, tmp_path, monkeypatch, to):
+    small_shortlist(monkeypatch)
+    make_checkpoint("nllb", tmp_path / "nllb")
+    sides = {"source_lang": "de=deu_Latn", "target_lang": "en=fra_Latn"}
+    options = {"vocabulary": text, "languages": "deu_Latn", "ratio": 1, "progress": False}
+    convert(tmp_path / "nllb", tmp_path / "pair", **options, **sides)
+    model, tokenizer = (auto.from_pretrained(tmp_path / "pair") for auto in (AutoModelForSeq2SeqLM, AutoTokenizer))
+    model.generation_config.update(early_stopping=True, forced_eos_token_id=None)
+    model.save_pretrained(tmp_path / "pair")
+    export(tmp_path / "pair", tmp_path / "out", to=to, shortlist=text, **sides)
+    always, given = read_shortlist(tmp_path / "out", tokenizer.get_vocab())
+    engine = load_engine(tmp_path / "out")
+    for sentence in GERMAN[:3]:
+        ids = tokenizer(sentence)["input_ids"]
+        rest = sorted({*range(model.config.vocab_size)} - always.union(*(given.get(token, ()) for token in ids)))
+        options = {"num_beams": 1, "max_new_tokens": 8, "max_length": None}
+        expected = model.generate(torch.tensor([ids]), **options, suppress_tokens=rest)[0, 1:].tolist()
+        (found,) = engine.generate([ids], num_beams=1, max_new_tokens=8)
+        assert found == expected[: len(found)]
+        assert tokenizer.convert_ids_to_tokens(found[0]) == "fra_Latn"
 
 
 @pytest.mark.parametrize("to", ENGINES)
