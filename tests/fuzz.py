@@ -43,6 +43,7 @@ WARM = (
     ),
     *("lightformers_hf.hub", "lightformers_hf.export.engines.ctranslate2", "lightformers_hf.evaluation.analysis"),
 )
+SHARES = {"configuration": 5, "header": 4, "options": 4, "index": 3, "data": 2}  # of the others, 1 each
 LAST = 500  # inputs of one process, before a new one is forked
 
 
@@ -147,6 +148,13 @@ class Worker:
         if self.process:
             os.close(read_case), os.close(write_answer)
             return
+        try:
+            self.serve(read_case, write_answer)
+        finally:
+            os._exit(1)
+
+    def serve(self, read_case: int, write_answer: int) -> None:
+        """In the process: run what comes in, without end."""
         os.close(self.to), os.close(self.back)
         with open(f"/proc/{os.getpid()}/statm", encoding="ascii") as sizes:
             used = int(sizes.read().split()[0]) * resource.getpagesize()
@@ -160,7 +168,7 @@ class Worker:
                 try:
                     case = pickle.load(cases)
                 except EOFError:
-                    os._exit(0)
+                    return
                 pickle.dump(try_case(case, self.base, self.place), answers)
                 answers.flush()
 
@@ -251,11 +259,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         fuzzer = Fuzzer(Path(place).resolve())
         kinds = args.kind or list(fuzzer.kinds)
-        batch, again = max(args.number // len(kinds) + 1, 1), 0
+        share, again = args.number / sum(SHARES.get(kind, 1) for kind in kinds), 0
         while again == 0 or (args.hours and time.monotonic() < deadline):
             for kind in kinds:
-                fuzzer.run(kind, batch, start + again, deadline)
+                fuzzer.run(kind, math.ceil(share * SHARES.get(kind, 1)), start + again, deadline)
             again += 1
+        fuzzer.worker.end()
     for name, (case, problem) in fuzzer.found.items():
         print(f"\n=== {name}\n{' '.join(case.words)}")
         print("\n".join(f"{file}: {str(content)[:300]}" for file, content in case.files.items()))

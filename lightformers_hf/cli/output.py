@@ -193,6 +193,8 @@ def run(
     try:
         if json_file is not None and not json_file.parent.is_dir():
             raise FileNotFoundError(f"--json {json_file}: there is no folder {json_file.parent}")
+        if json_file is not None and json_file.is_dir():
+            raise IsADirectoryError(f"--json {json_file} is a folder: give a file")
         if json_file is not None and not to_stdout:
             check_answer_file(json_file, arguments)
         with loudness(quiet, verbose, chatter=sys.stderr if to_stdout else None, hush=quiet and answers):
