@@ -46,7 +46,11 @@ def test_what_is_wrong_is_found(fuzzer, monkeypatch):
     assert fuzzer.worker.run(Case({"dense/config.json": b"["}, ["plan", "dense"])) is None
     fuzzer.worker.end()
     monkeypatch.setattr(fuzz, "LIMIT", 1)
-    ends = {"raise": lambda: {}["x"], "crash": os.abort, "wait": lambda: __import__("time").sleep(9)}
+    ends = {
+        "raise": lambda: {}["x"],
+        "crash": lambda: os.kill(os.getpid(), 9),
+        "wait": lambda: __import__("time").sleep(9),
+    }
     monkeypatch.setattr(fuzz, "run_command", lambda words: (ends[words[0]](), ""))
     for word, said in (("crash", "crash: "), ("wait", "no end"), ("raise", "crash: ")):
         assert said in fuzzer.worker.run(Case({}, [word]))
