@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from huggingface_hub import EvalResult, ModelCardData
@@ -13,6 +14,7 @@ from ..files import CARD_FILE
 from .inheritance import drop_strange_link
 from .report import CompressionReport, ModelFacts
 
+TRANSLATORS = ("marian", "m2m_100")  # families that do nothing else
 # A card with this line is written anew by every push.
 MARK = "<!-- Written by lightformers. Remove this line to keep your changes when you push again. -->"
 METRICS = {"bleu": "BLEU", "chrf": "chrF", "comet": "COMET"}
@@ -87,10 +89,28 @@ def evaluation_results(results: Sequence[dict], task: str) -> list[EvalResult]:
     ]
 
 
-def write_card(report: CompressionReport, folder: Path) -> None:
-    """Write the model card of a conversion's result into `folder`."""
+def write_card(report: CompressionReport, folder: Path, place: str) -> None:
+    """Write the model card of a conversion's result into `folder`, which will be called `place`."""
     facts = ModelFacts(report.architecture, report.auto_class, report.parameters_after, report.bytes_after)
-    (folder / CARD_FILE).write_text(model_card(facts, report), encoding="utf-8")
+    (folder / CARD_FILE).write_text(model_card(facts, report, place=place), encoding="utf-8")
+
+
+def write_export_card(folder: Path, metadata: Mapping[str, Any], *, engine: str, form: str, lines: list[str]) -> None:
+    """Write the card of what was exported into `folder`.
+
+    Args:
+        metadata: of `inherited_metadata`, of the checkpoint that was exported.
+        form: type of the stored numbers; integers make it a quantized model on the Hub.
+        lines: what is to be said of it.
+    """
+    relation = {"base_model_relation": "quantized" if form.startswith("int") else "finetune"}
+    data = ModelCardData(
+        **{**metadata, **(relation if metadata.get("base_model") else {})},
+        library_name=engine,
+        tags=[engine, form],
+    )
+    text = EXPORT_CARD.render(metadata=data.to_yaml(), mark=MARK, engine=engine, form=form, lines=lines)
+    (folder / CARD_FILE).write_text(text, encoding="utf-8")
 
 
 def model_card(
@@ -98,6 +118,7 @@ def model_card(
     report: CompressionReport | None = None,
     *,
     name: str | None = None,
+    place: str | None = None,
     steps: int | None = None,
     results: Sequence[dict] = (),
 ) -> str:
@@ -107,13 +128,16 @@ def model_card(
         facts: of the model as it is.
         report: of the conversion that it comes from; `None` for one that was not compressed.
         name: the model's name on the Hub; `None` where it has none yet.
+        place: the folder that it loads from meanwhile.
         steps: how many steps it was trained.
         results: of `read_results`.
     """
     inherited = drop_strange_link(report.inherited) if report else {}
-    task = inherited.get("pipeline_tag") or TASKS.get(facts.auto_class) or ("translation" if results else None)
+    translates = results or (report and report.family in TRANSLATORS)
+    task = inherited.get("pipeline_tag") or TASKS.get(facts.auto_class) or ("translation" if translates else None)
+    relation = {"base_model_relation": "finetune"} if inherited.get("base_model") else {}
     metadata = ModelCardData(
-        **inherited | {"pipeline_tag": task},
+        **inherited | relation | {"pipeline_tag": task},
         library_name="transformers",
         tags=[facts.architecture, *(("compression", "low-rank") if report else ())],
         model_name=name.rpartition("/")[2] if name and results else None,
@@ -125,6 +149,7 @@ def model_card(
         metadata=metadata.to_yaml(),
         mark=MARK,
         name=name,
+        place="".join(c for c in name or place or "PATH" if c.isalnum() or c in "._-/ "),
         steps=steps,
         results=results,
         labels=METRICS,
@@ -212,8 +237,8 @@ from transformers import {{ model.auto_class }}, AutoTokenizer
 
 # Needs torch, transformers, and what the tokenizer needs: Marian's, for example, sentencepiece. To train: accelerate.
 # The model's code lies beside its weights. After `import lightformers_hf` nothing needs trust_remote_code.
-model = {{ model.auto_class }}.from_pretrained("{{ name or 'PATH' }}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{{ name or 'PATH' }}", trust_remote_code=True)
+model = {{ model.auto_class }}.from_pretrained("{{ place }}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{{ place }}", trust_remote_code=True)
 {% if model.auto_class in ("AutoModelForSeq2SeqLM", "AutoModelForCausalLM") %}
 inputs = tokenizer(["A sentence."], return_tensors="pt")
 print(tokenizer.batch_decode(model.generate(**inputs), skip_special_tokens=True))
@@ -240,5 +265,18 @@ Energy and error: {{ report.measure | code }}; of a whole block where it got nar
 "%.1f" | format(100 * matrix.energy) }} % | {{ "%.4f" | format(matrix.relative_error) }} |
 {% endfor %}
 {% endif %}
+"""
+)
+EXPORT_CARD = ENVIRONMENT.from_string(
+    """---
+{{ metadata }}
+---
+{{ mark }}
+
+# For {{ engine | plain }}, {{ form | plain }}
+
+{% for line in lines %}
+- {{ line | code }}
+{% endfor %}
 """
 )

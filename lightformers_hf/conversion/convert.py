@@ -99,7 +99,7 @@ def convert(
         with place as temporary:
             result = compress(folder, str(source), asked, study, dry=False, progress=progress)
             if is_main():
-                write(result, temporary)
+                write(result, temporary, Path(output).name)
     return result.report
 
 
@@ -233,8 +233,8 @@ def find_config(dense: PreTrainedModel, reports: list[MatrixReport]) -> Factoriz
     return type(dense.config)(**{**dense.config.to_dict(), **fields})
 
 
-def write(result: Compressed, folder: Path) -> None:
-    """Write checkpoint, tokenizer, report and card into a folder."""
+def write(result: Compressed, folder: Path, place: str) -> None:
+    """Write checkpoint, tokenizer, report and card into a folder, which will be called `place`."""
     teacher, model = result.teacher, result.model
     load_tensors(model, cast_tensors(result.tensors, teacher.config.dtype or torch.float32), assign=True)
     model.generation_config = teacher.generation_config()
@@ -243,7 +243,7 @@ def write(result: Compressed, folder: Path) -> None:
         # Loaded and saved rather than copied: the class's name gets written, which the model type no longer tells.
         teacher.tokenizer().save_pretrained(folder)
     write_report(result.report, folder)
-    write_card(result.report, folder)
+    write_card(result.report, folder, place)
 
 
 def cast_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ def inherited_metadata(folder: Path, hub_name: str | None) -> dict[str, str | li
     Args:
         folder: where the model lies; its card is the `README.md` there. Without one, or with metadata that cannot be
             read, nothing is inherited.
-        hub_name: the model's name on the Hub, which becomes `base_model`; `None` for a folder.
+        hub_name: the model's name on the Hub, which becomes `base_model`; `None` for a folder, which leaves its own.
     """
     metadata: dict[str, str | list[str]] = {"base_model": hub_name} if hub_name else {}
     try:
@@ -38,7 +38,7 @@ def inherited_metadata(folder: Path, hub_name: str | None) -> dict[str, str | li
         reason = str(error).partition("\n")[0]
         logger.warning(f"The metadata of {folder / CARD_FILE} cannot be read, so nothing is inherited: {reason}")
         return metadata
-    for field in INHERITED:
+    for field in INHERITED if hub_name else (*INHERITED, "base_model"):
         value = card.data.get(field)
         values = ["no" if item is False else item for item in (value if isinstance(value, list) else [value])]
         if all(isinstance(item, str) for item in values):  # YAML reads the code of Norwegian as a truth value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -182,9 +183,7 @@ class CompressionReport:
             parameters_after=facts.parameters,
             bytes_before=tensor_bytes(teacher.model),
             bytes_after=facts.bytes,
-            inherited=inherited_metadata(
-                teacher.folder, teacher.name if teacher.name != teacher.folder.name else None
-            ),
+            inherited=_metadata(teacher),
             vocabulary=_sizes(teacher, trimmed) if trimmed is not None else {},
         )
 
@@ -288,3 +287,13 @@ def copy_report(source: str, folder: str | Path) -> None:
     )
     if found is not None:
         shutil.copyfile(found, Path(folder, REPORT_FILE))
+
+
+def _metadata(teacher: Teacher) -> dict[str, Any]:
+    """What the teacher's card hands on; where it names no languages, those that its tokenizer does."""
+    inherited = inherited_metadata(teacher.folder, teacher.name if teacher.name != teacher.folder.name else None)
+    tokenizer = teacher.tokenizer() if teacher.has_tokenizer else None
+    named = [getattr(tokenizer, f"{side}_lang", None) for side in ("source", "target")]
+    if "language" not in inherited and all(re.fullmatch("[a-z]{2,3}", str(code)) for code in named):
+        inherited["language"] = list(dict.fromkeys(named))
+    return inherited

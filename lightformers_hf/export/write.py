@@ -8,6 +8,8 @@ from statistics import fmean
 
 import torch
 
+from ..conversion.card import write_export_card
+from ..conversion.inheritance import inherited_metadata
 from ..files import EXPORT_FILE, write_json
 from ..folders import atomic_output, check_output
 from ..languages import split_language
@@ -154,6 +156,10 @@ def export(
             shortlist=listed,
         )
         write_json(asdict(report), temporary / EXPORT_FILE)
+        hub_name = None if Path(model).expanduser().is_dir() else str(model)
+        inherited = inherited_metadata(folder, hub_name)
+        lines = report.lines(Path(output).name)
+        write_export_card(temporary, inherited, engine=to, form=quantization or "float32", lines=lines)
     return report
 
 

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
 from lightformers_hf import convert, plan
-from lightformers_hf.conversion.card import model_card, read_results
+from lightformers_hf.conversion.card import model_card, read_results, write_export_card
 from lightformers_hf.conversion.inheritance import inherited_metadata
 from lightformers_hf.conversion.report import ModelFacts
 
@@ -76,7 +76,7 @@ def test_what_was_made_of_what(source, tmp_path):
     settings = {row[0].strip("`"): row[2] for row in rows if len(row) == 5}
     assert settings == {"matrix": "becomes"} | {matrix.name: f"rank {matrix.size}" for matrix in report.matrices}
     assert "fine-tune it before use" in card.text
-    assert 'AutoModelForSeq2SeqLM.from_pretrained("PATH", trust_remote_code=True)' in card.text
+    assert 'AutoModelForSeq2SeqLM.from_pretrained("light", trust_remote_code=True)' in card.text
 
 
 def test_the_hub_reads_the_results(source, tmp_path):
@@ -176,3 +176,28 @@ def test_results_of_another_model_are_refused(tmp_path):
         (tmp_path / "results.json").write_text(content)
         with pytest.raises(ValueError, match=r"results.json holds no results"):
             read_results(tmp_path / "results.json", 50)
+
+
+def test_the_card_of_an_export_says_what_it_was_made_of(tmp_path):
+    metadata = {"base_model": "someone/opus-mt-de-en", "license": "apache-2.0", "language": ["de", "en"]}
+    for form, relation in (("int8", "quantized"), ("float32", "finetune")):
+        write_export_card(tmp_path, metadata, engine="ctranslate2", form=form, lines=["`a` | b <b>c</b>."])
+        card = ModelCard.load(tmp_path / "README.md")
+        assert card.data.to_dict() == metadata | {
+            "base_model_relation": relation,
+            "library_name": "ctranslate2",
+            "tags": ["ctranslate2", form],
+        }
+        assert "html_inline" not in str(MarkdownIt("commonmark").parse(card.text))
+        assert blocks(card).count("list_item_open") == 1
+
+
+def test_of_a_model_on_the_hub_the_card_says_how_it_comes_from_it(source):
+    report = replace(plan(source, rank=5, method="paper", progress=False), inherited={"base_model": "someone/teacher"})
+    data = ModelCard(model_card(FACTS, report)).data
+    assert (data.base_model, data.base_model_relation) == ("someone/teacher", "finetune")
+    assert 'from_pretrained("x", trust' in model_card(FACTS, report, place='x"\n')
+
+
+def test_without_a_card_the_tokenizer_names_the_languages(tiny_marian):
+    assert plan(tiny_marian, rank=5, method="paper", progress=False).inherited["language"] == ["de", "en"]
