@@ -5,11 +5,9 @@ The scripts are run as `python training/run_….py`, which puts this folder on t
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -36,10 +34,11 @@ from transformers import (
 )
 
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
+from lightformers_hf import recovery
 from lightformers_hf.conversion import copy_report
 from lightformers_hf.data_files import load_lines
 from lightformers_hf.loading import build_network, load_pretrained, unique_parameters
-from lightformers_hf.recovery import find_last_checkpoint, gather_model, prepare_sharding
+from lightformers_hf.recovery import find_last_checkpoint
 from lightformers_hf.text import load_rows
 
 AutoModel = type[AutoModelForSeq2SeqLM] | type[AutoModelForCausalLM]
@@ -131,36 +130,6 @@ def check_own_tokenizer(model: str, tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def load_model(
-    name: str,
-    attention: str | None,
-    auto_model: AutoModel = AutoModelForSeq2SeqLM,
-    config: PreTrainedConfig | None = None,
-) -> PreTrainedModel:
-    """A checkpoint in fp32, whatever it is stored in: fp16 weights do not train. Every weight must be there.
-
-    Its configuration is `config`, or its own. Raises `ValueError` if its weights are not those of the configuration.
-    """
-    try:
-        model, info = load_pretrained(
-            auto_model,
-            name,
-            config=config,
-            dtype=torch.float32,
-            attn_implementation=attention,
-            output_loading_info=True,
-        )
-    except RuntimeError as error:
-        if config is None or "mismatch" not in str(error):
-            raise
-        raise ValueError(
-            f"The weights of {name} do not have the shapes of the fields of model that are given."
-        ) from error
-    if missing := sorted(info["missing_keys"]):
-        raise ValueError(f"{name} lacks {len(missing)} of the model's weights, such as {missing[0]}.")
-    return model
-
-
 def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, auto_model: AutoModel) -> PreTrainedConfig:
     """The configuration of the checkpoint or of `config_name` with the fields `model` laid over it, or those alone.
 
@@ -205,7 +174,7 @@ def build_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, auto_m
             f"{config.vocab_size}: choose a tokenizer and a model that belong together."
         )
     if name and not args.from_scratch:
-        return load_model(name, args.attn_implementation, auto_model, config if args.model else None)
+        return recovery.load_trainable(name, args.attn_implementation, auto_model, config if args.model else None)
     model = build_network(auto_model, config, dtype=torch.float32, attn_implementation=args.attn_implementation)
     if name:  # so that it is decoded just as the checkpoint it is compared with
         model.generation_config = GenerationConfig.from_pretrained(name)
@@ -252,51 +221,14 @@ def _text_column(rows: Dataset, column: str, data: str) -> Dataset:
     return text if name == "text" else text.rename_column(name, "text")
 
 
-def check_resume(checkpoint: str, trainer: Trainer) -> None:
-    """Raise a `ValueError` if `checkpoint` is of another model or tokenizer than `trainer`'s.
-
-    Its Trainer would load what fits of the weights, and train on.
-    """
-    # What says nothing of the weights, or what Trainer itself makes agree with the tokenizer before the first step.
-    passing = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
-    passing |= {f"{token}_token_id" for token in ("bos", "eos", "pad")}
-    before, now = load_pretrained(AutoConfig, checkpoint).to_dict(), trainer.model.config.to_dict()
-    for name in sorted((before.keys() | now.keys()) - passing):
-        if before.get(name) != now.get(name):
-            raise ValueError(
-                f"{checkpoint} was trained with {name} {before.get(name)!r}, this run has {now.get(name)!r}: go on "
-                "with the same configuration, or choose another output_dir."
-            )
-    tokenizer = trainer.processing_class
-    if tokenizer is not None and load_pretrained(AutoTokenizer, checkpoint).get_vocab() != tokenizer.get_vocab():
-        raise ValueError(f"{checkpoint} was trained with another tokenizer than {tokenizer.name_or_path}.")
-
-
 def train(trainer: Trainer, checkpoint: str | None, model_args: ModelArguments) -> dict[str, object]:
     """Train from the beginning, or from `checkpoint`; save model and state; return what the summary says of it.
 
     What the conversion of the checkpoint that `model_args` name wrote of itself goes along.
     """
     args = trainer.args
-    if checkpoint is not None:
-        check_resume(checkpoint, trainer)
-    if args.should_save and checkpoint is None:
-        for stale in Path(args.output_dir).glob("checkpoint-*"):
-            if re.fullmatch(r"checkpoint-\d+", stale.name):
-                shutil.rmtree(stale)
-    # Evaluation fills in its own defaults; a classifier generates nothing.
-    generation_config = copy.deepcopy(getattr(trainer.model, "generation_config", None))
-    prepare_sharding(trainer)
-    result = trainer.train(resume_from_checkpoint=checkpoint)
-    if generation_config is not None:
-        trainer.model.generation_config = generation_config
+    result = recovery.train(trainer, checkpoint)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    if not trainer.accelerator.is_fsdp2:
-        trainer.save_model()
-    elif model := gather_model(trainer):
-        model.save_pretrained(args.output_dir)
-        trainer.processing_class.save_pretrained(args.output_dir)
-    trainer.save_state()
     if args.should_save and model_args.model_name_or_path and not model_args.from_scratch:
         copy_report(model_args.model_name_or_path, args.output_dir)
     return {

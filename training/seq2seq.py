@@ -14,18 +14,15 @@ from common import (
     build_model,
     check_output,
     checkpoint_name,
-    load_model,
     load_parts,
     load_tokenizer,
     parameter_count,
     summarize,
     train,
 )
-from datasets import Dataset
 from rich.console import Console
 from transformers import (
     AutoModelForSeq2SeqLM,
-    AutoTokenizer,
     DataCollatorForSeq2Seq,
     EvalPrediction,
     PreTrainedModel,
@@ -34,10 +31,8 @@ from transformers import (
     set_seed,
 )
 
-from lightformers_hf.loading import load_pretrained
-from lightformers_hf.recovery import RecoveryTrainer
+from lightformers_hf.recovery import RecoveryTrainer, ScoredPart, load_distiller
 from lightformers_hf.text import load_parallel, tokenize_pairs
-from lightformers_hf.vocabularies import keep_tokens, match_tokens
 
 
 @dataclass(frozen=True)
@@ -114,13 +109,6 @@ class TrainingArguments(OutputArguments, Seq2SeqTrainingArguments):
     )
 
 
-def load_teacher(name: str, tokenizer: PreTrainedTokenizerBase, attention: str | None) -> PreTrainedModel:
-    """The teacher with the words of `tokenizer` alone; a ValueError if it lacks one."""
-    matched = match_tokens(tokenizer, load_pretrained(AutoTokenizer, name))
-    teacher = load_model(name, attention)
-    return teacher if matched is None else keep_tokens(teacher, **matched)
-
-
 def set_generation(
     model: PreTrainedModel, generation: GenerationArguments, args: arguments.ModelArguments, longest: int
 ):
@@ -180,7 +168,7 @@ def run(
         task.prepare(model, tokenizer)
     teacher = None
     if distillation.teacher:
-        teacher = load_teacher(distillation.teacher, tokenizer, model_args.attn_implementation)
+        teacher = load_distiller(distillation.teacher, tokenizer, model_args.attn_implementation)
 
     with args.main_process_first():
         lengths = {k: getattr(data_args, k) for k in ("max_source_length", "max_target_length")}
@@ -220,29 +208,6 @@ def run(
     if "train" in tokens:
         rows["saved in"] = args.output_dir
     summarize(rows, console)
-
-
-class ScoredPart:
-    """A part of the data whose texts are generated and scored against the untouched references.
-
-    Texts of similar length stand together, so that little is computed on padding.
-
-    Attributes:
-        tokens: the tokenized pairs in that order.
-        references: their targets in that order.
-    """
-
-    def __init__(self, pairs: Dataset, tokens: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.order = np.argsort(tokens["source_length"][:], kind="stable")
-        self.tokens, self.tokenizer = tokens.select(self.order), tokenizer
-        self.references = [pairs[int(i)]["target"] for i in self.order]
-
-    def decode(self, predictions: np.ndarray) -> list[str]:
-        """The texts of generated tokens (rows, T), padded with negative ids."""
-        # With several processes Seq2SeqTrainer appends texts from the beginning, to have as many for each.
-        predictions = predictions[: len(self.references)]
-        predictions = np.where(predictions < 0, self.tokenizer.pad_token_id, predictions)
-        return self.tokenizer.batch_decode(predictions, skip_special_tokens=True)
 
 
 def score_test(trainer: RecoveryTrainer, task: Task, part: ScoredPart) -> dict[str, object]:

@@ -5,14 +5,10 @@ from __future__ import annotations
 import io
 import json
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
-import psutil
 import sentencepiece
-import torch
 from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import (
@@ -34,6 +30,7 @@ from transformers import (
 )
 
 from lightformers_hf.loading import build_network, load_pretrained
+from lightformers_hf.processors import IdleThreads, bf16_is_faster
 from lightformers_hf.recovery import RecoveryTrainer
 from lightformers_hf.text import load_parallel, tokenize_pairs
 
@@ -173,55 +170,6 @@ def train_model(
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     return [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-
-
-class IdleThreads:
-    """Keeps PyTorch's threads to the cores that other programs leave: a context, and `adapt` to look again.
-
-    Threads that share every small product wait for the slowest of them. With two of them and one other busy program on
-    two cores, a training step takes thirty times as long as with a single thread.
-    """
-
-    def __enter__(self) -> Self:
-        self.allowed = torch.get_num_threads()
-        torch.set_num_threads(1)
-        self.seen = _clocks()
-        time.sleep(0.5)
-        self.adapt()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        torch.set_num_threads(self.allowed)
-
-    def adapt(self) -> None:
-        """Choose the number of threads by what other programs did since the last look."""
-        before, self.seen = self.seen, _clocks()
-        elapsed, all_busy, own = (now - then for now, then in zip(self.seen, before, strict=True))
-        others = max(0.0, all_busy - own) / elapsed
-        torch.set_num_threads(max(1, min(self.allowed, round(psutil.cpu_count() - others))))
-
-
-def _clocks() -> tuple[float, float, float]:
-    """Seconds: on the wall, of work of all cores together, of this process's part of it."""
-    times = psutil.cpu_times()
-    own = psutil.Process().cpu_times()
-    return time.monotonic(), sum(times) - times.idle - getattr(times, "iowait", 0.0), own.user + own.system
-
-
-def bf16_is_faster() -> bool:
-    """Whether this processor multiplies matrices faster in bfloat16 than in float32: many do it in software."""
-    return _seconds(torch.bfloat16) < 0.8 * _seconds(torch.float32)
-
-
-def _seconds(dtype: torch.dtype) -> float:
-    """The shortest of some multiplications."""
-    x = torch.ones(512, 512, dtype=dtype)
-    times = []
-    for _ in range(10):
-        start = time.perf_counter()
-        x @ x
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 class _Progress(TrainerCallback):

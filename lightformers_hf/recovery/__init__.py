@@ -11,17 +11,23 @@ if TYPE_CHECKING:
     from .batching import TokenBatchSampler
     from .checkpoints import find_last_checkpoint
     from .losses import distillation_loss, hidden_loss
+    from .runs import ScoredPart, load_distiller, load_trainable, remove_checkpoints, train
     from .sharding import gather_model, prepare_sharding
     from .trainer import RecoveryTrainer
 
 __all__ = [
     "RecoveryTrainer",
+    "ScoredPart",
     "TokenBatchSampler",
     "distillation_loss",
     "find_last_checkpoint",
     "gather_model",
     "hidden_loss",
+    "load_distiller",
+    "load_trainable",
     "prepare_sharding",
+    "remove_checkpoints",
+    "train",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -33,6 +39,11 @@ __getattr__, __dir__ = lazy_names(
         "find_last_checkpoint": ".checkpoints",
         "gather_model": ".sharding",
         "hidden_loss": ".losses",
+        "load_distiller": ".runs",
+        "load_trainable": ".runs",
         "prepare_sharding": ".sharding",
+        "remove_checkpoints": ".runs",
+        "train": ".runs",
+        "ScoredPart": ".runs",
     },
 )

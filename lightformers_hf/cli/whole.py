@@ -1,0 +1,51 @@
+"""Commands that do several things one after the other: `recover`, `compress`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .output import PLACE, Answer, Argument, command, option
+
+FILE = click.Path(path_type=Path)
+TEXT_HELP = "Sentence pairs, or sources alone, which the teacher translates: a file, or a Hub name."
+LANGUAGES = (
+    option("--source-lang", metavar="de", help="Column; of multilingual models also the code: de, or de=de_DE."),
+    option("--target-lang", metavar="en", help="The same of the target."),
+)
+TRAINING = (
+    option("--data", type=PLACE, required=True, help=TEXT_HELP),
+    option("--validation", type=PLACE, help="Other pairs, to choose the best model by. Default: a part of --data."),
+    option("--minutes", type=float, default=30.0, metavar="M", help="Time to train, as this machine is now."),
+    *LANGUAGES,
+    option(
+        "--translations/--no-translations",
+        default=None,
+        help="Learn from the teacher's own translations, too. Default: where that pays.",
+    ),
+    option("--report-to", multiple=True, help="Log to tensorboard, trackio, wandb, … as well. Repeatable."),
+    option("--seed", type=int, default=0, help="Of everything that is drawn."),
+    option("--overwrite", is_flag=True, help="Begin anew where an earlier call wrote."),
+)
+
+
+@command(
+    Argument("light", type=PLACE, about="Folder or Hub name of the compressed checkpoint."),
+    option("--teacher", type=PLACE, required=True, help="The checkpoint that it was made from."),
+    option("--output", "-o", type=FILE, required=True, help="The folder to write."),
+    *TRAINING,
+)
+def recover(light: str, source_lang: str | None, target_lang: str | None, **options: Any) -> Answer:
+    """Win a compressed model's quality back: train it with its teacher for so many minutes.
+
+    Settings follow from how far it was compressed and from the time, which the first steps measure. The model with the
+    best validation BLEU is kept. The same command goes on where it was interrupted.
+
+    Example: lightformers recover light --teacher opus-mt-de-en --data train.jsonl --output recovered --minutes 30
+    """
+    from ..workflows.recover import recover as run
+
+    found = run(light, source=source_lang, target=target_lang, progress=True, **options)
+    return Answer(found.to_dict(), [f"Written to {found.output}."], draw=lambda console: console.print(found.table()))

@@ -1,0 +1,141 @@
+"""Parts of a training run: what is loaded, what is scored, how it goes on where it was cut off, what it leaves."""
+
+from __future__ import annotations
+
+import copy
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+)
+from transformers.trainer_utils import TrainOutput
+
+from ..loading import AutoClass, load_pretrained
+from ..vocabularies import keep_tokens, match_tokens
+from .sharding import gather_model, prepare_sharding
+
+
+def load_trainable(
+    name: str,
+    attention: str | None = None,
+    auto_model: AutoClass = AutoModelForSeq2SeqLM,
+    config: PreTrainedConfig | None = None,
+) -> PreTrainedModel:
+    """A checkpoint in fp32, whatever it is stored in: fp16 weights do not train. Every weight must be there.
+
+    Its configuration is `config`, or its own. Raises `ValueError` if its weights are not those of the configuration.
+    """
+    try:
+        model, info = load_pretrained(
+            auto_model,
+            name,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            output_loading_info=True,
+        )
+    except RuntimeError as error:
+        if config is None or "mismatch" not in str(error):
+            raise
+        raise ValueError(
+            f"The weights of {name} do not have the shapes of the fields of model that are given."
+        ) from error
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"{name} lacks {len(missing)} of the model's weights, such as {missing[0]}.")
+    return model
+
+
+def load_distiller(name: str, tokenizer: PreTrainedTokenizerBase, attention: str | None = None) -> PreTrainedModel:
+    """The teacher to distil from, with the words of `tokenizer` alone. Raises `ValueError` if it lacks one."""
+    matched = match_tokens(tokenizer, load_pretrained(AutoTokenizer, name))
+    teacher = load_trainable(name, attention)
+    return teacher if matched is None else keep_tokens(teacher, **matched)
+
+
+class ScoredPart:
+    """A part of the data whose texts are generated and scored against the untouched references.
+
+    Texts of similar length stand together, so that little is computed on padding.
+
+    Attributes:
+        tokens: the tokenized pairs in that order.
+        references: their targets in that order.
+    """
+
+    def __init__(self, pairs: Dataset, tokens: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.order = np.argsort(tokens["source_length"][:], kind="stable")
+        self.tokens, self.tokenizer = tokens.select(self.order), tokenizer
+        self.references = [pairs[int(i)]["target"] for i in self.order]
+
+    def decode(self, predictions: np.ndarray) -> list[str]:
+        """The texts of generated tokens (rows, T), padded with negative ids."""
+        # With several processes Seq2SeqTrainer appends texts from the beginning, to have as many for each.
+        predictions = predictions[: len(self.references)]
+        predictions = np.where(predictions < 0, self.tokenizer.pad_token_id, predictions)
+        return self.tokenizer.batch_decode(predictions, skip_special_tokens=True)
+
+
+def check_resume(checkpoint: str, trainer: Trainer) -> None:
+    """Raise a `ValueError` if `checkpoint` is of another model or tokenizer than `trainer`'s.
+
+    Its Trainer would load what fits of the weights, and train on.
+    """
+    # What says nothing of the weights, or what Trainer itself makes agree with the tokenizer before the first step.
+    passing = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
+    passing |= {f"{token}_token_id" for token in ("bos", "eos", "pad")}
+    before, now = load_pretrained(AutoConfig, checkpoint).to_dict(), trainer.model.config.to_dict()
+    for name in sorted((before.keys() | now.keys()) - passing):
+        if before.get(name) != now.get(name):
+            raise ValueError(
+                f"{checkpoint} was trained with {name} {before.get(name)!r}, this run has {now.get(name)!r}: go on "
+                "with the same configuration, or choose another output_dir."
+            )
+    tokenizer = trainer.processing_class
+    if tokenizer is not None and load_pretrained(AutoTokenizer, checkpoint).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(f"{checkpoint} was trained with another tokenizer than {tokenizer.name_or_path}.")
+
+
+def train(trainer: Trainer, checkpoint: str | None = None) -> TrainOutput:
+    """Train from the beginning, or from `checkpoint`; then save model and state in the output folder.
+
+    From the beginning means: checkpoints of an earlier run are deleted.
+
+    Raises:
+        ValueError: the checkpoint is of another model or tokenizer.
+    """
+    args = trainer.args
+    if checkpoint is not None:
+        check_resume(checkpoint, trainer)
+    elif args.should_save:
+        remove_checkpoints(args.output_dir)
+    # Evaluation fills in its own defaults; a classifier generates nothing.
+    generation_config = copy.deepcopy(getattr(trainer.model, "generation_config", None))
+    prepare_sharding(trainer)
+    result = trainer.train(resume_from_checkpoint=checkpoint)
+    if generation_config is not None:
+        trainer.model.generation_config = generation_config
+    if not trainer.accelerator.is_fsdp2:
+        trainer.save_model()
+    elif model := gather_model(trainer):
+        model.save_pretrained(args.output_dir)
+        trainer.processing_class.save_pretrained(args.output_dir)
+    trainer.save_state()
+    return result
+
+
+def remove_checkpoints(folder: str | Path) -> None:
+    """Delete the `checkpoint-<step>` folders of a run."""
+    for stale in Path(folder).glob("checkpoint-*"):
+        if re.fullmatch(r"checkpoint-\d+", stale.name):
+            shutil.rmtree(stale)

@@ -1,0 +1,82 @@
+"""What a training shows while it runs, and how long its steps take."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..processors import IdleThreads
+
+
+@contextmanager
+def hush_trainer() -> Iterator[None]:
+    """Inside, transformers' trainer does not warn: of tied tables, which checkpoints hold once, as if one was missing."""
+    logger = logging.getLogger("transformers.trainer")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+class Progress(TrainerCallback):
+    """A bar of steps, and a line for every validation; has the threads adapted to what else the machine does.
+
+    Args:
+        bar: of as many steps as are trained.
+        threads: of PyTorch; `None` where an accelerator computes.
+    """
+
+    def __init__(self, bar: tqdm, threads: IdleThreads | None) -> None:
+        self.bar, self.threads, self.start = bar, threads, time.monotonic()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Move the bar on."""
+        self.bar.update(state.global_step - self.bar.n)
+        if self.threads is not None and state.global_step % 20 == 0:
+            self.threads.adapt()
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
+    ) -> None:
+        """Show the loss."""
+        if logs and "loss" in logs:
+            self.bar.set_postfix(loss=f"{float(logs['loss']):.3f}", refresh=False)
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **_: Any
+    ) -> None:
+        """Print a line."""
+        if not self.bar.disable and metrics and "eval_bleu" in metrics:
+            minutes = (time.monotonic() - self.start) / 60
+            bleu, loss = metrics["eval_bleu"], metrics["eval_loss"]
+            self.bar.write(
+                f"step {state.global_step:,} of {self.bar.total:,}, {minutes:.1f} min: validation BLEU {bleu:.1f}, "
+                f"loss {loss:.3f}"
+            )
+
+
+class Clock(TrainerCallback):
+    """How long a step takes, the first few aside."""
+
+    REST = 4
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Look at the clock."""
+        self.times.append(time.monotonic())
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, a mean: batches are of unequal length."""
+        first = min(self.REST, len(self.times) - 2)
+        return (self.times[-1] - self.times[first]) / (len(self.times) - 1 - first)

@@ -1,0 +1,91 @@
+"""What a recovery writes down of itself, so that it goes on where it was interrupted."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..files import read_json, write_json
+from ..folders import check_output
+from ..recovery import remove_checkpoints
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+RECORD_FILE = "recovery.json"  # what was asked for, what was chosen, what came out
+TRANSLATIONS_FILE = "translations.json"  # the teacher's, of the first so many sources
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What came of a recovery.
+
+    Attributes:
+        output: the folder of the model.
+        parameters, ratio: unique ones, and how many times as many the teacher has.
+        before, after, teacher: BLEU on the validation text, greedy: as it was, as it is, and the teacher's.
+        sentences: of that text.
+        steps, best_step: trained, and after how many the model is that was kept.
+        minutes: the training took, in this and in interrupted calls.
+        translations: how many sources the teacher translated first.
+        settings: how it was trained.
+    """
+
+    output: str
+    parameters: int
+    ratio: float
+    before: float
+    after: float
+    teacher: float
+    sentences: int
+    steps: int
+    best_step: int
+    minutes: float
+    translations: int
+    settings: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for machines."""
+        return asdict(self)
+
+    def table(self) -> Table:
+        """The same for people."""
+        from rich.table import Table
+
+        table = Table(title="Recovery", show_header=False)
+        lost = self.after - self.teacher
+        table.add_row("validation BLEU", f"{self.before:.1f} before, {self.after:.1f} after ({lost:+.1f})")
+        table.add_row("the teacher's", f"{self.teacher:.1f}, greedy, {self.sentences} sentences")
+        table.add_row("parameters", f"{self.parameters:,}, the teacher's / {self.ratio:.1f}")
+        table.add_row("trained", f"{self.steps:,} steps in {self.minutes:.0f} minutes, best after {self.best_step:,}")
+        if self.translations:
+            table.add_row("the teacher's translations", f"{self.translations:,}")
+        return table
+
+
+def claim(output: Path, asked: dict[str, Any], *, overwrite: bool, inputs: list[str | Path | None]) -> dict[str, Any]:
+    """The record of the interrupted recovery that `output` holds, or a new one. Raises as `recover`."""
+    record = read_json(output / RECORD_FILE) if output.is_dir() else {}
+    if record and not overwrite:
+        if differing := [name for name, value in asked.items() if record.get("asked", {}).get(name) != value]:
+            raise FileExistsError(
+                f"{output} holds a recovery with another {differing[0]}: give the same options to go on with it, "
+                "another folder, or --overwrite"
+            )
+        if "result" in record:
+            raise FileExistsError(f"{output} holds this recovery, complete: give another folder, or --overwrite")
+        return record
+    if record:
+        remove_checkpoints(output)
+        (output / RECORD_FILE).unlink()
+        (output / TRANSLATIONS_FILE).unlink(missing_ok=True)
+    elif output.exists():
+        check_output(output, inputs=inputs)
+    check = [path for path in inputs if path is not None and Path(path).exists()]
+    if any(output.resolve() in (Path(path).resolve(), *Path(path).resolve().parents) for path in check):
+        raise ValueError(f"output {output} is, or holds, what the recovery reads: give another folder")
+    output.mkdir(parents=True, exist_ok=True)
+    record = {"asked": asked}
+    write_json(record, output / RECORD_FILE)
+    return record

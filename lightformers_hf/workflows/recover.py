@@ -1,0 +1,359 @@
+"""The quality of a compressed model won back by one call, of the parts `training/run_translation.py` is made of."""
+
+from __future__ import annotations
+
+import copy
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, concatenate_datasets
+from tqdm.auto import tqdm
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Seq2SeqTrainingArguments,
+    set_seed,
+)
+
+from ..conversion import copy_report
+from ..evaluation.evaluate import choose_columns
+from ..evaluation.quality import translation_quality
+from ..evaluation.translate import translate
+from ..files import read_json, write_json
+from ..languages import set_languages, split_language
+from ..loading import hide_bars, load_pretrained, resolve_source, unique_parameters
+from ..processors import IdleThreads, bf16_is_faster
+from ..recovery import (
+    RecoveryTrainer,
+    ScoredPart,
+    find_last_checkpoint,
+    load_distiller,
+    load_trainable,
+    remove_checkpoints,
+    train,
+)
+from ..text import load_parallel, load_text, tokenize_pairs
+from .progress import Clock, Progress, hush_trainer
+from .record import RECORD_FILE, TRANSLATIONS_FILE, Recovery, claim
+from .settings import (
+    FAR,
+    FOR_TRANSLATIONS,
+    FOR_VALIDATION,
+    RecoverySettings,
+    choose_settings,
+    plan_steps,
+    sentences_in,
+    worth_translating,
+)
+
+HELD_OUT = 500  # pairs of the validation at most
+LONGEST = 128  # tokens of a text
+TRIAL_STEPS = 16  # by which the time of a step is known
+SAMPLE = 64  # sources by which the teacher's speed is known
+BEAMS = 4
+
+
+def recover(
+    light: str | Path,
+    output: str | Path,
+    *,
+    teacher: str | Path,
+    data: str,
+    validation: str | None = None,
+    minutes: float = 30,
+    source: str | None = None,
+    target: str | None = None,
+    translations: bool | None = None,
+    report_to: tuple[str, ...] = (),
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> Recovery:
+    """Train a compressed model with its teacher for about so many minutes, with settings that it chooses itself.
+
+    The model with the best BLEU on the validation text is kept. An interrupted call goes on when it is made again.
+
+    Args:
+        light: the compressed checkpoint, a folder or a name on the Hub.
+        output: the folder to write.
+        teacher: the checkpoint that it was made from.
+        data: sentence pairs as of `load_parallel`, or text of the source language alone, which the teacher translates.
+        validation: other pairs, of which the first 500 are taken; `None`: a part of `data`.
+        minutes: for everything, as this machine is now. How long a step takes is measured by the first few.
+        source, target: columns, and of multilingual models the languages' codes, as in `CompressionOptions`.
+        translations: learn from the teacher's translations of the sources, too; `None`: where that pays.
+        report_to: where else the training is logged: `tensorboard`, `trackio`, `wandb`, ….
+        seed: of everything that is drawn.
+        overwrite: begin anew in a folder that holds another recovery.
+        progress: show bars, and a line for every validation.
+
+    Raises:
+        ValueError: an option out of its range, data or models that do not fit.
+        FileNotFoundError: a model or a file that is not there.
+        FileExistsError: `output` holds something else than this recovery, interrupted.
+    """
+    start = time.monotonic()
+    if not minutes > 0:
+        raise ValueError(f"minutes is {minutes}, expected a number above 0")
+    asked: dict[str, Any] = {"light": str(light), "teacher": str(teacher), "data": data, "validation": validation}
+    asked |= {"minutes": minutes, "source": source, "target": target, "translations": translations, "seed": seed}
+    output = Path(output)
+    record = claim(output, asked, overwrite=overwrite, inputs=[light, teacher, data, validation])
+    set_seed(seed)
+    on_cpu = not torch.accelerator.is_available()
+    with hide_bars(), hush_trainer(), IdleThreads() if on_cpu else nullcontext() as threads:
+        run = Run(light, output, teacher, data, validation, (source, target), report_to, seed, progress, threads)
+        if "settings" not in record:
+            record |= run.prepare(minutes, translations, start)
+            write_json(record, output / RECORD_FILE)
+        found = run.train(record)
+    write_json(record | {"result": asdict(found)}, output / RECORD_FILE)
+    remove_checkpoints(output)
+    return found
+
+
+@dataclass(eq=False)
+class Run:
+    """Models and data of one recovery, each read when it is first needed."""
+
+    light: str | Path
+    output: Path
+    teacher: str | Path
+    data: str
+    validation: str | None
+    languages: tuple[str | None, str | None]
+    report_to: tuple[str, ...]
+    seed: int
+    progress: bool
+    threads: IdleThreads | None
+
+    def __post_init__(self) -> None:
+        folder = resolve_source(self.light)
+        self.tokenizer: PreTrainedTokenizerBase = load_pretrained(AutoTokenizer, folder)
+        # Attention written out: on a CPU, with sentences, it trains faster than the fused kernel.
+        attention = "eager" if self.threads else None
+        self.model: PreTrainedModel = load_trainable(str(folder), attention)
+        self.distiller = load_distiller(str(resolve_source(self.teacher)), self.tokenizer, attention)
+        self.ratio = unique_parameters(self.distiller) / unique_parameters(self.model)
+        if self.ratio >= FAR:
+            config = load_pretrained(AutoConfig, folder)
+            config.dropout = 0.0
+            self.model = load_trainable(str(folder), attention, config=config)
+        for model in (self.model, self.distiller):
+            set_languages(model, self.tokenizer, *self.languages)
+        self.pairs, self.held_out = self.read_data()
+
+    def read_data(self) -> tuple[Dataset, Dataset]:
+        """Training text, with a column `target` unless it is of one language, and the validation's pairs."""
+        named = tuple(split_language(language)[0] for language in self.languages)
+        default = choose_columns(str(self.light), self.tokenizer, *named)
+        texts = load_text(self.data, source=named[0], target=named[1], default=default).shuffle(seed=self.seed)
+        if self.validation:
+            held_out = load_parallel(self.validation, source=default[0], target=default[1], max_samples=HELD_OUT)
+        elif "target" not in texts.column_names:
+            raise ValueError(f"{self.data} is of one language, which no score comes of: give validation, with pairs")
+        else:
+            size = min(HELD_OUT, len(texts) // 10)
+            if not size:
+                raise ValueError(f"{self.data} holds {len(texts)} pairs: give validation, or ten pairs and more")
+            held_out, texts = texts.select(range(size)), texts.select(range(size, len(texts)))
+        seen = set(held_out["source"])
+        kept = [row for row, text in enumerate(texts["source"]) if text not in seen]
+        if not kept:
+            raise ValueError(f"{self.data} holds nothing but what the validation does: give other text")
+        return texts.select(kept), held_out
+
+    @cached_property
+    def scored(self) -> ScoredPart:
+        """The validation, tokenized."""
+        return ScoredPart(self.held_out, self.tokenize(self.held_out), self.tokenizer)
+
+    @cached_property
+    def longest_output(self) -> int:
+        """Tokens of an output of the validation: half as many again as the longest reference has."""
+        longest = max(map(len, self.scored.tokens["labels"]))
+        return min(int(1.5 * longest) + 2, getattr(self.model.config, "max_position_embeddings", None) or LONGEST)
+
+    def tokenize(self, pairs: Dataset) -> Dataset:
+        """Ids of pairs, cut to what the model reads."""
+        limit = min(LONGEST, getattr(self.model.config, "max_position_embeddings", None) or LONGEST)
+        return tokenize_pairs(pairs, self.tokenizer, max_source_length=limit, max_target_length=limit)
+
+    def prepare(self, minutes: float, translations: bool | None, start: float) -> dict[str, Any]:
+        """Measure, choose the settings, and have the teacher translate where it is to."""
+        same_width = self.model.config.hidden_size == self.distiller.config.hidden_size
+        settings = choose_settings(
+            self.ratio,
+            self.model.config.hidden_size,
+            same_width=same_width,
+            bf16=bf16_is_faster() if self.threads else torch.cuda.is_available(),
+            on_cpu=self.threads is not None,
+        )
+        self.say("measuring the model as it is, its teacher, and how long steps take")
+        count, sentences = self.ask_for_texts(60 * minutes, translations)
+        self.held_out = self.held_out.select(range(sentences))
+        before, evaluation_seconds = self.measure(self.model, settings)
+        teacher, _ = self.measure(self.distiller, settings)
+        pairs = self.training_pairs(count)
+        step_seconds, epoch_steps = self.time_steps(pairs, settings)
+        left = max(60 * minutes - (time.monotonic() - start), 0.25 * 60 * minutes)
+        settings = plan_steps(settings, left, step_seconds, evaluation_seconds, epoch_steps)
+        self.say(
+            f"BLEU {before:.1f}, the teacher's {teacher:.1f}; {settings.steps:,} steps, {step_seconds:.2f} s each, "
+            f"learning rate {settings.learning_rate:.2g}, "
+            f"dropout {self.model.config.dropout:g}"
+        )
+        found = {"translations": count, "sentences": sentences, "before": before, "teacher": teacher}
+        return {"settings": asdict(settings), **found}
+
+    def say(self, line: str) -> None:
+        """Print a line above the bars."""
+        if self.progress:
+            tqdm.write(line)
+
+    def measure(self, model: PreTrainedModel, settings: RecoverySettings) -> tuple[float, float]:
+        """BLEU of a model on the validation, and how long it took."""
+        trainer = self.trainer(model, None, replace(settings, steps=1, eval_steps=1))
+        start = time.monotonic()
+        bleu = trainer.evaluate()["eval_bleu"]
+        return bleu, time.monotonic() - start
+
+    def ask_for_texts(self, seconds: float, wanted: bool | None) -> tuple[int, int]:
+        """Write the teacher's translations of the first so many sources.
+
+        Returns: how many those are; and how many sentences validation takes, that it keeps to its share of the time.
+        """
+        alone = "target" not in self.pairs.column_names
+        if wanted is False and alone:
+            raise ValueError(f"{self.data} is of one language: leave translations out, which the targets come of")
+        sources = self.pairs["source"][:]
+        start = time.monotonic()
+        sample = self.ask_teacher(sources[:SAMPLE], progress=False)
+        took = max(time.monotonic() - start, 1e-9) / len(sample)
+        sentences = sentences_in(FOR_VALIDATION * seconds, took, len(self.held_out))
+        count = len(sources)
+        if alone:
+            count = min(count, max(len(sample), int(FOR_TRANSLATIONS * seconds / took)))
+        elif wanted is False or not (wanted or worth_translating(count, took, seconds, self.ratio)):
+            return 0, sentences
+        texts = sample + self.ask_teacher(sources[len(sample) : count], progress=self.progress)
+        write_json({"target": texts}, self.output / TRANSLATIONS_FILE)
+        return count, sentences
+
+    def ask_teacher(self, sources: list[str], *, progress: bool) -> list[str]:
+        """The teacher's translations, by beam search."""
+        return (
+            translate(sources, self.distiller, self.tokenizer, num_beams=BEAMS, progress=progress) if sources else []
+        )
+
+    def training_pairs(self, count: int) -> Dataset:
+        """References and the teacher's translations, one behind the other."""
+        if not count:
+            return self.pairs
+        made = Dataset.from_dict(
+            {"source": self.pairs["source"][:count], **read_json(self.output / TRANSLATIONS_FILE)}
+        )
+        return concatenate_datasets([self.pairs, made]) if "target" in self.pairs.column_names else made
+
+    def time_steps(self, pairs: Dataset, settings: RecoverySettings) -> tuple[float, int]:
+        """How long a step takes, and how many an epoch has."""
+        clock = Clock()
+        trial = replace(settings, steps=TRIAL_STEPS, eval_steps=TRIAL_STEPS + 1, warmup_steps=1)
+        trainer = self.trainer(copy.deepcopy(self.model), pairs, trial, teacher=self.distiller)
+        trainer.add_callback(clock)
+        trainer.train()
+        return clock.seconds, max(1, round(trainer.state.global_step / trainer.state.epoch))
+
+    def trainer(
+        self,
+        model: PreTrainedModel,
+        pairs: Dataset | None,
+        settings: RecoverySettings,
+        *,
+        teacher: PreTrainedModel | None = None,
+        saves: bool = False,
+    ) -> RecoveryTrainer:
+        """A trainer with these settings; `saves`: it validates, logs, and writes checkpoints."""
+
+        def score(prediction: EvalPrediction) -> dict[str, float]:
+            scores = translation_quality(self.scored.decode(prediction.predictions), self.scored.references)
+            return {"bleu": scores["bleu"], "chrf": scores["chrf"]}
+
+        watched: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
+        arguments = Seq2SeqTrainingArguments(
+            output_dir=str(self.output),
+            use_cpu=self.threads is not None,
+            bf16=settings.bf16,
+            seed=self.seed,
+            max_steps=settings.steps,
+            learning_rate=settings.learning_rate,
+            lr_scheduler_type="linear",
+            warmup_steps=settings.warmup_steps,
+            adam_beta2=0.98,
+            logging_steps=max(1, settings.steps // 50),
+            eval_steps=settings.eval_steps,
+            save_steps=settings.eval_steps,
+            save_total_limit=2,
+            metric_for_best_model="bleu",
+            predict_with_generate=True,
+            generation_num_beams=1,
+            generation_max_length=self.longest_output,
+            per_device_eval_batch_size=32,
+            report_to=list(self.report_to) if saves else "none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            **(watched if saves else {"eval_strategy": "no", "save_strategy": "no"}),
+        )
+        trainer = RecoveryTrainer(
+            model,
+            arguments,
+            train_dataset=self.tokenize(pairs) if pairs is not None else None,
+            eval_dataset=self.scored.tokens,
+            data_collator=DataCollatorForSeq2Seq(self.tokenizer, model=model),
+            processing_class=self.tokenizer,
+            compute_metrics=score,
+            max_tokens=settings.max_tokens,
+            teacher=teacher,
+            distillation_alpha=settings.alpha,
+            hidden_weight=settings.hidden_weight if teacher is not None else 0.0,
+        )
+        trainer.remove_callback(PrinterCallback)
+        return trainer
+
+    def train(self, record: dict[str, Any]) -> Recovery:
+        """Train to the end, from the last checkpoint if there is one."""
+        settings = RecoverySettings(**record["settings"])
+        self.held_out = self.held_out.select(range(record["sentences"]))
+        pairs, parameters = self.training_pairs(record["translations"]), unique_parameters(self.model)
+        trainer = self.trainer(self.model, pairs, settings, teacher=self.distiller, saves=True)
+        checkpoint = find_last_checkpoint(self.output)
+        with tqdm(total=settings.steps, desc="recovering", unit="step", disable=not self.progress) as bar:
+            trainer.add_callback(Progress(bar, self.threads))
+            result = train(trainer, checkpoint)
+        copy_report(str(self.light), self.output)
+        state = trainer.state
+        best = max((entry for entry in state.log_history if "eval_bleu" in entry), key=lambda e: e["eval_bleu"])
+        return Recovery(
+            output=str(self.output),
+            parameters=parameters,
+            ratio=self.ratio,
+            before=record["before"],
+            after=best["eval_bleu"],
+            teacher=record["teacher"],
+            sentences=len(self.held_out),
+            steps=state.global_step,
+            best_step=best["step"],
+            minutes=result.metrics["train_runtime"] / 60,
+            translations=record["translations"],
+            settings=record["settings"],
+        )

@@ -1,0 +1,94 @@
+"""How a recovery trains: settings that follow from how far a model was compressed, how wide it is, and the time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+# From this ratio on a model learned more without dropout, with its teacher's states, and from its teacher's own
+# translations (RESULTS.md, "Recovered"); 4 was measured with dropout and references alone.
+FAR = 5.0
+# Widths between the models that settings were measured on and others: larger ones take smaller steps.
+MEASURED_WIDTH = 256
+# Shares of the time: for the teacher's translations, and for validation.
+FOR_TRANSLATIONS, FOR_VALIDATION = 0.25, 0.15
+MOST_EPOCHS, MOST_EVALUATIONS = 40, 10
+
+
+@dataclass(frozen=True)
+class RecoverySettings:
+    """What a training is determined by, besides model and data.
+
+    Attributes:
+        learning_rate: the highest; it rises for `warmup_steps` and then falls to 0 by `steps`.
+        alpha: weight of the teacher's predictions beside the labels.
+        hidden_weight: weight of the distance between the layers' states of model and teacher.
+        max_tokens: of a batch.
+        bf16: whether matrices are multiplied in bfloat16.
+        steps, warmup_steps, eval_steps: optimizer steps in all, at the beginning, and between validations.
+    """
+
+    learning_rate: float
+    alpha: float
+    hidden_weight: float
+    max_tokens: int
+    bf16: bool
+    steps: int = 0
+    warmup_steps: int = 0
+    eval_steps: int = 0
+
+
+def choose_settings(ratio: float, width: int, *, same_width: bool, bf16: bool, on_cpu: bool) -> RecoverySettings:
+    """Settings for a model that has 1/`ratio` of its teacher's parameters and is `width` wide; steps come later.
+
+    Learning rates are those of RESULTS.md: 1e-3 up to ratio 6, 1.2e-3 at 8, 1.5e-3 from 12 on, at a width of 256; and
+    less by the square root of how many times wider the model is.
+
+    Args:
+        same_width: whether the teacher is as wide, so that states compare.
+        on_cpu: small batches are fast there; accelerators take larger ones.
+    """
+    rate = 1e-3 + 5e-4 * min(max((ratio - 6) / 6, 0), 1)
+    return RecoverySettings(
+        learning_rate=rate * min(1.0, (MEASURED_WIDTH / width) ** 0.5),
+        alpha=0.7,
+        hidden_weight=5.0 if ratio >= FAR and same_width else 0.0,
+        max_tokens=1600 if on_cpu else 8192,
+        bf16=bf16,
+    )
+
+
+def plan_steps(
+    settings: RecoverySettings, seconds: float, step_seconds: float, evaluation_seconds: float, epoch_steps: int
+) -> RecoverySettings:
+    """The settings with the steps of a training that takes about so many seconds, validation included.
+
+    Args:
+        step_seconds, evaluation_seconds: as measured.
+        epoch_steps: steps of an epoch; more than 40 epochs are not trained.
+    """
+    evaluations = max(1, min(MOST_EVALUATIONS, int(FOR_VALIDATION * seconds / evaluation_seconds)))
+    steps = int((seconds - evaluations * evaluation_seconds) / step_seconds)
+    eval_steps = max(1, min(steps, MOST_EPOCHS * epoch_steps) // evaluations)
+    steps = eval_steps * evaluations
+    return replace(settings, steps=steps, warmup_steps=max(1, min(100, steps // 10)), eval_steps=eval_steps)
+
+
+def worth_translating(count: int, each: float, seconds: float, ratio: float) -> bool:
+    """Whether the teacher's own translations pay: far down, where all sources take a quarter of the time at most.
+
+    Args:
+        count: sources.
+        each: seconds that one takes.
+        seconds: the time there is for everything.
+    """
+    return ratio >= FAR and count * each <= FOR_TRANSLATIONS * seconds
+
+
+def sentences_in(seconds: float, each: float, most: int) -> int:
+    """How many sentences a validation has, so that five of them fit into `seconds`; 50 at least.
+
+    Args:
+        each: seconds that the teacher takes for one.
+        most: there are no more.
+    """
+    return min(most, max(50, int(seconds / 5 / each)))
