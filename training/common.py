@@ -34,11 +34,11 @@ from transformers import (
 )
 
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
-from lightformers_hf import recovery
 from lightformers_hf.conversion import copy_report
 from lightformers_hf.data_files import load_lines
 from lightformers_hf.loading import build_network, load_pretrained, unique_parameters
-from lightformers_hf.recovery import find_last_checkpoint
+from lightformers_hf.recovery import find_last_checkpoint, load_trainable
+from lightformers_hf.recovery import train as train_model
 from lightformers_hf.text import load_rows
 
 AutoModel = type[AutoModelForSeq2SeqLM] | type[AutoModelForCausalLM]
@@ -174,7 +174,7 @@ def build_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, auto_m
             f"{config.vocab_size}: choose a tokenizer and a model that belong together."
         )
     if name and not args.from_scratch:
-        return recovery.load_trainable(name, args.attn_implementation, auto_model, config if args.model else None)
+        return load_trainable(name, args.attn_implementation, auto_model, config if args.model else None)
     model = build_network(auto_model, config, dtype=torch.float32, attn_implementation=args.attn_implementation)
     if name:  # so that it is decoded just as the checkpoint it is compared with
         model.generation_config = GenerationConfig.from_pretrained(name)
@@ -227,7 +227,7 @@ def train(trainer: Trainer, checkpoint: str | None, model_args: ModelArguments) 
     What the conversion of the checkpoint that `model_args` name wrote of itself goes along.
     """
     args = trainer.args
-    result = recovery.train(trainer, checkpoint)
+    result = train_model(trainer, checkpoint)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     if args.should_save and model_args.model_name_or_path and not model_args.from_scratch:
         copy_report(model_args.model_name_or_path, args.output_dir)

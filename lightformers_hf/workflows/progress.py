@@ -16,7 +16,7 @@ from ..processors import IdleThreads
 
 @contextmanager
 def hush_trainer() -> Iterator[None]:
-    """Inside, transformers' trainer does not warn: of tied tables, which checkpoints hold once, as if one was missing."""
+    """Inside, transformers' trainer does not warn of tied tables, which checkpoints hold once, as of missing ones."""
     logger = logging.getLogger("transformers.trainer")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,0 +1,129 @@
+"""Recovery by one call: its settings, what it leaves, that it goes on, and what it refuses."""
+
+import json
+
+import pytest
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from lightformers_hf import convert
+from lightformers_hf.files import read_json
+from lightformers_hf.workflows import progress
+from lightformers_hf.workflows.recover import recover
+from lightformers_hf.workflows.settings import choose_settings, plan_steps, sentences_in, worth_translating
+
+BASE = choose_settings(4, 256, same_width=True, bf16=False, on_cpu=True)
+
+
+def test_settings_are_those_that_were_measured():
+    rates = {ratio: choose_settings(ratio, 256, same_width=True, bf16=True, on_cpu=True) for ratio in (2, 4, 6, 8, 12)}
+    found = {ratio: round(one.learning_rate, 4) for ratio, one in rates.items()}
+    assert found == {2: 1e-3, 4: 1e-3, 6: 1e-3, 8: 1.2e-3, 12: 1.5e-3}
+    assert [one.hidden_weight for one in rates.values()] == [0, 0, 5, 5, 5]
+    assert {one.alpha for one in rates.values()} == {0.7}
+    wide = choose_settings(6, 1024, same_width=False, bf16=True, on_cpu=False)
+    assert (wide.learning_rate, wide.hidden_weight) == (5e-4, 0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "step", "evaluation", "epoch", "expected"),
+    [
+        (1000, 1.0, 10, 1000, (900, 90)),
+        (1000, 1.0, 100, 1000, (900, 900)),
+        (1000, 1.0, 10, 5, (200, 20)),  # forty epochs
+        (1, 5.0, 10, 100, (1, 1)),
+    ],
+)
+def test_steps_fill_the_time(seconds, step, evaluation, epoch, expected):
+    settings = plan_steps(BASE, seconds, step, evaluation, epoch)
+    assert (settings.steps, settings.eval_steps) == expected
+    assert settings.steps % settings.eval_steps == 0
+    assert 1 <= settings.warmup_steps <= 100
+
+
+def test_a_validation_keeps_to_its_time():
+    assert [sentences_in(seconds, 0.1, 500) for seconds in (10, 100, 10_000)] == [50, 200, 500]
+    assert sentences_in(1000, 0.1, 7) == 7
+
+
+def test_translations_where_they_pay():
+    assert worth_translating(1000, 0.1, 600, 6)
+    assert not worth_translating(1000, 0.1, 600, 4)
+    assert not worth_translating(10_000, 0.1, 600, 6)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, tiny_marian, parallel_sentences):
+    """A folder with a compressed model, pairs, and text of one language."""
+    folder = tmp_path_factory.mktemp("recover")
+    convert(tiny_marian, folder / "light", rank=4, method="paper", progress=False)
+    rows = [pair | {"de": f"{pair['de']} {n}"} for n in range(3) for pair in parallel_sentences]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps({"translation": row}) + "\n" for row in rows))
+    (folder / "text.txt").write_text("\n".join(row["de"] for row in rows))
+    return folder
+
+
+def options(place, teacher, **changes):
+    asked = {"teacher": teacher, "data": str(place / "pairs.jsonl"), "minutes": 0.02, "progress": False}
+    return asked | changes
+
+
+def test_a_recovery_goes_on_where_it_was_interrupted(place, tiny_marian, tmp_path, monkeypatch):
+    seen = []
+
+    def interrupt(self, args, state, control, **_):
+        seen.append(state.global_step)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(progress.Progress, "on_step_end", interrupt)
+    monkeypatch.setattr("lightformers_hf.workflows.settings.MOST_EVALUATIONS", 3)
+    monkeypatch.setattr("lightformers_hf.workflows.settings.FOR_VALIDATION", 1000)
+    monkeypatch.setattr("lightformers_hf.workflows.recover.FOR_VALIDATION", 0.1)
+    output = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        recover(place / "light", output, **options(place, tiny_marian))
+    chosen = read_json(output / "recovery.json")["settings"]
+    with pytest.raises(FileExistsError, match="another minutes"):
+        recover(place / "light", output, **options(place, tiny_marian, minutes=1))
+    monkeypatch.undo()
+    found = recover(place / "light", output, **options(place, tiny_marian))
+    assert (found.settings, found.steps) == (chosen, chosen["steps"])
+    assert found.sentences == 3
+    assert not list(output.glob("checkpoint-*"))
+    assert read_json(output / "recovery.json")["result"]["after"] == found.after
+    assert AutoTokenizer.from_pretrained(output)
+    assert AutoModelForSeq2SeqLM.from_pretrained(output).config.dropout == chosen_dropout(place, found.ratio)
+    assert (output / "compression.json").is_file()
+    with pytest.raises(FileExistsError, match="complete"):
+        recover(place / "light", output, **options(place, tiny_marian))
+    again = recover(place / "light", output, overwrite=True, **options(place, tiny_marian, minutes=0.01))
+    assert again.steps >= 1
+
+
+def chosen_dropout(place, ratio):
+    return 0.0 if ratio >= 5 else AutoModelForSeq2SeqLM.from_pretrained(place / "light").config.dropout
+
+
+def test_of_text_of_one_language_the_teacher_makes_pairs(place, tiny_marian, tmp_path):
+    asked = options(place, tiny_marian, data=str(place / "text.txt"))
+    with pytest.raises(ValueError, match="give validation"):
+        recover(place / "light", tmp_path / "none", **asked)
+    light = place / "light"
+    with pytest.raises(ValueError, match="nothing but what the validation does"):
+        recover(light, tmp_path / "all", validation=str(place / "pairs.jsonl"), **asked)
+    (tmp_path / "val.jsonl").write_text(json.dumps({"translation": {"de": "Ein Hund.", "en": "A dog."}}) + "\n")
+    found = recover(light, tmp_path / "out", validation=str(tmp_path / "val.jsonl"), **asked)
+    made = read_json(tmp_path / "out" / "translations.json")["target"]
+    assert found.translations == len(made) > 0
+
+
+def test_what_is_refused(place, tiny_marian, tmp_path):
+    with pytest.raises(ValueError, match="minutes is 0"):
+        recover(place / "light", tmp_path / "a", **options(place, tiny_marian, minutes=0))
+    with pytest.raises((ValueError, FileExistsError), match="light"):
+        recover(place / "light", place / "light", **options(place, tiny_marian))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    with pytest.raises(FileExistsError):
+        recover(place / "light", tmp_path / "mine", overwrite=True, **options(place, tiny_marian))
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "x"
