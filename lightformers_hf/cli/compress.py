@@ -92,7 +92,7 @@ def plan(source: str, **options: Any) -> Answer:
 def convert(source: str, output: Path, overwrite: bool, **options: Any) -> Answer:
     """Make a trained Marian, BART, mBART, Pegasus, M2M100, LightFormer, Subformer or PartialFormer checkpoint smaller.
 
-    The output loads with AutoModelForSeq2SeqLM and AutoTokenizer. It lost quality: `lightformers recover` wins it back.
+    The output loads with AutoModelForSeq2SeqLM and AutoTokenizer. It lost quality, which `recover` wins back.
 
     Example: lightformers convert Helsinki-NLP/opus-mt-de-en opus-light --ratio 2
     """

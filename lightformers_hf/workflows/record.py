@@ -76,16 +76,17 @@ def claim(output: Path, asked: dict[str, Any], *, overwrite: bool, inputs: list[
         if "result" in record:
             raise FileExistsError(f"{output} holds this recovery, complete: give another folder, or --overwrite")
         return record
-    if record:
-        remove_checkpoints(output)
-        (output / RECORD_FILE).unlink()
-        (output / TRANSLATIONS_FILE).unlink(missing_ok=True)
-    elif output.exists():
+    if not record and output.exists():
         check_output(output, inputs=inputs)
-    check = [path for path in inputs if path is not None and Path(path).exists()]
-    if any(output.resolve() in (Path(path).resolve(), *Path(path).resolve().parents) for path in check):
+    there = [Path(path) for path in inputs if path is not None and Path(path).exists()]
+    if any(output.resolve() in (path.resolve(), *path.resolve().parents) for path in there):
         raise ValueError(f"output {output} is, or holds, what the recovery reads: give another folder")
+    return {"asked": asked}
+
+
+def begin(output: Path, record: dict[str, Any]) -> None:
+    """Write the record of a recovery that begins; what an earlier one left goes."""
     output.mkdir(parents=True, exist_ok=True)
-    record = {"asked": asked}
+    remove_checkpoints(output)
+    (output / TRANSLATIONS_FILE).unlink(missing_ok=True)
     write_json(record, output / RECORD_FILE)
-    return record

@@ -44,7 +44,7 @@ from ..recovery import (
 )
 from ..text import load_parallel, load_text, tokenize_pairs
 from .progress import Clock, Progress, hush_trainer
-from .record import RECORD_FILE, TRANSLATIONS_FILE, Recovery, claim
+from .record import RECORD_FILE, TRANSLATIONS_FILE, Recovery, begin, claim
 from .settings import (
     FAR,
     FOR_TRANSLATIONS,
@@ -114,6 +114,7 @@ def recover(
     with hide_bars(), hush_trainer(), IdleThreads() if on_cpu else nullcontext() as threads:
         run = Run(light, output, teacher, data, validation, (source, target), report_to, seed, progress, threads)
         if "settings" not in record:
+            begin(output, record)
             record |= run.prepare(minutes, translations, start)
             write_json(record, output / RECORD_FILE)
         found = run.train(record)
@@ -156,8 +157,9 @@ class Run:
     def read_data(self) -> tuple[Dataset, Dataset]:
         """Training text, with a column `target` unless it is of one language, and the validation's pairs."""
         named = tuple(split_language(language)[0] for language in self.languages)
-        default = choose_columns(str(self.light), self.tokenizer, *named)
-        texts = load_text(self.data, source=named[0], target=named[1], default=default).shuffle(seed=self.seed)
+        default = choose_columns(str(self.light), self.model, self.tokenizer, *named)
+        source = default[0] if named[0] else None  # with the prefix that it may have
+        texts = load_text(self.data, source=source, target=named[1], default=default).shuffle(seed=self.seed)
         if self.validation:
             held_out = load_parallel(self.validation, source=default[0], target=default[1], max_samples=HELD_OUT)
         elif "target" not in texts.column_names:

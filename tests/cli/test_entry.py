@@ -42,6 +42,7 @@ WITHOUT_ANSWER = {"translate", "compare"}
 GOOD = {
     "plan": "dense --rank 8 --method paper",
     "convert": "dense converted --rank 8 --method paper",
+    "recover": "light --teacher dense --data test.jsonl --minutes 0.01 --output recovered",
     "export": "light exported --to onnx",
     "evaluate": "light --teacher dense --data test.jsonl --no-speed",
     "push": "light light",
@@ -59,6 +60,7 @@ GOOD = {
 BAD = {
     "plan": ("nowhere", "nowhere"),
     "convert": ("nowhere out", "nowhere"),
+    "recover": ("light --teacher dense --data nowhere.jsonl --output out", "nowhere.jsonl"),
     "export": ("light out --to tensorrt", "tensorrt"),
     "translate": ("light nowhere.de", "nowhere.de"),
     "evaluate": ("light --data nowhere.jsonl", "nowhere.jsonl"),
@@ -186,7 +188,7 @@ def test_json_is_all_there_is_on_stdout(lightformers, workplace, hub, monkeypatc
     found = json.loads(out)
     assert found
 
-    overwrite = ["--overwrite"] if words in ("convert", "export") else []
+    overwrite = ["--overwrite"] if words in ("convert", "recover", "export") else []
     code, out, err = lightformers(*command, *overwrite, "--json", "found.json", "--quiet")
     assert (code, out, err) == (0, "", "")
     again = json.loads((workplace / "found.json").read_text(encoding="utf-8"))
