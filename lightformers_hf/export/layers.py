@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..models.matrices import bias_of, factors_of
 from ..models.modeling_lightformer import LightFormerForConditionalGeneration
+from ..models.relative_positions import RelativePositions
 
 
 @dataclass(frozen=True)
@@ -122,32 +123,59 @@ class Expansion:
 
 
 @dataclass(frozen=True)
+class Norm:
+    """A LayerNorm, or an RMSNorm, whose bias is `None`."""
+
+    weight: Tensor
+    bias: Tensor | None
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class Biases:
+    """What relative positions add to the scores of H heads.
+
+    Attributes:
+        table: buckets×H, as the model stores it.
+        furthest: F, the distance from which all are alike.
+        by_distance: (2F+1)×H, of keys from F places before the query to F places behind it.
+    """
+
+    table: Tensor
+    furthest: int
+    by_distance: Tensor
+
+
+@dataclass(frozen=True)
 class Layer:
-    """One depth. Norms are (weight, bias); `cross` is `None` in an encoder.
+    """One depth. `cross` is `None` in an encoder, `gate` in a network without one.
 
     `cross_source` is the first depth whose cross-attention has the same keys and values, which are then made once.
     """
 
     attention: Attention
-    attention_norm: tuple[Tensor, Tensor]
+    attention_norm: Norm
+    biases: Biases | None
     cross: Attention | None
-    cross_norm: tuple[Tensor, Tensor] | None
+    cross_norm: Norm | None
     cross_source: int
+    gate: Linear | None
     fc1: Linear
     fc2: Linear
-    ffn_norm: tuple[Tensor, Tensor]
+    ffn_norm: Norm
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Encoder or decoder. `positions` is the table from position 0 on; norms that the model lacks are `None`."""
+    """Encoder or decoder. `positions` is the table from position 0 on, `None` where positions are relative; norms that
+    the model lacks are `None`."""
 
     embedding: Linear
     scale: float
-    positions: Tensor
-    embedding_norm: tuple[Tensor, Tensor] | None
+    positions: Tensor | None
+    embedding_norm: Norm | None
     layers: tuple[Layer, ...]
-    final_norm: tuple[Tensor, Tensor] | None
+    final_norm: Norm | None
 
     @property
     def linears(self) -> Iterator[Linear]:
@@ -157,7 +185,7 @@ class Stack:
                 yield from attention.inputs
                 if attention.output is not None:
                     yield attention.output
-            yield from (layer.fc1, layer.fc2)
+            yield from filter(None, (layer.gate, layer.fc1, layer.fc2))
 
 
 def read_linear(module: nn.Module, residual: nn.Module | None = None) -> Linear:
@@ -182,8 +210,6 @@ def read_output(model: LightFormerForConditionalGeneration) -> Linear:
 
 def read_stack(stack: nn.Module) -> Stack:
     """What a stack of the model computes, depth by depth."""
-    positions = getattr(stack.embed_positions, "table", None)
-    positions = stack.embed_positions.weight if positions is None else positions
     layers: list[Layer] = []
     for depth, (layer, slots) in enumerate(stack.layers.by_depth()):
         own = None if stack.depths is None else stack.depths[depth]
@@ -191,14 +217,19 @@ def read_stack(stack: nn.Module) -> Stack:
         norms = layer if hasattr(layer, "final_layer_norm") else own
         cross_source = depth if residuals is not None else slots["cross_layer_idx"]
         has_cross = hasattr(layer, "encoder_attn")
-        fc1, fc2 = (read_linear(getattr(layer, name), getattr(residuals, name, None)) for name in ("fc1", "fc2"))
+        gate, fc1, fc2 = (
+            read_linear(getattr(layer, name), getattr(residuals, name, None)) if hasattr(layer, name) else None
+            for name in ("fc_gate", "fc1", "fc2")
+        )
         layers.append(
             Layer(
                 _attention(layer.self_attn, getattr(residuals, "self_attn", None)),
                 _norm(norms.self_attn_layer_norm),
+                _biases(stack.relative_positions or getattr(layer, "relative_positions", None)),
                 _attention(layer.encoder_attn, getattr(residuals, "encoder_attn", None)) if has_cross else None,
                 _norm(norms.encoder_attn_layer_norm) if has_cross else None,
                 cross_source,
+                gate,
                 fc1,
                 fc2,
                 _norm(norms.final_layer_norm),
@@ -207,7 +238,7 @@ def read_stack(stack: nn.Module) -> Stack:
     return Stack(
         read_table(stack.embed_tokens),
         float(stack.embed_scale),
-        positions[stack.embed_positions.offset :],
+        _positions(stack.embed_positions),
         _norm(stack.layernorm_embedding),
         tuple(layers),
         _norm(stack.layer_norm),
@@ -231,5 +262,20 @@ def _attention(module: nn.Module, residuals: nn.Module | None) -> Attention:
     )
 
 
-def _norm(module: nn.Module) -> tuple[Tensor, Tensor] | None:
-    return None if isinstance(module, nn.Identity) else (module.weight, module.bias)
+def _positions(module: nn.Module | None) -> Tensor | None:
+    if module is None:
+        return None
+    return (module.weight if hasattr(module, "weight") else module.table)[module.offset :]
+
+
+def _biases(module: RelativePositions | None) -> Biases | None:
+    if module is None:
+        return None
+    distances = torch.arange(-module.furthest, module.furthest + 1)
+    return Biases(module.weight, module.furthest, module.weight[module.find_buckets(distances)])
+
+
+def _norm(module: nn.Module) -> Norm | None:
+    if isinstance(module, nn.Identity):
+        return None
+    return Norm(module.weight, getattr(module, "bias", None), module.eps)

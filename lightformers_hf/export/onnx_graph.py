@@ -13,13 +13,12 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor
 
-from .layers import Layer, Linear, Stack
+from .layers import Biases, Layer, Linear, Norm, Stack
 
 WEIGHTS = "weights.bin"
 INLINE_BYTES = 512  # smaller tensors stand in the graph itself
 ALIGNMENT = 64
 OPSET, IR_VERSION = 20, 9  # of ONNX Runtime 1.17 on
-EPSILON = 1e-5
 GELU_TANH = ("gelu_fast", "gelu_new", "gelu_pytorch_tanh")
 ACTIVATIONS = ("relu", "tanh", "sigmoid", "gelu", "gelu_python", *GELU_TANH, "silu", "swish", "quick_gelu")
 
@@ -181,10 +180,15 @@ class Graph:
     def transpose(self, states: str, *axes: int) -> str:
         return self.op("Transpose", states, perm=list(axes))
 
-    def norm(self, states: str, norm: tuple[Tensor, Tensor] | None) -> str:
+    def norm(self, states: str, norm: Norm | None) -> str:
         if norm is None:
             return states
-        return self.op("LayerNormalization", states, *map(self.constant, norm), axis=-1, epsilon=EPSILON)
+        if norm.bias is not None:
+            inputs = (states, self.constant(norm.weight), self.constant(norm.bias))
+            return self.op("LayerNormalization", *inputs, axis=-1, epsilon=norm.epsilon)
+        square = self.op("ReduceMean", self.op("Mul", states, states), self.constant([-1]), keepdims=1)
+        length = self.op("Sqrt", self.op("Add", square, self.constant(norm.epsilon)))
+        return self.op("Mul", self.op("Div", states, length), self.constant(norm.weight))
 
     def activate(self, states: str) -> str:
         name = self.activation
@@ -197,7 +201,7 @@ class Graph:
         gate = self.op("Mul", states, self.constant(1.702)) if name == "quick_gelu" else states
         return self.op("Mul", states, self.op("Sigmoid", gate))
 
-    def sublayer(self, states: str, norm: tuple[Tensor, Tensor], compute: Callable[[str], str]) -> str:
+    def sublayer(self, states: str, norm: Norm, compute: Callable[[str], str]) -> str:
         """Residual connection and LayerNorm around `compute`."""
         if self.normalize_before:
             return self.op("Add", states, compute(self.norm(states, norm)))
@@ -205,18 +209,32 @@ class Graph:
 
     def feed_forward(self, states: str, layer: Layer) -> str:
         def compute(inner: str) -> str:
-            return self.project(self.activate(self.project(inner, [layer.fc1])[0]), [layer.fc2])[0]
+            if layer.gate is None:
+                hidden = self.activate(self.project(inner, [layer.fc1])[0])
+            else:
+                gate, value = self.project(inner, [layer.gate, layer.fc1])
+                hidden = self.op("Mul", self.activate(gate), value)
+            return self.project(hidden, [layer.fc2])[0]
 
         return self.sublayer(states, layer.ffn_norm, compute)
 
-    def embed(self, stack: Stack, ids: str, positions: str) -> str:
+    def relative(self, biases: Biases, distances: str, *axes: int) -> str:
+        """What relative positions add to scores: the biases of distances (…) → (…, H), its axes in another order."""
+        furthest = self.constant(biases.furthest)
+        clipped = self.op("Max", self.op("Min", distances, furthest), self.constant(-biases.furthest))
+        rows = self.op("Gather", self.constant(biases.by_distance), self.op("Add", clipped, furthest))
+        return self.transpose(rows, *axes)
+
+    def embed(self, stack: Stack, ids: str, positions: str | None) -> str:
         table, *basis = stack.embedding.chains[0]
         vectors = self.lookup(table, ids)
         for factor in basis:
             vectors = self.matmul(vectors, factor)
         if stack.scale != 1:
             vectors = self.op("Mul", vectors, self.constant(stack.scale))
-        return self.norm(self.op("Add", vectors, positions), stack.embedding_norm)
+        if positions is not None:
+            vectors = self.op("Add", vectors, positions)
+        return self.norm(vectors, stack.embedding_norm)
 
 
 def quantize_rows(table: Tensor) -> tuple[np.ndarray, np.ndarray]:

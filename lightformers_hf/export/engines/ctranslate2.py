@@ -22,7 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ...files import read_json, write_json
-from ..layers import Attention, Expansion, Layer, Linear, read_output, read_stack
+from ...models.configuration_lightformer import RELATIVE_POSITIONS
+from ..layers import Attention, Expansion, Layer, Linear, Norm, read_output, read_stack
 from ..search import NEVER, Search
 from ..shortlist import SHORTLIST_FILES, Shortlist, special_tokens
 from ..source import Source
@@ -131,7 +132,12 @@ def _specification(
     source: Source, expansion: Expansion, orders: Mapping[str, list[int] | None]
 ) -> transformer_spec.TransformerSpec:
     model, config = source.model, source.model.config
-    activation = ACTIVATIONS[config.activation_function]
+    shapes = {
+        "activation": ACTIVATIONS[config.activation_function],
+        "ffn_glu": config.gated_ffn,
+        "rms_norm": config.normalization == "rms_norm",
+        "relative_attention_bias": config.position_embedding_type in RELATIVE_POSITIONS,
+    }
     encoder, decoder = read_stack(model.model.encoder), read_stack(model.model.decoder)
     output = read_output(model)
     # `pre_norm` here says whether there is a final LayerNorm, which Python builds only for pre-norm models.
@@ -139,21 +145,24 @@ def _specification(
         len(encoder.layers),
         config.encoder_attention_heads,
         pre_norm=encoder.final_norm is not None,
-        activation=activation,
         layernorm_embedding=encoder.embedding_norm is not None,
+        **shapes,
     )
     decoder_spec = transformer_spec.TransformerDecoderSpec(
         len(decoder.layers),
         config.decoder_attention_heads,
         pre_norm=decoder.final_norm is not None,
-        activation=activation,
         layernorm_embedding=decoder.embedding_norm is not None,
         project_in_out=True,
+        **shapes,
     )
+    if model.output_scale is not None:
+        decoder_spec.scale_outputs = np.float32(model.output_scale)
     for spec, stack in ((encoder_spec, encoder), (decoder_spec, decoder)):
         spec.pre_norm = config.normalize_before
         spec.scale_embeddings = np.float32(stack.scale)
-        spec.position_encodings.encodings = _array(stack.positions)
+        if stack.positions is not None:
+            spec.position_encodings.encodings = _array(stack.positions)
         if stack.embedding_norm is not None:
             _set_norm(spec.layernorm_embedding, stack.embedding_norm)
         if stack.final_norm is not None:
@@ -200,8 +209,14 @@ def _set_layer(spec: LayerSpec, layer: Layer, expansion: Expansion) -> None:
     if layer.cross is not None:
         _set_attention(spec.attention, layer.cross, expansion, cross=True)
         _set_norm(spec.attention.layer_norm, layer.cross_norm)
-    for linear_spec, linear in ((spec.ffn.linear_0, layer.fc1), (spec.ffn.linear_1, layer.fc2)):
-        _set_linear(linear_spec, expansion.multiply(linear), linear.bias)
+    if layer.biases is not None:
+        spec.self_attention.relative_attention_bias = _array(layer.biases.table)
+        spec.self_attention.relative_attention_max_distance = np.int32(layer.biases.furthest)
+    ffn = {"linear_0": layer.fc1, "linear_1": layer.fc2}
+    if layer.gate is not None:
+        ffn |= {"linear_0": layer.gate, "linear_0_noact": layer.fc1}
+    for name, linear in ffn.items():
+        _set_linear(getattr(spec.ffn, name), expansion.multiply(linear), linear.bias)
     _set_norm(spec.ffn.layer_norm, layer.ffn_norm)
 
 
@@ -303,8 +318,10 @@ def _set_linear(spec: common_spec.LinearSpec, matrix: Tensor, bias: Tensor | Non
         spec.bias = _array(bias)
 
 
-def _set_norm(spec: common_spec.LayerNormSpec, norm: tuple[Tensor, Tensor]) -> None:
-    spec.gamma, spec.beta = (_array(tensor) for tensor in norm)
+def _set_norm(spec: common_spec.LayerNormSpec, norm: Norm) -> None:
+    spec.gamma = _array(norm.weight)
+    if norm.bias is not None:
+        spec.beta = _array(norm.bias)
 
 
 def _array(tensor: Tensor) -> np.ndarray:
@@ -317,6 +334,7 @@ def _set_special_tokens(
 ) -> None:
     search = Search.of(source.generation)
     target = tokens["target"]
+    spec.config.layer_norm_epsilon = source.model.config.norm_epsilon
     spec.config.decoder_start_token = target[search.start]
     spec.config.eos_token = target[search.ends[0]] if search.ends else target[search.pad]
     # Both must be tokens of the vocabulary, or the engine adds one of its own behind the model's.

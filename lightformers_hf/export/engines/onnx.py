@@ -54,7 +54,9 @@ def write(source: Source, folder: Path, quantization: str | None, *, sliced: boo
         weights = Weights(file)
         graphs: dict[str, Callable[[Graph], None]] = {
             "encoder": functools.partial(encoder_graph, encoder=encoder, decoder=decoder),
-            "decoder": functools.partial(decoder_graph, decoder=decoder, output=output, sliced=sliced),
+            "decoder": functools.partial(
+                decoder_graph, decoder=decoder, output=output, sliced=sliced, output_scale=source.model.output_scale
+            ),
         }
         for name, build in graphs.items():
             graph = Graph(weights, quantization == "int8", activation, normalize_before)
@@ -103,19 +105,30 @@ def encoder_graph(graph: Graph, encoder: Stack, decoder: Stack) -> None:
     bias = graph.op("Mul", absent, graph.constant(MASKED))
     bias = graph.op("Unsqueeze", bias, graph.constant([1, 2]))
     length = graph.op("Shape", ids, start=1)
-    zero = graph.constant([0])
-    positions = graph.op("Slice", graph.constant(encoder.positions), zero, length, zero)
+    zero, positions = graph.constant([0]), None
+    if encoder.positions is not None:
+        positions = graph.op("Slice", graph.constant(encoder.positions), zero, length, zero)
+    else:
+        places = graph.op("Range", graph.constant(0), graph.op("Squeeze", length), graph.constant(1))
+        distances = graph.op(
+            "Sub", graph.op("Unsqueeze", places, zero), graph.op("Unsqueeze", places, graph.constant([1]))
+        )
     states = graph.embed(encoder, ids, positions)
     for layer in encoder.layers:
         attention = layer.attention
         shape = (0, 0, attention.heads, attention.head_dim)
+        added = bias
+        if layer.biases is not None:
+            added = graph.op("Add", graph.relative(layer.biases, distances, 2, 0, 1), bias)
 
-        def attend(inner: str, attention: Attention = attention, shape: tuple[int, ...] = shape) -> str:
+        def attend(
+            inner: str, attention: Attention = attention, shape: tuple[int, ...] = shape, added: str = added
+        ) -> str:
             parts = graph.project(inner, scaled_inputs(attention))
             inputs = graph.split(parts[0], [attention.heads * attention.head_dim] * 3) if len(parts) == 1 else parts
             query, key, value = (graph.reshape(part, *shape) for part in inputs)
             scores = graph.op("MatMul", graph.transpose(query, 0, 2, 1, 3), graph.transpose(key, 0, 2, 3, 1))
-            weights = graph.op("Softmax", graph.op("Add", scores, bias), axis=-1)
+            weights = graph.op("Softmax", graph.op("Add", scores, added), axis=-1)
             context = graph.op("MatMul", weights, graph.transpose(value, 0, 2, 1, 3))
             context = graph.reshape(graph.transpose(context, 0, 2, 1, 3), 0, 0, attention.heads * attention.head_dim)
             return output_of(graph, attention, context)
@@ -134,10 +147,13 @@ def encoder_graph(graph: Graph, encoder: Stack, decoder: Stack) -> None:
     graph.output(bias, "cross_bias", ["batch", 1, 1, "source"])
 
 
-def decoder_graph(graph: Graph, decoder: Stack, output: Linear, *, sliced: bool = False) -> None:
+def decoder_graph(
+    graph: Graph, decoder: Stack, output: Linear, *, output_scale: float | None = None, sliced: bool = False
+) -> None:
     """One token of each of N = B·K sequences (K beams), its position, and caches → logits (N, V) and longer caches.
 
-    Sliced, it also gets C of the V tokens, and gives logits (N, C) of these.
+    The states get `output_scale` before the output layer. Sliced, the graph also gets C of the V tokens, and gives
+    logits (N, C) of these.
 
     Beams of a sentence read the same cross-attention, as if they were positions of one.
     """
@@ -149,7 +165,12 @@ def decoder_graph(graph: Graph, decoder: Stack, output: Linear, *, sliced: bool 
         heads, width = decoder.layers[depth].cross.heads, decoder.layers[depth].cross.head_dim
         graph.input(f"cross_key_{depth}", TensorProto.FLOAT, ["batch", heads, width, "source"])
         graph.input(f"cross_value_{depth}", TensorProto.FLOAT, ["batch", heads, "source", width])
-    states = graph.embed(decoder, ids, graph.op("Gather", graph.constant(decoder.positions), position))
+    place = None
+    if decoder.positions is not None:
+        place = graph.op("Gather", graph.constant(decoder.positions), position)
+    else:
+        distances = graph.op("Range", graph.op("Neg", position), graph.constant(1), graph.constant(1))
+    states = graph.embed(decoder, ids, place)
     for depth, layer in enumerate(decoder.layers):
 
         def attend(inner: str, depth: int = depth, layer: Layer = layer) -> str:
@@ -165,7 +186,11 @@ def decoder_graph(graph: Graph, decoder: Stack, output: Linear, *, sliced: bool 
             keys = graph.output(keys, f"key_{depth}", ["rows", H, width, None])
             values = graph.op("Concat", past["value"], graph.reshape(value, 0, H, 1, width), axis=2)
             values = graph.output(values, f"value_{depth}", ["rows", H, None, width])
-            weights = graph.op("Softmax", graph.op("MatMul", graph.reshape(query, 0, H, 1, width), keys), axis=-1)
+            scores = graph.op("MatMul", graph.reshape(query, 0, H, 1, width), keys)
+            if layer.biases is not None:
+                biases = graph.relative(layer.biases, distances, 1, 0)
+                scores = graph.op("Add", scores, graph.op("Unsqueeze", biases, graph.constant([1])))
+            weights = graph.op("Softmax", scores, axis=-1)
             return output_of(graph, attention, graph.reshape(graph.op("MatMul", weights, values), 0, H * width))
 
         def attend_cross(inner: str, layer: Layer = layer) -> str:
@@ -181,6 +206,8 @@ def decoder_graph(graph: Graph, decoder: Stack, output: Linear, *, sliced: bool 
         states = graph.sublayer(states, layer.attention_norm, attend)
         states = graph.feed_forward(graph.sublayer(states, layer.cross_norm, attend_cross), layer)
     states = graph.norm(states, decoder.final_norm)
+    if output_scale is not None:
+        states = graph.op("Mul", states, graph.constant(output_scale))
     *projection, weight = output.chains[0]
     for factor in projection:
         states = graph.matmul(states, factor)
