@@ -170,7 +170,7 @@ def compress(
         study=asked_study,
         calibration=(options.calibration or OWN_TEXT) if calibrates else None,
         calibrated_on=sentences,
-        estimated_speedup=estimate_speedup(teacher.source_config, model.config) if asks_speed else None,
+        estimated_speedup=estimate_speedup(teacher.timed_config, model.config) if asks_speed else None,
         trimmed=whole if options.vocabulary else None,
     )
     return Compressed(teacher, model, tensors, report)

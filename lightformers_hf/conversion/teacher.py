@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import models
 from ..checkpoint import CheckpointReader, check_sizes
@@ -182,6 +182,12 @@ class Teacher:
         smaller.kept, smaller._tokenizer = kept, kept.tokenizer
         smaller._rows = kept.rows(self.model, smaller.model)
         return smaller
+
+    @property
+    def timed_config(self) -> PreTrainedConfig:
+        """Of the model that is as slow as the source: its own, or the equal LightFormer's where costs are not known of
+        the source's class (T5's layers have other names)."""
+        return self.source_config if hasattr(self.source_config, "encoder_layers") else self.config
 
     def read(self, name: str) -> torch.Tensor:
         """One stored tensor. A bias that a checkpoint may leave out (`final_logits_bias`) is then zero.

@@ -61,7 +61,7 @@ def matrix_spectra(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         ValueError: a matrix holds NaN or infinity.
     """
     for name, module in matrices_of(model):
-        if "embed_positions" not in name:
+        if "positions" not in name.rpartition(".")[2]:
             yield name, singular_values(name, *factors_of(module))
 
 

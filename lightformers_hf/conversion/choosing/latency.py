@@ -88,7 +88,7 @@ def layers_of(model: PreTrainedModel) -> dict[str, Layer]:
     found = {}
     for name, module in matrices_of(model):
         place = STORED_LAYER.search(name)
-        if not place:
+        if not place or isinstance(module, nn.Embedding):  # relative positions
             continue
         stack, kind, index = getattr(base, place[1]), place[2], int(place[3])
         depths = getattr(stack.layers, "stored_at", None)

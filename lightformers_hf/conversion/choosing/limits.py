@@ -151,7 +151,7 @@ class TimeBudget(Budget):
 
     @cached_property
     def _teacher(self) -> float:
-        return sentence_costs(self.originals.teacher.source_config).total
+        return sentence_costs(self.originals.teacher.timed_config).total
 
     def check(self) -> None:
         """Raise `ValueError` where everything at its smallest is not as fast."""
