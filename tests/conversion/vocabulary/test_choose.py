@@ -1,6 +1,7 @@
 """Which tokens stay: by frequency, by language; and what cannot be, said in one message before anything is written."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -57,6 +58,25 @@ def test_languages_of_the_sides_stay_and_lead(nllb, text, tmp_path):
     assert sorted(codes) == ["fra_Latn", "ita_Latn", "spa_Latn"]
     first = model.generate(**tokenizer("Zwei", return_tensors="pt"), max_new_tokens=3, max_length=None)[0, 1]
     assert tokenizer.convert_ids_to_tokens(int(first)) == "spa_Latn"
+
+
+def test_trimming_comes_before_compression(nllb, text, tmp_path):
+    options = {"vocabulary": text, "languages": "deu_Latn,eng_Latn", "progress": False}
+    convert(nllb, tmp_path / "pair", **options)
+    report = plan(tmp_path / "pair", ratio=2, method="paper", progress=False)
+    both = plan(nllb, ratio=2, method="paper", **options)
+    assert both.parameters_after == report.parameters_after
+    assert [matrix.m for matrix in both.matrices] == [matrix.m for matrix in report.matrices]
+
+
+def test_tokens_beyond_the_table(nllb, text, tmp_path):
+    shutil.copytree(nllb, tmp_path / "source")
+    tokenizer = AutoTokenizer.from_pretrained(nllb)
+    tokenizer.add_tokens([f"word{number}" for number in range(20)])
+    tokenizer.save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match=r"gives 'word19' the number \d+, but vocab_size is \d+"):
+        convert(tmp_path / "source", tmp_path / "out", vocabulary=text, progress=False)
+    assert not (tmp_path / "out").exists()
 
 
 def test_any_number_of_texts_of_any_kind(nllb, text, tmp_path):
@@ -139,12 +159,10 @@ def test_one_pair_has_no_languages(tiny_marian, text, tmp_path):
 
 
 def test_a_tokenizer_of_no_known_kind(tiny_marian, text, tmp_path):
-    from shutil import copytree
-
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    copytree(tiny_marian, tmp_path / "words", ignore=lambda *_: ["vocab.json", "source.spm", "target.spm"])
+    shutil.copytree(tiny_marian, tmp_path / "words", ignore=lambda *_: ["vocab.json", "source.spm", "target.spm"])
     backend = Tokenizer(models.WordLevel({"[UNK]": 0, "[PAD]": 1, "Hund": 2}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]").save_pretrained(

@@ -10,7 +10,7 @@ from conftest import ENGLISH, GERMAN
 from conversion.vocabulary.checkpoints import NAMES, make_checkpoint
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from lightformers_hf import convert, plan
+from lightformers_hf import convert
 from lightformers_hf.vocabularies import keep_tokens, match_tokens
 
 LANGUAGES = {"nllb": ["deu_Latn", "eng_Latn"], "mbart50": ["de_DE", "en_XX"], "m2m_100": ["de", "en"]}
@@ -131,10 +131,3 @@ def test_the_card_and_the_report_say_it(case):
     card = (case.folder / "README.md").read_text()
     assert f"Its vocabulary keeps {kept:,} of {before:,} tokens" in card
     assert "fine-tune" not in card
-
-
-def test_trimming_comes_before_compression(case):
-    report = plan(case.folder, ratio=2, method="paper", progress=False)
-    both = plan(case.source, ratio=2, method="paper", **case.options)
-    assert both.parameters_after == report.parameters_after
-    assert [matrix.m for matrix in both.matrices] == [matrix.m for matrix in report.matrices]
