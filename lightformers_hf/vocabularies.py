@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .loading import skeleton
+
+# Fields that list ids, single ones or words of several.
+TOKEN_LISTS, WORD_LISTS = ("suppress_tokens", "begin_suppress_tokens"), ("bad_words_ids",)
 
 
 def read_vocabularies(tokenizer: PreTrainedTokenizerBase) -> dict[str, dict[str, int]]:
@@ -46,20 +50,45 @@ def match_tokens(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase)
     return matched
 
 
+def renumber_ids(fields: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any]:
+    """The fields of a configuration that name tokens, with new ids; words and bans of tokens that are gone left out.
+
+    Args:
+        fields: of a model's or a generation configuration.
+        kept: ids that stay, in the order of the new ones.
+    """
+    new = {old: number for number, old in enumerate(kept)}
+    changed: dict[str, Any] = {}
+    for name, ids in single_ids(fields).items():
+        is_list = isinstance(fields[name], list)
+        changed[name] = [new[token] for token in ids if token in new] if is_list else new.get(ids[0])
+    for name in TOKEN_LISTS:
+        if fields.get(name):
+            changed[name] = [new[token] for token in fields[name] if token in new] or None
+    for name in WORD_LISTS:
+        if fields.get(name):
+            words = (word for word in fields[name] if {*word} <= new.keys())
+            changed[name] = [[new[token] for token in word] for word in words] or None
+    return changed
+
+
+def single_ids(fields: Mapping[str, Any]) -> dict[str, list[int]]:
+    """{field: its ids} of the fields of a configuration that name a token, `pad_token_id` and the like."""
+    named = ((name, value) for name, value in fields.items() if name.endswith("_token_id") and value is not None)
+    return {name: value if isinstance(value, list) else [value] for name, value in named}
+
+
 def keep_tokens(model: PreTrainedModel, source: Sequence[int], target: Sequence[int]) -> PreTrainedModel:
     """Leave a model the rows of some of its tokens, in place: logits are theirs, and their softmax is renormalized.
 
     Args:
         source, target: ids that stay, in the order of their new ids; alike where both sides have one table.
     """
-    new = {old: number for number, old in enumerate(target)}
-    config = copy.deepcopy(model.config)
+    config, fields = copy.deepcopy(model.config), model.config.to_dict()
     sizes = {"vocab_size": len(source), "decoder_vocab_size": len(target)}
-    for name, value in config.to_dict().items():
-        if name in sizes:
-            setattr(config, name, sizes[name])
-        elif name.endswith("_token_id") and isinstance(value, int):
-            setattr(config, name, new.get(value))
+    sizes = {name: size for name, size in sizes.items() if name in fields}
+    for name, value in {**renumber_ids(fields, target), **sizes}.items():
+        setattr(config, name, value)
     smaller = skeleton(type(model), config)
     shapes = dict(_tensors(smaller))
     replaced: dict[int, torch.Tensor] = {}
@@ -79,6 +108,8 @@ def keep_tokens(model: PreTrainedModel, source: Sequence[int], target: Sequence[
                 if hasattr(module, field):
                     setattr(module, field, getattr(shape_of, field))
     model.config = config
+    for name, value in renumber_ids(model.generation_config.to_dict(), target).items():
+        setattr(model.generation_config, name, value)
     return model
 
 

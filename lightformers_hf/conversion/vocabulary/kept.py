@@ -12,9 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ...loading import stored_tensors
 from ...models.configuration_base import FactorizedConfig
-
-# Fields that list ids, single ones or words of several.
-TOKEN_LISTS, WORD_LISTS = ("suppress_tokens", "begin_suppress_tokens"), ("bad_words_ids",)
+from ...vocabularies import renumber_ids, single_ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,11 +34,11 @@ class KeptTokens:
         fields = config.to_dict()
         sizes = {"vocab_size": len(self.source), "decoder_vocab_size": len(self.target)}
         changed = {name: size for name, size in sizes.items() if name in fields}
-        return type(config)(**{**fields, **self._renumbered(fields), **changed})
+        return type(config)(**{**fields, **renumber_ids(fields, self.target), **changed})
 
     def renumber(self, generation: GenerationConfig) -> GenerationConfig:
         """A generation configuration with the new ids, in place; what was forbidden and is gone is left out."""
-        for name, value in self._renumbered(generation.to_dict()).items():
+        for name, value in renumber_ids(generation.to_dict(), self.target).items():
             setattr(generation, name, value)
         return generation
 
@@ -58,24 +56,6 @@ class KeptTokens:
                     continue
                 found[name] = dimension, torch.tensor(self.source if ".encoder." in name else self.target)
         return found
-
-    def _renumbered(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        new = {old: number for number, old in enumerate(self.target)}
-        changed: dict[str, Any] = {}
-        for name, value in fields.items():
-            if name in single_ids(fields):
-                changed[name] = [new[token] for token in value] if isinstance(value, list) else new.get(value)
-            elif name in TOKEN_LISTS and value:
-                changed[name] = [new[token] for token in value if token in new] or None
-            elif name in WORD_LISTS and value:
-                changed[name] = [[new[token] for token in word] for word in value if {*word} <= new.keys()] or None
-        return changed
-
-
-def single_ids(fields: Mapping[str, Any]) -> dict[str, list[int]]:
-    """{field: its ids} of the fields of a configuration that name a token, `pad_token_id` and the like."""
-    named = ((name, value) for name, value in fields.items() if name.endswith("_token_id") and value is not None)
-    return {name: value if isinstance(value, list) else [value] for name, value in named}
 
 
 def named_ids(configs: Sequence[Mapping[str, Any]]) -> Iterator[int]:

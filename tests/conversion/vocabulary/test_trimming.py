@@ -96,6 +96,8 @@ def test_a_larger_teacher_predicts_these_tokens_alone(case):
     labels = torch.tensor([case.after(text_target=ENGLISH[0])["input_ids"]])
     found, expected = (model(**inputs, decoder_input_ids=labels).logits for model in (teacher, case.small))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    options = {"num_beams": 1, "max_new_tokens": 6, "max_length": None}
+    assert torch.equal(teacher.generate(**inputs, **options), case.small.generate(**inputs, **options))
     with pytest.raises(ValueError, match=r"has another vocabulary than the model's tokenizer \(lacks"):
         match_tokens(case.before, case.after)
 
