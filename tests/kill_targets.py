@@ -103,7 +103,7 @@ class TrainingKiller(Killer):
 
     def work(self) -> None:
         """Train from the last whole checkpoint, or from the beginning."""
-        from transformers import Seq2SeqTrainingArguments
+        from transformers import PrinterCallback, Seq2SeqTrainingArguments
 
         from lightformers_hf.recovery import RecoveryTrainer, find_last_checkpoint
 
@@ -112,6 +112,7 @@ class TrainingKiller(Killer):
             use_cpu=True, disable_tqdm=True, report_to="none", logging_steps=1, seed=1,
         )  # fmt: skip
         trainer = RecoveryTrainer(self.model, arguments, train_dataset=self.data)
+        trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=find_last_checkpoint(self.output))
         trainer.save_model()
 

@@ -153,3 +153,16 @@ def test_numbers_beyond_all_bounds(run):
     change("dense/generation_config.json", max_length=20, num_beams="many")
     assert "generation_config.json" in run("translate dense text")
     run(f"demo --seed {10**19}", codes=(2,))
+
+
+def test_no_position_for_text(run):
+    change("dense/config.json", max_position_embeddings=1)
+    assert "max_position_embeddings is 1 in dense" in run("convert dense out --ratio 2")
+
+
+def test_a_folder_whose_name_steers_terminals_is_no_model_of_the_hub(run):
+    shutil.copytree("dense", "a\x1b[31mb")
+    Path("a\x1b[31mb", "README.md").write_text("---\nlicense: other\nlicense_link: javascript:alert(1)\n---\n")
+    run("convert a\x1b[31mb out --rank 8 --method paper", codes=(0,))
+    card = Path("out", "README.md").read_text()
+    assert not [word for word in ("\x1b", "base_model", "javascript") if word in card]

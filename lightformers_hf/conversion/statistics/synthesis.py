@@ -39,12 +39,17 @@ def synthetic_batches(
         model: the teacher in fp32, on the device where it is to run.
         samples: sources; `None` means 256.
         seed: which ones.
+
+    Raises:
+        ValueError: the teacher has no positions for text.
     """
     tokenizer = teacher.tokenizer() if teacher.has_tokenizer else None
     frequencies = token_frequencies(tokenizer, model.config)
     generator = torch.Generator().manual_seed(seed)
     limit = position_limit(model.config) or MOST
     longest = min(LONGEST, limit - 2)
+    if longest < 1:
+        raise ValueError(f"max_position_embeddings is {limit} in {teacher.name}: no text fits, which needs 3 or more")
     number = samples or SOURCES
     lengths = torch.randint(min(SHORTEST, longest), longest + 1, (number,), generator=generator).sort().values
     drawn = [
