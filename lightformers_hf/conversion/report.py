@@ -291,7 +291,8 @@ def copy_report(source: str, folder: str | Path) -> None:
 
 def _metadata(teacher: Teacher) -> dict[str, Any]:
     """What the teacher's card hands on; where it names no languages, those that its tokenizer does."""
-    inherited = inherited_metadata(teacher.folder, teacher.name if teacher.name != short_name(teacher.folder) else None)
+    hub_name = teacher.name if teacher.name != short_name(teacher.folder) else None
+    inherited = inherited_metadata(teacher.folder, hub_name)
     tokenizer = teacher.tokenizer() if teacher.has_tokenizer else None
     named = [getattr(tokenizer, f"{side}_lang", None) for side in ("source", "target")]
     if "language" not in inherited and all(re.fullmatch("[a-z]{2,3}", str(code)) for code in named):
