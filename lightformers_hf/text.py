@@ -57,12 +57,13 @@ def load_text(
     Args:
         data: a file, or a dataset on the Hub.
         source, target: the columns, or languages inside a column `translation`, that were asked for.
-        default: what they are where they are `None`.
+        default: what they are where they are `None`. The source's may bring a prefix, as in `load_parallel`.
 
     Raises:
         FileNotFoundError, ValueError: as `load_parallel`.
     """
-    names = source or default[0], target or default[1]
+    column, prefix = split_prefix(source or default[0])
+    source, names = column if source else None, (column, target or default[1])
     if data.removesuffix(".gz").endswith(".txt"):
         rows, only = load_lines(Path(data)), "text"
         if len(rows) == 0:
@@ -72,13 +73,13 @@ def load_text(
         single = len(rows.column_names) == 1
         alone = single or (source in rows.column_names and target is None and default[1] not in rows.column_names)
         if not alone:
-            return load_parallel(data, source=names[0], target=names[1], split=split)
+            return load_parallel(data, source=f"{column}={prefix}" if prefix else column, target=names[1], split=split)
         only = rows.column_names[0] if single and source not in rows.column_names else names[0]
         if source is not None and only != source:
             raise ValueError(f"{data} has no column {source!r}: it has {_shorten(only)} alone.")
     texts = rows.select_columns([only]).rename_columns({only: "source"} if only != "source" else {})
     _check_text(texts, data, {"source": only})
-    return texts
+    return texts.map(lambda row: {"source": prefix + row["source"]}) if prefix else texts
 
 
 def load_rows(data: str, *, split: str = "train") -> Dataset:

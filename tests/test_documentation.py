@@ -19,7 +19,15 @@ import pytest
 from conversion.vocabulary.checkpoints import make_checkpoint
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers.processors import RobertaProcessing
-from transformers import BartConfig, BartForConditionalGeneration, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    BartConfig,
+    BartForConditionalGeneration,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from lightformers_hf import LightFormerConfig, PartialFormerConfig, SubformerConfig, cli, convert
 from lightformers_hf.models.configuration_base import FactorizedConfig
@@ -79,6 +87,20 @@ def tiny_bart(tmp_path_factory, parallel_sentences):
 
 
 @pytest.fixture(scope="session")
+def tiny_t5(tmp_path_factory, tiny_bart):
+    """A folder with a `T5ForConditionalGeneration` of random weights."""
+    folder = tmp_path_factory.mktemp("tiny-t5")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bart)
+    tokenizer.save_pretrained(folder)
+    config = T5Config(
+        vocab_size=len(tokenizer), d_model=32, d_kv=8, num_heads=2, d_ff=64, num_layers=1, pad_token_id=1, eos_token_id=2,
+        decoder_start_token_id=1, feed_forward_proj="gated-gelu",
+    )  # fmt: skip
+    T5ForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_recovered(tmp_path_factory, tiny_marian):
     """What the tutorial ends with, and other pages begin with."""
     folder = tmp_path_factory.mktemp("tiny-recovered") / "recovered"
@@ -95,11 +117,12 @@ def tiny_nllb(tmp_path_factory):
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch, tiny_marian, tiny_bart, tiny_nllb, tiny_recovered, parallel_sentences):
+def workplace(tmp_path, monkeypatch, tiny_marian, tiny_bart, tiny_t5, tiny_nllb, tiny_recovered, parallel_sentences):
     """A folder with what the pages assume, which is the working directory."""
     shutil.copytree(tiny_nllb, tmp_path / "nllb")
     shutil.copytree(tiny_marian, tmp_path / "opus-mt-de-en")
     shutil.copytree(tiny_bart, tmp_path / "bart")
+    shutil.copytree(tiny_t5, tmp_path / "t5")
     for name in ("light", "recovered"):
         shutil.copytree(tiny_recovered, tmp_path / name)
     (tmp_path / "training").symlink_to(ROOT / "training")

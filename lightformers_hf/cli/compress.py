@@ -90,7 +90,7 @@ def plan(source: str, **options: Any) -> Answer:
 
 @command(SOURCE, OUTPUT, *compression_options(), OVERWRITE)
 def convert(source: str, output: Path, overwrite: bool, **options: Any) -> Answer:
-    """Make a trained Marian, BART, mBART, Pegasus, M2M100, LightFormer, Subformer or PartialFormer checkpoint smaller.
+    """Make a trained Marian, BART, mBART, Pegasus, M2M100, T5, mT5, UMT5 or LightFormer checkpoint smaller.
 
     The output loads with AutoModelForSeq2SeqLM and AutoTokenizer. It lost quality, which `recover` wins back.
 

@@ -65,7 +65,7 @@ def convert(
     study: StudyOptions | None = None,
     **options: Any,
 ) -> CompressionReport:
-    """Compress a trained checkpoint of Marian, BART, mBART, Pegasus, M2M100 or this package by truncated SVD (Eq. 11).
+    """Compress a trained checkpoint of Marian, BART, mBART, Pegasus, M2M100, T5, mT5, UMT5 or this package.
 
     `output` gets weights, configuration, tokenizer, generation configuration, the model's code, `compression.json` and
     a model card: `AutoModelForSeq2SeqLM.from_pretrained(output)` and `AutoTokenizer.from_pretrained(output)` load it.

@@ -55,6 +55,11 @@ class Teacher:
     """
 
     def __init__(self, folder: Path, source: str, languages: tuple[str | None, str | None] = (None, None)):
+        if (folder / "adapter_config.json").is_file():
+            raise ValueError(
+                f"{folder} holds an adapter (adapter_config.json), no whole model: merge it into its base with "
+                "merge_and_unload() of peft, and give the folder where save_pretrained writes the result"
+            )
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"{folder} holds no config.json: a checkpoint folder written by save_pretrained")
         try:

@@ -6,7 +6,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import DataCollatorForSeq2Seq, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...languages import add_prefix, split_prefix
+from ...languages import add_prefix
 from ...loading import position_limit
 from ...text import load_text, tokenize_pairs
 from ..options import CompressionOptions, StudyOptions
@@ -52,7 +52,8 @@ def sample_pairs(
         getattr(tokenizer, "source_lang", None) or "source",
         getattr(tokenizer, "target_lang", None) or "target",
     )
-    pairs = load_text(data, source=source, target=target, default=default)
+    default = (add_prefix(config, options.source_lang or default[0], target or default[1]), default[1])
+    pairs = load_text(data, source=default[0] if source else None, target=target, default=default)
     if samples is not None and len(pairs) < samples:
         raise ValueError(
             f"{data} holds {len(pairs)} pairs, calibration_samples is {samples}: give more text, or ask for fewer"
@@ -61,5 +62,4 @@ def sample_pairs(
     for side in pairs.column_names:
         if not any(text.strip() for text in pairs[side]):
             raise ValueError(f"{data}: every {side} of the {len(pairs)} pairs drawn is empty: give text")
-    prefix = split_prefix(add_prefix(config, options.source_lang or default[0], target or default[1]))[1]
-    return pairs.map(lambda pair: {"source": prefix + pair["source"]}) if prefix else pairs
+    return pairs

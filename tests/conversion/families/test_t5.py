@@ -7,6 +7,7 @@ from models.cases import like_trained, padded, sentences
 from torch import nn
 from transformers.models.t5.modeling_t5 import T5Attention
 
+from lightformers_hf import convert
 from lightformers_hf.conversion.teacher import Teacher
 from lightformers_hf.models.relative_positions import RelativePositions
 
@@ -143,3 +144,40 @@ def test_fp16_stays_finite_where_networks_overflow(case, tmp_path):
     assert (layer.fc1.weight.dtype, layer.fc2.weight.dtype) == (torch.float16, torch.float32)
     assert errors[1] < 1.5 * errors[0] < 0.1
     assert torch.isfinite(model.half()(**batch).logits[mask.bool()]).all()  # `fc2`, too
+
+
+REFUSED = {
+    "T5EncoderModel": "T5Config",
+    "T5ForTokenClassification": "T5Config",
+    "T5ForSequenceClassification": "T5Config",
+    "T5ForQuestionAnswering": "T5Config",
+    "MT5EncoderModel": "MT5Config",
+    "UMT5EncoderModel": "UMT5Config",
+    "LongT5ForConditionalGeneration": "LongT5Config",
+    "SwitchTransformersForConditionalGeneration": "SwitchTransformersConfig",
+    "T5GemmaForConditionalGeneration": "T5GemmaConfig",
+}
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_other_models_with_its_name_are_refused_with_what_can_be_converted(architecture, tmp_path):
+    config = getattr(transformers, REFUSED[architecture])(architectures=[architecture])
+    config.save_pretrained(tmp_path / "source")
+    known = "T5ForConditionalGeneration" if config.model_type in ("t5", "mt5", "umt5") else "t5, mt5, umt5"
+    named = architecture if known[0] == "T" else repr(config.model_type)
+    with pytest.raises(ValueError, match=f"{named}.*can.*be converted.*{known}"):
+        convert(tmp_path / "source", tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_adapters_are_refused_beside_a_model_and_inside(tmp_path):
+    teacher = make_teacher("v1.0")
+    teacher.encoder.block[0].adapter = nn.Linear(16, 2, bias=False)
+    teacher.save_pretrained(tmp_path / "inside")
+    with pytest.raises(ValueError, match=r"has no place for: encoder\.block\.0\.adapter\.weight"):
+        convert(tmp_path / "inside", tmp_path / "out", progress=False)
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"holds an adapter .*merge_and_unload"):
+        convert(tmp_path / "beside", tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
