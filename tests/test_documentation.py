@@ -93,8 +93,8 @@ def tiny_t5(tmp_path_factory, tiny_bart):
     tokenizer = AutoTokenizer.from_pretrained(tiny_bart)
     tokenizer.save_pretrained(folder)
     config = T5Config(
-        vocab_size=len(tokenizer), d_model=32, d_kv=8, num_heads=2, d_ff=64, num_layers=1, pad_token_id=1, eos_token_id=2,
-        decoder_start_token_id=1, feed_forward_proj="gated-gelu",
+        vocab_size=len(tokenizer), d_model=32, d_kv=8, num_heads=2, d_ff=64, num_layers=1,
+        pad_token_id=1, eos_token_id=2, decoder_start_token_id=1, feed_forward_proj="gated-gelu",
     )  # fmt: skip
     T5ForConditionalGeneration(config).save_pretrained(folder)
     return folder

@@ -43,7 +43,8 @@ def read_source(folder: Path, name: str, engine: str) -> Source:
         raise ValueError(
             f"{name} holds a {teacher.model_class.__name__}, which {engine} has no counterpart for: what is exported "
             "are LightFormers for translation or summarization, and the dense models that become one (Marian, BART, "
-            "mBART, Pegasus, M2M100, T5, mT5, UMT5). Run it in transformers, or convert its dense teacher and export that."
+            "mBART, Pegasus, M2M100, T5, mT5, UMT5). Run it in transformers, or convert its dense teacher and export "
+            "that."
         )
     return Source(
         name,
