@@ -15,6 +15,8 @@ from test_hub import hub  # noqa: F401, a fixture
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_python")]
 SMALLER = {
+    "small --data train.jsonl --size 10MB --minutes 30": "small --data train.jsonl --validation validation.jsonl "
+    "--test test.jsonl --size 150kB --minutes 0.02",
     "--minutes 30": "--minutes 0.02",
     "--max-steps 1500": "--max-steps 2 --max-source-length 48 --max-target-length 48",
     "--max-steps 20000": "--max-steps 1",

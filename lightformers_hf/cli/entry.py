@@ -51,7 +51,7 @@ app = Group(
     help="Make a trained translation or summarization model smaller and faster, and win its quality back.",
     examples="Example: lightformers convert Helsinki-NLP/opus-mt-de-en opus-mt-de-en-light --ratio 2",
     commands=[
-        *(compress.plan, compress.convert, whole.recover, compress.export),
+        *(whole.compress, compress.plan, compress.convert, whole.recover, compress.export),
         *(use.translate, use.evaluate, use.compare, use.push, use.demo),
         *(look.analyze, look.report, look.parameters),
         benchmark.group,

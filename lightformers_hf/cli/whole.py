@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from .output import PLACE, Answer, Argument, command, option
+from ..export.engines import engine_names
+from .output import PLACE, Answer, Argument, command, join_names, option
 
 FILE = click.Path(path_type=Path)
 TEXT_HELP = "Sentence pairs, or sources alone, which the teacher translates: a file, or a Hub name."
@@ -49,3 +50,34 @@ def recover(light: str, source_lang: str | None, target_lang: str | None, **opti
 
     found = run(light, source=source_lang, target=target_lang, progress=True, **options)
     return Answer(found.to_dict(), [f"Written to {found.output}."], draw=lambda console: console.print(found.table()))
+
+
+@command(
+    Argument("teacher", type=PLACE, about="Folder or Hub name of the trained checkpoint."),
+    Argument("output", type=FILE, about="The folder for everything that is made."),
+    option("--size", metavar="10MB", help="Bytes of the small model's weights at most."),
+    option("--params", metavar="20M", help="Instead: parameters at most."),
+    option("--ratio", type=float, metavar="P", help="Instead: dense / kept parameters. Default: 2."),
+    option("--speedup", type=float, metavar="S", help="Instead: times as fast, estimated on this machine."),
+    option("--decoder-layers", type=int, help="Decoder layers that are kept; they cost most time."),
+    option("--test", type=PLACE, help="Pairs to measure with at last. Default: a part of --data."),
+    option("--to", default="ctranslate2", values=engine_names, help=f"Deploy for {join_names(engine_names())}."),
+    option("--quantization", default="int8", help="Of the deployed model: int8, float32, …."),
+    *TRAINING,
+)
+def compress(teacher: str, output: Path, **options: Any) -> Answer:
+    """Make a trained model small and ready to deploy: convert, recover, evaluate, export and report, one by one.
+
+    The folder gets: recovered (to push), deployed (for the engine), report.html, and what was measured. The same
+    command goes on where it was interrupted.
+
+    Example: lightformers compress opus-mt-de-en small --data train.jsonl --size 10MB
+    """
+    from ..workflows.compress import compress as run
+
+    given = {name: value for name, value in options.items() if value is not None}
+    found, tables = run(teacher, output, **given)
+    lines = [f"Deployed: {output / 'deployed'}. To push: {output / 'recovered'}."]
+    if "report.html" in found["files"]:
+        lines.append(f"What became of it: {found['files']['report.html']}.")
+    return Answer(found, lines, draw=lambda console: [console.print(table) for table in tables])

@@ -64,23 +64,34 @@ class Recovery:
         return table
 
 
-def claim(output: Path, asked: dict[str, Any], *, overwrite: bool, inputs: list[str | Path | None]) -> dict[str, Any]:
-    """The record of the interrupted recovery that `output` holds, or a new one. Raises as `recover`."""
-    record = read_json(output / RECORD_FILE) if output.is_dir() else {}
+def claim(
+    output: Path,
+    asked: dict[str, Any],
+    *,
+    overwrite: bool,
+    inputs: list[str | Path | None],
+    file: str = RECORD_FILE,
+) -> dict[str, Any]:
+    """The record, by the name of `file`, of the interrupted work that `output` holds, or a new one.
+
+    Raises:
+        FileExistsError, ValueError: see `recover`.
+    """
+    record = read_json(output / file) if output.is_dir() else {}
     if record and not overwrite:
         if differing := [name for name, value in asked.items() if record.get("asked", {}).get(name) != value]:
             raise FileExistsError(
-                f"{output} holds a recovery with another {differing[0]}: give the same options to go on with it, "
+                f"{output} holds one with another {differing[0]}: give the same options to go on with it, "
                 "another folder, or --overwrite"
             )
         if "result" in record:
-            raise FileExistsError(f"{output} holds this recovery, complete: give another folder, or --overwrite")
+            raise FileExistsError(f"{output} holds this, complete: give another folder, or --overwrite")
         return record
     if not record and output.exists():
         check_output(output, inputs=inputs)
     there = [Path(path) for path in inputs if path is not None and Path(path).exists()]
     if any(output.resolve() in (path.resolve(), *path.resolve().parents) for path in there):
-        raise ValueError(f"output {output} is, or holds, what the recovery reads: give another folder")
+        raise ValueError(f"output {output} is, or holds, what is read: give another folder")
     return {"asked": asked}
 
 

@@ -42,6 +42,7 @@ WITHOUT_ANSWER = {"translate", "compare"}
 GOOD = {
     "plan": "dense --rank 8 --method paper",
     "convert": "dense converted --rank 8 --method paper",
+    "compress": "dense small --data many.jsonl --ratio 2 --minutes 0.01",
     "recover": "light --teacher dense --data test.jsonl --minutes 0.01 --output recovered",
     "export": "light exported --to onnx",
     "evaluate": "light --teacher dense --data test.jsonl --no-speed",
@@ -60,6 +61,7 @@ GOOD = {
 BAD = {
     "plan": ("nowhere", "nowhere"),
     "convert": ("nowhere out", "nowhere"),
+    "compress": ("dense out --data nowhere.jsonl", "nowhere.jsonl"),
     "recover": ("light --teacher dense --data nowhere.jsonl --output out", "nowhere.jsonl"),
     "export": ("light out --to tensorrt", "tensorrt"),
     "translate": ("light nowhere.de", "nowhere.de"),
@@ -100,6 +102,10 @@ def models(tmp_path_factory, tiny_marian, parallel_sentences):
     convert(folder / "dense", folder / "light", rank=8, method="paper", progress=False)
     lines = [json.dumps({"translation": pair}) + "\n" for pair in parallel_sentences]
     (folder / "test.jsonl").write_text("".join(lines), encoding="utf-8")
+    rows = [
+        {"translation": pair | {"de": f"{number} {pair['de']}"}} for number in (1, 2) for pair in parallel_sentences
+    ]
+    (folder / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return folder
 
 
@@ -188,7 +194,7 @@ def test_json_is_all_there_is_on_stdout(lightformers, workplace, hub, monkeypatc
     found = json.loads(out)
     assert found
 
-    overwrite = ["--overwrite"] if words in ("convert", "recover", "export") else []
+    overwrite = ["--overwrite"] if words in ("compress", "convert", "recover", "export") else []
     code, out, err = lightformers(*command, *overwrite, "--json", "found.json", "--quiet")
     assert (code, out, err) == (0, "", "")
     again = json.loads((workplace / "found.json").read_text(encoding="utf-8"))

@@ -85,6 +85,13 @@ class EngineComparison:
         """The same as nested dictionaries and lists, for JSON. Runs are tokens a second."""
         return asdict(self)
 
+    @classmethod
+    def read(cls, content: dict) -> EngineComparison:
+        """From what `to_dict` made."""
+        timings = [Timing(**timing | {"speed": Speed(**timing["speed"])}) for timing in content["timings"]]
+        deployed = [Deployed(**place) for place in content["deployed"]]
+        return cls(**content | {"deployed": deployed, "timings": timings})
+
     def tables(self) -> list[Table]:
         """One table a setting, one row a model and form; what they mean is said below the last."""
         notes = [

@@ -1,0 +1,252 @@
+"""From a trained checkpoint to a small one that is ready to be deployed: every step after the other, as one call."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm.auto import tqdm
+from transformers import AutoConfig, AutoTokenizer
+
+from ..conversion.convert import convert
+from ..conversion.options import CompressionOptions
+from ..evaluation.benchmarks.engines import EngineComparison, compare_engines
+from ..evaluation.evaluate import choose_columns, evaluate_model
+from ..export import export
+from ..export.engines import deployment_names, load_engine_file
+from ..files import read_json, write_json
+from ..languages import split_language, split_prefix
+from ..loading import load_pretrained, resolve_source
+from ..text import load_parallel, load_text
+from .record import RECORD_FILE, claim
+from .recover import recover
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+PLAN_FILE = "compress.json"  # what was asked for
+MOST_HELD_OUT = 500  # pairs of validation and test each, where no others are given
+SCORED = 500  # sentences of the test that are translated in every engine
+PARTS = ("data", "converted", "recovered", "deployed", "results.json", "engines.json", "report.html", PLAN_FILE)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Files of the three parts of the text."""
+
+    train: str
+    validation: str
+    test: str
+
+
+def compress(
+    teacher: str | Path,
+    output: str | Path,
+    *,
+    data: str,
+    validation: str | None = None,
+    test: str | None = None,
+    minutes: float = 30,
+    to: str = "ctranslate2",
+    quantization: str | None = "int8",
+    source_lang: str | None = None,
+    target_lang: str | None = None,
+    translations: bool | None = None,
+    report_to: tuple[str, ...] = (),
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: bool = True,
+    **options: Any,
+) -> tuple[dict[str, Any], list[Table]]:
+    """Convert, recover, evaluate, export, and report. An interrupted call goes on when it is made again.
+
+    `output` gets `converted`, `recovered` (to push, or to train on), `deployed` (for the engine), `results.json`,
+    `engines.json` and, where matplotlib is installed, `report.html`; and without `validation` or `test` a part of
+    `data` in their place in `data`.
+
+    Args:
+        teacher: the checkpoint, a folder or a name on the Hub.
+        data: sentence pairs, or with `validation` and `test` text of one language: see `recover`.
+        validation: pairs that the best model is chosen by.
+        test: pairs that are looked at last.
+        minutes: of `recover`.
+        to, quantization: of `export`.
+        source_lang, target_lang: as of `CompressionOptions`.
+        translations, report_to, seed: of `recover`.
+        options: how far: `size`, `params`, `ratio` or `speedup`, and other fields of `CompressionOptions`.
+
+    Returns: what came out, as `files`, `recovery` and `engines` (`EngineComparison`); and this last one as tables.
+
+    Raises:
+        ValueError, FileNotFoundError, FileExistsError: as its steps, and where `output` holds something else.
+    """
+    languages: dict[str, Any] = {"source_lang": source_lang, "target_lang": target_lang}
+    CompressionOptions(**options, **languages)
+    load_engine_file(to)
+    output = Path(output)
+    training = {"minutes": minutes, "translations": translations, "seed": seed}
+    asked = {"teacher": str(teacher), "data": data, "validation": validation, "test": test, "to": to}
+    asked |= {"quantization": quantization} | training | languages | options
+    inputs = [teacher, data, validation, test]
+    record = claim(output, asked, file=PLAN_FILE, overwrite=overwrite, inputs=inputs)
+    columns = find_columns(teacher, languages)
+    texts = read_texts(data, columns, seed) if not (validation and test) else None
+    if overwrite or not (output / PLAN_FILE).exists():
+        remove_parts(output)
+        output.mkdir(parents=True, exist_ok=True)
+        write_json(record, output / PLAN_FILE)
+    files = split_texts(texts, output / "data", columns, Texts(data, validation or "", test or ""))
+    form = (to, quantization if quantization != "float32" else None)
+    options |= {name: value for name, value in languages.items() if value is not None}
+    work = Work(str(teacher), output, files, columns, form, options, training | {"report_to": report_to}, progress)
+    for number, (name, step) in enumerate(work.steps.items(), start=1):
+        complete = is_complete(output / name)
+        if progress:
+            tqdm.write(f"{number}/{len(work.steps)} {output / name}" + (" (there already)" if complete else ""))
+        if not complete:
+            step()
+    found = {name: str(output / name) for name in PARTS if (output / name).exists()}
+    recovery = read_json(output / "recovered" / RECORD_FILE)["result"]
+    comparison = EngineComparison.read(read_json(output / "engines.json"))
+    return {"files": found, "recovery": recovery, "engines": comparison.to_dict()}, comparison.tables()
+
+
+@dataclass(frozen=True)
+class Work:
+    """The steps of a compression, each of which makes a part of the folder `output`.
+
+    Attributes:
+        teacher: folder or Hub name.
+        files, columns: the text, and its two columns.
+        form: engine and quantization.
+        options: of `convert`.
+        training: of `recover`.
+    """
+
+    teacher: str
+    output: Path
+    files: Texts
+    columns: tuple[str, str]
+    form: tuple[str, str | None]
+    options: dict[str, Any]
+    training: dict[str, Any]
+    progress: bool
+
+    @property
+    def steps(self) -> dict[str, Callable[[], object]]:
+        """{what is made: what makes it}, in order."""
+        steps: dict[str, Callable[[], object]] = {
+            "converted": self.convert,
+            "recovered": self.recover,
+            "results.json": self.evaluate,
+            "deployed": self.deploy,
+            "engines.json": self.compare,
+        }
+        return steps | ({"report.html": self.report} if find_spec("matplotlib") else {})
+
+    @property
+    def light(self) -> str:
+        """The folder of the model when it is trained."""
+        return str(self.output / "recovered")
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """What measurements are told alike."""
+        return {"source": self.columns[0], "target": self.columns[1], "progress": self.progress}
+
+    def convert(self) -> None:
+        """Make the teacher smaller."""
+        options = {"calibration": self.files.train} | self.options
+        convert(self.teacher, self.output / "converted", progress=self.progress, **options)
+
+    def recover(self) -> None:
+        """Train the result with its teacher, or go on with that."""
+        texts = {"data": self.files.train, "validation": self.files.validation}
+        languages = {name.removesuffix("_lang"): self.options.get(name) for name in ("source_lang", "target_lang")}
+        asked = texts | languages | self.training | {"progress": self.progress}
+        recover(self.output / "converted", self.light, teacher=self.teacher, **asked)
+
+    def evaluate(self) -> None:
+        """Score it beside its teacher on the test."""
+        found = evaluate_model(self.light, self.files.test, self.teacher, **self.named, speed=False, num_beams=1)
+        write_json(found.to_dict(), self.output / "results.json")
+
+    def deploy(self) -> None:
+        """Export it."""
+        export(self.light, self.output / "deployed", to=self.form[0], quantization=self.form[1])
+
+    def compare(self) -> None:
+        """Measure both models, as they are and deployed: speed, size, quality."""
+        deployed = "-".join(filter(None, self.form))
+        forms = ["transformers", deployed if deployed in deployment_names() else self.form[0]]
+        settings: dict[str, Any] = {"cores": (1,), "batch_sizes": (1,), "beams": (1,), "max_samples": SCORED}
+        found = compare_engines(
+            self.teacher, [self.light], forms=forms, data=self.files.test, **settings, **self.named
+        )
+        write_json(found.to_dict(), self.output / "engines.json")
+
+    def report(self) -> None:
+        """Write the page."""
+        from ..evaluation.pages.page import report_page  # needs matplotlib
+
+        results = [self.output / "results.json"]
+        page = report_page(self.light, teacher=self.teacher, data=self.files.test, results=results, **self.named)
+        (self.output / "report.html").write_text(page, encoding="utf-8")
+
+
+def is_complete(part: Path) -> bool:
+    """Whether a step's output is there; that of a recovery grows while it trains."""
+    if (part / RECORD_FILE).is_file():
+        return "result" in read_json(part / RECORD_FILE)
+    return part.exists()
+
+
+def find_columns(teacher: str | Path, languages: dict[str, str | None]) -> tuple[str, str]:
+    """The columns of the two languages; a prefix that the teacher wants is added when they are read."""
+    folder = resolve_source(teacher)
+    config, tokenizer = (load_pretrained(auto, folder) for auto in (AutoConfig, AutoTokenizer))
+    named = (split_language(languages["source_lang"])[0], split_language(languages["target_lang"])[0])
+    source, target = choose_columns(str(teacher), config, tokenizer, *named)
+    return split_prefix(source)[0], target
+
+
+def read_texts(data: str, columns: tuple[str, str], seed: int) -> list[tuple[str, str]]:
+    """The pairs of `data` in a random order, every source once. Raises `ValueError` where there are too few."""
+    texts = load_text(data, source=None, target=None, default=columns)
+    if "target" not in texts.column_names:
+        raise ValueError(f"{data} is of one language, which no score comes of: give validation and test, with pairs")
+    pairs = load_parallel(data, source=columns[0], target=columns[1]).shuffle(seed=seed)
+    once = dict(zip(pairs["source"], pairs["target"], strict=True))
+    if len(once) < 20:
+        raise ValueError(f"{data} holds {len(once)} different pairs: give validation and test, or twenty and more")
+    return list(once.items())
+
+
+def split_texts(texts: list[tuple[str, str]] | None, folder: Path, columns: tuple[str, str], given: Texts) -> Texts:
+    """Files of training, validation and test: those that were given, the others from `texts`, written to `folder`."""
+    if texts is None:
+        return given
+    size = min(MOST_HELD_OUT, len(texts) // 10)
+    bounds = {"validation": (0, size), "test": (size, 2 * size), "train": (2 * size, len(texts))}
+    folder.mkdir(exist_ok=True)
+    for part, (start, end) in bounds.items():
+        rows = (dict(zip(columns, pair, strict=True)) for pair in texts[start:end])
+        lines = "".join(json.dumps({"translation": row}, ensure_ascii=False) + "\n" for row in rows)
+        (folder / f"{part}.jsonl").write_text(lines, encoding="utf-8")
+    made = {part: str(folder / f"{part}.jsonl") for part in bounds}
+    return Texts(made["train"], given.validation or made["validation"], given.test or made["test"])
+
+
+def remove_parts(output: Path) -> None:
+    """Delete what an earlier call wrote."""
+    for part in PARTS:
+        path = output / part
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
