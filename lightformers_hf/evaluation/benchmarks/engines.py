@@ -107,8 +107,8 @@ class EngineComparison:
             if setting not in tables:
                 cores = f"{timing.cores} core{'s' * (timing.cores > 1)}"
                 tables[setting] = table = Table(title=f"{cores}, batch {timing.batch_size}, beam {timing.beams}")
-                table.add_column("engine", no_wrap=True)
-                table.add_column("model", overflow="fold")
+                table.add_column("engine", overflow="fold", min_width=len(BASELINE))
+                table.add_column("model", overflow="fold", min_width=8)
                 for column in ("tokens/s", "same", "int8", "MB", *(("BLEU", "chrF") if self.data else ())):
                     table.add_column(column, justify="right", no_wrap=True)
             place = deployed[f"{timing.model} {timing.form}"]
