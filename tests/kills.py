@@ -222,8 +222,9 @@ def main() -> None:
 
         kind = {"push": PushKiller, "training": TrainingKiller}.get(args.what, Killer)
         killer = kind(args.what, Path(place).resolve(), seed)
-        while killer.counts["killed"] < args.number:
-            killer.kill()
+        with suppress(KeyboardInterrupt):  # Ctrl-C: what was counted until then
+            while killer.counts["killed"] < args.number:
+                killer.kill()
     bad = ("partial", "harmed", "others failed", "left over after the next run")
     counts = {"what": args.what, "seed": seed, "calls": killer.calls, **dict.fromkeys(bad, 0), **killer.counts}
     print(json.dumps(counts))
