@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,16 +27,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lightformers_hf.evaluation.translate import longest_input
-from lightformers_hf.export import Engine, load_engine
+from lightformers_hf.export import Engine, export, load_engine
 from lightformers_hf.export.engines import CHECKPOINTS
 from lightformers_hf.export.engines.transformers import TransformersModel
-from lightformers_hf.loading import load_pretrained, unique_parameters
+from lightformers_hf.files import EXPORT_FILE, read_json
+from lightformers_hf.loading import is_export, load_pretrained, unique_parameters
 
 # Nothing leaves the machine: no analytics, no tunnel, and fonts that the reader has.
 FONTS = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
 QUIET = {"share": False, "ssr_mode": False, "quiet": True, "show_error": True, "footer_links": []}
 # Of one request: what it may hold, and how long both models may work on it. Then, how many may wait.
 CHARACTERS, LINES, SECONDS, WAITING = 5000, 50, 60, 20
+WARM_UPS = 3  # sentences before the first that is timed
 REQUEST_BYTES = 1 << 16  # CHARACTERS of any script, as JSON
 # The only places to which a page, or gradio_client, sends anything: to translate, and to stop it.
 ASKING, STOPPING = ("/queue/join", "/call/translate"), ("/cancel", "/reset")
@@ -52,15 +55,18 @@ class Translator:
 
     @classmethod
     def load(cls, role: str, name: str) -> Translator:
-        """Load a folder or Hub name; the first sentence, which is slower than all others, is over when it is there."""
+        """Load a folder or Hub name."""
         engine = load_engine(name, threads=torch.get_num_threads())
-        size = engine.name
+        form = " ".join(filter(None, [engine.name, read_form(name)[1]]))
         if engine.name == CHECKPOINTS and isinstance(engine.model, TransformersModel):
-            size = f"{unique_parameters(engine.model.network) / 1e6:,.1f}M parameters"
+            form = f"{unique_parameters(engine.model.network) / 1e6:,.1f}M parameters, {form}"
         short = Path(name).name if Path(name).is_dir() else name
-        translator = cls(f"{role}: {short}, {size}", engine, load_pretrained(AutoTokenizer, name))
-        translator("1")
-        return translator
+        return cls(f"{role}: {short}, {form}", engine, load_pretrained(AutoTokenizer, name))
+
+    def warm_up(self, **generation: int) -> None:
+        """Translate until it is as fast as it will be: the first sentences are slower than all others."""
+        for _ in range(WARM_UPS):
+            self("1 2 3 4 5 6 7 8 9 10 11 12", **generation)
 
     def __call__(self, text: str, **generation: int) -> tuple[str, int, float]:
         """Every line translated by itself; the tokens generated, end tokens included; and the seconds it took."""
@@ -160,21 +166,51 @@ def refuse_content(content: bytes, *, asks: bool) -> tuple[int, str] | None:
     return None
 
 
+def read_form(name: str) -> tuple[str, str | None]:
+    """Engine and quantization of what a folder or a Hub name holds."""
+    if not is_export(name):
+        return CHECKPOINTS, None
+    written = read_json(Path(name) / EXPORT_FILE)
+    return written["engine"], written["quantization"]
+
+
+def deploy_alike(teacher: str, light: str, folder: Path) -> tuple[str, str]:
+    """Both in one engine, so that their times compare: beside an export, a checkpoint is exported, too, into `folder`.
+
+    Where they cannot be alike, both stay as they are; the page says what each is.
+    """
+    (first, one), (second, other) = read_form(teacher), read_form(light)
+    if (first == CHECKPOINTS) == (second == CHECKPOINTS):
+        return teacher, light
+    checkpoint, engine, quantization = (teacher, second, other) if first == CHECKPOINTS else (light, first, one)
+    exported = folder / (Path(checkpoint).name if Path(checkpoint).is_dir() else checkpoint.rpartition("/")[2])
+    try:
+        export(checkpoint, exported, to=engine, quantization=quantization)
+    except ValueError as error:
+        gr.Warning(f"{checkpoint} stays as it is: {error}")
+        return teacher, light
+    return (str(exported), light) if first == CHECKPOINTS else (teacher, str(exported))
+
+
 def build(teacher: str, light: str, *, num_beams: int | None = None, max_new_tokens: int | None = None) -> gr.Blocks:
     """The page, to be served with `serve`, or with `launch()` of its own.
 
     Args:
         teacher, light: folders or Hub names of sequence-to-sequence checkpoints, or what `lightformers export` wrote.
-            Both compute on the CPU.
+            Both compute on the CPU; beside an export the other is exported for the same engine first.
         num_beams: of both; by default the light model's own.
         max_new_tokens: longest output; by default each model's own.
 
     Raises:
         FileNotFoundError, ValueError: a model that is not there or does not translate.
     """
-    models = [Translator.load("teacher", teacher), Translator.load("light", light)]
+    with tempfile.TemporaryDirectory() as folder:
+        places = deploy_alike(teacher, light, Path(folder))
+        models = [Translator.load(role, place) for role, place in zip(("teacher", "light"), places, strict=True)]
     generation = {"num_beams": num_beams or models[1].engine.search.num_beams}
     generation |= {"max_new_tokens": max_new_tokens} if max_new_tokens else {}
+    for model in models:
+        model.warm_up(**generation)
 
     def both(text: str | None) -> Iterator[list[str]]:
         """Output and figures of the teacher, then also of the light model, anew with every line that is done."""

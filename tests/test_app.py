@@ -15,6 +15,7 @@ import pytest
 from evaluation.unlimited import make_unlimited
 
 from lightformers_hf import StudyOptions, app, convert, translate
+from lightformers_hf.export import export
 from lightformers_hf.loading import load_model
 
 SENTENCES = "Zwei Hunde spielen im Schnee.\n\nDer Hund schläft unter dem Tisch."
@@ -47,6 +48,15 @@ def test_a_translator_counts_what_was_generated(tiny_marian):
     assert 0 < seconds < PATIENCE
     assert translator.label.startswith(f"teacher: {tiny_marian.name}, 0.")
     assert translator("\n")[:2] == ("", 0)
+
+
+def test_beside_an_export_both_run_in_its_engine(tiny_marian, light, tmp_path):
+    pytest.importorskip("onnxruntime")
+    export(light, tmp_path / "deployed", to="onnx", quantization="int8")
+    places = app.deploy_alike(str(tiny_marian), str(tmp_path / "deployed"), tmp_path / "x")
+    labels = [app.Translator.load(role, place).label for role, place in zip(("teacher", "light"), places, strict=True)]
+    assert labels == [f"teacher: {tiny_marian.name}, onnx int8", "light: deployed, onnx int8"]
+    assert app.deploy_alike(str(tiny_marian), str(light), tmp_path / "y") == (str(tiny_marian), str(light))
 
 
 def test_a_line_too_long_is_cut_and_said_so(tiny_marian, monkeypatch):
