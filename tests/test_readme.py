@@ -15,8 +15,7 @@ from test_hub import hub  # noqa: F401, a fixture
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_python")]
 SMALLER = {
-    "small --data train.jsonl --size 10MB --minutes 30": "small --data train.jsonl --validation validation.jsonl "
-    "--test test.jsonl --size 150kB --minutes 0.02",
+    "--size 10MB": "--size 150kB",
     "--minutes 30": "--minutes 0.02",
     "--max-steps 1500": "--max-steps 2 --max-source-length 48 --max-target-length 48",
     "--max-steps 20000": "--max-steps 1",
@@ -44,8 +43,9 @@ def workplace(tmp_path_factory, tiny_marian, parallel_sentences):
     folder = tmp_path_factory.mktemp("readme")
     shutil.copytree(tiny_marian, folder / "opus-mt-de-en")
     (folder / "training").symlink_to(ROOT / "training")
-    lines = "".join(json.dumps({"translation": pair}) + "\n" for pair in parallel_sentences)
-    for part in ("train", "validation", "test"):
+    more = [*parallel_sentences, *(pair | {"de": f"{pair['de']} {pair['de']}"} for pair in parallel_sentences)]
+    for part, pairs in {"train": more, "validation": parallel_sentences, "test": parallel_sentences}.items():
+        lines = "".join(json.dumps({"translation": pair}) + "\n" for pair in pairs)
         (folder / f"{part}.jsonl").write_text(lines, encoding="utf-8")
     return folder
 
