@@ -16,5 +16,5 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointReader", "copy_report", "decompose"]
 
 __getattr__, __dir__ = lazy_names(
-    __name__, {"CheckpointReader": ".checkpoint", "copy_report": ".report", "decompose": ".forms.svd"}
+    __name__, {"CheckpointReader": "..checkpoint", "copy_report": ".report", "decompose": ".forms.svd"}
 )
