@@ -47,6 +47,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def exact_products():
+    """Passes of conversion in fp32 on every processor: tests compare numbers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightformers_hf.conversion.workers.multiplies_bfloat16", lambda: False)
+        yield
+
+
 @pytest.fixture(scope="session")
 def parallel_sentences() -> list[dict[str, str]]:
     """Ten sentences in German (`de`) and English (`en`)."""

@@ -21,10 +21,10 @@ from ..models.matrices import bias_of, product_of
 from .forms.form import Built, find_form
 from .options import StudyOptions
 from .sharing.originals import short_name
-from .statistics.calibration import Calibration, stream_of
+from .statistics.calibration import LOGIT_ROWS, Calibration, stream_of
 from .statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, Metric, damped_root
 from .statistics.shelf import Shelf
-from .workers import fail_together, gather_from_all, sum_over_all
+from .workers import fail_together, fast_products, gather_from_all, sum_over_all
 
 # Weight of the layer's own matrix in the regression, relative to the mean variance of its inputs.
 RIDGE = 1e-2
@@ -33,8 +33,6 @@ CONSTANT = 1e-6
 # Steps that balance the tokens' probabilities, occurrences of each that are added to those seen, and how many nats a
 # token they must win together.
 BALANCING, SMOOTHING, WORTH_BALANCING = 4, 0.5, 0.05
-# Target tokens whose logits are held together.
-LOGIT_ROWS = 256
 
 
 class _StopError(Exception):
@@ -169,7 +167,9 @@ def _target_states(who: str, calibration: Calibration, shelf: Shelf) -> Iterator
 
 def _probabilities(model: PreTrainedModel, states: Tensor) -> Tensor:
     """Of every token behind decoder states (tokens×d), tokens×V."""
-    return model.lm_head(model.before_output(states)).add_(model.final_logits_bias).softmax(-1)
+    with fast_products(states.device):
+        logits = model.lm_head(model.before_output(states))
+    return logits.float().add_(model.final_logits_bias).softmax(-1)
 
 
 class _Walk:
@@ -220,7 +220,8 @@ class _Walk:
     def call(self, depth: int, index: int) -> Tensor:
         """The layer's output for the states of a batch as they are."""
         (_, *args), kwargs = self._arguments(index)
-        return self.stack.layers[depth](self.shelf[self.who, self.name, index], *args, **kwargs)
+        with fast_products(self.calibration.model.device):
+            return self.stack.layers[depth](self.shelf[self.who, self.name, index], *args, **kwargs)
 
     def advance(self, depth: int) -> None:
         """Put the states behind the layer."""
@@ -308,6 +309,7 @@ class _Sums:
 
     def add(self, left: Tensor, right: Tensor) -> None:
         device = self.product.device
+        left, right = left.float(), right.float()
         self.count += left.shape[0]
         self.left += left.sum(0).to(device)
         self.right += right.sum(0).to(device)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from itertools import islice
 from typing import TypeVar
 
@@ -41,6 +42,21 @@ def find_device(name: str) -> torch.device:
 def algebra_device(device: torch.device) -> torch.device:
     """Where decompositions are computed: on the device if it knows float64, which they need, else on the CPU."""
     return torch.device("cpu") if device.type == "mps" else device
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 directly (AMX, AVX-512), and not by way of fp32."""
+    able = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(able.get(what) for what in ("amx_bf16", "avx512_bf16"))
+
+
+def fast_products(device: torch.device) -> AbstractContextManager:
+    """Products of a model in bfloat16 where the processor is made for it, two to four times as fast; else nothing.
+
+    For passes whose results are summed over many tokens, in fp32.
+    """
+    return torch.autocast("cpu", torch.bfloat16, enabled=device.type == "cpu" and multiplies_bfloat16())
 
 
 def is_distributed() -> bool:

@@ -17,15 +17,15 @@ from torch.utils.hooks import RemovableHandle
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..workers import algebra_device, fail_together, gather_from_all, is_distributed, sum_over_all
+from ..workers import algebra_device, fail_together, fast_products, gather_from_all, is_distributed, sum_over_all
 from .metric import GRADIENT_DAMPING, INPUT_DAMPING, Metric, damped_root, damped_weights
 from .moments import Moments
 from .shelf import Shelf
 
 # Added to every token's weight, relative to their mean: so that tokens without a sample keep something.
 TOKEN_DAMPING = 1e-2
-# Tokens of a batch at most, on both sides with padding.
-TOKENS = 1024
+# Tokens of a batch at most, on both sides with padding; of those, target tokens whose logits are held together.
+TOKENS, LOGIT_ROWS = 1024, 256
 
 
 class Calibration:
@@ -47,9 +47,7 @@ class Calibration:
     ):
         self.linear, self.batches = linear, [piece for batch in batches for piece in _pieces(batch)]
         self.model = model.eval().requires_grad_(False)
-        self._tables = [stack.embed_tokens for stack in (model.get_encoder(), model.get_decoder())]
-        for table in self._tables:  # gradients flow from the loss to here, past every matrix
-            table.weight.requires_grad_(True)
+        self._vectors: list[Tensor] = []  # of a batch's tokens: gradients flow from the loss to here
         self.moments: dict[str, Moments] = {}
         self.target_tokens = 0
         self._shelf = Shelf(algebra_device(model.device))
@@ -91,18 +89,22 @@ class Calibration:
     def _watch(self, name: str, kind: str) -> RemovableHandle:
         moments = self.moments[name] = Moments(name, self._shelf)
 
-        def see(module: nn.Module, arguments: tuple, output: Tensor) -> None:
-            mask = self._masks[stream_of(name)]
+        def see(module: nn.Module, arguments: tuple, output: Tensor) -> Tensor | None:
+            # Behind the decoder's states there are the tokens that count alone.
+            mask = ... if name.startswith("lm_head") else self._masks[stream_of(name)]
             states = arguments[0].detach()[mask]
             if kind == "table":
                 moments.add("tokens", torch.bincount(states, minlength=module.num_embeddings))
                 moments.count += states.numel()
+                output = output.detach().requires_grad_()
+                self._vectors.append(output)
             else:
                 states = states.flatten(0, -2)
                 moments.add_rows("inputs", states)
-                moments.add("mean", states.sum(0))
+                moments.add("mean", states.sum(0, dtype=torch.float32))
                 moments.count += states.shape[0]
             output.register_hook(partial(_add_gradients, moments, mask, kind))
+            return output if kind == "table" else None
 
         return self.model.get_submodule(name).register_forward_hook(see)
 
@@ -110,11 +112,21 @@ class Calibration:
         self._masks = {stream: self.mask(batch, stream) for stream in ("source", "target")}
         labels, kept = batch["labels"], self._masks["target"]
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        with torch.enable_grad():
-            logits = self.model(**inputs, use_cache=False).logits[kept]
-            loss = nn.functional.cross_entropy(logits, labels[kept], reduction="sum")
-            torch.autograd.grad(loss, [table.weight for table in self._tables])
+        self._vectors = []
+        with torch.enable_grad(), fast_products(self.model.device):
+            states = self.model.model(**inputs, use_cache=False).last_hidden_state[kept]
+            parts = zip(states.detach().split(LOGIT_ROWS), labels[kept].split(LOGIT_ROWS), strict=True)
+            gradients = torch.cat([self._gradient(*part) for part in parts])
+            torch.autograd.grad(states, self._vectors, gradients)
         self.target_tokens += int(kept.sum())
+
+    def _gradient(self, states: Tensor, labels: Tensor) -> Tensor:
+        """Of the loss at decoder states (tokens×d), through logits as wide as the vocabulary."""
+        states = states.requires_grad_()
+        logits = self.model.lm_head(self.model.before_output(states)).float()
+        if self.model.final_logits_bias is not None:
+            logits = logits + self.model.final_logits_bias
+        return torch.autograd.grad(nn.functional.cross_entropy(logits, labels, reduction="sum"), states)[0]
 
     def _add_up(self) -> None:
         """Sum over all processes."""
@@ -206,7 +218,7 @@ def stream_of(name: str) -> str:
 def _add_gradients(moments: Moments, mask: Tensor, kind: str, gradient: Tensor) -> None:
     gradient = gradient[mask].flatten(0, -2)
     if kind == "output":
-        moments.add("squares", gradient.square().sum(0))
+        moments.add("squares", gradient.float().square().sum(0))
     else:
         moments.add_rows("gradients", gradient)
 

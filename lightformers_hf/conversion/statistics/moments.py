@@ -50,7 +50,7 @@ class Moments:
 
     def add_rows(self, what: str, rows: Tensor) -> None:
         """Add rowsᵀ·rows to the `inputs` or `gradients`, of whose symmetric sum the lower half is computed."""
-        rows = rows.to(self._shelf.device)
+        rows = rows.to(self._shelf.device, torch.float32)
         size = self.sizes.setdefault(what, rows.shape[1])
         flat = self._flat(what)
         for start, end, strip in _strips(flat, size):

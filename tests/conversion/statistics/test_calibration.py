@@ -46,6 +46,7 @@ def one_by_one(model, folder, parallel_sentences, watch):
     """Inputs and gradients at modules, from one sentence pair at a time: no padding, no masks."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     seen = {name: ([], []) for name in watch}
+    table = model.model.encoder.embed_tokens.weight.requires_grad_()
     hooks = []
     for name in watch:
 
@@ -59,7 +60,7 @@ def one_by_one(model, folder, parallel_sentences, watch):
         decoder_input_ids = model.prepare_decoder_input_ids_from_labels(batch["labels"])
         logits = model(batch["input_ids"], decoder_input_ids=decoder_input_ids, use_cache=False).logits[0]
         loss = torch.nn.functional.cross_entropy(logits, batch["labels"][0], reduction="sum")
-        torch.autograd.grad(loss, model.model.encoder.embed_tokens.weight)
+        torch.autograd.grad(loss, table)
     for hook in hooks:
         hook.remove()
     return {name: tuple(torch.cat(parts) for parts in lists) for name, lists in seen.items()}
