@@ -116,10 +116,12 @@ def refit_layers(
                 bar.update()
             for walk in walks:
                 walk.finish()
-    _balance(student, teacher, calibration, shelf)
+    _balance(student, teacher, calibration, shelf, progress=progress)
 
 
-def _balance(student: PreTrainedModel, teacher: PreTrainedModel, calibration: Calibration, shelf: Shelf) -> None:
+def _balance(
+    student: PreTrainedModel, teacher: PreTrainedModel, calibration: Calibration, shelf: Shelf, *, progress: bool
+) -> None:
     """Scale tokens' probabilities by e^b until their means are the teacher's: then no b has a lower cross-entropy.
 
     Every step, b += log(teacher's mean / own mean), lowers it (Darroch and Ratcliff 1972). Where all of them win
@@ -137,7 +139,7 @@ def _balance(student: PreTrainedModel, teacher: PreTrainedModel, calibration: Ca
     shift = torch.zeros_like(target)
     held: dict[int, Tensor] = {}
     room = shelf.room
-    for step in range(BALANCING + 1):
+    for step in tqdm(range(BALANCING + 1), desc="balancing", unit="step", disable=not progress):
         own, log = torch.zeros_like(target), target.new_zeros(1)
         scale = shift.exp().float().to(student.device)
         with fail_together():

@@ -55,7 +55,7 @@ def test_balance_is_what_its_definition_says(room, spread, monkeypatch):
     expected, losses = by_definition(student.lm_head(kept["student"]), wanted, before)
     batches = [{"labels": labels}, {"labels": labels}]
     calibration = SimpleNamespace(batches=batches, device=torch.device("cpu"), target_tokens=2 * TOKENS)
-    module._balance(student, teacher, calibration, shelf)
+    module._balance(student, teacher, calibration, shelf, progress=False)
     won = losses[0] - losses[-1] >= WORTH_BALANCING
     assert won == (spread > 1)
     torch.testing.assert_close(student.final_logits_bias.double(), expected if won else before.double())
