@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 import lightformers_hf
 from lightformers_hf import StudyOptions, convert
+from lightformers_hf.conversion import workers
 from lightformers_hf.conversion.statistics.moments import Moments
 from lightformers_hf.conversion.statistics.shelf import Shelf
 from lightformers_hf.conversion.workers import map_in_threads
@@ -99,7 +101,9 @@ def test_everything_is_computed_on_the_device(tiny_marian, text, tmp_path, monke
 PROGRAM = """\
 import os, sys
 from lightformers_hf import convert
+from lightformers_hf.conversion import workers
 from lightformers_hf.conversion.forms import low_rank
+workers.multiplies_bfloat16 = lambda: False
 tiny, text, output = sys.argv[1:]
 convert(tiny, f"{output}/paper", ratio=2, method="paper", progress=False)
 convert(tiny, f"{output}/calibrated", ratio=3, calibration=text, progress=False)
@@ -156,6 +160,24 @@ def test_two_processes_give_what_one_gives(tiny_marian, text, tmp_path):
     with torch.no_grad():
         logits = [model(**batch).logits for model in models]
     torch.testing.assert_close(*logits, atol=1e-2, rtol=1e-2)
+
+
+def test_products_in_bfloat16_only_where_the_processor_multiplies_it(monkeypatch):
+    states, weight = torch.ones(2, 4), torch.ones(3, 4)
+    for able, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(workers, "multiplies_bfloat16", lambda able=able: able)
+        with workers.fast_products(torch.device("cpu")):
+            assert torch.nn.functional.linear(states, weight).dtype == dtype
+
+
+def test_a_conversion_in_bfloat16_is_nearly_that_in_fp32(tiny_marian, text, tmp_path, monkeypatch):
+    errors = []
+    for able in (False, True):
+        monkeypatch.setattr(workers, "multiplies_bfloat16", lambda able=able: able)
+        report = convert(tiny_marian, tmp_path / str(able), ratio=3, calibration=text, progress=False)
+        errors.append([matrix.relative_error for matrix in report.matrices])
+    assert errors[0] != errors[1]
+    assert fmean(errors[1]) == pytest.approx(fmean(errors[0]), rel=0.15)
 
 
 @pytest.mark.parametrize("name", ["cuda:7", "gpu", "meta"])
