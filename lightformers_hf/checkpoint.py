@@ -157,6 +157,9 @@ def check_sizes(config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]],
     longest = max((max(shape, default=1) for shape in shapes.values()), default=1)
     largest = max((math.prod(shape) for shape in shapes.values()), default=1)
     for field, value in vars(config).items():
+        stack = field.partition("_")[0]
+        if stack in ("encoder", "decoder") and not any(stack in stored for stored in shapes):
+            continue  # what a single stack's configuration says of the other one is not built
         if field.endswith("layers"):
             most, what = max(DEPTHS, len(shapes)), f"{len(shapes)} tensors are stored"
         elif field.endswith("positions") or field == "max_position_embeddings":

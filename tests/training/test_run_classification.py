@@ -95,7 +95,7 @@ def test_cross_validation_learns_and_reports_mean_and_spread(base, tmp_path, cap
     script.main(command(base, fold_column="fold", eval_strategy="steps", eval_steps=15))
     out = tmp_path / "out"
     found = [results(out / f"fold-{fold}")["test_accuracy"] for fold in range(3)]
-    assert min(found) > 90  # one word decides; chance is 60
+    assert min(found) > 80  # one word decides; chance is 60
     whole = results(out)
     assert whole["test_accuracies"] == found
     assert whole["test_accuracy"] == pytest.approx(fmean(found))
