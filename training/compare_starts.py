@@ -26,6 +26,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
 
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
+from lightformers_hf.loading import build_network
 
 TOKENS, LENGTH, SENTENCES = 56, 12, 64  # in the vocabulary, in a sentence, in a batch
 SPECIAL = 4  # padding and its like come before the tokens
@@ -79,7 +80,7 @@ def make_model(description: str, seed: int) -> PreTrainedModel:
     fields = SHAPES[""] | SHAPES[kind] | {name: yaml.safe_load(value) for name, value in given.items()}
     config = AutoConfig.for_model(kind, **fields)
     torch.manual_seed(seed)
-    return AutoModelForSeq2SeqLM.from_config(config)
+    return build_network(AutoModelForSeq2SeqLM, config)
 
 
 @torch.no_grad()
