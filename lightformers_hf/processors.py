@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 from typing import Self
 
 import psutil
@@ -42,6 +43,7 @@ def _clocks() -> tuple[float, float, float]:
     return time.monotonic(), sum(times) - times.idle - getattr(times, "iowait", 0.0), own.user + own.system
 
 
+@cache
 def bf16_is_faster() -> bool:
     """Whether this processor multiplies matrices faster in bfloat16 than in float32: many do it in software."""
     return _seconds(torch.bfloat16) < 0.8 * _seconds(torch.float32)

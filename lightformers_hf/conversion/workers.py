@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
 from itertools import islice
 from typing import TypeVar
 
@@ -20,6 +19,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 from ..loading import check_device
+from ..processors import bf16_is_faster
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -44,19 +44,12 @@ def algebra_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "mps" else device
 
 
-@cache
-def multiplies_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 directly (AMX, AVX-512), and not by way of fp32."""
-    able = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(able.get(what) for what in ("amx_bf16", "avx512_bf16"))
-
-
 def fast_products(device: torch.device) -> AbstractContextManager:
-    """Products of a model in bfloat16 where the processor is made for it, two to four times as fast; else nothing.
+    """Products of a model in bfloat16 where the processor multiplies it faster than fp32; else nothing.
 
     For passes whose results are summed over many tokens, in fp32.
     """
-    return torch.autocast("cpu", torch.bfloat16, enabled=device.type == "cpu" and multiplies_bfloat16())
+    return torch.autocast("cpu", torch.bfloat16, enabled=device.type == "cpu" and bf16_is_faster())
 
 
 def is_distributed() -> bool:

@@ -103,7 +103,7 @@ import os, sys
 from lightformers_hf import convert
 from lightformers_hf.conversion import workers
 from lightformers_hf.conversion.forms import low_rank
-workers.multiplies_bfloat16 = lambda: False
+workers.bf16_is_faster = lambda: False
 tiny, text, output = sys.argv[1:]
 convert(tiny, f"{output}/paper", ratio=2, method="paper", progress=False)
 convert(tiny, f"{output}/calibrated", ratio=3, calibration=text, progress=False)
@@ -165,7 +165,7 @@ def test_two_processes_give_what_one_gives(tiny_marian, text, tmp_path):
 def test_products_in_bfloat16_only_where_the_processor_multiplies_it(monkeypatch):
     states, weight = torch.ones(2, 4), torch.ones(3, 4)
     for able, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(workers, "multiplies_bfloat16", lambda able=able: able)
+        monkeypatch.setattr(workers, "bf16_is_faster", lambda able=able: able)
         with workers.fast_products(torch.device("cpu")):
             assert torch.nn.functional.linear(states, weight).dtype == dtype
 
@@ -173,7 +173,7 @@ def test_products_in_bfloat16_only_where_the_processor_multiplies_it(monkeypatch
 def test_a_conversion_in_bfloat16_is_nearly_that_in_fp32(tiny_marian, text, tmp_path, monkeypatch):
     errors = []
     for able in (False, True):
-        monkeypatch.setattr(workers, "multiplies_bfloat16", lambda able=able: able)
+        monkeypatch.setattr(workers, "bf16_is_faster", lambda able=able: able)
         report = convert(tiny_marian, tmp_path / str(able), ratio=3, calibration=text, progress=False)
         errors.append([matrix.relative_error for matrix in report.matrices])
     assert errors[0] != errors[1]
