@@ -170,8 +170,7 @@ def _target_states(who: str, calibration: Calibration, shelf: Shelf) -> Iterator
 def _probabilities(model: PreTrainedModel, states: Tensor) -> Tensor:
     """Of every token behind decoder states (tokens×d), tokens×V."""
     with fast_products(states.device):
-        logits = model.lm_head(model.before_output(states))
-    return logits.float().add_(model.final_logits_bias).softmax(-1)
+        return model.logits_of(states).float().softmax(-1)
 
 
 class _Walk:

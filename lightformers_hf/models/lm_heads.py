@@ -224,6 +224,11 @@ class ConditionalGenerationHead(LanguageModelHead):
             self.final_logits_bias = nn.functional.pad(self.final_logits_bias, (0, missing))
         return table
 
+    def logits_of(self, states: torch.Tensor) -> torch.Tensor:
+        """What the output layer makes of the decoder's states: (…, d) → (…, V)."""
+        logits = wide_linear(self.lm_head, self.before_output(states))
+        return logits if self.final_logits_bias is None else logits + self.final_logits_bias.to(logits.device)
+
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """What `DataCollatorForSeq2Seq(tokenizer, model=model)` asks for: see `shift_right`."""
         return shift_right(labels, self.config.pad_token_id, self.config.decoder_start_token_id)
@@ -264,9 +269,7 @@ class ConditionalGenerationHead(LanguageModelHead):
             use_cache=use_cache,
             **kwargs,
         )
-        logits = wide_linear(self.lm_head, self.before_output(outputs.last_hidden_state))
-        if self.final_logits_bias is not None:
-            logits = logits + self.final_logits_bias.to(logits.device)
+        logits = self.logits_of(outputs.last_hidden_state)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **kwargs)

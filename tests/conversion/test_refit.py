@@ -16,12 +16,9 @@ TOKENS, SIZE, WIDTH = 90, 37, 8
 def output_layer(seed, spread):
     torch.manual_seed(seed)
     head = nn.Linear(WIDTH, SIZE, bias=False).requires_grad_(False)
-    return SimpleNamespace(
-        before_output=lambda states: states,
-        lm_head=head,
-        final_logits_bias=torch.randn(1, SIZE) * spread,
-        device=torch.device("cpu"),
-    )
+    layer = SimpleNamespace(lm_head=head, final_logits_bias=torch.randn(1, SIZE) * spread, device=torch.device("cpu"))
+    layer.logits_of = lambda states: head(states) + layer.final_logits_bias
+    return layer
 
 
 def by_definition(logits, teacher, bias):

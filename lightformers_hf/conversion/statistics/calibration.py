@@ -123,9 +123,7 @@ class Calibration:
     def _gradient(self, states: Tensor, labels: Tensor) -> Tensor:
         """Of the loss at decoder states (tokens×d), through logits as wide as the vocabulary."""
         states = states.requires_grad_()
-        logits = self.model.lm_head(self.model.before_output(states)).float()
-        if self.model.final_logits_bias is not None:
-            logits = logits + self.model.final_logits_bias
+        logits = self.model.logits_of(states).float()
         return torch.autograd.grad(nn.functional.cross_entropy(logits, labels, reduction="sum"), states)[0]
 
     def _add_up(self) -> None:
