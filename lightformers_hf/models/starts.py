@@ -58,7 +58,8 @@ def draw(module: nn.Module, std: float) -> None:
 def set_start(layer: nn.Module, start: Callable[[nn.Module], None]) -> None:
     """Let `start` draw the layer, or the two factors of a low-rank one each by itself."""
     for module in layer.modules():
-        module.start = start
+        if next(module.parameters(recurse=False), None) is not None:
+            module.start = start
 
 
 def layer_start(config: FactorizedConfig, name: str, m: int, n: int) -> Callable[[nn.Module], None]:
@@ -122,8 +123,5 @@ def draw_isometry(layer: nn.Linear, input_bias: float) -> None:
 @torch.no_grad()
 def draw_copies(layer: nn.Linear, bias: float) -> None:
     """Output j = input j modulo their number, + `bias`."""
-    init.copy_(
-        layer.weight,
-        torch.eye(layer.in_features).repeat(-(-layer.out_features // layer.in_features), 1)[: layer.out_features],
-    )
+    init.copy_(layer.weight, torch.eye(layer.in_features)[torch.arange(layer.out_features) % layer.in_features])
     init.constant_(layer.bias, bias)
