@@ -105,7 +105,7 @@ class AutoNetwork(AutoClass, Protocol):
         """A model with random weights."""
 
 
-def short_name(name: str | os.PathLike) -> str:
+def printable_name(name: str | os.PathLike) -> str:
     """What is written down of a model or a file: of a path its last part, without what steers terminals.
 
     A name on the Hub stays whole.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .loading import skeleton
 
@@ -72,6 +72,19 @@ def renumber_ids(fields: Mapping[str, Any], kept: Sequence[int]) -> dict[str, An
     return changed
 
 
+def narrow_fields(fields: Mapping[str, Any], source: Sequence[int], target: Sequence[int]) -> dict[str, Any]:
+    """What changes of a model's configuration with the tokens that stay: sizes of vocabularies, and ids by name."""
+    sizes = {"vocab_size": len(source), "decoder_vocab_size": len(target)}
+    return renumber_ids(fields, target) | {name: size for name, size in sizes.items() if name in fields}
+
+
+def renumber_generation(generation: GenerationConfig, kept: Sequence[int]) -> GenerationConfig:
+    """A generation configuration with the new ids, in place; what was forbidden and is gone is left out."""
+    for name, value in renumber_ids(generation.to_dict(), kept).items():
+        setattr(generation, name, value)
+    return generation
+
+
 def single_ids(fields: Mapping[str, Any]) -> dict[str, list[int]]:
     """{field: its ids} of the fields of a configuration that name a token, `pad_token_id` and the like."""
     named = ((name, value) for name, value in fields.items() if name.endswith("_token_id") and value is not None)
@@ -84,10 +97,8 @@ def keep_tokens(model: PreTrainedModel, source: Sequence[int], target: Sequence[
     Args:
         source, target: ids that stay, in the order of their new ids; alike where both sides have one table.
     """
-    config, fields = copy.deepcopy(model.config), model.config.to_dict()
-    sizes = {"vocab_size": len(source), "decoder_vocab_size": len(target)}
-    sizes = {name: size for name, size in sizes.items() if name in fields}
-    for name, value in {**renumber_ids(fields, target), **sizes}.items():
+    config = copy.deepcopy(model.config)
+    for name, value in narrow_fields(config.to_dict(), source, target).items():
         setattr(config, name, value)
     smaller = skeleton(type(model), config)
     shapes = dict(_tensors(smaller))
@@ -108,8 +119,7 @@ def keep_tokens(model: PreTrainedModel, source: Sequence[int], target: Sequence[
                 if hasattr(module, field):
                     setattr(module, field, getattr(shape_of, field))
     model.config = config
-    for name, value in renumber_ids(model.generation_config.to_dict(), target).items():
-        setattr(model.generation_config, name, value)
+    renumber_generation(model.generation_config, target)
     return model
 
 

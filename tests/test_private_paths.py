@@ -14,7 +14,7 @@ from lightformers_hf.conversion.inheritance import inherited_metadata
 from lightformers_hf.conversion.report import ModelFacts, read_report
 from lightformers_hf.evaluation.evaluate import evaluate_model
 from lightformers_hf.export import export
-from lightformers_hf.loading import short_name
+from lightformers_hf.loading import printable_name
 
 ESCAPE = "evil\x1b[31m\x07\u202e name"
 
@@ -66,9 +66,9 @@ def test_everybody_who_reads_one_file_reads_all(place, name):
 
 def test_names(tmp_path):
     (tmp_path / "model").mkdir()
-    assert short_name(tmp_path / "model") == "model"
-    assert short_name(f"{tmp_path}/model/") == "model"
-    assert short_name("user/model") == "user/model"
+    assert printable_name(tmp_path / "model") == "model"
+    assert printable_name(f"{tmp_path}/model/") == "model"
+    assert printable_name("user/model") == "user/model"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from ..files import REPORT_FILE, as_kind, read_json, write_json
-from ..loading import short_name, tensor_bytes
+from ..loading import printable_name, tensor_bytes
 from .inheritance import inherited_metadata
 
 if TYPE_CHECKING:
@@ -291,7 +291,7 @@ def copy_report(source: str, folder: str | Path) -> None:
 
 def _metadata(teacher: Teacher) -> dict[str, Any]:
     """What the teacher's card hands on; where it names no languages, those that its tokenizer does."""
-    hub_name = teacher.name if teacher.name != short_name(teacher.folder) else None
+    hub_name = teacher.name if teacher.name != printable_name(teacher.folder) else None
     inherited = inherited_metadata(teacher.folder, hub_name)
     tokenizer = teacher.tokenizer() if teacher.has_tokenizer else None
     named = [getattr(tokenizer, f"{side}_lang", None) for side in ("source", "target")]

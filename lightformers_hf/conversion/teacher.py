@@ -20,12 +20,13 @@ from ..loading import (
     find_architecture,
     load_pretrained,
     load_tensors,
-    short_name,
+    printable_name,
     skeleton,
     stored_tensors,
 )
 from ..models.configuration_lightformer import LightFormerConfig
 from ..models.matrices import bias_of, factors_of, product_of
+from ..vocabularies import renumber_generation
 from .families import find_family
 from .linear import Linear
 from .vocabulary.kept import KeptTokens
@@ -88,7 +89,7 @@ class Teacher:
         self._first_token = set_language_codes(self.tokenizer(), *languages) if any(languages) else None
         self.kept: KeptTokens | None = None
         self._rows: dict[str, tuple[int, torch.Tensor]] = {}
-        self.name = short_name(folder if Path(source).is_dir() else source)
+        self.name = printable_name(folder if Path(source).is_dir() else source)
         self._finite: set[str] = set()
         self._names = self._match_names()
 
@@ -281,7 +282,7 @@ class Teacher:
             config = transformers.GenerationConfig.from_model_config(self.source_config)
         if self._first_token is not None:
             config.forced_bos_token_id = self._first_token
-        return config if self.kept is None else self.kept.renumber(config)
+        return config if self.kept is None else renumber_generation(config, self.kept.target)
 
 
 def _listing(names: list[str], most: int = 5) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...loading import stored_tensors
 from ...models.configuration_base import FactorizedConfig
-from ...vocabularies import renumber_ids, single_ids
+from ...vocabularies import narrow_fields, single_ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,15 +32,7 @@ class KeptTokens:
     def config(self, config: FactorizedConfig) -> FactorizedConfig:
         """A configuration of this package for the smaller vocabulary."""
         fields = config.to_dict()
-        sizes = {"vocab_size": len(self.source), "decoder_vocab_size": len(self.target)}
-        changed = {name: size for name, size in sizes.items() if name in fields}
-        return type(config)(**{**fields, **renumber_ids(fields, self.target), **changed})
-
-    def renumber(self, generation: GenerationConfig) -> GenerationConfig:
-        """A generation configuration with the new ids, in place; what was forbidden and is gone is left out."""
-        for name, value in renumber_ids(generation.to_dict(), self.target).items():
-            setattr(generation, name, value)
-        return generation
+        return type(config)(**{**fields, **narrow_fields(fields, self.source, self.target)})
 
     def rows(self, before: PreTrainedModel, after: PreTrainedModel) -> dict[str, tuple[int, Tensor]]:
         """{tensor: (dimension, the indices that stay there)} of all tensors that have an entry a token.

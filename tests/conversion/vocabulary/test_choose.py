@@ -11,6 +11,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
 from lightformers_hf import CompressionOptions, convert, plan
 from lightformers_hf.conversion.vocabulary.kept import KeptTokens
+from lightformers_hf.vocabularies import renumber_generation
 
 pytestmark = pytest.mark.quick
 
@@ -109,7 +110,7 @@ def test_forbidden_and_forced_tokens_get_their_new_ids():
         eos_token_id=[5, 7], forced_bos_token_id=3, suppress_tokens=[2, 7], bad_words_ids=[[1], [2], [5, 4], [5, 3]],
         begin_suppress_tokens=[2],
     )  # fmt: skip
-    kept.renumber(generation)
+    renumber_generation(generation, kept.target)
     assert (generation.eos_token_id, generation.forced_bos_token_id) == ([2, 3], 1)
     assert (generation.suppress_tokens, generation.begin_suppress_tokens) == ([3], None)
     assert generation.bad_words_ids == [[0], [2, 1]]
