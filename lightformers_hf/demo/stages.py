@@ -22,16 +22,13 @@ from transformers import (
     PreTrainedModel,
     PrinterCallback,
     Seq2SeqTrainingArguments,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
     set_seed,
 )
 
 from lightformers_hf.loading import build_network, load_pretrained
 from lightformers_hf.processors import IdleThreads, bf16_is_faster
 from lightformers_hf.recovery import RecoveryTrainer
+from lightformers_hf.recovery.progress import Progress
 from lightformers_hf.text import load_parallel, tokenize_pairs
 
 LONGEST = 96  # tokens; no sentence of the corpus comes near
@@ -164,37 +161,12 @@ def train_model(
             arguments,
             train_dataset=tokens,
             data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
-            callbacks=[_Progress(bar, threads)],
+            callbacks=[Progress(bar, threads)],
             teacher=teacher,
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     return [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-
-
-class _Progress(TrainerCallback):
-    """Shows steps and loss on a progress bar of ours, and has the threads adapted now and then."""
-
-    def __init__(self, bar: tqdm, threads: IdleThreads) -> None:
-        self.bar, self.threads = bar, threads
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        self.bar.update(state.global_step - self.bar.n)
-        if state.global_step % 20 == 0:
-            self.threads.adapt()
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: object,
-    ) -> None:
-        if logs and "loss" in logs:
-            self.bar.set_postfix(loss=f"{float(logs['loss']):.3f}", refresh=False)
 
 
 def _write_tokenizer(folder: Path, sentences: list[str], vocabulary: int) -> None:

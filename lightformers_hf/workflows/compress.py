@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoTokenizer
 
 from ..conversion.convert import convert
 from ..conversion.options import CompressionOptions
 from ..evaluation.benchmarks.engines import EngineComparison, compare_engines
-from ..evaluation.evaluate import choose_columns, evaluate_model
+from ..evaluation.evaluate import evaluate_model, find_columns
 from ..export import export
 from ..export.engines import deployment_names, load_engine_file
 from ..files import read_json, write_json
 from ..languages import split_language, split_prefix
-from ..loading import load_pretrained, resolve_source
 from ..text import load_parallel, load_text
 from .record import RECORD_FILE, claim
 from .recover import recover
@@ -94,26 +92,16 @@ def compress(
     asked |= {"quantization": quantization} | training | languages | options
     inputs = [teacher, data, validation, test]
     record = claim(output, asked, file=PLAN_FILE, overwrite=overwrite, inputs=inputs)
-    columns = find_columns(teacher, languages)
+    columns = plain_columns(teacher, languages)
     texts = read_texts(data, columns, seed) if not (validation and test) else None
     if overwrite or not (output / PLAN_FILE).exists():
-        remove_parts(output)
-        output.mkdir(parents=True, exist_ok=True)
-        write_json(record, output / PLAN_FILE)
+        begin(output, record)
     files = split_texts(texts, output / "data", columns, Texts(data, validation or "", test or ""))
     form = (to, quantization if quantization != "float32" else None)
     options |= {name: value for name, value in languages.items() if value is not None}
     work = Work(str(teacher), output, files, columns, form, options, training | {"report_to": report_to}, progress)
-    for number, (name, step) in enumerate(work.steps.items(), start=1):
-        complete = is_complete(output / name)
-        if progress:
-            tqdm.write(f"{number}/{len(work.steps)} {output / name}" + (" (there already)" if complete else ""))
-        if not complete:
-            step()
-    found = {name: str(output / name) for name in PARTS if (output / name).exists()}
-    recovery = read_json(output / "recovered" / RECORD_FILE)["result"]
-    comparison = EngineComparison.read(read_json(output / "engines.json"))
-    return {"files": found, "recovery": recovery, "engines": comparison.to_dict()}, comparison.tables()
+    work.do()
+    return work.results()
 
 
 @dataclass(frozen=True)
@@ -148,6 +136,23 @@ class Work:
             "engines.json": self.compare,
         }
         return steps | ({"report.html": self.report} if find_spec("matplotlib") else {})
+
+    def do(self) -> None:
+        """Do the steps whose part is not there yet."""
+        for number, (name, step) in enumerate(self.steps.items(), start=1):
+            complete = is_complete(self.output / name)
+            if self.progress:
+                place = f"{self.output / name}" + (" (there already)" if complete else "")
+                tqdm.write(f"{number}/{len(self.steps)} {place}")
+            if not complete:
+                step()
+
+    def results(self) -> tuple[dict[str, Any], list[Table]]:
+        """What `compress` returns."""
+        found = {name: str(self.output / name) for name in PARTS if (self.output / name).exists()}
+        recovery = read_json(self.output / "recovered" / RECORD_FILE)["result"]
+        comparison = EngineComparison.read(read_json(self.output / "engines.json"))
+        return {"files": found, "recovery": recovery, "engines": comparison.to_dict()}, comparison.tables()
 
     @property
     def light(self) -> str:
@@ -206,12 +211,10 @@ def is_complete(part: Path) -> bool:
     return part.exists()
 
 
-def find_columns(teacher: str | Path, languages: dict[str, str | None]) -> tuple[str, str]:
+def plain_columns(teacher: str | Path, languages: dict[str, str | None]) -> tuple[str, str]:
     """The columns of the two languages; a prefix that the teacher wants is added when they are read."""
-    folder = resolve_source(teacher)
-    config, tokenizer = (load_pretrained(auto, folder) for auto in (AutoConfig, AutoTokenizer))
     named = (split_language(languages["source_lang"])[0], split_language(languages["target_lang"])[0])
-    source, target = choose_columns(str(teacher), config, tokenizer, *named)
+    source, target = find_columns(str(teacher), *named)
     return split_prefix(source)[0], target
 
 
@@ -242,11 +245,13 @@ def split_texts(texts: list[tuple[str, str]] | None, folder: Path, columns: tupl
     return Texts(made["train"], given.validation or made["validation"], given.test or made["test"])
 
 
-def remove_parts(output: Path) -> None:
-    """Delete what an earlier call wrote."""
+def begin(output: Path, record: dict[str, Any]) -> None:
+    """Write down what is asked for; what an earlier call wrote goes."""
     for part in PARTS:
         path = output / part
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+    output.mkdir(parents=True, exist_ok=True)
+    write_json(record, output / PLAN_FILE)

@@ -42,8 +42,8 @@ from ..recovery import (
     remove_checkpoints,
     train,
 )
+from ..recovery.progress import Clock, Progress, hush_trainer
 from ..text import load_parallel, load_text, tokenize_pairs
-from .progress import Clock, Progress, hush_trainer
 from .record import RECORD_FILE, TRANSLATIONS_FILE, Recovery, begin, claim
 from .settings import (
     FAR,

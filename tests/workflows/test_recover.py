@@ -7,7 +7,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import convert
 from lightformers_hf.files import read_json
-from lightformers_hf.workflows import progress
+from lightformers_hf.recovery import progress
 from lightformers_hf.workflows.recover import recover
 from lightformers_hf.workflows.settings import choose_settings, plan_steps, sentences_in, worth_translating
 
