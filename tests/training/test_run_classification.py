@@ -22,7 +22,7 @@ from lightformers_hf import LightFormerConfig, LightFormerForConditionalGenerati
 
 SHAPES = {
     "model_type": "lightformer", "d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 2,
-    "encoder_ffn_dim": 16, "max_position_embeddings": 32, "dropout": 0.0,
+    "encoder_ffn_dim": 16, "max_position_embeddings": 32, "dropout": 0.0, "init_std": 0.25,
 }  # fmt: skip
 GOOD, BAD, REST = "good fine lovely".split(), "bad poor dull".split(), "the film was a story of some people".split()
 
@@ -95,7 +95,7 @@ def test_cross_validation_learns_and_reports_mean_and_spread(base, tmp_path, cap
     script.main(command(base, fold_column="fold", eval_strategy="steps", eval_steps=15))
     out = tmp_path / "out"
     found = [results(out / f"fold-{fold}")["test_accuracy"] for fold in range(3)]
-    assert min(found) > 80  # one word decides; chance is 60
+    assert min(found) > 90  # one word decides; chance is 60
     whole = results(out)
     assert whole["test_accuracies"] == found
     assert whole["test_accuracy"] == pytest.approx(fmean(found))
