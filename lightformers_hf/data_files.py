@@ -205,6 +205,12 @@ def _check_nesting(path: Path) -> None:
                 depth, quoted = int(depths[-1]), int(inside[-1])
 
 
+def is_lines(data: str) -> bool:
+    """Whether `data` is a file of plain lines: it is there, and its ending is none of data's."""
+    path = Path(data).expanduser()
+    return path.is_file() and Path(path.name.removesuffix(".gz")).suffix not in SUFFIXES
+
+
 def is_file_name(data: str) -> bool:
     """Whether `data` speaks of a file: it is there, or it is written like a path or with a known ending."""
     known = data.removesuffix(".gz").endswith(SUFFIXES)

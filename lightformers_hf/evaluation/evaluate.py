@@ -10,10 +10,19 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 from rich.table import Table
+from transformers import AutoConfig, AutoTokenizer
 
 from ..files import REPORT_FILE, read_json
 from ..languages import add_prefix, split_language
-from ..loading import load_model, load_teacher, short_name, unique_parameters, weight_bytes
+from ..loading import (
+    load_model,
+    load_pretrained,
+    load_teacher,
+    printable_name,
+    resolve_source,
+    unique_parameters,
+    weight_bytes,
+)
 from ..text import fingerprint, load_parallel
 from .memory import translation_memory
 from .quality import comet_score, translation_quality
@@ -67,8 +76,8 @@ class Evaluation:
         """The same as nested dictionaries of strings and numbers, for JSON; of paths their last parts."""
         content = asdict(self)
         for one in filter(None, (content["model"], content["teacher"])):
-            one["name"] = short_name(one["name"])
-        return content | {"data": short_name(self.data)}
+            one["name"] = printable_name(one["name"])
+        return content | {"data": printable_name(self.data)}
 
     def table(self) -> Table:
         """A rich table: one row a measure, the teacher beside the model, and how they compare."""
@@ -150,26 +159,37 @@ def evaluate_model(
     sources, references = list(pairs["source"]), list(pairs["target"])
     warn_of_overlap(model, data, sources)
 
-    measured = {}
-    for role, name in names.items():
-        outputs = translate(sources, *loaded[role], batch_size=batch_size, progress=progress, **generation)
-        score = comet_score(sources, outputs, references, comet) if comet else None
-        quality = translation_quality(outputs, references)
-        parameters, size = unique_parameters(loaded[role][0]), weight_bytes(name)
-        measured[role] = Measurements(name=name, comet=score, parameters=parameters, disk_bytes=size, **quality)
+    settings = {"batch_size": batch_size, "progress": progress} | generation
+    measured = {
+        role: _measure_quality(name, *loaded[role], sources, references, comet, **settings)
+        for role, name in names.items()
+    }
     ratio = None
     if speed:
         sentences = typical_sentences(sources, references, loaded.get("teacher", loaded["model"])[1])
         ratio = _measure_speed(measured, loaded, sentences, runs=runs, progress=progress, **generation)
-    return Evaluation(
-        measured["model"],
-        measured.get("teacher"),
-        ratio,
-        data,
-        split_language(source)[0],
-        target,
-        len(sources),
-        generation=generation,
+    columns = split_language(source)[0], target
+    both = measured["model"], measured.get("teacher")
+    return Evaluation(*both, ratio, data, *columns, len(sources), generation=generation)
+
+
+def _measure_quality(
+    name: str,
+    network: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: list[str],
+    references: list[str],
+    comet: str | None,
+    **settings: int,
+) -> Measurements:
+    """Size and scores of a checkpoint, without its speed. Args: of `evaluate_model`; `settings`: of `translate`."""
+    outputs = translate(sources, network, tokenizer, **settings)
+    return Measurements(
+        name=name,
+        comet=comet_score(sources, outputs, references, comet) if comet else None,
+        parameters=unique_parameters(network),
+        disk_bytes=weight_bytes(name),
+        **translation_quality(outputs, references),
     )
 
 
@@ -202,6 +222,13 @@ def warn_of_overlap(model: str, data: str, sources: list[str]) -> None:
             f"{len(seen)} of the {len(sources)} sentences of {data} were among those that {model} was calibrated on, "
             f"so its scores say too much; for example: {seen[0]}"
         )
+
+
+def find_columns(name: str, source: str | None, target: str | None) -> tuple[str, str]:
+    """As `choose_columns`, of a checkpoint whose weights are not read."""
+    folder = resolve_source(name)
+    config, tokenizer = (load_pretrained(auto, folder) for auto in (AutoConfig, AutoTokenizer))
+    return choose_columns(name, config, tokenizer, source, target)
 
 
 def choose_columns(

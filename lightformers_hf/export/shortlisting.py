@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from sacrebleu import BLEU
 
-from ..data_files import SUFFIXES, load_lines
-from ..loading import position_limit, short_name
+from ..data_files import is_lines, load_lines
+from ..loading import position_limit, printable_name
 from ..text import load_parallel, load_rows
 from .engines import EngineFile, RunningModel
 from .lexicon import LONGEST, learn_lexicon
@@ -92,8 +92,7 @@ def add_shortlist(
     made_from, checked = ids[:-held], ids[-held:]
     outputs = translate_all(running, checked, search)
     if references is None:
-        greedy = search.with_options(1, None, None)
-        targets = translate_all(running, made_from, greedy)
+        targets = translate_all(running, made_from, search.with_options(1, None, None))
     else:
         targets = source.tokenizer(text_target=references[:-held], verbose=False)["input_ids"]
     unknown = source.tokenizer.unk_token_id
@@ -104,26 +103,35 @@ def add_shortlist(
     engine.write_shortlist(source, folder, quantization, shortlist)
     file = find_shortlist(folder)
     assert file is not None
-    found = translate_all(engine.load(folder, search, torch.get_num_threads()), checked[half:], search)
-    coverage, candidates = shortlist.coverage(checked[half:], outputs[half:])
-    same = sum(one == other for one, other in zip(found, outputs[half:], strict=True))
-    scores: list[float | None] = [None, None]
-    if references is not None:
-        texts = [source.tokenizer.batch_decode(rows, skip_special_tokens=True) for rows in (found, outputs[half:])]
-        scores = [BLEU(force=True).corpus_score(some, [references[half - held :]]).score for some in texts]
+    checked, outputs = checked[half:], outputs[half:]
+    found = translate_all(engine.load(folder, search, torch.get_num_threads()), checked, search)
+    coverage, candidates = shortlist.coverage(checked, outputs)
+    same = sum(one == other for one, other in zip(found, outputs, strict=True))
+    scores = [score(source, rows, references and references[-len(checked) :]) for rows in (found, outputs)]
     return ShortlistReport(
-        text=short_name(text),
+        text=printable_name(text),
         pairs=len(made_from),
         own_translations=references is None,
         always=len(shortlist.always),
         candidates=candidates,
         vocabulary=size,
         coverage=coverage,
-        sentences=held - half,
-        same=same / (held - half),
+        sentences=len(checked),
+        same=same / len(checked),
         bleu=scores[0],
         bleu_without=scores[1],
         sha256=digest(file),
+    )
+
+
+def score(source: Source, outputs: list[list[int]], references: list[str] | None) -> float | None:
+    """BLEU of translations in ids; `None` without references."""
+    if references is None:
+        return None
+    return (
+        BLEU(force=True)
+        .corpus_score(source.tokenizer.batch_decode(outputs, skip_special_tokens=True), [references])
+        .score
     )
 
 
@@ -133,11 +141,10 @@ def read_pairs(
     """Sentences that are no empty ones, and what they are in the target language where the text says it."""
     named = zip(columns, ("source_lang", "target_lang"), ("source", "target"), strict=True)
     first, second = (given or getattr(source.tokenizer, field, None) or name for given, field, name in named)
-    path = Path(text).expanduser()
     sources: list[str]
     references: list[str] | None = None
-    if path.is_file() and Path(path.name.removesuffix(".gz")).suffix not in SUFFIXES:
-        lines = load_lines(path)
+    if is_lines(text):
+        lines = load_lines(Path(text))
         sources = list(lines["text"]) if len(lines) else []
     else:
         rows = load_rows(text).flatten()

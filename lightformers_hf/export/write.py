@@ -13,9 +13,10 @@ from ..conversion.inheritance import inherited_metadata
 from ..files import EXPORT_FILE, write_json
 from ..folders import atomic_output, check_output
 from ..languages import split_language
-from ..loading import position_limit, resolve_source, short_name, unique_parameters
+from ..loading import position_limit, printable_name, resolve_source, unique_parameters
 from .engines import EngineFile, load_engine_file
 from .engines.transformers import TransformersModel
+from .layers import Expansion
 from .search import Search
 from .shortlisting import ShortlistReport, add_shortlist
 from .source import Source, read_source
@@ -58,6 +59,34 @@ class ExportReport:
     max_position_embeddings: int | None
     encoder_table: int = 0
     shortlist: ShortlistReport | None = None
+
+    @classmethod
+    def of(
+        cls,
+        engine: str,
+        quantization: str | None,
+        source: Source,
+        expansion: Expansion,
+        weight_bytes: int,
+        difference: float,
+        shortlist: ShortlistReport | None,
+    ) -> ExportReport:
+        """What is known of an export."""
+        return cls(
+            engine=engine,
+            quantization=quantization,
+            source=printable_name(source.name),
+            parameters=unique_parameters(source.model),
+            multiplied_out=expansion.matrices,
+            factor_parameters=expansion.parameters_before,
+            product_parameters=expansion.parameters_after,
+            narrowed_attentions=expansion.narrowed_attentions,
+            weight_bytes=weight_bytes,
+            difference=difference,
+            max_position_embeddings=source.model.config.max_position_embeddings,
+            encoder_table=expansion.encoder_table,
+            shortlist=shortlist,
+        )
 
     def lines(self, output: str | Path) -> list[str]:
         """The same as sentences, and how to load the folder."""
@@ -140,21 +169,8 @@ def export(
         if source.tokenizer is not None:
             source.tokenizer.save_pretrained(temporary)
         source.generation.save_pretrained(temporary)
-        report = ExportReport(
-            engine=to,
-            quantization=quantization,
-            source=short_name(model),
-            parameters=unique_parameters(source.model),
-            multiplied_out=expansion.matrices,
-            factor_parameters=expansion.parameters_before,
-            product_parameters=expansion.parameters_after,
-            narrowed_attentions=expansion.narrowed_attentions,
-            weight_bytes=written,
-            difference=measure_difference(source, engine, temporary, quantization),
-            max_position_embeddings=source.model.config.max_position_embeddings,
-            encoder_table=expansion.encoder_table,
-            shortlist=listed,
-        )
+        difference = measure_difference(source, engine, temporary, quantization)
+        report = ExportReport.of(to, quantization, source, expansion, written, difference, listed)
         write_json(asdict(report), temporary / EXPORT_FILE)
         hub_name = None if Path(model).expanduser().is_dir() else str(model)
         inherited = inherited_metadata(folder, hub_name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ...data_files import SUFFIXES, load_lines
+from ...data_files import is_lines, load_lines
 from ...text import load_rows
 
 BOTH = "both"
@@ -34,9 +34,7 @@ def read_texts(names: Sequence[str], columns: tuple[str | None, str | None]) -> 
 
 
 def _read(name: str, columns: tuple[str | None, str | None]) -> Iterator[tuple[str, list[str]]]:
-    path = Path(name).expanduser()
-    is_lines = path.is_file() and Path(path.name.removesuffix(".gz")).suffix not in SUFFIXES
-    rows = load_lines(path) if is_lines else load_rows(name).flatten()
+    rows = load_lines(Path(name)) if is_lines(name) else load_rows(name).flatten()
     short = {column.removeprefix("translation."): column for column in rows.column_names}
     named = zip(("source", "target"), columns, strict=True)
     sides = [(side, short[column]) for side, column in named if column in short]

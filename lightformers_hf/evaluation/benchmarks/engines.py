@@ -24,7 +24,7 @@ from ...export import Engine, export, load_engine
 from ...export.engines import CHECKPOINTS, deployment_names, load_engine_file, split_deployment
 from ...loading import load_pretrained, weight_bytes
 from ...text import load_parallel
-from ..evaluate import choose_columns
+from ..evaluate import find_columns
 from ..quality import translation_quality
 from ..speed import Speed, speed_of, speed_ratio, take_turns, typical_sentences
 from ..translate import translate
@@ -166,17 +166,12 @@ def compare_engines(
             express; or a measuring process failed.
         FileNotFoundError: no such checkpoint or data.
     """
-    forms = _all_forms() if forms is None else list(dict.fromkeys(forms))
-    for form in forms:
-        split_deployment(form)
-    if shortlist is not None:
-        forms = [each for form in forms for each in (form, f"{form}{SHORTLISTED}") if _can_be(each)]
+    forms = _choose_forms(forms, shortlist)
     settings = Settings(tuple(cores), tuple(batch_sizes), tuple(beams), runs, sentences, new_tokens)
     names = dict(zip(_labels([teacher, *students]), [teacher, *students], strict=True))
     pairs = None
     if data is not None:
-        config, tokenizer = (load_pretrained(auto, teacher) for auto in (AutoConfig, AutoTokenizer))
-        source, target = choose_columns(teacher, config, tokenizer, source, target)
+        source, target = find_columns(teacher, source, target)
         pairs = load_parallel(data, source=source, target=target, split="test", max_samples=max_samples)
     steps = len(names) * len(forms) * (1 if pairs is None else 2) + len(cores)
     with tempfile.TemporaryDirectory() as work, tqdm(total=steps, disable=not progress, unit="step") as bar:
@@ -192,6 +187,16 @@ def compare_engines(
         if pairs is not None:
             _add_quality(comparison, names, pairs, settings, bar)
     return comparison
+
+
+def _choose_forms(forms: Sequence[str] | None, shortlist: str | None) -> list[str]:
+    """The forms to measure, each with a shortlist, too, where there is one and its engine takes it."""
+    chosen = _all_forms() if forms is None else list(dict.fromkeys(forms))
+    for form in chosen:
+        split_deployment(form)
+    if shortlist is None:
+        return chosen
+    return [each for form in chosen for each in (form, f"{form}{SHORTLISTED}") if _can_be(each)]
 
 
 @dataclass(frozen=True)

@@ -206,8 +206,13 @@ def decoder_graph(
         states = graph.sublayer(states, layer.attention_norm, attend)
         states = graph.feed_forward(graph.sublayer(states, layer.cross_norm, attend_cross), layer)
     states = graph.norm(states, decoder.final_norm)
-    if output_scale is not None:
-        states = graph.op("Mul", states, graph.constant(output_scale))
+    output_logits(graph, states, output, output_scale, sliced=sliced)
+
+
+def output_logits(graph: Graph, states: str, output: Linear, scale: float | None, *, sliced: bool) -> None:
+    """States (N, d), times `scale`, → logits of all tokens (N, V), or `sliced` of those that the graph gets (N, C)."""
+    if scale is not None:
+        states = graph.op("Mul", states, graph.constant(scale))
     *projection, weight = output.chains[0]
     for factor in projection:
         states = graph.matmul(states, factor)
