@@ -127,6 +127,8 @@ def load_pretrained(auto: AutoClass, name: str | os.PathLike, **options: Any) ->
         loaded = auto.from_pretrained(name, trust_remote_code=False, **options)
         if isinstance(loaded, PreTrainedConfig) and not isinstance(loaded.dtype, torch.dtype | None):
             raise ValueError(f"dtype in config.json of {name} is {loaded.dtype!r}: expected float32 or the like")
+        if isinstance(loaded, PreTrainedConfig):
+            find_architecture(loaded, name)
         numbers = loaded.get_vocab().values() if isinstance(loaded, PreTrainedTokenizerBase) else ()
         if not all(type(number) is int for number in numbers):
             raise ValueError(f"the tokenizer of {name} gives tokens other numbers than whole ones: fetch it again")

@@ -2,8 +2,8 @@
 
 `python tests/fuzz.py --number 10000` runs so many inputs, `--hours 8` as many as fit in; `--kind header` those of one
 kind. An input has failed when the command shows a traceback, crashes, does not end within a minute, or leaves
-something behind after an error. Each failure is printed once, with the files and words that make it. Exits with 1
-where there was one.
+something behind after an error. Each failure is printed once, when it is found, with the files and words that make
+it. Ctrl-C ends it early, with what was counted until then. Exits with 1 where something failed.
 """
 
 import argparse
@@ -241,9 +241,18 @@ class Fuzzer:
             self.counts[kind] += 1
             if problem := self.worker.run(case):
                 self.counts[f"{kind} failed"] += 1
-                self.found.setdefault(summarize(problem), (case, problem))
+                if (name := summarize(problem)) not in self.found:
+                    self.found[name] = (case, problem)
+                    show_failure(name, case, problem)
 
         attempt()
+
+
+def show_failure(name: str, case: Case, problem: str) -> None:
+    """Print what failed, and the input that makes it fail."""
+    print(f"\n=== {name}\n{' '.join(case.words)}")
+    print("\n".join(f"{file}: {str(content)[:300]}" for file, content in case.files.items()))
+    print(problem[-3000:], flush=True)
 
 
 def main() -> None:
@@ -260,15 +269,12 @@ def main() -> None:
         fuzzer = Fuzzer(Path(place).resolve())
         kinds = args.kind or list(fuzzer.kinds)
         share, again = args.number / sum(SHARES.get(kind, 1) for kind in kinds), 0
-        while again == 0 or (args.hours and time.monotonic() < deadline):
-            for kind in kinds:
-                fuzzer.run(kind, math.ceil(share * SHARES.get(kind, 1)), start + again, deadline)
-            again += 1
+        with contextlib.suppress(KeyboardInterrupt):
+            while again == 0 or (args.hours and time.monotonic() < deadline):
+                for kind in kinds:
+                    fuzzer.run(kind, math.ceil(share * SHARES.get(kind, 1)), start + again, deadline)
+                again += 1
         fuzzer.worker.end()
-    for name, (case, problem) in fuzzer.found.items():
-        print(f"\n=== {name}\n{' '.join(case.words)}")
-        print("\n".join(f"{file}: {str(content)[:300]}" for file, content in case.files.items()))
-        print(problem[-3000:])
     counts = {"seed": start, "inputs": sum(fuzzer.counts[kind] for kind in kinds), "failed": len(fuzzer.found)}
     print(json.dumps(counts | {"seconds": round(time.monotonic() - begin)} | dict(fuzzer.counts)))
     sys.exit(bool(fuzzer.found))

@@ -116,13 +116,27 @@ def test_gigantic_sizes_are_compared_with_the_tensors(run, fields, command):
     assert "do not belong together" in error
 
 
-@pytest.mark.parametrize("architectures", ["MarianMTModel", 3, [], [None]])
+@pytest.mark.parametrize("architectures", ["MarianMTModel", [], [None]])
 @pytest.mark.parametrize(
-    "command", ["push light user/model --dry-run", "report light --teacher dense --output page.html"]
-)
+    "command",
+    [
+        "push light user/model --dry-run", "report light --teacher dense --output page.html", "translate light text",
+        "evaluate light --data test.jsonl --num-beams 1", "export light out --to ctranslate2",
+        "analyze light --data test.jsonl --output out",
+    ],
+)  # fmt: skip
 def test_architectures_that_are_no_names(run, architectures, command):
+    Path("text").write_text("Ein Hund\n")
     change("light/config.json", architectures=architectures)
-    assert "architectures" in run(command)
+    assert "architectures in config.json of" in run(command)
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("command", ["recover light --teacher dense --output out", "compress dense out"])
+@pytest.mark.parametrize("seed", ["12345678901234567890", "-1"])
+def test_seeds_that_numpy_does_not_take(run, command, seed):
+    assert "--seed" in run(f"{command} --data test.jsonl --seed {seed}", codes=(2,))
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "vocab.json"])

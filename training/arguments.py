@@ -80,6 +80,9 @@ class OutputArguments:
     )
 
     def __post_init__(self) -> None:
+        for name in ("seed", "data_seed"):
+            if (value := getattr(self, name)) is not None:
+                check_seed(value, f"--{name.replace('_', '-')} is ")
         # Without it, --bf16 is refused on a machine that has nothing but its CPU.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         super().__post_init__()
@@ -112,6 +115,22 @@ class _RunParser(_DashedOptions, HfArgumentParser):
     def error(self, message: str) -> None:
         """One line instead of the usage of some hundred options."""
         raise ValueError(f"{message}. --help lists all options.")
+
+
+def check_seed(value: int, what: str) -> None:
+    """Raise a `ValueError` that begins with `what` at a number that numpy takes for no seed."""
+    if not 0 <= value < 2**32:
+        raise ValueError(f"{what}{value}: give a whole number from 0 to {2**32 - 1}")
+
+
+def seed_number(text: str) -> int:
+    """A seed of a script's command line, as the `type` of its option."""
+    try:
+        value = int(text)
+        check_seed(value, "")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return value
 
 
 def dash_option(word: str) -> str:

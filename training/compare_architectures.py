@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
-from arguments import ScriptParser, dash_option
+from arguments import ScriptParser, dash_option, seed_number
 from common import run_once, run_script
 from rich.console import Console
 from rich.markup import escape
@@ -166,7 +166,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--source-lang", help="translation: column or language")
     parser.add_argument("--target-lang", help="translation: column or language")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[42], help="a run of every model for each")
+    parser.add_argument("--seeds", type=seed_number, nargs="+", default=[42], help="a run of every model for each")
     parser.add_argument("--max-steps", type=int, help="default: of the recipes")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; above 1 each has one thread")
     parser.add_argument("--num-beams", type=int, help="of every model, in test and speed")

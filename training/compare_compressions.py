@@ -28,7 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
-from arguments import ScriptParser, check_names
+from arguments import ScriptParser, check_names, seed_number
 from common import run_once, run_script
 from rich.console import Console
 from rich.table import Table
@@ -216,7 +216,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ratios", type=float, nargs="+", default=[2.0, 4.0])
     help_of_methods = f"{', '.join(METHODS)}, or NAME=FIELD=VALUE,…"
     parser.add_argument("--methods", nargs="+", default=["paper", "all"], metavar="METHOD", help=help_of_methods)
-    parser.add_argument("--calibration-seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--calibration-seeds", type=seed_number, nargs="+", default=[0])
     parser.add_argument("--encoder-groups", type=int, nargs="*", default=[], help="besides no sharing")
     parser.add_argument("--starts", nargs="+", choices=["converted", "random"], default=["converted", "random"])
     parser.add_argument("--trainings", nargs="*", choices=["labels", "distilled"], default=["labels", "distilled"])

@@ -19,7 +19,7 @@ from statistics import fmean
 
 import torch
 import yaml
-from arguments import ScriptParser
+from arguments import ScriptParser, seed_number
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -116,7 +116,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = ScriptParser(__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME=TYPE[,FIELD=VALUE…]")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--seeds", nargs="+", type=seed_number, default=[0])
     parser.add_argument("--steps", nargs="+", type=int, default=[300, 500], help="when to look (%(default)s)")
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()

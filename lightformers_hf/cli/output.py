@@ -29,6 +29,7 @@ LIBRARIES = ("transformers", "datasets", "huggingface_hub")  # each has levels a
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 # A file or a folder, which the shell completes, or a name on the Hub.
 PLACE = click.Path()
+SEED = click.IntRange(0, 2**32 - 1)  # what numpy takes
 
 
 @dataclass(frozen=True)

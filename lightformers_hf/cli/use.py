@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import click
 
 from ..languages import split_language, split_prefix
-from .output import PLACE, Answer, Argument, check_installed, command, option
+from .output import PLACE, SEED, Answer, Argument, check_installed, command, option
 
 if TYPE_CHECKING:
     from ..evaluation.translate import ByteSource
@@ -245,7 +245,7 @@ def push(folder: Path, name: str, results: tuple[Path, ...], dry_run: bool, **op
 
 @command(
     option("--output", "-o", type=FILE, default="demo-output", help="Folder for everything the demo makes."),
-    option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Of the corpus and of every training."),
+    option("--seed", type=SEED, default=0, help="Of the corpus and of every training."),
     option("--fresh", is_flag=True, help="Remove what an earlier demo made there; start over."),
 )
 def demo(output: Path, seed: int, fresh: bool) -> Answer:

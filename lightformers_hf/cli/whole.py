@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ..export.engines import engine_names
-from .output import PLACE, Answer, Argument, command, join_names, option
+from .output import PLACE, SEED, Answer, Argument, command, join_names, option
 
 FILE = click.Path(path_type=Path)
 TEXT_HELP = "Sentence pairs, or sources alone, which the teacher translates: a file, or a Hub name."
@@ -27,7 +27,7 @@ TRAINING = (
         help="Learn from the teacher's own translations, too. Default: where that pays.",
     ),
     option("--report-to", multiple=True, help="Log to tensorboard, trackio, wandb, … as well. Repeatable."),
-    option("--seed", type=int, default=0, help="Of everything that is drawn."),
+    option("--seed", type=SEED, default=0, help="Of everything that is drawn."),
     option("--overwrite", is_flag=True, help="Begin anew where an earlier call wrote."),
 )
 

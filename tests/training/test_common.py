@@ -2,8 +2,11 @@
 
 import json
 
+import arguments
 import common
+import compare_starts
 import pytest
+import run_clm
 from transformers import AutoModelForSeq2SeqLM
 
 from lightformers_hf.loading import unique_parameters
@@ -22,3 +25,18 @@ def test_texts_are_the_same_from_every_kind_of_file(tmp_path, name):
     lines = {".jsonl": [json.dumps({"text": text}) for text in texts], ".txt": texts}
     (tmp_path / name).write_text("\n".join(lines.get((tmp_path / name).suffix, ["text", *texts])) + "\n")
     assert common.load_texts(str(tmp_path / name), ["text"])["text"][:] == texts
+
+
+@pytest.mark.parametrize("name", ["seed", "data_seed"])
+@pytest.mark.parametrize("value", ["12345678901234567890", "-1"])
+def test_a_seed_that_numpy_does_not_take_is_named(tmp_path, name, value):
+    given = ["--output-dir", str(tmp_path / "out"), f"--{name}", value]
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is {value}: give a whole number from 0 to"):
+        arguments.parse_arguments((arguments.ModelArguments, run_clm.TrainingArguments), given)
+
+
+def test_a_seed_of_a_comparison_that_numpy_does_not_take_is_named(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["compare_starts.py", "--seeds", "0", "12345678901234567890"])
+    with pytest.raises(SystemExit):
+        compare_starts.parse_arguments()
+    assert "argument --seeds: 12345678901234567890: give a whole number from 0 to" in capsys.readouterr().err
