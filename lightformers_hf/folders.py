@@ -97,7 +97,7 @@ def atomic_output(
                     yield temporary
                     if not is_same(temporary):
                         raise OSError(f"{target} was not written: another process removed {temporary}. Run it again.")
-                    write_json({"files": _list_entries(temporary)}, temporary / MANIFEST_FILE)
+                    write_json({"files": list_entries(temporary)}, temporary / MANIFEST_FILE)
                     _open_to_readers(temporary)
                     _synchronize(temporary)
                     _replace(target, temporary, overwrite)
@@ -136,19 +136,33 @@ def check_file(file: str | Path, inputs: Iterable[str | os.PathLike | None]) -> 
                 raise ValueError(f"{file} belongs to {name}, which is read: give another file")
 
 
-def find_foreign(folder: Path) -> list[str]:
-    """What lies in a folder, at any depth, that `atomic_output` did not write there, in alphabetical order."""
+def find_foreign(folder: Path, manifest: str = MANIFEST_FILE) -> list[str]:
+    """What lies in a folder, at any depth, that is not among `files` of its manifest, in alphabetical order.
+
+    Args:
+        manifest: its name; that of `atomic_output` unless something else wrote the folder.
+    """
     try:
-        own = read_json(folder / MANIFEST_FILE).get("files")
+        own = read_json(folder / manifest).get("files")
     except (ValueError, OSError, RecursionError):
         own = None
     own = own if isinstance(own, list) else []
-    return [name for name in _list_entries(folder) if name not in own]
+    return [name for name in list_entries(folder, manifest) if name not in own]
 
 
-def _list_entries(folder: Path) -> list[str]:
-    """Files and folders in a folder, at any depth, less the manifest."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path != folder / MANIFEST_FILE)
+def list_entries(folder: Path, manifest: str = MANIFEST_FILE) -> list[str]:
+    """Files and folders in a folder, at any depth, less the manifest, in alphabetical order."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path != folder / manifest)
+
+
+def refuse_foreign(folder: Path, foreign: list[str]) -> None:
+    """Raise `FileExistsError` where a folder that is to be replaced holds anything `foreign`."""
+    if foreign:
+        names = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
+        raise FileExistsError(
+            f"{folder} holds {names}, which this package did not write there and does not overwrite: give another "
+            "folder, or remove it yourself"
+        )
 
 
 def _check_place(target: str | Path, inputs: Iterable[str | os.PathLike | None]) -> Path:
@@ -210,12 +224,7 @@ def _check_content(target: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise FileExistsError(f"{target} is not empty: give another folder, or --overwrite to replace it")
-    if foreign := find_foreign(target):
-        names = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
-        raise FileExistsError(
-            f"{target} holds {names}, which this package did not write there and does not overwrite: give another "
-            "folder, or remove it yourself"
-        )
+    refuse_foreign(target, find_foreign(target))
 
 
 def _is_full(folder: Path) -> bool:

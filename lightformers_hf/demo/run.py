@@ -21,7 +21,7 @@ from ..evaluation.quality import translation_quality
 from ..evaluation.speed import speed_ratio, tokens_per_second, typical_sentences
 from ..evaluation.translate import translate
 from ..files import json_text, read_json, write_whole
-from ..folders import atomic_output, find_foreign
+from ..folders import atomic_output, find_foreign, refuse_foreign
 from ..loading import load_model, unique_parameters, weight_bytes
 from ..text import load_parallel
 from .stages import DemoSettings, IdleThreads, write_corpus, write_recovered, write_teacher
@@ -135,8 +135,7 @@ def _claim(output: Path, settings: DemoSettings, fresh: bool) -> None:
         raise FileExistsError(f"{marker} is no demo's: give another folder with --output.")
     if fresh and marker.exists():
         for folder in filter(Path.is_dir, (output / name for name in FOLDERS)):
-            if foreign := find_foreign(folder):
-                raise FileExistsError(f"{folder} holds {foreign[0]}, which no demo wrote: remove it yourself.")
+            refuse_foreign(folder, find_foreign(folder))
         for name in (PICTURE, RESULTS, *reversed(FOLDERS)):
             path = output / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

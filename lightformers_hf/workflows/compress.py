@@ -19,9 +19,10 @@ from ..evaluation.evaluate import evaluate_model, find_columns
 from ..export import export
 from ..export.engines import deployment_names, load_engine_file
 from ..files import read_json, write_json
+from ..folders import atomic_output, find_foreign, refuse_foreign
 from ..languages import split_language, split_prefix
 from ..text import load_parallel, load_text
-from .record import RECORD_FILE, claim
+from .record import RECORD_FILE, claim, find_added
 from .recover import recover
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ def compress(
     Returns: what came out, as `files`, `recovery` and `engines` (`EngineComparison`); and this last one as tables.
 
     Raises:
-        ValueError, FileNotFoundError, FileExistsError: as its steps, and where `output` holds something else.
+        ValueError, FileNotFoundError, FileExistsError: as its steps, and where `output`, or with `overwrite` a part
+            of it, holds something else.
     """
     languages: dict[str, Any] = {"source_lang": source_lang, "target_lang": target_lang}
     CompressionOptions(**options, **languages)
@@ -92,6 +94,8 @@ def compress(
     asked |= {"quantization": quantization} | training | languages | options
     inputs = [teacher, data, validation, test]
     record = claim(output, asked, file=PLAN_FILE, overwrite=overwrite, inputs=inputs)
+    if overwrite:
+        check_parts(output)
     columns = plain_columns(teacher, languages)
     texts = read_texts(data, columns, seed) if not (validation and test) else None
     if overwrite or not (output / PLAN_FILE).exists():
@@ -231,25 +235,35 @@ def read_texts(data: str, columns: tuple[str, str], seed: int) -> list[tuple[str
 
 
 def split_texts(texts: list[tuple[str, str]] | None, folder: Path, columns: tuple[str, str], given: Texts) -> Texts:
-    """Files of training, validation and test: those that were given, the others from `texts`, written to `folder`."""
+    """Files of training, validation and test: those that were given, the others from `texts`, written to `folder`.
+
+    An interrupted compression goes on with what it wrote there.
+    """
     if texts is None:
         return given
     size = min(MOST_HELD_OUT, len(texts) // 10)
     bounds = {"validation": (0, size), "test": (size, 2 * size), "train": (2 * size, len(texts))}
-    folder.mkdir(exist_ok=True)
-    for part, (start, end) in bounds.items():
-        rows = (dict(zip(columns, pair, strict=True)) for pair in texts[start:end])
-        lines = "".join(json.dumps({"translation": row}, ensure_ascii=False) + "\n" for row in rows)
-        (folder / f"{part}.jsonl").write_text(lines, encoding="utf-8")
+    if not folder.is_dir():
+        with atomic_output(folder) as temporary:
+            for part, (start, end) in bounds.items():
+                rows = (dict(zip(columns, pair, strict=True)) for pair in texts[start:end])
+                lines = "".join(json.dumps({"translation": row}, ensure_ascii=False) + "\n" for row in rows)
+                (temporary / f"{part}.jsonl").write_text(lines, encoding="utf-8")
     made = {part: str(folder / f"{part}.jsonl") for part in bounds}
     return Texts(made["train"], given.validation or made["validation"], given.test or made["test"])
+
+
+def check_parts(output: Path) -> None:
+    """Raise `FileExistsError` where a part that is to be made anew holds what no compression wrote."""
+    for folder in filter(Path.is_dir, (output / part for part in PARTS)):
+        refuse_foreign(folder, find_added(folder) if folder.name == "recovered" else find_foreign(folder))
 
 
 def begin(output: Path, record: dict[str, Any]) -> None:
     """Write down what is asked for; what an earlier call wrote goes."""
     for part in PARTS:
         path = output / part
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)

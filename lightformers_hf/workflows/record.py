@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import read_json, write_json
-from ..folders import check_output
+from ..folders import check_output, find_foreign
 from ..recovery import remove_checkpoints
 
 if TYPE_CHECKING:
@@ -93,6 +94,12 @@ def claim(
     if any(output.resolve() in (path.resolve(), *path.resolve().parents) for path in there):
         raise ValueError(f"output {output} is, or holds, what is read: give another folder")
     return {"asked": asked}
+
+
+def find_added(folder: Path) -> list[str]:
+    """What lies in the folder of a recovery, whole or interrupted, that is not of it, in alphabetical order."""
+    own = rf"({re.escape(TRANSLATIONS_FILE)}|(checkpoint-\d+|runs)(/.*)?)"  # while it trains
+    return [name for name in find_foreign(folder, RECORD_FILE) if not re.fullmatch(own, name)]
 
 
 def begin(output: Path, record: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ from ..evaluation.evaluate import choose_columns
 from ..evaluation.quality import translation_quality
 from ..evaluation.translate import translate
 from ..files import read_json, write_json
+from ..folders import list_entries
 from ..languages import set_languages, split_language
 from ..loading import hide_bars, load_pretrained, resolve_source, unique_parameters
 from ..processors import IdleThreads, bf16_is_faster
@@ -118,8 +119,9 @@ def recover(
             record |= run.prepare(minutes, translations, start)
             write_json(record, output / RECORD_FILE)
         found = run.train(record)
-    write_json(record | {"result": asdict(found)}, output / RECORD_FILE)
     remove_checkpoints(output)
+    ended = {"result": asdict(found), "files": list_entries(output, RECORD_FILE)}
+    write_json(record | ended, output / RECORD_FILE)
     return found
 
 

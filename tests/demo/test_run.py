@@ -167,7 +167,7 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path, fresh):
 def test_fresh_keeps_what_was_added_to_the_demo_s_folders(copy):
     (copy / "teacher" / "notes.txt").write_text("mine")
     before = times(copy)
-    with pytest.raises(FileExistsError, match=r"teacher holds notes\.txt, which no demo wrote"):
+    with pytest.raises(FileExistsError, match=r"teacher holds notes\.txt, which this package did not write there"):
         run_quietly(copy, fresh=True)
     assert times(copy) == before
 

@@ -1,6 +1,7 @@
 """A compression by one call: its folder, that it goes on, and what it refuses."""
 
 import json
+import shutil
 
 import pytest
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -18,11 +19,23 @@ def data(tmp_path_factory, parallel_sentences):
     return str(file)
 
 
-def test_a_compression_goes_on_where_it_was_interrupted(tiny_marian, data, tmp_path, monkeypatch):
-    def interrupt(self):
-        raise KeyboardInterrupt
+def interrupt(self):
+    raise KeyboardInterrupt
 
-    output, asked = tmp_path / "small", {"data": data, "minutes": 0.01, "ratio": 2.0, "progress": False}
+
+@pytest.fixture(scope="module")
+def asked(data):
+    return {"data": data, "minutes": 0.01, "ratio": 2.0, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Where the first test leaves a whole compression."""
+    return tmp_path_factory.mktemp("finished") / "small"
+
+
+def test_a_compression_goes_on_where_it_was_interrupted(tiny_marian, asked, finished, monkeypatch):
+    output = finished
     with monkeypatch.context() as patch:
         patch.setattr(Work, "deploy", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -46,6 +59,46 @@ def test_a_compression_goes_on_where_it_was_interrupted(tiny_marian, data, tmp_p
     assert load_engine(output / "deployed").generate([tokenizer("Ein Hund.")["input_ids"]])
     assert found["engines"]["data"].endswith("test.jsonl")
     assert "<h2>Training</h2>" in (output / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "name", ["data/notes.txt", "converted/notes.txt", "recovered/sub/notes.txt", "deployed/mine/README.md"]
+)
+def test_a_users_own_file_in_a_part_is_not_overwritten(tiny_marian, asked, finished, tmp_path, monkeypatch, name):
+    output = tmp_path / "small"
+    shutil.copytree(finished, output)
+    (output / name).parent.mkdir(exist_ok=True)
+    (output / name).write_text("mine")
+    before = {path: path.is_file() and path.read_bytes() for path in output.rglob("*")}
+    with pytest.raises(FileExistsError, match=f"{name.split('/')[1]}.* which this package did not write there"):
+        compress(tiny_marian, output, overwrite=True, **asked | {"ratio": 3.0})
+    assert {path: path.is_file() and path.read_bytes() for path in output.rglob("*")} == before
+    compress(tiny_marian, output, **asked)  # all is there already
+
+
+def test_overwriting_leaves_what_lies_beside_the_parts(tiny_marian, asked, finished, tmp_path, monkeypatch):
+    output = tmp_path / "small"
+    shutil.copytree(finished, output)
+    (output / "notes.txt").write_text("mine")
+    for left in ("checkpoint-7/optimizer.pt", "runs/log"):  # by a training that was killed
+        (output / "recovered" / left).parent.mkdir()
+        (output / "recovered" / left).write_text("")
+    monkeypatch.setattr(Work, "do", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        compress(tiny_marian, output, overwrite=True, **asked | {"ratio": 3.0})
+    assert {path.name for path in output.iterdir()} == {"notes.txt", "data", "compress.json"}
+
+
+def test_a_link_in_place_of_a_part_is_not_followed(tiny_marian, asked, finished, tmp_path, monkeypatch):
+    output, elsewhere = tmp_path / "small", tmp_path / "elsewhere"
+    shutil.copytree(finished, output)
+    (output / "converted").rename(elsewhere)
+    (output / "converted").symlink_to(elsewhere)
+    monkeypatch.setattr(Work, "do", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        compress(tiny_marian, output, overwrite=True, **asked)
+    assert (elsewhere / "model.safetensors").is_file()
+    assert not (output / "converted").exists()
 
 
 @pytest.mark.parametrize(
