@@ -1,7 +1,8 @@
 """A small German-English corpus made of locale data: dates, times, amounts, units, names of places, numbers in words.
 
 The sentences are templates; what fills them (how each language writes a date, an amount of money, a number in words,
-what it calls Lisbon or the Icelandic króna) comes from Babel's CLDR tables and from num2words. Every validation and
+what it calls Lisbon or the Icelandic króna) comes from Babel's CLDR tables and from num2words. Much is in it that sets
+German apart: verbs at the end, adjectives that agree. Some words are ten times as rare as others. Every validation and
 test sentence holds a *combination* that neither of the other splits has: an amount in a currency, a date in a format,
 a city in a template. A model that scores well on the test split has learned to compose, not to remember.
 """
@@ -16,74 +17,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache
+from itertools import accumulate
 
 from babel import Locale, dates, lists, numbers, units
 from num2words import num2words
 
+from .templates import (
+    ADJECTIVES,
+    ARTICLES,
+    CITIES,
+    CURRENCIES,
+    LANGUAGES,
+    NAMES,
+    TEMPLATES,
+    TERRITORIES,
+    VEHICLES,
+)
+
 SPLITS = ("train", "validation", "test")
 HELD_OUT_PERMILLE = 25  # of all combinations: so many for validation, and as many for test
 
-# A German line, then its English one. {slot} is filled by SLOTS["slot"]; a digit tells two fillings of a slot apart.
-TEMPLATES = """
-Der Flug von {city} nach {city2} startet am {date}.
-The flight from {city} to {city2} leaves on {date}.
-Der Zug nach {city} fährt um {clock} Uhr ab.
-The train to {city} departs at {clock}.
-Am {date} um {clock} Uhr beginnt die Konferenz in {city}.
-The conference in {city} begins on {date} at {clock}.
-Die Rechnung über {money} ist am {date} fällig.
-The invoice for {money} is due on {date}.
-Das Hotel in {city} kostet {money} pro Nacht.
-The hotel in {city} costs {money} per night.
-{name} hat {money_name} für die Reise nach {territory} ausgegeben.
-{name} spent {money_name} on the trip to {territory}.
-Der Preis stieg um {percent} auf {money}.
-The price rose by {percent} to {money}.
-Im Jahr {year} lebten in {territory} {compact} Menschen.
-In {year}, {compact} people lived in {territory}.
-{name} lernt {language} für eine Reise nach {territory}.
-{name} is learning {language} for a trip to {territory}.
-Jeden {weekday} um {clock} Uhr trifft sich der Kurs für {language}.
-The {language} course meets every {weekday} at {clock}.
-Das Museum in {city} ist von {hours} geöffnet.
-The museum in {city} is open from {hours}.
-Ausstellung in {city}: {span}.
-Exhibition in {city}: {span}.
-Die Strecke von {city} nach {city2} ist {length} lang.
-The route from {city} to {city2} is {length} long.
-Das Paket aus {territory} wiegt {mass}.
-The package from {territory} weighs {mass}.
-Der Wind in {city} erreichte am {weekday} {speed}.
-The wind in {city} reached {speed} on {weekday}.
-Am {date} wurden in {city} {temperature} gemessen.
-On {date}, {temperature} was measured in {city}.
-Das Gerät verbraucht {energy} in {cardinal} Tagen.
-The device uses {energy} in {cardinal} days.
-{cardinal} Gäste kamen aus {territory}.
-{cardinal} guests came from {territory}.
-Der {ordinal} Besucher kam aus {city}.
-The {ordinal} visitor came from {city}.
-{name} wurde im {month} {year_words} in {city} geboren.
-{name} was born in {city} in {month} {year_words}.
-Die Lieferung nach {city} kam {ago} an.
-The delivery to {city} arrived {ago}.
-{name} war {ago} in {territory} und fliegt {ahead} nach {city}.
-{name} was in {territory} {ago} and is flying to {city} {ahead}.
-Die Reise führt im {month} durch {territories}.
-The trip leads through {territories} in {month}.
-Es gibt Filialen in {cities}.
-There are branches in {cities}.
-"""
-NAMES = ["Anna", "David", "Emma", "Felix", "Jonas", "Laura", "Lukas", "Maria"]
-CITIES = """Africa/Algiers Africa/Cairo Africa/Tripoli America/Havana Asia/Baghdad Asia/Damascus Asia/Singapore
-Asia/Taipei Asia/Tehran Asia/Tokyo Asia/Yerevan Europe/Athens Europe/Belgrade Europe/Brussels Europe/Bucharest
-Europe/Copenhagen Europe/Lisbon Europe/Moscow Europe/Prague Europe/Rome Europe/Vienna Europe/Warsaw Europe/Zurich"""
-# No country with an article, in German ("in der Schweiz") or English: a bare "in" before it would be wrong.
-TERRITORIES = (
-    "AT BE BR CA CL CZ DE DK EG ES FI FR GR HR HU IE IN IS IT JP KE LT MA MX NO NZ PE PL PT RO RS RU SE SI ZA"
-)
-LANGUAGES = "ar bg cs da de el en es et fi fr hr hu is it ja ko lt lv nl pl pt ro ru sv tr uk zh"
-CURRENCIES = "AUD BRL CAD CHF CNY CZK DKK EUR GBP INR ISK JPY NOK PLN SEK TRY"
 # Units by what they measure; values run up to about 10 to the power of the number.
 UNITS = {
     "length": (3, "length-kilometer length-meter length-mile length-nautical-mile"),
@@ -91,6 +44,9 @@ UNITS = {
     "speed": (2.2, "speed-kilometer-per-hour speed-meter-per-second speed-mile-per-hour speed-knot"),
     "temperature": (2, "temperature-celsius temperature-fahrenheit temperature-kelvin"),
     "energy": (3, "energy-kilowatt-hour energy-kilojoule energy-kilocalorie energy-joule"),
+    "duration": (2, "duration-second duration-minute duration-hour duration-day duration-week duration-month"),
+    "area": (3, "area-hectare area-acre area-square-meter area-square-kilometer area-square-mile"),
+    "volume": (3, "volume-liter volume-milliliter volume-cup volume-gallon volume-cubic-meter"),
 }
 MINUTES_PER_DAY = 24 * 60
 DELTAS = {"minutes": 50, "hours": 20, "days": 5, "weeks": 3}  # the largest count Babel still says in this unit
@@ -196,9 +152,15 @@ def _cities() -> list[tuple[str, str]]:
     ]
 
 
+@cache
+def _weights(count: int) -> list[float]:
+    """Cumulative: names are rarer the later they stand, as words are (Zipf), the last about ten times as the first."""
+    return list(accumulate(1 / (5 + place) for place in range(count)))
+
+
 def _name_slot(pairs: Callable[[], list[tuple[str, str]]]) -> Callable[[random.Random], Filling]:
     def fill(rng: random.Random) -> Filling:
-        de, en = rng.choice(pairs())
+        [(de, en)] = rng.choices(pairs(), cum_weights=_weights(len(pairs())))
         return Filling(de, en, de)
 
     return fill
@@ -209,6 +171,21 @@ def _list_slot(pairs: Callable[[], list[tuple[str, str]]]) -> Callable[[random.R
         chosen = rng.sample(pairs(), rng.choice([2, 3]))
         de, en = ([pair[side] for pair in chosen] for side in (0, 1))
         return Filling(lists.format_list(de, locale="de"), lists.format_list(en, locale="en"), "|".join(de), True)
+
+    return fill
+
+
+def _vehicle(article: str) -> Callable[[random.Random], Filling]:
+    """A noun with article and adjective. What is held out is the two words together, in whatever case."""
+    nouns = [tuple(entry.split(maxsplit=2)) for entry in VEHICLES.split(",")]
+    adjectives = [tuple(entry.split()) for entry in ADJECTIVES.split(",")]
+
+    def fill(rng: random.Random) -> Filling:
+        (noun, gender, en_noun), (adjective, en_adjective) = rng.choice(nouns), rng.choice(adjectives)
+        word, ending = ARTICLES[article][gender]
+        en_word = "the" if article.startswith("the") else "an" if en_adjective[0] in "aeiouA" else "a"
+        de, en = f"{word} {adjective}{ending} {noun}", f"{en_word} {en_adjective} {en_noun}"
+        return Filling(de, en, f"{adjective} {noun}", composed=True)
 
     return fill
 
@@ -325,7 +302,7 @@ def _year(rng: random.Random) -> Filling:
 
 
 def _first_name(rng: random.Random) -> Filling:
-    name = rng.choice(NAMES)
+    name = rng.choice(NAMES.split())
     return Filling(name, name)
 
 
@@ -352,4 +329,6 @@ SLOTS: dict[str, Callable[[random.Random], Filling]] = {
     "weekday": _calendar(dates.get_day_names),
     "year": _year,
     "year_words": _words("year", range(1850, 2030)),
-} | {kind: _unit(*values) for kind, values in UNITS.items()}
+}
+SLOTS |= {kind: _unit(*values) for kind, values in UNITS.items()}
+SLOTS |= {article: _vehicle(article) for article in ARTICLES}

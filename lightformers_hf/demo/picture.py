@@ -1,55 +1,62 @@
-"""The demo's picture: how the two starts recover, and what the truncation leaves of the singular values."""
+"""The demo's picture: how the two starts recover, and what is left of size, time and quality."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-import torch
 from matplotlib.axes import Axes
-from safetensors import safe_open
 
 from ..evaluation.pages.plots import save_picture
-from ..evaluation.pages.report_plots import module_ranks
 
-SHOWN = {  # matrix → what it is called
-    "shared": "embedding",
-    "encoder.layers.0.self_attn.q_proj": "encoder query",
-    "decoder.layers.0.encoder_attn.v_proj": "cross-attention value",
-    "decoder.layers.0.fc1": "decoder FFN",
+BARS = {  # row of the results → how the picture calls it
+    "teacher": "teacher, transformers",
+    "teacher-deployed": "teacher, int8",
+    "deployed": "recovered, int8",
+    "recovered-random": "random weights, trained as long",
 }
 
 
-def draw(file: BinaryIO, *, teacher: Path, compressed: Path, svd_start: Path, random_start: Path) -> None:
+def draw(file: BinaryIO, *, starts: Mapping[str, Path], results: Mapping[str, Any]) -> None:
     """Write a PNG with two panels, to be read at 800 pixels' width.
 
-    Left: training loss of the recovery from the SVD and from random weights, logarithmic. Right: singular values of
-    some of the teacher's matrices, each relative to its largest, with a dot at the rank that was kept.
+    Left: training loss of the recovery from each start, {name: folder}, logarithmic. Right: size, time for a token and
+    BLEU as shares of the teacher's, of `results.json`.
     """
 
     def paint(panels: list[Axes]) -> None:
         left, right = panels
-        for folder, name in ((svd_start, "from the SVD"), (random_start, "from random weights")):
+        for color, (name, folder) in zip(("C2", "C3"), starts.items(), strict=True):
             losses = json.loads((folder / "losses.json").read_text(encoding="utf-8"))
-            left.plot(*zip(*losses, strict=True), label=name)
-        left.set(yscale="log", xlabel="step", ylabel="training loss, nats a token", title="Recovery at equal size")
+            left.plot(*zip(*losses, strict=True), label=name, color=color)
+        left.set(yscale="log", xlabel="step", ylabel="training loss, nats a token", title="Training at equal size")
         left.legend()
-
-        ranks = module_ranks(compressed, SHOWN)
-        with safe_open(teacher / "model.safetensors", "pt") as weights:
-            for color, (module, name) in enumerate(SHOWN.items()):
-                values = torch.linalg.svdvals(weights.get_tensor(f"model.{module}.weight").float())
-                values = values / values[0]
-                right.plot(range(1, len(values) + 1), values, label=name, linewidth=1.5)
-                if rank := ranks[module]:
-                    right.plot(rank, values[rank - 1], "o", color=f"C{color}", markersize=7)
-        right.set(
-            xlabel="number of the singular value",
-            ylabel="relative to the largest",
-            title="Singular values of the teacher (dot: rank kept)",
-            ylim=(0, 1.02),
-        )
-        right.legend()
+        draw_shares(right, results["models"])
+        right.set(title="What is left of the teacher's")
 
     save_picture(file, paint, columns=2)
+
+
+def draw_shares(axes: Axes, models: Mapping[str, Mapping[str, float]]) -> None:
+    """Bars of size, time and BLEU relative to the row `teacher`, and each value; of what is not timed BLEU alone."""
+    measures: dict[str, Callable[[Mapping[str, float]], float]] = {
+        "MB": lambda row: row["bytes"] / 1e6,
+        "ms a token": lambda row: 1000 / row["tokens_per_second"],
+        "BLEU": lambda row: row["bleu"],
+    }
+    for group, (measure, read) in enumerate(measures.items()):
+        full = read(models["teacher"])
+        for place, (name, label) in enumerate(BARS.items()):
+            if measure != "BLEU" and "tokens_per_second" not in models[name]:
+                continue
+            value, y = read(models[name]), group + 0.2 * (place - 1.5)
+            share = value / full if full else 0
+            axes.barh(y, share, height=0.18, color=f"C{place}", label=label if measure == "BLEU" else None)
+            axes.annotate(f" {value:.3g}", (share, y), va="center", fontsize=10)
+    axes.set(yticks=range(len(measures)), yticklabels=measures, xlim=(0, 1.15), xticks=(0, 0.25, 0.5, 0.75, 1))
+    axes.xaxis.set_major_formatter("{x:.0%}")
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.legend(fontsize=10, loc="center right", bbox_to_anchor=(1, 0.44))

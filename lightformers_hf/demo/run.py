@@ -1,4 +1,4 @@
-"""The demo from beginning to end: corpus, teacher, compression, recovery, measurement, picture."""
+"""The demo from beginning to end: corpus, teacher, compression, recovery, export, measurement, picture."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import transformers
 from rich.console import Console
@@ -17,23 +18,30 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..conversion.convert import convert
+from ..evaluation.benchmarks.engines import compare_engines
 from ..evaluation.quality import translation_quality
-from ..evaluation.speed import speed_ratio, tokens_per_second, typical_sentences
+from ..evaluation.speed import speed_ratio
 from ..evaluation.translate import translate
+from ..export import export
 from ..files import json_text, read_json, write_whole
 from ..folders import atomic_output, find_foreign, refuse_foreign
 from ..loading import load_model, unique_parameters, weight_bytes
 from ..text import load_parallel
-from .stages import DemoSettings, IdleThreads, write_corpus, write_recovered, write_teacher
+from .stages import DemoSettings, IdleThreads, expected_minutes, write_corpus, write_recovered, write_teacher
 
-FOLDERS = ("corpus", "teacher", "compressed", "calibrated", "recovered-svd", "recovered-random")
+FOLDERS = ("corpus", "teacher", "compressed", "calibrated", "recovered-svd", "recovered-random", "deployed")
 SETTINGS, RESULTS, PICTURE = "settings.json", "results.json", "picture.png"
 MODELS = {  # folder → how the table calls it
     "teacher": "teacher",
     "compressed": "plain SVD, untrained",
     "calibrated": "calibrated, untrained",
-    "recovered-svd": "recovered from calibrated",
-    "recovered-random": "trained from random",
+    "recovered-random": "random weights, trained",
+    "recovered-svd": "calibrated, trained as long",
+}
+ENGINE = ("ctranslate2", "int8")
+DEPLOYED = {  # row of the results → the model that was exported, how the table calls it
+    "teacher-deployed": ("teacher", "teacher, int8 in CTranslate2"),
+    "deployed": ("recovered-svd", "recovered, int8 in CTranslate2"),
 }
 SAMPLES = 4
 
@@ -59,6 +67,9 @@ def run_demo(
     _claim(output, settings, fresh)
     transformers.utils.logging.disable_progress_bar()  # a bar for loading a few megabytes says nothing
     steps = _steps(output, settings)
+    if not any((output / name).exists() for name in steps):
+        minutes = expected_minutes(settings)
+        console.print(f"On this machine, as busy as it is: about {minutes:.0f} minutes.", highlight=False)
     for number, (name, (title, make)) in enumerate(steps.items(), start=1):
         with _announce(console, f"{number}/{len(steps)}", title, output / name) as missing:
             if missing:
@@ -70,7 +81,7 @@ def run_demo(
 
 def _steps(output: Path, settings: DemoSettings) -> dict[str, tuple[str, Callable[[Path], object]]]:
     """{name in `output`: (what is said of the step, what makes it)}, in order."""
-    corpus, teacher, _, calibrated, *_ = (output / name for name in FOLDERS)
+    corpus, teacher, _, calibrated, recovered, *_ = (output / name for name in FOLDERS)
     recovery = (calibrated, teacher, corpus, settings)
     return {
         "corpus": (
@@ -83,11 +94,17 @@ def _steps(output: Path, settings: DemoSettings) -> dict[str, tuple[str, Callabl
         ),
         "compressed": (
             f"Compress it by truncated SVD at ratio {settings.ratio:g}",
-            lambda folder: convert(teacher, folder, ratio=settings.ratio, method="paper"),
+            lambda folder: _compress(teacher, folder, settings, method="paper"),
         ),
         "calibrated": (
             "Compress it as far, weighing errors on sample sentences",
-            lambda folder: convert(teacher, folder, ratio=settings.ratio, calibration=str(corpus / "train.jsonl")),
+            lambda folder: _compress(
+                teacher,
+                folder,
+                settings,
+                calibration=str(corpus / "train.jsonl"),
+                calibration_samples=settings.calibration_pairs,
+            ),
         ),
         "recovered-svd": (
             f"Win the quality back: {settings.recovery_steps} steps from there",
@@ -97,12 +114,21 @@ def _steps(output: Path, settings: DemoSettings) -> dict[str, tuple[str, Callabl
             "For comparison: as many steps from random weights",
             lambda folder: _write_whole(folder, write_recovered, *recovery, random_start=True),
         ),
+        "deployed": (
+            "Export what was recovered, for CTranslate2 in int8",
+            lambda folder: export(recovered, folder, to=ENGINE[0], quantization=ENGINE[1]),
+        ),
         RESULTS: (
             "Measure quality, size and speed",
             lambda file: _write_file(file, json_text(_measure(output, settings), RESULTS).encode()),
         ),
         PICTURE: ("Draw the picture", lambda file: _draw(file, output)),
     }
+
+
+def _compress(teacher: Path, folder: Path, settings: DemoSettings, **options: Any) -> None:
+    with IdleThreads():
+        convert(teacher, folder, ratio=settings.ratio, **options)
 
 
 def _write_file(file: Path, content: bytes) -> None:
@@ -113,13 +139,13 @@ def _write_file(file: Path, content: bytes) -> None:
 def _draw(file: Path, output: Path) -> None:
     from .picture import draw  # needs the extra `demo`
 
-    _, teacher, _, compressed, svd_start, random_start = (output / name for name in FOLDERS)
+    starts = {"from the teacher, by SVD": output / "recovered-svd", "from random weights": output / "recovered-random"}
     with write_whole(file) as opened:
-        draw(opened, teacher=teacher, compressed=compressed, svd_start=svd_start, random_start=random_start)
+        draw(opened, starts=starts, results=read_json(output / RESULTS))
 
 
 def _check_extra() -> None:
-    missing = [name for name in ("babel", "num2words", "matplotlib") if find_spec(name) is None]
+    missing = [name for name in ("babel", "num2words", "matplotlib", "ctranslate2") if find_spec(name) is None]
     if missing:
         raise ValueError(f"The demo needs {', '.join(missing)}: pip install 'lightformers_hf[demo]'")
 
@@ -167,31 +193,61 @@ def _announce(console: Console, place: str, title: str, path: Path) -> Iterator[
 
 def _measure(output: Path, settings: DemoSettings) -> dict:
     """Quality on the test split, sizes, speed beside the teacher, and some translations."""
-    test = load_parallel(str(output / "corpus" / "test.jsonl"), source="de", target="en")
+    data = str(output / "corpus" / "test.jsonl")
+    test = load_parallel(data, source="de", target="en")
     sources, references = list(test["source"]), list(test["target"])
-    loaded = {name: load_model(output / name) for name in MODELS}
     rows, outputs = {}, {}
-    for name, (model, tokenizer) in loaded.items():
+    for name in MODELS:
+        model, tokenizer = load_model(output / name)
         with IdleThreads():
             outputs[name] = translate(sources, model, tokenizer, batch_size=100, progress=True)
         rows[name] = translation_quality(outputs[name], references) | {
             "parameters": unique_parameters(model),
             "bytes": weight_bytes(output / name),
         }
-    sentences = typical_sentences(sources, references, loaded["teacher"][1], settings.speed_sentences)
-    timed = {name: loaded[name] for name in ("teacher", "recovered-svd")}
-    speeds = tokens_per_second(timed, sentences, runs=settings.speed_runs, progress=True)
-    for name, speed in speeds.items():
-        rows[name] |= {
-            "tokens_per_second": speed.tokens_per_second,
-            "speed_ratio": speed_ratio(speed, speeds["teacher"]),
-        }
     chosen = range(0, len(sources), max(1, len(sources) // SAMPLES))[:SAMPLES]
     samples = [
         {"source": sources[i], "reference": references[i]} | {name: outputs[name][i] for name in MODELS}
         for i in chosen
     ]
+    for name, fields in _deployed_rows(output, data, settings).items():
+        rows[name] = rows.get(name, {}) | fields
     return {"test_pairs": len(sources), "models": rows, "samples": samples}
+
+
+def _deployed_rows(output: Path, data: str, settings: DemoSettings) -> dict[str, dict[str, float]]:
+    """Of teacher and recovered model, the speed in transformers, and all of them exported: {row: its fields}.
+
+    Speeds are ratios to the teacher under `generate()`, on one core, one sentence at a time.
+    """
+    exported = "-".join(ENGINE)
+    found = compare_engines(
+        str(output / "teacher"),
+        [str(output / "recovered-svd")],
+        forms=("transformers", exported),
+        cores=(1,),
+        batch_sizes=(1,),
+        beams=(1,),
+        runs=settings.speed_runs,
+        sentences=settings.speed_sentences,
+        data=data,
+        source="de",
+        target="en",
+        progress=True,
+    )
+    rows: dict[str, dict[str, float]] = {}
+    places = {(place.model, place.form): place for place in found.deployed}
+    names = {(model, exported): row for row, (model, _) in DEPLOYED.items()}
+    baseline = found.timings[0].speed
+    for timing in found.timings:
+        key = (timing.model, timing.form)
+        speed = {
+            "tokens_per_second": timing.speed.tokens_per_second,
+            "speed_ratio": speed_ratio(timing.speed, baseline),
+        }
+        size = {"bleu": places[key].bleu, "chrf": places[key].chrf, "bytes": places[key].disk_bytes}
+        rows[names.get(key, timing.model)] = speed | (size if key in names else {})
+    return rows
 
 
 def _show(results: dict, output: Path, console: Console) -> None:
@@ -201,18 +257,18 @@ def _show(results: dict, output: Path, console: Console) -> None:
         title=f"{results['test_pairs']} held-out sentences, German → English", caption=teacher["bleu_signature"]
     )
     table.add_column("")
-    for column in ("BLEU", "chrF", "parameters", "MB", "tokens/s"):
+    for column in ("BLEU", "chrF", "parameters", "MB", "speed"):
         table.add_column(column, justify="right")
-    for name, row in results["models"].items():
-        ratio = teacher["parameters"] / row["parameters"]
-        speed = f"{row['tokens_per_second']:.0f} ({row['speed_ratio']:.2f}x)" if "speed_ratio" in row else ""
+    for name, title in (MODELS | {row: title for row, (_, title) in DEPLOYED.items()}).items():
+        row = results["models"][name]
         table.add_row(
-            MODELS[name],
+            title,
             f"{row['bleu']:.1f}",
             f"{row['chrf']:.1f}",
-            f"{row['parameters']:,} (1/{ratio:.1f})" if ratio > 1 else f"{row['parameters']:,}",
-            f"{row['bytes'] / 1e6:.1f}",
-            speed,
+            f"{row['parameters'] / 1e6:.2f}M" if "parameters" in row else "",
+            f"{row['bytes'] / 1e6:.1f} (1/{teacher['bytes'] / row['bytes']:.1f})",
+            f"{row['speed_ratio']:.1f}x" if "speed_ratio" in row else "",
+            end_section=name == list(MODELS)[-1],
         )
     console.print()
     console.print(table)
@@ -228,9 +284,9 @@ def _show(results: dict, output: Path, console: Console) -> None:
     folder = escape(str(output))
     console.print(
         f"\nPicture: {folder}/{PICTURE}, numbers: {folder}/{RESULTS}. Next:\n"
-        f"  echo 'Der Zug nach Prag fährt um 09:20 Uhr ab.' | lightformers translate {folder}/recovered-svd\n"
+        f"  echo 'Der Zug nach Prag fährt um 09:20 Uhr ab.' | lightformers translate {folder}/deployed\n"
         f"  lightformers plan {folder}/teacher --ratio 4\n"
-        f"  lightformers convert Helsinki-NLP/opus-mt-de-en light --ratio 2 --calibration yours.jsonl",
+        f"  lightformers compress Helsinki-NLP/opus-mt-de-en small --data yours.jsonl --size 20MB",
         highlight=False,
         soft_wrap=True,
     )

@@ -86,10 +86,37 @@ def test_clock_times_agree(pairs):
     found = 0
     for de, en in pairs:
         if match := re.fullmatch(r"Der Zug nach .* um (\d\d:\d\d) Uhr ab\.", de):
-            english = datetime.strptime(re.search(r"at (.*)\.", en)[1], "%I:%M %p")
+            english = datetime.strptime(re.search(r"departs at (.*)\.", en)[1], "%I:%M %p")
             assert english.strftime("%H:%M") == match[1]
             found += 1
     assert found > 20
+
+
+AGREEMENT = {  # article and end of the adjective, as a grammar lists them: nominative or accusative
+    "m": {("der", "e"), ("den", "en"), ("ein", "er"), ("einen", "en")},
+    "f": {("die", "e"), ("eine", "e")},
+    "n": {("das", "e"), ("ein", "es")},
+}
+GENDERS = {"Bus": "m", "Traktor": "m", "Fähre": "f", "Kutsche": "f", "Schiff": "n", "Flugzeug": "n"}
+THINGS = {"Bus": "bus", "Traktor": "tractor", "Fähre": "ferry", "Kutsche": "carriage", "Schiff": "ship"}
+ENGLISH = {"neu": "new", "alt": "old", "rostig": "rusty", "unbekannt": "unknown", "amerikanisch": "American"}
+
+
+def test_adjectives_agree_with_their_nouns(pairs):
+    found = {gender: set() for gender in AGREEMENT}
+    for de, en in pairs:
+        for article, stem, ending, noun in re.findall(r"\b([Dd]\w\w|[Ee]in\w*) (\w+?)(e[nrs]?) ([A-ZÄÖÜ]\w+)", de):
+            if noun in GENDERS and stem in ENGLISH:
+                found[GENDERS[noun]].add((article.lower(), ending))
+                english = f" {ENGLISH[stem]} {THINGS.get(noun, 'plane')} "
+                word = "the" if article.lower().startswith("d") else "an" if english[1] in "aouA" else "a"
+                assert re.search(rf"\b{word}{english}", f"{en} ", re.IGNORECASE), (de, en)
+    assert found == AGREEMENT
+
+
+def test_some_names_are_rare(pairs):
+    text = " ".join(de for de, _ in pairs)
+    assert text.count("Rom ") > 3 * text.count("Bogotá ") > 0
 
 
 def number_words(units, tens, join):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -10,8 +11,8 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf.cli import app
 from lightformers_hf.demo import run
-from lightformers_hf.demo.run import FOLDERS, run_demo
-from lightformers_hf.demo.stages import DemoSettings
+from lightformers_hf.demo.run import DEPLOYED, FOLDERS, MODELS, run_demo
+from lightformers_hf.demo.stages import DemoSettings, expected_minutes
 
 TINY = DemoSettings(
     train_pairs=400,
@@ -63,21 +64,30 @@ def test_makes_everything(finished):
     assert names(output) == EVERYTHING
     assert (output / "picture.png").read_bytes().startswith(b"\x89PNG")
     assert results == json.loads((output / "results.json").read_text())
-    assert set(results["models"]) == set(FOLDERS[1:])
+    assert set(results["models"]) == {*MODELS, *DEPLOYED}
     assert results["test_pairs"] == TINY.held_out_pairs
     for row in results["models"].values():
         assert 0 <= row["bleu"] <= 100
     for sample in results["samples"]:
         assert sample["source"] in printed
-    assert "1/8" in printed
-    assert "8/8" in printed
+    timed = [name for name, row in results["models"].items() if row.get("speed_ratio")]
+    assert timed == ["teacher", "recovered-svd", "teacher-deployed", "deployed"]
+    assert results["models"]["teacher"]["speed_ratio"] == 1
+    assert results["models"]["deployed"]["bytes"] < results["models"]["teacher-deployed"]["bytes"]
+    assert printed.index("minutes") < printed.index("1/9")
+    assert "9/9" in printed
     assert "translate" in printed
+
+
+def test_the_wait_grows_with_the_steps():
+    longer = replace(TINY, teacher_steps=10_000, recovery_steps=10_000)
+    assert 0 < expected_minutes(TINY) < expected_minutes(longer)
 
 
 def test_models_load_with_auto_classes(finished):
     output, results, _ = finished
     sizes = {}
-    for name in FOLDERS[1:]:
+    for name in MODELS:
         model = AutoModelForSeq2SeqLM.from_pretrained(output / name)
         tokenizer = AutoTokenizer.from_pretrained(output / name)
         batch = tokenizer(["Der Zug nach Prag fährt um 09:20 Uhr ab."], return_tensors="pt")
@@ -100,13 +110,13 @@ def test_the_two_starts_differ_and_both_trained(finished):
 def test_second_run_shows_what_is_there(copy, finished):
     before = times(copy)
     results, printed = run_quietly(copy)
-    assert printed.count("is there already") == 8
+    assert printed.count("is there already") == 9
     assert results == finished[1]
     assert times(copy) == before
 
 
 def test_goes_on_after_an_interruption(copy, monkeypatch):
-    for name in ("recovered-random", "recovered-svd"):
+    for name in ("recovered-random", "recovered-svd", "deployed"):
         shutil.rmtree(copy / name)
     for name in ("results.json", "picture.png"):
         (copy / name).unlink()
@@ -120,11 +130,11 @@ def test_goes_on_after_an_interruption(copy, monkeypatch):
         patch.setattr(run, "write_recovered", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run_quietly(copy)
-    assert names(copy) == EVERYTHING - {"recovered-svd", "recovered-random", "results.json", "picture.png"}
+    assert names(copy) == EVERYTHING - {"recovered-svd", "recovered-random", "deployed", "results.json", "picture.png"}
     results, printed = run_quietly(copy)
     assert printed.count("is there already") == 4
     assert names(copy) == EVERYTHING
-    assert set(results["models"]) == set(FOLDERS[1:])
+    assert set(results["models"]) == {*MODELS, *DEPLOYED}
     after = times(copy)
     assert all(after[path] == time for path, time in before.items())
 
