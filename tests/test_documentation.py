@@ -126,8 +126,9 @@ def workplace(tmp_path, monkeypatch, tiny_marian, tiny_bart, tiny_t5, tiny_nllb,
     for name in ("light", "recovered"):
         shutil.copytree(tiny_recovered, tmp_path / name)
     (tmp_path / "training").symlink_to(ROOT / "training")
-    for part in ("train", "validation", "test"):
-        lines = [json.dumps({"translation": pair}) + "\n" for pair in parallel_sentences]
+    more = [*parallel_sentences, *(pair | {"de": f"{pair['de']} {pair['de']}"} for pair in parallel_sentences)]
+    for part, pairs in {"train": more, "validation": parallel_sentences, "test": parallel_sentences}.items():
+        lines = [json.dumps({"translation": pair}) + "\n" for pair in pairs]
         (tmp_path / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
     lines = [json.dumps({"document": pair["de"], "summary": pair["en"]}) + "\n" for pair in parallel_sentences]
     (tmp_path / "articles.jsonl").write_text("".join(lines), encoding="utf-8")
