@@ -3,42 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..conversion.options import METHODS
 from ..export.engines import deployment_names
 from .output import PLACE, Answer, Argument, Group, command, join_names, option
 from .use import AT_LEAST_ONE, MAX_SAMPLES, SOURCE_LANG, TARGET_LANG, columns
 
-if TYPE_CHECKING:
-    from ..evaluation.benchmarks.conversion import Shapes
-
 RUNS_HELP = "Interleaved runs; medians are shown."
-SHAPES = ("opus-mt", "bart-large")
+SHAPES = ("opus-mt", "bart-large", "nllb-600m", "flan-t5-base", "flan-t5-large")
 
 
 @command(
-    option("--shapes", default="opus-mt", values=SHAPES, help="Of a checkpoint: opus-mt (74M) or bart-large (406M)."),
+    option("--shapes", default="opus-mt", values=SHAPES, help="Of which checkpoint."),
     option("--runs", type=AT_LEAST_ONE, default=3, help=RUNS_HELP),
     option(
         "--samples",
         type=AT_LEAST_ONE,
         help="Time so many full decompositions of a shape and multiply. Default: all of them.",
     ),
-    option("--memory", is_flag=True, help="Instead convert a checkpoint with random weights; shows peak memory."),
+    option("--whole", is_flag=True, help="Instead convert a checkpoint with random weights: every step, and memory."),
+    option("--method", values=METHODS, help="Of that conversion. Default: its default."),
 )
-def conversion(shapes: Shapes, runs: int, samples: int | None, memory: bool) -> Answer:
+def conversion(shapes: str, runs: int, samples: int | None, whole: bool, method: str | None) -> Answer:
     """Time the factorization of a whole checkpoint beside a full torch.linalg.svd of every matrix.
 
-    Example: lightformers benchmark conversion --shapes bart-large --runs 1 --samples 6
+    Examples:
+      lightformers benchmark conversion --shapes bart-large --runs 1 --samples 6
+      lightformers benchmark conversion --shapes opus-mt --whole
     """
-    from ..evaluation.benchmarks.conversion import benchmark_conversion, conversion_memory, show
+    from ..evaluation.benchmarks.conversion import benchmark_conversion, show, show_whole, time_conversion
 
-    if memory:
-        size, peak = conversion_memory(shapes)
-        return Answer(
-            {"shapes": shapes, "checkpoint_bytes": size, "peak_bytes": peak},
-            [f"{shapes}: checkpoint {size / 1e6:,.0f} MB, peak memory of its conversion {peak / 1e6:,.0f} MB"],
-        )
+    if whole:
+        taken = time_conversion(shapes, **({"method": method} if method else {}))
+        data = asdict(taken) | {"steps": {name: one._asdict() for name, one in taken.steps.items()}}
+        return Answer(data | {"total": taken.total._asdict()}, draw=lambda console: show_whole(taken, console))
+    if method:
+        raise ValueError("--method says how a whole checkpoint is converted: give --whole, too")
     result = benchmark_conversion(shapes, runs=runs, samples=samples)
     seconds = {"full_seconds": result.full_seconds, "our_seconds": result.our_seconds}
     data = asdict(result) | {name: [run._asdict() for run in of_runs] for name, of_runs in seconds.items()}

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..folders import atomic_output, check_output
@@ -32,6 +31,7 @@ from .sharing.groups import change_moments, find_bases, find_matrices, find_star
 from .sharing.originals import Originals, short_name
 from .statistics.calibration import Calibration
 from .statistics.measure import measure
+from .steps import Step
 from .teacher import Teacher
 from .vocabulary.choose import choose_tokens
 from .workers import algebra_device, end_together, find_device, is_main, share_work
@@ -216,7 +216,7 @@ def build(
 
     whole = Built([], {})
     results = share_work(make, range(len(places)), originals.device)
-    for built in tqdm(results, desc="factorizing", unit="part", total=len(places), disable=not progress):
+    for built in Step("factorizing", results, unit="part", total=len(places), shown=progress):
         whole.reports.extend(built.reports)
         whole.coordinates.update(built.coordinates)
         if keep:

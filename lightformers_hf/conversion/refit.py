@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..loading import load_tensors
@@ -24,15 +23,16 @@ from .sharing.originals import short_name
 from .statistics.calibration import LOGIT_ROWS, Calibration, stream_of
 from .statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, Metric, damped_root
 from .statistics.shelf import Shelf
+from .steps import Step
 from .workers import fail_together, fast_products, gather_from_all, sum_over_all
 
 # Weight of the layer's own matrix in the regression, relative to the mean variance of its inputs.
 RIDGE = 1e-2
 # At least this share of their mean square: what rounding in float32 may leave of the variance of constant inputs.
 CONSTANT = 1e-6
-# Steps that balance the tokens' probabilities, occurrences of each that are added to those seen, and how many nats a
-# token they must win together.
-BALANCING, SMOOTHING, WORTH_BALANCING = 4, 0.5, 0.05
+# Target tokens whose probabilities are balanced, about; steps that balance them, occurrences of each that are added to
+# those seen, and how many nats a token they must win together.
+BALANCED, BALANCING, SMOOTHING, WORTH_BALANCING = 4096, 4, 0.5, 0.05
 
 
 class _StopError(Exception):
@@ -101,7 +101,7 @@ def refit_layers(
     """
     shelf = Shelf(calibration.model.device)
     total = sum(len(model.layers) for model in (student.get_encoder(), student.get_decoder()))
-    with tqdm(total=total, desc="refitting", unit="layer", disable=not progress) as bar:
+    with Step("refitting", total=total, unit="layer", shown=progress) as bar:
         for stack in ("encoder", "decoder"):
             with fail_together():
                 own, aim = walks = [
@@ -111,8 +111,7 @@ def refit_layers(
             for depth in range(len(walks[0].stack.layers)):
                 _refit_layer(own, aim, depth, calibration, built)
                 with fail_together():
-                    for walk in walks:
-                        walk.advance(depth)
+                    own.advance(depth)
                 bar.update()
             for walk in walks:
                 walk.finish()
@@ -139,7 +138,7 @@ def _balance(
     shift = torch.zeros_like(target)
     held: dict[int, Tensor] = {}
     room = shelf.room
-    for step in tqdm(range(BALANCING + 1), desc="balancing", unit="step", disable=not progress):
+    for step in Step("balancing", range(BALANCING + 1), unit="step", shown=progress):
         own, log = torch.zeros_like(target), target.new_zeros(1)
         scale = shift.exp().float().to(student.device)
         with fail_together():
@@ -155,16 +154,20 @@ def _balance(
         logs.append(log)
         if step < BALANCING:
             shift += ((target + SMOOTHING) / (own + SMOOTHING)).log()
-    won = (logs[0] - logs[-1] + shift @ target).item() / calibration.target_tokens
+    won = (logs[0] - logs[-1] + shift @ target).item() / target.sum().item()
     if won >= WORTH_BALANCING:
         student.final_logits_bias += shift.float().to(student.device)
 
 
 def _target_states(who: str, calibration: Calibration, shelf: Shelf) -> Iterator[Tensor]:
-    """What the decoder gives at the target tokens, a few at a time: they become rows as long as the vocabulary."""
+    """What the decoder gives at target tokens, a few at a time: they become rows as long as the vocabulary.
+
+    Of many tokens, every n-th: about `BALANCED` of them.
+    """
+    step = max(1, calibration.target_tokens // BALANCED)
     for index, batch in enumerate(calibration.batches):
         states = shelf[who, "decoder", index]
-        yield from states[(batch["labels"] != -100).to(states.device)].split(LOGIT_ROWS)
+        yield from states[(batch["labels"] != -100).to(states.device)][::step].split(LOGIT_ROWS)
 
 
 def _probabilities(model: PreTrainedModel, states: Tensor) -> Tensor:
@@ -193,6 +196,10 @@ class _Walk:
     def prefix(self) -> str:
         """What stands before the names of the stack's modules."""
         return f"model.{self.name}."
+
+    def names(self, depth: int) -> list[str]:
+        """Of a layer's linear layers."""
+        return [name for name in self.calibration.linear if name.startswith(f"{self.prefix}layers.{depth}.")]
 
     def _arguments(self, index: int) -> tuple[tuple, dict]:
         """What the first layer is called with for a batch; to others, all but the states is the same."""
@@ -234,23 +241,19 @@ class _Walk:
         for index in range(len(self.calibration.batches)):
             self.shelf[self.who, self.name, index] = self.stack.layer_norm(self.shelf[self.who, self.name, index])
 
-    def watch(self, depth: int, batch: int, names: list[str], *, before: bool) -> dict[str, Tensor]:
-        """What goes into the modules `names` of a layer, or comes out of them, in the order of their calls.
+    def inputs(self, depth: int, batch: int, names: list[str]) -> dict[str, Tensor]:
+        """What goes into the modules `names` of a layer, in the order of their calls.
 
         What follows the last of them is not computed.
         """
         seen: dict[str, Tensor] = {}
 
-        def see(module: nn.Module, arguments: tuple, output: Tensor | None = None, *, name: str) -> None:
-            seen[name] = arguments[0] if before else output
+        def see(module: nn.Module, arguments: tuple, *, name: str) -> None:
+            seen[name] = arguments[0]
             if len(seen) == len(names):
                 raise _StopError
 
-        hooks = []
-        for name in names:
-            module = self.stack.get_submodule(name.removeprefix(self.prefix))
-            register = module.register_forward_pre_hook if before else module.register_forward_hook
-            hooks.append(register(partial(see, name=name)))
+        hooks = [self.module(name).register_forward_pre_hook(partial(see, name=name)) for name in names]
         try:
             self.call(depth, batch)
         except _StopError:
@@ -260,30 +263,59 @@ class _Walk:
                 hook.remove()
         return seen
 
+    def record(self, depth: int, names: list[str]) -> None:
+        """Put the states behind the layer, and aside what comes out of its modules `names` at tokens that count."""
+
+        def see(module: nn.Module, arguments: tuple, output: Tensor, *, name: str) -> None:
+            self.shelf[self._key(name, index)] = output[masks[stream_of(name)]]
+
+        hooks = [self.module(name).register_forward_hook(partial(see, name=name)) for name in names]
+        try:
+            for index in range(len(self.calibration.batches)):
+                masks = {stream: self.mask(stream, index) for stream in ("source", "target")}
+                self.shelf[self.who, self.name, index] = self.call(depth, index)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def output(self, name: str, index: int) -> Tensor:
+        """Of a module of the layer that was recorded last, tokens×n."""
+        return self.shelf[self._key(name, index)]
+
+    def module(self, name: str) -> nn.Module:
+        """Of a name within the model."""
+        return self.stack.get_submodule(name.removeprefix(self.prefix))
+
+    def mask(self, stream: str, index: int) -> Tensor:
+        """Where a batch has tokens, where the model is."""
+        return self.calibration.mask(self.calibration.batches[index], stream).to(self.calibration.model.device)
+
+    def _key(self, name: str, index: int) -> tuple[str, str, int]:
+        """The same for all layers, so that one takes the room of the one before."""
+        return self.who, name.removeprefix(self.prefix).split(".", 2)[2], index
+
 
 def _refit_layer(student: _Walk, teacher: _Walk, depth: int, calibration: Calibration, built: Built) -> None:
     coordinates, forms = built.coordinates, {report.name: find_form(report.form) for report in built.reports}
-    names = [name for name in calibration.linear if name.startswith(f"{student.prefix}layers.{depth}.")]
+    names = student.names(depth)
+    with fail_together():
+        teacher.record(depth, names)
     groups: dict[int, list[str]] = {}  # those with one input are one regression
     if calibration.batches:
-        for name, states in (seen := student.watch(depth, 0, names, before=True)).items():
+        for name, states in (seen := student.inputs(depth, 0, names)).items():
             groups.setdefault(id(states), []).append(name)
         del seen
     for group in gather_from_all(list(groups.values()))[0]:  # the first process always has a batch
-        pairs = {
-            name: [walk.stack.get_submodule(name.removeprefix(walk.prefix)) for walk in (student, teacher)]
-            for name in group
-        }
+        pairs = {name: (student.module(name), teacher.module(name)) for name in group}
         outputs = {name: _Sums(own.in_features, own.out_features, calibration) for name, (own, _) in pairs.items()}
         inputs = _Sums(pairs[group[0]][0].in_features, pairs[group[0]][0].in_features, calibration)
         with fail_together():
-            for index, batch in enumerate(calibration.batches):
-                mask = calibration.mask(batch, stream_of(group[0])).to(calibration.model.device)
-                x = student.watch(depth, index, group[:1], before=True)[group[0]][mask]
-                y = teacher.watch(depth, index, group, before=False)
+            for index in range(len(calibration.batches)):
+                mask = student.mask(stream_of(group[0]), index)
+                x = student.inputs(depth, index, group[:1])[group[0]][mask]
                 inputs.add(x, x)
                 for name in group:
-                    target = y[name][mask]
+                    target = teacher.output(name, index)
                     if name in coordinates:
                         target = target @ coordinates[name].to(target)
                     outputs[name].add(x, target)

@@ -174,7 +174,7 @@ def test_json_is_all_there_is_on_stdout(lightformers, workplace, hub, monkeypatc
         return {"models": {}}
 
     monkeypatch.setattr("lightformers_hf.demo.run.run_demo", quick_demo)
-    monkeypatch.setattr(benchmark, "CHECKPOINTS", {"opus-mt": {(32, 64): 2, (16, 32): 1}})
+    monkeypatch.setattr(benchmark, "matrices_of", lambda _: {(32, 64): 2, (16, 32): 1})
     pair = dataclasses.replace(architectures.PAIRS["sandwich-base"], fields={"vocab_size": 200})
     monkeypatch.setitem(architectures.PAIRS, "sandwich-base", pair)
     ratio = startup.StartupRatio("help", "import", 0.3, [0.1], [1.0])

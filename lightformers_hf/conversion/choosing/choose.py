@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from tqdm.auto import tqdm
-
 from ..forms.form import Form, Setting, all_forms, count_parameters
 from ..options import CompressionOptions, StudyOptions
 from ..sharing.originals import Originals, short_name
+from ..steps import Step
 from ..workers import share_work
 from .budget import Choices
 from .limits import find_budget
@@ -122,8 +121,8 @@ def choose(
         return index, places[index].choices(count_parameters)
 
     results = share_work(weigh, range(len(places)), originals.device)
-    bar = tqdm(results, desc="weighing", unit="part", total=len(places), disable=not progress)
-    choices = {places[index]: found for index, found in bar}
+    step = Step("weighing", results, unit="part", total=len(places), shown=progress)
+    choices = {places[index]: found for index, found in step}
     settings = fixed | budget.spend(choices)
     return sort_by_size(list(settings)), settings.__getitem__
 

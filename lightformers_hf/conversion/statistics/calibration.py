@@ -14,9 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..steps import Step
 from ..workers import algebra_device, fail_together, fast_products, gather_from_all, is_distributed, sum_over_all
 from .metric import GRADIENT_DAMPING, INPUT_DAMPING, Metric, damped_root, damped_weights
 from .moments import Moments
@@ -57,7 +57,7 @@ class Calibration:
         hooks = [self._watch(name, kind) for name, kind in watched.items()]
         try:
             with fail_together():
-                for batch in tqdm(self.batches, desc="calibrating", unit="batch", disable=not progress):
+                for batch in Step("calibrating", self.batches, unit="batch", shown=progress):
                     self._accumulate(self.moved(batch))
         finally:
             for hook in hooks:

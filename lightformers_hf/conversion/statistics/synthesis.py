@@ -16,11 +16,11 @@ import sentencepiece
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...languages import find_prefixes
 from ...loading import position_limit
+from ..steps import Step
 from ..teacher import Teacher
 from ..workers import own_share
 from .samples import BATCH
@@ -56,11 +56,13 @@ def synthetic_batches(
         [torch.multinomial(frequencies, int(n), True, generator=generator).tolist() for n in some]
         for some in lengths.split(BATCH)
     ]
-    room = min(2 * longest, limit - 1)
-    generation = _greedy(teacher, room)
     prefixes = find_prefixes(model.config, *teacher.languages)
-    bar = tqdm(own_share(drawn), desc="making text", unit="batch", disable=not progress)
-    return [_with_targets(model, *_padded(sources, tokenizer, model.config, prefixes), generation) for sources in bar]
+    batches = []
+    for sources in Step("making text", own_share(drawn), unit="batch", shown=progress):
+        # Random tokens may have translations without end.
+        generation = _greedy(teacher, min(2 * max(map(len, sources)), limit - 1))
+        batches.append(_with_targets(model, *_padded(sources, tokenizer, model.config, prefixes), generation))
+    return batches
 
 
 def translated_batches(
@@ -77,7 +79,7 @@ def translated_batches(
     sources = sorted(filter(str.strip, texts), key=len)
     drawn = [sources[start : start + BATCH] for start in range(0, len(sources), BATCH)]
     batches = []
-    for some in tqdm(own_share(drawn), desc="translating", unit="batch", disable=not progress):
+    for some in Step("translating", own_share(drawn), unit="batch", shown=progress):
         inputs = tokenizer(some, padding=True, return_tensors="pt", **limit)
         generation = _greedy(teacher, min(2 * inputs["input_ids"].shape[1] + 10, positions - 1))
         batches.append(_with_targets(model, inputs["input_ids"], inputs["attention_mask"], generation))

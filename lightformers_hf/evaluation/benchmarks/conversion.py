@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
-from transformers import BartConfig, BartForConditionalGeneration, MarianConfig, MarianMTModel
+from torch import Tensor, nn
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from ...conversion.choosing.rules import rank_for_ratio
 from ...conversion.forms.svd import decompose
 from ...conversion.workers import map_in_threads
 
-Shapes = Literal["opus-mt", "bart-large"]
-# (m, n) → how many a checkpoint has, largest first. Both keep one token table for encoder, decoder and output.
-CHECKPOINTS: dict[str, dict[tuple[int, int], int]] = {
-    "opus-mt": {(58101, 512): 1, (512, 2048): 12, (2048, 512): 12, (512, 512): 72},
-    "bart-large": {(50265, 1024): 1, (1024, 4096): 24, (4096, 1024): 24, (1024, 1024): 144},
-}
-TEACHERS = {
+# Checkpoints that people have, by their shapes.
+TEACHERS: dict[str, tuple[type[PreTrainedModel], PreTrainedConfig]] = {
     "opus-mt": (
         MarianMTModel,
         MarianConfig(
@@ -43,6 +51,29 @@ TEACHERS = {
         ),
     ),
     "bart-large": (BartForConditionalGeneration, BartConfig()),
+    "nllb-600m": (M2M100ForConditionalGeneration, M2M100Config(vocab_size=256206)),
+    "flan-t5-base": (
+        T5ForConditionalGeneration,
+        T5Config(
+            d_model=768,
+            d_ff=2048,
+            num_layers=12,
+            num_heads=12,
+            feed_forward_proj="gated-gelu",
+            decoder_start_token_id=0,
+        ),
+    ),
+    "flan-t5-large": (
+        T5ForConditionalGeneration,
+        T5Config(
+            d_model=1024,
+            d_ff=2816,
+            num_layers=24,
+            num_heads=16,
+            feed_forward_proj="gated-gelu",
+            decoder_start_token_id=0,
+        ),
+    ),
 }
 RATIO = 4.0
 # Distinct matrices of a shape; a checkpoint of more repeats them, so that memory stays small.
@@ -104,7 +135,41 @@ def trained_like(m: int, n: int, seed: int) -> Tensor:
     return torch.randn(m, n, generator=generator) * torch.arange(1, n + 1) ** -0.25 @ rotation
 
 
-def benchmark_conversion(shapes: Shapes, *, runs: int = 3, samples: int | None = None) -> ConversionBenchmark:
+def random_teacher(shapes: str) -> PreTrainedModel:
+    """A checkpoint of these shapes with random weights.
+
+    Raises:
+        ValueError: unknown shapes.
+    """
+    if shapes not in TEACHERS:
+        raise ValueError(f"unknown shapes {shapes!r}, expected one of {', '.join(TEACHERS)}")
+    model_class, config = TEACHERS[shapes]
+    model = model_class(config)
+    if shapes.startswith("flan-t5"):  # its output layer is no copy of the table, which a new T5's always is
+        model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
+        model.all_tied_weights_keys.pop("lm_head.weight")
+    return model
+
+
+def matrices_of(shapes: str) -> dict[tuple[int, int], int]:
+    """How many matrices m×n of each kind a checkpoint has, largest first; a shared table counts once.
+
+    Raises:
+        ValueError: unknown shapes.
+    """
+    with torch.device("meta"):
+        model = random_teacher(shapes)
+    counts: Counter[tuple[int, int]] = Counter()
+    stored = {id(tensor) for _, tensor in model.named_parameters()}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding) and "position" not in name and id(module.weight) in stored:
+            stored.remove(id(module.weight))
+            rows, columns = module.weight.shape
+            counts[(rows, columns) if isinstance(module, nn.Embedding) else (columns, rows)] += 1
+    return dict(sorted(counts.items(), key=lambda item: -item[0][0] * item[0][1]))
+
+
+def benchmark_conversion(shapes: str, *, runs: int = 3, samples: int | None = None) -> ConversionBenchmark:
     """Factorize matrices of a checkpoint's shapes at ratio 4 (Eq. 12) and time it, interleaved with full SVDs.
 
     Threads are torch's (`OMP_NUM_THREADS`): so many workers with one BLAS thread each for ours, so many BLAS threads
@@ -117,11 +182,9 @@ def benchmark_conversion(shapes: Shapes, *, runs: int = 3, samples: int | None =
     Raises:
         ValueError: unknown shapes, or `runs` or `samples` below 1.
     """
-    if shapes not in CHECKPOINTS:
-        raise ValueError(f"unknown shapes {shapes!r}, expected one of {', '.join(CHECKPOINTS)}")
+    counts = matrices_of(shapes)
     if runs < 1 or (samples is not None and samples < 1):
         raise ValueError(f"runs is {runs} and samples is {samples}, expected 1 or more")
-    counts = CHECKPOINTS[shapes]
     distinct = {
         (m, n): [trained_like(m, n, seed) for seed in range(min(count, DISTINCT))] for (m, n), count in counts.items()
     }
@@ -159,32 +222,88 @@ def benchmark_conversion(shapes: Shapes, *, runs: int = 3, samples: int | None =
 
 # Run in a process of its own, so that nothing but the conversion is in its memory.
 _CONVERT = """
-import sys
+import json, logging, sys
 from lightformers_hf import convert
+from lightformers_hf.conversion import steps
+from lightformers_hf.evaluation.benchmarks.conversion import Seconds
 from lightformers_hf.evaluation.memory import peak_memory
-convert(sys.argv[1], sys.argv[2], ratio=float(sys.argv[3]), method="paper", progress=False)
-print(peak_memory())
+source, output, options = sys.argv[1:]
+found, taken = [], logging.Handler()
+taken.emit = lambda record: found.append(record.args)
+steps.logger.addHandler(taken)
+steps.logger.setLevel(logging.INFO)
+libraries, start = peak_memory(), Seconds.now()
+convert(source, output, **json.loads(options))
+print(json.dumps([found, Seconds.since(start), peak_memory(), libraries]))
 """
 
 
-def conversion_memory(shapes: Shapes, *, ratio: float = RATIO) -> tuple[int, int]:
-    """Bytes of a checkpoint of these shapes with random weights, and the peak memory of a process that converts it.
+@dataclass(frozen=True)
+class WholeConversion:
+    """What `convert` took for a whole checkpoint.
 
-    The peak includes Python, PyTorch and Transformers themselves. Writes about three times the checkpoint's size into
-    the folder for temporary files, and removes it.
+    Attributes:
+        shapes: name of the checkpoint whose shapes were used.
+        options: of `convert`.
+        threads: PyTorch's.
+        checkpoint_bytes: of the source.
+        peak_bytes: resident memory of the process at most.
+        libraries_bytes: of which Python, PyTorch and Transformers took so much before.
+        steps: what each step took; loading, writing and algebra between them is in `total` alone.
+        total: from the call to its return.
     """
-    model_class, config = TEACHERS[shapes]
+
+    shapes: str
+    options: dict[str, object]
+    threads: int
+    checkpoint_bytes: int
+    peak_bytes: int
+    libraries_bytes: int
+    steps: dict[str, Seconds]
+    total: Seconds
+
+
+def time_conversion(shapes: str, **options: object) -> WholeConversion:
+    """Convert a checkpoint of these shapes with random weights in a process of its own; its bars go to stderr.
+
+    Translations of random weights have no end of their own, so that calibration takes longer than that of a trained
+    checkpoint. Writes about three times the checkpoint's size into the folder for temporary files, and removes it.
+
+    Args:
+        options: of `convert`; unless told otherwise the default conversion, at the default ratio.
+
+    Raises:
+        ValueError: unknown shapes, or the conversion failed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "source")
-        model = model_class(config)
+        model = random_teacher(shapes)
         model.save_pretrained(source)
         del model
         size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-        command = [sys.executable, "-c", _CONVERT, str(source), str(Path(folder, "output")), str(ratio)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        command = [sys.executable, "-c", _CONVERT, str(source), str(Path(folder, "output")), json.dumps(options)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise ValueError(f"the conversion failed: {done.stderr.strip()[-500:]}")
-    return size, int(done.stdout)
+        raise ValueError(f"the conversion of {shapes} failed: see above")
+    found, total, peak, libraries = json.loads(done.stdout.splitlines()[-1])
+    steps = {name: Seconds(*seconds) for name, *seconds in found}
+    return WholeConversion(shapes, options, torch.get_num_threads(), size, peak, libraries, steps, Seconds(*total))
+
+
+def show_whole(result: WholeConversion, console: Console) -> None:
+    """Print what a whole conversion took as a table."""
+    options = ", ".join(f"{name} {value}" for name, value in result.options.items()) or "default options"
+    table = Table(title=f"{result.shapes}: convert with {options}", caption=f"{result.threads} threads")
+    for heading in ("step", "seconds", "CPU seconds"):
+        table.add_column(heading, justify="left" if heading == "step" else "right")
+    rows = {**result.steps, "all, with what is between": result.total}
+    for name, seconds in rows.items():
+        table.add_row(name, f"{seconds.wall:,.1f}", f"{seconds.cpu:,.1f}")
+    console.print(table)
+    console.print(
+        f"checkpoint {result.checkpoint_bytes / 1e6:,.0f} MB, peak memory {result.peak_bytes / 1e6:,.0f} MB, of which "
+        f"the libraries took {result.libraries_bytes / 1e6:,.0f} MB"
+    )
 
 
 def _factorize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,7 +324,7 @@ def excess(weight: Tensor) -> float:
 
 def show(result: ConversionBenchmark, console: Console) -> None:
     """Print a measurement as a table."""
-    counts = CHECKPOINTS[result.shapes]
+    counts = matrices_of(result.shapes)
     parameters = sum(m * n * count for (m, n), count in counts.items())
     table = Table(
         title=f"{result.shapes}: {sum(counts.values())} matrices, {parameters / 1e6:.0f}M parameters, ratio {RATIO:g}",
