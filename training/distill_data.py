@@ -25,7 +25,7 @@ from rich.markup import escape
 from tqdm.auto import tqdm
 
 from lightformers_hf import translate
-from lightformers_hf.languages import set_languages, split_language
+from lightformers_hf.languages import add_prefix, set_languages, split_language, split_prefix
 from lightformers_hf.loading import load_model
 
 CHUNK = 2048  # texts that are sorted by length together, and written together
@@ -71,6 +71,7 @@ def distill(options: dict, sources: list[str], output: Path, columns: tuple[str,
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     model, tokenizer = load_model(options["teacher"], device=device)
     set_languages(model, tokenizer, options["source_lang"], options["target_lang"])
+    prefix = split_prefix(add_prefix(model.config, options["source_lang"], options["target_lang"]))[1]
     output.parent.mkdir(parents=True, exist_ok=True)
     done = count_complete(partial, record, options, sources, columns)
     with (
@@ -80,7 +81,8 @@ def distill(options: dict, sources: list[str], output: Path, columns: tuple[str,
         for start in range(done, len(sources), CHUNK):
             texts = sources[start : start + CHUNK]
             size, generation = options["batch_size"], options["generation"]
-            outputs = translate(texts, model, tokenizer, batch_size=size, progress=bar, **generation)
+            told = [text and prefix + text for text in texts]
+            outputs = translate(told, model, tokenizer, batch_size=size, progress=bar, **generation)
             for pair in zip(texts, outputs, strict=True):
                 row = {"translation": dict(zip(columns, pair, strict=True))}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -99,6 +101,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--split", default="train", help="of a Hub dataset")
     help_of_code = "; of a multilingual teacher also the language's code, or {}"
     help_of_source = "column, or language in a column 'translation'" + help_of_code.format("de=de_DE")
+    help_of_source += "; or behind = the prefix of a T5, which ends with a space"
     help_of_target = "name of the teacher's texts in the output" + help_of_code.format("en=en_XX")
     parser.add_argument("--source-lang", required=True, help=help_of_source)
     parser.add_argument("--target-lang", required=True, help=help_of_target)

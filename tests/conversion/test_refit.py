@@ -33,10 +33,11 @@ def by_definition(logits, teacher, bias):
 
 
 @pytest.mark.parametrize("room", [0, 50 * SIZE * 4, 2**20])
-@pytest.mark.parametrize("spread", [0.05, 2.0])
-def test_balance_is_what_its_definition_says(room, spread, monkeypatch):
-    """Whether nothing, some or all of the probabilities are kept between the steps."""
+@pytest.mark.parametrize(("spread", "step"), [(0.05, 1), (2.0, 1), (2.0, 3)])
+def test_balance_is_what_its_definition_says(room, spread, step, monkeypatch):
+    """Whether nothing, some or all of the probabilities are kept between the steps, at all tokens or every third."""
     monkeypatch.setattr(module, "LOGIT_ROWS", 16)
+    monkeypatch.setattr(module, "BALANCED", 2 * TOKENS // step)
     student, teacher = output_layer(0, spread), output_layer(1, spread)
     labels = torch.zeros(3, TOKENS // 2, dtype=torch.long)
     labels[2, :] = -100  # padding
@@ -46,7 +47,7 @@ def test_balance_is_what_its_definition_says(room, spread, monkeypatch):
         for index, part in enumerate(parts):
             shelf[who, "decoder", index] = part
     shelf.room = room
-    kept = {who: parts[:, :2].reshape(-1, WIDTH) for who, parts in states.items()}
+    kept = {who: parts[:, :2].reshape(2, -1, WIDTH)[:, ::step].flatten(0, 1) for who, parts in states.items()}
     before = student.final_logits_bias.clone()
     wanted = teacher.lm_head(kept["teacher"]) + teacher.final_logits_bias
     expected, losses = by_definition(student.lm_head(kept["student"]), wanted, before)
