@@ -32,7 +32,7 @@ RIDGE = 1e-2
 CONSTANT = 1e-6
 # Target tokens whose probabilities are balanced, about; steps that balance them, occurrences of each that are added to
 # those seen, and how many nats a token they must win together.
-BALANCED, BALANCING, SMOOTHING, WORTH_BALANCING = 4096, 4, 0.5, 0.05
+BALANCED, BALANCING, SMOOTHING, WORTH_BALANCING = 8192, 4, 0.5, 0.05
 
 
 class _StopError(Exception):
