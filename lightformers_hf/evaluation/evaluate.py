@@ -25,7 +25,7 @@ from ..loading import (
 )
 from ..text import fingerprint, load_parallel
 from .memory import translation_memory
-from .quality import comet_score, translation_quality
+from .quality import Difference, bleu_difference, comet_score, translation_quality
 from .speed import speed_ratio, tokens_per_second, typical_sentences
 from .translate import translate
 
@@ -71,6 +71,7 @@ class Evaluation:
     target: str
     sentences: int
     generation: dict[str, int]
+    difference: Difference | None = None  # of BLEU, model above teacher, with its bootstrap interval
 
     def to_dict(self) -> dict:
         """The same as nested dictionaries of strings and numbers, for JSON; of paths their last parts."""
@@ -82,7 +83,10 @@ class Evaluation:
     def table(self) -> Table:
         """A rich table: one row a measure, the teacher beside the model, and how they compare."""
         title = f"{self.sentences} sentences of {self.data}, {self.source} → {self.target}"
-        table = Table(title=escape(title), caption=escape(f"{self.model.bleu_signature}\n{self.model.chrf_signature}"))
+        notes = [self.model.bleu_signature, self.model.chrf_signature]
+        if self.difference:
+            notes.append("in brackets: 95 % of test sets like this one (paired bootstrap)")
+        table = Table(title=escape(title), caption=escape("\n".join(notes)))
         table.add_column("")
         table.add_column(escape(self.model.name), justify="right", overflow="fold")
         if self.teacher:
@@ -95,10 +99,14 @@ class Evaluation:
                 cells = [show(model)] + ([show(teacher), compare(model, teacher)] if self.teacher else [])
                 table.add_row(label, *cells)
 
+        def above(model: float, teacher: float) -> str:
+            found = self.difference
+            return f"{model - teacher:+.1f}" + (f" ({found.low:+.1f} to {found.high:+.1f})" if found else "")
+
         def smaller(model: float, teacher: float) -> str:
             return f"{teacher / model:.2f}x smaller"
 
-        row("BLEU", "bleu", "{:.1f}".format, lambda model, teacher: f"{model - teacher:+.1f}")
+        row("BLEU", "bleu", "{:.1f}".format, above)
         row("chrF", "chrf", "{:.1f}".format, lambda model, teacher: f"{model - teacher:+.1f}")
         row("COMET", "comet", "{:.4f}".format, lambda model, teacher: f"{model - teacher:+.4f}")
         row("unique parameters", "parameters", "{:,}".format, smaller)
@@ -160,30 +168,30 @@ def evaluate_model(
     warn_of_overlap(model, data, sources)
 
     settings = {"batch_size": batch_size, "progress": progress} | generation
+    outputs = {role: translate(sources, *loaded[role], **settings) for role in names}
     measured = {
-        role: _measure_quality(name, *loaded[role], sources, references, comet, **settings)
+        role: _measure_quality(name, loaded[role][0], outputs[role], sources, references, comet)
         for role, name in names.items()
     }
+    difference = bleu_difference(outputs["model"], outputs["teacher"], references) if teacher else None
     ratio = None
     if speed:
         sentences = typical_sentences(sources, references, loaded.get("teacher", loaded["model"])[1])
         ratio = _measure_speed(measured, loaded, sentences, runs=runs, progress=progress, **generation)
     columns = split_language(source)[0], target
     both = measured["model"], measured.get("teacher")
-    return Evaluation(*both, ratio, data, *columns, len(sources), generation=generation)
+    return Evaluation(*both, ratio, data, *columns, len(sources), generation, difference)
 
 
 def _measure_quality(
     name: str,
     network: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    outputs: list[str],
     sources: list[str],
     references: list[str],
     comet: str | None,
-    **settings: int,
 ) -> Measurements:
-    """Size and scores of a checkpoint, without its speed. Args: of `evaluate_model`; `settings`: of `translate`."""
-    outputs = translate(sources, network, tokenizer, **settings)
+    """Size and scores of a checkpoint, without its speed. Args: of `evaluate_model`; `outputs`: of `translate`."""
     return Measurements(
         name=name,
         comet=comet_score(sources, outputs, references, comet) if comet else None,

@@ -11,6 +11,7 @@ from rich.console import Console
 from lightformers_hf import StudyOptions, convert
 from lightformers_hf.cli import main
 from lightformers_hf.evaluation.evaluate import evaluate_model
+from lightformers_hf.evaluation.quality import Difference
 from lightformers_hf.evaluation.translate import translate
 from lightformers_hf.loading import load_model, unique_parameters
 
@@ -59,7 +60,18 @@ def test_everything_beside_a_teacher(tiny_marian, data, parallel_sentences):
 
     printed = io.StringIO()
     Console(file=printed, width=200).print(evaluation.table())
-    for expected in ("BLEU", f"{bleu:.1f}", "+0.0", "tokens/s", "x as fast", "1.00x smaller", "tok:13a"):
+    assert evaluation.difference == Difference(0, 0, 0)
+    assert evaluation.to_dict()["difference"] == {"bleu": 0, "low": 0, "high": 0}
+    for expected in (
+        "BLEU",
+        f"{bleu:.1f}",
+        "+0.0 (+0.0 to +0.0)",
+        "paired bootstrap",
+        "tokens/s",
+        "x as fast",
+        "1.00x smaller",
+        "tok:13a",
+    ):
         assert expected in printed.getvalue()
 
 

@@ -2,10 +2,14 @@
 
 import os
 
+import numpy as np
 import pytest
 import sacrebleu
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sacrebleu.significance import PairedTest
 
-from lightformers_hf.evaluation.quality import comet_score, translation_quality
+from lightformers_hf.evaluation.quality import Difference, bleu_difference, comet_score, translation_quality
 
 pytestmark = pytest.mark.quick
 
@@ -30,6 +34,43 @@ def test_references_must_match():
         translation_quality(PREDICTIONS, REFERENCES[:2])
     with pytest.raises(ValueError, match="no predictions"):
         translation_quality([], [])
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_the_difference_is_that_of_corpus_scores_and_its_interval_of_sets_drawn_anew(data):
+    """Against sacreBLEU's corpus score of lists of sentences, drawn as the definition says."""
+    words = st.lists(st.sampled_from("a man walks over the street . dog !".split()), min_size=1, max_size=9)
+    count = data.draw(st.integers(2, 6))
+    sentences = st.lists(words.map(" ".join), min_size=count, max_size=count)
+    outputs, others, references = (data.draw(sentences) for _ in range(3))
+    found = bleu_difference(outputs, others, references, resamples=40, seed=7)
+
+    def score(texts: list[str], places: list[int]) -> float:
+        return sacrebleu.corpus_bleu([texts[i] for i in places], [[references[i] for i in places]], force=True).score
+
+    def above(places: list[int]) -> float:
+        return score(outputs, places) - score(others, places)
+
+    assert found.bleu == pytest.approx(above(range(count)), abs=1e-9)
+    draws = np.random.default_rng(7).multinomial(count, [1 / count] * count, 40)
+    differences = [above(np.repeat(range(count), times)) for times in draws]
+    assert [found.low, found.high] == pytest.approx(np.quantile(differences, (0.025, 0.975)).tolist(), abs=1e-9)
+
+
+def test_the_interval_tells_chance_from_difference():
+    """By sacreBLEU's own paired test, too."""
+    references = [f"number {place} is a sentence of some words and the end" for place in range(200)]
+    worse = [text if place % 3 else text.replace("some", "few") for place, text in enumerate(references)]
+    other = [text if (place + 1) % 3 else text.replace("some", "few") for place, text in enumerate(references)]
+    assert bleu_difference(references, references, references) == Difference(0, 0, 0)
+    for one, two, differ in ((worse, references, True), (worse, other, False)):
+        found = bleu_difference(one, two, references)
+        assert found.low <= found.bleu <= found.high
+        assert (found.high < 0) == differ
+        systems = [("two", two), ("one", one)]
+        _, tested = PairedTest(systems, {"BLEU": sacrebleu.BLEU()}, [references], test_type="bs")()
+        assert (tested["BLEU"][1].p_value < 0.05) == differ
 
 
 @pytest.fixture
