@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,8 @@ def model_card(
         results: of `read_results`.
     """
     inherited = drop_strange_link(report.inherited) if report else {}
+    if report and report.languages:
+        inherited["language"] = _hub_languages(report.languages)
     translates = results or (report and report.family in TRANSLATORS)
     task = inherited.get("pipeline_tag") or TASKS.get(facts.auto_class) or ("translation" if translates else None)
     relation = {"base_model_relation": "finetune"} if inherited.get("base_model") else {}
@@ -154,6 +157,11 @@ def model_card(
         results=results,
         labels=METRICS,
     )
+
+
+def _hub_languages(codes: list[str]) -> list[str]:
+    """Languages as the Hub names them (ISO 639-1 or -3): `de` of de_DE and `deu` of deu_Latn, each once."""
+    return [*dict.fromkeys(name for code in codes if re.fullmatch("[a-z]{2,3}", name := re.split("[_-]", code)[0]))]
 
 
 def _code(text: object) -> str:
@@ -189,7 +197,9 @@ sharing {{ stored }} stored ones{% endfor %}. Of its {{ report.matrices | length
 {% set here, there = report.vocabulary.source %}
  Its vocabulary keeps {{ "{:,}".format(here) }} of {{ "{:,}".format(there) }} tokens
 {%- if (kept, before) != (here, there) %} of the source and {{ "{:,}".format(kept) }} of {{ "{:,}".format(before) }} of
-the target{% endif %}: text in other languages is written character by character, if at all.{% endif %}
+the target{% endif %}
+{%- if report.languages %}, and the languages {{ report.languages | map("code") | join(", ") }}{% endif %}: text in
+other languages is written character by character, if at all.{% endif %}
 
 
 | | before | after | ratio |

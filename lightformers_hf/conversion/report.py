@@ -108,6 +108,7 @@ class CompressionReport:
         bytes_before, bytes_after: bytes of the tensors of both.
         vocabulary: where it was trimmed, the tokens of `source` and `target`, and with all layers the `parameters`
             of the whole model: [kept, before] each.
+        languages: the codes of the languages that it has left, where some of its tokenizer's are gone.
         inherited: what the result's card takes over from the source's: licence, languages, task, its name on the Hub.
     """
 
@@ -128,6 +129,7 @@ class CompressionReport:
     bytes_after: int
     inherited: dict[str, Any]
     vocabulary: dict[str, list[int]] = field(default_factory=dict)
+    languages: list[str] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -185,6 +187,7 @@ class CompressionReport:
             bytes_after=facts.bytes,
             inherited=_metadata(teacher),
             vocabulary=_sizes(teacher, trimmed) if trimmed is not None else {},
+            languages=list(trimmed.kept.languages) if trimmed is not None and trimmed.kept is not None else [],
         )
 
     @property

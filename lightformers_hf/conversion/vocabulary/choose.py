@@ -56,7 +56,8 @@ def choose_tokens(teacher: Teacher, options: CompressionOptions) -> KeptTokens:
         must |= strange
     else:
         raise unknown_kind(f"its class adds {', '.join(sorted(strange)[:3])}, whatever its files say")
-    result = KeptTokens(kept["source"], kept.get("target", kept["source"]), rebuilt)
+    languages = wanted if dropped else ()
+    result = KeptTokens(kept["source"], kept.get("target", kept["source"]), rebuilt, languages)
     _check_cuts(tokenizer, result, sample)
     return result
 

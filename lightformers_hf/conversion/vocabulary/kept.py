@@ -23,11 +23,13 @@ class KeptTokens:
         source, target: their old ids, in the order of the new ones; the same list where both sides have one
             vocabulary.
         tokenizer: with the new ids.
+        languages: the codes that stay, where some go.
     """
 
     source: Sequence[int]
     target: Sequence[int]
     tokenizer: PreTrainedTokenizerBase
+    languages: Sequence[str] = ()
 
     def config(self, config: FactorizedConfig) -> FactorizedConfig:
         """A configuration of this package for the smaller vocabulary."""

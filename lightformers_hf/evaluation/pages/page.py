@@ -235,7 +235,7 @@ def _draw_spectra(folder: Path, matrices: list[MatrixReport], name: str, *, trim
     teacher = Teacher(resolve_source(name), name)
     tokenizer = load_pretrained(AutoTokenizer, folder) if trimmed else None
     if tokenizer is not None and (matched := match_tokens(tokenizer, teacher.tokenizer())):
-        teacher = teacher.keep_tokens(KeptTokens(**matched, tokenizer=tokenizer))
+        teacher = teacher.keep_tokens(KeptTokens(matched["source"], matched["target"], tokenizer))
     teacher = teacher.keep_layers(
         {
             stack: getattr(config, f"{stack}_layers")

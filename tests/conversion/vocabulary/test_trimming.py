@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import ENGLISH, GERMAN
 from conversion.vocabulary.checkpoints import NAMES, make_checkpoint
+from huggingface_hub import ModelCard
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import convert
@@ -48,6 +49,7 @@ def ids_of(tokenizer, side):
 def case(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     make_checkpoint(request.param, folder / "source")
+    (folder / "source" / "README.md").write_text("---\nlicense: mit\nlanguage: [af, de, en, fr, zu]\n---\n")
     data = folder / "text.jsonl"
     pairs = zip(GERMAN[:KEPT], ENGLISH[:KEPT], strict=True)
     data.write_text("".join(json.dumps({"de": german, "en": english}) + "\n" for german, english in pairs))
@@ -133,3 +135,13 @@ def test_the_card_and_the_report_say_it(case):
     card = (case.folder / "README.md").read_text()
     assert f"Its vocabulary keeps {kept:,} of {before:,} tokens" in card
     assert "fine-tune" not in card
+    metadata = ModelCard.load(case.folder / "README.md").data
+    assert metadata.license == "mit"
+    if case.name in LANGUAGES:
+        codes = LANGUAGES[case.name]
+        assert report["languages"] == codes
+        assert f"tokens, and the languages `{codes[0]}`, `{codes[1]}`: text" in card
+        assert metadata.language == (["deu", "eng"] if case.name == "nllb" else ["de", "en"])
+    else:
+        assert report["languages"] == []
+        assert metadata.language == ["af", "de", "en", "fr", "zu"]
