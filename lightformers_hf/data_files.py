@@ -48,7 +48,7 @@ def load_file(path: Path) -> Dataset:
         if suffix == ".parquet":
             return Dataset.from_parquet(str(path), config_id=_identity(path, suffix))
         if suffix in (".json", ".jsonl"):
-            _check_nesting(path)
+            _check_json(path)
             with _quiet_json_reader():
                 return Dataset.from_json(str(path), config_id=_identity(path, suffix))
         # Every cell is text: without this "1984" becomes a number and "null", a German word, becomes a missing value.
@@ -178,14 +178,15 @@ def _large_fields() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-def _check_nesting(path: Path) -> None:
-    """Raise a `ValueError` for JSON with brackets in brackets in brackets…, which would end the process.
+def _check_json(path: Path) -> None:
+    """Raise a `ValueError` for JSON that would end the process: brackets in brackets in brackets…, `null` as a row.
 
-    Only brackets and quotes are looked at; what stands between quotes is text. A file that is no JSON is the parsers'.
+    Only brackets, quotes and the n of null are looked at; what stands between quotes is text. A file that is no JSON
+    is the parsers'.
     """
     import numpy
 
-    others = bytes(sorted(set(range(256)) - set(b'[]{}"')))
+    others = bytes(sorted(set(range(256)) - set(b'[]{}"n')))
     step = numpy.zeros(256, numpy.int64)
     step[list(b"[{")], step[list(b"]}")] = 1, -1
     depth, quoted, rest = 0, 0, b""
@@ -202,7 +203,17 @@ def _check_nesting(path: Path) -> None:
             if len(depths):
                 if depths.max() > DEEPEST:
                     raise ValueError(f"it is nested more than {DEEPEST} brackets deep")
+                if ((signs == ord("n")) & (depths == 0) & (inside == 0)).any():
+                    _check_rows(path)
                 depth, quoted = int(depths[-1]), int(inside[-1])
+
+
+def _check_rows(path: Path) -> None:
+    """Raise a `ValueError` that names the first line that begins with `null`, outside of all brackets."""
+    with _open(path) as file:
+        for number, line in enumerate(file, start=1):
+            if re.match(rb"(\xef\xbb\xbf)?\s*null", line):
+                raise ValueError(f"line {number} is null, expected an object")
 
 
 def is_lines(data: str) -> bool:

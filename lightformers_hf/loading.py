@@ -129,10 +129,21 @@ def load_pretrained(auto: AutoClass, name: str | os.PathLike, **options: Any) ->
             raise ValueError(f"dtype in config.json of {name} is {loaded.dtype!r}: expected float32 or the like")
         if isinstance(loaded, PreTrainedConfig):
             find_architecture(loaded, name)
-        numbers = loaded.get_vocab().values() if isinstance(loaded, PreTrainedTokenizerBase) else ()
-        if not all(type(number) is int for number in numbers):
-            raise ValueError(f"the tokenizer of {name} gives tokens other numbers than whole ones: fetch it again")
+        if isinstance(loaded, PreTrainedTokenizerBase):
+            _check_tokenizer(loaded, name)
         return loaded
+
+
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str | os.PathLike) -> None:
+    """Raise `ValueError` where ids, or the tokens that it takes, are no whole numbers; make 5.0 the number 5."""
+    if not all(type(number) is int for number in tokenizer.get_vocab().values()):
+        raise ValueError(f"the tokenizer of {name} gives tokens other numbers than whole ones: fetch it again")
+    longest: Any = tokenizer.model_max_length
+    if type(longest) not in (int, float) or not longest >= 1 or longest != longest // 1:
+        raise ValueError(
+            f"model_max_length in tokenizer_config.json of {name} is {longest!r}: expected a whole number of tokens"
+        )
+    tokenizer.model_max_length = int(longest)
 
 
 def build_network(auto: AutoNetwork, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:

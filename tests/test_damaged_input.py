@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from lightformers_hf import cli, convert
+from lightformers_hf.loading import load_pretrained
 
 DEEP = "[" * 200_000
 
@@ -146,6 +148,22 @@ def test_damaged_files_of_a_tokenizer(run, name, content):
     Path("dense", name).write_text(content)
     error = run("translate dense text", codes=(0, 1))
     assert not error or "dense" in error
+
+
+@pytest.mark.parametrize("longest", [[3], "x", 0, -3, 0.5, 5.5, True, float("nan"), float("inf")], ids=str)
+def test_a_tokenizer_that_takes_no_number_of_tokens(run, longest):
+    Path("text").write_text("Ein Hund\n")
+    change("dense/tokenizer_config.json", model_max_length=longest)
+    assert "model_max_length in tokenizer_config.json of" in run("translate dense text --num-beams 1")
+
+
+def test_a_number_of_tokens_with_a_point_is_a_whole_one(tiny_marian, tmp_path):
+    shutil.copytree(tiny_marian, tmp_path, dirs_exist_ok=True)
+    for longest in (5.0, 1e30):
+        change(tmp_path / "tokenizer_config.json", model_max_length=longest)
+        found = load_pretrained(AutoTokenizer, tmp_path).model_max_length
+        assert isinstance(found, int)
+        assert found == longest
 
 
 def test_a_report_of_other_fields(run):

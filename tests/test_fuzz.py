@@ -46,6 +46,7 @@ def test_what_is_wrong_is_found(fuzzer, monkeypatch):
     assert fuzzer.worker.run(Case({"dense/config.json": b"["}, ["plan", "dense"])) is None
     fuzzer.worker.end()
     monkeypatch.setattr(fuzz, "LIMIT", 1)
+    monkeypatch.setattr(fuzz, "LONGEST_WAIT", 2)
     ends = {
         "raise": lambda: {}["x"],
         "crash": lambda: os.kill(os.getpid(), 9),

@@ -8,7 +8,7 @@ import pandas
 import pytest
 from transformers import MarianTokenizer
 
-from lightformers_hf.text import load_parallel, load_text, tokenize_pairs
+from lightformers_hf.text import load_parallel, load_rows, load_text, tokenize_pairs
 
 pytestmark = pytest.mark.quick
 
@@ -206,6 +206,25 @@ def test_brackets_without_end_do_not_reach_the_parser(tmp_path, content, packed)
     path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
     with pytest.raises(ValueError, match="more than 100 brackets deep"):
         load_parallel(str(path), source="de", target="en")
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [("null", 1), ("\ufeffnull", 1), ("\n null\n", 2), ("null null", 1), ('{"de": "n{", "en": "A"}\nnull\n', 2)],
+)
+@pytest.mark.parametrize("name", ["test.json", "test.jsonl", "test.jsonl.gz"])
+def test_null_as_a_row_is_an_error_instead_of_a_crash(tmp_path, content, line, name):
+    opened = gzip.open if name.endswith(".gz") else open
+    with opened(tmp_path / name, "wb") as file:
+        file.write(content.encode())
+    with pytest.raises(ValueError, match=f"{name} cannot be read as jsonl?: line {line} is null, expected an object"):
+        load_rows(str(tmp_path / name))
+
+
+def test_null_within_an_object_is_read(tmp_path):
+    rows = [{"de": "null\nn", "en": "A", "x": [None]}, {"de": "B", "en": "n", "x": None}]
+    (tmp_path / "test.json").write_text(json.dumps(rows, indent=1))
+    assert load_rows(str(tmp_path / "test.json"))["de"][:] == ["null\nn", "B"]
 
 
 def test_brackets_in_a_text_are_text(tmp_path):
