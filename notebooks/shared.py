@@ -6,6 +6,7 @@ Set `LIGHTFORMERS_QUICK=1` to run a notebook in seconds, with models too small t
 import os
 import sys
 import tempfile
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from datasets import disable_progress_bars
 from huggingface_hub import constants
 from huggingface_hub.utils import disable_progress_bars as disable_hub_bars
 from IPython.display import Image
+from tqdm.auto import tqdm
 
 from lightformers_hf.demo.stages import DemoSettings, write_corpus, write_teacher
 from lightformers_hf.evaluation.pages.plots import style
@@ -26,12 +28,11 @@ TINY = {"d_model": 32, "ffn_dim": 64, "heads": 2, "vocabulary": 400, "teacher_st
 SETTINGS = (
     DemoSettings(train_pairs=400, held_out_pairs=8, batch_size=8, speed_sentences=1, speed_runs=1, **TINY)
     if QUICK
-    else DemoSettings(
-        train_pairs=20_000, held_out_pairs=300, d_model=128, ffn_dim=512, teacher_steps=800, recovery_steps=240
-    )
+    else DemoSettings()
 )
 
 # Bars that fill say nothing on a page.
+tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 disable_progress_bars()
@@ -49,7 +50,7 @@ def corpus() -> Path:
 
 
 def teacher() -> Path:
-    """Folder with the teacher, a Marian model; trained on the first call, in a minute or two."""
+    """Folder with the teacher, a Marian model; trained on the first call, in two to four minutes."""
     folder = CACHE / "teacher"
     if not folder.exists():
         with atomic_output(folder) as temporary:
