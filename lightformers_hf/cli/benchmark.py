@@ -123,6 +123,26 @@ def engines(
 
 
 @command(
+    option("--shapes", default="opus-mt", values=("opus-mt", "nllb-600m"), help="Of which checkpoint."),
+    option("--candidates", type=AT_LEAST_ONE, multiple=True, help="Tokens that can come for a sentence. Repeatable."),
+    option("--runs", type=AT_LEAST_ONE, default=5, help=RUNS_HELP),
+    option("--sentences", type=AT_LEAST_ONE, default=10, help="Sentences of a run, one at a time."),
+    option("--new-tokens", type=AT_LEAST_ONE, default=25, help="Tokens generated for every sentence."),
+)
+def vocabulary(shapes: str, **options: Any) -> Answer:
+    """Time random weights in CTranslate2 int8: all tokens, those of one pair, and few that can come.
+
+    Needs pip install 'lightformers_hf[export]'; nllb-600m takes 8 GB of memory.
+
+    Example: lightformers benchmark vocabulary --shapes opus-mt --candidates 1537 --runs 9
+    """
+    from ..evaluation.benchmarks.vocabulary import benchmark_vocabulary, vocabulary_table
+
+    rows = benchmark_vocabulary(shapes, **options, progress=True)
+    return Answer([row.to_dict() for row in rows], draw=lambda console: console.print(vocabulary_table(rows)))
+
+
+@command(
     Argument(
         "model", type=PLACE, required=False, about="Checkpoint for `translate`. Default: a tiny Marian made up for it."
     ),
@@ -146,5 +166,5 @@ group = Group(
     "benchmark",
     help="Measure this package against what it replaces.",
     examples="Example: lightformers benchmark architectures --pair partialformer-36m --no-training",
-    commands=[conversion, architectures, engines, startup],
+    commands=[conversion, architectures, engines, vocabulary, startup],
 )

@@ -20,7 +20,7 @@ from test_hub import hub  # noqa: F401, a fixture
 
 from lightformers_hf import CompressionOptions, cli, convert
 from lightformers_hf.cli import entry, output
-from lightformers_hf.evaluation.benchmarks import architectures, engines, startup
+from lightformers_hf.evaluation.benchmarks import architectures, engines, startup, vocabulary
 from lightformers_hf.evaluation.benchmarks import conversion as benchmark
 from lightformers_hf.evaluation.speed import speed_of
 
@@ -53,6 +53,7 @@ GOOD = {
     "parameters": "--table 'LightFormer T6'",
     "benchmark conversion": "--runs 1",
     "benchmark architectures": "--pair sandwich-base --runs 1 --new-tokens 1 --no-training",
+    "benchmark vocabulary": "--candidates 20 --runs 1 --sentences 1 --new-tokens 2",
     "benchmark startup": "dense --runs 1",
     "benchmark engines": "dense light --engine transformers --cores 1 --batch-size 1 --num-beams 1 --runs 1 "
     "--sentences 1 --new-tokens 2",
@@ -74,6 +75,7 @@ BAD = {
     "parameters": ("--table 'GPT T1'", "GPT T1"),
     "benchmark conversion": ("--shapes gpt", "gpt"),
     "benchmark architectures": ("--pair gpt", "gpt"),
+    "benchmark vocabulary": ("--candidates 3", "candidates is 3"),
     "benchmark startup": ("nowhere --runs 1", "nowhere"),
     "benchmark engines": ("nowhere --engine transformers", "nowhere"),
 }
@@ -177,6 +179,8 @@ def test_json_is_all_there_is_on_stdout(lightformers, workplace, hub, monkeypatc
     monkeypatch.setattr(benchmark, "matrices_of", lambda _: {(32, 64): 2, (16, 32): 1})
     pair = dataclasses.replace(architectures.PAIRS["sandwich-base"], fields={"vocab_size": 200})
     monkeypatch.setitem(architectures.PAIRS, "sandwich-base", pair)
+    row = vocabulary.VocabularyRow("dense", 60, 9, 9, {60: speed_of([(2, 0.1)])})
+    monkeypatch.setattr(vocabulary, "benchmark_vocabulary", lambda *_, **__: [row])
     ratio = startup.StartupRatio("help", "import", 0.3, [0.1], [1.0])
     monkeypatch.setattr(startup, "measure_startup", lambda *_, **__: [ratio])
     # What takes a process of its own.
@@ -276,7 +280,7 @@ def test_the_module_is_the_command(lightformers, monkeypatch, capfd):
     ("words", "completions"),
     [
         ("ex", {"export"}),
-        ("benchmark ", {"conversion", "architectures", "engines", "startup"}),
+        ("benchmark ", {"conversion", "architectures", "engines", "vocabulary", "startup"}),
         ("plan dense --encoder-", {"--encoder-groups", "--encoder-layers"}),
         ("plan dense --method ", {"auto", "low-rank", "narrow", "paper"}),
         ("export light out --to ", {"ctranslate2", "onnx"}),
