@@ -71,19 +71,16 @@ def compress(
     Args:
         teacher: the checkpoint, a folder or a name on the Hub.
         data: sentence pairs, or with `validation` and `test` text of one language: see `recover`.
-        validation: pairs that the best model is chosen by.
-        test: pairs that are looked at last.
-        minutes: of `recover`.
+        validation, test: pairs that the best model is chosen by, and those that are looked at last.
         to, quantization: of `export`.
         source_lang, target_lang: as of `CompressionOptions`.
-        translations, report_to, seed: of `recover`.
+        minutes, translations, report_to, seed: of `recover`.
         options: how far: `size`, `params`, `ratio` or `speedup`, and other fields of `CompressionOptions`.
 
     Returns: what came out, as `files`, `recovery` and `engines` (`EngineComparison`); and this last one as tables.
 
     Raises:
-        ValueError, FileNotFoundError, FileExistsError: as its steps, and where `output`, or with `overwrite` a part
-            of it, holds something else.
+        ValueError, FileNotFoundError, FileExistsError: as its steps, and where what is to be written is another's.
     """
     languages: dict[str, Any] = {"source_lang": source_lang, "target_lang": target_lang}
     CompressionOptions(**options, **languages)
