@@ -19,6 +19,8 @@ class IdleThreads:
 
     def __enter__(self) -> Self:
         self.allowed = torch.get_num_threads()
+        if self.allowed == 1:
+            return self
         torch.set_num_threads(1)
         self.seen = _clocks()
         time.sleep(0.5)
@@ -30,6 +32,8 @@ class IdleThreads:
 
     def adapt(self) -> None:
         """Choose the number of threads by what other programs did since the last look."""
+        if self.allowed == 1:
+            return
         before, self.seen = self.seen, _clocks()
         elapsed, all_busy, own = (now - then for now, then in zip(self.seen, before, strict=True))
         others = max(0.0, all_busy - own) / elapsed

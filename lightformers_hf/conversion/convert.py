@@ -19,6 +19,7 @@ from ..folders import atomic_output, check_output
 from ..loading import load_tensors, resolve_source, skeleton
 from ..models.configuration_base import FactorizedConfig
 from ..models.lm_heads import ConditionalGenerationHead
+from ..processors import IdleThreads
 from .card import write_card
 from .choosing.choose import check_choices, choose, find_units
 from .choosing.limits import estimate_speedup
@@ -51,7 +52,7 @@ def plan(
     Raises:
         ValueError, FileNotFoundError: as `convert`.
     """
-    with end_together():
+    with end_together(), IdleThreads():
         asked = CompressionOptions(**options)
         return compress(resolve_source(source), str(source), asked, study, dry=True, progress=progress).report
 
@@ -71,6 +72,8 @@ def convert(
     a model card: `AutoModelForSeq2SeqLM.from_pretrained(output)` and `AutoTokenizer.from_pretrained(output)` load it.
     It is written whole or not at all.
 
+    On a CPU it works on the cores that other programs leave, at most as many as PyTorch has threads.
+
     Processes that `torchrun` or `accelerate launch` started must all call it: they share the work, and one of them
     writes.
 
@@ -88,7 +91,7 @@ def convert(
         FileNotFoundError: the source, its weights or one of its shards is not there.
         FileExistsError, BlockingIOError: see `folders.atomic_output`.
     """
-    with end_together():
+    with end_together(), IdleThreads():
         asked = CompressionOptions(**options)
         settle(asked, study)
         if is_main():

@@ -127,8 +127,7 @@ def _steps(output: Path, settings: DemoSettings) -> dict[str, tuple[str, Callabl
 
 
 def _compress(teacher: Path, folder: Path, settings: DemoSettings, **options: Any) -> None:
-    with IdleThreads():
-        convert(teacher, folder, ratio=settings.ratio, **options)
+    convert(teacher, folder, ratio=settings.ratio, **options)
 
 
 def _write_file(file: Path, content: bytes) -> None:
