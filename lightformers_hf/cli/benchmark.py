@@ -24,8 +24,11 @@ SHAPES = ("opus-mt", "bart-large", "nllb-600m", "flan-t5-base", "flan-t5-large")
     ),
     option("--whole", is_flag=True, help="Instead convert a checkpoint with random weights: every step, and memory."),
     option("--method", values=METHODS, help="Of that conversion. Default: its default."),
+    option("--ratio", type=float, help="Of that conversion. Default: its default."),
 )
-def conversion(shapes: str, runs: int, samples: int | None, whole: bool, method: str | None) -> Answer:
+def conversion(
+    shapes: str, runs: int, samples: int | None, whole: bool, method: str | None, ratio: float | None
+) -> Answer:
     """Time the factorization of a whole checkpoint beside a full torch.linalg.svd of every matrix.
 
     Examples:
@@ -34,12 +37,14 @@ def conversion(shapes: str, runs: int, samples: int | None, whole: bool, method:
     """
     from ..evaluation.benchmarks.conversion import benchmark_conversion, show, show_whole, time_conversion
 
+    options: dict[str, object] = {"method": method, "ratio": ratio}
+    given = {name: value for name, value in options.items() if value is not None}
     if whole:
-        taken = time_conversion(shapes, **({"method": method} if method else {}))
+        taken = time_conversion(shapes, **given)
         data = asdict(taken) | {"steps": {name: one._asdict() for name, one in taken.steps.items()}}
         return Answer(data | {"total": taken.total._asdict()}, draw=lambda console: show_whole(taken, console))
-    if method:
-        raise ValueError("--method says how a whole checkpoint is converted: give --whole, too")
+    if given:
+        raise ValueError(f"--{next(iter(given))} says how a whole checkpoint is converted: give --whole, too")
     result = benchmark_conversion(shapes, runs=runs, samples=samples)
     seconds = {"full_seconds": result.full_seconds, "our_seconds": result.our_seconds}
     data = asdict(result) | {name: [run._asdict() for run in of_runs] for name, of_runs in seconds.items()}
