@@ -42,6 +42,7 @@ SMALLER = {
     r"--max-steps \d+": "--max-steps 2 --logging-steps 1 --max-source-length 48 --max-target-length 48",
     r"--(warmup|eval|save)-steps \d+": r"--\1-steps 1",
     r"--max-tokens \d+": "--max-tokens 200",
+    r"compare_starts.py": "compare_starts.py --steps 1 2",
     r"--ratios 2 4": "--ratios 2 --methods paper --trainings",
     r"fc1=64": "fc1=8",
     r"--vocab-size 8000": "--vocab-size 90",
