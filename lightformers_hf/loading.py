@@ -125,17 +125,31 @@ def load_pretrained(auto: AutoClass, name: str | os.PathLike, **options: Any) ->
     """
     with _no_strange_code(name):
         loaded = auto.from_pretrained(name, trust_remote_code=False, **options)
-        if isinstance(loaded, PreTrainedConfig) and not isinstance(loaded.dtype, torch.dtype | None):
-            raise ValueError(f"dtype in config.json of {name} is {loaded.dtype!r}: expected float32 or the like")
         if isinstance(loaded, PreTrainedConfig):
-            find_architecture(loaded, name)
+            _check_config(loaded, name)
         if isinstance(loaded, PreTrainedTokenizerBase):
             _check_tokenizer(loaded, name)
         return loaded
 
 
+def _check_config(config: PreTrainedConfig, name: str | os.PathLike) -> None:
+    """Raise `ValueError` where a type is not one of floats, or code and architectures are not named as they are."""
+    dtype, code = config.dtype, getattr(config, "auto_map", None)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype in config.json of {name} is {dtype!r}: expected float32 or the like")
+    if not isinstance(code, dict | None):
+        raise ValueError(f"auto_map in config.json of {name} is {code!r}: expected classes and their names")
+    find_architecture(config, name)
+
+
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str | os.PathLike) -> None:
-    """Raise `ValueError` where ids, or the tokens that it takes, are no whole numbers; make 5.0 the number 5."""
+    """Raise `ValueError` for ids, or a number of tokens, that are not whole, and languages that are no text.
+
+    Makes 5.0 the number 5.
+    """
+    for side in ("source_lang", "target_lang"):
+        if not isinstance(language := getattr(tokenizer, side, None), str | None):
+            raise ValueError(f"tokenizer_config.json of {name} names {language!r} as a language: expected a word")
     if not all(type(number) is int for number in tokenizer.get_vocab().values()):
         raise ValueError(f"the tokenizer of {name} gives tokens other numbers than whole ones: fetch it again")
     longest: Any = tokenizer.model_max_length

@@ -100,6 +100,8 @@ def _load_hub(name: str, split: str) -> Dataset:
     from datasets import load_dataset
 
     name, _, configuration = name.partition(":")
+    if not name.strip("/ "):
+        raise ValueError("the data has no name: give a file, or a dataset of the Hub")
     return load_dataset(name, configuration or None, split=split)
 
 

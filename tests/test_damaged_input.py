@@ -2,6 +2,7 @@
 
 import json
 import random
+import shlex
 import shutil
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def run(models, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("COLUMNS", "200")
 
     def command(words, codes=(1,)):
-        monkeypatch.setattr("sys.argv", ["lightformers", *words.split(), "--quiet"])
+        monkeypatch.setattr("sys.argv", ["lightformers", *shlex.split(words), "--quiet"])
         capfd.readouterr()
         with pytest.raises(SystemExit) as exit_:
             cli.main()
@@ -54,6 +55,26 @@ def test_calibration_without_a_tokenizer(run):
     for name in ("vocab.json", "source.spm", "target.spm", "tokenizer_config.json"):
         Path("dense", name).unlink()
     assert "no tokenizer" in run("convert dense out --ratio 2 --calibration test.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("changes", "command", "message"),
+    [
+        (("light/config.json", {"auto_map": "code"}), "convert light out --rank 2 --method paper", "auto_map in"),
+        (("dense/config.json", {"dtype": "int8"}), "convert dense out --rank 2 --method paper", "dtype in"),
+        (("dense/config.json", {"dtype": "bool"}), "plan dense --rank 2", "dtype in"),
+        (("dense/tokenizer_config.json", {"source_lang": ["de"]}), "evaluate dense --data test.jsonl --no-speed",
+         "names ['de'] as a language"),
+        (("dense/config.json", {}), "evaluate dense --no-speed --data ''", "the data has no name"),
+        (("dense/config.json", {}), "evaluate dense --no-speed --data /", ""),
+    ],
+)  # fmt: skip
+def test_what_fuzzing_found(run, changes, command, message):
+    change(changes[0], **changes[1])
+    error = run(command)
+    assert message in error
+    assert len(error.splitlines()) == 1
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize(
