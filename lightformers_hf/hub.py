@@ -178,7 +178,11 @@ def _check_model(folder: Path) -> PreTrainedModel:
 
 def _files(folder: Path, config: FactorizedConfig) -> list[Path]:
     """The files to upload, less the card: the model's, the tokenizer's, the report, the code that `auto_map` names."""
-    code = {folder / f"{reference.split('.')[0]}.py" for reference in config.auto_map.values()}
+    code = {
+        folder / f"{reference.split('.')[0]}.py"
+        for reference in config.auto_map.values()
+        if isinstance(reference, str)
+    }
     try:
         code |= {Path(file) for first in sorted(code) for file in get_relative_import_files(first)}
     except FileNotFoundError as error:

@@ -137,7 +137,7 @@ def _check_config(config: PreTrainedConfig, name: str | os.PathLike) -> None:
     dtype, code = config.dtype, getattr(config, "auto_map", None)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype in config.json of {name} is {dtype!r}: expected float32 or the like")
-    if not isinstance(code, dict | None):
+    if not isinstance(code, dict | None) or not all(isinstance(one, str | list) for one in (code or {}).values()):
         raise ValueError(f"auto_map in config.json of {name} is {code!r}: expected classes and their names")
     find_architecture(config, name)
 

@@ -61,6 +61,7 @@ def test_calibration_without_a_tokenizer(run):
     ("changes", "command", "message"),
     [
         (("light/config.json", {"auto_map": "code"}), "convert light out --rank 2 --method paper", "auto_map in"),
+        (("light/config.json", {"auto_map": {"AutoConfig": {}}}), "push light you/light --dry-run", "auto_map in"),
         (("dense/config.json", {"dtype": "int8"}), "convert dense out --rank 2 --method paper", "dtype in"),
         (("dense/config.json", {"dtype": "bool"}), "plan dense --rank 2", "dtype in"),
         (("dense/tokenizer_config.json", {"source_lang": ["de"]}), "evaluate dense --data test.jsonl --no-speed",
