@@ -231,12 +231,14 @@ def _card(folder: Path, model: PreTrainedModel, name: str, results: Sequence[dic
             card.data.model_name = name.rpartition("/")[2]
             card.data.eval_results = evaluation_results(results, card.data.pipeline_tag or "translation")
         return str(card) if results else own
-    state = read_json(folder / STATE_FILE)
+    steps = read_json(folder / STATE_FILE).get("global_step")
+    if not isinstance(steps, int | None):
+        raise ValueError(f"global_step in {folder / STATE_FILE} is {steps!r}: expected a number of steps")
     return model_card(
         ModelFacts.of(model),
         read_report(folder / REPORT_FILE),
         name=name,
-        steps=state.get("global_step"),
+        steps=steps,
         results=results,
     )
 

@@ -62,6 +62,7 @@ def test_calibration_without_a_tokenizer(run):
     [
         (("light/config.json", {"auto_map": "code"}), "convert light out --rank 2 --method paper", "auto_map in"),
         (("light/config.json", {"auto_map": {"AutoConfig": {}}}), "push light you/light --dry-run", "auto_map in"),
+        (("light/trainer_state.json", {"global_step": [1]}), "push light you/light --dry-run", "global_step in"),
         (("dense/config.json", {"dtype": "int8"}), "convert dense out --rank 2 --method paper", "dtype in"),
         (("dense/config.json", {"dtype": "bool"}), "plan dense --rank 2", "dtype in"),
         (("dense/tokenizer_config.json", {"source_lang": ["de"]}), "evaluate dense --data test.jsonl --no-speed",
@@ -71,6 +72,7 @@ def test_calibration_without_a_tokenizer(run):
     ],
 )  # fmt: skip
 def test_what_fuzzing_found(run, changes, command, message):
+    Path("light/trainer_state.json").write_text("{}")
     change(changes[0], **changes[1])
     error = run(command)
     assert message in error
