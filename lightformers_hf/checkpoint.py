@@ -1,4 +1,4 @@
-"""Reading a checkpoint's tensors one at a time, and what their shapes say of its configuration."""
+"""Reading a checkpoint's tensors one at a time, and checking what its configuration and its tokenizer say."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from .files import WEIGHT_FILES
 
@@ -172,3 +173,45 @@ def check_sizes(config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]],
             continue
         if isinstance(value, int) and value > most:
             raise ValueError(f"config.json of {name} has {field!r} {value:,}, but {what}: they do not belong together")
+
+
+def find_architecture(config: PreTrainedConfig, name: str | os.PathLike) -> str | None:
+    """The name of the class that a checkpoint holds, if its configuration says it.
+
+    Raises:
+        ValueError: it says something else there than names.
+    """
+    names = config.architectures
+    if names is None:
+        return None
+    if not isinstance(names, list) or not names or not all(isinstance(one, str) for one in names):
+        raise ValueError(f"architectures in config.json of {name} is {names!r}: expected a list of names")
+    return names[0]
+
+
+def check_config(config: PreTrainedConfig, name: str | os.PathLike) -> None:
+    """Raise `ValueError` where a type is not one of floats, or code and architectures are not named as they are."""
+    dtype, code = config.dtype, getattr(config, "auto_map", None)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype in config.json of {name} is {dtype!r}: expected float32 or the like")
+    if not isinstance(code, dict | None) or not all(isinstance(one, str | list) for one in (code or {}).values()):
+        raise ValueError(f"auto_map in config.json of {name} is {code!r}: expected classes and their names")
+    find_architecture(config, name)
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str | os.PathLike) -> None:
+    """Raise `ValueError` for ids, or a number of tokens, that are not whole, and languages that are no text.
+
+    Makes 5.0 the number 5.
+    """
+    for side in ("source_lang", "target_lang"):
+        if not isinstance(language := getattr(tokenizer, side, None), str | None):
+            raise ValueError(f"tokenizer_config.json of {name} names {language!r} as a language: expected a word")
+    if not all(type(number) is int for number in tokenizer.get_vocab().values()):
+        raise ValueError(f"the tokenizer of {name} gives tokens other numbers than whole ones: fetch it again")
+    longest: Any = tokenizer.model_max_length
+    if type(longest) not in (int, float) or not longest >= 1 or longest != longest // 1:
+        raise ValueError(
+            f"model_max_length in tokenizer_config.json of {name} is {longest!r}: expected a whole number of tokens"
+        )
+    tokenizer.model_max_length = int(longest)

@@ -25,7 +25,7 @@ from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from . import models
-from .checkpoint import CheckpointReader, check_sizes, read_index
+from .checkpoint import CheckpointReader, check_config, check_sizes, check_tokenizer, find_architecture, read_index
 from .files import EXPORT_FILE, WEIGHT_FILES
 from .languages import set_languages
 from .models.configuration_base import FactorizedConfig
@@ -126,38 +126,10 @@ def load_pretrained(auto: AutoClass, name: str | os.PathLike, **options: Any) ->
     with _no_strange_code(name):
         loaded = auto.from_pretrained(name, trust_remote_code=False, **options)
         if isinstance(loaded, PreTrainedConfig):
-            _check_config(loaded, name)
+            check_config(loaded, name)
         if isinstance(loaded, PreTrainedTokenizerBase):
-            _check_tokenizer(loaded, name)
+            check_tokenizer(loaded, name)
         return loaded
-
-
-def _check_config(config: PreTrainedConfig, name: str | os.PathLike) -> None:
-    """Raise `ValueError` where a type is not one of floats, or code and architectures are not named as they are."""
-    dtype, code = config.dtype, getattr(config, "auto_map", None)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype in config.json of {name} is {dtype!r}: expected float32 or the like")
-    if not isinstance(code, dict | None) or not all(isinstance(one, str | list) for one in (code or {}).values()):
-        raise ValueError(f"auto_map in config.json of {name} is {code!r}: expected classes and their names")
-    find_architecture(config, name)
-
-
-def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str | os.PathLike) -> None:
-    """Raise `ValueError` for ids, or a number of tokens, that are not whole, and languages that are no text.
-
-    Makes 5.0 the number 5.
-    """
-    for side in ("source_lang", "target_lang"):
-        if not isinstance(language := getattr(tokenizer, side, None), str | None):
-            raise ValueError(f"tokenizer_config.json of {name} names {language!r} as a language: expected a word")
-    if not all(type(number) is int for number in tokenizer.get_vocab().values()):
-        raise ValueError(f"the tokenizer of {name} gives tokens other numbers than whole ones: fetch it again")
-    longest: Any = tokenizer.model_max_length
-    if type(longest) not in (int, float) or not longest >= 1 or longest != longest // 1:
-        raise ValueError(
-            f"model_max_length in tokenizer_config.json of {name} is {longest!r}: expected a whole number of tokens"
-        )
-    tokenizer.model_max_length = int(longest)
 
 
 def build_network(auto: AutoNetwork, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
@@ -255,20 +227,6 @@ def load_teacher(
 def is_export(name: str | os.PathLike) -> bool:
     """Whether a folder was written by `lightformers export`."""
     return Path(name, EXPORT_FILE).is_file()
-
-
-def find_architecture(config: PreTrainedConfig, name: str | os.PathLike) -> str | None:
-    """The name of the class that a checkpoint holds, if its configuration says it.
-
-    Raises:
-        ValueError: it says something else there than names.
-    """
-    names = config.architectures
-    if names is None:
-        return None
-    if not isinstance(names, list) or not names or not all(isinstance(one, str) for one in names):
-        raise ValueError(f"architectures in config.json of {name} is {names!r}: expected a list of names")
-    return names[0]
 
 
 def skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:

@@ -12,12 +12,11 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import models
-from ..checkpoint import CheckpointReader, check_sizes
+from ..checkpoint import CheckpointReader, check_sizes, find_architecture
 from ..files import TOKENIZER_FILES
 from ..languages import keep_prefix, set_language_codes
 from ..loading import (
     DAMAGED,
-    find_architecture,
     load_pretrained,
     load_tensors,
     printable_name,

@@ -26,8 +26,9 @@ from ..export import export
 from ..files import json_text, read_json, write_whole
 from ..folders import atomic_output, find_foreign, refuse_foreign
 from ..loading import load_model, unique_parameters, weight_bytes
+from ..processors import IdleThreads
 from ..text import load_parallel
-from .stages import DemoSettings, IdleThreads, expected_minutes, write_corpus, write_recovered, write_teacher
+from .stages import DemoSettings, expected_minutes, write_corpus, write_recovered, write_teacher
 
 FOLDERS = ("corpus", "teacher", "compressed", "calibrated", "recovered-svd", "recovered-random", "deployed")
 SETTINGS, RESULTS, PICTURE = "settings.json", "results.json", "picture.png"

@@ -128,11 +128,8 @@ def score(source: Source, outputs: list[list[int]], references: list[str] | None
     """BLEU of translations in ids; `None` without references."""
     if references is None:
         return None
-    return (
-        BLEU(force=True)
-        .corpus_score(source.tokenizer.batch_decode(outputs, skip_special_tokens=True), [references])
-        .score
-    )
+    texts = source.tokenizer.batch_decode(outputs, skip_special_tokens=True)
+    return BLEU(force=True).corpus_score(texts, [references]).score
 
 
 def read_pairs(

@@ -35,6 +35,19 @@ from ...conversion.choosing.rules import rank_for_ratio
 from ...conversion.forms.svd import decompose
 from ...conversion.workers import map_in_threads
 
+
+def _flan_t5(d_model: int, d_ff: int, *, layers: int, heads: int) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    config = T5Config(
+        d_model=d_model,
+        d_ff=d_ff,
+        num_layers=layers,
+        num_heads=heads,
+        feed_forward_proj="gated-gelu",
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration, config
+
+
 # Checkpoints that people have, by their shapes.
 TEACHERS: dict[str, tuple[type[PreTrainedModel], PreTrainedConfig]] = {
     "opus-mt": (
@@ -52,28 +65,8 @@ TEACHERS: dict[str, tuple[type[PreTrainedModel], PreTrainedConfig]] = {
     ),
     "bart-large": (BartForConditionalGeneration, BartConfig()),
     "nllb-600m": (M2M100ForConditionalGeneration, M2M100Config(vocab_size=256206)),
-    "flan-t5-base": (
-        T5ForConditionalGeneration,
-        T5Config(
-            d_model=768,
-            d_ff=2048,
-            num_layers=12,
-            num_heads=12,
-            feed_forward_proj="gated-gelu",
-            decoder_start_token_id=0,
-        ),
-    ),
-    "flan-t5-large": (
-        T5ForConditionalGeneration,
-        T5Config(
-            d_model=1024,
-            d_ff=2816,
-            num_layers=24,
-            num_heads=16,
-            feed_forward_proj="gated-gelu",
-            decoder_start_token_id=0,
-        ),
-    ),
+    "flan-t5-base": _flan_t5(768, 2048, layers=12, heads=12),
+    "flan-t5-large": _flan_t5(1024, 2816, layers=24, heads=16),
 }
 RATIO = 4.0
 # Distinct matrices of a shape; a checkpoint of more repeats them, so that memory stays small.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -32,9 +32,8 @@ from .conversion import TEACHERS
 
 ENGINE, QUANTIZATION = "ctranslate2", "int8"
 SOURCE_TOKENS = 15
-LARGEST = (
-    500_000_000  # parameters of a model that is timed; of larger ones, which take 12 GB and more, they are counted
-)
+# Parameters of a model that is timed; of larger ones, which take 12 GB and more, they are counted.
+LARGEST = 500_000_000
 PAIR = 24_004  # tokens that a corpus of German and English leaves of NLLB's
 # {shapes: {row: what differs from the dense checkpoint}}; the first row is all of it.
 ROWS: dict[str, dict[str, dict[str, int]]] = {
@@ -201,7 +200,7 @@ def _compare(row: VocabularyRow, size: int, first: VocabularyRow) -> str:
     """A cell: speed, and how many times that of the first row and of the same with all tokens."""
     if not row.speeds:
         return ""
-    speeds: Mapping[int, Speed] = row.speeds
-    of_first = speed_ratio(speeds[size], first.speeds[first.tokens])
-    own = "" if size == row.tokens else f" ({speed_ratio(speeds[size], speeds[row.tokens]):.1f}x)"
-    return f"{speeds[size].tokens_per_second:,.0f}, {of_first:.1f}x{own}"
+    speed = row.speeds[size]
+    of_first = speed_ratio(speed, first.speeds[first.tokens])
+    own = "" if size == row.tokens else f" ({speed_ratio(speed, row.speeds[row.tokens]):.1f}x)"
+    return f"{speed.tokens_per_second:,.0f}, {of_first:.1f}x{own}"
