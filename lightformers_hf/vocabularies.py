@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -89,6 +90,16 @@ def single_ids(fields: Mapping[str, Any]) -> dict[str, list[int]]:
     """{field: its ids} of the fields of a configuration that name a token, `pad_token_id` and the like."""
     named = ((name, value) for name, value in fields.items() if name.endswith("_token_id") and value is not None)
     return {name: value if isinstance(value, list) else [value] for name, value in named}
+
+
+def check_ids(generation: GenerationConfig, size: int, name: str | os.PathLike) -> None:
+    """Raise `ValueError` where a generation configuration names a token that a vocabulary of so many has not."""
+    for field, ids in single_ids(generation.to_dict()).items():
+        if strange := [number for number in ids if isinstance(number, int) and not 0 <= number < size]:
+            raise ValueError(
+                f"the generation configuration of {name} has {field} {strange[0]}, but there are {size} tokens: "
+                "give the checkpoint its own generation_config.json"
+            )
 
 
 def keep_tokens(model: PreTrainedModel, source: Sequence[int], target: Sequence[int]) -> PreTrainedModel:

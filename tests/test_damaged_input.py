@@ -211,6 +211,15 @@ def test_numbers_beyond_all_bounds(run):
     run(f"demo --seed {10**19}", codes=(2,))
 
 
+@pytest.mark.parametrize("field", ["decoder_start_token_id", "pad_token_id", "forced_eos_token_id"])
+@pytest.mark.parametrize("number", [-1, 10**18])
+def test_a_token_that_is_not_there(run, field, number):
+    change("dense/generation_config.json", **{field: number})
+    assert f"{field} {number}" in run("export dense out --to ctranslate2")
+    assert f"{field} {number}" in run("convert dense out --ratio 2")
+    assert not Path("out").exists()
+
+
 def test_no_position_for_text(run):
     change("dense/config.json", max_position_embeddings=1)
     assert "max_position_embeddings is 1 in dense" in run("convert dense out --ratio 2")

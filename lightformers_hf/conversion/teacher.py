@@ -25,7 +25,7 @@ from ..loading import (
 )
 from ..models.configuration_lightformer import LightFormerConfig
 from ..models.matrices import bias_of, factors_of, product_of
-from ..vocabularies import renumber_generation
+from ..vocabularies import check_ids, renumber_generation
 from .families import find_family
 from .linear import Linear
 from .vocabulary.kept import KeptTokens
@@ -271,7 +271,11 @@ class Teacher:
         return bias_of(self.model.get_submodule(name)) is not None
 
     def generation_config(self) -> transformers.GenerationConfig:
-        """The checkpoint's own, or what its configuration says where it has none; it begins in the target language."""
+        """The checkpoint's own, or what its configuration says where it has none; it begins in the target language.
+
+        Raises:
+            ValueError: the file cannot be read, or names a token that is not there.
+        """
         if (self.folder / "generation_config.json").is_file():
             try:
                 config = transformers.GenerationConfig.from_pretrained(self.folder)
@@ -281,7 +285,10 @@ class Teacher:
             config = transformers.GenerationConfig.from_model_config(self.source_config)
         if self._first_token is not None:
             config.forced_bos_token_id = self._first_token
-        return config if self.kept is None else renumber_generation(config, self.kept.target)
+        if self.kept is not None:
+            return renumber_generation(config, self.kept.target)
+        check_ids(config, self.config.decoder_vocab_size, self.folder)
+        return config
 
 
 def _listing(names: list[str], most: int = 5) -> str:
