@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +27,8 @@ from ..folders import atomic_output, find_foreign, refuse_foreign
 from ..loading import load_model, unique_parameters, weight_bytes
 from ..processors import IdleThreads
 from ..text import load_parallel
-from .stages import DemoSettings, expected_minutes, write_corpus, write_recovered, write_teacher
+from .stages import DemoSettings, time_step, write_corpus, write_recovered, write_teacher
+from .wait import TIMED, Wait
 
 FOLDERS = ("corpus", "teacher", "compressed", "calibrated", "recovered-svd", "recovered-random", "deployed")
 SETTINGS, RESULTS, PICTURE = "settings.json", "results.json", "picture.png"
@@ -68,13 +68,19 @@ def run_demo(
     _claim(output, settings, fresh)
     transformers.utils.logging.disable_progress_bar()  # a bar for loading a few megabytes says nothing
     steps = _steps(output, settings)
-    if not any((output / name).exists() for name in steps):
-        minutes = expected_minutes(settings)
-        console.print(f"On this machine, as busy as it is: about {minutes:.0f} minutes.", highlight=False)
+    missing, wait = [name for name in steps if not (output / name).exists()], None
     for number, (name, (title, make)) in enumerate(steps.items(), start=1):
-        with _announce(console, f"{number}/{len(steps)}", title, output / name) as missing:
-            if missing:
-                make(output / name)
+        if wait is None and name in missing and name in TIMED:
+            wait = _expect(output, missing, settings, console)
+        console.print(f"\n[bold]{number}/{len(steps)}[/bold] {escape(title)}", highlight=False)
+        done = f"{output / name} is there already"
+        if name in missing:
+            start = time.perf_counter()
+            make(output / name)
+            seconds = time.perf_counter() - start
+            left = wait.finish(name, seconds) if wait else ""
+            done = f"{output / name} ({seconds:.0f} s{left})"
+        console.print(f"    [green]✓[/green] {escape(done)}", highlight=False)
     results = read_json(output / RESULTS)
     _show(results, output, console)
     return results
@@ -181,14 +187,12 @@ def _write_whole(folder: Path, write: Callable[..., None], *arguments: object, *
         write(temporary, *arguments, **options)
 
 
-@contextmanager
-def _announce(console: Console, place: str, title: str, path: Path) -> Iterator[bool]:
-    """The lines around a step; gives whether `path` is still missing."""
-    missing, start = not path.exists(), time.perf_counter()
-    console.print(f"\n[bold]{place}[/bold] {escape(title)}", highlight=False)
-    yield missing
-    done = f"{path} ({time.perf_counter() - start:.0f} s)" if missing else f"{path} is there already"
-    console.print(f"    [green]✓[/green] {escape(done)}", highlight=False)
+def _expect(output: Path, missing: list[str], settings: DemoSettings, console: Console) -> Wait:
+    """Time some training steps, and say how long the stages take that are missing."""
+    console.print("\nHow long will it take? A few steps of training, timed:", highlight=False)
+    wait = Wait(missing, settings, time_step(output / "corpus", settings))
+    console.print(f"    {wait} for all of it, on this machine, as busy as it is now", highlight=False)
+    return wait
 
 
 def _measure(output: Path, settings: DemoSettings) -> dict:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import io
 import json
 import tempfile
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import sentencepiece
-import torch
 from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import (
@@ -30,20 +28,18 @@ from transformers import (
 from lightformers_hf.loading import build_network, load_pretrained
 from lightformers_hf.processors import IdleThreads, bf16_is_faster
 from lightformers_hf.recovery import RecoveryTrainer
-from lightformers_hf.recovery.progress import Progress
+from lightformers_hf.recovery.progress import Clock, Progress
 from lightformers_hf.text import load_parallel, tokenize_pairs
 
 LONGEST = 96  # tokens; no sentence of the corpus comes near
-PIECES = 24  # of a sentence, padding included
-# In steps of the teacher's training: what one of a recovery takes, and all that is no training.
-RECOVERY_STEP, OTHER_STEPS = 0.8, 220
+TRIAL_STEPS, TRIAL_PAIRS = 16, 2000
 # Attention written out: on a CPU, with sentences this short, it trains a quarter faster than the fused kernel.
 ATTENTION = {"attn_implementation": "eager"}
 
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """How large the demo is. The defaults fill three to five minutes on two cores."""
+    """How large the demo is. The defaults fill five minutes on two cores."""
 
     seed: int = 0
     train_pairs: int = 20_000
@@ -65,20 +61,6 @@ class DemoSettings:
     speed_runs: int = 6
 
 
-def expected_minutes(settings: DemoSettings) -> float:
-    """How long the demo takes on this machine, as busy as it is now: from a few steps of a teacher, timed."""
-    model = build_network(AutoModelForSeq2SeqLM, _teacher_config(settings.vocabulary, 0, 1, settings), **ATTENTION)
-    tokens = torch.full((settings.batch_size, PIECES), 2)
-    seconds = []
-    with IdleThreads(), torch.autocast("cpu", torch.bfloat16, enabled=bf16_is_faster()):
-        for _ in range(4):
-            start = time.perf_counter()
-            model(input_ids=tokens, labels=tokens).loss.backward()
-            seconds.append(time.perf_counter() - start)
-    steps = settings.teacher_steps + RECOVERY_STEP * 2 * settings.recovery_steps + OTHER_STEPS
-    return min(seconds) * steps / 60
-
-
 def write_corpus(folder: Path, settings: DemoSettings) -> None:
     """Write `train.jsonl`, `validation.jsonl` and `test.jsonl`, a pair `{"de": …, "en": …}` a line."""
     from .corpus import SPLITS, make_corpus  # needs the extra `demo`
@@ -91,9 +73,9 @@ def write_corpus(folder: Path, settings: DemoSettings) -> None:
         (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-def write_teacher(folder: Path, corpus: Path, settings: DemoSettings) -> None:
+def write_teacher(folder: Path, corpus: Path, settings: DemoSettings, clock: Clock | None = None) -> None:
     """Train tokenizer and Marian teacher, and save both in the layout of an opus-mt checkpoint."""
-    train = load_parallel(str(corpus / "train.jsonl"), source="de", target="en")
+    train = load_parallel(str(corpus / "train.jsonl"), source="de", target="en", max_samples=settings.train_pairs)
     _write_tokenizer(folder, [*train["source"], *train["target"]], settings.vocabulary)
     tokenizer = load_pretrained(AutoTokenizer, folder)
     set_seed(settings.seed)
@@ -108,8 +90,19 @@ def write_teacher(folder: Path, corpus: Path, settings: DemoSettings) -> None:
         bad_words_ids=[[tokenizer.pad_token_id]],
     )
     steps, rate = settings.teacher_steps, settings.teacher_learning_rate
-    losses = train_model(model, tokenizer, train, settings, steps=steps, learning_rate=rate, label_smoothing=0.1)
+    losses = train_model(
+        model, tokenizer, train, settings, steps=steps, learning_rate=rate, label_smoothing=0.1, clock=clock
+    )
     _save(model, tokenizer, losses, folder)
+
+
+def time_step(corpus: Path, settings: DemoSettings) -> float:
+    """Seconds that a step of the teacher's training takes, on this machine as busy as it is."""
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        trial = replace(settings, teacher_steps=TRIAL_STEPS, train_pairs=min(TRIAL_PAIRS, settings.train_pairs))
+        write_teacher(Path(folder), corpus, trial, clock)
+    return clock.seconds
 
 
 def write_recovered(
@@ -149,6 +142,7 @@ def train_model(
     learning_rate: float,
     label_smoothing: float = 0.0,
     teacher: PreTrainedModel | None = None,
+    clock: Clock | None = None,
 ) -> list[tuple[int, float]]:
     """Train `model` on the CPU with a progress bar; return the training loss, (step, mean since the last), in nats."""
     tokens = tokenize_pairs(train, tokenizer, max_source_length=LONGEST, max_target_length=LONGEST)
@@ -182,7 +176,7 @@ def train_model(
             arguments,
             train_dataset=tokens,
             data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
-            callbacks=[Progress(bar, threads)],
+            callbacks=[Progress(bar, threads), *([clock] if clock else [])],
             teacher=teacher,
         )
         trainer.remove_callback(PrinterCallback)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -12,7 +11,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from lightformers_hf.cli import app
 from lightformers_hf.demo import run
 from lightformers_hf.demo.run import DEPLOYED, FOLDERS, MODELS, run_demo
-from lightformers_hf.demo.stages import DemoSettings, expected_minutes
+from lightformers_hf.demo.stages import DemoSettings
 
 TINY = DemoSettings(
     train_pairs=400,
@@ -74,14 +73,9 @@ def test_makes_everything(finished):
     assert timed == ["teacher", "recovered-svd", "teacher-deployed", "deployed"]
     assert results["models"]["teacher"]["speed_ratio"] == 1
     assert results["models"]["deployed"]["bytes"] < results["models"]["teacher-deployed"]["bytes"]
-    assert printed.index("minutes") < printed.index("1/9")
+    assert printed.index("minute") < printed.index("2/9")
     assert "9/9" in printed
     assert "translate" in printed
-
-
-def test_the_wait_grows_with_the_steps():
-    longer = replace(TINY, teacher_steps=10_000, recovery_steps=10_000)
-    assert 0 < expected_minutes(TINY) < expected_minutes(longer)
 
 
 def test_models_load_with_auto_classes(finished):
