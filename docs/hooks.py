@@ -15,6 +15,7 @@ import lightformers_hf
 from lightformers_hf.cli import app
 
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.+?)\\[)\]]</\1>', flags=re.DOTALL)
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*(?![^<]*>)")  # in text, not inside a tag
 COMMANDS = "<!-- commands -->"
 CONFIGURATION = re.compile("<!-- fields of (\\w+) -->")
 
@@ -64,14 +65,17 @@ def field_sentences(config: type) -> dict[str, str]:
 
 
 def on_page_content(content: str, **_: object) -> str:
-    """Make MathML of every formula; find the pictures of RESULTS.md from its page."""
+    """Make MathML of every formula; mark options, which no line breaks; find RESULTS.md's pictures."""
 
     def replace(match: re.Match) -> str:
-        formula = mathml(html.unescape(match[2]).strip(), display="block" if match[1] == "div" else "inline")
+        display = "block" if match[1] == "div" else "inline"
+        formula = mathml(html.unescape(match[2]).strip(), display=display)
         # The accent, not the operator of a power: browsers stretch that and put it where a line above would be.
-        return formula.replace("<mo>&#x0005E;</mo></mover>", '<mo stretchy="false">&#x002C6;</mo></mover>')
+        formula = formula.replace("<mo>&#x0005E;</mo></mover>", '<mo stretchy="false">&#x002C6;</mo></mover>')
+        return f'<div class="formula">{formula}</div>' if display == "block" else formula
 
-    return FORMULA.sub(replace, content).replace('="docs/pictures/', '="pictures/')
+    content = OPTION.sub(r'<span class="option">\g<0></span>', FORMULA.sub(replace, content))
+    return content.replace('="docs/pictures/', '="pictures/')
 
 
 def on_post_page(output: str, *, page: Page, **_: object) -> str:

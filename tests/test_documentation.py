@@ -226,24 +226,47 @@ def test_a_wrong_command_is_noticed(workplace, monkeypatch, wrong, message):
         run(wrong, monkeypatch)
 
 
-def test_the_site_builds(tmp_path):
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """The pages, as `make docs` builds them."""
     mkdocs = pytest.importorskip("mkdocs.commands.build")
     pytest.importorskip("mkdocstrings")
     from mkdocs.config import load_config
 
-    mkdocs.build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site")))
-    commands = (tmp_path / "site/reference/cli.html").read_text(encoding="utf-8")
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    mkdocs.build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder)))
+    return folder
+
+
+def test_the_site_builds(site):
+    commands = (site / "reference/cli.html").read_text(encoding="utf-8")
     assert "lightformers convert" in commands
     assert "narrow: fewer neurons and narrower heads" in html.unescape(commands)
-    assert "<math" in (tmp_path / "site/explanation/weighting.html").read_text(encoding="utf-8")
-    python = (tmp_path / "site/reference/python.html").read_text(encoding="utf-8")
+    assert "<math" in (site / "explanation/weighting.html").read_text(encoding="utf-8")
+    python = (site / "reference/python.html").read_text(encoding="utf-8")
     assert "FileExistsError" in python
-    assert (tmp_path / "site/search/search_index.js").is_file()  # what searches without a server
-    assert 'src="pictures/compression.png"' in (tmp_path / "site/results.html").read_text(encoding="utf-8")
-    fields = (tmp_path / "site/reference/configurations.html").read_text(encoding="utf-8")
+    assert (site / "search/search_index.js").is_file()  # what searches without a server
+    assert 'src="pictures/compression.png"' in (site / "results.html").read_text(encoding="utf-8")
+    fields = (site / "reference/configurations.html").read_text(encoding="utf-8")
     for config in (LightFormerConfig, SubformerConfig, PartialFormerConfig):
         own = {field.name for field in dataclasses.fields(config)}
         own -= {field.name for field in dataclasses.fields(PreTrainedConfig)} - {*vars(FactorizedConfig)}
         assert not {name for name in own if f"<code>{name}</code>" not in fields}
-    index = (tmp_path / "site/index.html").read_text(encoding="utf-8")
+    index = (site / "index.html").read_text(encoding="utf-8")
     assert not re.findall(r"(?:src|rel=.stylesheet. href)=.https?:[^>]*", index)  # nothing is loaded from elsewhere
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_no_copy_sign_lies_on_a_command(site, browser, width):
+    page = browser.new_page(viewport={"width": width, "height": 844})
+    page.goto((site / "tutorial.html").as_uri())
+    page.wait_for_selector(".md-code__button")
+    blocks = page.evaluate("""[...document.querySelectorAll("pre:has(button)")].map(block => ({
+        text: block.querySelector("code").getBoundingClientRect().right,
+        sign: block.querySelector("button").getBoundingClientRect().left,
+        command: block.parentElement.matches(".language-bash"),
+        hidden: block.querySelector("code").scrollWidth - block.querySelector("code").clientWidth}))""")
+    assert len(blocks) > 5
+    assert all(block["text"] <= block["sign"] for block in blocks)
+    assert not [block for block in blocks if block["command"] and block["hidden"]]
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
