@@ -50,7 +50,9 @@ class DataArguments:
 
     train_file: str | None = field(default=None, metadata={"help": ".json, .jsonl, .csv, .tsv (.gz) or .parquet."})
     validation_file: str | None = field(default=None, metadata={"help": "As --train-file."})
-    test_file: str | None = field(default=None, metadata={"help": "As --train-file."})
+    test_file: list[str] | None = field(
+        default=None, metadata={"help": "As --train-file; several are scored one by one, under their files' names."}
+    )
     dataset_name: str | None = field(
         default=None, metadata={"help": "Hub dataset, name or name:configuration, for the parts that have no file."}
     )

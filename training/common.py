@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -36,6 +36,7 @@ from transformers import (
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
 from lightformers_hf.conversion import copy_report
 from lightformers_hf.data_files import load_lines
+from lightformers_hf.evaluation.quality import Difference, bleu_difference
 from lightformers_hf.loading import build_network, load_pretrained, unique_parameters
 from lightformers_hf.recovery import find_last_checkpoint, load_trainable
 from lightformers_hf.recovery import train as train_model
@@ -82,12 +83,15 @@ def check_output(args: transformers.TrainingArguments, models: list[str | None])
 def load_parts(data: DataArguments, load: Callable[..., Dataset]) -> dict[str, Dataset]:
     """`load(file or Hub name, split=…, max_samples=…)` of `train`, `validation` and `test`, as far as they are given.
 
-    Raises `ValueError` where none of them is.
+    Of several files of tests each is a part named `test_names`. Raises `ValueError` where there is no part at all.
     """
+    files = data.test_file or [None]
     given = {
         "train": (data.train_file, data.train_split, data.max_train_samples),
         "validation": (data.validation_file, data.validation_split, data.max_eval_samples),
-        "test": (data.test_file, data.test_split, data.max_predict_samples),
+    } | {
+        name: (file, data.test_split, data.max_predict_samples)
+        for name, file in zip(test_names(files), files, strict=True)
     }
     parts = {}
     for part, (file, split, limit) in given.items():
@@ -96,6 +100,24 @@ def load_parts(data: DataArguments, load: Callable[..., Dataset]) -> dict[str, D
     if not parts:
         raise ValueError("No data: give --train-file, --validation-file or --test-file, or --dataset-name.")
     return parts
+
+
+def test_names(files: Sequence[str | None]) -> list[str]:
+    """What tests are called, and what stands before their scores: `test`, or of several their files' names.
+
+    Raises `ValueError` where two of them have one name, or one that is taken.
+    """
+    if len(files) == 1:
+        return ["test"]
+    names = [Path(file or "test").name.partition(".")[0] for file in files]
+    if twice := [name for name in names if [*names, "train", "validation"].count(name) > 1]:
+        raise ValueError(f"--test-file: two parts are called {twice[0]!r}, give every file a name of its own.")
+    return names
+
+
+def parts_of_tests(parts: Mapping[str, object]) -> list[str]:
+    """The names of those parts of the data that are tests."""
+    return [name for name in parts if name not in ("train", "validation")]
 
 
 def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
@@ -267,8 +289,23 @@ def run_script(main: Callable[[], None]) -> None:
         sys.exit(1)
 
 
+def compare_outputs(folder: Path, other: Path, name: str, references: list[str]) -> Difference:
+    """How much higher the BLEU of the run in `folder` is than that of another, on the test `name`."""
+    outputs = [
+        Path(run, f"{name}_translations.txt").read_text(encoding="utf-8").split("\n")[:-1] for run in (folder, other)
+    ]
+    return bleu_difference(*outputs, references)
+
+
+def score_key(test: str, score: str) -> str:
+    """What a comparison's row calls a score: by the test, too, where there are several."""
+    return score if test == "test" else f"{test}_{score}"
+
+
 def run_once(script: Path, options: list[str], folder: Path, *, one_thread: bool) -> dict:
     """The test results of `script` with `options` and the output folder `folder`; run only if they are not there yet.
+
+    A run that was interrupted goes on from its last checkpoint, if its options make it write any.
 
     Args:
         one_thread: for several runs at once.
@@ -277,15 +314,18 @@ def run_once(script: Path, options: list[str], folder: Path, *, one_thread: bool
     results in the folder are those of other options.
     """
     results, record = folder / "test_results.json", folder / "options.json"
+    same = record.is_file() and json.loads(record.read_text(encoding="utf-8")) == options
+    if results.is_file() and record.is_file() and not same:
+        raise ValueError(f"{folder} holds the results of other options ({record}): choose another output folder.")
     if not results.is_file():
+        begun = same and find_last_checkpoint(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, str(script), *options, "--output-dir", str(folder), "--overwrite-output"]
+        record.write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")
+        how = ["--resume-from-checkpoint"] if begun else ["--overwrite-output"]
+        command = [sys.executable, str(script), *options, "--output-dir", str(folder), *how]
         environment = os.environ | ({"OMP_NUM_THREADS": "1"} if one_thread else {})
-        with open(folder.parent / f"{folder.name}.log", "w", encoding="utf-8") as log:
+        with open(folder.parent / f"{folder.name}.log", "a" if begun else "w", encoding="utf-8") as log:
             done = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False)
         if done.returncode:
             raise ChildProcessError(f"{folder} failed; see {log.name}")
-        record.write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")
-    elif record.is_file() and json.loads(record.read_text(encoding="utf-8")) != options:
-        raise ValueError(f"{folder} holds the results of other options ({record}): choose another output folder.")
     return json.loads(results.read_text(encoding="utf-8"))

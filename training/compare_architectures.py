@@ -10,31 +10,40 @@ r"""Train several models with equal data, tokenizer and number of steps, and pri
         subformer=training/recipes/wikitext2/subformer.yaml --tokenizer-name words \
         --train-file train.txt --test-file test.txt --output-dir runs/language
 
+    python training/compare_architectures.py translation --learning-rates 5e-4 7e-4 1e-3 --eval-strategy steps \
+        --eval-steps 500 --save-strategy steps --save-steps 500 --load-best-model-at-end --metric-for-best-model loss \
+        --save-total-limit 1 --validation-file validation.jsonl --test-file test_2016.jsonl test_2017.jsonl …
+
 A model is a recipe (`.yaml`: shapes, and how it is trained), which starts from random weights; or a folder with
 weights, which is trained further (`{seed}` in its name is the run's seed); or shapes alone, a `.json` file or a folder
 without weights. Behind a comma come fields of its configuration, `field=value`. Options this script does not know go
 to `run_translation.py`, `run_summarization.py` or `run_clm.py` and win over those of recipes; `--config` among them is
-for the models without a recipe. Every model is trained once for each seed. A second call skips the runs that are
-complete.
+for the models without a recipe. Every model is trained once for each seed. Of several `--learning-rates`, each model
+has the one with the lowest validation loss at the first seed. A second call skips the runs that are complete, and goes
+on with one that was interrupted where `--save-strategy` made it write checkpoints.
 
 Besides the scores the table has unique parameters, the seconds of a training step (runs at the same time slow each
 other), and for translation two speeds on one core as ratios to the first model, all models taking turns within the
 same runs: of decoding, over test sentences of average length, each generating that length, and of a training step in
-fp32 on 16 test pairs. `results.json` has every run.
+fp32 on 16 test pairs. For translation each model's BLEU is compared with the first one's, with the interval of the
+paired bootstrap (first seed). `results.json` has every run, and `curves.png` (`curves-dark.png`, for dark pages) the
+validation loss of those that were evaluated on the way.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, stdev
 
 from arguments import ScriptParser, dash_option, seed_number
-from common import run_once, run_script
+from common import compare_outputs, run_once, run_script, score_key, test_names
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -43,6 +52,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
 from lightformers_hf.evaluation.benchmarks.architectures import training_speed
+from lightformers_hf.evaluation.quality import Difference
 from lightformers_hf.evaluation.speed import speed_ratio, tokens_per_second, typical_sentences
 from lightformers_hf.loading import load_model, load_pretrained, unique_parameters
 from lightformers_hf.text import load_parallel
@@ -96,26 +106,121 @@ def parse_models(models: list[str], seeds: list[int]) -> dict[str, Model]:
     return parsed
 
 
-def options(model: Model, seed: int, args: argparse.Namespace, others: list[str]) -> list[str]:
+@dataclass(frozen=True)
+class Run:
+    """A model trained once; `rate` is its learning rate, if it has been asked for several."""
+
+    name: str
+    seed: int
+    rate: float | None = None
+
+
+def options(run: Run, model: Model, args: argparse.Namespace, others: list[str]) -> list[str]:
     """What the training script is told for a run."""
-    given = ["tokenizer_name", "train_file", "test_file", "max_steps", "num_beams"]
+    given = ["tokenizer_name", "train_file", "validation_file", "max_steps", "num_beams"]
     given += ["source_lang", "target_lang"] if args.task == "translation" else []
     told = [(dash_option(f"--{name}"), str(getattr(args, name))) for name in given if getattr(args, name) is not None]
     parts = [text for option in told for text in option]
-    parts += ["--seed", str(seed), "--save-strategy", "no", "--report-to", "none"]
-    return [*others, *model.options(seed), *parts]  # the last --config counts
+    parts += ["--seed", str(run.seed), *(["--learning-rate", str(run.rate)] if run.rate else [])]
+    parts += ["--test-file", *args.test_file]
+    first = ["--save-strategy", "no", "--report-to", "none"]  # unless told otherwise
+    return [*first, *others, *model.options(run.seed), *parts]  # the last --config counts
+
+
+def folder_of(run: Run, args: argparse.Namespace) -> Path:
+    """Where a run is written."""
+    rate = f"-rate-{run.rate:g}" if run.rate else ""
+    return Path(args.output_dir, run.name + rate + (f"-seed-{run.seed}" if len(args.seeds) > 1 else ""))
+
+
+def train_all(
+    models: dict[str, Model], args: argparse.Namespace, others: list[str]
+) -> dict[Run, dict[str, float | str]]:
+    """Train every model with every seed, at the best of the learning rates; {run: scores of the tests}."""
+    script = Path(__file__).with_name(SCRIPTS[args.task])
+    done: dict[Run, dict[str, float | str]] = {}
+
+    def train(runs: list[Run]) -> None:
+        with ThreadPoolExecutor(args.jobs) as pool:
+            jobs = {
+                run: pool.submit(
+                    run_once,
+                    script,
+                    options(run, models[run.name], args, others),
+                    folder_of(run, args),
+                    one_thread=args.jobs > 1,
+                )
+                for run in runs
+            }
+            for run, job in tqdm(jobs.items(), desc="runs", total=len(jobs)):
+                done[run] = job.result()
+
+    rates, first = args.learning_rates or [None], args.seeds[0]
+    if len(rates) > 1:
+        train([Run(name, first, rate) for name in models for rate in rates])
+    best = {
+        name: min(rates, key=lambda rate: validation_loss(folder_of(Run(name, first, rate), args)))
+        if len(rates) > 1
+        else rates[0]
+        for name in models
+    }
+    chosen = [Run(name, seed, best[name]) for name in models for seed in args.seeds]
+    train(chosen)
+    return {run: done[run] for run in chosen}
+
+
+def validation_loss(folder: Path) -> float:
+    """Of the model that the run in `folder` ended with, or of its best checkpoint if it was to load that."""
+    return json.loads((folder / "eval_results.json").read_text(encoding="utf-8"))["eval_loss"]
+
+
+def differences(runs: list[Run], args: argparse.Namespace) -> dict[str, list[Difference]]:
+    """{model: of every test, its BLEU above the first model's}, of the first seed."""
+    first, *rest = [run for run in runs if run.seed == args.seeds[0]]
+    found: dict[str, list[Difference]] = {run.name: [] for run in rest}
+    for name, file in zip(test_names(args.test_file), args.test_file, strict=True):
+        references = load_parallel(file, source=args.source_lang, target=args.target_lang)["target"][:]
+        for run in rest:
+            found[run.name].append(compare_outputs(folder_of(run, args), folder_of(first, args), name, references))
+    return found
+
+
+def draw_curves(runs: list[Run], args: argparse.Namespace) -> None:
+    """`curves.png` and `curves-dark.png`: validation loss by step, of the runs that were evaluated on the way."""
+    curves = {}
+    for run in runs:
+        entries = read_state(folder_of(run, args))["log_history"]
+        points = {entry["step"]: entry["eval_loss"] for entry in entries if "eval_loss" in entry}
+        if len(points) > 1:
+            curves[folder_of(run, args).name] = points
+    if not curves or find_spec("matplotlib") is None:
+        return
+    from lightformers_hf.evaluation.pages.plots import save_picture  # needs matplotlib
+
+    def paint(panels: list) -> None:
+        for name, points in curves.items():
+            panels[0].plot(list(points), list(points.values()), label=name)
+        panels[0].set(xlabel="step", ylabel="validation loss, nats a token")
+
+    for name, dark in (("curves.png", False), ("curves-dark.png", True)):
+        save_picture(Path(args.output_dir, name), paint, height=5, dark=dark)
+
+
+def read_state(folder: Path) -> dict:
+    """What the trainer of the run in `folder` kept of it."""
+    return json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
 
 
 def seconds_per_step(folder: Path) -> float:
     """Mean time of a training step of the run in `folder`, from the state that its trainer saved."""
-    state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+    state = read_state(folder)
     runtime = next(entry["train_runtime"] for entry in state["log_history"] if "train_runtime" in entry)
     return runtime / state["global_step"]
 
 
 def decoding_speed(models: dict[str, tuple], args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Generated tokens a second of each (model, tokenizer) on one core, and the ratio to the first one's."""
-    pairs = load_parallel(args.test_file, source=args.source_lang, target=args.target_lang)
+    pairs = load_parallel(args.test_file[0], source=args.source_lang, target=args.target_lang)
     sources, references = pairs["source"][:], pairs["target"][:]
     tokenizer = next(iter(models.values()))[1]
     sentences = typical_sentences(sources, references, tokenizer, args.speed_sentences)
@@ -132,7 +237,7 @@ def decoding_speed(models: dict[str, tuple], args: argparse.Namespace) -> dict[s
 
 def step_speed(models: dict[str, tuple], args: argparse.Namespace) -> dict[str, float]:
     """How fast each (model, tokenizer) takes a training step on 16 test pairs, one core, relative to the first one."""
-    pairs = load_parallel(args.test_file, source=args.source_lang, target=args.target_lang, max_samples=16)
+    pairs = load_parallel(args.test_file[0], source=args.source_lang, target=args.target_lang, max_samples=16)
     tokenizer = next(iter(models.values()))[1]
     batch = dict(tokenizer(pairs["source"][:], text_target=pairs["target"][:], padding=True, return_tensors="pt"))
     batch["labels"] = batch["labels"].masked_fill(batch["labels"] == tokenizer.pad_token_id, -100)
@@ -142,71 +247,89 @@ def step_speed(models: dict[str, tuple], args: argparse.Namespace) -> dict[str, 
     return {name: speed_ratio(speed, first) for name, speed in speeds.items()}
 
 
-def tabulate(rows: list[dict], task: str) -> Table:
-    """A line for every model: means over its seeds, with the standard deviation of the scores."""
+def tabulate(rows: list[dict], args: argparse.Namespace, differences: dict[str, list[Difference]]) -> Table:
+    """A line for every model and test: means over its seeds, with the standard deviation of the scores."""
     speeds = {"speed_ratio": "decoding", "step_speed_ratio": "training"}
     speeds = {key: title for key, title in speeds.items() if key in rows[0]}
-    table = Table("model", "parameters", "s / step", *SCORES[task].values(), *speeds.values())
-    for name in dict.fromkeys(row["name"] for row in rows):
+    tests = test_names(args.test_file)
+    titles = ["model", *(["rate"] if args.learning_rates else []), "parameters", "s / step", *speeds.values()]
+    titles += ["test"] if len(tests) > 1 else []
+    table = Table(*titles, *SCORES[args.task].values(), *(["BLEU to the first, 95 %"] if differences else []))
+    for name, test in itertools.product(dict.fromkeys(row["name"] for row in rows), tests):
         runs = [row for row in rows if row["name"] == name]
-        cells = [escape(name), f"{runs[0]['parameters']:,}", f"{fmean(run['seconds_per_step'] for run in runs):.2f}"]
-        for score in SCORES[task]:
-            values = [run[score] for run in runs]
+        cells = [escape(name), *([f"{runs[0]['rate']:g}"] if args.learning_rates else [])]
+        cells += [f"{runs[0]['parameters']:,}", f"{fmean(run['seconds_per_step'] for run in runs):.2f}"]
+        cells += [f"{runs[0][key]:.2f}x" for key in speeds]
+        cells = ([""] * len(cells) if test != tests[0] else cells) + ([escape(test)] if len(tests) > 1 else [])
+        for score in SCORES[args.task]:
+            values = [run[score_key(test, score)] for run in runs]
             cells.append(f"{fmean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else ""))
-        table.add_row(*cells, *(f"{runs[0][key]:.2f}x" for key in speeds))
+        table.add_row(*cells, *([str(differences[name][tests.index(test)])] if name in differences else []))
     return table
 
 
 def main(argv: list[str] | None = None) -> None:
     """Train, measure, tabulate; the rows also go to `results.json`."""
+    args, others = parse(argv)
+    models = parse_models(args.models, args.seeds)
+    results = train_all(models, args, others)
+    folders = {name: folder_of(next(run for run in results if run.name == name), args) for name in models}
+
+    load = load_model if args.task == "translation" else lambda folder: (load_weights(folder),)
+    trained = {name: load(folder) for name, folder in folders.items()}
+    timed = args.task == "translation" and args.speed_runs > 0
+    speeds = decoding_speed(trained, args) if timed else {}
+    rows = []
+    for run, scores in results.items():
+        found = {
+            score_key(test, score): scores[f"{test}_{score}"]
+            for test in test_names(args.test_file)
+            for score in SCORES[args.task]
+        }
+        model = models[run.name]
+        row = {"name": run.name, "model": str(model.path_for(run.seed)), "fields": model.fields, "seed": run.seed}
+        row |= {"rate": run.rate} if run.rate else {}
+        row |= {"parameters": unique_parameters(trained[run.name][0])}
+        row |= {"seconds_per_step": seconds_per_step(folder_of(run, args))}
+        rows.append(row | found | speeds.get(run.name, {}))
+    if timed:  # last, because it changes the models' weights
+        steps = step_speed(trained, args)
+        for row in rows:
+            row["step_speed_ratio"] = steps[row["name"]]
+    compared = differences(list(results), args) if args.task == "translation" else {}
+    for row in rows:
+        if row["name"] in compared and row["seed"] == args.seeds[0]:
+            row["bleu_to_first"] = [asdict(one) for one in compared[row["name"]]]
+    Path(args.output_dir, "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    draw_curves(list(results), args)
+    Console().print(tabulate(rows, args, compared))
+
+
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """What the command line says, and what of it is the training script's. Raises `ValueError`."""
     parser = ScriptParser(__doc__)
     parser.add_argument("task", choices=SCRIPTS)
     parser.add_argument("--models", nargs="+", required=True, metavar="NAME=PATH[,FIELD=VALUE]")
-    for name in ("tokenizer_name", "train_file", "test_file", "output_dir"):
+    for name in ("tokenizer_name", "train_file", "output_dir"):
         parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--test-file", nargs="+", required=True, help="one or several, each with columns of its own")
+    parser.add_argument("--validation-file", help="what learning rates, and checkpoints, are chosen by")
     parser.add_argument("--source-lang", help="translation: column or language")
     parser.add_argument("--target-lang", help="translation: column or language")
     parser.add_argument("--seeds", type=seed_number, nargs="+", default=[42], help="a run of every model for each")
+    parser.add_argument("--learning-rates", type=float, nargs="+", help="default: of the recipes")
     parser.add_argument("--max-steps", type=int, help="default: of the recipes")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; above 1 each has one thread")
     parser.add_argument("--num-beams", type=int, help="of every model, in test and speed")
     parser.add_argument("--speed-sentences", type=int, default=50, help="translation: sentences of a run")
     parser.add_argument("--speed-runs", type=int, default=10, help="translation: runs; 0 for no speeds")
     args, others = parser.parse_known_args(argv)
-    models = parse_models(args.models, args.seeds)
     if args.task == "translation" and not (args.source_lang and args.target_lang):
         raise ValueError("Translation needs --source-lang and --target-lang.")
-
-    several = len(args.seeds) > 1
-    runs = {(name, seed): f"{name}-seed-{seed}" if several else name for name in models for seed in args.seeds}
-    folders = {run: Path(args.output_dir, folder) for run, folder in runs.items()}
-    script = Path(__file__).with_name(SCRIPTS[args.task])
-    with ThreadPoolExecutor(args.jobs) as pool:
-        jobs = {
-            (name, seed): pool.submit(
-                run_once, script, options(models[name], seed, args, others), folder, one_thread=args.jobs > 1
-            )
-            for (name, seed), folder in folders.items()
-        }
-        progress = tqdm(jobs.items(), desc="runs", total=len(jobs))
-        results = {run: {score: job.result()[f"test_{score}"] for score in SCORES[args.task]} for run, job in progress}
-
-    load = load_model if args.task == "translation" else lambda folder: (load_weights(folder),)
-    trained = {name: load(folders[name, args.seeds[0]]) for name in models}
-    timed = args.task == "translation" and args.speed_runs > 0
-    speeds = decoding_speed(trained, args) if timed else {}
-    rows = []
-    for (name, seed), scores in results.items():
-        measured = {"parameters": unique_parameters(trained[name][0])}
-        measured["seconds_per_step"] = seconds_per_step(folders[name, seed])
-        row = {"name": name, "model": str(models[name].path_for(seed)), "fields": models[name].fields, "seed": seed}
-        rows.append(row | measured | scores | speeds.get(name, {}))
-    if timed:  # last, because it changes the models' weights
-        steps = step_speed(trained, args)
-        for row in rows:
-            row["step_speed_ratio"] = steps[row["name"]]
-    Path(args.output_dir, "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    Console().print(tabulate(rows, args.task))
+    if len(args.learning_rates or []) > 1 and not args.validation_file:
+        raise ValueError("The best of several --learning-rates is found on other text: give --validation-file.")
+    test_names(args.test_file)
+    return args, others
 
 
 def load_weights(folder: Path) -> PreTrainedModel:

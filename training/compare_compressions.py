@@ -7,8 +7,9 @@ r"""Compress one teacher in several ways, recover each at equal steps, and print
 
 For every ratio, method of conversion, calibration seed, and number of encoder groups, it scores the converted model
 as it is, then trains it from its converted weights and from random ones (`--starts`), on labels alone and with the
-teacher (`--trainings`; none: no training), same steps, same seed. The table also goes to `results.json`, and where
-there are several ratios a picture, BLEU against size, to `results.png` (and `results-dark.png`, for dark pages).
+teacher (`--trainings`; none: no training), same steps, same seed. Each is compared with the teacher, with the interval
+of the paired bootstrap. The table also goes to `results.json`, and where there are several ratios a picture, BLEU
+against size, to `results.png` (and `results-dark.png`, for dark pages).
 Options it does not know go to `run_translation.py`. A second call skips the runs that are complete.
 
 A method is one of METHODS, or one of your own: `narrow-each=method=narrow,study.allocation=uniform` is a name, then
@@ -23,21 +24,25 @@ import itertools
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
 from arguments import ScriptParser, check_names, seed_number
-from common import run_once, run_script
+from common import compare_outputs, run_once, run_script, score_key, test_names
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from tqdm import tqdm
 
 from lightformers_hf import CompressionOptions, StudyOptions, convert
+from lightformers_hf.evaluation.quality import Difference
+from lightformers_hf.text import load_parallel
 
 TRAIN = Path(__file__).with_name("run_translation.py")
 EACH = {"study.allocation": "uniform", "study.refit": False}  # every matrix by itself, the ratio for each
+TEACHER, SCORES = "teacher", ("bleu", "chrf")
 METHODS: dict[str, dict[str, object]] = {
     "paper": {"method": "paper"},  # plain SVD, the ratio for every matrix
     "rows": {"study.weighting": "rows", **EACH},
@@ -130,10 +135,9 @@ def conversion_of(
 def options(run: Run, args: argparse.Namespace, others: list[str]) -> list[str]:
     """What `run_translation.py` is told for a run."""
     model = str(Path(args.output_dir, run.conversion_folder, "model"))
-    parts = ["--model-name-or-path", model, "--test-file", args.test_file, "--report-to", "none", *others]
-    parts += ["--source-lang", args.source_lang, "--target-lang", args.target_lang]
+    parts = ["--save-strategy", "no", *test_options(model, args, others)]
     if run.trained:
-        parts += ["--train-file", args.train_file, "--max-steps", str(args.max_steps), "--save-strategy", "no"]
+        parts += ["--train-file", args.train_file, "--max-steps", str(args.max_steps)]
         if args.validation_file:
             parts += ["--validation-file", args.validation_file]
         if run.trained == "distilled":
@@ -143,8 +147,14 @@ def options(run: Run, args: argparse.Namespace, others: list[str]) -> list[str]:
     return parts
 
 
-def draw(rows: list[dict], folder: Path) -> None:
-    """BLEU against parameters, one curve for every method and way of training; the mean of several seeds.
+def test_options(model: str, args: argparse.Namespace, others: list[str]) -> list[str]:
+    """What `run_translation.py` is told to test a model."""
+    parts = ["--model-name-or-path", model, "--report-to", "none", *others, "--test-file", *args.test_file]
+    return [*parts, "--source-lang", args.source_lang, "--target-lang", args.target_lang]
+
+
+def draw(rows: list[dict], folder: Path, score: str) -> None:
+    """BLEU (of the first test) against parameters, a curve for every method and training; the mean of several seeds.
 
     Written to `results.png` and, for dark pages, `results-dark.png`.
     """
@@ -155,7 +165,7 @@ def draw(rows: list[dict], folder: Path) -> None:
         words = [row["method"], f"{row['groups']} groups" if row["groups"] else "", row["trained"] or ""]
         words += ["from random" if row["start"] == "random" else ""]
         name = ", ".join(filter(None, words))
-        curves.setdefault(name, {}).setdefault(row["parameters"], []).append(row["bleu"])
+        curves.setdefault(name, {}).setdefault(row["parameters"], []).append(row[score])
 
     def paint(panels: list) -> None:
         for name, points in curves.items():
@@ -171,7 +181,7 @@ def draw(rows: list[dict], folder: Path) -> None:
 def measure(
     runs: list[Run], methods: dict[str, dict[str, object]], args: argparse.Namespace, others: list[str]
 ) -> list[dict[str, object]]:
-    """Convert and run whatever is not there yet; what every run is, its parameters and its scores."""
+    """Convert and run whatever is not there yet; what every run is, its parameters, its scores, and those to beat."""
     folder, parameters = Path(args.output_dir), {}
     for name, (settings, study) in {
         run.conversion_folder: conversion_of(run, methods[run.method], args) for run in runs
@@ -184,25 +194,41 @@ def measure(
         elif record.is_file() and json.loads(record.read_text(encoding="utf-8")) != asked:
             raise ValueError(f"{model} was converted otherwise ({record}): choose another output folder.")
         parameters[name] = json.loads((model / "compression.json").read_text(encoding="utf-8"))["parameters_after"]
-    rows = []
+    jobs = {TEACHER: test_options(args.teacher, args, others)}
+    jobs |= {run.folder: options(run, args, others) for run in runs}
+    tests = dict(zip(test_names(args.test_file), args.test_file, strict=True))
     with ThreadPoolExecutor(args.jobs) as pool:
-        jobs = [
-            pool.submit(run_once, TRAIN, options(run, args, others), folder / run.folder, one_thread=args.jobs > 1)
-            for run in runs
-        ]
-        for run, job in zip(runs, tqdm(jobs, desc="runs"), strict=True):
-            scores = {score: job.result()[f"test_{score}"] for score in ("bleu", "chrf")}
-            rows.append({**vars(run), "parameters": parameters[run.conversion_folder], **scores})
+        done = {
+            name: pool.submit(run_once, TRAIN, told, folder / name, one_thread=args.jobs > 1)
+            for name, told in jobs.items()
+        }
+        found = {name: job.result() for name, job in tqdm(done.items(), desc="runs")}
+    references = {
+        name: load_parallel(file, source=args.source_lang, target=args.target_lang)["target"][:]
+        for name, file in tests.items()
+    }
+    rows = []
+    for run in runs:
+        row = {**vars(run), "parameters": parameters[run.conversion_folder]}
+        for name in tests:
+            row |= {score_key(name, score): found[run.folder][f"{name}_{score}"] for score in SCORES}
+            compared = compare_outputs(folder / run.folder, folder / TEACHER, name, references[name])
+            row[score_key(name, "bleu_to_teacher")] = asdict(compared)
+        rows.append(row)
     return rows
 
 
-def tabulate(rows: list[dict]) -> Table:
-    """A line for every run."""
-    table = Table("ratio", "method", "seed", "groups", "parameters", "start", "training", "BLEU", "chrF")
-    for row in rows:
+def tabulate(rows: list[dict], tests: list[str]) -> Table:
+    """A line for every run and test."""
+    titles = ["ratio", "method", "seed", "groups", "parameters", "start", "training"]
+    titles += ["test"] if len(tests) > 1 else []
+    table = Table(*titles, "BLEU", "chrF", "BLEU to the teacher, 95 %")
+    for row, test in itertools.product(rows, tests):
         shown = [f"{row['ratio']:g}", row["method"], str(row["seed"]), str(row["groups"] or "-")]
         shown += [f"{row['parameters']:,}", row["start"], row["trained"] or "none"]
-        table.add_row(*shown, *(f"{row[score]:.1f}" for score in ("bleu", "chrf")))
+        shown = ([""] * len(shown) if test != tests[0] else shown) + ([escape(test)] if len(tests) > 1 else [])
+        shown += [f"{row[score_key(test, score)]:.1f}" for score in SCORES]
+        table.add_row(*shown, str(Difference(**row[score_key(test, "bleu_to_teacher")])))
     return table
 
 
@@ -210,8 +236,9 @@ def main(argv: list[str] | None = None) -> None:
     """Convert, run, tabulate; the table also goes to `results.json`."""
     parser = ScriptParser(__doc__)
     parser.add_argument("teacher", help="checkpoint folder or Hub name")
-    for name in ("train_file", "test_file", "source_lang", "target_lang", "output_dir"):
+    for name in ("train_file", "source_lang", "target_lang", "output_dir"):
         parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--test-file", nargs="+", required=True, help="one or several")
     parser.add_argument("--validation-file")
     parser.add_argument("--ratios", type=float, nargs="+", default=[2.0, 4.0])
     help_of_methods = f"{', '.join(METHODS)}, or NAME=FIELD=VALUE,…"
@@ -228,12 +255,13 @@ def main(argv: list[str] | None = None) -> None:
     if len(args.ratios) > 1 and find_spec("matplotlib") is None:
         raise ValueError("The picture of several ratios needs matplotlib: pip install 'lightformers_hf[demo]'")
     methods = parse_methods(args.methods)
+    tests = test_names(args.test_file)
     rows = measure(list_runs(args, methods), methods, args, others)
     folder = Path(args.output_dir)
     (folder / "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     if len(args.ratios) > 1:
-        draw(rows, folder)
-    Console().print(tabulate(rows))
+        draw(rows, folder, score_key(tests[0], "bleu"))
+    Console().print(tabulate(rows, tests))
 
 
 if __name__ == "__main__":

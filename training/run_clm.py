@@ -39,6 +39,7 @@ from common import (
     load_texts,
     load_tokenizer,
     parameter_count,
+    parts_of_tests,
     run_script,
     summarize,
     train,
@@ -219,10 +220,12 @@ def main(argv: list[str] | None = None) -> None:
         trainer.save_metrics("eval", metrics)
         rows |= {f"validation {name}": metrics[f"eval_{name}"] for name in ("loss", "perplexity")}
         rows["checkpoint"] = checkpoint_name(trainer)
-    if "test" in blocks:
-        metrics = trainer.evaluate(blocks["test"], metric_key_prefix="test")
+    if tests := parts_of_tests(blocks):
+        metrics = {}
+        for part in tests:
+            metrics |= trainer.evaluate(blocks[part], metric_key_prefix=part)
+            rows |= {f"{part} {name}": metrics[f"{part}_{name}"] for name in ("loss", "perplexity", "tokens")}
         trainer.save_metrics("test", metrics)
-        rows |= {f"test {name}": metrics[f"test_{name}"] for name in ("loss", "perplexity", "tokens")}
     if "train" in blocks:
         rows["saved in"] = args.output_dir
     summarize(rows, console)

@@ -17,6 +17,7 @@ from common import (
     load_parts,
     load_tokenizer,
     parameter_count,
+    parts_of_tests,
     summarize,
     train,
 )
@@ -203,21 +204,21 @@ def run(
         trainer.save_metrics("eval", metrics)
         rows |= {f"validation {k}": metrics[f"eval_{k}"] for k in ("loss", *task.measures) if f"eval_{k}" in metrics}
         rows["checkpoint"] = checkpoint_name(trainer)
-    if "test" in tokens:
-        rows |= score_test(trainer, task, scored["test"])
+    if tests := parts_of_tests(tokens):
+        scores = {name: score_test(trainer, task, scored[name], name) for name in tests}
+        trainer.save_metrics("test", {f"{name}_{key}": score for name in tests for key, score in scores[name].items()})
+        rows |= {f"{name} {key}": score for name in tests for key, score in scores[name].items()}
     if "train" in tokens:
         rows["saved in"] = args.output_dir
     summarize(rows, console)
 
 
-def score_test(trainer: RecoveryTrainer, task: Task, part: ScoredPart) -> dict[str, object]:
-    """Generate the texts of the test, write them in the data's order, and score them; rows of the summary."""
+def score_test(trainer: RecoveryTrainer, task: Task, part: ScoredPart, name: str) -> dict[str, float | str]:
+    """Generate the texts of the test `name`, write them in the data's order, and score them."""
     args = trainer.args
     args.predict_with_generate, trainer.compute_metrics = True, None
-    texts = part.decode(trainer.predict(part.tokens, metric_key_prefix="test").predictions)
-    scores = task.score(texts, part.references)
-    trainer.save_metrics("test", {f"test_{name}": value for name, value in scores.items()})
+    texts = part.decode(trainer.predict(part.tokens, metric_key_prefix=name).predictions)
     if args.should_save:
         lines = "".join(f"{' '.join(texts[i].splitlines())}\n" for i in np.argsort(part.order))
-        Path(args.output_dir, f"test_{task.outputs}.txt").write_text(lines, encoding="utf-8")
-    return {f"test {name}": value for name, value in scores.items()}
+        Path(args.output_dir, f"{name}_{task.outputs}.txt").write_text(lines, encoding="utf-8")
+    return task.score(texts, part.references)

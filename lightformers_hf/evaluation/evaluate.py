@@ -100,8 +100,7 @@ class Evaluation:
                 table.add_row(label, *cells)
 
         def above(model: float, teacher: float) -> str:
-            found = self.difference
-            return f"{model - teacher:+.1f}" + (f" ({found.low:+.1f} to {found.high:+.1f})" if found else "")
+            return str(self.difference or f"{model - teacher:+.1f}")
 
         def smaller(model: float, teacher: float) -> str:
             return f"{teacher / model:.2f}x smaller"

@@ -83,6 +83,9 @@ class Difference:
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.bleu:+.1f} ({self.low:+.1f} to {self.high:+.1f})"
+
 
 def bleu_difference(
     predictions: list[str], others: list[str], references: list[str], *, resamples: int = 1000, seed: int = 12345

@@ -45,6 +45,9 @@ def test_translation(tmp_path, tiny_marian, parallel_sentences, capsys):
     attention, block, norm = 4 * (d * d + d), 2 * d * ffn + d + ffn, 2 * d
     assert first["parameters"] == words * d + 3 * attention + 2 * block + 5 * norm
     assert "taught" in capsys.readouterr().out
+    (interval,) = taught["bleu_to_first"]
+    assert interval["bleu"] == pytest.approx(taught["bleu"] - first["bleu"])
+    assert interval["low"] <= interval["bleu"] <= interval["high"]
 
     scores = out / "first" / "test_results.json"
     scores.write_text(json.dumps({"test_bleu": 12.5, "test_chrf": 3.0}))
@@ -52,6 +55,42 @@ def test_translation(tmp_path, tiny_marian, parallel_sentences, capsys):
     assert rows(out)[0]["bleu"] == 12.5  # not run again
     with pytest.raises(ValueError, match="results of other options"):
         run(*options, "--seed", 7)
+
+
+def test_the_best_rate_two_tests_and_going_on(tmp_path, tiny_marian, parallel_sentences, capsys):
+    data, other, out = tmp_path / "data.jsonl", tmp_path / "other.jsonl", tmp_path / "runs"
+    data.write_text("".join(json.dumps(pair) + "\n" for pair in parallel_sentences), encoding="utf-8")
+    other.write_text("".join(json.dumps(pair) + "\n" for pair in parallel_sentences[:3]), encoding="utf-8")
+    options = ["translation", "--models", f"taught={tiny_marian}", "--tokenizer-name", tiny_marian, "--seeds", 1, 2]
+    options += ["--learning-rates", 0.5, 1e-6, "--train-file", data, "--validation-file", data, "--test-file", data]
+    options += [other, "--source-lang", "de", "--target-lang", "en", "--output-dir", out, "--max-steps", 4]
+    options += ["--speed-runs", 0, "--max-source-length", 40, "--max-target-length", 40]
+    options += ["--save-strategy", "steps", "--save-steps", 2, "--eval-strategy", "steps", "--eval-steps", 2]
+    run(*options)
+    results = rows(out)
+    assert [(row["seed"], row["rate"]) for row in results] == [(1, 1e-6), (2, 1e-6)]  # the other one destroys it
+    assert (out / "taught-rate-0.5-seed-1").is_dir()
+    assert not (out / "taught-rate-0.5-seed-2").exists()
+    assert min(row["other_bleu"] for row in results) > 80
+    lines = [line.split("│") for line in capsys.readouterr().out.splitlines()]
+    assert [cell.strip() for line in lines for cell in line if cell.strip() in ("data", "other")] == ["data", "other"]
+    for picture in ("curves.png", "curves-dark.png"):
+        assert (out / picture).stat().st_size > 10_000
+
+    folder = out / "taught-rate-1e-06-seed-2"
+    shutil.rmtree(folder / "checkpoint-4")
+    (folder / "test_results.json").unlink()
+    run(*options)
+    assert "loading optimizer" not in (folder.parent / f"{folder.name}.log").read_text()
+    state = json.loads((folder / "trainer_state.json").read_text())
+    assert [entry["step"] for entry in state["log_history"] if "eval_loss" in entry] == [2, 4]
+    kept = json.loads((folder / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
+    assert kept == state["log_history"][: len(kept)]  # its first half was not done again
+    with pytest.raises(ValueError, match="two parts are called 'data'"):
+        run(*options[: options.index("--test-file") + 1], data, data, *options[options.index("--test-file") + 2 :])
+    at = options.index("--validation-file")
+    with pytest.raises(ValueError, match="give --validation-file"):
+        run(*options[:at], *options[at + 2 :])
 
 
 def test_recipes_their_variants_and_several_seeds(tmp_path, tiny_marian, parallel_sentences, capsys):

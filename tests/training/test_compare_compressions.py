@@ -46,6 +46,7 @@ def test_compares_and_continues(tmp_path, tiny_marian, parallel_sentences):
         for how in (("converted", None), ("random", "distilled"))
     ]
     for row in rows:
+        assert row["bleu_to_teacher"]["low"] <= row["bleu_to_teacher"]["bleu"] <= row["bleu_to_teacher"]["high"]
         report = tmp_path / "runs" / f"ratio-{row['ratio']:g}-{row['method']}" / "model" / "compression.json"
         assert row["parameters"] == json.loads(report.read_text())["parameters_after"]
         assert (json.loads(report.read_text())["options"].get("method") == "paper") == (row["method"] == "paper")
