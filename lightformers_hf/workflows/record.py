@@ -27,7 +27,7 @@ class Recovery:
         parameters, ratio: unique ones, and how many times as many the teacher has.
         before, after, teacher: BLEU on the validation text, greedy: as it was, as it is, and the teacher's.
         sentences: of that text.
-        steps, best_step: trained, and after how many the model is that was kept.
+        steps, best_step: trained, and after how many the model is that was kept; 0: none was better than at first.
         minutes: the training took, in this and in interrupted calls.
         translations: how many sources the teacher translated first.
         settings: how it was trained.
@@ -59,7 +59,8 @@ class Recovery:
         table.add_row("validation BLEU", f"{self.before:.1f} before, {self.after:.1f} after ({lost:+.1f})")
         table.add_row("the teacher's", f"{self.teacher:.1f}, greedy, {self.sentences} sentences")
         table.add_row("parameters", f"{self.parameters:,}, the teacher's / {self.ratio:.1f}")
-        table.add_row("trained", f"{self.steps:,} steps in {self.minutes:.0f} minutes, best after {self.best_step:,}")
+        best = f"best after {self.best_step:,}" if self.best_step else "none better than it was: more minutes help"
+        table.add_row("trained", f"{self.steps:,} steps in {self.minutes:.0f} minutes, {best}")
         if self.translations:
             table.add_row("the teacher's translations", f"{self.translations:,}")
         return table

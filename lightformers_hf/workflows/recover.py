@@ -82,7 +82,8 @@ def recover(
 ) -> Recovery:
     """Train a compressed model with its teacher for about so many minutes, with settings that it chooses itself.
 
-    The model with the best BLEU on the validation text is kept. An interrupted call goes on when it is made again.
+    The model with the best BLEU on the validation text is kept, which may be the one it began with. An interrupted
+    call goes on when it is made again.
 
     Args:
         light: the compressed checkpoint, a folder or a name on the Hub.
@@ -346,7 +347,12 @@ class Run:
             result = train(trainer, checkpoint)
         copy_report(str(self.light), self.output)
         state = trainer.state
-        best = max((entry for entry in state.log_history if "eval_bleu" in entry), key=lambda e: e["eval_bleu"])
+        start = {"eval_bleu": record["before"], "step": 0}
+        scored = [entry for entry in state.log_history if "eval_bleu" in entry]
+        best = max([*scored, start], key=lambda entry: entry["eval_bleu"])  # few steps may do harm
+        if best is start:
+            self.model.load_state_dict(load_trainable(str(resolve_source(self.light))).state_dict())
+            self.model.save_pretrained(self.output)
         return Recovery(
             output=str(self.output),
             parameters=parameters,

@@ -1,14 +1,17 @@
 """Recovery by one call: its settings, what it leaves, that it goes on, and what it refuses."""
 
+import io
 import json
 
 import pytest
+import torch
+from rich.console import Console
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import convert
 from lightformers_hf.files import read_json
 from lightformers_hf.recovery import progress
-from lightformers_hf.workflows.recover import recover
+from lightformers_hf.workflows.recover import Run, recover
 from lightformers_hf.workflows.settings import choose_settings, plan_steps, sentences_in, worth_translating
 
 BASE = choose_settings(4, 256, same_width=True, bf16=False, on_cpu=True)
@@ -98,6 +101,17 @@ def test_a_recovery_goes_on_where_it_was_interrupted(place, tiny_marian, tmp_pat
         recover(place / "light", output, **options(place, tiny_marian))
     again = recover(place / "light", output, overwrite=True, **options(place, tiny_marian, minutes=0.01))
     assert again.steps >= 1
+
+
+def test_a_training_that_does_harm_is_not_kept(place, tiny_marian, tmp_path, monkeypatch):
+    monkeypatch.setattr(Run, "measure", lambda *_: (101.0, 0.01))  # better than any
+    found = recover(place / "light", tmp_path / "out", **options(place, tiny_marian))
+    assert (found.after, found.best_step) == (101.0, 0)
+    written, before = (AutoModelForSeq2SeqLM.from_pretrained(path) for path in (tmp_path / "out", place / "light"))
+    torch.testing.assert_close(written.state_dict(), before.state_dict())
+    console = Console(record=True, file=io.StringIO(), width=160)
+    console.print(found.table())
+    assert "none better than it was" in console.export_text()
 
 
 def chosen_dropout(place, ratio):
