@@ -29,6 +29,7 @@ LIBRARIES = ("transformers", "datasets", "huggingface_hub")  # each has levels a
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 # A file or a folder, which the shell completes, or a name on the Hub.
 PLACE = click.Path()
+ROOM = 120  # columns of a table in a file or a pipe
 SEED = click.IntRange(0, 2**32 - 1)  # what numpy takes
 
 
@@ -53,7 +54,10 @@ class Answer:
         if self.draw is not None:
             from rich.console import Console
 
-            self.draw(Console())
+            console = Console()
+            if not (console.is_terminal or "COLUMNS" in os.environ):
+                console.width = ROOM
+            self.draw(console)
         for line in self.lines:
             click.echo(line)
 

@@ -11,17 +11,13 @@ from rich.table import Table
 
 from .report import DENSE, OWN_TEXT, CompressionReport
 
-ROOM = 120  # columns of a file or a pipe
-
 
 def print_report(report: CompressionReport, console: Console, *, matrices: bool = True) -> None:
     """The plan as tables: every matrix (unless `matrices` is false), then the totals, then what to know of them."""
-    if not console.is_terminal:
-        console.width = ROOM
     if matrices:
         console.print(matrix_table(report))
         print_line(
-            console, "\nbefore, after: parameters. energy: share of Σσ² kept. error: norm of the loss, relative."
+            console, "\nbefore, after: parameters. energy: share of Σσ² kept. error: norm of what is lost, relative."
         )
         print_line(console, f"Energy and error: {report.measure}; of a whole block where it got narrower.\n")
     console.print(totals_table(report))

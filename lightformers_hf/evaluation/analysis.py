@@ -146,7 +146,7 @@ def behaviour(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]], *, p
         stack.callback(model.train, training)
         stack.callback(meter.remove)
         model.eval()
-        for batch in tqdm(batches, disable=not progress, unit="batch"):
+        for batch in tqdm(batches, desc="looking inside", disable=not progress, unit="batch"):
             batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
             meter.start({"encoder": batch["attention_mask"] != 0, "decoder": batch["labels"] != -100})
             # Without the head: logits are the largest tensor of all, and nobody looks at them.

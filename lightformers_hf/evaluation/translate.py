@@ -93,7 +93,7 @@ def translate(
     with ExitStack() as stack:
         bar = progress
         if isinstance(bar, bool):
-            bar = stack.enter_context(tqdm(total=len(texts), disable=not bar, unit="text"))
+            bar = stack.enter_context(tqdm(total=len(texts), desc="translating", disable=not bar, unit="text"))
         bar.update(len(texts) - len(filled))
         stack.enter_context(_evaluate_mode(model))
         for start in range(0, len(longest_first), batch_size):

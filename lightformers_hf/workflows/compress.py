@@ -21,6 +21,7 @@ from ..export.engines import deployment_names, load_engine_file
 from ..files import read_json, write_json
 from ..folders import atomic_output, find_foreign, refuse_foreign
 from ..languages import split_language, split_prefix
+from ..loading import hide_bars
 from ..text import load_parallel, load_text
 from .record import RECORD_FILE, claim, find_added
 from .recover import recover
@@ -101,7 +102,8 @@ def compress(
     form = (to, quantization if quantization != "float32" else None)
     options |= {name: value for name, value in languages.items() if value is not None}
     work = Work(str(teacher), output, files, columns, form, options, training | {"report_to": report_to}, progress)
-    work.do()
+    with hide_bars():
+        work.do()
     return work.results()
 
 

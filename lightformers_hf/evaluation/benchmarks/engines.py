@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from rich import box
 from rich.markup import escape
 from rich.table import Table
 from tqdm.auto import tqdm
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 BASELINE = "ctranslate2-int8"  # of the teacher: what its users deploy
 SOURCE_TOKENS = 25
+RUN_DONE = "run done\n"  # what the process that measures says of each
 SHORTLISTED = "+shortlist"  # behind the name of a form
 
 
@@ -106,7 +108,8 @@ class EngineComparison:
             setting = (timing.cores, timing.batch_size, timing.beams)
             if setting not in tables:
                 cores = f"{timing.cores} core{'s' * (timing.cores > 1)}"
-                tables[setting] = table = Table(title=f"{cores}, batch {timing.batch_size}, beam {timing.beams}")
+                title = f"{cores}, batch {timing.batch_size}, beam {timing.beams}"
+                tables[setting] = table = Table(title=title, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
                 table.add_column("engine", overflow="fold", min_width=len(BASELINE))
                 table.add_column("model", overflow="fold", min_width=8)
                 for column in ("tokens/s", "same", "int8", "MB", *(("BLEU", "chrF") if self.data else ())):
@@ -173,16 +176,15 @@ def compare_engines(
     if data is not None:
         source, target = find_columns(teacher, source, target)
         pairs = load_parallel(data, source=source, target=target, split="test", max_samples=max_samples)
-    steps = len(names) * len(forms) * (1 if pairs is None else 2) + len(cores)
+    steps = len(names) * len(forms) * ((1 if pairs is None else 2) + len(cores) * settings.runs_of_each)
     with tempfile.TemporaryDirectory() as work, tqdm(total=steps, disable=not progress, unit="step") as bar:
         text = (shortlist, source, target)
         deployed = [_deploy(label, names[label], form, Path(work), text, bar) for label in names for form in forms]
         comparison = EngineComparison(list(names), deployed, [], new_tokens, sentences, data)
         inputs = _inputs(names, pairs, settings.most_sentences)
         for count in settings.cores:
-            bar.set_description(f"measure on {count} cores")
-            comparison.timings += _measure_speed(deployed, inputs, count, settings)
-            bar.update()
+            bar.set_description(f"measure on {count} core{'s' * (count > 1)}")
+            comparison.timings += _measure_speed(deployed, inputs, count, settings, bar)
         _add_ratios(comparison.timings, comparison.models[0])
         if pairs is not None:
             _add_quality(comparison, names, pairs, settings, bar)
@@ -215,6 +217,11 @@ class Settings:
             values = list(value) if isinstance(value, tuple) else [value]
             if not values or min(values) < 1:
                 raise ValueError(f"{name} is {values}: expected numbers of 1 or more")
+
+    @property
+    def runs_of_each(self) -> int:
+        """Runs of one model on so many cores."""
+        return self.runs * len(self.batch_sizes) * len(self.beams)
 
     @property
     def most_sentences(self) -> int:
@@ -288,8 +295,8 @@ def _inputs(names: dict[str, str], pairs: Dataset | None, count: int) -> dict[st
     return {label: tokenizer(chosen)["input_ids"] for label, tokenizer in tokenizers.items()}
 
 
-def _measure_speed(deployed: list[Deployed], inputs: dict, cores: int, settings: Settings) -> list[Timing]:
-    """What a process with so many cores measures."""
+def _measure_speed(deployed: list[Deployed], inputs: dict, cores: int, settings: Settings, bar: tqdm) -> list[Timing]:
+    """What a process with so many cores measures; the bar moves with every run."""
     task = {
         "models": {place.key: [place.folder, inputs[place.model]] for place in deployed},
         "cores": cores,
@@ -304,26 +311,30 @@ def _measure_speed(deployed: list[Deployed], inputs: dict, cores: int, settings:
         "OMP_WAIT_POLICY": "PASSIVE",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    child = subprocess.run(
-        [sys.executable, "-c", "from lightformers_hf.evaluation.benchmarks.engines import _measure; _measure()"],
-        input=json.dumps(task),
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-    )
-    if child.returncode:
-        last = (child.stderr.strip() or "no message").splitlines()[-1]
-        raise ValueError(f"the process that measures on {cores} cores failed: {last}")
+    command = "from lightformers_hf.evaluation.benchmarks.engines import _measure; _measure()"
+    with tempfile.TemporaryFile("w+") as work, tempfile.TemporaryFile("w+") as errors:
+        json.dump(task, work)
+        work.seek(0)
+        streams: dict[str, Any] = {"stdin": work, "stdout": subprocess.PIPE, "stderr": errors, "text": True}
+        with subprocess.Popen([sys.executable, "-c", command], env={**os.environ, **environment}, **streams) as child:
+            found = ""
+            for line in child.stdout:
+                bar.update(line == RUN_DONE)
+                found = line
+        if child.returncode:
+            errors.seek(0)
+            last = (errors.read().strip() or "no message").splitlines()[-1]
+            raise ValueError(f"the process that measures on {cores} cores failed: {last}")
     by_key = {place.key: place for place in deployed}
     return [
         Timing(by_key[key].model, by_key[key].form, cores, size, count, speed_of([tuple(run) for run in timed]))
-        for size, count, key, timed in json.loads(child.stdout.splitlines()[-1])
+        for size, count, key, timed in json.loads(found)
     ]
 
 
 def _measure() -> None:
-    """The process of `_measure_speed`: a task on stdin, `[[batch size, beams, model, [(tokens, seconds), …]], …]`
-    on stdout.
+    """The process of `_measure_speed`: a task on stdin; a line after every run, and in the end
+    `[[batch size, beams, model, [(tokens, seconds), …]], …]`, on stdout.
     """
     task = json.load(sys.stdin)
     engines = {key: load_engine(folder, threads=task["cores"]) for key, (folder, _) in task["models"].items()}
@@ -332,7 +343,7 @@ def _measure() -> None:
         actions = {}
         for key, (_, ids) in task["models"].items():
             batches = [[sentence] for sentence in ids[: task["sentences"]]] if size == 1 else [ids[:size]]
-            _time_run(engines[key], batches[:1], beams, task["new_tokens"])
+            engines[key].generate(batches[0], num_beams=beams, forced_length=task["new_tokens"])
             actions[key] = partial(_time_run, engines[key], batches, beams, task["new_tokens"])
         found += [[size, beams, key, timed] for key, timed in take_turns(actions, runs=task["runs"]).items()]
     print(json.dumps(found))
@@ -344,6 +355,7 @@ def _time_run(engine: Engine, batches: list[list[list[int]]], beams: int, new_to
     for batch in batches:
         engine.generate(batch, num_beams=beams, forced_length=new_tokens)
     seconds = time.perf_counter() - start
+    print(RUN_DONE, end="", flush=True)
     return sum(map(len, batches)) * new_tokens, seconds
 
 

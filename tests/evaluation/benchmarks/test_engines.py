@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from lightformers_hf import StudyOptions, convert
-from lightformers_hf.evaluation.benchmarks.engines import compare_engines
+from lightformers_hf.evaluation.benchmarks.engines import Deployed, EngineComparison, Timing, compare_engines
+from lightformers_hf.evaluation.speed import Speed
 from lightformers_hf.export.engines import deployment_names
 
 FORMS = deployment_names()
@@ -70,6 +71,23 @@ def test_every_model_in_every_form_and_setting(tiny_marian, student, data):
     assert "1 core, batch 3, beam 2" in text
     assert (
         json.loads(json.dumps(comparison.to_dict()))["timings"][0]["speed"]["runs"] == comparison.timings[0].speed.runs
+    )
+
+
+def test_a_table_fits_a_terminal():
+    speed = Speed(293.0, [293.0], 250)
+    places = [
+        Deployed(name, form, "", 10_600_000, 40.2, 60.1) for name in ("opus-mt-de-en", "small") for form in FORMS
+    ]
+    timings = [Timing(place.model, place.form, 1, 1, 1, speed, 10.01, 10.02) for place in places]
+    comparison = EngineComparison(["opus-mt-de-en", "small"], places, timings, 25, 10, "test.jsonl", 1, 500)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(*comparison.tables())
+    rows = [line for line in console.file.getvalue().splitlines() if "293" in line]
+    assert len(rows) == len(places)
+    assert all(
+        row.split()[1:] == [place.model, "293", "10.01x", "10.02x", "10.6", "40.2", "60.1"]
+        for row, place in zip(rows, places, strict=True)
     )
 
 
