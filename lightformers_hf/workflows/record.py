@@ -60,7 +60,7 @@ class Recovery:
         table.add_row("the teacher's", f"{self.teacher:.1f}, greedy, {self.sentences} sentences")
         table.add_row("parameters", f"{self.parameters:,}, the teacher's / {self.ratio:.1f}")
         best = f"best after {self.best_step:,}" if self.best_step else "none better than it was: more minutes help"
-        table.add_row("trained", f"{self.steps:,} steps in {self.minutes:.0f} minutes, {best}")
+        table.add_row("trained", f"{self.steps:,} steps in {self.minutes:.1f} minutes, {best}")
         if self.translations:
             table.add_row("the teacher's translations", f"{self.translations:,}")
         return table

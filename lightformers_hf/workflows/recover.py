@@ -353,6 +353,7 @@ class Run:
         if best is start:
             self.model.load_state_dict(load_trainable(str(resolve_source(self.light))).state_dict())
             self.model.save_pretrained(self.output)
+            self.say("no validation was better than at first: the model stays as it was, more minutes help")
         return Recovery(
             output=str(self.output),
             parameters=parameters,

@@ -43,6 +43,12 @@ def test_steps_fill_the_time(seconds, step, evaluation, epoch, expected):
     assert 1 <= settings.warmup_steps <= 100
 
 
+def test_few_steps_are_small():
+    for seconds in (70, 300, 500, 3000):
+        settings = plan_steps(BASE, seconds, 1.0, 10, 1000)
+        assert settings.learning_rate == pytest.approx(BASE.learning_rate * min(1, settings.steps / 600))
+
+
 def test_a_validation_keeps_to_its_time():
     assert [sentences_in(seconds, 0.1, 500) for seconds in (10, 100, 10_000)] == [50, 200, 500]
     assert sentences_in(1000, 0.1, 7) == 7
