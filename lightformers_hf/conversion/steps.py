@@ -9,11 +9,15 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from ..processors import give_back_memory
+
 logger = logging.getLogger(__name__)
 
 
 class Step(tqdm):
     """A bar, over items or as a context; at its end the log (INFO) says the seconds on the clock and of processors.
+
+    What was freed until then goes back to the system.
 
     Args:
         name: of the step.
@@ -31,12 +35,13 @@ class Step(tqdm):
 
     def __iter__(self) -> Iterator[Any]:
         yield from super().__iter__()
-        self._log()
+        self._end()
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
-        self._log()
+        self._end()
 
-    def _log(self) -> None:
+    def _end(self) -> None:
+        give_back_memory()
         clock, processor = time.perf_counter() - self._begun[0], time.process_time() - self._begun[1]
         logger.info("%s took %.1f s, %.1f s of processor time", self._name, clock, processor)

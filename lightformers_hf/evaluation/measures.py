@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
-from lightformers_hf.conversion.forms.svd import decompose
+from lightformers_hf.conversion.forms import svd
 from lightformers_hf.models.matrices import factors_of, matrices_of
 
 from ..files import as_kind, read_json
@@ -73,10 +73,10 @@ def singular_values(name: str, left: Tensor, right: Tensor | None = None) -> Ten
         ValueError: NaN or infinity in a matrix; the message has its `name`.
     """
     if right is None:
-        return decompose(left.cpu(), name=name).singular_values
+        return svd.singular_values(left.cpu(), name=name)
     # The product's orthonormal factors on the outside change no singular value: what is inside is r×r.
     left, right = (torch.linalg.qr(factor.cpu().double(), mode="r").R for factor in (left, right.T))
-    return decompose(left @ right.T, name=name).singular_values
+    return svd.singular_values(left @ right.T, name=name)
 
 
 def read_log(file: Path) -> list[dict[str, float]]:

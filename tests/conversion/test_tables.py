@@ -14,7 +14,7 @@ pytestmark = pytest.mark.quick
 
 def printed(report) -> list[str]:
     file = io.StringIO()
-    print_report(report, Console(file=file))
+    print_report(report, Console(file=file, width=120))
     return file.getvalue().splitlines()
 
 

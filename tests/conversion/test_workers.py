@@ -205,6 +205,10 @@ def test_a_shelf_gives_back_what_it_got():
         assert shelf[key].dtype == tensor.dtype
     assert "other" not in shelf
     assert shelf.room < 100
+    for key in tensors:
+        del shelf[key]
+        assert key not in shelf
+    assert shelf.room == 100
 
 
 def test_sums_do_not_depend_on_where_they_are_kept():
@@ -217,3 +221,7 @@ def test_sums_do_not_depend_on_where_they_are_kept():
         torch.testing.assert_close(moments.inputs, together.T @ together, atol=1e-4, rtol=1e-4)
         moments.inputs = torch.diag(torch.arange(700.0))
         assert torch.equal(moments.inputs, torch.diag(torch.arange(700.0)))
+        moments.forget("inputs")
+        assert moments.finite("inputs")
+        moments.add_rows("inputs", torch.ones(1, 700))
+        assert torch.equal(moments.inputs, torch.ones(700, 700))

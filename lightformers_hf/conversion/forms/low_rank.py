@@ -18,7 +18,7 @@ from ..sharing.groups import STACKS, find_matrices
 from ..sharing.originals import short_name
 from ..statistics.metric import Metric
 from .form import Built, Form, Measure, Setting, commonest, register_form, to_store
-from .svd import Factors, Spectrum, decompose, rescale
+from .svd import Factors, Spectrum, decompose, rescale, singular_values
 
 
 @register_form
@@ -79,13 +79,15 @@ class LowRank(Form):
 
     def spectrum(self, rank: int | None = None) -> Spectrum:
         """Its singular values in the metric of the calibration; a rank known beforehand makes that cheaper."""
+        return decompose(self._weighed(), name=short_name(self.name), rank=rank)
+
+    def _weighed(self) -> Tensor:
         metric, matrix = self._metric, self.originals.matrix(self.name)
-        weighed = matrix if metric is None else metric.weigh(matrix)
-        return decompose(weighed, name=short_name(self.name), rank=rank)
+        return matrix if metric is None else metric.weigh(matrix)
 
     @cached_property
     def _singular_values(self) -> Tensor:
-        return self.spectrum().singular_values.cpu()
+        return singular_values(self._weighed(), name=short_name(self.name)).cpu()
 
     def choices(self, measure: Measure) -> Choices:
         """Every rank, and dense."""

@@ -21,7 +21,7 @@ from ..choosing.rules import RankPolicy
 from ..report import MatrixReport
 from ..sharing.groups import STACKS
 from ..sharing.originals import short_name
-from ..statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, damped_root
+from ..statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, damp, damped_root
 from .form import Built, Form, Measure, Setting, commonest, find_blocks, register_form, to_store
 
 # Matrices of a network, the last one behind its neurons; without a gate, and with one.
@@ -87,8 +87,7 @@ class Elimination:
     def at(self, width: int, weight: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
         """The `width` neurons that stay, ascending, and the second matrix regressed onto them (width×n)."""
         kept = self.order[len(self.order) - width :].sort().values
-        root = damped_root(moment.double(), INPUT_DAMPING)  # as above: neurons that never fire leave C singular
-        across = root[kept] @ root.T
+        across = damp(moment.double(), INPUT_DAMPING)[0][kept]  # as above: neurons that never fire leave C singular
         return kept, torch.linalg.solve(across[:, kept], across @ weight.double())
 
 

@@ -141,12 +141,17 @@ class Calibration:
     def inputs(self, names: list[str]) -> tuple[Tensor, Tensor]:
         """E[xᵀx] and E[x] of one matrix that serves as each of the modules `names`."""
         parts = [self.moments[name] for name in names]
-        second = torch.stack([part.inputs.double() / part.count for part in parts]).mean(0)
-        return second, torch.stack([part.vectors["mean"].double() / part.count for part in parts]).mean(0)
+        second = _mean([part.inputs.double().div_(part.count) for part in parts])
+        return second, _mean([part.vectors["mean"].double() / part.count for part in parts])
+
+    def forget_inputs(self) -> None:
+        """Let go of the inputs' second moments, half of all that is kept: only choosing and building need them."""
+        for moments in self.moments.values():
+            moments.forget("inputs")
 
     def gradients(self, names: list[str]) -> Tensor:
         """G, of one matrix that serves as each of the modules `names`."""
-        return torch.stack([self.moments[name].gradients.double() for name in names]).sum(0) / self.target_tokens
+        return _mean([self.moments[name].gradients.double() for name in names]).mul_(len(names) / self.target_tokens)
 
     def metric(self, names: list[str], kind: str, has_bias: bool, weighting: str = "loss") -> Metric:
         """The norm in which one matrix that serves as each of the modules `names` is to be approximated.
@@ -205,6 +210,11 @@ class Calibration:
             if source is not None:
                 return source.removesuffix(".weight")
         return module_name
+
+
+def _mean(tensors: list[Tensor]) -> Tensor:
+    """Their mean; of one, itself."""
+    return tensors[0] if len(tensors) == 1 else torch.stack(tensors).mean(0)
 
 
 def stream_of(name: str) -> str:

@@ -60,18 +60,29 @@ def damped_weights(squares: Tensor, damping: float) -> Tensor:
 
 def damped_root(moment: Tensor, damping: float) -> Tensor:
     """L with L·Lᵀ = `moment`, damped; a multiple of the identity where nothing was seen."""
+    return damp(moment, damping)[1]
+
+
+def damp(moment: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """A moment with something on its diagonal, and the root L of that.
+
+    Raises:
+        ValueError: it is not finite.
+    """
     size, level = moment.shape[0], moment.diagonal().mean().item()
     if not level > 0:
-        return torch.eye(size, dtype=torch.float64, device=moment.device) * UNSEEN
+        root = torch.eye(size, dtype=torch.float64, device=moment.device) * UNSEEN
+        return root * UNSEEN, root
     # More where rounding has made it indefinite.
     for factor in (1, 10, 100, 1000, 1e4):
         damped = moment.clone()
         damped.diagonal().add_(factor * damping * level)
         root, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
-            return root
+            return damped, root
     if not torch.isfinite(moment).all():
         raise ValueError("the calibration moments are not finite: the model's states or gradients are too large")
     # Where all samples are alike, what is left around their mean is rounding.
     values, vectors = torch.linalg.eigh(moment)
-    return torch.linalg.cholesky(vectors * values.clamp(min=damping * values.abs().max()) @ vectors.T)
+    damped = vectors * values.clamp(min=damping * values.abs().max()) @ vectors.T
+    return damped, torch.linalg.cholesky(damped)

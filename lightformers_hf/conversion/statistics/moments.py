@@ -57,6 +57,11 @@ class Moments:
             strip.addmm_(rows[:, start:end].T, rows[:, :end])
         self._shelf[self._name, what] = flat
 
+    def forget(self, what: str) -> None:
+        """Let go of the `inputs` or `gradients`, if there are any."""
+        if self.sizes.pop(what, None) is not None and (self._name, what) in self._shelf:
+            del self._shelf[self._name, what]
+
     def add(self, what: str, vector: Tensor) -> None:
         """Add to one of the `vectors`."""
         vector = vector.to(self._shelf.device)

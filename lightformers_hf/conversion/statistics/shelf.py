@@ -76,6 +76,14 @@ class Shelf:
                 ) from error
             self._end = max(self._end, self._file.tell())
 
+    def __delitem__(self, key: Hashable) -> None:
+        """Forget a tensor; room in memory is free again, that in the file is not."""
+        if key in self._held:
+            tensor = self._held.pop(key)
+            self.room += tensor.numel() * tensor.element_size()
+        else:
+            del self._places[key]
+
     def __getitem__(self, key: Hashable) -> Tensor:
         if key in self._held:
             return self._held[key]

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightformers_hf.conversion.forms import svd
-from lightformers_hf.conversion.forms.svd import SPLITS, Factors, decompose, rescale
+from lightformers_hf.conversion.forms.svd import SPLITS, Factors, decompose, rescale, singular_values
 from lightformers_hf.conversion.statistics.metric import Metric
 
 pytestmark = pytest.mark.quick
@@ -171,12 +171,23 @@ def test_denormal_values_are_values():
     assert_optimal(weight, 20)
 
 
+@settings(max_examples=20, deadline=None)
+@given(m=st.integers(1, 40), n=st.integers(1, 40), zeros=st.integers(0, 10), seed=st.integers(0, 99))
+def test_singular_values_alone_are_those_of_the_decomposition(m, n, zeros, seed):
+    weight = torch.randn(m, n, generator=torch.Generator().manual_seed(seed))
+    weight[:zeros] = 0
+    true = torch.linalg.svdvals(weight.double())
+    torch.testing.assert_close(singular_values(weight, name="w"), true, rtol=1e-7, atol=1e-6 * true[0].item())
+
+
 @pytest.mark.parametrize(("scale", "size"), [(1e200, "large"), (1e-200, "small")])
 @pytest.mark.parametrize("rank", [None, 1])
 def test_values_whose_squares_leave_float64_are_refused_by_name(scale, size, rank):
     weight = torch.randn(70, 66, generator=torch.Generator().manual_seed(0)).double() * scale
     with pytest.raises(ValueError, match=f"fc1: its values are too {size}"):
         decompose(weight, name="fc1", rank=rank)
+    with pytest.raises(ValueError, match=f"fc1: its values are too {size}"):
+        singular_values(weight, name="fc1")
 
 
 def test_trained_like_matrices_take_the_fast_route(monkeypatch):
