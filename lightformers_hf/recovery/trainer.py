@@ -13,6 +13,7 @@ from transformers.utils import ModelOutput
 
 from .batching import EpochCallback, TokenBatchSampler
 from .losses import distillation_loss, hidden_loss
+from .rates import slow_queries
 
 IGNORED = -100  # the label of padding
 
@@ -60,6 +61,14 @@ class RecoveryTrainer(Seq2SeqTrainer):
         if teacher is not None:
             _check_teacher(self.model, teacher, distillation_alpha, distillation_temperature)
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """As in `Seq2SeqTrainer`, with smaller steps for the queries of a T5 (`slow_queries`)."""
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if is_new:
+            slow_queries(optimizer, self.model)
+        return optimizer
 
     def get_train_dataloader(self) -> DataLoader:
         """Batches within `max_tokens` where that is given, otherwise those of `Seq2SeqTrainer`."""
