@@ -15,7 +15,6 @@ from test_hub import hub  # noqa: F401, a fixture
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_python")]
 SMALLER = {
-    "--size 10MB": "--size 150kB",
     "--minutes 30": "--minutes 0.02",
     "--max-steps 1500": "--max-steps 2 --max-source-length 48 --max-target-length 48",
     "--max-steps 20000": "--max-steps 1",

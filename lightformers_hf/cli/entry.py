@@ -49,7 +49,7 @@ def install_completion(context: click.Context, _: click.Parameter, wanted: bool)
 app = Group(
     NAME,
     help="Make a trained translation or summarization model smaller and faster, and win its quality back.",
-    examples="Example: lightformers compress Helsinki-NLP/opus-mt-de-en small --data train.jsonl --size 40MB",
+    examples="Example: lightformers compress Helsinki-NLP/opus-mt-de-en small --data train.jsonl --ratio 4",
     commands=[
         *(whole.compress, compress.plan, compress.convert, whole.recover, compress.export),
         *(use.translate, use.evaluate, use.compare, use.push, use.demo),

@@ -55,7 +55,7 @@ def recover(light: str, source_lang: str | None, target_lang: str | None, **opti
 @command(
     Argument("teacher", type=PLACE, about="Folder or Hub name of the trained checkpoint."),
     Argument("output", type=FILE, about="The folder for everything that is made."),
-    option("--size", metavar="10MB", help="Bytes of the small model's weights at most."),
+    option("--size", metavar="40MB", help="Bytes of the small model's weights at most, before they are quantized."),
     option("--params", metavar="20M", help="Instead: parameters at most."),
     option("--ratio", type=float, metavar="P", help="Instead: dense / kept parameters. Default: 2."),
     option("--speedup", type=float, metavar="S", help="Instead: times as fast, estimated on this machine."),
@@ -71,7 +71,7 @@ def compress(teacher: str, output: Path, **options: Any) -> Answer:
     The folder gets: recovered (to push), deployed (for the engine), report.html, and what was measured. The same
     command goes on where it was interrupted.
 
-    Example: lightformers compress opus-mt-de-en small --data train.jsonl --size 10MB
+    Example: lightformers compress opus-mt-de-en small --data train.jsonl --ratio 4
     """
     from ..workflows.compress import compress as run
 

@@ -290,7 +290,7 @@ def _show(results: dict, output: Path, console: Console) -> None:
         f"\nPicture: {folder}/{PICTURE}, numbers: {folder}/{RESULTS}. Next:\n"
         f"  echo 'Der Zug nach Prag fährt um 09:20 Uhr ab.' | lightformers translate {folder}/deployed\n"
         f"  lightformers plan {folder}/teacher --ratio 4\n"
-        f"  lightformers compress Helsinki-NLP/opus-mt-de-en small --data yours.jsonl --size 20MB",
+        f"  lightformers compress Helsinki-NLP/opus-mt-de-en small --data yours.jsonl --ratio 4",
         highlight=False,
         soft_wrap=True,
     )
