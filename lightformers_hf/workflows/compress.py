@@ -91,6 +91,7 @@ def compress(
     asked = {"teacher": str(teacher), "data": data, "validation": validation, "test": test, "to": to}
     asked |= {"quantization": quantization} | training | languages | options
     inputs = [teacher, data, validation, test]
+    overwrite = overwrite or is_only_planned(output)
     record = claim(output, asked, file=PLAN_FILE, overwrite=overwrite, inputs=inputs)
     if overwrite:
         check_parts(output)
@@ -205,6 +206,11 @@ class Work:
         results = [self.output / "results.json"]
         page = report_page(self.light, teacher=self.teacher, data=self.files.test, results=results, **self.named)
         (self.output / "report.html").write_text(page, encoding="utf-8")
+
+
+def is_only_planned(output: Path) -> bool:
+    """Whether an earlier call, whose wish perhaps could not be met, made nothing in `output` but plan and texts."""
+    return {path.name for path in output.glob("*")} - {"data"} == {PLAN_FILE}
 
 
 def is_complete(part: Path) -> bool:

@@ -116,3 +116,13 @@ def test_what_is_refused_leaves_nothing(tiny_marian, data, tmp_path, changes, me
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         compress(tiny_marian, tmp_path / "small", **asked)
     assert not (tmp_path / "small").exists()
+
+
+def test_what_cannot_be_met_is_asked_for_anew(tiny_marian, data, tmp_path, monkeypatch):
+    asked = {"data": data, "minutes": 0.01, "progress": False}
+    with pytest.raises(ValueError, match="cannot be met"):
+        compress(tiny_marian, tmp_path / "small", size="1kB", **asked)
+    monkeypatch.setattr(Work, "do", interrupt)
+    with pytest.raises(KeyboardInterrupt):  # so it is not refused
+        compress(tiny_marian, tmp_path / "small", ratio=2.0, **asked)
+    assert read_json(tmp_path / "small" / "compress.json")["asked"]["ratio"] == 2.0
