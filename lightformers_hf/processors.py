@@ -6,6 +6,7 @@ import ctypes
 import sys
 import time
 from functools import cache
+from pathlib import Path
 from typing import Self
 
 import psutil
@@ -51,6 +52,21 @@ def give_back_memory() -> None:
             trim(0)
 
 
+def free_memory() -> float:
+    """Bytes that a process can still have, of the machine's and of its container's (Linux, control groups)."""
+    free = float(psutil.virtual_memory().available)
+    for most, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limit, taken = (float(Path("/sys/fs/cgroup", name).read_text()) for name in (most, used))
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+        free = min(free, limit - taken)
+    return max(free, 0.0)
+
+
 def _clocks() -> tuple[float, float, float]:
     """Seconds: on the wall, of work of all cores together, of this process's part of it."""
     times = psutil.cpu_times()
@@ -61,11 +77,11 @@ def _clocks() -> tuple[float, float, float]:
 @cache
 def bf16_is_faster() -> bool:
     """Whether this processor multiplies matrices faster in bfloat16 than in float32: many do it in software."""
-    return _seconds(torch.bfloat16) < 0.8 * _seconds(torch.float32)
+    return product_seconds(torch.bfloat16) < 0.8 * product_seconds(torch.float32)
 
 
-def _seconds(dtype: torch.dtype) -> float:
-    """The shortest of some multiplications."""
+def product_seconds(dtype: torch.dtype) -> float:
+    """What a product of two matrices 512×512 takes here, the shortest of some."""
     x = torch.ones(512, 512, dtype=dtype)
     times = []
     for _ in range(10):

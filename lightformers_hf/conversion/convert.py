@@ -5,6 +5,7 @@ load → trim → shorten → share → measure → choose → build → refit �
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..folders import atomic_output, check_output
@@ -23,6 +25,7 @@ from ..processors import IdleThreads
 from .card import write_card
 from .choosing.choose import check_choices, choose, find_units
 from .choosing.limits import estimate_speedup
+from .forecast import forecast
 from .forms.form import Built, Form, Setting, all_forms
 from .options import CompressionOptions, StudyOptions, needs_calibration, settle
 from .others import other_tensors
@@ -153,6 +156,8 @@ def compress(
 
     calibration, sentences = None, []
     if calibrates:
+        if progress:
+            tqdm.write(str(forecast(dense, options)), file=sys.stderr)
         calibration, sentences = measure(whole, teacher, options, study, device=device, progress=progress)
     originals = merge_layers(originals, calibration, study)
     units = find_units(originals, options, study)

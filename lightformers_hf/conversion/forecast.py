@@ -1,0 +1,79 @@
+"""What a conversion on sample text will take, said before it begins: minutes and memory, from shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from ..models.matrices import product_of
+from ..processors import free_memory, product_seconds
+from .options import CompressionOptions
+from .sharing.groups import find_matrices
+from .statistics.calibration import LOGIT_ROWS
+from .statistics.samples import SAMPLES
+from .statistics.shelf import ROOM
+from .statistics.synthesis import LONGEST, SHORTEST, SOURCES
+
+# Tokens of a sentence of the user's text, about.
+SENTENCE = 25
+# Seconds of one core for 10⁹ of: multiplications of layers with tokens, of the output layer with target tokens, cubes
+# of the longer sides of matrices. From `lightformers benchmark conversion --whole` for opus-mt and FLAN-T5-base, where
+# a product of two matrices 512×512 in float32 took so many seconds.
+LAYERS, LOGITS, ALGEBRA, PRODUCT = 0.18, 0.44, 0.23, 1.9e-3
+# Bytes of the libraries and what they keep; copies of the model in float32: the teacher, the result twice.
+LIBRARIES, COPIES = 9e8, 3
+BEGINNING = 8.0  # seconds, to load
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a conversion takes, within a factor of one and a half or so.
+
+    Attributes:
+        seconds: on the clock, where no other program works.
+        bytes: memory at its peak.
+        free: what there is of it.
+    """
+
+    seconds: float
+    bytes: float
+    free: float
+
+    def __str__(self) -> str:
+        tens = max(1, round(self.seconds / 10)) * 10
+        time = f"{self.seconds / 60:.0f} minutes" if self.seconds > 90 else f"{tens} seconds"
+        line = f"This takes about {time} and {self.bytes / 1e9:.1f} GB of memory."
+        if self.bytes <= self.free:
+            return line
+        return (
+            f"{line} Only {self.free / 1e9:.1f} GB are free, so it may be ended half-way; --method paper needs least."
+        )
+
+
+def forecast(dense: PreTrainedModel, options: CompressionOptions) -> Forecast:
+    """What the default conversion of a model takes on this machine, at as many threads as PyTorch has.
+
+    Args:
+        dense: skeleton of the model before anything gets smaller.
+        options: how many sentences it is measured on, and whether they are the user's.
+    """
+    own = options.calibration is None
+    number = options.calibration_samples or (SOURCES if own else SAMPLES)
+    tokens = number * ((SHORTEST + LONGEST) / 2 if own else SENTENCE)
+    layers = logits = cubes = squares = 0.0
+    for name, kind in find_matrices(dense):
+        m, n = product_of(dense.get_submodule(name)).shape
+        if kind == "embedding":
+            logits = max(logits, m * n)
+            continue
+        layers += m * n
+        cubes += max(m, n) ** 3
+        squares += m * m + n * n
+    work = LAYERS * tokens * layers + LOGITS * tokens * logits + ALGEBRA * cubes
+    seconds = BEGINNING + work / 1e9 * product_seconds(torch.float32) / PRODUCT / torch.get_num_threads()
+    words = dense.get_input_embeddings().num_embeddings
+    at_once = 4 * max(5 * LOGIT_ROWS * words, 4 * logits)  # logits and their gradients; the table in float64, twice
+    weights = 4 * (layers + logits)
+    return Forecast(seconds, LIBRARIES + COPIES * weights + min(ROOM, 2 * squares) + at_once, free_memory())
