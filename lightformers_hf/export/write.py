@@ -112,11 +112,11 @@ class ExportReport:
             lines.append(f"The heads of {self.narrowed_attentions} attentions were narrowed to their rank, exactly.")
         if self.shortlist is not None:
             lines += self.shortlist.lines()
-        if own_way := load_engine_file(self.engine).describe_loading(Path(output)):
-            lines.append(f"Load it: {own_way}.")
         lines.append(
-            f"Or: lightformers translate {output}; in Python lightformers_hf.export.load_engine({str(output)!r})."
+            f"Try it: lightformers translate {output}; in Python lightformers_hf.export.load_engine({str(output)!r})."
         )
+        if own_way := load_engine_file(self.engine).describe_loading(Path(output)):
+            lines.append(f"Without this package: {own_way}.")
         return lines
 
 

@@ -58,7 +58,9 @@ def test_a_new_engine_is_its_file(add_engine, tmp_path):
     model.save_pretrained(tmp_path / "model")
     report = export(tmp_path / "model", tmp_path / "out", to="echo")
     assert (report.difference, report.multiplied_out) == (0.0, 0)
-    assert f"Load it: torch, from {tmp_path / 'out'}." in report.lines(tmp_path / "out")
+    lines = report.lines(tmp_path / "out")
+    assert lines[-1] == f"Without this package: torch, from {tmp_path / 'out'}."
+    assert lines[-2].startswith("Try it: lightformers translate")
     assert json.loads((tmp_path / "out" / "export.json").read_text())["engine"] == "echo"
     engine = load_engine(tmp_path / "out")
     (found,) = engine.generate([[9, 17, 5, 2]], num_beams=1, max_new_tokens=6)
