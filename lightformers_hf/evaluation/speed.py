@@ -138,7 +138,7 @@ def take_turns(actions: Mapping[str, Callable[[], T]], *, runs: int, progress: b
         for run in range(runs):
             first = run % len(names)
             for name in names[first:] + names[:first]:
-                bar.set_description(name, refresh=False)
+                bar.set_description(f"measuring {name}", refresh=False)
                 results[name].append(actions[name]())
                 bar.update()
     return results
