@@ -67,15 +67,16 @@ def refit(
     Args:
         model: its skeleton.
         calibration: of the teacher, whose model it holds.
-        tensors: before.
+        tensors: before. The dictionary is empty afterwards: the student has copies.
         built: what its matrices have become.
     """
-    student = type(model)(model.config)
+    student, names = type(model)(model.config), list(tensors)
     load_tensors(student, {name: tensor.float() for name, tensor in tensors.items()})
+    tensors.clear()
     student = student.eval().to(calibration.model.device)
     refit_layers(student, calibration.model, calibration, built, progress=progress)
     state = student.state_dict()
-    return {name: state[name].cpu() for name in tensors}
+    return {name: state[name].cpu() for name in names}
 
 
 @torch.no_grad()
