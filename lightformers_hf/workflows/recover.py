@@ -212,7 +212,7 @@ class Run:
         pairs = self.training_pairs(count)
         step_seconds, epoch_steps = self.time_steps(pairs, settings)
         left = max(60 * minutes - (time.monotonic() - start), 0.25 * 60 * minutes)
-        settings = plan_steps(settings, left, step_seconds, evaluation_seconds, epoch_steps)
+        settings = plan_steps(settings, left, step_seconds, evaluation_seconds, epoch_steps, ratio=self.ratio)
         self.say(
             f"BLEU {before:.1f}, the teacher's {teacher:.1f}; {settings.steps:,} steps, {step_seconds:.2f} s each, "
             f"learning rate {settings.learning_rate:.2g}, "

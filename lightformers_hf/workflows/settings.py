@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 FAR = 5.0
 # Widths between the models that settings were measured on and others: larger ones take smaller steps.
 MEASURED_WIDTH = 256
-# Fewer steps are taken smaller: 60 at ratio 4 brought 37.7 BLEU to 36.0 at 1e-3, to 37.4 at 3e-4, to 38.8 at 1e-4.
+# Near its teacher, few large steps do a model harm; far from it, it needs them (RESULTS.md, "Recovered").
 FULL_RATE_STEPS = 600
 # Shares of the time: for the teacher's translations, and for validation.
 FOR_TRANSLATIONS, FOR_VALIDATION = 0.25, 0.15
@@ -60,10 +60,16 @@ def choose_settings(ratio: float, width: int, *, same_width: bool, bf16: bool, o
 
 
 def plan_steps(
-    settings: RecoverySettings, seconds: float, step_seconds: float, evaluation_seconds: float, epoch_steps: int
+    settings: RecoverySettings,
+    seconds: float,
+    step_seconds: float,
+    evaluation_seconds: float,
+    epoch_steps: int,
+    *,
+    ratio: float,
 ) -> RecoverySettings:
-    """The settings with the steps of a training that takes about so many seconds, validation included; of fewer than
-    600 steps, with a learning rate as much lower.
+    """The settings with the steps of a training that takes about so many seconds, validation included; below ratio 5,
+    of fewer than 600 steps, with a learning rate as much lower.
 
     Args:
         step_seconds, evaluation_seconds: as measured.
@@ -73,7 +79,7 @@ def plan_steps(
     steps = int((seconds - evaluations * evaluation_seconds) / step_seconds)
     eval_steps = max(1, min(steps, MOST_EPOCHS * epoch_steps) // evaluations)
     steps = eval_steps * evaluations
-    rate = settings.learning_rate * min(1.0, steps / FULL_RATE_STEPS)
+    rate = settings.learning_rate * (min(1.0, steps / FULL_RATE_STEPS) if ratio < FAR else 1.0)
     warmup_steps = max(1, min(100, steps // 10))
     return replace(settings, learning_rate=rate, steps=steps, warmup_steps=warmup_steps, eval_steps=eval_steps)
 

@@ -37,16 +37,17 @@ def test_settings_are_those_that_were_measured():
     ],
 )
 def test_steps_fill_the_time(seconds, step, evaluation, epoch, expected):
-    settings = plan_steps(BASE, seconds, step, evaluation, epoch)
+    settings = plan_steps(BASE, seconds, step, evaluation, epoch, ratio=4)
     assert (settings.steps, settings.eval_steps) == expected
     assert settings.steps % settings.eval_steps == 0
     assert 1 <= settings.warmup_steps <= 100
 
 
-def test_few_steps_are_small():
-    for seconds in (70, 300, 500, 3000):
-        settings = plan_steps(BASE, seconds, 1.0, 10, 1000)
-        assert settings.learning_rate == pytest.approx(BASE.learning_rate * min(1, settings.steps / 600))
+@pytest.mark.parametrize("seconds", [70, 300, 500, 3000])
+def test_few_steps_of_a_model_near_its_teacher_are_small(seconds):
+    near, far = (plan_steps(BASE, seconds, 1.0, 10, 1000, ratio=ratio) for ratio in (4, 6))
+    assert near.learning_rate == pytest.approx(BASE.learning_rate * min(1, near.steps / 600))
+    assert far.learning_rate == BASE.learning_rate
 
 
 def test_a_validation_keeps_to_its_time():
