@@ -9,6 +9,7 @@ from models.cases import padded, sentences
 from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
 from lightformers_hf import StudyOptions, convert
+from lightformers_hf.conversion.statistics.calibration import Calibration
 from lightformers_hf.conversion.statistics.synthesis import synthetic_batches
 from lightformers_hf.conversion.teacher import Teacher
 from lightformers_hf.languages import add_prefix, find_prefixes, set_language_codes
@@ -131,6 +132,35 @@ def test_all_of_conversion_together(case, tmp_path):
     plain = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "plain").eval()
     assert error(light, teacher) < error(plain, teacher)
     light.generate(torch.tensor([[5, 6, 2]]), num_beams=2, max_new_tokens=5)
+
+
+def test_a_start_whose_vector_is_zero_weighs_nothing(tmp_path):
+    """No error reaches it, though RMSNorm magnifies the gradients that come through it a thousand times."""
+    teacher = make_teacher("v1.1")
+    with torch.no_grad():
+        teacher.shared.weight[1] = 0
+    teacher.save_pretrained(tmp_path)
+    model = Teacher(tmp_path, "teacher").load()
+    ids = torch.tensor([[1, *range(5, 20)]])
+    batch = {"input_ids": ids[:, 1:], "attention_mask": torch.ones_like(ids[:, 1:]), "labels": ids[:, 1:]}
+    batch["decoder_input_ids"] = ids[:, :-1]
+    names = ["model.decoder.layers.0.self_attn.v_proj", "model.decoder.layers.0.encoder_attn.q_proj"]
+    found = Calibration(model, names, [batch], progress=False).moments
+    gradients = {}
+    table = "model.decoder.embed_tokens"
+    for name in [table, *names]:
+
+        def see(module, arguments, output, name=name):
+            output.requires_grad_()
+            output.register_hook(lambda gradient: gradients.update({name: gradient[0]}))
+
+        model.get_submodule(name).register_forward_hook(see)
+    model(**batch).loss.mul(15).backward()
+    for name, gradient in gradients.items():
+        assert gradient[0].norm() > 10 * gradient[1:].norm() or name == names[1]
+        expected = gradient[1:].T @ gradient[1:]
+        torch.testing.assert_close(found[name].gradients, expected, rtol=1e-3, atol=1e-6)
+    assert found[table].vectors["tokens"][1] == 0
 
 
 def test_prefixes_are_given_or_found(tmp_path):

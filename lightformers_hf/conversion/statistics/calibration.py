@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from types import EllipsisType
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +93,7 @@ class Calibration:
         def see(module: nn.Module, arguments: tuple, output: Tensor) -> Tensor | None:
             # Behind the decoder's states there are the tokens that count alone.
             mask = ... if name.startswith("lm_head") else self._masks[stream_of(name)]
+            mask = _where_errors_count(module, kind, arguments[0], output, mask)
             states = arguments[0].detach()[mask]
             if kind == "table":
                 moments.add("tokens", torch.bincount(states, minlength=module.num_embeddings))
@@ -221,6 +223,20 @@ def stream_of(name: str) -> str:
     """Whose tokens a module sees: cross-attention makes keys and values of the encoder's."""
     memory = "encoder_attn" in name and name.rpartition(".")[2] in ("k_proj", "v_proj", "memory_proj")
     return "source" if memory or name.startswith("model.encoder.") else "target"
+
+
+def _where_errors_count(
+    module: nn.Module, kind: str, inputs: Tensor, output: Tensor, mask: Tensor | EllipsisType
+) -> Tensor | EllipsisType:
+    """`mask` without what an error of the module's weights cannot reach: zero vectors, of a table or into a matrix.
+
+    Gradients may be huge there: a T5 that this package trained starts its decoder with the padding token, whose vector
+    is zero, and RMSNorm magnifies what goes back through zero by 1/√epsilon. A bias has errors of its own.
+    """
+    if kind == "output" or any(name.endswith("bias") for name, _ in module.named_parameters()):
+        return mask
+    moves = (output if kind == "table" else inputs).detach().ne(0).any(-1)
+    return moves if mask is ... else mask & moves
 
 
 def _add_gradients(moments: Moments, mask: Tensor, kind: str, gradient: Tensor) -> None:
