@@ -90,9 +90,8 @@ def compress(
     training = {"minutes": minutes, "translations": translations, "seed": seed}
     asked = {"teacher": str(teacher), "data": data, "validation": validation, "test": test, "to": to}
     asked |= {"quantization": quantization} | training | languages | options
-    inputs = [teacher, data, validation, test]
     overwrite = overwrite or is_only_planned(output)
-    record = claim(output, asked, file=PLAN_FILE, overwrite=overwrite, inputs=inputs)
+    record = claim(output, asked, file=PLAN_FILE, overwrite=overwrite, inputs=[teacher, data, validation, test])
     if overwrite:
         check_parts(output)
     columns = plain_columns(teacher, languages)
@@ -100,9 +99,9 @@ def compress(
     if overwrite or not (output / PLAN_FILE).exists():
         begin(output, record)
     files = split_texts(texts, output / "data", columns, Texts(data, validation or "", test or ""))
-    form = (to, quantization if quantization != "float32" else None)
+    form, training = (to, None if quantization == "float32" else quantization), training | {"report_to": report_to}
     options |= {name: value for name, value in languages.items() if value is not None}
-    work = Work(str(teacher), output, files, columns, form, options, training | {"report_to": report_to}, progress)
+    work = Work(str(teacher), output, files, columns, form, options, training, progress)
     with hide_bars():
         work.do()
     return work.results()
