@@ -43,7 +43,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from arguments import ScriptParser, dash_option, seed_number
-from common import compare_outputs, run_once, run_script, score_key, test_names
+from common import run_script, test_names
+from comparing import compare_outputs, run_once, score_key
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table

@@ -30,7 +30,8 @@ from pathlib import Path
 
 import yaml
 from arguments import ScriptParser, check_names, seed_number
-from common import compare_outputs, run_once, run_script, score_key, test_names
+from common import run_script, test_names
+from comparing import compare_outputs, run_once, score_key
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table

@@ -42,8 +42,8 @@ from common import (
     load_parts,
     load_tokenizer,
     parameter_count,
-    parts_of_tests,
     run_script,
+    score_tests,
     summarize,
     train,
 )
@@ -249,12 +249,7 @@ def run(
         trainer.save_metrics("eval", metrics)
         rows |= {f"validation {name}": metrics[f"eval_{name}"] for name in ("loss", "accuracy")}
         rows["checkpoint"] = checkpoint_name(trainer)
-    if tests := parts_of_tests(tokens):
-        metrics = {}
-        for part in tests:
-            metrics |= trainer.evaluate(tokens[part], metric_key_prefix=part)
-            rows |= {f"{part} {name}": metrics[f"{part}_{name}"] for name in ("loss", "accuracy")}
-        trainer.save_metrics("test", metrics)
+    rows |= score_tests(trainer, tokens, ("loss", "accuracy"))
     if "train" in tokens:
         rows["saved in"] = args.output_dir
     return rows

@@ -39,8 +39,8 @@ from common import (
     load_texts,
     load_tokenizer,
     parameter_count,
-    parts_of_tests,
     run_script,
+    score_tests,
     summarize,
     train,
 )
@@ -220,12 +220,7 @@ def main(argv: list[str] | None = None) -> None:
         trainer.save_metrics("eval", metrics)
         rows |= {f"validation {name}": metrics[f"eval_{name}"] for name in ("loss", "perplexity")}
         rows["checkpoint"] = checkpoint_name(trainer)
-    if tests := parts_of_tests(blocks):
-        metrics = {}
-        for part in tests:
-            metrics |= trainer.evaluate(blocks[part], metric_key_prefix=part)
-            rows |= {f"{part} {name}": metrics[f"{part}_{name}"] for name in ("loss", "perplexity", "tokens")}
-        trainer.save_metrics("test", metrics)
+    rows |= score_tests(trainer, blocks, ("loss", "perplexity", "tokens"))
     if "train" in blocks:
         rows["saved in"] = args.output_dir
     summarize(rows, console)

@@ -1,0 +1,54 @@
+"""What the comparisons share: runs of the training scripts, each done once, and what their outputs differ in."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from lightformers_hf.evaluation.quality import Difference, bleu_difference
+from lightformers_hf.recovery import find_last_checkpoint
+
+
+def compare_outputs(folder: Path, other: Path, name: str, references: list[str]) -> Difference:
+    """How much higher the BLEU of the run in `folder` is than that of another, on the test `name`."""
+    outputs = [
+        Path(run, f"{name}_translations.txt").read_text(encoding="utf-8").split("\n")[:-1] for run in (folder, other)
+    ]
+    return bleu_difference(*outputs, references)
+
+
+def score_key(test: str, score: str) -> str:
+    """What a comparison's row calls a score: by the test, too, where there are several."""
+    return score if test == "test" else f"{test}_{score}"
+
+
+def run_once(script: Path, options: list[str], folder: Path, *, one_thread: bool) -> dict:
+    """The test results of `script` with `options` and the output folder `folder`; run only if they are not there yet.
+
+    A run that was interrupted goes on from its last checkpoint, if its options make it write any.
+
+    Args:
+        one_thread: for several runs at once.
+
+    What the script prints goes to `<folder>.log`. Raises `ChildProcessError` if it fails, and `ValueError` if the
+    results in the folder are those of other options.
+    """
+    results, record = folder / "test_results.json", folder / "options.json"
+    same = record.is_file() and json.loads(record.read_text(encoding="utf-8")) == options
+    if results.is_file() and record.is_file() and not same:
+        raise ValueError(f"{folder} holds the results of other options ({record}): choose another output folder.")
+    if not results.is_file():
+        begun = same and find_last_checkpoint(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        record.write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")
+        how = ["--resume-from-checkpoint"] if begun else ["--overwrite-output"]
+        command = [sys.executable, str(script), *options, "--output-dir", str(folder), *how]
+        environment = os.environ | ({"OMP_NUM_THREADS": "1"} if one_thread else {})
+        with open(folder.parent / f"{folder.name}.log", "a" if begun else "w", encoding="utf-8") as log:
+            done = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False)
+        if done.returncode:
+            raise ChildProcessError(f"{folder} failed; see {log.name}")
+    return json.loads(results.read_text(encoding="utf-8"))
