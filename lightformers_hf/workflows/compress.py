@@ -99,9 +99,9 @@ def compress(
     if overwrite or not (output / PLAN_FILE).exists():
         begin(output, record)
     files = split_texts(texts, output / "data", columns, Texts(data, validation or "", test or ""))
-    form, training = (to, None if quantization == "float32" else quantization), training | {"report_to": report_to}
+    form = (to, quantization if quantization != "float32" else None)
     options |= {name: value for name, value in languages.items() if value is not None}
-    work = Work(str(teacher), output, files, columns, form, options, training, progress)
+    work = Work(str(teacher), output, files, columns, form, options, training | {"report_to": report_to}, progress)
     with hide_bars():
         work.do()
     return work.results()
