@@ -80,14 +80,34 @@ class OutputArguments:
         default=False,
         metadata={"help": "Write into an --output-dir that holds files; its old checkpoints are deleted."},
     )
+    early_stopping_patience: int | None = field(
+        default=None,
+        metadata={
+            "help": "End when so many evaluations in a row, one every --eval-steps (500), have found no better model; "
+            "the best is kept, by loss or by --metric-for-best-model. Each saves a checkpoint."
+        },
+    )
 
     def __post_init__(self) -> None:
+        if self.early_stopping_patience is not None:
+            self._stop_early()
         for name in ("seed", "data_seed"):
             if (value := getattr(self, name)) is not None:
                 check_seed(value, f"--{name.replace('_', '-')} is ")
         # Without it, --bf16 is refused on a machine that has nothing but its CPU.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         super().__post_init__()
+
+    def _stop_early(self) -> None:
+        """Set what early stopping needs of the other options; those that are given and do for it are left alone."""
+        if self.early_stopping_patience < 1:
+            raise ValueError(f"early_stopping_patience is {self.early_stopping_patience}: expected 1 or more.")
+        if self.eval_strategy == "no":
+            self.eval_strategy, self.eval_steps = "steps", self.eval_steps or 500
+        self.save_strategy, self.save_steps = self.eval_strategy, self.eval_steps
+        self.save_total_limit = self.save_total_limit or 1
+        self.load_best_model_at_end = True
+        self.restore_callback_states_from_checkpoint = True  # how many found nothing better so far
 
 
 class _DashedOptions:

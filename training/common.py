@@ -24,6 +24,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    EarlyStoppingCallback,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -256,6 +257,8 @@ def train(trainer: Trainer, checkpoint: str | None, model_args: ModelArguments) 
     What the conversion of the checkpoint that `model_args` name wrote of itself goes along.
     """
     args = trainer.args
+    if args.early_stopping_patience is not None:
+        trainer.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
     result = train_model(trainer, checkpoint)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     if args.should_save and model_args.model_name_or_path and not model_args.from_scratch:

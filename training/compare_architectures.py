@@ -10,9 +10,9 @@ r"""Train several models with equal data, tokenizer and number of steps, and pri
         subformer=training/recipes/wikitext2/subformer.yaml --tokenizer-name words \
         --train-file train.txt --test-file test.txt --output-dir runs/language
 
-    python training/compare_architectures.py translation --learning-rates 5e-4 7e-4 1e-3 --eval-strategy steps \
-        --eval-steps 500 --save-strategy steps --save-steps 500 --load-best-model-at-end --metric-for-best-model loss \
-        --save-total-limit 1 --validation-file validation.jsonl --test-file test_2016.jsonl test_2017.jsonl …
+    python training/compare_architectures.py translation --learning-rates 3.5e-4 7e-4 1.4e-3 --max-steps 15000 \
+        --early-stopping-patience 5 --eval-steps 500 --predict-with-generate False \
+        --validation-file validation.jsonl --test-file test_2016.jsonl test_2017.jsonl …
 
 A model is a recipe (`.yaml`: shapes, and how it is trained), which starts from random weights; or a folder with
 weights, which is trained further (`{seed}` in its name is the run's seed); or shapes alone, a `.json` file or a folder

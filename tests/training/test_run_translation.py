@@ -125,6 +125,42 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(base, tmp_path, tiny_ma
         assert torch.equal(one[name], other[name])
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_run_ends_when_validation_finds_nothing_better(base, tmp_path, monkeypatch, killed):
+    found = {1: 3.0, 2: 2.0, 3: 2.5, 4: 2.2, 5: 1.0}  # {step: validation loss}, whatever is trained
+
+    class KilledError(Exception):
+        pass
+
+    def evaluate(trainer, *args, **kwargs):
+        metrics = {"eval_loss": found[trainer.state.global_step]}
+        trainer.log(metrics)
+        trainer.control = trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, metrics)
+        return metrics
+
+    def step_or_end(trainer, *args, **kwargs):
+        if trainer.state.global_step == 3:
+            raise KilledError
+        return step(trainer, *args, **kwargs)
+
+    step = RecoveryTrainer.training_step
+    monkeypatch.setattr(RecoveryTrainer, "evaluate", evaluate)
+    options = base | {"validation_file": tmp_path / "few.jsonl", "save_strategy": None, "max_steps": 9}
+    run = command(options | {"early_stopping_patience": 2, "eval_steps": 1})
+    if killed:  # after one of the two evaluations that find nothing better
+        with monkeypatch.context() as patch:
+            patch.setattr(RecoveryTrainer, "training_step", step_or_end)
+            with pytest.raises(KilledError):
+                script.main(run)
+        run.append("--resume-from-checkpoint")
+    script.main(run)
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert state["global_step"] == 4
+    assert state["best_global_step"] == 2
+    kept = [load_file(tmp_path / "out" / name / "model.safetensors") for name in (".", "checkpoint-2")]
+    assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
+
+
 def test_from_scratch_keeps_the_shapes_and_nothing_else(base, tmp_path, tiny_marian):
     options = base | {"from_scratch": True, "max_steps": 1, "learning_rate": 0.0}
     script.main(command(options))
@@ -186,6 +222,8 @@ def test_two_processes_compute_what_one_does_with_accumulation(base, tiny_marian
         ({"target_lang": "fr"}, "no column 'fr'"),
         ({"train_file": None}, "No data"),
         ({"eval_strategy": "epoch"}, "--validation-file"),
+        ({"early_stopping_patience": 3}, "--validation-file"),
+        ({"early_stopping_patience": 0}, "early_stopping_patience is 0"),
         ({"model_name_or_path": None}, "--config-name"),
         ({"model_name_or_path": "/no/model"}, "No model /no/model"),
         ({"max_tokens": 5}, "max_tokens is 5"),
