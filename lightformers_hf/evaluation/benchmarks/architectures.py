@@ -13,6 +13,8 @@ from statistics import median
 
 import torch
 from rich.table import Table
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import MarianConfig, MarianMTModel, PreTrainedModel
 
 from ...loading import unique_parameters, use_threads
@@ -80,6 +82,8 @@ class Comparison:
         speeds: `greedy`, `beam 4`, `training` → speed of the architecture and of the Transformer, in target tokens a
             second; run i of the one was beside run i of the other.
         paper_ratio: decoding speed relative to a Transformer as printed in the paper, where it is.
+        arithmetic: how many times as many multiplications the Transformer's training step has: what the ratio of
+            `training` would be if products of matrices were all that takes time, and equally fast.
     """
 
     name: str
@@ -87,6 +91,7 @@ class Comparison:
     transformer_parameters: int
     speeds: dict[str, tuple[Speed, Speed]]
     paper_ratio: float | None
+    arithmetic: float
 
     def quartiles(self, measure: str) -> list[float]:
         """First and third quartile over the runs of how many times faster than the Transformer."""
@@ -110,6 +115,7 @@ class Comparison:
             "parameters": self.parameters,
             "transformer_parameters": self.transformer_parameters,
             "paper_ratio": self.paper_ratio,
+            "arithmetic": self.arithmetic,
             "measures": measures,
         }
 
@@ -172,6 +178,7 @@ def compare(
     models = {name: row.build(), "transformer": transformer_beside(pair, positions)}
     batch = random_batch(row.config["vocab_size"])
     source = {field: batch[field][:1] for field in ("input_ids", "attention_mask")}
+    ours, transformers = (training_flops(model, batch) for model in models.values())
     speeds = {}
     for measure, beams in DECODING.items():
         speeds[measure] = generation_speed(
@@ -192,7 +199,17 @@ def compare(
         transformer_parameters,
         speeds={measure: (speed[name], speed["transformer"]) for measure, speed in speeds.items()},
         paper_ratio=pair.paper_ratio,
+        arithmetic=transformers / ours,
     )
+
+
+def training_flops(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> int:
+    """Floating-point operations of the products of matrices in one training step of `model`, whose gradients go."""
+    model.train()
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # fused attention is not counted
+        model(**batch).loss.backward()
+    model.zero_grad()
+    return counter.get_total_flops()
 
 
 def random_batch(vocab_size: int) -> dict[str, torch.Tensor]:
@@ -246,12 +263,13 @@ def training_speed(
 
 
 def comparison_table(comparisons: list[Comparison]) -> Table:
-    """A rich table: three rows a pair, medians over the runs, the ratio's quartiles and the paper's ratio."""
+    """A rich table: three rows a pair, medians over the runs, ratios with quartiles, the paper's, arithmetic's."""
     table = Table(
         title="Beside Marian of equal width and vocabulary: one core, batch 1, random weights",
-        caption="medians of interleaved runs; speed: how many times as fast as the Transformer (quartiles)",
+        caption="medians of interleaved runs; speed: how many times as fast as the Transformer (quartiles); "
+        "arithmetic: how many times as many multiplications the Transformer has",
     )
-    for heading in ("pair", "parameters", "", "ours", "Transformer", "speed", "paper"):
+    for heading in ("pair", "parameters", "", "ours", "Transformer", "speed", "paper", "arithmetic"):
         table.add_column(heading, justify="left" if heading in ("pair", "") else "right")
     for comparison in comparisons:
         first = [
@@ -267,7 +285,8 @@ def comparison_table(comparisons: list[Comparison]) -> Table:
             low, high = comparison.quartiles(measure)
             ratio = f"{speed_ratio(*speeds):.2f}x ({low:.2f}–{high:.2f})"
             printed = comparison.paper_ratio if measure != TRAINING else None
-            table.add_row(*first, measure, *cells, ratio, f"{printed}x" if printed else "")
+            limit = f"{comparison.arithmetic:.2f}x" if measure == TRAINING else ""
+            table.add_row(*first, measure, *cells, ratio, f"{printed}x" if printed else "", limit)
             first = ["", ""]
         table.add_section()
     return table

@@ -86,16 +86,27 @@ def test_a_training_step_descends():
     assert model.eval()(**batch).loss.item() < before
 
 
+def test_the_operations_of_a_training_step(tiny):
+    d, layers, vocabulary, batch, length = 16, (4, 3), 50, 16, 25
+    model = architectures.transformer_beside(Pair("sub"), length + 1)
+    feed_forward, maps = 2 * d * model.config.decoder_ffn_dim, 2 * length * d  # a token's
+    encoder, decoder = 4 * d * d + maps + feed_forward, 2 * (4 * d * d + maps) + feed_forward
+    forward = 2 * batch * length * (layers[0] * encoder + layers[1] * decoder + d * vocabulary)
+    counted = architectures.training_flops(model, architectures.random_batch(vocabulary))
+    assert counted == 3 * forward  # as much again for the gradients of inputs, and of weights
+
+
 def test_the_table_shows_medians_of_ratios(tiny):
     speeds = {"greedy": (Speed(0, [30.0, 8.0, 60.0], 25), Speed(0, [10.0, 4.0, 20.0], 25))}
     speeds["training"] = (Speed(0, [100.0] * 3, 400), Speed(0, [200.0] * 3, 400))
-    comparison = Comparison("sub", 2_000_000, 3_000_000, speeds, 1.5)
+    comparison = Comparison("sub", 2_000_000, 3_000_000, speeds, 1.5, 0.87)
     console = Console(width=150)
     with console.capture() as capture:
         console.print(comparison_table([comparison]))
     shown = capture.get()
     for text in ("2.0 / 3.0M", "30.0 tokens/s", "10.0 tokens/s", "3.00x (2.50–3.00)", "1.5x", "4.00 s/step", "0.50x"):
         assert text in shown, text
+    assert "0.87x" in shown
 
 
 def test_the_command(tiny):
