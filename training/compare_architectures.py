@@ -44,7 +44,7 @@ from statistics import fmean, stdev
 
 from arguments import ScriptParser, dash_option, seed_number
 from common import run_script, test_names
-from comparing import compare_outputs, run_once, score_key
+from comparing import compare_outputs, run_once, save_pictures, score_key
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -196,15 +196,13 @@ def draw_curves(runs: list[Run], args: argparse.Namespace) -> None:
             curves[folder_of(run, args).name] = points
     if not curves or find_spec("matplotlib") is None:
         return
-    from lightformers_hf.evaluation.pages.plots import save_picture  # needs matplotlib
 
     def paint(panels: list) -> None:
         for name, points in curves.items():
             panels[0].plot(list(points), list(points.values()), label=name)
         panels[0].set(xlabel="step", ylabel="validation loss, nats a token")
 
-    for name, dark in (("curves.png", False), ("curves-dark.png", True)):
-        save_picture(Path(args.output_dir, name), paint, height=5, dark=dark)
+    save_pictures(Path(args.output_dir, "curves"), paint)
 
 
 def read_state(folder: Path) -> dict:

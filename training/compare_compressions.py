@@ -12,9 +12,18 @@ of the paired bootstrap. The table also goes to `results.json`, and where there 
 against size, to `results.png` (and `results-dark.png`, for dark pages).
 Options it does not know go to `run_translation.py`. A second call skips the runs that are complete.
 
+    python training/compare_compressions.py … --methods paper layers all fewer=decoder_layers=1 small=small.yaml \
+        --starts converted --trainings distilled --engines ctranslate2-int8 onnx-int8
+
+With `--engines`, all models, trained where there are `--trainings`, and the teacher are then deployed in these forms:
+tokens a second of one core, one sentence at a time, all in turn, megabytes, and BLEU of what the engine translates
+(first test). That goes to `engines.json` and, BLEU against both, to `engines.png` and `engines-dark.png`.
+
 A method is one of METHODS, or one of your own: `narrow-each=method=narrow,study.allocation=uniform` is a name, then
 fields of `CompressionOptions`, and behind `study.` of `StudyOptions`, their values in YAML. Errors are weighed on the
 training text, unless the method is the paper's or says `calibration=null`: then on text of the teacher's own.
+`layers` keeps whole layers, the ratio's share of each stack, and factorizes nothing (DistilBART, Shleifer and Rush
+2020). What `small=small.yaml` names is a recipe, trained from random weights, with the teacher's tokenizer.
 """
 
 from __future__ import annotations
@@ -23,28 +32,36 @@ import argparse
 import itertools
 import json
 import re
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 
 import yaml
-from arguments import ScriptParser, check_names, seed_number
+from arguments import ScriptParser, check_names, load_recipe, seed_number
 from common import run_script, test_names
-from comparing import compare_outputs, run_once, score_key
+from comparing import compare_outputs, run_once, save_pictures, score_key
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from tqdm import tqdm
+from transformers import AutoModelForSeq2SeqLM
 
 from lightformers_hf import CompressionOptions, StudyOptions, convert
+from lightformers_hf.conversion.teacher import Teacher
+from lightformers_hf.evaluation.benchmarks.engines import EngineComparison, compare_engines
 from lightformers_hf.evaluation.quality import Difference
+from lightformers_hf.export.engines import CHECKPOINTS, deployment_names, load_engine_file, split_deployment
+from lightformers_hf.loading import load_pretrained, resolve_source, unique_parameters
 from lightformers_hf.text import load_parallel
 
 TRAIN = Path(__file__).with_name("run_translation.py")
 EACH = {"study.allocation": "uniform", "study.refit": False}  # every matrix by itself, the ratio for each
 TEACHER, SCORES = "teacher", ("bleu", "chrf")
-METHODS: dict[str, dict[str, object]] = {
+DENSE = {"pattern": dict.fromkeys(("embedding", "attention", "ffn"), "dense")}
+METHODS: dict[str, Mapping[str, object]] = {
     "paper": {"method": "paper"},  # plain SVD, the ratio for every matrix
     "rows": {"study.weighting": "rows", **EACH},
     "inputs": {"study.weighting": "inputs", **EACH},
@@ -56,14 +73,16 @@ METHODS: dict[str, dict[str, object]] = {
     "narrow": {"method": "narrow"},  # no products of thin matrices, but the table's
     "all": {},
     "own-text": {"calibration": None},  # weighed on what the teacher makes of random tokens
+    "layers": DENSE,  # fewer layers, and nothing else
 }
+Method = Mapping[str, object] | Path
 
 
 @dataclass(frozen=True)
 class Run:
-    """One cell of the table. `trained` is `None` for a model scored as it was converted."""
+    """One cell of the table. `trained` is `None` for a model scored as it was converted, `ratio` for a recipe's."""
 
-    ratio: float
+    ratio: float | None
     method: str
     seed: int
     groups: int | None
@@ -73,7 +92,7 @@ class Run:
     @property
     def conversion_folder(self) -> str:
         """Folder of the converted model that the run starts from."""
-        parts = [f"ratio-{self.ratio:g}", self.method]
+        parts = [f"ratio-{self.ratio:g}" if self.ratio else "recipe", self.method]
         parts += [f"groups-{self.groups}"] if self.groups else []
         return "-".join([*parts, f"seed-{self.seed}"] if self.seed else parts)
 
@@ -83,59 +102,75 @@ class Run:
         return f"{self.conversion_folder}/{self.start}-{self.trained or 'untrained'}"
 
 
-def parse_methods(methods: list[str]) -> dict[str, dict[str, object]]:
-    """{name: fields of the conversion} of arguments `name` or `name=field=value,field=value`.
+def parse_methods(methods: list[str]) -> dict[str, Method]:
+    """{name: fields of the conversion} of arguments `name` or `name=field=value,field=value`; a recipe's is its path.
 
-    Raises `ValueError` for names and fields that are not known.
+    Raises `ValueError` for names and fields that are not known, and `FileNotFoundError` for no recipe.
     """
     known = [field.name for field in fields(CompressionOptions)]
     known += [f"study.{field.name}" for field in fields(StudyOptions)]
-    parsed: dict[str, dict[str, object]] = {}
+    parsed: dict[str, Method] = {}
     for text in methods:
         name, separator, rest = text.partition("=")
+        if name in parsed:
+            raise ValueError(f"--methods names {name!r} twice: give every method a name of its own.")
         if not separator:
             check_names([name], list(METHODS), "There is no method")
             parsed[name] = METHODS[name]
             continue
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise ValueError(f"--methods {text}: expected a name of letters, digits, '-', '_' and '.' before '='.")
+        if rest.endswith(".yaml"):
+            load_recipe(rest)
+            parsed[name] = Path(rest)
+            continue
         given = dict(part.partition("=")[::2] for part in re.split(r",(?=[a-z_.]+=)", rest))
         check_names(given, known, f"--methods {name}: no option")
         parsed[name] = {field: yaml.safe_load(value) for field, value in given.items()}
     return parsed
 
 
-def list_runs(args: argparse.Namespace, methods: dict[str, dict[str, object]]) -> list[Run]:
+def list_runs(args: argparse.Namespace, methods: dict[str, Method]) -> list[Run]:
     """Every run that the arguments ask for: each model as converted, then each start with each way of training."""
     runs = []
+    converted = {name: method for name, method in methods.items() if not isinstance(method, Path)}
     for ratio, (method, given), groups in itertools.product(
-        args.ratios, methods.items(), [None, *args.encoder_groups]
+        args.ratios, converted.items(), [None, *args.encoder_groups]
     ):
-        samples = args.calibration_seeds[:1] if given.get("method") == "paper" else args.calibration_seeds
-        for seed in samples:
+        calibrated = given.get("method") != "paper" and given is not DENSE
+        for seed in args.calibration_seeds if calibrated else args.calibration_seeds[:1]:
             runs.append(Run(ratio, method, seed, groups))
             runs += [Run(ratio, method, seed, groups, *how) for how in itertools.product(args.starts, args.trainings)]
+    recipes = [name for name in methods if name not in converted]
+    for name, trained in itertools.product(recipes, args.trainings):
+        runs.append(Run(None, name, 0, None, "random", trained))
     return runs
 
 
 def conversion_of(
-    run: Run, given: dict[str, object], args: argparse.Namespace
+    run: Run, given: Mapping[str, object], args: argparse.Namespace
 ) -> tuple[dict[str, object], StudyOptions]:
     """How the teacher of a run is converted, with the fields `given` of its method; `ValueError` if it cannot be."""
     study = {name.removeprefix("study."): value for name, value in given.items() if name.startswith("study.")}
     options = {name: value for name, value in given.items() if not name.startswith("study.")}
-    if options.get("method") != "paper":
-        study.setdefault("calibration_seed", run.seed)
-        options.setdefault("calibration", args.train_file)
-    options |= {"source_lang": args.source_lang, "target_lang": args.target_lang}
-    options |= {"ratio": run.ratio, "encoder_groups": run.groups}
+    options |= {"source_lang": args.source_lang, "target_lang": args.target_lang, "encoder_groups": run.groups}
+    if given is DENSE:
+        layers = {f"{stack}_layers": max(1, round(args.layers[stack] / run.ratio)) for stack in args.layers}
+        options |= layers
+    else:
+        options |= {"ratio": run.ratio}
+        if options.get("method") != "paper":
+            study.setdefault("calibration_seed", run.seed)
+            options.setdefault("calibration", args.train_file)
     CompressionOptions(**options)
     return options, StudyOptions(**study)
 
 
-def options(run: Run, args: argparse.Namespace, others: list[str]) -> list[str]:
+def options(run: Run, method: Method, args: argparse.Namespace, others: list[str]) -> list[str]:
     """What `run_translation.py` is told for a run."""
-    model = str(Path(args.output_dir, run.conversion_folder, "model"))
+    model = ["--model-name-or-path", str(Path(args.output_dir, run.conversion_folder, "model"))]
+    if isinstance(method, Path):
+        model = ["--config", str(method), "--tokenizer-name", args.teacher]
     parts = ["--save-strategy", "no", *test_options(model, args, others)]
     if run.trained:
         parts += ["--train-file", args.train_file, "--max-steps", str(args.max_steps)]
@@ -143,15 +178,25 @@ def options(run: Run, args: argparse.Namespace, others: list[str]) -> list[str]:
             parts += ["--validation-file", args.validation_file]
         if run.trained == "distilled":
             parts += ["--teacher", args.teacher, "--distillation-alpha", str(args.distillation_alpha)]
-        if run.start == "random":
+        if run.start == "random" and not isinstance(method, Path):
             parts += ["--from-scratch"]
     return parts
 
 
-def test_options(model: str, args: argparse.Namespace, others: list[str]) -> list[str]:
-    """What `run_translation.py` is told to test a model."""
-    parts = ["--model-name-or-path", model, "--report-to", "none", *others, "--test-file", *args.test_file]
+def test_options(model: list[str], args: argparse.Namespace, others: list[str]) -> list[str]:
+    """What `run_translation.py` is told to test the model that its options `model` name."""
+    parts = [*model, "--report-to", "none", *others, "--test-file", *args.test_file]
     return [*parts, "--source-lang", args.source_lang, "--target-lang", args.target_lang]
+
+
+def curves_of(rows: list[dict]) -> dict[str, list[dict]]:
+    """{curve of a picture: its rows}: every method, sharing, start and training is one, of all ratios and seeds."""
+    curves: dict[str, list[dict]] = {}
+    for row in rows:
+        words = [row["method"], f"{row['groups']} groups" if row["groups"] else "", row["trained"] or ""]
+        words += ["from random" if row["start"] == "random" and row["ratio"] else ""]
+        curves.setdefault(", ".join(filter(None, words)), []).append(row)
+    return curves
 
 
 def draw(rows: list[dict], folder: Path, score: str) -> None:
@@ -159,44 +204,89 @@ def draw(rows: list[dict], folder: Path, score: str) -> None:
 
     Written to `results.png` and, for dark pages, `results-dark.png`.
     """
-    from lightformers_hf.evaluation.pages.plots import save_picture  # needs matplotlib
-
-    curves: dict[str, dict[int, list[float]]] = {}
-    for row in rows:
-        words = [row["method"], f"{row['groups']} groups" if row["groups"] else "", row["trained"] or ""]
-        words += ["from random" if row["start"] == "random" else ""]
-        name = ", ".join(filter(None, words))
-        curves.setdefault(name, {}).setdefault(row["parameters"], []).append(row[score])
 
     def paint(panels: list) -> None:
-        for name, points in curves.items():
-            sizes = sorted(points)
-            means = [sum(points[size]) / len(points[size]) for size in sizes]
-            panels[0].plot([size / 1e6 for size in sizes], means, "o-", label=name)
+        for name, points in curves_of(rows).items():
+            bleu: dict[int, list[float]] = {}
+            for row in sorted(points, key=lambda row: row["parameters"]):
+                bleu.setdefault(row["parameters"], []).append(row[score])
+            panels[0].plot(
+                [size / 1e6 for size in bleu], [fmean(scores) for scores in bleu.values()], "o-", label=name
+            )
         panels[0].set(xlabel="parameters, millions", ylabel="BLEU", xscale="log")
 
-    for name, dark in (("results.png", False), ("results-dark.png", True)):
-        save_picture(folder / name, paint, height=5, dark=dark)
+    save_pictures(folder / "results", paint)
 
 
-def measure(
-    runs: list[Run], methods: dict[str, dict[str, object]], args: argparse.Namespace, others: list[str]
-) -> list[dict[str, object]]:
-    """Convert and run whatever is not there yet; what every run is, its parameters, its scores, and those to beat."""
-    folder, parameters = Path(args.output_dir), {}
-    for name, (settings, study) in {
-        run.conversion_folder: conversion_of(run, methods[run.method], args) for run in runs
-    }.items():
-        model, record = folder / name / "model", folder / name / "conversion.json"
+def deploy(rows: list[dict], args: argparse.Namespace) -> EngineComparison:
+    """Speed, size and quality of the teacher and of every row's model in `--engines`; also `engines.json`, a picture.
+
+    Where there are `--trainings`, models that had none are left out.
+    """
+    folder = Path(args.output_dir)
+    rows = [row for row in rows if row["trained"] or not args.trainings]
+    runs = [Run(**{field.name: row[field.name] for field in fields(Run)}) for row in rows]
+    places = [folder / (run.folder if run.trained else f"{run.conversion_folder}/model") for run in runs]
+    found = compare_engines(
+        args.teacher, list(map(str, places)), forms=args.engines, data=args.test_file[0],
+        source=args.source_lang, target=args.target_lang, cores=(1,), batch_sizes=(1,), beams=(1,), progress=True,
+    )  # fmt: skip
+    (folder / "engines.json").write_text(json.dumps(found.to_dict(), indent=1) + "\n", encoding="utf-8")
+    speeds = {(timing.model, timing.form): timing.speed.tokens_per_second for timing in found.timings}
+    points = {(place.model, place.form): place for place in found.deployed}
+    labels = {id(row): label for row, label in zip(rows, found.models[1:], strict=True)}
+
+    def paint(panels: list) -> None:
+        curves = {"teacher": [found.models[0]]}
+        curves |= {name: [labels[id(row)] for row in each] for name, each in curves_of(rows).items()}
+        for (name, models), form in itertools.product(curves.items(), args.engines):
+            ways = [lambda key: speeds[key], lambda key: points[key].disk_bytes / 1e6]
+            for panel, measure in zip(panels, ways, strict=True):
+                at = sorted((measure((model, form)), points[model, form].bleu) for model in models)
+                panel.plot(*zip(*at, strict=True), "*" if name == "teacher" else "o-", label=f"{name}, {form}")
+        panels[0].set(xlabel="tokens a second, one core", ylabel="BLEU", xscale="log")
+        panels[1].set(xlabel="megabytes", xscale="log")
+
+    save_pictures(folder / "engines", paint, columns=2)
+    return found
+
+
+def convert_all(runs: list[Run], methods: dict[str, Method], args: argparse.Namespace) -> None:
+    """Convert the teacher in every way that a run starts from, unless that is there already.
+
+    Raises `ValueError` if a folder's model was made otherwise.
+    """
+    ways = {
+        run.conversion_folder: conversion_of(run, method, args)
+        for run in runs
+        if not isinstance(method := methods[run.method], Path)
+    }
+    for name, (settings, study) in ways.items():
+        model, record = (Path(args.output_dir, name, part) for part in ("model", "conversion.json"))
         asked = settings | {f"study.{field}": value for field, value in vars(study).items()}
         if not model.exists():
             convert(args.teacher, model, study=study, **settings)
             record.write_text(json.dumps(asked, indent=1) + "\n", encoding="utf-8")
         elif record.is_file() and json.loads(record.read_text(encoding="utf-8")) != asked:
             raise ValueError(f"{model} was converted otherwise ({record}): choose another output folder.")
-        parameters[name] = json.loads((model / "compression.json").read_text(encoding="utf-8"))["parameters_after"]
-    jobs = {TEACHER: test_options(args.teacher, args, others)}
-    jobs |= {run.folder: options(run, args, others) for run in runs}
+
+
+def count_parameters(run: Run, args: argparse.Namespace) -> int:
+    """Of a run's model, shared ones once."""
+    if run.ratio is None:
+        return unique_parameters(load_pretrained(AutoModelForSeq2SeqLM, Path(args.output_dir, run.folder)))
+    report = Path(args.output_dir, run.conversion_folder, "model", "compression.json")
+    return json.loads(report.read_text(encoding="utf-8"))["parameters_after"]
+
+
+def measure(
+    runs: list[Run], methods: dict[str, Method], args: argparse.Namespace, others: list[str]
+) -> list[dict[str, object]]:
+    """Convert and run whatever is not there yet; what every run is, its parameters, its scores, and those to beat."""
+    folder = Path(args.output_dir)
+    convert_all(runs, methods, args)
+    jobs = {TEACHER: test_options(["--model-name-or-path", args.teacher], args, others)}
+    jobs |= {run.folder: options(run, methods[run.method], args, others) for run in runs}
     tests = dict(zip(test_names(args.test_file), args.test_file, strict=True))
     with ThreadPoolExecutor(args.jobs) as pool:
         done = {
@@ -210,7 +300,7 @@ def measure(
     }
     rows = []
     for run in runs:
-        row = {**vars(run), "parameters": parameters[run.conversion_folder]}
+        row = {**vars(run), "parameters": count_parameters(run, args)}
         for name in tests:
             row |= {score_key(name, score): found[run.folder][f"{name}_{score}"] for score in SCORES}
             compared = compare_outputs(folder / run.folder, folder / TEACHER, name, references[name])
@@ -225,7 +315,12 @@ def tabulate(rows: list[dict], tests: list[str]) -> Table:
     titles += ["test"] if len(tests) > 1 else []
     table = Table(*titles, "BLEU", "chrF", "BLEU to the teacher, 95 %")
     for row, test in itertools.product(rows, tests):
-        shown = [f"{row['ratio']:g}", row["method"], str(row["seed"]), str(row["groups"] or "-")]
+        shown = [
+            f"{row['ratio']:g}" if row["ratio"] else "-",
+            row["method"],
+            str(row["seed"]),
+            str(row["groups"] or "-"),
+        ]
         shown += [f"{row['parameters']:,}", row["start"], row["trained"] or "none"]
         shown = ([""] * len(shown) if test != tests[0] else shown) + ([escape(test)] if len(tests) > 1 else [])
         shown += [f"{row[score_key(test, score)]:.1f}" for score in SCORES]
@@ -242,7 +337,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--test-file", nargs="+", required=True, help="one or several")
     parser.add_argument("--validation-file")
     parser.add_argument("--ratios", type=float, nargs="+", default=[2.0, 4.0])
-    help_of_methods = f"{', '.join(METHODS)}, or NAME=FIELD=VALUE,…"
+    help_of_methods = f"{', '.join(METHODS)}, or NAME=FIELD=VALUE,…, or NAME=RECIPE.yaml"
     parser.add_argument("--methods", nargs="+", default=["paper", "all"], metavar="METHOD", help=help_of_methods)
     parser.add_argument("--calibration-seeds", type=seed_number, nargs="+", default=[0])
     parser.add_argument("--encoder-groups", type=int, nargs="*", default=[], help="besides no sharing")
@@ -250,12 +345,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--trainings", nargs="*", choices=["labels", "distilled"], default=["labels", "distilled"])
     parser.add_argument("--max-steps", type=int, default=1000)
     parser.add_argument("--distillation-alpha", type=float, default=0.7)
+    parser.add_argument("--engines", nargs="+", default=[], metavar="FORM", help=", ".join(deployment_names()))
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; above 1 each has one thread")
     args, others = parser.parse_known_args(argv)
 
-    if len(args.ratios) > 1 and find_spec("matplotlib") is None:
-        raise ValueError("The picture of several ratios needs matplotlib: pip install 'lightformers_hf[demo]'")
+    if (len(args.ratios) > 1 or args.engines) and find_spec("matplotlib") is None:
+        raise ValueError("Pictures need matplotlib: pip install 'lightformers_hf[demo]'")
+    for engine, _ in map(split_deployment, args.engines):
+        if engine != CHECKPOINTS:
+            load_engine_file(engine)  # one that is not installed is said before the work
     methods = parse_methods(args.methods)
+    config = Teacher(resolve_source(args.teacher), args.teacher).config
+    args.layers = {stack: getattr(config, f"{stack}_layers") for stack in ("encoder", "decoder")}
     tests = test_names(args.test_file)
     rows = measure(list_runs(args, methods), methods, args, others)
     folder = Path(args.output_dir)
@@ -263,6 +364,8 @@ def main(argv: list[str] | None = None) -> None:
     if len(args.ratios) > 1:
         draw(rows, folder, score_key(tests[0], "bleu"))
     Console().print(tabulate(rows, tests))
+    if args.engines:
+        Console().print(*deploy(rows, args).tables())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the comparisons share: runs of the training scripts, each done once, and what their outputs differ in."""
+"""What the comparisons share: runs of the training scripts, each done once, what their outputs differ in, pictures."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from lightformers_hf.evaluation.quality import Difference, bleu_difference
@@ -52,3 +53,11 @@ def run_once(script: Path, options: list[str], folder: Path, *, one_thread: bool
         if done.returncode:
             raise ChildProcessError(f"{folder} failed; see {log.name}")
     return json.loads(results.read_text(encoding="utf-8"))
+
+
+def save_pictures(picture: Path, paint: Callable[[list], None], *, columns: int = 1) -> None:
+    """Write `<picture>.png` for light pages and `<picture>-dark.png` for dark ones; `paint` gets the panels."""
+    from lightformers_hf.evaluation.pages.plots import save_picture  # needs matplotlib
+
+    for ending, dark in ((".png", False), ("-dark.png", True)):
+        save_picture(picture.with_name(picture.name + ending), paint, columns=columns, height=5, dark=dark)

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import compare_compressions as script
 import pytest
+from transformers import AutoConfig
+
+from lightformers_hf.loading import load_model, unique_parameters
 
 pytestmark = pytest.mark.slow
 
@@ -59,6 +62,40 @@ def test_compares_and_continues(tmp_path, tiny_marian, parallel_sentences):
     assert json.loads((tmp_path / "runs" / "results.json").read_text())[0]["bleu"] == 12.5  # not run again
 
 
+def test_what_else_one_would_do_and_the_engines(tmp_path, tiny_marian, parallel_sentences, capsys):
+    data, recipe = tmp_path / "data.jsonl", tmp_path / "small.yaml"
+    data.write_text("".join(json.dumps(pair) + "\n" for pair in parallel_sentences), encoding="utf-8")
+    recipe.write_text("model: {model_type: lightformer, d_model: 8, encoder_layers: 1, decoder_layers: 1}")
+    options = [tiny_marian, "--train-file", data, "--test-file", data, "--source-lang", "de", "--target-lang", "en"]
+    options += ["--output-dir", tmp_path / "runs", "--ratios", 2, "--methods", "paper", "layers", f"small={recipe}"]
+    options += ["--starts", "converted", "--trainings", "distilled", "--max-steps", 1, "--engines", "transformers"]
+    options += ["--max-source-length", 40, "--max-target-length", 40, "--generation-max-length", 20]
+    script.main(list(map(str, options)))
+    rows = json.loads((tmp_path / "runs" / "results.json").read_text())
+    assert [(row["ratio"], row["method"], row["start"], row["trained"]) for row in rows] == [
+        (2.0, "paper", "converted", None),
+        (2.0, "paper", "converted", "distilled"),
+        (2.0, "layers", "converted", None),
+        (2.0, "layers", "converted", "distilled"),
+        (None, "small", "random", "distilled"),
+    ]
+    layers = tmp_path / "runs" / "ratio-2-layers"
+    config, teacher = (AutoConfig.from_pretrained(place) for place in (layers / "model", tiny_marian))
+    halves = [max(1, round(count / 2)) for count in (teacher.encoder_layers, teacher.decoder_layers)]
+    assert [config.encoder_layers, config.decoder_layers] == halves
+    assert (config.attention_rank, config.ffn_rank, config.d_model) == (None, None, teacher.d_model)
+    models = [load_model(tmp_path / "runs" / "recipe-small" / "random-distilled")[0], load_model(layers / "model")[0]]
+    assert [rows[4]["parameters"], rows[3]["parameters"]] == [unique_parameters(model) for model in models]
+
+    engines = json.loads((tmp_path / "runs" / "engines.json").read_text())
+    assert len(engines["deployed"]) == len(engines["timings"]) == 4  # the teacher, and what was trained
+    assert "recipe-small/random-distilled" in engines["models"]
+    assert all(place["bleu"] is not None for place in engines["deployed"])
+    for picture in ("engines.png", "engines-dark.png"):
+        assert (tmp_path / "runs" / picture).stat().st_size > 10_000
+    assert "tokens/s" in capsys.readouterr().out
+
+
 def test_a_method_of_ones_own():
     parsed = script.parse_methods(["all", "each=method=narrow,pattern={ffn: 4x, fc1: 8},study.allocation=uniform"])
     pattern = {"ffn": "4x", "fc1": 8}
@@ -86,11 +123,13 @@ def test_every_method_can_be_asked_for(name):
         ("papr", "no method 'papr'; did you mean paper"),
         ("mine=weighting=rows", "--methods mine: no option 'weighting'; did you mean study.weighting"),
         ("../mine=ratio=2", "expected a name"),
+        ("paper=ratio=2", "names 'paper' twice"),
+        ("mine=none.yaml", "No recipe none.yaml"),
     ],
 )
 def test_methods_that_are_none(method, message):
-    with pytest.raises(ValueError, match=message):
-        script.parse_methods([method])
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        script.parse_methods(["paper", method])
 
 
 class ScriptArguments:
@@ -98,3 +137,4 @@ class ScriptArguments:
 
     ratios, encoder_groups, calibration_seeds, starts, trainings = [2.0], [], [3], ["converted"], []
     train_file, source_lang, target_lang = "text", "de", "en"
+    layers = {"encoder": 6, "decoder": 6}  # noqa: RUF012

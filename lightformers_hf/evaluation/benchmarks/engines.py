@@ -240,8 +240,13 @@ def _all_forms() -> list[str]:
 
 
 def _labels(names: list[str]) -> list[str]:
-    short = [Path(name).name if Path(name).is_dir() else name for name in names]
-    return short if len(set(short)) == len(short) else names
+    """What the models are called: folders by as many last parts of their paths as tell all of them apart."""
+    parts = [Path(name).parts if Path(name).is_dir() else (name,) for name in names]
+    for count in range(1, max(map(len, parts)) + 1):
+        short = ["/".join(each[-count:]) for each in parts]
+        if len(set(short)) == len(short):
+            return short
+    return names
 
 
 def _can_be(form: str) -> bool:

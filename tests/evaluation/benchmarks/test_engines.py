@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from lightformers_hf import StudyOptions, convert
+from lightformers_hf.evaluation.benchmarks import engines
 from lightformers_hf.evaluation.benchmarks.engines import Deployed, EngineComparison, Timing, compare_engines
 from lightformers_hf.evaluation.speed import Speed
 from lightformers_hf.export.engines import deployment_names
@@ -110,3 +111,11 @@ def test_what_cannot_be_measured(tiny_marian, tmp_path):
         ValueError, match=r"process that measures on 1 cores failed: ValueError: 100 new tokens.*64 positions"
     ):
         compare_engines(str(tiny_marian), [], forms=["onnx"], cores=[1], new_tokens=100)
+
+
+def test_models_are_called_by_as_much_of_their_paths_as_tells_them_apart(tmp_path):
+    paths = [tmp_path / "a" / "model", tmp_path / "b" / "model"]
+    for path in paths:
+        path.mkdir(parents=True)
+    assert engines._labels(["org/teacher", *map(str, paths)]) == ["org/teacher", "a/model", "b/model"]
+    assert engines._labels([str(paths[0]), "org/teacher"]) == ["model", "org/teacher"]
