@@ -60,6 +60,7 @@ from lightformers_hf.text import load_parallel
 TRAIN = Path(__file__).with_name("run_translation.py")
 EACH = {"study.allocation": "uniform", "study.refit": False}  # every matrix by itself, the ratio for each
 TEACHER, SCORES = "teacher", ("bleu", "chrf")
+LINES = ("-", "--", ":", "-.", (0, (1, 4)))  # of the engines in a picture
 DENSE = {"pattern": dict.fromkeys(("embedding", "attention", "ffn"), "dense")}
 METHODS: dict[str, Mapping[str, object]] = {
     "paper": {"method": "paper"},  # plain SVD, the ratio for every matrix
@@ -219,12 +220,8 @@ def draw(rows: list[dict], folder: Path, score: str) -> None:
 
 
 def deploy(rows: list[dict], args: argparse.Namespace) -> EngineComparison:
-    """Speed, size and quality of the teacher and of every row's model in `--engines`; also `engines.json`, a picture.
-
-    Where there are `--trainings`, models that had none are left out.
-    """
+    """Speed, size and quality of the teacher and the rows' models in `--engines`; writes `engines.json`, a picture."""
     folder = Path(args.output_dir)
-    rows = [row for row in rows if row["trained"] or not args.trainings]
     runs = [Run(**{field.name: row[field.name] for field in fields(Run)}) for row in rows]
     places = [folder / (run.folder if run.trained else f"{run.conversion_folder}/model") for run in runs]
     found = compare_engines(
@@ -232,23 +229,30 @@ def deploy(rows: list[dict], args: argparse.Namespace) -> EngineComparison:
         source=args.source_lang, target=args.target_lang, cores=(1,), batch_sizes=(1,), beams=(1,), progress=True,
     )  # fmt: skip
     (folder / "engines.json").write_text(json.dumps(found.to_dict(), indent=1) + "\n", encoding="utf-8")
+    labelled = [row | {"label": label} for row, label in zip(rows, found.models[1:], strict=True)]
+    curves = {TEACHER: found.models[:1]}
+    curves |= {name: [row["label"] for row in points] for name, points in curves_of(labelled).items()}
+    draw_engines(found, curves, args.engines, folder / "engines")
+    return found
+
+
+def draw_engines(found: EngineComparison, curves: dict[str, list[str]], engines: list[str], picture: Path) -> None:
+    """BLEU against tokens a second and against megabytes, of {curve: its models}: a colour each, a line an engine."""
+    sizes = {(place.model, place.form): (place.disk_bytes / 1e6, place.bleu) for place in found.deployed}
     speeds = {(timing.model, timing.form): timing.speed.tokens_per_second for timing in found.timings}
-    points = {(place.model, place.form): place for place in found.deployed}
-    labels = {id(row): label for row, label in zip(rows, found.models[1:], strict=True)}
 
     def paint(panels: list) -> None:
-        curves = {"teacher": [found.models[0]]}
-        curves |= {name: [labels[id(row)] for row in each] for name, each in curves_of(rows).items()}
-        for (name, models), form in itertools.product(curves.items(), args.engines):
-            ways = [lambda key: speeds[key], lambda key: points[key].disk_bytes / 1e6]
-            for panel, measure in zip(panels, ways, strict=True):
-                at = sorted((measure((model, form)), points[model, form].bleu) for model in models)
-                panel.plot(*zip(*at, strict=True), "*" if name == "teacher" else "o-", label=f"{name}, {form}")
-        panels[0].set(xlabel="tokens a second, one core", ylabel="BLEU", xscale="log")
-        panels[1].set(xlabel="megabytes", xscale="log")
+        for (number, name), (line, form) in itertools.product(enumerate(curves), zip(LINES, engines, strict=False)):
+            look = {"marker": "*", "linestyle": ""} if name == TEACHER else {"marker": "o", "linestyle": line}
+            look |= {"color": f"C{number}", "label": f"{name}, {form}" if len(engines) > 1 else name}
+            points = [(speeds[model, form], *sizes[model, form]) for model in curves[name]]
+            panels[0].plot(*zip(*sorted((speed, bleu) for speed, _, bleu in points), strict=True), **look)
+            panels[1].plot(*zip(*sorted((size, bleu) for _, size, bleu in points), strict=True), **look)
+        where = f" in {engines[0]}" if len(engines) == 1 else ""
+        panels[0].set(xlabel=f"tokens a second{where}, one core", ylabel="BLEU", xscale="log")
+        panels[1].set(xlabel=f"megabytes{where}", xscale="log")
 
-    save_pictures(folder / "engines", paint, columns=2)
-    return found
+    save_pictures(picture, paint, columns=2)
 
 
 def convert_all(runs: list[Run], methods: dict[str, Method], args: argparse.Namespace) -> None:
@@ -365,7 +369,8 @@ def main(argv: list[str] | None = None) -> None:
         draw(rows, folder, score_key(tests[0], "bleu"))
     Console().print(tabulate(rows, tests))
     if args.engines:
-        Console().print(*deploy(rows, args).tables())
+        final = [row for row in rows if row["trained"] or not args.trainings]
+        Console().print(*deploy(final, args).tables())
 
 
 if __name__ == "__main__":

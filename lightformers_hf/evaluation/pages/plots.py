@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 LIGHT = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
 DARK = ("#56b4e9", "#f0b93f", "#2fc79b", "#ff8a4c", "#e5a5c8", "#7c9cff")
 WIDTH = 10  # inches of a picture
+LETTERS = 105  # side by side in its legend
 FAR_APART = 20  # times: more than this, and an axis is logarithmic
 Paint = Callable[[list[Axes]], None]
 
@@ -79,9 +80,15 @@ def save_picture(
                 list(labels.values()),
                 list(labels),
                 loc="outside lower center",
-                ncols=min(len(labels), 4 if width == WIDTH else 2),
+                ncols=legend_columns(list(labels), width),
             )
         figure.savefig(file, format="png")
+
+
+def legend_columns(labels: list[str], width: float) -> int:
+    """How many of the labels, four at most, stand side by side in a legend of so many inches."""
+    letters = 8 + max(map(len, labels))  # its line, and the gap to the next
+    return max(1, min(len(labels), 4, int(LETTERS * width / WIDTH / letters)))
 
 
 def draw_analyses(analyses: list[Analysis], folder: Path) -> list[Path]:
