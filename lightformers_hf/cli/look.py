@@ -84,7 +84,8 @@ def analyze(
         "--results",
         type=FILE,
         multiple=True,
-        help="What evaluate --json wrote, of this model or others: adds quality against size and speed. Repeatable.",
+        help="What evaluate --json wrote, of this model or others: adds quality against size and speed; or "
+        "benchmark engines --json. Repeatable.",
     ),
     option("--samples", type=AT_LEAST_ONE, default=8, help="Translations shown, evenly spread over the data."),
     SOURCE_LANG,

@@ -202,7 +202,7 @@ class Work:
         """Write the page."""
         from ..evaluation.pages.page import report_page  # needs matplotlib
 
-        results = [self.output / "results.json"]
+        results = [self.output / "results.json", self.output / "engines.json"]
         page = report_page(self.light, teacher=self.teacher, data=self.files.test, results=results, **self.named)
         (self.output / "report.html").write_text(page, encoding="utf-8")
 

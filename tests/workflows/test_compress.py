@@ -67,6 +67,7 @@ def test_a_compression_goes_on_where_it_was_interrupted(tiny_marian, asked, plac
     assert load_engine(output / "deployed").generate([tokenizer("Ein Hund.")["input_ids"]])
     assert found["engines"]["data"].endswith("test.jsonl")
     assert "<h2>Training</h2>" in (output / "report.html").read_text()
+    assert "<h2>Deployed: 1 core, batch 1, beam 1</h2>" in (output / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

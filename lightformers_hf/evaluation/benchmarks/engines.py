@@ -94,37 +94,46 @@ class EngineComparison:
         deployed = [Deployed(**place) for place in content["deployed"]]
         return cls(**content | {"deployed": deployed, "timings": timings})
 
-    def tables(self) -> list[Table]:
-        """One table a setting, one row a model and form; what they mean is said below the last."""
+    def rows(self) -> dict[str, list[list[str]]]:
+        """{setting: its table's rows, the head first}: a row a form and model, in the order of the timings."""
+        deployed = {place.key: place for place in self.deployed}
+        head = ["engine", "model", "tokens/s", "same", "int8", "MB", *(("BLEU", "chrF") if self.data else ())]
+        found: dict[str, list[list[str]]] = {}
+        for timing in self.timings:
+            place = deployed[f"{timing.model} {timing.form}"]
+            ratios = ("" if ratio is None else f"{ratio:.2f}x" for ratio in (timing.to_teacher, timing.to_baseline))
+            row = [timing.form, timing.model, f"{timing.speed.tokens_per_second:,.0f}", *ratios]
+            row += [f"{place.disk_bytes / 1e6:.1f}"]
+            row += [f"{score:.1f}" for score in (place.bleu, place.chrf) if score is not None]
+            cores = f"{timing.cores} core{'s' * (timing.cores > 1)}"
+            found.setdefault(f"{cores}, batch {timing.batch_size}, beam {timing.beams}", [head]).append(row)
+        return found
+
+    def notes(self) -> list[str]:
+        """What the numbers mean."""
         notes = [
             f"{self.new_tokens} tokens for every sentence; ratios are medians over {self.runs} interleaved runs:",
             f"'same' to the teacher in the same engine, 'int8' to the teacher in {BASELINE}.",
         ]
         if self.data:
-            notes.append(f"Quality: {self.quality_sentences} sentences of {self.data}, beam {self.quality_beams}.")
-        deployed = {place.key: place for place in self.deployed}
-        tables: dict[tuple, Table] = {}
-        for timing in self.timings:
-            setting = (timing.cores, timing.batch_size, timing.beams)
-            if setting not in tables:
-                cores = f"{timing.cores} core{'s' * (timing.cores > 1)}"
-                title = f"{cores}, batch {timing.batch_size}, beam {timing.beams}"
-                tables[setting] = table = Table(title=title, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-                table.add_column("engine", overflow="fold", min_width=len(BASELINE))
-                table.add_column("model", overflow="fold", min_width=8)
-                for column in ("tokens/s", "same", "int8", "MB", *(("BLEU", "chrF") if self.data else ())):
-                    table.add_column(column, justify="right", no_wrap=True)
-            place = deployed[f"{timing.model} {timing.form}"]
-            tables[setting].add_row(
-                timing.form,
-                escape(timing.model),
-                f"{timing.speed.tokens_per_second:,.0f}",
-                *("" if ratio is None else f"{ratio:.2f}x" for ratio in (timing.to_teacher, timing.to_baseline)),
-                f"{place.disk_bytes / 1e6:.1f}",
-                *(f"{score:.1f}" for score in (place.bleu, place.chrf) if score is not None),
-            )
-        tables[setting].caption = escape("\n".join([*notes, *self.signatures]))
-        return list(tables.values())
+            quality = f"{self.quality_sentences} sentences of {Path(self.data).name}, beam {self.quality_beams}"
+            notes.append(f"Quality: {quality}.")
+        return [*notes, *self.signatures]
+
+    def tables(self) -> list[Table]:
+        """One table a setting, one row a model and form; what they mean is said below the last."""
+        tables = []
+        for setting, (head, *rows) in self.rows().items():
+            table = Table(title=setting, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+            table.add_column(head[0], overflow="fold", min_width=len(BASELINE))
+            table.add_column(head[1], overflow="fold", min_width=8)
+            for column in head[2:]:
+                table.add_column(column, justify="right", no_wrap=True)
+            for form, model, *numbers in rows:
+                table.add_row(form, escape(model), *numbers)
+            tables.append(table)
+        tables[-1].caption = escape("\n".join(self.notes()))
+        return tables
 
     @property
     def runs(self) -> int:

@@ -24,6 +24,7 @@ from ...files import REPORT_FILE, STATE_FILE, as_kind
 from ...loading import load_model, load_pretrained, load_teacher, resolve_source
 from ...text import load_parallel
 from ...vocabularies import match_tokens
+from ..benchmarks.engines import EngineComparison
 from ..evaluate import Measurements, choose_columns, warn_of_overlap
 from ..measures import read_log, singular_values
 from ..translate import translate
@@ -46,6 +47,16 @@ class Picture:
     narrow_light: str
     narrow_dark: str
     rows: list[list[str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table of its own: its head, then its rows, of which the first `words` cells are no numbers."""
+
+    title: str
+    caption: str
+    rows: list[list[str]]
+    words: int
 
 
 @dataclass(frozen=True)
@@ -100,7 +111,7 @@ def report_page(
             translations.
         data: parallel text as for `load_parallel`: adds sample translations.
         results: files that `lightformers evaluate --json` wrote, of this model and of others: add quality against
-            parameters and speed.
+            parameters and speed; or `lightformers benchmark engines --json`: speed, size and quality deployed.
         samples: how many translations are shown, evenly spread over the data.
         source, target, split: columns of the data, as for `evaluate_model`.
         progress: show bars on stderr.
@@ -111,14 +122,18 @@ def report_page(
     """
     folder = resolve_source(model)
     report = read_report(folder / REPORT_FILE)
-    pictures = _pictures(folder, report, teacher, results, progress=progress)
+    measured = [_read_result(Path(file)) for file in results]
+    pictures = _pictures(
+        folder, report, teacher, [one for one in measured if isinstance(one, Result)], progress=progress
+    )
+    sheets = [sheet for one in measured if isinstance(one, EngineComparison) for sheet in _engine_sheets(one)]
     translations = []
     if data:
         columns = {"source": source, "target": target, "split": split}
         translations = _translate_samples(
             model, teacher, data, columns, count=samples, progress=progress, **generation
         )
-    if not (report or pictures or translations):
+    if not (report or pictures or sheets or translations):
         raise ValueError(
             f"{folder} holds neither {REPORT_FILE} nor {STATE_FILE}, so there is nothing to report: give what convert "
             "or a training run wrote, or --results, or --data"
@@ -132,6 +147,7 @@ def report_page(
         kinds=_kinds(matrices),
         options=json.dumps(report and report.options, indent=1),
         pictures=pictures,
+        sheets=sheets,
         samples=translations,
         teacher=teacher,
         data=data and Path(data).name,
@@ -155,7 +171,7 @@ def _pictures(
     folder: Path,
     report: CompressionReport | None,
     teacher: str | None,
-    results: Sequence[str | Path],
+    results: Sequence[Result],
     *,
     progress: bool,
 ) -> list[Picture]:
@@ -175,7 +191,7 @@ def _pictures(
             )
         )
     if results:
-        pictures.append(_draw_trade_off([_read_result(Path(file)) for file in results]))
+        pictures.append(_draw_trade_off(results))
     losses, qualities = report_plots.training_curves(read_log(folder / STATE_FILE))
     if losses:
         pictures.append(
@@ -269,10 +285,24 @@ def _draw_spectra(folder: Path, matrices: list[MatrixReport], name: str, *, trim
     )
 
 
-def _read_result(file: Path) -> Result:
-    """What `lightformers evaluate --json` wrote."""
+def _engine_sheets(found: EngineComparison) -> list[Sheet]:
+    """A table for every setting that a benchmark of engines measured in."""
+    caption = " ".join(found.notes())
+    return [Sheet(f"Deployed: {setting}", caption, rows, words=2) for setting, rows in found.rows().items()]
+
+
+def _read_result(file: Path) -> Result | EngineComparison:
+    """What `lightformers evaluate --json` or `lightformers benchmark engines --json` wrote."""
     try:
-        result = as_kind(json.loads(file.read_text(encoding="utf-8")), Result, "it")
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(content, dict) and "timings" in content:
+            found = as_kind(content, EngineComparison, "it")
+            if not found.timings or {f"{one.model} {one.form}" for one in found.timings} - {
+                place.key for place in found.deployed
+            }:
+                raise ValueError("no timings, or some of models that were not deployed")
+            return found
+        result = as_kind(content, Result, "it")
         for one in filter(None, (result.model, result.teacher)):
             one.name = Path(one.name).name
         return result
@@ -280,11 +310,12 @@ def _read_result(file: Path) -> Result:
         raise FileNotFoundError(f"{file} is not there: `lightformers evaluate … --json {file}` writes it") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{file} holds no results, as `lightformers evaluate … --json FILE` writes them ({error})"
+            f"{file} holds no results, as `lightformers evaluate … --json FILE` and `lightformers benchmark engines` "
+            f"write them ({error})"
         ) from None
 
 
-def _draw_trade_off(results: list[Result]) -> Picture:
+def _draw_trade_off(results: Sequence[Result]) -> Picture:
     """Quality against parameters and speed: relative to the teacher where all were measured beside one."""
     conditions = sorted({result.conditions for result in results})
     if len(conditions) > 1:

@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 
 from lightformers_hf import StudyOptions, convert, translate
 from lightformers_hf.conversion.report import MatrixReport
+from lightformers_hf.evaluation.benchmarks.engines import Deployed, EngineComparison, Timing
 from lightformers_hf.evaluation.pages import report_plots
 from lightformers_hf.evaluation.pages.page import _mark_differences, report_page
+from lightformers_hf.evaluation.speed import Speed
 
 FOREIGN = '<script>document.title = "owned"</script><img src="http://192.0.2.1/x.png">'
 
@@ -157,6 +159,29 @@ def test_results_become_a_table_with_the_teacher_once(page):
         "r2", "39.0", "49.0", "4,500,000", "18.0", "1.50",
         "r4", "35.5", "45.5", "2,250,000", "9.0", "2.10",
     ]  # fmt: skip
+
+
+def test_engines_become_a_table(light, tmp_path):
+    names, forms = ["teacher", "a/<b>"], ["ctranslate2", "ctranslate2-int8"]
+    deployed = [Deployed(name, form, "/somebody", 4_000_000, 30.0, 50.0) for name in names for form in forms]
+    timings = [Timing(place.model, place.form, 1, 1, 1, Speed(90.0, [90.0] * 3, 9), 2.0, None) for place in deployed]
+    found = EngineComparison(names, deployed, timings, 25, 9, "/somebody/test.jsonl", 1, 11, ["nrefs:1"])
+    file = tmp_path / "engines.json"
+    file.write_text(json.dumps(found.to_dict()))
+    page = report_page(str(light), results=[file])
+    outline = Outline(page)
+    assert "Deployed: 1 core, batch 1, beam 1" in outline.headings
+    start = outline.cells.index("ctranslate2-int8")
+    assert outline.cells[start : start + 8] == [
+        "ctranslate2-int8", "teacher", "90", "2.00x", "", "4.0", "30.0", "50.0",
+    ]  # fmt: skip
+    assert "a/<b>" in outline.cells
+    assert "11 sentences of test.jsonl, beam 1" in page
+    assert "somebody" not in page
+    for damaged in ({"timings": []}, {"deployed": []}, {"timings": 3}):
+        file.write_text(json.dumps(found.to_dict() | damaged))
+        with pytest.raises(ValueError, match=r"engines\.json holds no results"):
+            report_page(str(light), results=[file])
 
 
 def test_dots_stand_at_the_rank_on_the_curve_of_a_full_svd(light, tiny_marian, monkeypatch):
