@@ -12,6 +12,7 @@ from functools import cache
 from importlib import resources
 
 import torch
+from rich import box
 from rich.markup import escape
 from rich.table import Table
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -105,11 +106,27 @@ def count_parameters(table: str = "") -> list[ParameterCount]:
 
 
 def parameter_table(counts: list[ParameterCount]) -> Table:
-    """A rich table of the counts: paper, ours, difference, tolerance, and whether the one is within the other."""
+    """A rich table of the counts: paper, ours, difference, tolerance, and whether the one is within the other.
+
+    What is to be known of a row is below, once for all that it is true of.
+    """
     within = sum(count.within for count in counts)
-    table = Table(title="Parameters, millions", caption=f"{within} of {len(counts)} rows within their tolerance")
+    notes = {
+        note: number
+        for number, note in enumerate(dict.fromkeys(count.row.note for count in counts if count.row.note), 1)
+    }
+    caption = [f"{within} of {len(counts)} rows within their tolerance"]
+    caption += [f"{number}: {escape(note)}" for note, number in notes.items()]
+    table = Table(
+        title="Parameters, millions",
+        caption="\n".join(caption),
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        show_edge=False,
+        caption_justify="left",
+    )
     for heading in ("row", "paper", "ours", "difference", "tolerance", "within", "note"):
-        table.add_column(heading, justify="left" if heading in ("row", "within", "note") else "right", overflow="fold")
+        table.add_column(heading, justify="left" if heading in ("row", "within") else "right", overflow="fold")
     for count in counts:
         row = count.row
         table.add_row(
@@ -119,6 +136,6 @@ def parameter_table(counts: list[ParameterCount]) -> Table:
             f"{count.difference:+.1%}",
             f"±{row.largest_difference / row.millions:.1%}",
             "yes" if count.within else "[red]no[/red]",
-            escape(row.note),
+            str(notes.get(row.note, "")),
         )
     return table
