@@ -58,6 +58,7 @@ from lightformers_hf.evaluation.speed import speed_ratio, tokens_per_second, typ
 from lightformers_hf.loading import load_model, load_pretrained, unique_parameters
 from lightformers_hf.text import load_parallel
 
+SEED = 42  # unless others are given
 SCRIPTS = {"translation": "run_translation.py", "summarization": "run_summarization.py", "clm": "run_clm.py"}
 SCORES = {
     "translation": {"bleu": "BLEU", "chrf": "chrF"},
@@ -129,9 +130,9 @@ def options(run: Run, model: Model, args: argparse.Namespace, others: list[str])
 
 
 def folder_of(run: Run, args: argparse.Namespace) -> Path:
-    """Where a run is written."""
+    """Where a run is written: the same whichever others there are, so that seeds and rates can be added later."""
     rate = f"-rate-{run.rate:g}" if run.rate else ""
-    return Path(args.output_dir, run.name + rate + (f"-seed-{run.seed}" if len(args.seeds) > 1 else ""))
+    return Path(args.output_dir, run.name + rate + (f"-seed-{run.seed}" if run.seed != SEED else ""))
 
 
 def train_all(
@@ -315,7 +316,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--validation-file", help="what learning rates, and checkpoints, are chosen by")
     parser.add_argument("--source-lang", help="translation: column or language")
     parser.add_argument("--target-lang", help="translation: column or language")
-    parser.add_argument("--seeds", type=seed_number, nargs="+", default=[42], help="a run of every model for each")
+    parser.add_argument("--seeds", type=seed_number, nargs="+", default=[SEED], help="a run of every model for each")
     parser.add_argument("--learning-rates", type=float, nargs="+", help="default: of the recipes")
     parser.add_argument("--max-steps", type=int, help="default: of the recipes")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; above 1 each has one thread")

@@ -53,6 +53,8 @@ def test_translation(tmp_path, tiny_marian, parallel_sentences, capsys):
     scores.write_text(json.dumps({"test_bleu": 12.5, "test_chrf": 3.0}))
     run(*options)
     assert rows(out)[0]["bleu"] == 12.5  # not run again
+    run(*options, "--seeds", 42, 7)
+    assert [row["bleu"] for row in rows(out) if row["seed"] == 42] == [12.5, taught["bleu"]]
     with pytest.raises(ValueError, match="results of other options"):
         run(*options, "--seed", 7)
 
