@@ -10,6 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_base import FactorizedConfig
 from .matrices import Projection, apply_with_residual
+from .transformer_layer import drop
 from .transformers_internals import attention_of
 
 
@@ -30,7 +31,7 @@ def eager_attention(
     # Half precision overflows in the sum of exponentials long before fp32 does.
     precision = torch.promote_types(weights.dtype, torch.float32)
     weights = nn.functional.softmax(weights, dim=-1, dtype=precision).to(query.dtype)
-    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    weights = drop(weights, dropout, module.training)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 

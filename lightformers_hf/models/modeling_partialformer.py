@@ -20,7 +20,7 @@ from .lm_heads import CausalLMHead, ConditionalGenerationHead, EncoderDecoder
 from .matrices import projections
 from .partial_attention import GlobalAttention, PartialAttention
 from .stacks import DecoderStack, EncoderStack, FactorizedPreTrainedModel, make_table
-from .transformer_layer import TransformerLayer, add_feed_forward, add_layer_norms
+from .transformer_layer import TransformerLayer, add_feed_forward, add_layer_norms, drop
 
 
 class PartialFormerLayer(GradientCheckpointingLayer):
@@ -46,7 +46,7 @@ class PartialFormerLayer(GradientCheckpointingLayer):
         if stack == "decoder" and config.is_encoder_decoder:
             self.encoder_attn_layer_norm = nn.LayerNorm(config.d_model)
             self.encoder_attn = attention("encoder_attn", "cross")
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = config.dropout
 
     def forward(
         self,
@@ -61,7 +61,7 @@ class PartialFormerLayer(GradientCheckpointingLayer):
         """(B, T, d) → (B, T, d). The cache slots: see `LayerStack.by_depth`."""
         states = self.self_attn_layer_norm(hidden_states)
         output, _ = self.self_attn(states, attention_mask=attention_mask, layer_idx=layer_idx, **kwargs)
-        hidden_states = hidden_states + self.dropout(output)
+        hidden_states = hidden_states + drop(output, self.dropout, self.training)
         if encoder_hidden_states is not None:
             output, _ = self.encoder_attn(
                 self.encoder_attn_layer_norm(hidden_states),
@@ -70,7 +70,7 @@ class PartialFormerLayer(GradientCheckpointingLayer):
                 layer_idx=cross_layer_idx,
                 **kwargs,
             )
-            hidden_states = hidden_states + self.dropout(output)
+            hidden_states = hidden_states + drop(output, self.dropout, self.training)
         return hidden_states
 
 

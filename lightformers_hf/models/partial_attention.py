@@ -16,7 +16,7 @@ from .attention import cached_states
 from .configuration_partialformer import PartialFormerConfig
 from .matrices import Projection, projections
 from .starts import draw, draw_copies, draw_parts, set_start, xavier_std
-from .transformer_layer import add_feed_forward
+from .transformer_layer import add_feed_forward, drop
 
 # Bias with which gates start, open, and above which attention logits pass a ReLU unchanged.
 OPEN_GATE, WITHIN_RELU = 1.0, 4.0
@@ -142,7 +142,7 @@ class PartialAttention(nn.Module):
             logits = logits + attention_mask
         precision = torch.promote_types(logits.dtype, torch.float32)
         weights = nn.functional.softmax(logits, dim=-1, dtype=precision).to(query.dtype)
-        weights = nn.functional.dropout(weights, p=self.dropout, training=self.training)
+        weights = drop(weights, self.dropout, self.training)
         states = torch.matmul(weights, split_heads(values.squeeze(1), self.heads)).transpose(1, 2)
         if self.has_ffn:
             states = self._feed_forward(states) * self.gate_activation(gate).view(states.shape)
@@ -158,8 +158,8 @@ class PartialAttention(nn.Module):
         inner = self.activation(self.fc1(states) if self.fc_gate is None else self.fc_gate(states))
         if self.fc_gate is not None:
             inner = inner * self.fc1(states)
-        output = self.fc2(nn.functional.dropout(inner, p=self.activation_dropout, training=self.training))
-        output = nn.functional.dropout(output, p=self.ffn_dropout, training=self.training)
+        output = self.fc2(drop(inner, self.activation_dropout, self.training))
+        output = drop(output, self.ffn_dropout, self.training)
         return states + output if self.ffn_residual else output
 
 
@@ -193,10 +193,10 @@ class GlobalAttention(nn.Module):
         """Embeddings (B, T, d) and mask (B, 1, T, S) → A^G and mask in one sum (B, H, T, S), for every layer."""
         query, key = self.in_proj(self.layer_norm(hidden_states)).split(self.parts, dim=-1)
         query = split_heads(query * self.scaling, self.heads)
-        # Before the update: a static cache counts in place.
-        positions = torch.arange(query.shape[2], device=query.device)
-        if past_key_values is not None:
-            positions = positions + past_key_values.get_seq_length(layer_idx)
+        if self.distances is not None:
+            positions = torch.arange(query.shape[2], device=query.device)
+            if past_key_values is not None:  # before the update: a static cache counts in place
+                positions = positions + past_key_values.get_seq_length(layer_idx)
         # The slot has keys alone: its values have no width.
         key = key.unsqueeze(1)
         key, _ = cached_states(past_key_values, layer_idx, False, lambda: (key, key[..., :0]))

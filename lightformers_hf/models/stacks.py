@@ -17,6 +17,7 @@ from .configuration_base import FactorizedConfig
 from .embeddings import AdaptiveEmbedding, AdaptiveTable, SinusoidalPositions, check_length, position_ids_from
 from .matrices import make_embedding, module_rank
 from .starts import draw
+from .transformer_layer import drop
 
 # What attention takes: a tensor, a block mask of flex attention, or none.
 Mask = TypeVar("Mask")
@@ -141,7 +142,7 @@ class Stack:
                 check_length(self.embed_positions, length + past_length)
                 position_ids = position_ids_from(attention_mask, length, past_length, vectors.device)
             states = states + self.embed_positions(position_ids).to(vectors)
-        return nn.functional.dropout(self.layernorm_embedding(states), p=self.config.dropout, training=self.training)
+        return drop(self.layernorm_embedding(states), self.config.dropout, self.training)
 
 
 class EncoderStack(Stack):

@@ -24,6 +24,11 @@ class RMSNorm(nn.RMSNorm):
         return nn.functional.rms_norm(states, self.normalized_shape, weight, self.eps).to(self.weight.dtype)
 
 
+def drop(states: torch.Tensor, share: float, training: bool) -> torch.Tensor:
+    """Dropout that is not even called where nothing is dropped: calls are what a generated token's time goes to."""
+    return nn.functional.dropout(states, p=share) if training and share else states
+
+
 def add_layer_norms(
     module: nn.Module,
     width: int,
@@ -129,7 +134,7 @@ class TransformerLayer(GradientCheckpointingLayer):
                 inner = self.activation(apply_with_residual(ffn, "fc_gate", states, residuals)) * inner
             else:
                 inner = self.activation(inner)
-            inner = nn.functional.dropout(inner, p=self.activation_dropout, training=self.training)
+            inner = drop(inner, self.activation_dropout, self.training)
             if inner.dtype == torch.float16:  # `fc2` may be kept in fp32
                 inner = inner.to(next(ffn.fc2.parameters()).dtype)
             return apply_with_residual(ffn, "fc2", inner, residuals)
@@ -143,7 +148,7 @@ class TransformerLayer(GradientCheckpointingLayer):
         self, states: torch.Tensor, norm: nn.Module, compute: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         output = compute(norm(states) if self.normalize_before else states)
-        states = states + nn.functional.dropout(output, p=self.dropout, training=self.training)
+        states = states + drop(output, self.dropout, self.training)
         if states.dtype == torch.float16:  # infinity would be NaN after the next norm
             limit = torch.finfo(torch.float16).max - 1000
             states = states.clamp(-limit, limit)
