@@ -151,6 +151,7 @@ REFUSED = {
     "T5ForTokenClassification": "T5Config",
     "T5ForSequenceClassification": "T5Config",
     "T5ForQuestionAnswering": "T5Config",
+    "T5ForCausalLM": "T5Config",  # a decoder alone, as others publish it
     "MT5EncoderModel": "MT5Config",
     "UMT5EncoderModel": "UMT5Config",
     "LongT5ForConditionalGeneration": "LongT5Config",
