@@ -14,7 +14,7 @@ from .sharing.groups import find_matrices
 from .statistics.calibration import LOGIT_ROWS
 from .statistics.samples import SAMPLES
 from .statistics.shelf import ROOM
-from .statistics.synthesis import LONGEST, SHORTEST, SOURCES
+from .statistics.synthesis import LONGEST, SHORTEST, own_sources
 
 # Tokens of a sentence of the user's text, about.
 SENTENCE = 25
@@ -60,7 +60,7 @@ def forecast(dense: PreTrainedModel, options: CompressionOptions) -> Forecast:
         options: how many sentences it is measured on, and whether they are the user's.
     """
     own = options.calibration is None
-    number = options.calibration_samples or (SOURCES if own else SAMPLES)
+    number = options.calibration_samples or (own_sources(dense)[0] if own else SAMPLES)
     tokens = number * ((SHORTEST + LONGEST) / 2 if own else SENTENCE)
     layers = logits = cubes = squares = 0.0
     for name, kind in find_matrices(dense):

@@ -9,8 +9,9 @@ from models.cases import padded, sentences
 from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
 from lightformers_hf import StudyOptions, convert
+from lightformers_hf.conversion.statistics import synthesis
 from lightformers_hf.conversion.statistics.calibration import Calibration
-from lightformers_hf.conversion.statistics.synthesis import synthetic_batches
+from lightformers_hf.conversion.statistics.synthesis import own_sources, synthetic_batches
 from lightformers_hf.conversion.teacher import Teacher
 from lightformers_hf.languages import add_prefix, find_prefixes, set_language_codes
 
@@ -197,6 +198,20 @@ def test_own_text_begins_with_the_prefix_that_the_result_keeps(tiny_marian, tmp_
     convert(folder, light, source_lang="de=say it: ", target_lang="en", **QUICK)
     kept = json.loads((light / "config.json").read_text())["task_specific_params"]
     assert kept == {"translation_de_to_en": {"prefix": "say it: "}}
+
+
+@pytest.mark.parametrize(("parameters", "number"), [(75e6, 256), (20e6, 256), (10e6, 512), (7e6, 512), (1e6, 1024)])
+def test_small_models_make_more_text(tiny_marian, parameters, number, monkeypatch):
+    reader = Teacher(tiny_marian, "teacher")
+    model = reader.load()
+    monkeypatch.setattr(model, "num_parameters", lambda: int(parameters))
+    assert own_sources(model) == (number, number // 8)
+    if number == 512:
+        monkeypatch.setattr(synthesis, "SOURCES", 8)
+        batches = synthetic_batches(model, reader, None, 0, progress=False)
+        assert [len(batch["input_ids"]) for batch in batches] == [16]
+        batches = synthetic_batches(model, reader, 40, 0, progress=False)
+        assert [len(batch["input_ids"]) for batch in batches] == [32, 8]  # what was asked for
 
 
 def words() -> list[str]:

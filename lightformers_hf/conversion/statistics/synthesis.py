@@ -26,8 +26,9 @@ from ..workers import own_share
 from .samples import BATCH
 from .samples import LONGEST as MOST
 
-# Sources, unless told otherwise, and the tokens that each has.
+# Sources, unless told otherwise, of a large model, and the tokens that each has.
 SOURCES, SHORTEST, LONGEST = 256, 5, 30
+SMALL, MOST_TIMES = 20_000_000, 4  # parameters of models that take more, and how many times as many
 
 
 def synthetic_batches(
@@ -37,7 +38,7 @@ def synthetic_batches(
 
     Args:
         model: the teacher in fp32, on the device where it is to run.
-        samples: sources; `None` means 256.
+        samples: sources; `None` means `own_sources`.
         seed: which ones.
 
     Raises:
@@ -50,11 +51,11 @@ def synthetic_batches(
     longest = min(LONGEST, limit - 2)
     if longest < 1:
         raise ValueError(f"max_position_embeddings is {limit} in {teacher.name}: no text fits, which needs 3 or more")
-    number = samples or SOURCES
+    number, size = (samples, BATCH) if samples else own_sources(model)
     lengths = torch.randint(min(SHORTEST, longest), longest + 1, (number,), generator=generator).sort().values
     drawn = [
         [torch.multinomial(frequencies, int(n), True, generator=generator).tolist() for n in some]
-        for some in lengths.split(BATCH)
+        for some in lengths.split(size)
     ]
     prefixes = find_prefixes(model.config, *teacher.languages)
     batches = []
@@ -63,6 +64,16 @@ def synthetic_batches(
         generation = _greedy(teacher, min(2 * max(map(len, sources)), limit - 1))
         batches.append(_with_targets(model, *_padded(sources, tokenizer, model.config, prefixes), generation))
     return batches
+
+
+def own_sources(model: PreTrainedModel) -> tuple[int, int]:
+    """How many sources a model makes by default, and of what size batches are, which are then as many for all.
+
+    What more of them cost grows with the model, what they save does not: 256, and for models below 20M parameters as
+    many times that, four at most, as these have parameters less.
+    """
+    times = max(1, min(MOST_TIMES, SMALL // model.num_parameters()))
+    return times * SOURCES, times * BATCH
 
 
 def translated_batches(
