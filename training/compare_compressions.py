@@ -51,9 +51,8 @@ from transformers import AutoModelForSeq2SeqLM
 
 from lightformers_hf import CompressionOptions, StudyOptions, convert
 from lightformers_hf.conversion.teacher import Teacher
-from lightformers_hf.evaluation.benchmarks.engines import EngineComparison, compare_engines
+from lightformers_hf.evaluation.benchmarks.engines import EngineComparison, check_forms, compare_engines
 from lightformers_hf.evaluation.quality import Difference
-from lightformers_hf.export.engines import CHECKPOINTS, deployment_names, load_engine_file, split_deployment
 from lightformers_hf.loading import load_pretrained, resolve_source, unique_parameters
 from lightformers_hf.text import load_parallel
 
@@ -342,6 +341,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--validation-file")
     parser.add_argument("--ratios", type=float, nargs="+", default=[2.0, 4.0])
     help_of_methods = f"{', '.join(METHODS)}, or NAME=FIELD=VALUE,…, or NAME=RECIPE.yaml"
+    help_of_engines = "as `lightformers benchmark engines` has them: ctranslate2-int8, onnx-int8, transformers, …"
     parser.add_argument("--methods", nargs="+", default=["paper", "all"], metavar="METHOD", help=help_of_methods)
     parser.add_argument("--calibration-seeds", type=seed_number, nargs="+", default=[0])
     parser.add_argument("--encoder-groups", type=int, nargs="*", default=[], help="besides no sharing")
@@ -349,15 +349,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--trainings", nargs="*", choices=["labels", "distilled"], default=["labels", "distilled"])
     parser.add_argument("--max-steps", type=int, default=1000)
     parser.add_argument("--distillation-alpha", type=float, default=0.7)
-    parser.add_argument("--engines", nargs="+", default=[], metavar="FORM", help=", ".join(deployment_names()))
+    parser.add_argument("--engines", nargs="+", default=[], metavar="FORM", help=help_of_engines)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; above 1 each has one thread")
     args, others = parser.parse_known_args(argv)
 
     if (len(args.ratios) > 1 or args.engines) and find_spec("matplotlib") is None:
         raise ValueError("Pictures need matplotlib: pip install 'lightformers_hf[demo]'")
-    for engine, _ in map(split_deployment, args.engines):
-        if engine != CHECKPOINTS:
-            load_engine_file(engine)  # one that is not installed is said before the work
+    check_forms(args.engines)
     methods = parse_methods(args.methods)
     config = Teacher(resolve_source(args.teacher), args.teacher).config
     args.layers = {stack: getattr(config, f"{stack}_layers") for stack in ("encoder", "decoder")}

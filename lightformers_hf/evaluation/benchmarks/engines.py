@@ -203,11 +203,17 @@ def compare_engines(
 def _choose_forms(forms: Sequence[str] | None, shortlist: str | None) -> list[str]:
     """The forms to measure, each with a shortlist, too, where there is one and its engine takes it."""
     chosen = _all_forms() if forms is None else list(dict.fromkeys(forms))
-    for form in chosen:
-        split_deployment(form)
+    check_forms(chosen)
     if shortlist is None:
         return chosen
     return [each for form in chosen for each in (form, f"{form}{SHORTLISTED}") if _can_be(each)]
+
+
+def check_forms(forms: Sequence[str]) -> None:
+    """Raise `ValueError` for a name that is none of `deployment_names()`, or whose engine is not installed."""
+    for engine, _ in map(split_deployment, forms):
+        if engine != CHECKPOINTS:
+            load_engine_file(engine)
 
 
 @dataclass(frozen=True)
