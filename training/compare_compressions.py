@@ -51,7 +51,8 @@ from transformers import AutoModelForSeq2SeqLM
 
 from lightformers_hf import CompressionOptions, StudyOptions, convert
 from lightformers_hf.conversion.teacher import Teacher
-from lightformers_hf.evaluation.benchmarks.engines import EngineComparison, check_forms, compare_engines
+from lightformers_hf.evaluation.benchmarks.engine_results import EngineComparison
+from lightformers_hf.evaluation.benchmarks.engines import check_forms, compare_engines
 from lightformers_hf.evaluation.quality import Difference
 from lightformers_hf.loading import load_pretrained, resolve_source, unique_parameters
 from lightformers_hf.text import load_parallel
@@ -318,12 +319,8 @@ def tabulate(rows: list[dict], tests: list[str]) -> Table:
     titles += ["test"] if len(tests) > 1 else []
     table = Table(*titles, "BLEU", "chrF", "BLEU to the teacher, 95 %")
     for row, test in itertools.product(rows, tests):
-        shown = [
-            f"{row['ratio']:g}" if row["ratio"] else "-",
-            row["method"],
-            str(row["seed"]),
-            str(row["groups"] or "-"),
-        ]
+        ratio = f"{row['ratio']:g}" if row["ratio"] else "-"
+        shown = [ratio, row["method"], str(row["seed"]), str(row["groups"] or "-")]
         shown += [f"{row['parameters']:,}", row["start"], row["trained"] or "none"]
         shown = ([""] * len(shown) if test != tests[0] else shown) + ([escape(test)] if len(tests) > 1 else [])
         shown += [f"{row[score_key(test, score)]:.1f}" for score in SCORES]

@@ -14,7 +14,8 @@ from tqdm.auto import tqdm
 
 from ..conversion.convert import convert
 from ..conversion.options import CompressionOptions
-from ..evaluation.benchmarks.engines import EngineComparison, compare_engines
+from ..evaluation.benchmarks.engine_results import EngineComparison
+from ..evaluation.benchmarks.engines import compare_engines
 from ..evaluation.evaluate import evaluate_model, find_columns
 from ..export import export
 from ..export.engines import deployment_names, load_engine_file
@@ -66,8 +67,7 @@ def compress(
     """Convert, recover, evaluate, export, and report. An interrupted call goes on when it is made again.
 
     `output` gets `converted`, `recovered` (to push, or to train on), `deployed` (for the engine), `results.json`,
-    `engines.json` and, where matplotlib is installed, `report.html`; and without `validation` or `test` a part of
-    `data` in their place in `data`.
+    `engines.json`, with matplotlib `report.html`; and `data`, where `validation` or `test` had to be set apart.
 
     Args:
         teacher: the checkpoint, a folder or a name on the Hub.

@@ -83,7 +83,8 @@ class Comparison:
             second; run i of the one was beside run i of the other.
         paper_ratio: decoding speed relative to a Transformer as printed in the paper, where it is.
         arithmetic: how many times as many multiplications the Transformer's training step has: what the ratio of
-            `training` would be if products of matrices were all that takes time, and equally fast.
+            `training` would be if products of matrices were all that takes time, and equally fast. `None` where that
+            was not measured.
     """
 
     name: str
@@ -91,7 +92,7 @@ class Comparison:
     transformer_parameters: int
     speeds: dict[str, tuple[Speed, Speed]]
     paper_ratio: float | None
-    arithmetic: float
+    arithmetic: float | None
 
     def quartiles(self, measure: str) -> list[float]:
         """First and third quartile over the runs of how many times faster than the Transformer."""
@@ -178,8 +179,7 @@ def compare(
     models = {name: row.build(), "transformer": transformer_beside(pair, positions)}
     batch = random_batch(row.config["vocab_size"])
     source = {field: batch[field][:1] for field in ("input_ids", "attention_mask")}
-    ours, transformers = (training_flops(model, batch) for model in models.values())
-    speeds = {}
+    speeds, arithmetic = {}, None
     for measure, beams in DECODING.items():
         speeds[measure] = generation_speed(
             models,
@@ -191,6 +191,8 @@ def compare(
             do_sample=False,
         )
     if training:
+        ours, transformers = (training_flops(model, batch) for model in models.values())
+        arithmetic = transformers / ours
         speeds[TRAINING] = training_speed(models, batch, runs=runs, bf16=bf16, progress=progress)
     parameters, transformer_parameters = (unique_parameters(model) for model in models.values())
     return Comparison(
@@ -199,7 +201,7 @@ def compare(
         transformer_parameters,
         speeds={measure: (speed[name], speed["transformer"]) for measure, speed in speeds.items()},
         paper_ratio=pair.paper_ratio,
-        arithmetic=transformers / ours,
+        arithmetic=arithmetic,
     )
 
 
@@ -285,7 +287,7 @@ def comparison_table(comparisons: list[Comparison]) -> Table:
             low, high = comparison.quartiles(measure)
             ratio = f"{speed_ratio(*speeds):.2f}x ({low:.2f}–{high:.2f})"
             printed = comparison.paper_ratio if measure != TRAINING else None
-            limit = f"{comparison.arithmetic:.2f}x" if measure == TRAINING else ""
+            limit = f"{comparison.arithmetic:.2f}x" if measure == TRAINING and comparison.arithmetic else ""
             table.add_row(*first, measure, *cells, ratio, f"{printed}x" if printed else "", limit)
             first = ["", ""]
         table.add_section()

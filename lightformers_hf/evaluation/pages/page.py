@@ -24,7 +24,7 @@ from ...files import REPORT_FILE, STATE_FILE, as_kind
 from ...loading import load_model, load_pretrained, load_teacher, resolve_source
 from ...text import load_parallel
 from ...vocabularies import match_tokens
-from ..benchmarks.engines import EngineComparison
+from ..benchmarks.engine_results import EngineComparison
 from ..evaluate import Measurements, choose_columns, warn_of_overlap
 from ..measures import read_log, singular_values
 from ..translate import translate
@@ -123,9 +123,7 @@ def report_page(
     folder = resolve_source(model)
     report = read_report(folder / REPORT_FILE)
     measured = [_read_result(Path(file)) for file in results]
-    pictures = _pictures(
-        folder, report, teacher, [one for one in measured if isinstance(one, Result)], progress=progress
-    )
+    pictures = _pictures(folder, report, teacher, measured, progress=progress)
     sheets = [sheet for one in measured if isinstance(one, EngineComparison) for sheet in _engine_sheets(one)]
     translations = []
     if data:
@@ -138,20 +136,23 @@ def report_page(
             f"{folder} holds neither {REPORT_FILE} nor {STATE_FILE}, so there is nothing to report: give what convert "
             "or a training run wrote, or --results, or --data"
         )
-    matrices = report.matrices if report else []
     return _template().render(
         title=folder.name if Path(model).is_dir() else model,
         colors={name: _colors(dark=dark) for name, dark in (("light", False), ("dark", True))},
-        plan=report,
-        matrices=matrices,
-        kinds=_kinds(matrices),
-        options=json.dumps(report and report.options, indent=1),
+        **_plan(report),
         pictures=pictures,
         sheets=sheets,
         samples=translations,
         teacher=teacher,
         data=data and Path(data).name,
     )
+
+
+def _plan(report: CompressionReport | None) -> dict[str, Any]:
+    """What the page says of a conversion, where there was one."""
+    matrices = report.matrices if report else []
+    options = json.dumps(report and report.options, indent=1)
+    return {"plan": report, "matrices": matrices, "kinds": _kinds(matrices), "options": options}
 
 
 def _template() -> jinja2.Template:
@@ -171,7 +172,7 @@ def _pictures(
     folder: Path,
     report: CompressionReport | None,
     teacher: str | None,
-    results: Sequence[Result],
+    measured: Sequence[Result | EngineComparison],
     *,
     progress: bool,
 ) -> list[Picture]:
@@ -190,7 +191,7 @@ def _pictures(
                 columns=2,
             )
         )
-    if results:
+    if results := [one for one in measured if isinstance(one, Result)]:
         pictures.append(_draw_trade_off(results))
     losses, qualities = report_plots.training_curves(read_log(folder / STATE_FILE))
     if losses:
@@ -296,12 +297,7 @@ def _read_result(file: Path) -> Result | EngineComparison:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(content, dict) and "timings" in content:
-            found = as_kind(content, EngineComparison, "it")
-            if not found.timings or {f"{one.model} {one.form}" for one in found.timings} - {
-                place.key for place in found.deployed
-            }:
-                raise ValueError("no timings, or some of models that were not deployed")
-            return found
+            return EngineComparison.read(content)
         result = as_kind(content, Result, "it")
         for one in filter(None, (result.model, result.teacher)):
             one.name = Path(one.name).name

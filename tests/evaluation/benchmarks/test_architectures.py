@@ -115,6 +115,7 @@ def test_the_command(tiny):
     (comparison,) = json.loads(result.stdout)
     assert comparison["name"] == "sub"
     assert set(comparison["measures"]) == {"greedy", "beam 4"}
+    assert comparison["arithmetic"] is None  # nothing was trained
     greedy = comparison["measures"]["greedy"]
     assert greedy["ratio"] == pytest.approx(greedy["runs"][0] / greedy["transformer_runs"][0])
 

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from lightformers_hf import StudyOptions, convert
 from lightformers_hf.evaluation.benchmarks import engines
-from lightformers_hf.evaluation.benchmarks.engines import Deployed, EngineComparison, Timing, compare_engines
+from lightformers_hf.evaluation.benchmarks.engine_results import Deployed, EngineComparison, Timing
+from lightformers_hf.evaluation.benchmarks.engines import compare_engines
 from lightformers_hf.evaluation.speed import Speed
 from lightformers_hf.export.engines import deployment_names
 

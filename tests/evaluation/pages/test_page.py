@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from lightformers_hf import StudyOptions, convert, translate
 from lightformers_hf.conversion.report import MatrixReport
-from lightformers_hf.evaluation.benchmarks.engines import Deployed, EngineComparison, Timing
+from lightformers_hf.evaluation.benchmarks.engine_results import Deployed, EngineComparison, Timing
 from lightformers_hf.evaluation.pages import report_plots
 from lightformers_hf.evaluation.pages.page import _mark_differences, report_page
 from lightformers_hf.evaluation.speed import Speed
