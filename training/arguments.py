@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import yaml
-from transformers import CONFIG_MAPPING, HfArgumentParser
+from transformers import CONFIG_MAPPING, HfArgumentParser, SchedulerType, get_scheduler
 
 import lightformers_hf  # noqa: F401  registers the architectures, whose fields recipes name
 
@@ -97,6 +97,21 @@ class OutputArguments:
         # Without it, --bf16 is refused on a machine that has nothing but its CPU.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         super().__post_init__()
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        """Make the schedule once for nothing: kinds differ in what else they need or take."""
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=self.learning_rate)
+        steps = self.max_steps if self.max_steps > 0 else 10**9
+        try:
+            get_scheduler(self.lr_scheduler_type, optimizer, 0, steps, self.lr_scheduler_kwargs)
+        except (TypeError, ValueError) as error:
+            kind, given = SchedulerType(self.lr_scheduler_type).value, self.lr_scheduler_kwargs or "empty"
+            raise ValueError(
+                f"lr_scheduler_type is {kind}, which lr_scheduler_kwargs ({given}) does not fit: {error}. "
+                "Leave out what it does not know (recipe: null), and name what it needs, as transformers' "
+                f"documentation of {kind} schedules does."
+            ) from None
 
     def _stop_early(self) -> None:
         """Set what early stopping needs of the other options; those that are given and do for it are left alone."""

@@ -1,6 +1,7 @@
 """What the scripts share and no script's own test looks at."""
 
 import json
+from contextlib import nullcontext
 
 import arguments
 import common
@@ -33,6 +34,23 @@ def test_a_seed_that_numpy_does_not_take_is_named(tmp_path, name, value):
     given = ["--output-dir", str(tmp_path / "out"), f"--{name}", value]
     with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is {value}: give a whole number from 0 to"):
         arguments.parse_arguments((arguments.ModelArguments, run_clm.TrainingArguments), given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "message"),
+    [
+        ("linear", '{"num_decay_steps": 10}', "num_decay_steps"),
+        ("warmup_stable_decay", None, "num_decay_steps"),
+        ("cosine", '{"num_cycles": 0.5}', None),
+        ("warmup_stable_decay", '{"num_decay_steps": 10}', None),
+    ],
+)
+def test_schedules_that_lack_or_do_not_know_what_is_given_are_named(tmp_path, kind, given, message):
+    options = ["--output-dir", str(tmp_path / "out"), "--lr-scheduler-type", kind]
+    options += ["--lr-scheduler-kwargs", given] if given else []
+    fits = nullcontext() if message is None else pytest.raises(ValueError, match=f"type is {kind}.*{message}")
+    with fits:
+        arguments.parse_arguments((arguments.ModelArguments, run_clm.TrainingArguments), options)
 
 
 def test_a_seed_of_a_comparison_that_numpy_does_not_take_is_named(monkeypatch, capsys):
