@@ -11,13 +11,16 @@ from ..export.engines import engine_names
 from .output import PLACE, SEED, Answer, Argument, command, join_names, option
 
 FILE = click.Path(path_type=Path)
-TEXT_HELP = "Sentence pairs, or sources alone, which the teacher translates: a file, or a Hub name."
+TEXT_HELP = (
+    "Sentence pairs, or sources alone, which the teacher translates: a file, or a Hub name. Default: random tokens, "
+    "which it translates, too."
+)
 LANGUAGES = (
     option("--source-lang", metavar="de", help="Column; of multilingual models also the code: de, or de=de_DE."),
     option("--target-lang", metavar="en", help="The same of the target."),
 )
 TRAINING = (
-    option("--data", type=PLACE, required=True, help=TEXT_HELP),
+    option("--data", type=PLACE, help=TEXT_HELP),
     option("--validation", type=PLACE, help="Other pairs, to choose the best model by. Default: a part of --data."),
     option("--minutes", type=float, default=30.0, metavar="M", help="Time to train, as this machine is now."),
     *LANGUAGES,
@@ -42,7 +45,8 @@ def recover(light: str, source_lang: str | None, target_lang: str | None, **opti
     """Win a compressed model's quality back: train it with its teacher for so many minutes.
 
     Settings follow from how far it was compressed and from the time, which the first steps measure. The model with the
-    best validation BLEU is kept. The same command goes on where it was interrupted.
+    best validation BLEU is kept; without pairs, that is BLEU against the teacher's own translations. The same command
+    goes on where it was interrupted.
 
     Example: lightformers recover light --teacher opus-mt-de-en --data train.jsonl --output recovered --minutes 30
     """
@@ -60,7 +64,7 @@ def recover(light: str, source_lang: str | None, target_lang: str | None, **opti
     option("--ratio", type=float, metavar="P", help="Instead: dense / kept parameters. Default: 2."),
     option("--speedup", type=float, metavar="S", help="Instead: times as fast, estimated on this machine."),
     option("--decoder-layers", type=int, help="Decoder layers that are kept; they cost most time."),
-    option("--test", type=PLACE, help="Pairs to measure with at last. Default: a part of --data."),
+    option("--test", type=PLACE, help="Pairs to measure with at last. Default: a part of --data, if pairs."),
     option("--to", default="ctranslate2", values=engine_names, help=f"Deploy for {join_names(engine_names())}."),
     option("--quantization", default="int8", help="Of the deployed model: int8, float32, …."),
     *TRAINING,

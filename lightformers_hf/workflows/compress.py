@@ -38,10 +38,10 @@ PARTS = ("data", "converted", "recovered", "deployed", "results.json", "engines.
 
 @dataclass(frozen=True)
 class Texts:
-    """Files of the three parts of the text."""
+    """Files of the three parts of the text; what is missing, `recover` does without."""
 
-    train: str
-    validation: str
+    train: str | None
+    validation: str | None
     test: str
 
 
@@ -49,7 +49,7 @@ def compress(
     teacher: str | Path,
     output: str | Path,
     *,
-    data: str,
+    data: str | None = None,
     validation: str | None = None,
     test: str | None = None,
     minutes: float = 30,
@@ -71,7 +71,7 @@ def compress(
 
     Args:
         teacher: the checkpoint, a folder or a name on the Hub.
-        data: sentence pairs, or with `validation` and `test` text of one language: see `recover`.
+        data: sentence pairs, or with `test` text of one language or none: see `recover`.
         validation, test: pairs that the best model is chosen by, and those that are looked at last.
         to, quantization: of `export`.
         source_lang, target_lang: as of `CompressionOptions`.
@@ -95,10 +95,10 @@ def compress(
     if overwrite:
         check_parts(output)
     columns = plain_columns(teacher, languages)
-    texts = read_texts(data, columns, seed) if not (validation and test) else None
+    texts = read_texts(data, columns, seed, test) if not (validation and test) else None
     if overwrite or not (output / PLAN_FILE).exists():
         begin(output, record)
-    files = split_texts(texts, output / "data", columns, Texts(data, validation or "", test or ""))
+    files = split_texts(texts, output / "data", columns, Texts(data, validation, test or ""))
     form = (to, quantization if quantization != "float32" else None)
     options |= {name: value for name, value in languages.items() if value is not None}
     work = Work(str(teacher), output, files, columns, form, options, training | {"report_to": report_to}, progress)
@@ -226,11 +226,18 @@ def plain_columns(teacher: str | Path, languages: dict[str, str | None]) -> tupl
     return split_prefix(source)[0], target
 
 
-def read_texts(data: str, columns: tuple[str, str], seed: int) -> list[tuple[str, str]]:
-    """The pairs of `data` in a random order, every source once. Raises `ValueError` where there are too few."""
-    texts = load_text(data, source=None, target=None, default=columns)
-    if "target" not in texts.column_names:
-        raise ValueError(f"{data} is of one language, which no score comes of: give validation and test, with pairs")
+def read_texts(
+    data: str | None, columns: tuple[str, str], seed: int, test: str | None
+) -> list[tuple[str, str]] | None:
+    """The pairs of `data` in a random order, every source once; `None` where it has none and `test` has.
+
+    Raises `ValueError` where there are too few.
+    """
+    if data is None or "target" not in load_text(data, source=None, target=None, default=columns).column_names:
+        if test is None:
+            what = f"{data} is of one language" if data else "there is no data"
+            raise ValueError(f"{what}, which no score comes of: give test, with pairs")
+        return None
     pairs = load_parallel(data, source=columns[0], target=columns[1]).shuffle(seed=seed)
     once = dict(zip(pairs["source"], pairs["target"], strict=True))
     if len(once) < 20:

@@ -27,6 +27,7 @@ class Recovery:
         parameters, ratio: unique ones, and how many times as many the teacher has.
         before, after, teacher: BLEU on the validation text, greedy: as it was, as it is, and the teacher's.
         sentences: of that text.
+        with_teacher: whether its references are the teacher's own translations, as there are no others.
         steps, best_step: trained, and after how many the model is that was kept; 0: none was better than at first.
         minutes: the training took, in this and in interrupted calls.
         translations: how many sources the teacher translated first.
@@ -40,6 +41,7 @@ class Recovery:
     after: float
     teacher: float
     sentences: int
+    with_teacher: bool
     steps: int
     best_step: int
     minutes: float
@@ -56,7 +58,10 @@ class Recovery:
 
         table = Table(title="Recovery", show_header=False)
         lost = self.after - self.teacher
-        table.add_row("validation BLEU", f"{self.before:.1f} before, {self.after:.1f} after ({lost:+.1f})")
+        table.add_row(
+            "BLEU, the teacher as reference" if self.with_teacher else "validation BLEU",
+            f"{self.before:.1f} before, {self.after:.1f} after ({lost:+.1f})",
+        )
         table.add_row("the teacher's", f"{self.teacher:.1f}, greedy, {self.sentences} sentences")
         table.add_row("parameters", f"{self.parameters:,}, the teacher's / {self.ratio:.1f}")
         best = f"best after {self.best_step:,}" if self.best_step else "none better than it was: more minutes help"

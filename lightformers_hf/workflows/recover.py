@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from ..conversion import copy_report
+from ..conversion.statistics.synthesis import random_texts
 from ..evaluation.evaluate import choose_columns
 from ..evaluation.quality import translation_quality
 from ..evaluation.translate import translate
@@ -58,6 +59,8 @@ from .settings import (
 )
 
 HELD_OUT = 500  # pairs of the validation at most
+RANDOM_TEXTS = 20_000  # that are drawn where there is no text
+COMPARED = 200  # translations of the teacher that stand in for references at most
 LONGEST = 128  # tokens of a text
 TRIAL_STEPS = 16  # by which the time of a step is known
 SAMPLE = 64  # sources by which the teacher's speed is known
@@ -69,7 +72,7 @@ def recover(
     output: str | Path,
     *,
     teacher: str | Path,
-    data: str,
+    data: str | None = None,
     validation: str | None = None,
     minutes: float = 30,
     source: str | None = None,
@@ -89,8 +92,10 @@ def recover(
         light: the compressed checkpoint, a folder or a name on the Hub.
         output: the folder to write.
         teacher: the checkpoint that it was made from.
-        data: sentence pairs as of `load_parallel`, or text of the source language alone, which the teacher translates.
-        validation: other pairs, of which the first 500 are taken; `None`: a part of `data`.
+        data: sentence pairs as of `load_parallel`, or text of the source language alone, which the teacher translates;
+            `None`: random tokens, which it translates, too.
+        validation: other pairs, of which the first 500 are taken; `None`: a part of `data`, which is then compared
+            with the teacher's own translations where there are no pairs.
         minutes: for everything, as this machine is now. How long a step takes is measured by the first few.
         source, target: columns, and of multilingual models the languages' codes, as in `CompressionOptions`.
         translations: learn from the teacher's translations of the sources, too; `None`: where that pays.
@@ -133,7 +138,7 @@ class Run:
     light: str | Path
     output: Path
     teacher: str | Path
-    data: str
+    data: str | None
     validation: str | None
     languages: tuple[str | None, str | None]
     report_to: tuple[str, ...]
@@ -149,7 +154,7 @@ class Run:
         self.model: PreTrainedModel = load_trainable(str(folder), attention)
         self.distiller = load_distiller(str(resolve_source(self.teacher)), self.tokenizer, attention)
         self.ratio = unique_parameters(self.distiller) / unique_parameters(self.model)
-        if self.ratio >= FAR:
+        if self.ratio >= FAR or self.data is None:
             config = load_pretrained(AutoConfig, folder)
             config.dropout = 0.0
             self.model = load_trainable(str(folder), attention, config=config)
@@ -159,24 +164,47 @@ class Run:
 
     def read_data(self) -> tuple[Dataset, Dataset]:
         """Training text, with a column `target` unless it is of one language, and the validation's pairs."""
-        named = tuple(split_language(language)[0] for language in self.languages)
-        default = choose_columns(str(self.light), self.model, self.tokenizer, *named)
-        source = default[0] if named[0] else None  # with the prefix that it may have
-        texts = load_text(self.data, source=source, target=named[1], default=default).shuffle(seed=self.seed)
+        texts = self.read_texts().shuffle(seed=self.seed)
         if self.validation:
-            held_out = load_parallel(self.validation, source=default[0], target=default[1], max_samples=HELD_OUT)
-        elif "target" not in texts.column_names:
-            raise ValueError(f"{self.data} is of one language, which no score comes of: give validation, with pairs")
+            source, target = self.columns
+            held_out = load_parallel(self.validation, source=source, target=target, max_samples=HELD_OUT)
         else:
             size = min(HELD_OUT, len(texts) // 10)
             if not size:
-                raise ValueError(f"{self.data} holds {len(texts)} pairs: give validation, or ten pairs and more")
+                raise ValueError(f"{self.data} holds {len(texts)} texts: give validation, or ten texts and more")
             held_out, texts = texts.select(range(size)), texts.select(range(size, len(texts)))
+            if "target" not in texts.column_names:
+                held_out = held_out.select(range(min(size, COMPARED)))
+                held_out = held_out.add_column("target", self.ask_teacher(held_out["source"][:], beams=1))
         seen = set(held_out["source"])
         kept = [row for row, text in enumerate(texts["source"]) if text not in seen]
         if not kept:
             raise ValueError(f"{self.data} holds nothing but what the validation does: give other text")
         return texts.select(kept), held_out
+
+    def read_texts(self) -> Dataset:
+        """All text: what the user has, or random tokens."""
+        if self.data is None:
+            texts = random_texts(self.tokenizer, self.distiller.config, self.named, RANDOM_TEXTS, self.seed)
+            return Dataset.from_dict({"source": texts})
+        source = self.columns[0] if self.named[0] else None  # with the prefix that it may have
+        return load_text(self.data, source=source, target=self.named[1], default=self.columns)
+
+    @property
+    def named(self) -> tuple[str | None, str | None]:
+        """The columns that were asked for."""
+        source, target = self.languages
+        return split_language(source)[0], split_language(target)[0]
+
+    @cached_property
+    def columns(self) -> tuple[str, str]:
+        """Of pairs; the source's with its prefix."""
+        return choose_columns(str(self.light), self.model, self.tokenizer, *self.named)
+
+    @property
+    def compares_with_teacher(self) -> bool:
+        """Whether the validation has no references but the teacher's translations."""
+        return not self.validation and "target" not in self.pairs.column_names
 
     @cached_property
     def scored(self) -> ScoredPart:
@@ -203,6 +231,7 @@ class Run:
             same_width=same_width,
             bf16=bf16_is_faster() if self.threads else torch.cuda.is_available(),
             on_cpu=self.threads is not None,
+            random_text=self.data is None,
         )
         self.say("measuring the model as it is, its teacher, and how long steps take")
         count, sentences = self.ask_for_texts(60 * minutes, translations)
@@ -240,10 +269,11 @@ class Run:
         """
         alone = "target" not in self.pairs.column_names
         if wanted is False and alone:
-            raise ValueError(f"{self.data} is of one language: leave translations out, which the targets come of")
+            text = self.data or "text of the teacher's own"
+            raise ValueError(f"{text} is of one language: leave translations out, which the targets come of")
         sources = self.pairs["source"][:]
         start = time.monotonic()
-        sample = self.ask_teacher(sources[:SAMPLE], progress=False)
+        sample = self.ask_teacher(sources[:SAMPLE])
         took = max(time.monotonic() - start, 1e-9) / len(sample)
         sentences = sentences_in(FOR_VALIDATION * seconds, took, len(self.held_out))
         count = len(sources)
@@ -255,11 +285,12 @@ class Run:
         write_json({"target": texts}, self.output / TRANSLATIONS_FILE)
         return count, sentences
 
-    def ask_teacher(self, sources: list[str], *, progress: bool) -> list[str]:
-        """The teacher's translations, by beam search."""
-        return (
-            translate(sources, self.distiller, self.tokenizer, num_beams=BEAMS, progress=progress) if sources else []
-        )
+    def ask_teacher(self, sources: list[str], *, beams: int = BEAMS, progress: bool = False) -> list[str]:
+        """The teacher's translations, by beam search; greedy ones of random tokens, where more texts are better."""
+        if not sources:
+            return []
+        beams = 1 if self.data is None else beams
+        return translate(sources, self.distiller, self.tokenizer, num_beams=beams, progress=progress)
 
     def training_pairs(self, count: int) -> Dataset:
         """References and the teacher's translations, one behind the other."""
@@ -362,6 +393,7 @@ class Run:
             after=best["eval_bleu"],
             teacher=record["teacher"],
             sentences=len(self.held_out),
+            with_teacher=self.compares_with_teacher,
             steps=state.global_step,
             best_step=best["step"],
             minutes=result.metrics["train_runtime"] / 60,

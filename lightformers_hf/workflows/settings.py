@@ -39,7 +39,9 @@ class RecoverySettings:
     eval_steps: int = 0
 
 
-def choose_settings(ratio: float, width: int, *, same_width: bool, bf16: bool, on_cpu: bool) -> RecoverySettings:
+def choose_settings(
+    ratio: float, width: int, *, same_width: bool, bf16: bool, on_cpu: bool, random_text: bool = False
+) -> RecoverySettings:
     """Settings for a model that has 1/`ratio` of its teacher's parameters and is `width` wide; steps come later.
 
     Learning rates are those of RESULTS.md: 1e-3 up to ratio 6, 1.2e-3 at 8, 1.5e-3 from 12 on, at a width of 256; and
@@ -48,11 +50,13 @@ def choose_settings(ratio: float, width: int, *, same_width: bool, bf16: bool, o
     Args:
         same_width: whether the teacher is as wide, so that states compare.
         on_cpu: small batches are fast there; accelerators take larger ones.
+        random_text: whether sources are no language, of which the teacher's predictions alone are learned, with half
+            the rate: more of it forgets what the model knows of language.
     """
-    rate = 1e-3 + 5e-4 * min(max((ratio - 6) / 6, 0), 1)
+    rate = (1e-3 + 5e-4 * min(max((ratio - 6) / 6, 0), 1)) * (0.5 if random_text else 1)
     return RecoverySettings(
         learning_rate=rate * min(1.0, (MEASURED_WIDTH / width) ** 0.5),
-        alpha=0.7,
+        alpha=1.0 if random_text else 0.7,
         hidden_weight=5.0 if ratio >= FAR and same_width else 0.0,
         max_tokens=1600 if on_cpu else 8192,
         bf16=bf16,

@@ -6,6 +6,7 @@ import shutil
 import pytest
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from lightformers_hf.conversion.report import OWN_TEXT
 from lightformers_hf.export import load_engine
 from lightformers_hf.files import read_json
 from lightformers_hf.workflows.compress import Work, compress
@@ -135,3 +136,15 @@ def test_what_cannot_be_met_is_asked_for_anew(tiny_marian, data, tmp_path, monke
     with pytest.raises(KeyboardInterrupt):  # so it is not refused
         compress(tiny_marian, tmp_path / "small", ratio=2.0, **asked)
     assert read_json(tmp_path / "small" / "compress.json")["asked"]["ratio"] == 2.0
+
+
+def test_without_text_a_test_of_pairs_is_all_that_is_needed(tiny_marian, data, tmp_path):
+    asked = {"minutes": 0.01, "ratio": 2.0, "progress": False}
+    with pytest.raises(ValueError, match="give test"):
+        compress(tiny_marian, tmp_path / "none", **asked)
+    assert not (tmp_path / "none").exists()
+    found, _ = compress(tiny_marian, tmp_path / "small", test=data, **asked)
+    assert found["recovery"]["with_teacher"]
+    assert not (tmp_path / "small" / "data").exists()
+    assert read_json(tmp_path / "small" / "converted" / "compression.json")["calibration"] == OWN_TEXT
+    assert found["engines"]["data"] == data

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ def test_settings_are_those_that_were_measured():
     assert {one.alpha for one in rates.values()} == {0.7}
     wide = choose_settings(6, 1024, same_width=False, bf16=True, on_cpu=False)
     assert (wide.learning_rate, wide.hidden_weight) == (5e-4, 0)
+    random = choose_settings(4, 256, same_width=True, bf16=True, on_cpu=True, random_text=True)
+    assert (random.learning_rate, random.alpha) == (5e-4, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +130,6 @@ def chosen_dropout(place, ratio):
 
 def test_of_text_of_one_language_the_teacher_makes_pairs(place, tiny_marian, tmp_path):
     asked = options(place, tiny_marian, data=str(place / "text.txt"))
-    with pytest.raises(ValueError, match="give validation"):
-        recover(place / "light", tmp_path / "none", **asked)
     light = place / "light"
     with pytest.raises(ValueError, match="nothing but what the validation does"):
         recover(light, tmp_path / "all", validation=str(place / "pairs.jsonl"), **asked)
@@ -136,6 +137,34 @@ def test_of_text_of_one_language_the_teacher_makes_pairs(place, tiny_marian, tmp
     found = recover(light, tmp_path / "out", validation=str(tmp_path / "val.jsonl"), **asked)
     made = read_json(tmp_path / "out" / "translations.json")["target"]
     assert found.translations == len(made) > 0
+    assert not found.with_teacher
+
+
+@pytest.mark.parametrize("name", ["text.txt", None])
+def test_without_pairs_the_teacher_is_the_reference(place, tiny_marian, tmp_path, name):
+    asked = options(place, tiny_marian, data=name and str(place / name))
+    found = recover(place / "light", tmp_path / "out", **asked)
+    assert found.with_teacher
+    assert found.teacher > found.before  # what it says itself; random weights repeat themselves until they are cut
+    assert found.after >= found.before
+    assert found.steps >= 1
+    made = read_json(tmp_path / "out" / "translations.json")["target"]
+    assert found.translations == len(made) > 0
+    console = Console(record=True, file=io.StringIO(), width=160)
+    console.print(found.table())
+    assert "the teacher as reference" in console.export_text()
+    with pytest.raises(ValueError, match="leave translations out"):
+        recover(place / "light", tmp_path / "none", translations=False, **asked)
+
+
+def test_random_texts_recover_a_teacher_without_names_of_languages(place, tiny_marian, tmp_path):
+    for name in ("teacher", "light"):
+        shutil.copytree(tiny_marian if name == "teacher" else place / "light", tmp_path / name)
+        file = tmp_path / name / "tokenizer_config.json"
+        told = json.loads(file.read_text())
+        file.write_text(json.dumps({key: value for key, value in told.items() if not key.endswith("_lang")}))
+    found = recover(tmp_path / "light", tmp_path / "out", **options(tmp_path, tmp_path / "teacher", data=None))
+    assert found.with_teacher
 
 
 def test_what_is_refused(place, tiny_marian, tmp_path):

@@ -45,18 +45,10 @@ def synthetic_batches(
         ValueError: the teacher has no positions for text.
     """
     tokenizer = teacher.tokenizer() if teacher.has_tokenizer else None
-    frequencies = token_frequencies(tokenizer, model.config)
-    generator = torch.Generator().manual_seed(seed)
     limit = position_limit(model.config) or MOST
-    longest = min(LONGEST, limit - 2)
-    if longest < 1:
-        raise ValueError(f"max_position_embeddings is {limit} in {teacher.name}: no text fits, which needs 3 or more")
     number, size = (samples, BATCH) if samples else own_sources(model)
-    lengths = torch.randint(min(SHORTEST, longest), longest + 1, (number,), generator=generator).sort().values
-    drawn = [
-        [torch.multinomial(frequencies, int(n), True, generator=generator).tolist() for n in some]
-        for some in lengths.split(size)
-    ]
+    sources = random_sources(tokenizer, model.config, number, seed)
+    drawn = [sources[start : start + size] for start in range(0, number, size)]
     prefixes = find_prefixes(model.config, *teacher.languages)
     batches = []
     for sources in Step("making text", own_share(drawn), unit="batch", shown=progress):
@@ -74,6 +66,35 @@ def own_sources(model: PreTrainedModel) -> tuple[int, int]:
     """
     times = max(1, min(MOST_TIMES, SMALL // model.num_parameters()))
     return times * SOURCES, times * BATCH
+
+
+def random_sources(
+    tokenizer: PreTrainedTokenizerBase | None, config: PreTrainedConfig, number: int, seed: int
+) -> list[list[int]]:
+    """Ids of so many sources of random tokens, short ones first, without special tokens.
+
+    Raises:
+        ValueError: the model has no positions for text.
+    """
+    frequencies, generator = token_frequencies(tokenizer, config), torch.Generator().manual_seed(seed)
+    limit = position_limit(config) or MOST
+    longest = min(LONGEST, limit - 2)
+    if longest < 1:
+        raise ValueError(f"max_position_embeddings is {limit}: no text fits, which needs 3 or more")
+    lengths = torch.randint(min(SHORTEST, longest), longest + 1, (number,), generator=generator).sort().values
+    return [torch.multinomial(frequencies, int(n), True, generator=generator).tolist() for n in lengths]
+
+
+def random_texts(
+    tokenizer: PreTrainedTokenizerBase,
+    config: PreTrainedConfig,
+    languages: tuple[str | None, str | None],
+    number: int,
+    seed: int,
+) -> list[str]:
+    """The same as texts, behind the prefixes that the model is known for between `languages`, in turn."""
+    texts = tokenizer.batch_decode(random_sources(tokenizer, config, number, seed))
+    return [prefix + text for prefix, text in zip(cycle(find_prefixes(config, *languages)), texts, strict=False)]
 
 
 def translated_batches(
