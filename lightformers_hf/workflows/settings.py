@@ -50,14 +50,14 @@ def choose_settings(
     Args:
         same_width: whether the teacher is as wide, so that states compare.
         on_cpu: small batches are fast there; accelerators take larger ones.
-        random_text: whether sources are no language, of which the teacher's predictions alone are learned, with half
-            the rate: more of it forgets what the model knows of language.
+        random_text: whether sources are no language, of which the teacher's predictions and states alone are learned,
+            with half the rate: more of it forgets what the model knows of language.
     """
     rate = (1e-3 + 5e-4 * min(max((ratio - 6) / 6, 0), 1)) * (0.5 if random_text else 1)
     return RecoverySettings(
         learning_rate=rate * min(1.0, (MEASURED_WIDTH / width) ** 0.5),
         alpha=1.0 if random_text else 0.7,
-        hidden_weight=5.0 if ratio >= FAR and same_width else 0.0,
+        hidden_weight=5.0 if (random_text or ratio >= FAR) and same_width else 0.0,
         max_tokens=1600 if on_cpu else 8192,
         bf16=bf16,
     )

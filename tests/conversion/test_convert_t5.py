@@ -11,7 +11,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 from lightformers_hf import StudyOptions, convert
 from lightformers_hf.conversion.statistics import synthesis
 from lightformers_hf.conversion.statistics.calibration import Calibration
-from lightformers_hf.conversion.statistics.synthesis import own_sources, synthetic_batches
+from lightformers_hf.conversion.statistics.synthesis import own_sources, random_texts, synthetic_batches
 from lightformers_hf.conversion.teacher import Teacher
 from lightformers_hf.languages import add_prefix, find_prefixes, set_language_codes
 
@@ -194,6 +194,13 @@ def test_own_text_begins_with_the_prefix_that_the_result_keeps(tiny_marian, tmp_
     first = make_tokenizer()("say it:", add_special_tokens=False)["input_ids"]
     for batch in batches:
         assert (batch["input_ids"][:, : len(first)] == torch.tensor(first)).all()
+    texts = random_texts(make_tokenizer(), reader.config, ("de=say it: ", "en"), 8, 0)
+    assert all(text.startswith("say it: ") for text in texts)
+    assert make_tokenizer()(texts)["input_ids"] == [
+        ids[mask].tolist()
+        for batch in batches
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
+    ]
     light = tmp_path / "light"
     convert(folder, light, source_lang="de=say it: ", target_lang="en", **QUICK)
     kept = json.loads((light / "config.json").read_text())["task_specific_params"]

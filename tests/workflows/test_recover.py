@@ -27,7 +27,7 @@ def test_settings_are_those_that_were_measured():
     wide = choose_settings(6, 1024, same_width=False, bf16=True, on_cpu=False)
     assert (wide.learning_rate, wide.hidden_weight) == (5e-4, 0)
     random = choose_settings(4, 256, same_width=True, bf16=True, on_cpu=True, random_text=True)
-    assert (random.learning_rate, random.alpha) == (5e-4, 1.0)
+    assert (random.learning_rate, random.alpha, random.hidden_weight) == (5e-4, 1.0, 5)
 
 
 @pytest.mark.parametrize(
