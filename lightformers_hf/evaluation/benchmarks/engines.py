@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -237,6 +238,11 @@ def _measure_speed(deployed: list[Deployed], inputs: dict, cores: int, settings:
             for line in child.stdout:
                 bar.update(line == RUN_DONE)
                 found = line
+        if child.returncode == -signal.SIGKILL:
+            raise ValueError(
+                f"the process that measures was killed, most likely for memory: it holds {len(deployed)} models, the "
+                "teacher and its students in every form. Give fewer students, or one form after the other (--engine)"
+            )
         if child.returncode:
             errors.seek(0)
             last = (errors.read().strip() or "no message").splitlines()[-1]

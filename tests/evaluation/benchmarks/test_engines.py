@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 from statistics import median
 
 import pytest
@@ -120,3 +121,12 @@ def test_models_are_called_by_as_much_of_their_paths_as_tells_them_apart(tmp_pat
         path.mkdir(parents=True)
     assert engines._labels(["org/teacher", *map(str, paths)]) == ["org/teacher", "a/model", "b/model"]
     assert engines._labels([str(paths[0]), "org/teacher"]) == ["model", "org/teacher"]
+
+
+def test_a_killed_measurement_says_that_it_may_be_for_memory(tiny_marian, tmp_path, monkeypatch):
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nkill -9 $$\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    with pytest.raises(ValueError, match=r"killed, most likely for memory: it holds 1 models.*--engine"):
+        compare_engines(str(tiny_marian), [], forms=["transformers"], cores=[1], batch_sizes=[1], beams=[1])
