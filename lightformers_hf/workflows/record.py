@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import read_json, write_json
-from ..folders import check_output, find_foreign
+from ..folders import check_output, find_foreign, list_entries
 from ..recovery import remove_checkpoints
 
 if TYPE_CHECKING:
@@ -114,3 +114,10 @@ def begin(output: Path, record: dict[str, Any]) -> None:
     remove_checkpoints(output)
     (output / TRANSLATIONS_FILE).unlink(missing_ok=True)
     write_json(record, output / RECORD_FILE)
+
+
+def finish(output: Path, record: dict[str, Any], found: Recovery) -> None:
+    """Write down what came of a recovery; its checkpoints go."""
+    remove_checkpoints(output)
+    ended = {"result": asdict(found), "files": list_entries(output, RECORD_FILE)}
+    write_json(record | ended, output / RECORD_FILE)

@@ -31,7 +31,6 @@ from ..evaluation.evaluate import choose_columns
 from ..evaluation.quality import translation_quality
 from ..evaluation.translate import translate
 from ..files import read_json, write_json
-from ..folders import list_entries
 from ..languages import set_languages, split_language
 from ..loading import hide_bars, load_pretrained, resolve_source, unique_parameters
 from ..processors import IdleThreads, bf16_is_faster
@@ -41,12 +40,11 @@ from ..recovery import (
     find_last_checkpoint,
     load_distiller,
     load_trainable,
-    remove_checkpoints,
     train,
 )
 from ..recovery.progress import Clock, Progress, hush_trainer
 from ..text import load_parallel, load_text, tokenize_pairs
-from .record import RECORD_FILE, TRANSLATIONS_FILE, Recovery, begin, claim
+from .record import RECORD_FILE, TRANSLATIONS_FILE, Recovery, begin, claim, finish
 from .settings import (
     FAR,
     FOR_TRANSLATIONS,
@@ -125,9 +123,7 @@ def recover(
             record |= run.prepare(minutes, translations, start)
             write_json(record, output / RECORD_FILE)
         found = run.train(record)
-    remove_checkpoints(output)
-    ended = {"result": asdict(found), "files": list_entries(output, RECORD_FILE)}
-    write_json(record | ended, output / RECORD_FILE)
+    finish(output, record, found)
     return found
 
 
@@ -243,7 +239,8 @@ class Run:
         left = max(60 * minutes - (time.monotonic() - start), 0.25 * 60 * minutes)
         settings = plan_steps(settings, left, step_seconds, evaluation_seconds, epoch_steps, ratio=self.ratio)
         self.say(
-            f"BLEU {before:.1f}, the teacher's {teacher:.1f}; {settings.steps:,} steps, {step_seconds:.2f} s each, "
+            f"BLEU{' with the teacher as reference' * self.compares_with_teacher} {before:.1f}, the teacher's "
+            f"{teacher:.1f}; {settings.steps:,} steps, {step_seconds:.2f} s each, "
             f"learning rate {settings.learning_rate:.2g}, "
             f"dropout {self.model.config.dropout:g}"
         )
