@@ -181,7 +181,8 @@ class Run:
     def read_texts(self) -> Dataset:
         """All text: what the user has, or random tokens."""
         if self.data is None:
-            texts = random_texts(self.tokenizer, self.distiller.config, self.languages, RANDOM_TEXTS, self.seed)
+            told = (self.distiller.config, self.languages, RANDOM_TEXTS, self.seed)
+            texts = random_texts(self.tokenizer, *told, name=str(self.teacher))
             return Dataset.from_dict({"source": texts})
         source = self.columns[0] if self.named[0] else None  # with the prefix that it may have
         return load_text(self.data, source=source, target=self.named[1], default=self.columns)

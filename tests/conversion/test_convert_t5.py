@@ -194,7 +194,7 @@ def test_own_text_begins_with_the_prefix_that_the_result_keeps(tiny_marian, tmp_
     first = make_tokenizer()("say it:", add_special_tokens=False)["input_ids"]
     for batch in batches:
         assert (batch["input_ids"][:, : len(first)] == torch.tensor(first)).all()
-    texts = random_texts(make_tokenizer(), reader.config, ("de=say it: ", "en"), 8, 0)
+    texts = random_texts(make_tokenizer(), reader.config, ("de=say it: ", "en"), 8, 0, name="")
     assert all(text.startswith("say it: ") for text in texts)
     assert make_tokenizer()(texts)["input_ids"] == [
         ids[mask].tolist()

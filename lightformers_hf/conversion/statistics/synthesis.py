@@ -47,7 +47,7 @@ def synthetic_batches(
     tokenizer = teacher.tokenizer() if teacher.has_tokenizer else None
     limit = position_limit(model.config) or MOST
     number, size = (samples, BATCH) if samples else own_sources(model)
-    sources = random_sources(tokenizer, model.config, number, seed)
+    sources = random_sources(tokenizer, model.config, number, seed, name=teacher.name)
     drawn = [sources[start : start + size] for start in range(0, number, size)]
     prefixes = find_prefixes(model.config, *teacher.languages)
     batches = []
@@ -69,9 +69,12 @@ def own_sources(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def random_sources(
-    tokenizer: PreTrainedTokenizerBase | None, config: PreTrainedConfig, number: int, seed: int
+    tokenizer: PreTrainedTokenizerBase | None, config: PreTrainedConfig, number: int, seed: int, *, name: str
 ) -> list[list[int]]:
     """Ids of so many sources of random tokens, short ones first, without special tokens.
+
+    Args:
+        name: of the model, for messages.
 
     Raises:
         ValueError: the model has no positions for text.
@@ -80,7 +83,7 @@ def random_sources(
     limit = position_limit(config) or MOST
     longest = min(LONGEST, limit - 2)
     if longest < 1:
-        raise ValueError(f"max_position_embeddings is {limit}: no text fits, which needs 3 or more")
+        raise ValueError(f"max_position_embeddings is {limit} in {name}: no text fits, which needs 3 or more")
     lengths = torch.randint(min(SHORTEST, longest), longest + 1, (number,), generator=generator).sort().values
     return [torch.multinomial(frequencies, int(n), True, generator=generator).tolist() for n in lengths]
 
@@ -91,9 +94,11 @@ def random_texts(
     languages: tuple[str | None, str | None],
     number: int,
     seed: int,
+    *,
+    name: str,
 ) -> list[str]:
     """The same as texts, behind the prefixes that the model is known for between `languages`, in turn."""
-    texts = tokenizer.batch_decode(random_sources(tokenizer, config, number, seed))
+    texts = tokenizer.batch_decode(random_sources(tokenizer, config, number, seed, name=name))
     return [prefix + text for prefix, text in zip(cycle(find_prefixes(config, *languages)), texts, strict=False)]
 
 
