@@ -235,8 +235,8 @@ def read_texts(
     """
     if data is None or "target" not in load_text(data, source=None, target=None, default=columns).column_names:
         if test is None:
-            what = f"{data} is of one language" if data else "No data is given"
-            raise ValueError(f"{what}: give test, with pairs to measure on")
+            what = f"{data} is of one language" if data else "Neither data nor test is given"
+            raise ValueError(f"{what}: give pairs as data, or test, with pairs to measure on")
         return None
     pairs = load_parallel(data, source=columns[0], target=columns[1]).shuffle(seed=seed)
     once = dict(zip(pairs["source"], pairs["target"], strict=True))

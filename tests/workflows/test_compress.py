@@ -140,7 +140,7 @@ def test_what_cannot_be_met_is_asked_for_anew(tiny_marian, data, tmp_path, monke
 
 def test_without_text_a_test_of_pairs_is_all_that_is_needed(tiny_marian, data, tmp_path):
     asked = {"minutes": 0.01, "ratio": 2.0, "progress": False}
-    with pytest.raises(ValueError, match="give test"):
+    with pytest.raises(ValueError, match="Neither data nor test is given"):
         compress(tiny_marian, tmp_path / "none", **asked)
     assert not (tmp_path / "none").exists()
     found, _ = compress(tiny_marian, tmp_path / "small", test=data, **asked)
