@@ -177,3 +177,11 @@ def test_what_is_refused(place, tiny_marian, tmp_path):
     with pytest.raises(FileExistsError):
         recover(place / "light", tmp_path / "mine", overwrite=True, **options(place, tiny_marian))
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "x"
+
+
+def test_a_multilingual_teacher_recovers_without_text(tiny_mbart50, tmp_path):
+    convert(tiny_mbart50, tmp_path / "light", rank=4, method="paper", progress=False)
+    asked = {"teacher": tiny_mbart50, "minutes": 0.02, "progress": False}
+    found = recover(tmp_path / "light", tmp_path / "out", source="de=de_DE", target="en=en_XX", **asked)
+    assert found.with_teacher
+    assert found.steps >= 1
