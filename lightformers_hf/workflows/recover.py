@@ -157,6 +157,7 @@ class Run:
         for model in (self.model, self.distiller):
             set_languages(model, self.tokenizer, *self.languages)
         self.pairs, self.held_out = self.read_data()
+        self.one_language = "target" not in self.pairs.column_names  # the teacher makes the targets
 
     def read_data(self) -> tuple[Dataset, Dataset]:
         """Training text, with a column `target` unless it is of one language, and the validation's pairs."""
@@ -171,7 +172,8 @@ class Run:
             held_out, texts = texts.select(range(size)), texts.select(range(size, len(texts)))
             if "target" not in texts.column_names:
                 held_out = held_out.select(range(min(size, COMPARED)))
-                held_out = held_out.add_column("target", self.ask_teacher(held_out["source"][:], beams=1))
+                said = self.ask_teacher(held_out["source"][:], beams=1, progress=self.progress)
+                held_out = held_out.add_column("target", said)
         seen = set(held_out["source"])
         kept = [row for row, text in enumerate(texts["source"]) if text not in seen]
         if not kept:
@@ -181,11 +183,11 @@ class Run:
     def read_texts(self) -> Dataset:
         """All text: what the user has, or random tokens."""
         if self.data is None:
-            told = (self.distiller.config, self.languages, RANDOM_TEXTS, self.seed)
-            texts = random_texts(self.tokenizer, *told, name=str(self.teacher))
+            config, name = self.distiller.config, str(self.teacher)
+            texts = random_texts(self.tokenizer, config, self.languages, RANDOM_TEXTS, self.seed, name=name)
             return Dataset.from_dict({"source": texts})
-        source = self.columns[0] if self.named[0] else None  # with the prefix that it may have
-        return load_text(self.data, source=source, target=self.named[1], default=self.columns)
+        source, target = self.named
+        return load_text(self.data, source=source and self.columns[0], target=target, default=self.columns)
 
     @property
     def named(self) -> tuple[str | None, str | None]:
@@ -201,7 +203,7 @@ class Run:
     @property
     def compares_with_teacher(self) -> bool:
         """Whether the validation has no references but the teacher's translations."""
-        return not self.validation and "target" not in self.pairs.column_names
+        return self.one_language and not self.validation
 
     @cached_property
     def scored(self) -> ScoredPart:
@@ -242,8 +244,7 @@ class Run:
         self.say(
             f"BLEU{' with the teacher as reference' * self.compares_with_teacher} {before:.1f}, the teacher's "
             f"{teacher:.1f}; {settings.steps:,} steps, {step_seconds:.2f} s each, "
-            f"learning rate {settings.learning_rate:.2g}, "
-            f"dropout {self.model.config.dropout:g}"
+            f"learning rate {settings.learning_rate:.2g}, dropout {self.model.config.dropout:g}"
         )
         found = {"translations": count, "sentences": sentences, "before": before, "teacher": teacher}
         return {"settings": asdict(settings), **found}
@@ -265,8 +266,7 @@ class Run:
 
         Returns: how many those are; and how many sentences validation takes, that it keeps to its share of the time.
         """
-        alone = "target" not in self.pairs.column_names
-        if wanted is False and alone:
+        if wanted is False and self.one_language:
             text = self.data or "text of the teacher's own"
             raise ValueError(f"{text} is of one language: leave translations out, which the targets come of")
         sources = self.pairs["source"][:]
@@ -275,7 +275,7 @@ class Run:
         took = max(time.monotonic() - start, 1e-9) / len(sample)
         sentences = sentences_in(FOR_VALIDATION * seconds, took, len(self.held_out))
         count = len(sources)
-        if alone:
+        if self.one_language:
             count = min(count, max(len(sample), int(FOR_TRANSLATIONS * seconds / took)))
         elif wanted is False or not (wanted or worth_translating(count, took, seconds, self.ratio)):
             return 0, sentences
@@ -297,7 +297,7 @@ class Run:
         made = Dataset.from_dict(
             {"source": self.pairs["source"][:count], **read_json(self.output / TRANSLATIONS_FILE)}
         )
-        return concatenate_datasets([self.pairs, made]) if "target" in self.pairs.column_names else made
+        return made if self.one_language else concatenate_datasets([self.pairs, made])
 
     def time_steps(self, pairs: Dataset, settings: RecoverySettings) -> tuple[float, int]:
         """How long a step takes, and how many an epoch has."""

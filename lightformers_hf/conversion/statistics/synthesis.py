@@ -51,10 +51,10 @@ def synthetic_batches(
     drawn = [sources[start : start + size] for start in range(0, number, size)]
     prefixes = find_prefixes(model.config, *teacher.languages)
     batches = []
-    for sources in Step("making text", own_share(drawn), unit="batch", shown=progress):
+    for some in Step("making text", own_share(drawn), unit="batch", shown=progress):
         # Random tokens may have translations without end.
-        generation = _greedy(teacher, min(2 * max(map(len, sources)), limit - 1))
-        batches.append(_with_targets(model, *_padded(sources, tokenizer, model.config, prefixes), generation))
+        generation = _greedy(teacher, min(2 * max(map(len, some)), limit - 1))
+        batches.append(_with_targets(model, *_padded(some, tokenizer, model.config, prefixes), generation))
     return batches
 
 
@@ -98,8 +98,8 @@ def random_texts(
     name: str,
 ) -> list[str]:
     """The same as texts, behind the prefixes that the model is known for between `languages`, in turn."""
-    texts = tokenizer.batch_decode(random_sources(tokenizer, config, number, seed, name=name))
-    return [prefix + text for prefix, text in zip(cycle(find_prefixes(config, *languages)), texts, strict=False)]
+    sources = random_sources(tokenizer, config, number, seed, name=name)
+    return _decoded(sources, tokenizer, find_prefixes(config, *languages))
 
 
 def translated_batches(
@@ -172,6 +172,11 @@ def _unigram_scores(tokenizer: PreTrainedTokenizerBase) -> dict[str, float] | No
     return dict(model["vocab"]) if model.get("type") == "Unigram" else None
 
 
+def _decoded(drawn: list[list[int]], tokenizer: PreTrainedTokenizerBase, prefixes: Sequence[str]) -> list[str]:
+    """The texts of ids, with prefixes in turn."""
+    return [prefix + text for prefix, text in zip(cycle(prefixes), tokenizer.batch_decode(drawn), strict=False)]
+
+
 def _padded(
     drawn: list[list[int]],
     tokenizer: PreTrainedTokenizerBase | None,
@@ -181,8 +186,7 @@ def _padded(
     """Ids and mask of the sources, with prefixes in turn and the special tokens that the model is used to."""
     if tokenizer is not None:
         limits = {"truncation": True, "max_length": position_limit(config) or MOST}
-        texts = [prefix + text for prefix, text in zip(cycle(prefixes), tokenizer.batch_decode(drawn), strict=False)]
-        batch = tokenizer(texts, padding=True, return_tensors="pt", **limits)
+        batch = tokenizer(_decoded(drawn, tokenizer, prefixes), padding=True, return_tensors="pt", **limits)
         return batch["input_ids"], batch["attention_mask"]
     end = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id or []
     sources = [torch.tensor([*ids, *end]) for ids in drawn]
