@@ -1,5 +1,8 @@
-"""Threads on cores that other programs leave."""
+"""Threads on cores that other programs leave, and memory that is kept."""
 
+import platform
+import subprocess
+import sys
 import time
 
 import pytest
@@ -58,3 +61,30 @@ def test_conversions_leave_busy_cores_alone(machine, tiny_marian, tmp_path, monk
         convert(tiny_marian, tmp_path / "out", rank=2)
     assert seen == [1]
     assert torch.get_num_threads() == 3
+
+
+FAULTS = """
+import resource
+import torch
+from lightformers_hf.processors import keep_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.ones(2**24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+before = faults()
+keep_memory()
+faults()
+print(before, faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep memory")
+def test_freed_tensors_are_kept_for_the_next_ones():
+    """64 MiB of new pages are 16,384 faults, or 32 of huge ones. In a process of its own, since it is for good."""
+    run = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    new, kept = map(int, run.stdout.split())
+    assert new >= 20 * 32
+    assert kept < 20

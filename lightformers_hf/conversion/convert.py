@@ -21,7 +21,7 @@ from ..folders import atomic_output, check_output
 from ..loading import load_tensors, resolve_source, skeleton
 from ..models.configuration_base import FactorizedConfig
 from ..models.lm_heads import ConditionalGenerationHead
-from ..processors import IdleThreads
+from ..processors import IdleThreads, keep_memory
 from .card import write_card
 from .choosing.choose import check_choices, choose, find_units
 from .choosing.limits import estimate_speedup
@@ -139,6 +139,7 @@ def compress(
         source: what the user called it.
         dry: decide and report only.
     """
+    keep_memory()
     asked_study, study = study, settle(options, study)
     device, progress = find_device(options.device), progress and is_main()
     checkpoint = Teacher(folder, source, options.languages_of_sides)

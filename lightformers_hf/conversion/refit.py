@@ -22,6 +22,7 @@ from .options import StudyOptions
 from .sharing.originals import short_name
 from .statistics.calibration import LOGIT_ROWS, Calibration, stream_of
 from .statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, Metric, damped_root
+from .statistics.moments import STRIP
 from .statistics.shelf import Shelf
 from .steps import Step
 from .workers import fail_together, fast_products, gather_from_all, sum_over_all
@@ -333,24 +334,32 @@ def _refit_layer(student: _Walk, teacher: _Walk, depth: int, calibration: Calibr
 
 
 class _Sums:
-    """Means and second moments of pairs of rows, m and n wide, accumulated in double precision."""
+    """Means and second moments of pairs of rows, m and n wide, accumulated in double precision.
+
+    Where both of a pair are the same rows, only the lower half is until `sum_over_all`.
+    """
 
     def __init__(self, m: int, n: int, calibration: Calibration):
-        self.count = 0
+        self.count, self.symmetric = 0, False
         self.left, self.right, self.product = (
             torch.zeros(shape, dtype=torch.float64, device=calibration.device) for shape in (m, n, (m, n))
         )
 
     def add(self, left: Tensor, right: Tensor) -> None:
         device = self.product.device
+        self.symmetric = left is right
         left, right = left.float(), right.float()
         self.count += left.shape[0]
         self.left += left.sum(0).to(device)
         self.right += right.sum(0).to(device)
-        self.product += (left.T @ right).to(device)
+        for start in range(0, left.shape[1], STRIP):
+            rows, columns = slice(start, start + STRIP), slice(start + STRIP if self.symmetric else None)
+            self.product[rows, columns] += (left[:, rows].T @ right[:, columns]).to(device)
 
     def sum_over_all(self) -> None:
         """Sum over all processes."""
+        if self.symmetric:
+            self.product = self.product.tril() + self.product.tril(-1).T
         self.count = int(sum_over_all(torch.tensor(self.count)))
         self.left, self.right, self.product = (sum_over_all(sums) for sums in (self.left, self.right, self.product))
 

@@ -22,6 +22,7 @@ from transformers import (
 from transformers.trainer_utils import TrainOutput
 
 from ..loading import AutoClass, load_pretrained
+from ..processors import keep_memory
 from ..vocabularies import keep_tokens, match_tokens
 from .sharding import gather_model, prepare_sharding
 
@@ -122,6 +123,7 @@ def train(trainer: Trainer, checkpoint: str | None = None) -> TrainOutput:
     # Evaluation fills in its own defaults; a classifier generates nothing.
     generation_config = copy.deepcopy(getattr(trainer.model, "generation_config", None))
     prepare_sharding(trainer)
+    keep_memory()
     result = trainer.train(resume_from_checkpoint=checkpoint)
     if generation_config is not None:
         trainer.model.generation_config = generation_config
