@@ -22,7 +22,7 @@ from .options import StudyOptions
 from .sharing.originals import short_name
 from .statistics.calibration import LOGIT_ROWS, Calibration, stream_of
 from .statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, Metric, damped_root
-from .statistics.moments import STRIP
+from .statistics.moments import PairMoments
 from .statistics.shelf import Shelf
 from .steps import Step
 from .workers import fail_together, fast_products, gather_from_all, sum_over_all
@@ -309,8 +309,12 @@ def _refit_layer(student: _Walk, teacher: _Walk, depth: int, calibration: Calibr
         del seen
     for group in gather_from_all(list(groups.values()))[0]:  # the first process always has a batch
         pairs = {name: (student.module(name), teacher.module(name)) for name in group}
-        outputs = {name: _Sums(own.in_features, own.out_features, calibration) for name, (own, _) in pairs.items()}
-        inputs = _Sums(pairs[group[0]][0].in_features, pairs[group[0]][0].in_features, calibration)
+        outputs = {
+            name: PairMoments(own.in_features, own.out_features, calibration.device)
+            for name, (own, _) in pairs.items()
+        }
+        width = pairs[group[0]][0].in_features
+        inputs = PairMoments(width, width, calibration.device)
         with fail_together():
             for index in range(len(calibration.batches)):
                 mask = student.mask(stream_of(group[0]), index)
@@ -333,52 +337,12 @@ def _refit_layer(student: _Walk, teacher: _Walk, depth: int, calibration: Calibr
             _solve(nearest, modules[0], own, inputs, outputs[name], calibration.gradients([name]))
 
 
-class _Sums:
-    """Means and second moments of pairs of rows, m and n wide, accumulated in double precision.
-
-    Where both of a pair are the same rows, only the lower half is until `sum_over_all`.
-    """
-
-    def __init__(self, m: int, n: int, calibration: Calibration):
-        self.count, self.symmetric = 0, False
-        self.left, self.right, self.product = (
-            torch.zeros(shape, dtype=torch.float64, device=calibration.device) for shape in (m, n, (m, n))
-        )
-
-    def add(self, left: Tensor, right: Tensor) -> None:
-        device = self.product.device
-        self.symmetric = left is right
-        left, right = left.float(), right.float()
-        self.count += left.shape[0]
-        self.left += left.sum(0).to(device)
-        self.right += right.sum(0).to(device)
-        for start in range(0, left.shape[1], STRIP):
-            rows, columns = slice(start, start + STRIP), slice(start + STRIP if self.symmetric else None)
-            self.product[rows, columns] += (left[:, rows].T @ right[:, columns]).to(device)
-
-    def sum_over_all(self) -> None:
-        """Sum over all processes."""
-        if self.symmetric:
-            self.product = self.product.tril() + self.product.tril(-1).T
-        self.count = int(sum_over_all(torch.tensor(self.count)))
-        self.left, self.right, self.product = (sum_over_all(sums) for sums in (self.left, self.right, self.product))
-
-    def means(self) -> tuple[Tensor, Tensor]:
-        """Of both sides."""
-        return self.left / self.count, self.right / self.count
-
-    def moment(self, *, centred: bool) -> Tensor:
-        """The covariance, or the second moment, m×n."""
-        moment = self.product / self.count
-        return moment - torch.outer(*self.means()) if centred else moment
-
-
 def _solve(
     nearest: Callable[..., dict[str, Tensor]],
     module: nn.Module,
     own: Tensor,
-    inputs: _Sums,
-    outputs: _Sums,
+    inputs: PairMoments,
+    outputs: PairMoments,
     gradients: Tensor,
 ) -> None:
     """Give `module` the regression, shrunk towards the matrix `own`, as near as its form can come (`nearest`)."""

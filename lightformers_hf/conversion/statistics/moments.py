@@ -111,6 +111,47 @@ class Moments:
         self._shelf[self._name, what] = flat
 
 
+class PairMoments:
+    """Means and second moments of pairs of rows, m and n wide, accumulated in double precision.
+
+    Where both of a pair are the same rows, only the lower half is until `sum_over_all`.
+    """
+
+    def __init__(self, m: int, n: int, device: torch.device):
+        self.count, self.symmetric = 0, False
+        self.left, self.right, self.product = (
+            torch.zeros(shape, dtype=torch.float64, device=device) for shape in (m, n, (m, n))
+        )
+
+    def add(self, left: Tensor, right: Tensor) -> None:
+        """Add rows, tokens×m and tokens×n."""
+        device = self.product.device
+        self.symmetric = left is right
+        left, right = left.float(), right.float()
+        self.count += left.shape[0]
+        self.left += left.sum(0).to(device)
+        self.right += right.sum(0).to(device)
+        for start in range(0, left.shape[1], STRIP):
+            rows, columns = slice(start, start + STRIP), slice(start + STRIP if self.symmetric else None)
+            self.product[rows, columns] += (left[:, rows].T @ right[:, columns]).to(device)
+
+    def sum_over_all(self) -> None:
+        """Sum over all processes."""
+        if self.symmetric:
+            self.product = self.product.tril() + self.product.tril(-1).T
+        self.count = int(sum_over_all(torch.tensor(self.count)))
+        self.left, self.right, self.product = (sum_over_all(sums) for sums in (self.left, self.right, self.product))
+
+    def means(self) -> tuple[Tensor, Tensor]:
+        """Of both sides."""
+        return self.left / self.count, self.right / self.count
+
+    def moment(self, *, centred: bool) -> Tensor:
+        """The covariance, or the second moment, m×n."""
+        moment = self.product / self.count
+        return moment - torch.outer(*self.means()) if centred else moment
+
+
 def _strips(flat: Tensor, size: int) -> Iterator[tuple[int, int, Tensor]]:
     """(first row, row behind the last, the rows up to their last column) of a symmetric matrix, as views."""
     offset = 0

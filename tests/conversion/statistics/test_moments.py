@@ -1,0 +1,34 @@
+"""Sums of pairs of rows, beside those of NumPy in double precision."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightformers_hf.conversion.statistics.moments import STRIP, PairMoments
+
+pytestmark = pytest.mark.quick
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    m=st.integers(1, STRIP + 9),
+    n=st.integers(1, 9) | st.none(),
+    centred=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_moments_are_those_of_all_rows(sizes, m, n, centred):
+    """`n` is `None` where both sides are the same rows, of which only half is computed."""
+    generator = torch.Generator().manual_seed(m)
+    lefts = [torch.randn(size, m, generator=generator) + 1 for size in sizes]
+    rights = lefts if n is None else [torch.randn(size, n, generator=generator) for size in sizes]
+    sums = PairMoments(m, n or m, torch.device("cpu"))
+    for left, right in zip(lefts, rights, strict=True):
+        sums.add(left, right)
+    sums.sum_over_all()
+
+    x, y = (np.concatenate([rows.double().numpy() for rows in side]) for side in (lefts, rights))
+    expected = x.T @ y / len(x) - (np.outer(x.mean(0), y.mean(0)) if centred else 0)
+    np.testing.assert_allclose(sums.moment(centred=centred).numpy(), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(sums.means()[1].numpy(), y.mean(0), rtol=1e-5, atol=1e-6)
