@@ -70,7 +70,8 @@ def remarks(report: CompressionReport) -> Iterator[str]:
     if report.estimated_speedup is not None:
         yield (
             f"Estimated {report.estimated_speedup:.2f} times as fast as {report.source} on this machine: greedy, one "
-            "sentence at a time, one core, through generate(). `lightformers evaluate --teacher` measures it."
+            "sentence at a time, one core, through generate(). `lightformers benchmark engines --engine transformers` "
+            "measures it, with or without text."
         )
     if sizes := report.vocabulary:
         (source, of_sources), (target, of_targets) = sizes["source"], sizes["target"]
