@@ -12,8 +12,8 @@ from typing import Self
 import psutil
 import torch
 
-# Names of <malloc.h>, and the bytes below which a freed tensor is kept, and below which all that is free is.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, KEPT = -1, -3, 2**30
+# Names of <malloc.h>; bytes of the largest tensor that is kept.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, LARGEST = -1, -3, 2**30
 
 
 class IdleThreads:
@@ -46,14 +46,18 @@ class IdleThreads:
         torch.set_num_threads(max(1, min(self.allowed, round(psutil.cpu_count() - others))))
 
 
-def keep_memory() -> None:
+def keep_memory(end: int = 2**30) -> None:
     """Let the C library (glibc) keep what was freed for the next tensor, as long as this process lives.
 
     Else it returns large tensors to the system at once, and the system fills the next one's pages with zeros, one by
     one: a tenth of a training step, a sixth of a conversion.
+
+    Args:
+        end: bytes that may be free at the end of what it holds before they go back: where sizes differ much from one
+            tensor to the next, few, or a peak gets higher.
     """
-    for parameter in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
-        _call_malloc("mallopt", parameter, KEPT)
+    _call_malloc("mallopt", M_MMAP_THRESHOLD, LARGEST)
+    _call_malloc("mallopt", M_TRIM_THRESHOLD, end)
 
 
 def give_back_memory() -> None:
