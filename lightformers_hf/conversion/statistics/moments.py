@@ -136,9 +136,10 @@ class PairMoments:
             self.product[rows, columns] += (left[:, rows].T @ right[:, columns]).to(device)
 
     def sum_over_all(self) -> None:
-        """Sum over all processes."""
+        """Sum over all processes, and fill the upper half where only the lower one was computed."""
         if self.symmetric:
-            self.product = self.product.tril() + self.product.tril(-1).T
+            for start in range(STRIP, len(self.product), STRIP):
+                self.product[:start, start : start + STRIP] = self.product[start : start + STRIP, :start].T
         self.count = int(sum_over_all(torch.tensor(self.count)))
         self.left, self.right, self.product = (sum_over_all(sums) for sums in (self.left, self.right, self.product))
 
