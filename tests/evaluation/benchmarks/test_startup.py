@@ -14,6 +14,12 @@ def test_processor_time_is_that_of_the_process():
     assert 0.49 <= processor_seconds(["-c", work], {}, 0) < 1.4
 
 
+def test_processor_time_is_finer_than_the_system_s_clock_ticks():
+    """Counted in hundredths of a second, half a second of work was 0.49 once in many times."""
+    hundredths = [100 * processor_seconds(["-c", ""], {}, 0) for _ in range(5)]
+    assert any(abs(count - round(count)) > 1e-3 for count in hundredths)
+
+
 def test_a_process_that_fails_is_named():
     with pytest.raises(ValueError, match=r"ended with 3, expected 0: reason"):
         processor_seconds(["-c", "import sys; print('reason', file=sys.stderr); sys.exit(3)"], {}, 0)
