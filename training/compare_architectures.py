@@ -22,12 +22,11 @@ for the models without a recipe. Every model is trained once for each seed. Of s
 has the one with the lowest validation loss at the first seed. A second call skips the runs that are complete, and goes
 on with one that was interrupted where `--save-strategy` made it write checkpoints.
 
-Besides the scores the table has unique parameters, the seconds of a training step (runs at the same time slow each
-other), and for translation two speeds on one core as ratios to the first model, all models taking turns within the
-same runs: of decoding, over test sentences of average length, each generating that length, and of a training step in
-fp32 on 16 test pairs. For translation each model's BLEU is compared with the first one's, with the interval of the
-paired bootstrap (first seed). `results.json` has every run, and `curves.png` (`curves-dark.png`, for dark pages) the
-validation loss of those that were evaluated on the way.
+Besides the scores the table has unique parameters, and for translation two speeds on one core as ratios to the first
+model, all models taking turns within the same runs: of decoding, over test sentences of average length, each
+generating that length, and of a training step in fp32 on 16 test pairs. For translation each model's BLEU is compared
+with the first one's, with the interval of the paired bootstrap (first seed). `results.json` has every run, and
+`curves.png` (`curves-dark.png`, for dark pages) the validation loss of those that were evaluated on the way.
 """
 
 from __future__ import annotations
@@ -191,10 +190,10 @@ def draw_curves(runs: list[Run], args: argparse.Namespace) -> None:
     """`curves.png` and `curves-dark.png`: validation loss by step, of the runs that were evaluated on the way."""
     curves = {}
     for run in runs:
-        entries = read_state(folder_of(run, args))["log_history"]
-        points = {entry["step"]: entry["eval_loss"] for entry in entries if "eval_loss" in entry}
+        state = json.loads((folder_of(run, args) / "trainer_state.json").read_text(encoding="utf-8"))
+        points = {entry["step"]: entry["eval_loss"] for entry in state["log_history"] if "eval_loss" in entry}
         if len(points) > 1:
-            curves[folder_of(run, args).name] = points
+            curves[run.name + (f", seed {run.seed}" if len(args.seeds) > 1 else "")] = points
     if not curves or find_spec("matplotlib") is None:
         return
 
@@ -204,18 +203,6 @@ def draw_curves(runs: list[Run], args: argparse.Namespace) -> None:
         panels[0].set(xlabel="step", ylabel="validation loss, nats a token")
 
     save_pictures(Path(args.output_dir, "curves"), paint)
-
-
-def read_state(folder: Path) -> dict:
-    """What the trainer of the run in `folder` kept of it."""
-    return json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
-
-
-def seconds_per_step(folder: Path) -> float:
-    """Mean time of a training step of the run in `folder`, from the state that its trainer saved."""
-    state = read_state(folder)
-    runtime = next(entry["train_runtime"] for entry in state["log_history"] if "train_runtime" in entry)
-    return runtime / state["global_step"]
 
 
 def decoding_speed(models: dict[str, tuple], args: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -252,14 +239,13 @@ def tabulate(rows: list[dict], args: argparse.Namespace, differences: dict[str, 
     speeds = {"speed_ratio": "decoding", "step_speed_ratio": "training"}
     speeds = {key: title for key, title in speeds.items() if key in rows[0]}
     tests = test_names(args.test_file)
-    titles = ["model", *(["rate"] if args.learning_rates else []), "parameters", "s / step", *speeds.values()]
+    titles = ["model", *(["rate"] if args.learning_rates else []), "parameters", *speeds.values()]
     titles += ["test"] if len(tests) > 1 else []
     table = Table(*titles, *SCORES[args.task].values(), *(["BLEU to the first, 95 %"] if differences else []))
     for name, test in itertools.product(dict.fromkeys(row["name"] for row in rows), tests):
         runs = [row for row in rows if row["name"] == name]
         cells = [escape(name), *([f"{runs[0]['rate']:g}"] if args.learning_rates else [])]
-        cells += [f"{runs[0]['parameters']:,}", f"{fmean(run['seconds_per_step'] for run in runs):.2f}"]
-        cells += [f"{runs[0][key]:.2f}x" for key in speeds]
+        cells += [f"{runs[0]['parameters']:,}", *(f"{runs[0][key]:.2f}x" for key in speeds)]
         cells = ([""] * len(cells) if test != tests[0] else cells) + ([escape(test)] if len(tests) > 1 else [])
         for score in SCORES[args.task]:
             values = [run[score_key(test, score)] for run in runs]
@@ -290,7 +276,6 @@ def main(argv: list[str] | None = None) -> None:
         row = {"name": run.name, "model": str(model.path_for(run.seed)), "fields": model.fields, "seed": run.seed}
         row |= {"rate": run.rate} if run.rate else {}
         row |= {"parameters": unique_parameters(trained[run.name][0])}
-        row |= {"seconds_per_step": seconds_per_step(folder_of(run, args))}
         rows.append(row | found | speeds.get(run.name, {}))
     if timed:  # last, because it changes the models' weights
         steps = step_speed(trained, args)

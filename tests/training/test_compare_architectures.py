@@ -38,9 +38,8 @@ def test_translation(tmp_path, tiny_marian, parallel_sentences, capsys):
     assert taught["bleu"] > 80 > first["bleu"]  # from its weights, which know the sentences by heart
     assert first["speed_ratio"] == 1
     assert taught["speed_ratio"] > 0
-    for row in (first, taught):
-        state = json.loads((out / row["name"] / "trainer_state.json").read_text())
-        assert row["seconds_per_step"] * 2 == pytest.approx(state["log_history"][-1]["train_runtime"])
+    assert first["step_speed_ratio"] == 1
+    assert taught["step_speed_ratio"] > 0
     d, ffn, words = 16, 32, len(json.loads((tiny_marian / "vocab.json").read_text()))
     attention, block, norm = 4 * (d * d + d), 2 * d * ffn + d + ffn, 2 * d
     assert first["parameters"] == words * d + 3 * attention + 2 * block + 5 * norm
