@@ -1,8 +1,9 @@
-"""What this machine has to give: cores that are idle, the type that it multiplies fastest, and memory given back."""
+"""What this machine has to give: idle cores, the type that it multiplies fastest, and memory, kept or given back."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import time
 from functools import cache
@@ -14,6 +15,8 @@ import torch
 
 # Names of <malloc.h>; bytes of the largest tensor that is kept.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, LARGEST = -1, -3, 2**30
+# What oneDNN and PyTorch's layer over it read, once, before their first product; the products they may remember.
+CACHES, REMEMBERED = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), 128
 
 
 class IdleThreads:
@@ -50,7 +53,7 @@ def keep_memory(end: int = 2**30) -> None:
     """Let the C library (glibc) keep what was freed for the next tensor, as long as this process lives.
 
     Else it returns large tensors to the system at once, and the system fills the next one's pages with zeros, one by
-    one: a tenth of a training step, a sixth of a conversion.
+    one: a tenth of a training step, a sixth of a conversion. What is not worth keeping goes (`forget_shapes`).
 
     Args:
         end: bytes that may be free at the end of what it holds before they go back: where sizes differ much from one
@@ -58,6 +61,18 @@ def keep_memory(end: int = 2**30) -> None:
     """
     _call_malloc("mallopt", M_MMAP_THRESHOLD, LARGEST)
     _call_malloc("mallopt", M_TRIM_THRESHOLD, end)
+    forget_shapes()
+
+
+def forget_shapes() -> None:
+    """Let few (`REMEMBERED`) programs of products in bfloat16 be kept, unless the user says how many (`CACHES`).
+
+    A processor's product in bfloat16 is a program written for its shapes, half a megabyte, and 1024 of them are kept.
+    Few batches of sentences have as many tokens as another: what one needs is needed by its other layers, and then
+    hardly again. Writing it anew takes half a millisecond. To be called before the first such product.
+    """
+    for name in CACHES:
+        os.environ.setdefault(name, str(REMEMBERED))
 
 
 def give_back_memory() -> None:
@@ -97,6 +112,7 @@ def _clocks() -> tuple[float, float, float]:
 @cache
 def bf16_is_faster() -> bool:
     """Whether this processor multiplies matrices faster in bfloat16 than in float32: many do it in software."""
+    forget_shapes()
     return product_seconds(torch.bfloat16) < 0.8 * product_seconds(torch.float32)
 
 

@@ -1,5 +1,6 @@
 """Threads on cores that other programs leave, and memory that is kept."""
 
+import os
 import platform
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from lightformers_hf import convert, processors
-from lightformers_hf.processors import IdleThreads
+from lightformers_hf.processors import CACHES, IdleThreads, forget_shapes
 
 pytestmark = pytest.mark.quick
 
@@ -88,3 +89,43 @@ def test_freed_tensors_are_kept_for_the_next_ones():
     new, kept = map(int, run.stdout.split())
     assert new >= 20 * 32
     assert kept < 20
+
+
+PROGRAMS = """
+import sys
+import psutil
+import torch
+from lightformers_hf.processors import forget_shapes
+
+if sys.argv[1] == "forget":
+    forget_shapes()
+weight = torch.ones(256, 256, dtype=torch.bfloat16)
+for rows in range(300, 1300):
+    torch.ones(rows, 256, dtype=torch.bfloat16) @ weight
+    if rows == 400:
+        before = psutil.Process().memory_info().rss
+print(psutil.Process().memory_info().rss - before)
+"""
+
+
+def test_programs_of_products_are_forgotten():
+    """In processes of their own: the caches' sizes are read once."""
+
+    def grown(how):
+        own = {name: value for name, value in os.environ.items() if name not in CACHES}
+        run = subprocess.run(
+            [sys.executable, "-c", PROGRAMS, how], capture_output=True, text=True, check=True, env=own
+        )
+        return int(run.stdout)
+
+    kept = grown("keep")
+    if kept < 100e6:
+        pytest.skip("this processor multiplies bfloat16 without programs for every shape")
+    assert grown("forget") < 0.3 * kept
+
+
+def test_the_user_s_own_limit_stays(monkeypatch):
+    monkeypatch.setenv(CACHES[0], "7")
+    monkeypatch.delenv(CACHES[1], raising=False)
+    forget_shapes()
+    assert [os.environ[name] for name in CACHES] == ["7", "128"]

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from ..models.matrices import product_of
 from ..processors import free_memory, product_seconds
 from .options import CompressionOptions
+from .refit import BALANCED
 from .sharing.groups import find_matrices
-from .statistics.calibration import LOGIT_ROWS
 from .statistics.samples import SAMPLES
 from .statistics.shelf import ROOM
 from .statistics.synthesis import LONGEST, SHORTEST, own_sources
@@ -19,11 +19,11 @@ from .statistics.synthesis import LONGEST, SHORTEST, own_sources
 # Tokens of a sentence of the user's text, about.
 SENTENCE = 25
 # Seconds of one core for 10⁹ of: multiplications of layers with tokens, of the output layer with target tokens, cubes
-# of the longer sides of matrices. From `lightformers benchmark conversion --whole` for opus-mt and FLAN-T5-base, where
-# a product of two matrices 512×512 in float32 took so many seconds.
-LAYERS, LOGITS, ALGEBRA, PRODUCT = 0.18, 0.44, 0.23, 1.9e-3
+# of the longer sides of matrices. From `lightformers benchmark conversion --whole` for four shapes of 74M to 783M,
+# within an eighth of each, where a product of two matrices 512×512 in float32 took so many seconds.
+LAYERS, LOGITS, ALGEBRA, PRODUCT = 0.34, 0.58, 0.14, 1.9e-3
 # Bytes of the libraries and what they keep; copies of the model in float32: the teacher, the result twice.
-LIBRARIES, COPIES = 9e8, 3
+LIBRARIES, COPIES = 8.5e8, 3
 BEGINNING = 8.0  # seconds, to load
 
 
@@ -62,7 +62,7 @@ def forecast(dense: PreTrainedModel, options: CompressionOptions) -> Forecast:
     own = options.calibration is None
     number = options.calibration_samples or (own_sources(dense)[0] if own else SAMPLES)
     tokens = number * ((SHORTEST + LONGEST) / 2 if own else SENTENCE)
-    layers = logits = cubes = squares = 0.0
+    layers = logits = cubes = 0.0
     for name, kind in find_matrices(dense):
         m, n = product_of(dense.get_submodule(name)).shape
         if kind == "embedding":
@@ -70,10 +70,9 @@ def forecast(dense: PreTrainedModel, options: CompressionOptions) -> Forecast:
             continue
         layers += m * n
         cubes += max(m, n) ** 3
-        squares += m * m + n * n
     work = LAYERS * tokens * layers + LOGITS * tokens * logits + ALGEBRA * cubes
     seconds = BEGINNING + work / 1e9 * product_seconds(torch.float32) / PRODUCT / torch.get_num_threads()
     words = dense.get_input_embeddings().num_embeddings
-    at_once = 4 * max(5 * LOGIT_ROWS * words, 4 * logits)  # logits and their gradients; the table in float64, twice
+    at_once = max(16 * logits, min(ROOM, 4 * words * min(tokens, BALANCED)))  # the table in float64, twice; balancing
     weights = 4 * (layers + logits)
-    return Forecast(seconds, LIBRARIES + COPIES * weights + min(ROOM, 2 * squares) + at_once, free_memory())
+    return Forecast(seconds, LIBRARIES + COPIES * weights + at_once, free_memory())

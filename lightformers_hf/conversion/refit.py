@@ -17,6 +17,7 @@ from ..loading import load_tensors
 from ..models.configuration_base import FactorizedConfig
 from ..models.configuration_lightformer import LightFormerConfig
 from ..models.matrices import bias_of, product_of
+from ..processors import give_back_memory
 from .forms.form import Built, find_form
 from .options import StudyOptions
 from .sharing.originals import short_name
@@ -75,6 +76,7 @@ def refit(
     load_tensors(student, {name: tensor.float() for name, tensor in tensors.items()})
     tensors.clear()
     student = student.eval().to(calibration.model.device)
+    give_back_memory()  # what the tensors took
     refit_layers(student, calibration.model, calibration, built, progress=progress)
     state = student.state_dict()
     return {name: state[name].cpu() for name in names}

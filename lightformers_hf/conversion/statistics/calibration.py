@@ -26,7 +26,7 @@ from .shelf import Shelf
 # Added to every token's weight, relative to their mean: so that tokens without a sample keep something.
 TOKEN_DAMPING = 1e-2
 # Tokens of a batch at most, on both sides with padding; of those, target tokens whose logits are held together.
-TOKENS, LOGIT_ROWS = 1024, 256
+TOKENS, LOGIT_ROWS = 1024, 64
 
 
 class Calibration:
