@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from lightformers_hf.loading import build_network, load_pretrained
-from lightformers_hf.processors import IdleThreads, bf16_is_faster, keep_memory
+from lightformers_hf.processors import IdleThreads, bf16_is_faster
 from lightformers_hf.recovery import RecoveryTrainer
 from lightformers_hf.recovery.progress import Clock, Progress
 from lightformers_hf.text import load_parallel, tokenize_pairs
@@ -180,7 +180,6 @@ def train_model(
             teacher=teacher,
         )
         trainer.remove_callback(PrinterCallback)
-        keep_memory()
         trainer.train()
     return [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
 

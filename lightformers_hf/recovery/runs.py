@@ -123,7 +123,7 @@ def train(trainer: Trainer, checkpoint: str | None = None) -> TrainOutput:
     # Evaluation fills in its own defaults; a classifier generates nothing.
     generation_config = copy.deepcopy(getattr(trainer.model, "generation_config", None))
     prepare_sharding(trainer)
-    keep_memory()
+    keep_memory()  # as a RecoveryTrainer does by itself
     result = trainer.train(resume_from_checkpoint=checkpoint)
     if generation_config is not None:
         trainer.model.generation_config = generation_config

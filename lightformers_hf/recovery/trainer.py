@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Seq2SeqTrainer
+from transformers.trainer_utils import TrainOutput
 from transformers.utils import ModelOutput
 
+from ..processors import keep_memory
 from .batching import EpochCallback, TokenBatchSampler
 from .losses import distillation_loss, hidden_loss
 from .rates import slow_queries
@@ -61,6 +63,11 @@ class RecoveryTrainer(Seq2SeqTrainer):
         if teacher is not None:
             _check_teacher(self.model, teacher, distillation_alpha, distillation_temperature)
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As in `Seq2SeqTrainer`; what a step frees is kept for the next one (`keep_memory`)."""
+        keep_memory()
+        return super().train(*args, **kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As in `Seq2SeqTrainer`, with smaller steps for the queries of a T5 (`slow_queries`)."""

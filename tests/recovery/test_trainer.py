@@ -1,12 +1,14 @@
 """The trainer's loss against its definition in plain arithmetic, however the batch is cut into pieces."""
 
 import math
+import os
 
 import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq, MarianTokenizer, Seq2SeqTrainingArguments
 
 from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration
+from lightformers_hf.processors import CACHES
 from lightformers_hf.recovery import (
     RecoveryTrainer,
     distillation_loss,
@@ -262,3 +264,11 @@ def test_only_complete_checkpoints_are_found(tmp_path):
     write(120, leave_out=["optimizer.pt"])
     (tmp_path / "checkpoint-best").mkdir()
     assert find_last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-20")
+
+
+def test_training_keeps_memory_however_it_is_begun(build_trainer, monkeypatch):
+    """By `train()` alone, too, as in a notebook: few programs of products are remembered."""
+    for name in CACHES:
+        monkeypatch.delenv(name, raising=False)
+    build_trainer(max_steps=1).train()
+    assert [os.environ.get(name) for name in CACHES] == ["128", "128"]
