@@ -94,9 +94,14 @@ def atomic_output(
             temporary.mkdir()
             try:
                 with _identity(temporary) as is_same:
-                    yield temporary
+                    try:
+                        yield temporary
+                    except Exception as error:
+                        if is_same(temporary):
+                            raise
+                        raise _removed(target, temporary) from error
                     if not is_same(temporary):
-                        raise OSError(f"{target} was not written: another process removed {temporary}. Run it again.")
+                        raise _removed(target, temporary)
                     write_json({"files": list_entries(temporary)}, temporary / MANIFEST_FILE)
                     _open_to_readers(temporary)
                     _synchronize(temporary)
@@ -111,6 +116,10 @@ def atomic_output(
             with suppress(OSError):
                 folder.rmdir()
         raise
+
+
+def _removed(target: Path, temporary: Path) -> OSError:
+    return OSError(f"{target} was not written: another process removed {temporary}. Run it again.")
 
 
 def _explain_full_disk(error: BaseException, temporary: Path, target: Path) -> None:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from safetensors.torch import save_file
 
 from lightformers_hf.files import MANIFEST_FILE, json_text, write_whole
 from lightformers_hf.folders import atomic_output, check_output
@@ -296,6 +297,22 @@ def test_locks_that_another_host_does_not_see(tmp_path, monkeypatch, overwrite, 
             (first / "file").write_text("first")
     assert contents(tmp_path) == {"out", "out/file"}
     assert (target / "file").read_text() == "second"
+
+
+@pytest.mark.parametrize("save", [lambda file: file.write_text(""), lambda file: save_file({}, file)])
+def test_a_writer_that_lost_its_folder_says_so(tmp_path, monkeypatch, save):
+    """Not that some file is not there, which is what Python and safetensors say."""
+    monkeypatch.setattr("lightformers_hf.folders.fcntl.flock", lambda *_: None)
+    removed = pytest.raises(OSError, match=r"out was not written: another process removed .* Run it again")
+    with removed, atomic_output(tmp_path / "out") as first:
+        write(tmp_path / "out", "second")
+        save(first / "model.safetensors")
+    assert contents(tmp_path) == {"out", "out/file"}
+    with pytest.raises(FileNotFoundError, match="mine"), atomic_output(tmp_path / "third"):
+        (tmp_path / "mine").read_text()
+    with pytest.raises(KeyboardInterrupt), atomic_output(tmp_path / "third") as third:  # noqa: PT012
+        third.rmdir()
+        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("name", ["x" * 255, "ü" * 120])
