@@ -45,8 +45,8 @@ def recover(light: str, source_lang: str | None, target_lang: str | None, **opti
     """Win a compressed model's quality back: train it with its teacher for so many minutes.
 
     Settings follow from how far it was compressed and from the time, which the first steps measure. The model with the
-    best validation BLEU is kept; without pairs, that is BLEU against the teacher's own translations. The same command
-    goes on where it was interrupted.
+    best validation chrF is kept; without pairs, against the teacher's own translations. The same command goes on where
+    it was interrupted.
 
     Example: lightformers recover light --teacher opus-mt-de-en --data train.jsonl --output recovered --minutes 30
     """

@@ -54,12 +54,12 @@ class Progress(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **_: Any
     ) -> None:
         """Print a line."""
-        if not self.bar.disable and metrics and "eval_bleu" in metrics:
+        if not self.bar.disable and metrics and "eval_chrf" in metrics:
             minutes = (time.monotonic() - self.start) / 60
-            bleu, loss = metrics["eval_bleu"], metrics["eval_loss"]
+            bleu, chrf, loss = (metrics[f"eval_{name}"] for name in ("bleu", "chrf", "loss"))
             self.bar.write(
                 f"step {state.global_step:,} of {self.bar.total:,}, {minutes:.1f} min: validation BLEU {bleu:.1f}, "
-                f"loss {loss:.3f}"
+                f"chrF {chrf:.1f}, loss {loss:.3f}"
             )
 
 

@@ -19,13 +19,29 @@ TRANSLATIONS_FILE = "translations.json"  # the teacher's, of the first so many s
 
 
 @dataclass(frozen=True)
+class Scores:
+    """Corpus BLEU and chrF of a model on the validation text, greedy."""
+
+    bleu: float
+    chrf: float
+
+    @classmethod
+    def read(cls, metrics: dict[str, float]) -> Scores:
+        """Of what a trainer's evaluation found."""
+        return cls(metrics["eval_bleu"], metrics["eval_chrf"])
+
+    def __str__(self) -> str:
+        return f"{self.bleu:.1f} / {self.chrf:.1f}"
+
+
+@dataclass(frozen=True)
 class Recovery:
     """What came of a recovery.
 
     Attributes:
         output: the folder of the model.
         parameters, ratio: unique ones, and how many times as many the teacher has.
-        before, after, teacher: BLEU on the validation text, greedy: as it was, as it is, and the teacher's.
+        before, after, teacher: on the validation text: as it was, as it is, and the teacher's.
         sentences: of that text.
         with_teacher: whether its references are the teacher's own translations, as there are no others.
         steps, best_step: trained, and after how many the model is that was kept; 0: none was better than at first.
@@ -37,9 +53,9 @@ class Recovery:
     output: str
     parameters: int
     ratio: float
-    before: float
-    after: float
-    teacher: float
+    before: Scores
+    after: Scores
+    teacher: Scores
     sentences: int
     with_teacher: bool
     steps: int
@@ -57,12 +73,11 @@ class Recovery:
         from rich.table import Table
 
         table = Table(title="Recovery", show_header=False)
-        lost = self.after - self.teacher
         table.add_row(
-            "BLEU, the teacher as reference" if self.with_teacher else "validation BLEU",
-            f"{self.before:.1f} before, {self.after:.1f} after ({lost:+.1f})",
+            "BLEU / chrF, the teacher as reference" if self.with_teacher else "validation BLEU / chrF",
+            f"{self.before} before, {self.after} after",
         )
-        table.add_row("the teacher's", f"{self.teacher:.1f}, greedy, {self.sentences} sentences")
+        table.add_row("the teacher's", f"{self.teacher}, greedy, {self.sentences} sentences")
         table.add_row("parameters", f"{self.parameters:,}, the teacher's / {self.ratio:.1f}")
         best = f"best after {self.best_step:,}" if self.best_step else "none better than it was: more minutes help"
         table.add_row("trained", f"{self.steps:,} steps in {self.minutes:.1f} minutes, {best}")

@@ -44,7 +44,7 @@ from ..recovery import (
 )
 from ..recovery.progress import Clock, Progress, hush_trainer
 from ..text import load_parallel, load_text, tokenize_pairs
-from .record import RECORD_FILE, TRANSLATIONS_FILE, Recovery, begin, claim, finish
+from .record import RECORD_FILE, TRANSLATIONS_FILE, Recovery, Scores, begin, claim, finish
 from .settings import (
     FAR,
     FOR_TRANSLATIONS,
@@ -56,7 +56,7 @@ from .settings import (
     worth_translating,
 )
 
-HELD_OUT = 500  # pairs of the validation at most
+HELD_OUT = 1000  # pairs of the validation at most
 RANDOM_TEXTS = 20_000  # that are drawn where there is no text
 COMPARED = 200  # translations of the teacher that stand in for references at most
 LONGEST = 128  # tokens of a text
@@ -83,8 +83,8 @@ def recover(
 ) -> Recovery:
     """Train a compressed model with its teacher for about so many minutes, with settings that it chooses itself.
 
-    The model with the best BLEU on the validation text is kept, which may be the one it began with. An interrupted
-    call goes on when it is made again.
+    The model with the best chrF on the validation text is kept, which may be the one it began with; BLEU does not tell
+    near models apart (RESULTS.md, "In half an hour"). An interrupted call goes on when it is made again.
 
     Args:
         light: the compressed checkpoint, a folder or a name on the Hub.
@@ -92,8 +92,8 @@ def recover(
         teacher: the checkpoint that it was made from.
         data: sentence pairs as of `load_parallel`, or text of the source language alone, which the teacher translates;
             `None`: random tokens, which it translates, too.
-        validation: other pairs, of which the first 500 are taken; `None`: a part of `data`, which is then compared
-            with the teacher's own translations where there are no pairs.
+        validation: other pairs, of which the first 1000 at most are taken; `None`: a part of `data`, which is then
+            compared with the teacher's own translations where there are no pairs.
         minutes: for everything, as this machine is now. How long a step takes is measured by the first few.
         source, target: columns, and of multilingual models the languages' codes, as in `CompressionOptions`.
         translations: learn from the teacher's translations of the sources, too; `None`: where that pays.
@@ -118,7 +118,7 @@ def recover(
     on_cpu = not torch.accelerator.is_available()
     with hide_bars(), hush_trainer(), IdleThreads() if on_cpu else nullcontext() as threads:
         run = Run(light, output, teacher, data, validation, (source, target), report_to, seed, progress, threads)
-        if "settings" not in record:
+        if "scores" not in record:
             begin(output, record)
             record |= run.prepare(minutes, translations, start)
             write_json(record, output / RECORD_FILE)
@@ -242,24 +242,23 @@ class Run:
         left = max(60 * minutes - (time.monotonic() - start), 0.25 * 60 * minutes)
         settings = plan_steps(settings, left, step_seconds, evaluation_seconds, epoch_steps, ratio=self.ratio)
         self.say(
-            f"BLEU{' with the teacher as reference' * self.compares_with_teacher} {before:.1f}, the teacher's "
-            f"{teacher:.1f}; {settings.steps:,} steps, {step_seconds:.2f} s each, "
+            f"BLEU / chrF{' with the teacher as reference' * self.compares_with_teacher} {before}, the teacher's "
+            f"{teacher}; {settings.steps:,} steps, {step_seconds:.2f} s each, "
             f"learning rate {settings.learning_rate:.2g}, dropout {self.model.config.dropout:g}"
         )
-        found = {"translations": count, "sentences": sentences, "before": before, "teacher": teacher}
-        return {"settings": asdict(settings), **found}
+        scores = {"before": asdict(before), "teacher": asdict(teacher)}
+        return {"settings": asdict(settings), "translations": count, "sentences": sentences, "scores": scores}
 
     def say(self, line: str) -> None:
         """Print a line above the bars."""
         if self.progress:
             tqdm.write(line)
 
-    def measure(self, model: PreTrainedModel, settings: RecoverySettings) -> tuple[float, float]:
-        """BLEU of a model on the validation, and how long it took."""
+    def measure(self, model: PreTrainedModel, settings: RecoverySettings) -> tuple[Scores, float]:
+        """A model on the validation, and how long it took."""
         trainer = self.trainer(model, None, replace(settings, steps=1, eval_steps=1))
         start = time.monotonic()
-        bleu = trainer.evaluate()["eval_bleu"]
-        return bleu, time.monotonic() - start
+        return Scores.read(trainer.evaluate()), time.monotonic() - start
 
     def ask_for_texts(self, seconds: float, wanted: bool | None) -> tuple[int, int]:
         """Write the teacher's translations of the first so many sources.
@@ -338,7 +337,7 @@ class Run:
             eval_steps=settings.eval_steps,
             save_steps=settings.eval_steps,
             save_total_limit=2,
-            metric_for_best_model="bleu",
+            metric_for_best_model="chrf",
             predict_with_generate=True,
             generation_num_beams=1,
             generation_max_length=self.longest_output,
@@ -376,10 +375,11 @@ class Run:
             result = train(trainer, checkpoint)
         copy_report(str(self.light), self.output)
         state = trainer.state
-        start = {"eval_bleu": record["before"], "step": 0}
-        scored = [entry for entry in state.log_history if "eval_bleu" in entry]
-        best = max([*scored, start], key=lambda entry: entry["eval_bleu"])  # few steps may do harm
-        if best is start:
+        known = {name: Scores(**scores) for name, scores in record["scores"].items()}
+        scored = {entry["step"]: Scores.read(entry) for entry in state.log_history if "eval_chrf" in entry}
+        scored[0] = known["before"]  # few steps may do harm
+        best_step = max(scored, key=lambda step: scored[step].chrf)
+        if best_step == 0:
             self.model.load_state_dict(load_trainable(str(resolve_source(self.light))).state_dict())
             self.model.save_pretrained(self.output)
             self.say("no validation was better than at first: the model stays as it was, more minutes help")
@@ -387,13 +387,12 @@ class Run:
             output=str(self.output),
             parameters=parameters,
             ratio=self.ratio,
-            before=record["before"],
-            after=best["eval_bleu"],
-            teacher=record["teacher"],
+            **known,
+            after=scored[best_step],
             sentences=len(self.held_out),
             with_teacher=self.compares_with_teacher,
             steps=state.global_step,
-            best_step=best["step"],
+            best_step=best_step,
             minutes=result.metrics["train_runtime"] / 60,
             translations=record["translations"],
             settings=record["settings"],
