@@ -6,16 +6,16 @@ from dataclasses import asdict
 from typing import Any
 
 from ..conversion.options import METHODS
+from ..evaluation.benchmarks.shapes import TEACHERS, VOCABULARY_ROWS
 from ..export.engines import deployment_names
 from .output import PLACE, Answer, Argument, Group, command, join_names, option
 from .use import AT_LEAST_ONE, MAX_SAMPLES, SOURCE_LANG, TARGET_LANG, columns
 
 RUNS_HELP = "Interleaved runs; medians are shown."
-SHAPES = ("opus-mt", "bart-large", "nllb-600m", "flan-t5-base", "flan-t5-large")
 
 
 @command(
-    option("--shapes", default="opus-mt", values=SHAPES, help="Of which checkpoint."),
+    option("--shapes", default="opus-mt", values=tuple(TEACHERS), help="Of which checkpoint."),
     option("--runs", type=AT_LEAST_ONE, default=3, help=RUNS_HELP),
     option(
         "--samples",
@@ -128,7 +128,7 @@ def engines(
 
 
 @command(
-    option("--shapes", default="opus-mt", values=("opus-mt", "nllb-600m"), help="Of which checkpoint."),
+    option("--shapes", default="opus-mt", values=tuple(VOCABULARY_ROWS), help="Of which checkpoint."),
     option("--candidates", type=AT_LEAST_ONE, multiple=True, help="Tokens that can come for a sentence. Repeatable."),
     option("--runs", type=AT_LEAST_ONE, default=5, help=RUNS_HELP),
     option("--sentences", type=AT_LEAST_ONE, default=10, help="Sentences of a run, one at a time."),

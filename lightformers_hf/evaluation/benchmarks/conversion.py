@@ -18,56 +18,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    M2M100Config,
-    M2M100ForConditionalGeneration,
-    MarianConfig,
-    MarianMTModel,
-    PreTrainedConfig,
-    PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import PreTrainedModel
 
 from ...conversion.choosing.rules import rank_for_ratio
 from ...conversion.forms.svd import decompose
 from ...conversion.workers import map_in_threads
+from .shapes import teacher_class
 
-
-def _flan_t5(d_model: int, d_ff: int, *, layers: int, heads: int) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    config = T5Config(
-        d_model=d_model,
-        d_ff=d_ff,
-        num_layers=layers,
-        num_heads=heads,
-        feed_forward_proj="gated-gelu",
-        decoder_start_token_id=0,
-    )
-    return T5ForConditionalGeneration, config
-
-
-# Checkpoints that people have, by their shapes.
-TEACHERS: dict[str, tuple[type[PreTrainedModel], PreTrainedConfig]] = {
-    "opus-mt": (
-        MarianMTModel,
-        MarianConfig(
-            d_model=512,
-            encoder_layers=6,
-            decoder_layers=6,
-            encoder_ffn_dim=2048,
-            decoder_ffn_dim=2048,
-            encoder_attention_heads=8,
-            decoder_attention_heads=8,
-            max_position_embeddings=512,
-        ),
-    ),
-    "bart-large": (BartForConditionalGeneration, BartConfig()),
-    "nllb-600m": (M2M100ForConditionalGeneration, M2M100Config(vocab_size=256206)),
-    "flan-t5-base": _flan_t5(768, 2048, layers=12, heads=12),
-    "flan-t5-large": _flan_t5(1024, 2816, layers=24, heads=16),
-}
 RATIO = 4.0
 # Distinct matrices of a shape; a checkpoint of more repeats them, so that memory stays small.
 DISTINCT = 2
@@ -134,9 +91,7 @@ def random_teacher(shapes: str) -> PreTrainedModel:
     Raises:
         ValueError: unknown shapes.
     """
-    if shapes not in TEACHERS:
-        raise ValueError(f"unknown shapes {shapes!r}, expected one of {', '.join(TEACHERS)}")
-    model_class, config = TEACHERS[shapes]
+    model_class, config = teacher_class(shapes)
     model = model_class(config)
     if shapes.startswith("flan-t5"):  # its output layer is no copy of the table, which a new T5's always is
         model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))

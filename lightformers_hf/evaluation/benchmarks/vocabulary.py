@@ -28,37 +28,12 @@ from ...export.source import Source
 from ...loading import skeleton, unique_parameters
 from ...models import LightFormerConfig, LightFormerForConditionalGeneration
 from ..speed import Speed, speed_of, speed_ratio, take_turns
-from .conversion import TEACHERS
+from .shapes import VOCABULARY_ROWS, teacher_class
 
 ENGINE, QUANTIZATION = "ctranslate2", "int8"
 SOURCE_TOKENS = 15
 # Parameters of a model that is timed; of larger ones, which take 12 GB and more, they are counted.
 LARGEST = 500_000_000
-PAIR = 24_004  # tokens that a corpus of German and English leaves of NLLB's
-# {shapes: {row: what differs from the dense checkpoint}}; the first row is all of it.
-ROWS: dict[str, dict[str, dict[str, int]]] = {
-    "opus-mt": {
-        "dense": {},
-        "ratio 8, two decoder layers": {
-            "decoder_layers": 2,
-            "head_dim": 16,
-            "encoder_ffn_dim": 160,
-            "decoder_ffn_dim": 160,
-            "embedding_rank": 56,
-        },
-    },
-    "nllb-600m": {
-        "dense": {},
-        "one pair": {"vocab_size": PAIR},
-        "one pair, ratio 2": {
-            "vocab_size": PAIR,
-            "head_dim": 32,
-            "encoder_ffn_dim": 2048,
-            "decoder_ffn_dim": 2048,
-            "embedding_rank": 491,
-        },
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -83,13 +58,13 @@ class VocabularyRow:
 
 
 def find_config(shapes: str, row: str) -> LightFormerConfig:
-    """The configuration of a row of `ROWS`. Raises `ValueError` for unknown shapes."""
-    if shapes not in ROWS:
-        raise ValueError(f"unknown shapes {shapes!r}, expected one of {', '.join(ROWS)}")
-    _, source = TEACHERS[shapes]
+    """The configuration of a row of `VOCABULARY_ROWS`. Raises `ValueError` for unknown shapes."""
+    if shapes not in VOCABULARY_ROWS:
+        raise ValueError(f"unknown shapes {shapes!r}, expected one of {', '.join(VOCABULARY_ROWS)}")
+    _, source = teacher_class(shapes)
     fields = find_family(source).own_config(source).to_dict()
     del fields["head_dim"], fields["decoder_vocab_size"]  # these follow from others
-    return LightFormerConfig(**fields | ROWS[shapes][row])
+    return LightFormerConfig(**fields | VOCABULARY_ROWS[shapes][row])
 
 
 def benchmark_vocabulary(
@@ -101,7 +76,7 @@ def benchmark_vocabulary(
     new_tokens: int = 25,
     progress: bool = False,
 ) -> list[VocabularyRow]:
-    """Time all rows of `ROWS[shapes]` in CTranslate2 int8, one core, one sentence at a time, greedy, in turn.
+    """Time all `VOCABULARY_ROWS` of these shapes in CTranslate2 int8, one core, a sentence at a time, greedy, in turn.
 
     Args:
         candidates: numbers of tokens that can come, besides all of them.
@@ -111,7 +86,7 @@ def benchmark_vocabulary(
     Raises:
         ValueError: unknown shapes, a number below 1 or above the tokens that there are, no CTranslate2.
     """
-    configs = {name: find_config(shapes, name) for name in ROWS.get(shapes, {"": {}})}
+    configs = {name: find_config(shapes, name) for name in VOCABULARY_ROWS.get(shapes, {"": {}})}
     fewest = min(config.vocab_size for config in configs.values())
     for name, values in {"runs": [runs], "sentences": [sentences], "new_tokens": [new_tokens]}.items():
         if min(values) < 1:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from rich.console import Console
-from transformers import MarianConfig, MarianMTModel
 
 from lightformers_hf.evaluation.benchmarks import conversion as benchmark
+from lightformers_hf.evaluation.benchmarks import shapes
 from lightformers_hf.evaluation.benchmarks.conversion import (
     benchmark_conversion,
     excess,
@@ -16,14 +16,14 @@ from lightformers_hf.evaluation.benchmarks.conversion import (
     trained_like,
 )
 
-SMALL = MarianConfig(vocab_size=100, d_model=16, encoder_layers=1, decoder_layers=1, pad_token_id=99,
-                     decoder_start_token_id=99, encoder_ffn_dim=32, decoder_ffn_dim=32, encoder_attention_heads=2,
-                     decoder_attention_heads=2, max_position_embeddings=16)  # fmt: skip
+SMALL = {"vocab_size": 100, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 99,
+         "decoder_start_token_id": 99, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "encoder_attention_heads": 2,
+         "decoder_attention_heads": 2, "max_position_embeddings": 16}  # fmt: skip
 
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setitem(benchmark.TEACHERS, "opus-mt", (MarianMTModel, SMALL))
+    monkeypatch.setitem(shapes.TEACHERS, "opus-mt", ("MarianMTModel", SMALL))
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 import pytest
 from rich.console import Console
-from transformers import MarianConfig, MarianMTModel
 
 from lightformers_hf import LightFormerForConditionalGeneration
+from lightformers_hf.evaluation.benchmarks import shapes
 from lightformers_hf.evaluation.benchmarks import vocabulary as benchmark
 from lightformers_hf.evaluation.benchmarks.vocabulary import benchmark_vocabulary, find_config, vocabulary_table
 from lightformers_hf.evaluation.speed import speed_ratio
@@ -29,12 +29,11 @@ def test_shapes_have_the_parameters_of_the_results(shapes, row, parameters):
 
 
 def test_every_row_is_timed_with_all_tokens_and_with_few(monkeypatch):
-    config = MarianConfig(d_model=32, encoder_layers=1, decoder_layers=3, decoder_attention_heads=2, **SMALL,
-                          encoder_attention_heads=2, encoder_ffn_dim=40, decoder_ffn_dim=40)  # fmt: skip
-    monkeypatch.setitem(benchmark.TEACHERS, "opus-mt", (MarianMTModel, config))
-    monkeypatch.setattr(
-        benchmark, "ROWS", {"opus-mt": {"dense": {}, "light": {"decoder_layers": 2, "embedding_rank": 8}}}
-    )
+    fields = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 3, "decoder_attention_heads": 2, **SMALL,
+              "encoder_attention_heads": 2, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40}  # fmt: skip
+    monkeypatch.setitem(shapes.TEACHERS, "opus-mt", ("MarianMTModel", fields))
+    rows = {"dense": {}, "light": {"decoder_layers": 2, "embedding_rank": 8}}
+    monkeypatch.setitem(shapes.VOCABULARY_ROWS, "opus-mt", rows)
     rows = benchmark_vocabulary("opus-mt", candidates=[30, 20], runs=2, sentences=2, new_tokens=3)
     assert [row.name for row in rows] == ["dense", "light"]
     for row in rows:
