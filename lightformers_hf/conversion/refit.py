@@ -22,7 +22,7 @@ from .forms.form import Built, find_form
 from .options import StudyOptions
 from .sharing.originals import short_name
 from .statistics.calibration import LOGIT_ROWS, Calibration, stream_of
-from .statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, Metric, damped_root
+from .statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric
 from .statistics.moments import PairMoments
 from .statistics.shelf import Shelf
 from .steps import Step
@@ -360,7 +360,7 @@ def _solve(
         matrix = torch.linalg.solve(damped, cross + ridge * own)
 
     def metric() -> Metric:
-        return Metric(damped_root(covariance, INPUT_DAMPING), damped_root(gradients, GRADIENT_DAMPING))
+        return Metric(Damped(covariance, INPUT_DAMPING), Damped(gradients, GRADIENT_DAMPING))
 
     module.load_state_dict(nearest(matrix, bias_of(module), metric))
     if (bias := bias_of(module)) is not None:

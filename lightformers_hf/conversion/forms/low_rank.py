@@ -79,15 +79,13 @@ class LowRank(Form):
 
     def spectrum(self, rank: int | None = None) -> Spectrum:
         """Its singular values in the metric of the calibration; a rank known beforehand makes that cheaper."""
-        return decompose(self._weighed(), name=short_name(self.name), rank=rank)
-
-    def _weighed(self) -> Tensor:
         metric, matrix = self._metric, self.originals.matrix(self.name)
-        return matrix if metric is None else metric.weigh(matrix)
+        return decompose(matrix if metric is None else metric.weigh(matrix), name=short_name(self.name), rank=rank)
 
     @cached_property
     def _singular_values(self) -> Tensor:
-        return singular_values(self._weighed(), name=short_name(self.name)).cpu()
+        metric, matrix = self._metric, self.originals.matrix(self.name)
+        return singular_values(matrix, name=short_name(self.name), gram=metric and metric.gram).cpu()
 
     def choices(self, measure: Measure) -> Choices:
         """Every rank, and dense."""

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..steps import Step
 from ..workers import algebra_device, fail_together, fast_products, gather_from_all, is_distributed, sum_over_all
-from .metric import GRADIENT_DAMPING, INPUT_DAMPING, Metric, damped_root, damped_weights
+from .metric import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric, damped_weights
 from .moments import Moments
 from .shelf import Shelf
 
@@ -163,20 +163,22 @@ class Calibration:
         """
         if kind == "embedding":
             metric = self._table_metric(names[0])
-            return metric if weighting == "loss" else replace(metric, right=self._identity(len(metric.right)))
+            return (
+                metric if weighting == "loss" else replace(metric, columns=self._identity(len(metric.columns.moment)))
+            )
         inputs, mean = self.inputs(names)
         if weighting != "loss":
             right = self._identity(self.moments[names[0]].sizes["gradients"])
             if weighting == "rows":
                 return Metric(damped_weights(inputs.diagonal(), INPUT_DAMPING), right)
-            return Metric(damped_root(inputs, INPUT_DAMPING), right)
+            return Metric(Damped(inputs, INPUT_DAMPING), right)
         if has_bias:  # the bias takes the mean of the error; what is left is centred
             inputs = inputs - torch.outer(mean, mean)
-        right = damped_root(self.gradients(names), GRADIENT_DAMPING)
-        return Metric(damped_root(inputs, INPUT_DAMPING), right, mean if has_bias else None)
+        right = Damped(self.gradients(names), GRADIENT_DAMPING)
+        return Metric(Damped(inputs, INPUT_DAMPING), right, mean if has_bias else None)
 
-    def _identity(self, size: int) -> Tensor:
-        return torch.eye(size, dtype=torch.float64, device=self.device)
+    def _identity(self, size: int) -> Damped:
+        return Damped(torch.eye(size, dtype=torch.float64, device=self.device), 0.0)
 
     def _table_metric(self, name: str) -> Metric:
         """A table's two jobs as one pair of weights.
@@ -200,7 +202,7 @@ class Calibration:
         rows = sum(weights * matrix.trace() for weights, matrix in jobs)
         columns = sum(weights.sum() * matrix for weights, matrix in jobs)
         columns = columns / columns.trace() if columns.trace() > 0 else columns
-        return Metric(damped_weights(rows, TOKEN_DAMPING), damped_root(columns, INPUT_DAMPING))
+        return Metric(damped_weights(rows, TOKEN_DAMPING), Damped(columns, INPUT_DAMPING))
 
     @staticmethod
     def _stored(module_name: str, tied: dict[str, str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,27 +15,62 @@ INPUT_DAMPING = 1e-6
 GRADIENT_DAMPING = 1e-2
 # The weight of every direction where no sample showed any: as good as none.
 UNSEEN = 1e-6
-# Rows of a table that are taken to float64 together.
-ROWS = 4096
+# Rows of a table that are taken to float64 together, and columns of a triangle.
+ROWS, STRIP = 4096, 512
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Damped:
+    """A second moment, m×m, and how much is added to its diagonal, relative to the mean of that."""
+
+    moment: Tensor
+    damping: float
+
+    @cached_property
+    def root(self) -> Tensor:
+        """`damped_root` of it."""
+        return damped_root(self.moment, self.damping)
+
+    def between(self, rows: Tensor) -> Tensor:
+        """X M Xᵀ, k×k, of rows X, k×m, and the damped moment M, of which one half is multiplied and no root taken."""
+        level = self.moment.diagonal().mean()
+        if not level > 0:  # as its root has it
+            return rows @ rows.T * UNSEEN**2
+        half = rows.new_zeros(len(rows), len(rows))
+        for start in range(0, len(self.moment), STRIP):
+            lower = self.moment[start:, start : start + STRIP].tril()
+            lower.diagonal().mul_(0.5).add_(0.5 * self.damping * level)
+            half.addmm_(rows[:, start:] @ lower, rows[:, start : start + STRIP].T)
+        return half + half.T
+
+
+@dataclass(frozen=True, eq=False)
 class Metric:
     """The norm ‖Lᵀ Δ R‖_F that an error Δ of a matrix, m×n, is measured in; half its square is nats a target token.
 
     Attributes:
-        left: L, lower triangular with C = L Lᵀ; or the square roots of row weights, m, for a token table.
-        right: R, lower triangular with G = R Rᵀ.
+        rows: C, L is its root; or the square roots of row weights, m, for a token table.
+        columns: G, R is its root.
         mean: E[x], m, where the error of the mean output goes into a bias.
     """
 
-    left: Tensor
-    right: Tensor
+    rows: Damped | Tensor
+    columns: Damped
     mean: Tensor | None = None
+
+    @property
+    def left(self) -> Tensor:
+        """L, lower triangular with C = L Lᵀ, or the weights."""
+        return self.rows.root if isinstance(self.rows, Damped) else self.rows
+
+    @property
+    def right(self) -> Tensor:
+        """R, lower triangular with G = R Rᵀ."""
+        return self.columns.root
 
     def weigh(self, matrix: Tensor) -> Tensor:
         """Lᵀ W R: its truncated singular values are what the best approximation of W loses."""
-        if self.left.ndim == 2:
+        if isinstance(self.rows, Damped):
             return self.left.T @ matrix.double() @ self.right
         weighed = torch.empty_like(matrix, dtype=torch.float64, memory_format=torch.contiguous_format)
         parts = (tensor.split(ROWS) for tensor in (weighed, self.left, matrix))  # a table is large
@@ -42,13 +78,29 @@ class Metric:
             target.copy_(weights[:, None] * rows.double() @ self.right)
         return weighed
 
+    def gram(self, matrix: Tensor) -> Tensor:
+        """AAᵀ or AᵀA, the smaller, of A = Lᵀ W R: without the larger one's root."""
+        if len(matrix) <= matrix.shape[1]:
+            inner = self.columns.between(matrix.double())
+            if isinstance(self.rows, Damped):
+                return self.left.T @ inner @ self.left
+            return self.left[:, None] * inner * self.left
+        if isinstance(self.rows, Damped):
+            inner = self.rows.between(matrix.double().T)
+        else:
+            inner = self.left.new_zeros(matrix.shape[1], matrix.shape[1])
+            for weights, rows in zip(self.left.split(ROWS), matrix.split(ROWS), strict=True):
+                weighted = weights[:, None] * rows.double()
+                inner.addmm_(weighted.T, weighted)
+        return self.right.T @ inner @ self.right
+
     def restore(self, factors: Factors) -> Factors:
         """The factors of W from those of Lᵀ W R."""
         left, right = factors.left.double(), factors.right.double()
-        if self.left.ndim == 1:
-            left = left / self.left[:, None]
-        else:
+        if isinstance(self.rows, Damped):
             left = torch.linalg.solve_triangular(self.left.T, left, upper=True)
+        else:
+            left = left / self.left[:, None]
         return Factors(left, torch.linalg.solve_triangular(self.right, right, upper=False, left=False))
 
 

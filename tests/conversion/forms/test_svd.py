@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lightformers_hf.conversion.forms import svd
 from lightformers_hf.conversion.forms.svd import SPLITS, Factors, decompose, rescale, singular_values
-from lightformers_hf.conversion.statistics.metric import Metric
+from lightformers_hf.conversion.statistics.metric import Damped, Metric
 
 pytestmark = pytest.mark.quick
 
@@ -99,9 +99,10 @@ def some_metric(m, n, kind, seed):
         torch.linalg.qr(torch.randn(size, size, generator=generator).double()).R.T + torch.eye(size).double()
         for size in (m, n)
     ]
+    rows, columns = (Damped(root @ root.T, 0.0) for root in roots)
     if kind == "rows":
-        roots[0] = torch.rand(m, generator=generator).double() + 0.01
-    return Metric(*roots) if kind else None
+        rows = torch.rand(m, generator=generator).double() + 0.01
+    return Metric(rows, columns) if kind else None
 
 
 @settings(max_examples=120, deadline=None)

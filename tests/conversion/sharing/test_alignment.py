@@ -16,7 +16,7 @@ from lightformers_hf.conversion.sharing.alignment import (
     weighted_mean,
 )
 from lightformers_hf.conversion.sharing.residuals import residual_factors
-from lightformers_hf.conversion.statistics.metric import Metric, damped_root
+from lightformers_hf.conversion.statistics.metric import Damped, Metric
 
 HEADS, WIDTH, INNER, NEURONS = 3, 10, 12, 7
 SHAPES = {
@@ -216,7 +216,7 @@ def test_residuals_are_the_best_of_their_rank():
     torch.testing.assert_close((matrix - mean - left @ right).norm(), lost)
 
     x, g = random(60, 9, seed=3), random(60, 7, seed=4)
-    metric = Metric(damped_root(x.T @ x, 1e-6), damped_root(g.T @ g, 1e-6))
+    metric = Metric(Damped(x.T @ x, 1e-6), Damped(g.T @ g, 1e-6))
     left, right = residual_factors(matrix, mean, 3, name="fc1", metric=metric)
     lost = torch.linalg.svdvals(metric.left.T @ (matrix - mean) @ metric.right)[3:].norm()
     torch.testing.assert_close((metric.left.T @ (matrix - mean - left @ right) @ metric.right).norm(), lost)

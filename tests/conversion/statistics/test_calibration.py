@@ -15,7 +15,7 @@ from lightformers_hf.conversion.forms.svd import decompose
 from lightformers_hf.conversion.options import CompressionOptions
 from lightformers_hf.conversion.sharing.groups import find_matrices
 from lightformers_hf.conversion.statistics.calibration import Calibration
-from lightformers_hf.conversion.statistics.metric import Metric, damped_root
+from lightformers_hf.conversion.statistics.metric import Damped, Metric, damped_root
 from lightformers_hf.conversion.statistics.samples import parallel_batches, sample_pairs
 from lightformers_hf.conversion.statistics.synthesis import translated_batches
 from lightformers_hf.conversion.tables import print_report
@@ -124,10 +124,10 @@ def test_no_pair_of_factors_is_cheaper(m, n, seed, is_table):
 
     matrix = draw(m, n)
     square = draw(m, m)
-    left = draw(m).abs() + 0.1 if is_table else torch.linalg.cholesky(square @ square.T + 0.1 * torch.eye(m))
+    rows = draw(m).abs() + 0.1 if is_table else Damped(square @ square.T, 0.1)
     square = draw(n, n)
-    metric = Metric(left, torch.linalg.cholesky(square @ square.T + 0.1 * torch.eye(n)))
-    weigh = torch.diag(left) if is_table else left.T
+    metric = Metric(rows, Damped(square @ square.T, 0.1))
+    weigh = torch.diag(metric.left) if is_table else metric.left.T
     rank = 1 + seed % min(m, n)
     spectrum = decompose(metric.weigh(matrix), name="w")
     factors = metric.restore(spectrum.truncate(rank))
