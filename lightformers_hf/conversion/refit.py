@@ -357,7 +357,9 @@ def _solve(
     if ridge > 0:
         damped = covariance.clone()
         damped.diagonal().add_(ridge)
-        matrix = torch.linalg.solve(damped, cross + ridge * own)
+        root, failed = torch.linalg.cholesky_ex(damped)
+        right = cross + ridge * own
+        matrix = torch.linalg.solve(damped, right) if failed else torch.cholesky_solve(right, root)
 
     def metric() -> Metric:
         return Metric(Damped(covariance, INPUT_DAMPING), Damped(gradients, GRADIENT_DAMPING))

@@ -86,9 +86,11 @@ class Elimination:
 
     def at(self, width: int, weight: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
         """The `width` neurons that stay, ascending, and the second matrix regressed onto them (width×n)."""
-        kept = self.order[len(self.order) - width :].sort().values
-        across = damp(moment.double(), INPUT_DAMPING)[0][kept]  # as above: neurons that never fire leave C singular
-        return kept, torch.linalg.solve(across[:, kept], across @ weight.double())
+        gone, kept = self.order.tensor_split([len(self.order) - width])
+        kept, weight = kept.sort().values, weight.double()
+        rows = moment[kept].double()
+        damped, root = damp(rows[:, kept], INPUT_DAMPING)  # as above: neurons that never fire leave C singular
+        return kept, torch.cholesky_solve(damped @ weight[kept] + rows[:, gone] @ weight[gone], root)
 
 
 @register_form
