@@ -96,6 +96,9 @@ def random_teacher(shapes: str) -> PreTrainedModel:
     if shapes.startswith("flan-t5"):  # its output layer is no copy of the table, which a new T5's always is
         model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
         model.all_tied_weights_keys.pop("lm_head.weight")
+    if getattr(model.config, "forced_eos_token_id", None) is None:
+        # M2M100 begins with the token that ends, which its table, as output layer, would find the likeliest at once.
+        model.generation_config.suppress_tokens = [model.config.eos_token_id]
     return model
 
 
@@ -214,7 +217,7 @@ class WholeConversion:
 def time_conversion(shapes: str, **options: object) -> WholeConversion:
     """Convert a checkpoint of these shapes with random weights in a process of its own; its bars go to stderr.
 
-    Translations of random weights have no end of their own, so that calibration takes longer than that of a trained
+    Translations of random weights are as long as they may be, so that calibration takes longer than that of a trained
     checkpoint. Writes about three times the checkpoint's size into the folder for temporary files, and removes it.
 
     Args:
