@@ -127,8 +127,9 @@ def _balance(
 ) -> None:
     """Scale tokens' probabilities by e^b until their means are the teacher's: then no b has a lower cross-entropy.
 
-    Every step, b += log(teacher's mean / own mean), lowers it (Darroch and Ratcliff 1972). Where all of them win
-    little, b stays: sentences become as short as the teacher's own, which then costs more than it gives.
+    Every step, b += log(teacher's mean / own mean), lowers it (Darroch and Ratcliff 1972), each by less than the one
+    before. Where all of them win little, b stays: sentences become as short as the teacher's own, which then costs
+    more than it gives; and where that is certain, the others are not computed.
 
     With p the student's probabilities as they are, b makes them p·e^b / Z, Z the sum of p·e^b over the tokens. Of the
     cross-entropy it changes log Z − b·(teacher's) alone: the teacher is needed once, and p where there is room for it.
@@ -141,8 +142,10 @@ def _balance(
     target = sum_over_all(target)
     shift = torch.zeros_like(target)
     held: dict[int, Tensor] = {}
-    room = shelf.room
+    room, won, worth = shelf.room, [], True  # nats a token, by all steps so far
     for step in Step("balancing", range(BALANCING + 1), unit="step", shown=progress):
+        if not worth:
+            continue
         own, log = torch.zeros_like(target), target.new_zeros(1)
         scale = shift.exp().float().to(student.device)
         with fail_together():
@@ -156,10 +159,12 @@ def _balance(
                 own += (sums.reciprocal() @ weights).mul_(scale).to(device)
         own, log = sum_over_all(own), sum_over_all(log)
         logs.append(log)
+        won.append(((logs[0] - log + shift @ target) / target.sum()).item())
+        if step:
+            worth = won[-1] + (BALANCING - step) * (won[-1] - won[-2]) >= WORTH_BALANCING
         if step < BALANCING:
             shift += ((target + SMOOTHING) / (own + SMOOTHING)).log()
-    won = (logs[0] - logs[-1] + shift @ target).item() / target.sum().item()
-    if won >= WORTH_BALANCING:
+    if worth:
         student.final_logits_bias += shift.float().to(student.device)
 
 

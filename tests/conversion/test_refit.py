@@ -53,7 +53,11 @@ def test_balance_is_what_its_definition_says(room, spread, step, monkeypatch):
     expected, losses = by_definition(student.lm_head(kept["student"]), wanted, before)
     batches = [{"labels": labels}, {"labels": labels}]
     calibration = SimpleNamespace(batches=batches, device=torch.device("cpu"), target_tokens=2 * TOKENS)
+    passes, probabilities = [], module._probabilities
+    monkeypatch.setattr(module, "_probabilities", lambda *args: passes.append(args[0]) or probabilities(*args))
     module._balance(student, teacher, calibration, shelf, progress=False)
     won = losses[0] - losses[-1] >= WORTH_BALANCING
     assert won == (spread > 1)
+    if not won:  # which is known by the first of the steps: two passes
+        assert passes.count(student) <= 2 * passes.count(teacher)
     torch.testing.assert_close(student.final_logits_bias.double(), expected if won else before.double())
