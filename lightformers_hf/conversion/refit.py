@@ -135,14 +135,15 @@ def _balance(
     cross-entropy it changes log Z − b·(teacher's) alone: the teacher is needed once, and p where there is room for it.
     """
     size, device = student.final_logits_bias.numel(), calibration.device
-    target, logs = torch.zeros(size, dtype=torch.float64, device=device), []
+    target = torch.zeros(size, dtype=torch.float64, device=device)
     with fail_together():
         for states in _target_states("teacher", calibration, shelf):
             target += _probabilities(teacher, states).sum(0).to(device)
     target = sum_over_all(target)
     shift = torch.zeros_like(target)
     held: dict[int, Tensor] = {}
-    room, won, worth = shelf.room, [], True  # nats a token, by all steps so far
+    losses: list[float] = []  # cross-entropy before and after each step, nats a token, but for a constant
+    room, worth = shelf.room, True
     for step in Step("balancing", range(BALANCING + 1), unit="step", shown=progress):
         if not worth:
             continue
@@ -158,10 +159,10 @@ def _balance(
                 log += sums.log().sum().to(device)
                 own += (sums.reciprocal() @ weights).mul_(scale).to(device)
         own, log = sum_over_all(own), sum_over_all(log)
-        logs.append(log)
-        won.append(((logs[0] - log + shift @ target) / target.sum()).item())
+        losses.append(((log - shift @ target) / target.sum()).item())
         if step:
-            worth = won[-1] + (BALANCING - step) * (won[-1] - won[-2]) >= WORTH_BALANCING
+            still = (BALANCING - step) * (losses[-2] - losses[-1])
+            worth = losses[0] - losses[-1] + still >= WORTH_BALANCING
         if step < BALANCING:
             shift += ((target + SMOOTHING) / (own + SMOOTHING)).log()
     if worth:

@@ -148,9 +148,8 @@ def test_without_pairs_the_teacher_is_the_reference(place, tiny_marian, tmp_path
     asked = options(place, tiny_marian, data=name and str(place / name))
     found = recover(place / "light", tmp_path / "out", **asked)
     assert found.with_teacher
-    assert (
-        found.teacher.chrf > found.before.chrf
-    )  # what it says itself; random weights repeat themselves until they are cut
+    # What it says itself; random weights repeat themselves until they are cut.
+    assert found.teacher.chrf > found.before.chrf
     assert found.after.chrf >= found.before.chrf
     assert found.steps >= 1
     made = read_json(tmp_path / "out" / "translations.json")["target"]

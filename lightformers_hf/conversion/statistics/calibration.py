@@ -163,19 +163,19 @@ class Calibration:
         """
         if kind == "embedding":
             metric = self._table_metric(names[0])
-            return (
-                metric if weighting == "loss" else replace(metric, columns=self._identity(len(metric.columns.moment)))
-            )
+            if weighting != "loss":
+                metric = replace(metric, columns=self._identity(len(metric.columns.moment)))
+            return metric
         inputs, mean = self.inputs(names)
         if weighting != "loss":
-            right = self._identity(self.moments[names[0]].sizes["gradients"])
+            columns = self._identity(self.moments[names[0]].sizes["gradients"])
             if weighting == "rows":
-                return Metric(damped_weights(inputs.diagonal(), INPUT_DAMPING), right)
-            return Metric(Damped(inputs, INPUT_DAMPING), right)
+                return Metric(damped_weights(inputs.diagonal(), INPUT_DAMPING), columns)
+            return Metric(Damped(inputs, INPUT_DAMPING), columns)
         if has_bias:  # the bias takes the mean of the error; what is left is centred
             inputs = inputs - torch.outer(mean, mean)
-        right = Damped(self.gradients(names), GRADIENT_DAMPING)
-        return Metric(Damped(inputs, INPUT_DAMPING), right, mean if has_bias else None)
+        columns = Damped(self.gradients(names), GRADIENT_DAMPING)
+        return Metric(Damped(inputs, INPUT_DAMPING), columns, mean if has_bias else None)
 
     def _identity(self, size: int) -> Damped:
         return Damped(torch.eye(size, dtype=torch.float64, device=self.device), 0.0)
