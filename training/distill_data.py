@@ -9,6 +9,11 @@ A student learns more from what its teacher would say than from what people said
 The output has one object a line, in the order of the data, `{"translation": {"de": "…", "en": "…"}}`: the source as it
 was, and the teacher's best hypothesis. It stands under its name only when it is complete: the same command goes on
 where a kill ended it, and ends with the same file as without the kill.
+
+On a CPU the teacher translates about five times as fast as an engine's model:
+
+    lightformers export opus-mt-de-en deployed --to ctranslate2 --quantization int8
+    python training/distill_data.py deployed train.jsonl --source-lang de --target-lang en --output distilled.jsonl
 """
 
 from __future__ import annotations
@@ -23,10 +28,13 @@ from common import load_texts, run_script
 from rich.console import Console
 from rich.markup import escape
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightformers_hf import translate
-from lightformers_hf.languages import add_prefix, set_languages, split_language, split_prefix
-from lightformers_hf.loading import load_model
+from lightformers_hf.evaluation.translate import load_translator
+from lightformers_hf.export import Engine
+from lightformers_hf.languages import add_prefix, set_language_codes, set_languages, split_language, split_prefix
+from lightformers_hf.loading import is_export, load_model
 
 CHUNK = 2048  # texts that are sorted by length together, and written together
 
@@ -59,6 +67,23 @@ def count_complete(partial: Path, record: Path, options: dict, sources: list[str
     return whole
 
 
+def load_teacher(name: str, source: str, target: str) -> tuple[PreTrainedModel | Engine, PreTrainedTokenizerBase, str]:
+    """A checkpoint or an exported model, set to two languages, its tokenizer, and what stands before every source.
+
+    Raises `ValueError` for an exported model that translates into another language.
+    """
+    if is_export(name):
+        engine, tokenizer = load_translator(name)
+        first = set_language_codes(tokenizer, source, target)
+        if isinstance(engine, Engine) and first not in (None, engine.search.forced_start):
+            raise ValueError(f"{name} was exported for another target language than {target}: give its checkpoint.")
+        return engine, tokenizer, split_prefix(source)[1]
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    model, tokenizer = load_model(name, device=device)
+    set_languages(model, tokenizer, source, target)
+    return model, tokenizer, split_prefix(add_prefix(model.config, source, target))[1]
+
+
 def distill(options: dict, sources: list[str], output: Path, columns: tuple[str, str]) -> int:
     """Write the teacher's outputs for `sources` to `output`, and return how many of them an earlier run had made.
 
@@ -68,10 +93,7 @@ def distill(options: dict, sources: list[str], output: Path, columns: tuple[str,
         columns: names of the two texts in the output.
     """
     partial, record = (output.with_name(f"{output.name}.{end}") for end in ("partial", "options.json"))
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    model, tokenizer = load_model(options["teacher"], device=device)
-    set_languages(model, tokenizer, options["source_lang"], options["target_lang"])
-    prefix = split_prefix(add_prefix(model.config, options["source_lang"], options["target_lang"]))[1]
+    model, tokenizer, prefix = load_teacher(options["teacher"], options["source_lang"], options["target_lang"])
     output.parent.mkdir(parents=True, exist_ok=True)
     done = count_complete(partial, record, options, sources, columns)
     with (
@@ -96,7 +118,7 @@ def distill(options: dict, sources: list[str], output: Path, columns: tuple[str,
 def main(argv: list[str] | None = None) -> None:
     """Read, translate, write, report."""
     parser = ScriptParser(__doc__)
-    parser.add_argument("teacher", help="checkpoint: a folder or a Hub name")
+    parser.add_argument("teacher", help="checkpoint: a folder or a Hub name; or the folder of an export")
     parser.add_argument("data", help=".txt, .json, .jsonl, .csv, .tsv (.gz), .parquet, or a Hub dataset")
     parser.add_argument("--split", default="train", help="of a Hub dataset")
     help_of_code = "; of a multilingual teacher also the language's code, or {}"

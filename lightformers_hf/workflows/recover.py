@@ -55,13 +55,14 @@ from .settings import (
     sentences_in,
     worth_translating,
 )
+from .translator import fastest_translator, time_translations
 
 HELD_OUT = 1000  # pairs of the validation at most
 RANDOM_TEXTS = 20_000  # that are drawn where there is no text
 COMPARED = 200  # translations of the teacher that stand in for references at most
 LONGEST = 128  # tokens of a text
 TRIAL_STEPS = 16  # by which the time of a step is known
-SAMPLE = 64  # sources by which the teacher's speed is known
+SAMPLE = 64  # sources by which the speed of translating is known
 BEAMS = 4
 
 
@@ -172,7 +173,8 @@ class Run:
             held_out, texts = texts.select(range(size)), texts.select(range(size, len(texts)))
             if "target" not in texts.column_names:
                 held_out = held_out.select(range(min(size, COMPARED)))
-                said = self.ask_teacher(held_out["source"][:], beams=1, progress=self.progress)
+                sources = held_out["source"][:]
+                said = translate(sources, self.distiller, self.tokenizer, num_beams=1, progress=self.progress)
                 held_out = held_out.add_column("target", said)
         seen = set(held_out["source"])
         kept = [row for row, text in enumerate(texts["source"]) if text not in seen]
@@ -269,25 +271,20 @@ class Run:
             text = self.data or "text of the teacher's own"
             raise ValueError(f"{text} is of one language: leave translations out, which the targets come of")
         sources = self.pairs["source"][:]
-        start = time.monotonic()
-        sample = self.ask_teacher(sources[:SAMPLE])
-        took = max(time.monotonic() - start, 1e-9) / len(sample)
-        sentences = sentences_in(FOR_VALIDATION * seconds, took, len(self.held_out))
+        translator = fastest_translator(self.distiller, self.tokenizer)
+        beams = 1 if self.data is None else BEAMS  # of random tokens more texts are better
+        sample, took = time_translations(sources[:SAMPLE], translator, self.tokenizer, beams)
+        _, scored = time_translations(self.held_out["source"][:SAMPLE], self.distiller, self.tokenizer, 1)
+        sentences = sentences_in(FOR_VALIDATION * seconds, scored, len(self.held_out))
         count = len(sources)
         if self.one_language:
             count = min(count, max(len(sample), int(FOR_TRANSLATIONS * seconds / took)))
         elif wanted is False or not (wanted or worth_translating(count, took, seconds, self.ratio)):
             return 0, sentences
-        texts = sample + self.ask_teacher(sources[len(sample) : count], progress=self.progress)
+        rest = sources[len(sample) : count]
+        texts = sample + translate(rest, translator, self.tokenizer, num_beams=beams, progress=self.progress)
         write_json({"target": texts}, self.output / TRANSLATIONS_FILE)
         return count, sentences
-
-    def ask_teacher(self, sources: list[str], *, beams: int = BEAMS, progress: bool = False) -> list[str]:
-        """The teacher's translations, by beam search; greedy ones of random tokens, where more texts are better."""
-        if not sources:
-            return []
-        beams = 1 if self.data is None else beams
-        return translate(sources, self.distiller, self.tokenizer, num_beams=beams, progress=progress)
 
     def training_pairs(self, count: int) -> Dataset:
         """References and the teacher's translations, one behind the other."""

@@ -15,6 +15,8 @@ from conversion.families.test_t5 import make_teacher
 from conversion.test_convert_t5 import make_tokenizer, words
 
 from lightformers_hf import translate
+from lightformers_hf.export import export
+from lightformers_hf.languages import set_languages
 from lightformers_hf.loading import load_model
 from lightformers_hf.text import load_parallel
 
@@ -61,6 +63,22 @@ def test_a_multilingual_teacher_is_told_the_languages(tiny_mbart50, data, tmp_pa
         assert output == tokenizer.decode(wanted[0], skip_special_tokens=True)
     with pytest.raises(ValueError, match="target_lang is 'en', which"):
         script.main(command(tiny_mbart50, data[0], output=tmp_path / "no.jsonl", source_lang="de=de_DE"))
+
+
+def test_an_exported_teacher_says_the_same(tiny_mbart50, data, tmp_path):
+    """In float32 and greedily; and it translates into the language alone that it was exported for."""
+    codes = {"source_lang": "de=de_DE", "target_lang": "en=fr_XX", "num_beams": 1, "max_samples": 8}
+    teacher, tokenizer = load_model(tiny_mbart50)
+    set_languages(teacher, tokenizer, "de_DE", "fr_XX")
+    for part in (teacher, tokenizer):
+        part.save_pretrained(tmp_path / "teacher")
+    export(tmp_path / "teacher", tmp_path / "deployed", to="ctranslate2")
+    for name, place in {"out": tmp_path / "teacher", "fast": tmp_path / "deployed"}.items():
+        script.main(command(place, data[0], output=tmp_path / f"{name}.jsonl", **codes))
+    assert (tmp_path / "fast.jsonl").read_text() == (tmp_path / "out.jsonl").read_text()
+    other = codes | {"target_lang": "en=en_XX", "output": tmp_path / "no.jsonl"}
+    with pytest.raises(ValueError, match="exported for another target language"):
+        script.main(command(tmp_path / "deployed", data[0], **other))
 
 
 @pytest.mark.parametrize("known", [True, False])

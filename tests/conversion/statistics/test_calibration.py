@@ -178,7 +178,9 @@ def test_refit_wins_some_of_it_back(tiny_marian, text, parallel_sentences, tmp_p
     known = {"calibration": text, "ratio": 4, "progress": False}
     before = convert(tiny_marian, tmp_path / "light", **known, study=StudyOptions(refit=False))
     after = convert(tiny_marian, tmp_path / "refitted", **known)
-    assert before.matrices == after.matrices
+    # Chosen alike; what threads add up in another order may differ in the errors' last digits.
+    chosen = [[(matrix.name, matrix.setting) for matrix in report.matrices] for report in (before, after)]
+    assert chosen[0] == chosen[1]
     losses = [loss(tmp_path / name, tiny_marian, parallel_sentences) for name in ("light", "refitted")]
     assert losses[1] < losses[0] - 0.1
 
