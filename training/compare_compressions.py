@@ -9,7 +9,7 @@ For every ratio, method of conversion, calibration seed, and number of encoder g
 as it is, then trains it from its converted weights and from random ones (`--starts`), on labels alone and with the
 teacher (`--trainings`; none: no training), same steps, same seed. Each is compared with the teacher, with the interval
 of the paired bootstrap. The table also goes to `results.json`, and where there are several ratios a picture, BLEU
-against size, to `results.png` (and `results-dark.png`, for dark pages).
+of every test against size, to `results.png` (and `results-dark.png`, for dark pages).
 Options it does not know go to `run_translation.py`. A second call skips the runs that are complete.
 
     python training/compare_compressions.py … --methods paper layers all fewer=decoder_layers=1 small=small.yaml \
@@ -200,23 +200,26 @@ def curves_of(rows: list[dict]) -> dict[str, list[dict]]:
     return curves
 
 
-def draw(rows: list[dict], folder: Path, score: str) -> None:
-    """BLEU (of the first test) against parameters, a curve for every method and training; the mean of several seeds.
+def draw(rows: list[dict], folder: Path, tests: list[str]) -> None:
+    """BLEU against parameters, a panel for every test: a curve for every method and training, a line for the teacher.
 
-    Written to `results.png` and, for dark pages, `results-dark.png`.
+    Of several seeds it is the mean. Written to `results.png` and, for dark pages, `results-dark.png`.
     """
 
     def paint(panels: list) -> None:
-        for name, points in curves_of(rows).items():
-            bleu: dict[int, list[float]] = {}
-            for row in sorted(points, key=lambda row: row["parameters"]):
-                bleu.setdefault(row["parameters"], []).append(row[score])
-            panels[0].plot(
-                [size / 1e6 for size in bleu], [fmean(scores) for scores in bleu.values()], "o-", label=name
-            )
-        panels[0].set(xlabel="parameters, millions", ylabel="BLEU", xscale="log")
+        for axes, test in zip(panels, tests, strict=True):
+            score = score_key(test, "bleu")
+            for name, points in curves_of(rows).items():
+                bleu: dict[int, list[float]] = {}
+                for row in sorted(points, key=lambda row: row["parameters"]):
+                    bleu.setdefault(row["parameters"], []).append(row[score])
+                axes.plot([size / 1e6 for size in bleu], [fmean(scores) for scores in bleu.values()], "o-", label=name)
+            teacher = rows[0][score] - rows[0][score_key(test, "bleu_to_teacher")]["bleu"]
+            axes.axhline(teacher, color="0.5", linestyle="--", linewidth=1, label=TEACHER)
+            axes.set(xlabel="parameters, millions", xscale="log", title=test if len(tests) > 1 else "")
+        panels[0].set(ylabel="BLEU")
 
-    save_pictures(folder / "results", paint)
+    save_pictures(folder / "results", paint, columns=len(tests))
 
 
 def deploy(rows: list[dict], args: argparse.Namespace) -> EngineComparison:
@@ -361,7 +364,7 @@ def main(argv: list[str] | None = None) -> None:
     folder = Path(args.output_dir)
     (folder / "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     if len(args.ratios) > 1:
-        draw(rows, folder, score_key(tests[0], "bleu"))
+        draw(rows, folder, tests)
     Console().print(tabulate(rows, tests))
     if args.engines:
         final = [row for row in rows if row["trained"] or not args.trainings]
