@@ -28,13 +28,12 @@ from common import load_texts, run_script
 from rich.console import Console
 from rich.markup import escape
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightformers_hf import translate
-from lightformers_hf.evaluation.translate import load_translator
-from lightformers_hf.export import Engine
+from lightformers_hf.export import Engine, load_engine
 from lightformers_hf.languages import add_prefix, set_language_codes, set_languages, split_language, split_prefix
-from lightformers_hf.loading import is_export, load_model
+from lightformers_hf.loading import is_export, load_model, load_pretrained
 
 CHUNK = 2048  # texts that are sorted by length together, and written together
 
@@ -73,9 +72,8 @@ def load_teacher(name: str, source: str, target: str) -> tuple[PreTrainedModel |
     Raises `ValueError` for an exported model that translates into another language.
     """
     if is_export(name):
-        engine, tokenizer = load_translator(name)
-        first = set_language_codes(tokenizer, source, target)
-        if isinstance(engine, Engine) and first not in (None, engine.search.forced_start):
+        engine, tokenizer = load_engine(name, threads=torch.get_num_threads()), load_pretrained(AutoTokenizer, name)
+        if set_language_codes(tokenizer, source, target) not in (None, engine.search.forced_start):
             raise ValueError(f"{name} was exported for another target language than {target}: give its checkpoint.")
         return engine, tokenizer, split_prefix(source)[1]
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
