@@ -14,6 +14,8 @@ On a CPU the teacher translates about five times as fast as an engine's model:
 
     lightformers export opus-mt-de-en deployed --to ctranslate2 --quantization int8
     python training/distill_data.py deployed train.jsonl --source-lang de --target-lang en --output distilled.jsonl
+
+An export does not know the task prefixes of a T5: say them, `--source-lang "de=translate German to English: "`.
 """
 
 from __future__ import annotations
@@ -28,12 +30,13 @@ from common import load_texts, run_script
 from rich.console import Console
 from rich.markup import escape
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightformers_hf import translate
-from lightformers_hf.export import Engine, load_engine
+from lightformers_hf.evaluation.translate import load_translator
+from lightformers_hf.export import Engine
 from lightformers_hf.languages import add_prefix, set_language_codes, set_languages, split_language, split_prefix
-from lightformers_hf.loading import is_export, load_model, load_pretrained
+from lightformers_hf.loading import is_export
 
 CHUNK = 2048  # texts that are sorted by length together, and written together
 
@@ -66,18 +69,19 @@ def count_complete(partial: Path, record: Path, options: dict, sources: list[str
     return whole
 
 
-def load_teacher(name: str, source: str, target: str) -> tuple[PreTrainedModel | Engine, PreTrainedTokenizerBase, str]:
+def prepare_teacher(
+    name: str, source: str, target: str
+) -> tuple[PreTrainedModel | Engine, PreTrainedTokenizerBase, str]:
     """A checkpoint or an exported model, set to two languages, its tokenizer, and what stands before every source.
 
     Raises `ValueError` for an exported model that translates into another language.
     """
-    if is_export(name):
-        engine, tokenizer = load_engine(name, threads=torch.get_num_threads()), load_pretrained(AutoTokenizer, name)
-        if set_language_codes(tokenizer, source, target) not in (None, engine.search.forced_start):
-            raise ValueError(f"{name} was exported for another target language than {target}: give its checkpoint.")
-        return engine, tokenizer, split_prefix(source)[1]
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    model, tokenizer = load_model(name, device=device)
+    model, tokenizer = load_translator(name, device="cpu" if is_export(name) else device)
+    if isinstance(model, Engine):
+        if set_language_codes(tokenizer, source, target) not in (None, model.search.forced_start):
+            raise ValueError(f"{name} was exported for another target language than {target}: give its checkpoint.")
+        return model, tokenizer, split_prefix(source)[1]
     set_languages(model, tokenizer, source, target)
     return model, tokenizer, split_prefix(add_prefix(model.config, source, target))[1]
 
@@ -91,7 +95,7 @@ def distill(options: dict, sources: list[str], output: Path, columns: tuple[str,
         columns: names of the two texts in the output.
     """
     partial, record = (output.with_name(f"{output.name}.{end}") for end in ("partial", "options.json"))
-    model, tokenizer, prefix = load_teacher(options["teacher"], options["source_lang"], options["target_lang"])
+    model, tokenizer, prefix = prepare_teacher(options["teacher"], options["source_lang"], options["target_lang"])
     output.parent.mkdir(parents=True, exist_ok=True)
     done = count_complete(partial, record, options, sources, columns)
     with (

@@ -271,15 +271,17 @@ class Run:
             text = self.data or "text of the teacher's own"
             raise ValueError(f"{text} is of one language: leave translations out, which the targets come of")
         sources = self.pairs["source"][:]
+        count = len(sources)
+        _, scored = time_translations(self.held_out["source"][:SAMPLE], self.distiller, self.tokenizer, 1)
+        sentences = sentences_in(FOR_VALIDATION * seconds, scored, len(self.held_out))
+        if not (self.one_language or wanted or (wanted is None and self.ratio >= FAR)):
+            return 0, sentences
         translator = fastest_translator(self.distiller, self.tokenizer)
         beams = 1 if self.data is None else BEAMS  # of random tokens more texts are better
         sample, took = time_translations(sources[:SAMPLE], translator, self.tokenizer, beams)
-        _, scored = time_translations(self.held_out["source"][:SAMPLE], self.distiller, self.tokenizer, 1)
-        sentences = sentences_in(FOR_VALIDATION * seconds, scored, len(self.held_out))
-        count = len(sources)
         if self.one_language:
             count = min(count, max(len(sample), int(FOR_TRANSLATIONS * seconds / took)))
-        elif wanted is False or not (wanted or worth_translating(count, took, seconds, self.ratio)):
+        elif not (wanted or worth_translating(count, took, seconds, self.ratio)):
             return 0, sentences
         rest = sources[len(sample) : count]
         texts = sample + translate(rest, translator, self.tokenizer, num_beams=beams, progress=self.progress)

@@ -127,6 +127,12 @@ def test_a_training_that_does_harm_is_not_kept(place, tiny_marian, tmp_path, mon
     assert "none better than it was" in console.export_text()
 
 
+def test_no_engine_is_loaded_where_nothing_is_to_be_translated(place, tiny_marian, tmp_path, monkeypatch):
+    monkeypatch.setattr("lightformers_hf.workflows.recover.fastest_translator", lambda *_: pytest.fail("loaded"))
+    found = recover(place / "light", tmp_path / "out", **options(place, tiny_marian, translations=False))
+    assert found.translations == 0
+
+
 def chosen_dropout(place, ratio):
     return 0.0 if ratio >= 5 else AutoModelForSeq2SeqLM.from_pretrained(place / "light").config.dropout
 

@@ -32,13 +32,13 @@ def test_it_says_what_the_network_says(teacher, parallel_sentences, monkeypatch)
     network, tokenizer = teacher
     sources = [pair["de"] for pair in parallel_sentences]
     expected = translate(sources, network, tokenizer, num_beams=1)
-    monkeypatch.setattr(translator, "QUANTIZATION", "float32")
-    exact = fastest_translator(network, tokenizer)
+    with monkeypatch.context() as patched:
+        patched.setattr(translator, "QUANTIZATION", "float32")
+        exact = fastest_translator(network, tokenizer)
     assert isinstance(exact, Engine)
     texts, seconds = time_translations(sources, exact, tokenizer, 1)
     assert texts == expected
     assert seconds > 0
-    monkeypatch.undo()
     assert isinstance(fastest_translator(network, tokenizer), Engine)
 
 
