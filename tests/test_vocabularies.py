@@ -15,7 +15,7 @@ from lightformers_hf import convert
 from lightformers_hf.evaluation.evaluate import evaluate_model
 from lightformers_hf.evaluation.pages.page import report_page
 from lightformers_hf.loading import load_model
-from lightformers_hf.recovery import distillation_loss
+from lightformers_hf.recovery import training_loss
 from lightformers_hf.vocabularies import keep_tokens, match_tokens
 
 SCRIPT = Path(__file__).parents[1] / "training" / "run_translation.py"
@@ -46,7 +46,8 @@ def test_the_loss_is_that_of_the_kept_tokens_renormalized(trimmed, tiny_marian):
     expected = float((p * (p / q).log()).sum())
     keep_tokens(teacher, **matched)
     theirs_now = teacher(**inputs, decoder_input_ids=labels).logits[0]
-    assert math.isclose(float(distillation_loss(student, theirs_now, 1.0)), expected, rel_tol=1e-4)
+    loss = training_loss(student, torch.zeros(len(student), dtype=torch.long), theirs_now, alpha=1.0)
+    assert math.isclose(float(loss), expected, rel_tol=1e-4)
 
 
 def test_training_evaluation_and_report_know_it(trimmed, tiny_marian, tmp_path, monkeypatch):

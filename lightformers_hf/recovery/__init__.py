@@ -10,7 +10,7 @@ from ..lazy import lazy_names
 if TYPE_CHECKING:
     from .batching import TokenBatchSampler
     from .checkpoints import find_last_checkpoint
-    from .losses import distillation_loss, hidden_loss
+    from .losses import hidden_loss, training_loss
     from .runs import ScoredPart, load_distiller, load_trainable, remove_checkpoints, train
     from .sharding import gather_model, prepare_sharding
     from .trainer import RecoveryTrainer
@@ -19,7 +19,6 @@ __all__ = [
     "RecoveryTrainer",
     "ScoredPart",
     "TokenBatchSampler",
-    "distillation_loss",
     "find_last_checkpoint",
     "gather_model",
     "hidden_loss",
@@ -28,6 +27,7 @@ __all__ = [
     "prepare_sharding",
     "remove_checkpoints",
     "train",
+    "training_loss",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -35,7 +35,6 @@ __getattr__, __dir__ = lazy_names(
     {
         "RecoveryTrainer": ".trainer",
         "TokenBatchSampler": ".batching",
-        "distillation_loss": ".losses",
         "find_last_checkpoint": ".checkpoints",
         "gather_model": ".sharding",
         "hidden_loss": ".losses",
@@ -44,6 +43,7 @@ __getattr__, __dir__ = lazy_names(
         "prepare_sharding": ".sharding",
         "remove_checkpoints": ".runs",
         "train": ".runs",
+        "training_loss": ".losses",
         "ScoredPart": ".runs",
     },
 )

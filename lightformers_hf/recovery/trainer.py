@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Seq2SeqTrainer
@@ -14,10 +13,8 @@ from transformers.utils import ModelOutput
 
 from ..processors import keep_memory
 from .batching import EpochCallback, TokenBatchSampler
-from .losses import distillation_loss, hidden_loss
+from .losses import IGNORED, hidden_loss, training_loss
 from .rates import slow_queries
-
-IGNORED = -100  # the label of padding
 
 
 class RecoveryTrainer(Seq2SeqTrainer):
@@ -31,7 +28,7 @@ class RecoveryTrainer(Seq2SeqTrainer):
             training set needs the columns `source_length` and `target_length` of `tokenize_pairs`.
         teacher: a model of the same vocabulary (a larger one after `vocabularies.keep_tokens`). It is put on the
             training device, frozen, in evaluation mode, and never part of a checkpoint.
-        distillation_alpha: weight of the teacher in the loss, from 0 to 1; see `distillation_loss`.
+        distillation_alpha: weight of the teacher in the loss, from 0 to 1; see `training_loss`.
         distillation_temperature: divides both models' logits, above 0.
         hidden_weight: weight of `hidden_loss` between the encoders' and between the decoders' layers, beside the
             loss of logits and labels; 0 leaves it out.
@@ -123,22 +120,27 @@ class RecoveryTrainer(Seq2SeqTrainer):
         distils = self.teacher is not None and model.training
         hidden = {"output_hidden_states": True} if distils and self.hidden_weight else {}
         outputs = model(**inputs, **hidden)
-        kept = labels != IGNORED
-        logits, labels = outputs.logits[kept].float(), labels[kept]
-        loss = F.cross_entropy(logits, labels, label_smoothing=self.args.label_smoothing_factor, reduction="sum")
+        teacher = None
         if distils:
             with torch.inference_mode(), self.accelerator.autocast():
                 teacher = self.teacher(**inputs, **hidden)
-            divergence = distillation_loss(logits, teacher.logits[kept].float(), self.temperature)
-            loss = self.alpha * divergence + (1 - self.alpha) * loss
-            if hidden:
-                source = inputs["attention_mask"].bool()
-                loss += self.hidden_weight * (
-                    hidden_loss(outputs.encoder_hidden_states, teacher.encoder_hidden_states, source)
-                    + hidden_loss(outputs.decoder_hidden_states, teacher.decoder_hidden_states, kept)
-                )
+        loss = training_loss(
+            outputs.logits,
+            labels,
+            teacher.logits if teacher is not None else None,
+            alpha=self.alpha,
+            temperature=self.temperature,
+            smoothing=self.args.label_smoothing_factor,
+        )
+        kept = labels != IGNORED
+        if teacher is not None and hidden:
+            source = inputs["attention_mask"].bool()
+            loss = loss + self.hidden_weight * (
+                hidden_loss(outputs.encoder_hidden_states, teacher.encoder_hidden_states, source)
+                + hidden_loss(outputs.decoder_hidden_states, teacher.decoder_hidden_states, kept)
+            )
         if num_items_in_batch is None:
-            loss = loss / labels.numel()
+            loss = loss / kept.sum()
         else:
             # The count is over all processes, and DistributedDataParallel averages gradients over them.
             averaged = self.args.average_tokens_across_devices

@@ -11,7 +11,6 @@ from lightformers_hf import LightFormerConfig, LightFormerForConditionalGenerati
 from lightformers_hf.processors import CACHES
 from lightformers_hf.recovery import (
     RecoveryTrainer,
-    distillation_loss,
     find_last_checkpoint,
     hidden_loss,
 )
@@ -185,12 +184,6 @@ def test_accumulated_batches_equal_one_big_batch(build_trainer, model, smoothing
         # One step of plain descent at rate 1: the difference is the gradient.
         torch.testing.assert_close(before[name] - one, before[name] - other, atol=1e-6, rtol=1e-3)
     assert any(not torch.equal(before[name], p) for name, p in whole.model.named_parameters())
-
-
-def test_distillation_loss_is_zero_for_equals_and_positive_otherwise():
-    logits = torch.randn(5, 7)
-    assert distillation_loss(logits, logits, 3.0).item() == pytest.approx(0, abs=1e-5)
-    assert distillation_loss(logits, logits.flip(-1), 3.0).item() > 0.1
 
 
 def test_the_teacher_learns_nothing_and_is_not_saved(build_trainer, tmp_path):
