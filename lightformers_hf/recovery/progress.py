@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -77,6 +79,6 @@ class Clock(TrainerCallback):
 
     @property
     def seconds(self) -> float:
-        """Of a step, a mean: batches are of unequal length."""
+        """Of a step, a median: a moment in which the machine had something else to do does not count."""
         first = min(self.REST, len(self.times) - 2)
-        return (self.times[-1] - self.times[first]) / (len(self.times) - 1 - first)
+        return median(after - before for before, after in pairwise(self.times[first:]))

@@ -32,11 +32,18 @@ def load_trainable(
     attention: str | None = None,
     auto_model: AutoClass = AutoModelForSeq2SeqLM,
     config: PreTrainedConfig | None = None,
+    *,
+    dropout: bool = True,
 ) -> PreTrainedModel:
     """A checkpoint in fp32, whatever it is stored in: fp16 weights do not train. Every weight must be there.
 
-    Its configuration is `config`, or its own. Raises `ValueError` if its weights are not those of the configuration.
+    Its configuration is `config`, or its own; without `dropout` nothing is dropped, whatever that says. Raises
+    `ValueError` if its weights are not those of the configuration.
     """
+    if not dropout:
+        config = copy.deepcopy(config or load_pretrained(AutoConfig, name))
+        for kind in {"dropout", "activation_dropout", "attention_dropout"} & vars(config).keys():
+            setattr(config, kind, 0.0)
     try:
         model, info = load_pretrained(
             auto_model,

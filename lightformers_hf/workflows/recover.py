@@ -34,14 +34,7 @@ from ..files import read_json, write_json
 from ..languages import set_languages, split_language
 from ..loading import hide_bars, load_pretrained, resolve_source, unique_parameters
 from ..processors import IdleThreads, bf16_is_faster
-from ..recovery import (
-    RecoveryTrainer,
-    ScoredPart,
-    find_last_checkpoint,
-    load_distiller,
-    load_trainable,
-    train,
-)
+from ..recovery import RecoveryTrainer, ScoredPart, find_last_checkpoint, load_distiller, load_trainable, train
 from ..recovery.progress import Clock, Progress, hush_trainer
 from ..text import load_parallel, load_text, tokenize_pairs
 from .record import RECORD_FILE, TRANSLATIONS_FILE, Recovery, Scores, begin, claim, finish
@@ -144,21 +137,22 @@ class Run:
     threads: IdleThreads | None
 
     def __post_init__(self) -> None:
-        folder = resolve_source(self.light)
-        self.tokenizer: PreTrainedTokenizerBase = load_pretrained(AutoTokenizer, folder)
+        self.folder = resolve_source(self.light)
+        self.tokenizer: PreTrainedTokenizerBase = load_pretrained(AutoTokenizer, self.folder)
         # Attention written out: on a CPU, with sentences, it trains faster than the fused kernel.
-        attention = "eager" if self.threads else None
-        self.model: PreTrainedModel = load_trainable(str(folder), attention)
-        self.distiller = load_distiller(str(resolve_source(self.teacher)), self.tokenizer, attention)
+        self.attention = "eager" if self.threads else None
+        self.model = self.load_light(dropout=False)
+        self.distiller = load_distiller(str(resolve_source(self.teacher)), self.tokenizer, self.attention)
         self.ratio = unique_parameters(self.distiller) / unique_parameters(self.model)
-        if self.ratio >= FAR or self.data is None:
-            config = load_pretrained(AutoConfig, folder)
-            config.dropout = 0.0
-            self.model = load_trainable(str(folder), attention, config=config)
-        for model in (self.model, self.distiller):
-            set_languages(model, self.tokenizer, *self.languages)
+        set_languages(self.distiller, self.tokenizer, *self.languages)
         self.pairs, self.held_out = self.read_data()
         self.one_language = "target" not in self.pairs.column_names  # the teacher makes the targets
+
+    def load_light(self, *, dropout: bool) -> PreTrainedModel:
+        """The compressed model, with the dropout of its configuration or without any."""
+        model = load_trainable(str(self.folder), self.attention, dropout=dropout)
+        set_languages(model, self.tokenizer, *self.languages)
+        return model
 
     def read_data(self) -> tuple[Dataset, Dataset]:
         """Training text, with a column `target` unless it is of one language, and the validation's pairs."""
@@ -225,11 +219,11 @@ class Run:
 
     def prepare(self, minutes: float, translations: bool | None, start: float) -> dict[str, Any]:
         """Measure, choose the settings, and have the teacher translate where it is to."""
-        same_width = self.model.config.hidden_size == self.distiller.config.hidden_size
+        width = self.model.config.hidden_size
         settings = choose_settings(
             self.ratio,
-            self.model.config.hidden_size,
-            same_width=same_width,
+            width,
+            same_width=width == self.distiller.config.hidden_size,
             bf16=bf16_is_faster() if self.threads else torch.cuda.is_available(),
             on_cpu=self.threads is not None,
             random_text=self.data is None,
@@ -242,11 +236,13 @@ class Run:
         pairs = self.training_pairs(count)
         step_seconds, epoch_steps = self.time_steps(pairs, settings)
         left = max(60 * minutes - (time.monotonic() - start), 0.25 * 60 * minutes)
-        settings = plan_steps(settings, left, step_seconds, evaluation_seconds, epoch_steps, ratio=self.ratio)
+        dropout = 0.0 if self.data is None else getattr(load_pretrained(AutoConfig, self.folder), "dropout", 0.0)
+        fixed = {"ratio": self.ratio, "width": width, "dropout": dropout}
+        settings = plan_steps(settings, left, step_seconds, evaluation_seconds, epoch_steps, **fixed)
         self.say(
             f"BLEU / chrF{' with the teacher as reference' * self.compares_with_teacher} {before}, the teacher's "
             f"{teacher}; {settings.steps:,} steps, {step_seconds:.2f} s each, "
-            f"learning rate {settings.learning_rate:.2g}, dropout {self.model.config.dropout:g}"
+            f"learning rate {settings.learning_rate:.2g}, dropout {settings.dropout:g}"
         )
         scores = {"before": asdict(before), "teacher": asdict(teacher)}
         return {"settings": asdict(settings), "translations": count, "sentences": sentences, "scores": scores}
@@ -277,6 +273,8 @@ class Run:
         if not (self.one_language or wanted or (wanted is None and self.ratio >= FAR)):
             return 0, sentences
         translator = fastest_translator(self.distiller, self.tokenizer)
+        if translator is self.distiller and self.threads is not None:
+            self.say("the teacher translates by generate(): CTranslate2, if installed, takes a fifth of the time")
         beams = 1 if self.data is None else BEAMS  # of random tokens more texts are better
         sample, took = time_translations(sources[:SAMPLE], translator, self.tokenizer, beams)
         if self.one_language:
@@ -366,6 +364,8 @@ class Run:
         """Train to the end, from the last checkpoint if there is one."""
         settings = RecoverySettings(**record["settings"])
         self.held_out = self.held_out.select(range(record["sentences"]))
+        if settings.dropout:
+            self.model = self.load_light(dropout=True)
         pairs, parameters = self.training_pairs(record["translations"]), unique_parameters(self.model)
         trainer = self.trainer(self.model, pairs, settings, teacher=self.distiller, saves=True)
         checkpoint = find_last_checkpoint(self.output)
@@ -379,8 +379,7 @@ class Run:
         scored[0] = known["before"]  # few steps may do harm
         best_step = max(scored, key=lambda step: scored[step].chrf)
         if best_step == 0:
-            self.model.load_state_dict(load_trainable(str(resolve_source(self.light))).state_dict())
-            self.model.save_pretrained(self.output)
+            self.load_light(dropout=True).save_pretrained(self.output)
             self.say("no validation was better than at first: the model stays as it was, more minutes help")
         return Recovery(
             output=str(self.output),

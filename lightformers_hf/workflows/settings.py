@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-# From this ratio on a model learned more without dropout, with its teacher's states, and from its teacher's own
-# translations (RESULTS.md, "Recovered"); 4 was measured with dropout and references alone.
+# From this ratio on a model needs large steps, however few, and learned more from its teacher's own translations, too
+# (RESULTS.md, "Recovered").
 FAR = 5.0
-# Widths between the models that settings were measured on and others: larger ones take smaller steps.
+# The width that rates were measured at; Adam's fall as 1 / width (Yang et al. 2022, arXiv 2203.03466, Table 3), which
+# those found at 512 agree with (RESULTS.md, "At the size of the paper").
 MEASURED_WIDTH = 256
-# Near its teacher, few large steps do a model harm; far from it, it needs them (RESULTS.md, "Recovered").
+# Near its teacher, few large steps do a model harm, the more the wider it is; at `MEASURED_WIDTH`, these are many.
 FULL_RATE_STEPS = 600
+# Near its teacher, dropout helps where text comes again and again; with so few epochs it harms, and states help.
+FEW_EPOCHS = 2
 # Shares of the time: for the teacher's translations, and for validation.
 FOR_TRANSLATIONS, FOR_VALIDATION = 0.25, 0.15
 MOST_EPOCHS, MOST_EVALUATIONS = 40, 10
@@ -27,6 +30,7 @@ class RecoverySettings:
         max_tokens: of a batch.
         bf16: whether matrices are multiplied in bfloat16.
         steps, warmup_steps, eval_steps: optimizer steps in all, at the beginning, and between validations.
+        dropout: of the model while it trains; 0 or what its configuration says.
     """
 
     learning_rate: float
@@ -37,6 +41,7 @@ class RecoverySettings:
     steps: int = 0
     warmup_steps: int = 0
     eval_steps: int = 0
+    dropout: float = 0.0
 
 
 def choose_settings(
@@ -45,7 +50,7 @@ def choose_settings(
     """Settings for a model that has 1/`ratio` of its teacher's parameters and is `width` wide; steps come later.
 
     Learning rates are those of RESULTS.md: 1e-3 up to ratio 6, 1.2e-3 at 8, 1.5e-3 from 12 on, at a width of 256; and
-    less by the square root of how many times wider the model is.
+    as many times less as the model is wider.
 
     Args:
         same_width: whether the teacher is as wide, so that states compare.
@@ -55,9 +60,9 @@ def choose_settings(
     """
     rate = (1e-3 + 5e-4 * min(max((ratio - 6) / 6, 0), 1)) * (0.5 if random_text else 1)
     return RecoverySettings(
-        learning_rate=rate * min(1.0, (MEASURED_WIDTH / width) ** 0.5),
+        learning_rate=rate * min(1.0, MEASURED_WIDTH / width),
         alpha=1.0 if random_text else 0.7,
-        hidden_weight=5.0 if (random_text or ratio >= FAR) and same_width else 0.0,
+        hidden_weight=5.0 if same_width else 0.0,
         max_tokens=1600 if on_cpu else 8192,
         bf16=bf16,
     )
@@ -71,21 +76,28 @@ def plan_steps(
     epoch_steps: int,
     *,
     ratio: float,
+    width: int,
+    dropout: float = 0.0,
 ) -> RecoverySettings:
     """The settings with the steps of a training that takes about so many seconds, validation included; below ratio 5,
-    of fewer than 600 steps, with a learning rate as much lower.
+    of fewer than 600 steps (1200 at a width of 512, and so on), with a learning rate as much lower, and of two epochs
+    and more, with dropout and without states.
 
     Args:
         step_seconds, evaluation_seconds: as measured.
         epoch_steps: steps of an epoch; more than 40 epochs are not trained.
+        dropout: of the model's configuration.
     """
     evaluations = max(1, min(MOST_EVALUATIONS, int(FOR_VALIDATION * seconds / evaluation_seconds)))
     steps = int((seconds - evaluations * evaluation_seconds) / step_seconds)
     eval_steps = max(1, min(steps, MOST_EPOCHS * epoch_steps) // evaluations)
     steps = eval_steps * evaluations
-    rate = settings.learning_rate * (min(1.0, steps / FULL_RATE_STEPS) if ratio < FAR else 1.0)
+    many = FULL_RATE_STEPS * max(1.0, width / MEASURED_WIDTH)
+    rate = settings.learning_rate * (min(1.0, steps / many) if ratio < FAR else 1.0)
     warmup_steps = max(1, min(100, steps // 10))
-    return replace(settings, learning_rate=rate, steps=steps, warmup_steps=warmup_steps, eval_steps=eval_steps)
+    planned = replace(settings, learning_rate=rate, steps=steps, warmup_steps=warmup_steps, eval_steps=eval_steps)
+    repeats = ratio < FAR and steps >= FEW_EPOCHS * epoch_steps
+    return replace(planned, dropout=dropout, hidden_weight=0.0) if repeats and dropout else planned
 
 
 def worth_translating(count: int, each: float, seconds: float, ratio: float) -> bool:

@@ -24,10 +24,10 @@ def test_settings_are_those_that_were_measured():
     rates = {ratio: choose_settings(ratio, 256, same_width=True, bf16=True, on_cpu=True) for ratio in (2, 4, 6, 8, 12)}
     found = {ratio: round(one.learning_rate, 4) for ratio, one in rates.items()}
     assert found == {2: 1e-3, 4: 1e-3, 6: 1e-3, 8: 1.2e-3, 12: 1.5e-3}
-    assert [one.hidden_weight for one in rates.values()] == [0, 0, 5, 5, 5]
+    assert [one.hidden_weight for one in rates.values()] == [5, 5, 5, 5, 5]
     assert {one.alpha for one in rates.values()} == {0.7}
     wide = choose_settings(6, 1024, same_width=False, bf16=True, on_cpu=False)
-    assert (wide.learning_rate, wide.hidden_weight) == (5e-4, 0)
+    assert (wide.learning_rate, wide.hidden_weight) == (2.5e-4, 0)
     random = choose_settings(4, 256, same_width=True, bf16=True, on_cpu=True, random_text=True)
     assert (random.learning_rate, random.alpha, random.hidden_weight) == (5e-4, 1.0, 5)
 
@@ -42,7 +42,7 @@ def test_settings_are_those_that_were_measured():
     ],
 )
 def test_steps_fill_the_time(seconds, step, evaluation, epoch, expected):
-    settings = plan_steps(BASE, seconds, step, evaluation, epoch, ratio=4)
+    settings = plan_steps(BASE, seconds, step, evaluation, epoch, ratio=4, width=256)
     assert (settings.steps, settings.eval_steps) == expected
     assert settings.steps % settings.eval_steps == 0
     assert 1 <= settings.warmup_steps <= 100
@@ -50,9 +50,26 @@ def test_steps_fill_the_time(seconds, step, evaluation, epoch, expected):
 
 @pytest.mark.parametrize("seconds", [70, 300, 500, 3000])
 def test_few_steps_of_a_model_near_its_teacher_are_small(seconds):
-    near, far = (plan_steps(BASE, seconds, 1.0, 10, 1000, ratio=ratio) for ratio in (4, 6))
+    near, wide, far = (
+        plan_steps(BASE, seconds, 1.0, 10, 1000, ratio=ratio, width=width)
+        for ratio, width in ((4, 256), (4, 512), (6, 512))
+    )
     assert near.learning_rate == pytest.approx(BASE.learning_rate * min(1, near.steps / 600))
+    assert wide.learning_rate == pytest.approx(BASE.learning_rate * min(1, near.steps / 1200))
     assert far.learning_rate == BASE.learning_rate
+
+
+def test_dropout_where_text_comes_again_and_again():
+    """Near its teacher; and states where it does not. Far from it, and of random tokens, never."""
+    plans = {
+        (ratio, epoch, dropout): plan_steps(BASE, 1000, 1.0, 10, epoch, ratio=ratio, width=256, dropout=dropout)
+        for ratio in (4, 6)
+        for epoch in (100, 1000)
+        for dropout in (0.0, 0.1)
+    }
+    kept = {case: (plan.dropout, plan.hidden_weight) for case, plan in plans.items() if plan.dropout}
+    assert kept == {(4, 100, 0.1): (0.1, 0.0)}
+    assert {plan.hidden_weight for case, plan in plans.items() if case not in kept} == {BASE.hidden_weight} == {5.0}
 
 
 def test_a_validation_keeps_to_its_time():
@@ -107,7 +124,7 @@ def test_a_recovery_goes_on_where_it_was_interrupted(place, tiny_marian, tmp_pat
     assert not list(output.glob("checkpoint-*"))
     assert read_json(output / "recovery.json")["result"]["after"] == asdict(found.after)
     assert AutoTokenizer.from_pretrained(output)
-    assert AutoModelForSeq2SeqLM.from_pretrained(output).config.dropout == chosen_dropout(place, found.ratio)
+    assert AutoModelForSeq2SeqLM.from_pretrained(output).config.dropout == chosen["dropout"]
     assert (output / "compression.json").is_file()
     with pytest.raises(FileExistsError, match="complete"):
         recover(place / "light", output, **options(place, tiny_marian))
@@ -131,10 +148,6 @@ def test_no_engine_is_loaded_where_nothing_is_to_be_translated(place, tiny_maria
     monkeypatch.setattr("lightformers_hf.workflows.recover.fastest_translator", lambda *_: pytest.fail("loaded"))
     found = recover(place / "light", tmp_path / "out", **options(place, tiny_marian, translations=False))
     assert found.translations == 0
-
-
-def chosen_dropout(place, ratio):
-    return 0.0 if ratio >= 5 else AutoModelForSeq2SeqLM.from_pretrained(place / "light").config.dropout
 
 
 def test_of_text_of_one_language_the_teacher_makes_pairs(place, tiny_marian, tmp_path):
