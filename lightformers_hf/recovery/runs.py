@@ -42,7 +42,7 @@ def load_trainable(
     """
     if not dropout:
         config = copy.deepcopy(config or load_pretrained(AutoConfig, name))
-        for kind in {"dropout", "activation_dropout", "attention_dropout"} & vars(config).keys():
+        for kind in [name for name in vars(config) if "dropout" in name]:
             setattr(config, kind, 0.0)
     try:
         model, info = load_pretrained(

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
 
+from lightformers_hf import PartialFormerConfig, PartialFormerForConditionalGeneration
 from lightformers_hf.recovery import load_trainable
 
 KINDS = ("dropout", "activation_dropout", "attention_dropout")
@@ -24,3 +25,17 @@ def test_without_dropout_two_passes_in_training_are_equal(tiny_marian, tmp_path,
         equal[dropout] = torch.equal(*(loaded(input_ids=ids, labels=ids).logits for _ in range(2)))
     assert equal == {False: True, True: False}
     assert config is None or getattr(config, kind) == 0.5
+
+
+def test_nothing_is_dropped_by_whatever_name(tmp_path):
+    """T5's rate, and that of PartialFormer's networks inside the heads."""
+    sizes = {"d_model": 8, "num_layers": 1, "num_heads": 2, "d_ff": 8, "d_kv": 4, "decoder_start_token_id": 0}
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=20, dropout_rate=0.5, **sizes))
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
+    config = PartialFormerConfig(vocab_size=20, decoder_attention_heads=2, dropout=0.0, ffn_dropout=0.5, **sizes)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    for model in (t5, PartialFormerForConditionalGeneration(config)):
+        model.save_pretrained(tmp_path / "model")
+        loaded = load_trainable(str(tmp_path / "model"), dropout=False).train()
+        first, second = (loaded(input_ids=ids, labels=ids).logits for _ in range(2))
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
