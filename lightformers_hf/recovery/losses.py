@@ -64,7 +64,9 @@ class _TrainingLoss(torch.autograd.Function):
         for rows in (labels != IGNORED).nonzero()[:, 0].split(max(1, entries // size)):
             targets, student = labels[rows, None], ours[rows].float()
             likely, logs = _softmax(student)
-            wanted = (1 - smoothing) * student.gather(-1, targets).sum() + smoothing * student.mean(-1).sum()
+            wanted = (1 - smoothing) * student.gather(-1, targets).sum()
+            if smoothing:  # else a token that cannot be, with a logit of minus infinity, is no harm
+                wanted += smoothing * student.mean(-1).sum()
             total += (1 - alpha) * (logs.sum() - wanted)
             change = (likely - smoothing / size).mul_(1 - alpha)
             change.scatter_add_(-1, targets, change.new_full(targets.shape, (1 - alpha) * (smoothing - 1)))

@@ -84,3 +84,13 @@ def test_of_padding_alone_there_is_no_loss():
     loss.backward()
     assert loss.item() == 0
     assert not logits.grad.any()
+
+
+def test_tokens_that_cannot_be_are_no_harm():
+    student, labels, _ = draw(3)
+    student[..., 4], labels[labels == 4] = -torch.inf, 5
+    logits = student.float().requires_grad_()
+    loss = training_loss(logits, labels)
+    loss.backward()
+    assert loss.item() == pytest.approx(in_functions(student, labels, None, 0, 1, 0).item(), rel=1e-5)
+    assert logits.grad.isfinite().all()
