@@ -29,8 +29,8 @@ def training_loss(
     The divergence is that at temperature T (Hinton et al. 2015, arXiv 1503.02531, section 2; T² keeps its gradient's
     size the same at every temperature), the cross entropy that of `torch.nn.functional.cross_entropy`.
 
-    Value and gradient are computed together, some tokens at a time. With a large vocabulary that takes a third of the
-    time of writing it with PyTorch's functions, each of which goes through memory with all logits, and less of that.
+    Value and gradient are computed together, some tokens at a time: PyTorch's functions, one after another, would each
+    go through memory with all logits, and most would leave a copy.
 
     Args:
         logits: the student's (..., V), of any floating type; computed with in float32.
