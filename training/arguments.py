@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -214,10 +214,7 @@ def parse_arguments(classes: Iterable[type], argv: list[str] | None = None) -> t
     names = [f.name for each in classes for f in dataclasses.fields(each) if f.init]
     check_names(recipe, names, f"{known.config}: no option")
     given = ["--config", known.config] if known.config else []
-    for name, value in recipe.items():
-        if value is not None:
-            values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
-            given += [f"--{name}", *map(str, values)]
+    given += as_options(recipe)
     parser = _RunParser(tuple(classes), allow_abbrev=False)
     *parsed, rest = parser.parse_args_into_dataclasses([*given, *options], return_remaining_strings=True)
     known_options = [dash_option(f"--{name}") for name in names]
@@ -226,6 +223,16 @@ def parse_arguments(classes: Iterable[type], argv: list[str] | None = None) -> t
         if isinstance(each, ModelArguments):
             each.model = model | fields
     return tuple(parsed)
+
+
+def as_options(named: Mapping[str, object]) -> list[str]:
+    """{option: its value} as a command line; those of no value are left out."""
+    words = []
+    for name, value in named.items():
+        if value is not None:
+            values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+            words += [f"--{name}", *map(str, values)]
+    return words
 
 
 def load_recipe(path: str | Path) -> dict[str, object]:

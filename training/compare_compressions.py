@@ -24,6 +24,10 @@ fields of `CompressionOptions`, and behind `study.` of `StudyOptions`, their val
 training text, unless the method is the paper's or says `calibration=null`: then on text of the teacher's own.
 `layers` keeps whole layers, the ratio's share of each stack, and factorizes nothing (DistilBART, Shleifer and Rush
 2020). What `small=small.yaml` names is a recipe, trained from random weights, with the teacher's tokenizer.
+
+All are trained alike, but for what a method says of its own training: `svd=method=paper,training.learning_rate=1e-3`,
+or the options of a recipe, such as `max_steps`: some learn best in other ways, or take more steps in equal time. The
+minutes of every training stand in the table.
 """
 
 from __future__ import annotations
@@ -40,12 +44,13 @@ from pathlib import Path
 from statistics import fmean
 
 import yaml
-from arguments import ScriptParser, check_names, load_recipe, seed_number
+from arguments import ScriptParser, as_options, check_names, load_recipe, seed_number
 from common import run_script, test_names
 from comparing import compare_outputs, run_once, save_pictures, score_key
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from run_translation import ARGUMENTS
 from tqdm import tqdm
 from transformers import AutoModelForSeq2SeqLM
 
@@ -110,6 +115,7 @@ def parse_methods(methods: list[str]) -> dict[str, Method]:
     """
     known = [field.name for field in fields(CompressionOptions)]
     known += [f"study.{field.name}" for field in fields(StudyOptions)]
+    known += [f"training.{field.name}" for each in ARGUMENTS for field in fields(each) if field.init]
     parsed: dict[str, Method] = {}
     for text in methods:
         name, separator, rest = text.partition("=")
@@ -153,7 +159,7 @@ def conversion_of(
 ) -> tuple[dict[str, object], StudyOptions]:
     """How the teacher of a run is converted, with the fields `given` of its method; `ValueError` if it cannot be."""
     study = {name.removeprefix("study."): value for name, value in given.items() if name.startswith("study.")}
-    options = {name: value for name, value in given.items() if not name.startswith("study.")}
+    options = {name: value for name, value in given.items() if not name.startswith(("study.", "training."))}
     options |= {"source_lang": args.source_lang, "target_lang": args.target_lang, "encoder_groups": run.groups}
     if given is DENSE:
         layers = {f"{stack}_layers": max(1, round(args.layers[stack] / run.ratio)) for stack in args.layers}
@@ -181,7 +187,16 @@ def options(run: Run, method: Method, args: argparse.Namespace, others: list[str
             parts += ["--teacher", args.teacher, "--distillation-alpha", str(args.distillation_alpha)]
         if run.start == "random" and not isinstance(method, Path):
             parts += ["--from-scratch"]
+        parts += as_options(own_training(method))  # of an option that is given twice the last counts
     return parts
+
+
+def own_training(method: Method) -> dict[str, object]:
+    """The options of `run_translation.py` that a method names for itself; a recipe's are all but its model."""
+    if isinstance(method, Path):
+        return {name: value for name, value in load_recipe(method).items() if name != "model"}
+    given = {name.partition("training.")[2]: value for name, value in method.items()}
+    return {name: value for name, value in given.items() if name}
 
 
 def test_options(model: list[str], args: argparse.Namespace, others: list[str]) -> list[str]:
@@ -286,6 +301,12 @@ def count_parameters(run: Run, args: argparse.Namespace) -> int:
     return json.loads(report.read_text(encoding="utf-8"))["parameters_after"]
 
 
+def minutes_of(folder: Path) -> float:
+    """How long the training took whose output is in a folder."""
+    history = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    return next(entry["train_runtime"] for entry in history if "train_runtime" in entry) / 60
+
+
 def measure(
     runs: list[Run], methods: dict[str, Method], args: argparse.Namespace, others: list[str]
 ) -> list[dict[str, object]]:
@@ -308,6 +329,7 @@ def measure(
     rows = []
     for run in runs:
         row = {**vars(run), "parameters": count_parameters(run, args)}
+        row["minutes"] = minutes_of(folder / run.folder) if run.trained else None
         for name in tests:
             row |= {score_key(name, score): found[run.folder][f"{name}_{score}"] for score in SCORES}
             compared = compare_outputs(folder / run.folder, folder / TEACHER, name, references[name])
@@ -318,13 +340,14 @@ def measure(
 
 def tabulate(rows: list[dict], tests: list[str]) -> Table:
     """A line for every run and test."""
-    titles = ["ratio", "method", "seed", "groups", "parameters", "start", "training"]
+    titles = ["ratio", "method", "seed", "groups", "parameters", "start", "training", "minutes"]
     titles += ["test"] if len(tests) > 1 else []
     table = Table(*titles, "BLEU", "chrF", "BLEU to the teacher, 95 %")
     for row, test in itertools.product(rows, tests):
         ratio = f"{row['ratio']:g}" if row["ratio"] else "-"
         shown = [ratio, row["method"], str(row["seed"]), str(row["groups"] or "-")]
         shown += [f"{row['parameters']:,}", row["start"], row["trained"] or "none"]
+        shown += [f"{row['minutes']:.1f}" if row["minutes"] is not None else "-"]
         shown = ([""] * len(shown) if test != tests[0] else shown) + ([escape(test)] if len(tests) > 1 else [])
         shown += [f"{row[score_key(test, score)]:.1f}" for score in SCORES]
         table.add_row(*shown, str(Difference(**row[score_key(test, "bleu_to_teacher")])))

@@ -43,10 +43,12 @@ class DataArguments(seq2seq.DataArguments):
     target_lang: str = field(metadata={"help": "The same of what is translated to: en, or en=en_XX."})
 
 
+ARGUMENTS = (ModelArguments, GenerationArguments, DataArguments, DistillationArguments, TrainingArguments)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Train, evaluate, test, save, summarize."""
-    classes = (ModelArguments, GenerationArguments, DataArguments, DistillationArguments, TrainingArguments)
-    arguments = parse_arguments(classes, argv)
+    arguments = parse_arguments(ARGUMENTS, argv)
     data = arguments[2]
     task = Task(
         columns=(split_language(data.source_lang)[0], split_language(data.target_lang)[0]),

@@ -65,18 +65,22 @@ def test_compares_and_continues(tmp_path, tiny_marian, parallel_sentences):
 def test_what_else_one_would_do_and_the_engines(tmp_path, tiny_marian, parallel_sentences, capsys):
     data, recipe = tmp_path / "data.jsonl", tmp_path / "small.yaml"
     data.write_text("".join(json.dumps(pair) + "\n" for pair in parallel_sentences), encoding="utf-8")
-    recipe.write_text("model: {model_type: lightformer, d_model: 8, encoder_layers: 1, decoder_layers: 1}")
+    recipe.write_text(
+        "model: {model_type: lightformer, d_model: 8, encoder_layers: 1, decoder_layers: 1}\nmax_steps: 3"
+    )
     options = [tiny_marian, "--train-file", data, "--test-file", data, "--source-lang", "de", "--target-lang", "en"]
-    options += ["--output-dir", tmp_path / "runs", "--ratios", 2, "--methods", "paper", "layers", f"small={recipe}"]
+    options += ["--output-dir", tmp_path / "runs", "--ratios", 2, "--methods", "layers", f"small={recipe}"]
+    options += ["paper=method=paper,training.learning_rate=3e-4,training.warmup_steps=0"]
     options += ["--starts", "converted", "--trainings", "distilled", "--max-steps", 1, "--engines", "transformers"]
+    options += ["--learning-rate", 1e-3, "--logging-steps", 1]
     options += ["--max-source-length", 40, "--max-target-length", 40, "--generation-max-length", 20]
     script.main(list(map(str, options)))
     rows = json.loads((tmp_path / "runs" / "results.json").read_text())
     assert [(row["ratio"], row["method"], row["start"], row["trained"]) for row in rows] == [
-        (2.0, "paper", "converted", None),
-        (2.0, "paper", "converted", "distilled"),
         (2.0, "layers", "converted", None),
         (2.0, "layers", "converted", "distilled"),
+        (2.0, "paper", "converted", None),
+        (2.0, "paper", "converted", "distilled"),
         (None, "small", "random", "distilled"),
     ]
     layers = tmp_path / "runs" / "ratio-2-layers"
@@ -85,7 +89,13 @@ def test_what_else_one_would_do_and_the_engines(tmp_path, tiny_marian, parallel_
     assert [config.encoder_layers, config.decoder_layers] == halves
     assert (config.attention_rank, config.ffn_rank, config.d_model) == (None, None, teacher.d_model)
     models = [load_model(tmp_path / "runs" / "recipe-small" / "random-distilled")[0], load_model(layers / "model")[0]]
-    assert [rows[4]["parameters"], rows[3]["parameters"]] == [unique_parameters(model) for model in models]
+    assert [rows[4]["parameters"], rows[1]["parameters"]] == [unique_parameters(model) for model in models]
+    trained = ("ratio-2-layers/converted", "ratio-2-paper/converted", "recipe-small/random")
+    states = [json.loads((tmp_path / "runs" / f"{name}-distilled/trainer_state.json").read_text()) for name in trained]
+    assert [state["max_steps"] for state in states] == [1, 1, 3]  # of the recipe alone
+    assert [state["log_history"][0]["learning_rate"] for state in states[:2]] == [1e-3, 3e-4]
+    for row in rows:
+        assert (row["minutes"] or 0) > 0 if row["trained"] else row["minutes"] is None
 
     engines = json.loads((tmp_path / "runs" / "engines.json").read_text())
     assert len(engines["deployed"]) == len(engines["timings"]) == 4  # the teacher, and what was trained
@@ -122,6 +132,7 @@ def test_every_method_can_be_asked_for(name):
     [
         ("papr", "no method 'papr'; did you mean paper"),
         ("mine=weighting=rows", "--methods mine: no option 'weighting'; did you mean study.weighting"),
+        ("mine=training.lr=1", "--methods mine: no option 'training.lr'"),
         ("../mine=ratio=2", "expected a name"),
         ("paper=ratio=2", "names 'paper' twice"),
         ("mine=none.yaml", "No recipe none.yaml"),
