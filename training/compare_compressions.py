@@ -23,7 +23,9 @@ A method is one of METHODS, or one of your own: `narrow-each=method=narrow,study
 fields of `CompressionOptions`, and behind `study.` of `StudyOptions`, their values in YAML. Errors are weighed on the
 training text, unless the method is the paper's or says `calibration=null`: then on text of the teacher's own.
 `layers` keeps whole layers, the ratio's share of each stack, and factorizes nothing (DistilBART, Shleifer and Rush
-2020). What `small=small.yaml` names is a recipe, trained from random weights, with the teacher's tokenizer.
+2020). A method that names its `ratio` is done once, whatever `--ratios` are: `6-1=ratio=null,decoder_layers=1` keeps
+one of the decoder's layers as it is. What `small=small.yaml` names is a recipe, trained from random weights, with the
+teacher's tokenizer.
 
 All are trained alike, but for what a method says of its own training: `svd=method=paper,training.learning_rate=1e-3`,
 or the options of a recipe, such as `max_steps`: some learn best in other ways, or take more steps in equal time. The
@@ -86,7 +88,8 @@ Method = Mapping[str, object] | Path
 
 @dataclass(frozen=True)
 class Run:
-    """One cell of the table. `trained` is `None` for a model scored as it was converted, `ratio` for a recipe's."""
+    """One cell of the table. `trained` is `None` for a model scored as it was converted, `ratio` where the method says
+    itself how large its model is."""
 
     ratio: float | None
     method: str
@@ -98,7 +101,7 @@ class Run:
     @property
     def conversion_folder(self) -> str:
         """Folder of the converted model that the run starts from."""
-        parts = [f"ratio-{self.ratio:g}" if self.ratio else "recipe", self.method]
+        parts = [f"ratio-{self.ratio:g}", self.method] if self.ratio else [self.method]
         parts += [f"groups-{self.groups}"] if self.groups else []
         return "-".join([*parts, f"seed-{self.seed}"] if self.seed else parts)
 
@@ -142,8 +145,10 @@ def list_runs(args: argparse.Namespace, methods: dict[str, Method]) -> list[Run]
     runs = []
     converted = {name: method for name, method in methods.items() if not isinstance(method, Path)}
     for ratio, (method, given), groups in itertools.product(
-        args.ratios, converted.items(), [None, *args.encoder_groups]
+        [None, *args.ratios], converted.items(), [None, *args.encoder_groups]
     ):
+        if (ratio is None) != ("ratio" in given):
+            continue
         calibrated = given.get("method") != "paper" and given is not DENSE
         for seed in args.calibration_seeds if calibrated else args.calibration_seeds[:1]:
             runs.append(Run(ratio, method, seed, groups))
@@ -165,7 +170,7 @@ def conversion_of(
         layers = {f"{stack}_layers": max(1, round(args.layers[stack] / run.ratio)) for stack in args.layers}
         options |= layers
     else:
-        options |= {"ratio": run.ratio}
+        options.setdefault("ratio", run.ratio)
         if options.get("method") != "paper":
             study.setdefault("calibration_seed", run.seed)
             options.setdefault("calibration", args.train_file)
@@ -210,7 +215,7 @@ def curves_of(rows: list[dict]) -> dict[str, list[dict]]:
     curves: dict[str, list[dict]] = {}
     for row in rows:
         words = [row["method"], f"{row['groups']} groups" if row["groups"] else "", row["trained"] or ""]
-        words += ["from random" if row["start"] == "random" and row["ratio"] else ""]
+        words += ["from random" if row["start"] == "random" else ""]
         curves.setdefault(", ".join(filter(None, words)), []).append(row)
     return curves
 
@@ -295,9 +300,9 @@ def convert_all(runs: list[Run], methods: dict[str, Method], args: argparse.Name
 
 def count_parameters(run: Run, args: argparse.Namespace) -> int:
     """Of a run's model, shared ones once."""
-    if run.ratio is None:
-        return unique_parameters(load_pretrained(AutoModelForSeq2SeqLM, Path(args.output_dir, run.folder)))
     report = Path(args.output_dir, run.conversion_folder, "model", "compression.json")
+    if not report.exists():
+        return unique_parameters(load_pretrained(AutoModelForSeq2SeqLM, Path(args.output_dir, run.folder)))
     return json.loads(report.read_text(encoding="utf-8"))["parameters_after"]
 
 

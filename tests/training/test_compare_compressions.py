@@ -70,6 +70,7 @@ def test_what_else_one_would_do_and_the_engines(tmp_path, tiny_marian, parallel_
     )
     options = [tiny_marian, "--train-file", data, "--test-file", data, "--source-lang", "de", "--target-lang", "en"]
     options += ["--output-dir", tmp_path / "runs", "--ratios", 2, "--methods", "layers", f"small={recipe}"]
+    options += ["half=ratio=null,decoder_layers=1,calibration=null"]
     options += ["paper=method=paper,training.learning_rate=3e-4,training.warmup_steps=0"]
     options += ["--starts", "converted", "--trainings", "distilled", "--max-steps", 1, "--engines", "transformers"]
     options += ["--learning-rate", 1e-3, "--logging-steps", 1]
@@ -77,20 +78,24 @@ def test_what_else_one_would_do_and_the_engines(tmp_path, tiny_marian, parallel_
     script.main(list(map(str, options)))
     rows = json.loads((tmp_path / "runs" / "results.json").read_text())
     assert [(row["ratio"], row["method"], row["start"], row["trained"]) for row in rows] == [
+        (None, "half", "converted", None),
+        (None, "half", "converted", "distilled"),
         (2.0, "layers", "converted", None),
         (2.0, "layers", "converted", "distilled"),
         (2.0, "paper", "converted", None),
         (2.0, "paper", "converted", "distilled"),
         (None, "small", "random", "distilled"),
     ]
+    half = AutoConfig.from_pretrained(tmp_path / "runs" / "half" / "model")
+    assert (half.decoder_layers, half.attention_rank, half.ffn_rank) == (1, None, None)
     layers = tmp_path / "runs" / "ratio-2-layers"
     config, teacher = (AutoConfig.from_pretrained(place) for place in (layers / "model", tiny_marian))
     halves = [max(1, round(count / 2)) for count in (teacher.encoder_layers, teacher.decoder_layers)]
     assert [config.encoder_layers, config.decoder_layers] == halves
     assert (config.attention_rank, config.ffn_rank, config.d_model) == (None, None, teacher.d_model)
-    models = [load_model(tmp_path / "runs" / "recipe-small" / "random-distilled")[0], load_model(layers / "model")[0]]
-    assert [rows[4]["parameters"], rows[1]["parameters"]] == [unique_parameters(model) for model in models]
-    trained = ("ratio-2-layers/converted", "ratio-2-paper/converted", "recipe-small/random")
+    models = [load_model(tmp_path / "runs" / "small" / "random-distilled")[0], load_model(layers / "model")[0]]
+    assert [rows[6]["parameters"], rows[3]["parameters"]] == [unique_parameters(model) for model in models]
+    trained = ("ratio-2-layers/converted", "ratio-2-paper/converted", "small/random")
     states = [json.loads((tmp_path / "runs" / f"{name}-distilled/trainer_state.json").read_text()) for name in trained]
     assert [state["max_steps"] for state in states] == [1, 1, 3]  # of the recipe alone
     assert [state["log_history"][0]["learning_rate"] for state in states[:2]] == [1e-3, 3e-4]
@@ -98,8 +103,8 @@ def test_what_else_one_would_do_and_the_engines(tmp_path, tiny_marian, parallel_
         assert (row["minutes"] or 0) > 0 if row["trained"] else row["minutes"] is None
 
     engines = json.loads((tmp_path / "runs" / "engines.json").read_text())
-    assert len(engines["deployed"]) == len(engines["timings"]) == 4  # the teacher, and what was trained
-    assert "recipe-small/random-distilled" in engines["models"]
+    assert len(engines["deployed"]) == len(engines["timings"]) == 5  # the teacher, and what was trained
+    assert "small/random-distilled" in engines["models"]
     assert all(place["bleu"] is not None for place in engines["deployed"])
     for picture in ("engines.png", "engines-dark.png"):
         assert (tmp_path / "runs" / picture).stat().st_size > 10_000
