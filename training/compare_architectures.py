@@ -35,7 +35,6 @@ import argparse
 import itertools
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,11 +42,10 @@ from statistics import fmean, stdev
 
 from arguments import ScriptParser, dash_option, seed_number
 from common import run_script, test_names
-from comparing import compare_outputs, run_once, save_pictures, score_key
+from comparing import compare_outputs, run_all, save_pictures, score_key
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
@@ -142,19 +140,8 @@ def train_all(
     done: dict[Run, dict[str, float | str]] = {}
 
     def train(runs: list[Run]) -> None:
-        with ThreadPoolExecutor(args.jobs) as pool:
-            jobs = {
-                run: pool.submit(
-                    run_once,
-                    script,
-                    options(run, models[run.name], args, others),
-                    folder_of(run, args),
-                    one_thread=args.jobs > 1,
-                )
-                for run in runs
-            }
-            for run, job in tqdm(jobs.items(), desc="runs", total=len(jobs)):
-                done[run] = job.result()
+        told = {run: (options(run, models[run.name], args, others), folder_of(run, args)) for run in runs}
+        done.update(run_all(script, told, jobs=args.jobs))
 
     rates, first = args.learning_rates or [None], args.seeds[0]
     if len(rates) > 1:

@@ -39,7 +39,6 @@ import itertools
 import json
 import re
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,12 +47,11 @@ from statistics import fmean
 import yaml
 from arguments import ScriptParser, as_options, check_names, load_recipe, seed_number
 from common import run_script, test_names
-from comparing import compare_outputs, run_once, save_pictures, score_key
+from comparing import compare_outputs, run_all, save_pictures, score_key
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from run_translation import ARGUMENTS
-from tqdm import tqdm
 from transformers import AutoModelForSeq2SeqLM
 
 from lightformers_hf import CompressionOptions, StudyOptions, convert
@@ -190,6 +188,7 @@ def options(run: Run, method: Method, args: argparse.Namespace, others: list[str
             parts += ["--validation-file", args.validation_file]
         if run.trained == "distilled":
             parts += ["--teacher", args.teacher, "--distillation-alpha", str(args.distillation_alpha)]
+            parts += ["--hidden-weight", str(args.hidden_weight)]
         if run.start == "random" and not isinstance(method, Path):
             parts += ["--from-scratch"]
         parts += as_options(own_training(method))  # of an option that is given twice the last counts
@@ -318,15 +317,10 @@ def measure(
     """Convert and run whatever is not there yet; what every run is, its parameters, its scores, and those to beat."""
     folder = Path(args.output_dir)
     convert_all(runs, methods, args)
-    jobs = {TEACHER: test_options(["--model-name-or-path", args.teacher], args, others)}
-    jobs |= {run.folder: options(run, methods[run.method], args, others) for run in runs}
+    told = {TEACHER: test_options(["--model-name-or-path", args.teacher], args, others)}
+    told |= {run.folder: options(run, methods[run.method], args, others) for run in runs}
     tests = dict(zip(test_names(args.test_file), args.test_file, strict=True))
-    with ThreadPoolExecutor(args.jobs) as pool:
-        done = {
-            name: pool.submit(run_once, TRAIN, told, folder / name, one_thread=args.jobs > 1)
-            for name, told in jobs.items()
-        }
-        found = {name: job.result() for name, job in tqdm(done.items(), desc="runs")}
+    found = run_all(TRAIN, {name: (words, folder / name) for name, words in told.items()}, jobs=args.jobs)
     references = {
         name: load_parallel(file, source=args.source_lang, target=args.target_lang)["target"][:]
         for name, file in tests.items()
@@ -377,6 +371,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--trainings", nargs="*", choices=["labels", "distilled"], default=["labels", "distilled"])
     parser.add_argument("--max-steps", type=int, default=1000)
     parser.add_argument("--distillation-alpha", type=float, default=0.7)
+    parser.add_argument("--hidden-weight", type=float, default=0.0)
     parser.add_argument("--engines", nargs="+", default=[], metavar="FORM", help=help_of_engines)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; above 1 each has one thread")
     args, others = parser.parse_known_args(argv)

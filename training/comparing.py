@@ -6,8 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import TypeVar
+
+from tqdm import tqdm
 
 from lightformers_hf.evaluation.quality import Difference, bleu_difference
 from lightformers_hf.recovery import find_last_checkpoint
@@ -24,6 +28,26 @@ def compare_outputs(folder: Path, other: Path, name: str, references: list[str])
 def score_key(test: str, score: str) -> str:
     """What a comparison's row calls a score: by the test, too, where there are several."""
     return score if test == "test" else f"{test}_{score}"
+
+
+Key = TypeVar("Key")
+
+
+def run_all(script: Path, runs: Mapping[Key, tuple[list[str], Path]], *, jobs: int) -> dict[Key, dict]:
+    """The test results of `script` for {key: (options, output folder)}, each as `run_once` has it, `jobs` at once.
+
+    When one fails, those under way are finished, none is begun any more, and its error is raised.
+    """
+    found = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        begun = {pool.submit(run_once, script, *run, one_thread=jobs > 1): key for key, run in runs.items()}
+        try:
+            for job in tqdm(as_completed(begun), desc="runs", total=len(begun)):
+                found[begun[job]] = job.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return found
 
 
 def run_once(script: Path, options: list[str], folder: Path, *, one_thread: bool) -> dict:

@@ -66,14 +66,15 @@ def test_what_else_one_would_do_and_the_engines(tmp_path, tiny_marian, parallel_
     data, recipe = tmp_path / "data.jsonl", tmp_path / "small.yaml"
     data.write_text("".join(json.dumps(pair) + "\n" for pair in parallel_sentences), encoding="utf-8")
     recipe.write_text(
-        "model: {model_type: lightformer, d_model: 8, encoder_layers: 1, decoder_layers: 1}\nmax_steps: 3"
+        "model: {model_type: lightformer, d_model: 8, encoder_layers: 1, decoder_layers: 1}\nmax_steps: 3\n"
+        "hidden_weight: 0"  # it is narrower
     )
     options = [tiny_marian, "--train-file", data, "--test-file", data, "--source-lang", "de", "--target-lang", "en"]
     options += ["--output-dir", tmp_path / "runs", "--ratios", 2, "--methods", "layers", f"small={recipe}"]
     options += ["half=ratio=null,decoder_layers=1,calibration=null"]
     options += ["paper=method=paper,training.learning_rate=3e-4,training.warmup_steps=0"]
     options += ["--starts", "converted", "--trainings", "distilled", "--max-steps", 1, "--engines", "transformers"]
-    options += ["--learning-rate", 1e-3, "--logging-steps", 1]
+    options += ["--learning-rate", 1e-3, "--logging-steps", 1, "--hidden-weight", 5]
     options += ["--max-source-length", 40, "--max-target-length", 40, "--generation-max-length", 20]
     script.main(list(map(str, options)))
     rows = json.loads((tmp_path / "runs" / "results.json").read_text())
