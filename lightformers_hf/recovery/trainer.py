@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import ModelOutput
 
 from ..processors import keep_memory
+from .ahead import Ahead, take
 from .batching import EpochCallback, TokenBatchSampler
 from .losses import IGNORED, hidden_loss, training_loss
 from .rates import slow_queries
@@ -27,7 +29,8 @@ class RecoveryTrainer(Seq2SeqTrainer):
         max_tokens: budget of a training batch (`TokenBatchSampler`) instead of `per_device_train_batch_size`. The
             training set needs the columns `source_length` and `target_length` of `tokenize_pairs`.
         teacher: a model of the same vocabulary (a larger one after `vocabularies.keep_tokens`). It is put on the
-            training device, frozen, in evaluation mode, and never part of a checkpoint.
+            training device, frozen, in evaluation mode, and never part of a checkpoint. On a processor of several
+            cores it reads a batch of `max_tokens` while the model learns from the one before (`Ahead`).
         distillation_alpha: weight of the teacher in the loss, from 0 to 1; see `training_loss`.
         distillation_temperature: divides both models' logits, above 0.
         hidden_weight: weight of `hidden_loss` between the encoders' and between the decoders' layers, beside the
@@ -54,12 +57,16 @@ class RecoveryTrainer(Seq2SeqTrainer):
         self.model_accepts_loss_kwargs = True
         self.max_tokens = max_tokens
         self.alpha, self.temperature = distillation_alpha, distillation_temperature
-        self.hidden_weight, self.teacher = hidden_weight, None
+        self.hidden_weight, self.teacher, self.ahead = hidden_weight, None, None
         if hidden_weight < 0 or (hidden_weight and teacher is None):
             raise ValueError(f"hidden_weight is {hidden_weight}: expected 0 or more, and a teacher.")
         if teacher is not None:
             _check_teacher(self.model, teacher, distillation_alpha, distillation_temperature)
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
+            # Of the batches of an accumulated step all would be asked for at once, and all answers held.
+            at_once = self.args.gradient_accumulation_steps == 1 and self.args.dataloader_num_workers == 0
+            if self.args.device.type == "cpu" and at_once:
+                self.ahead = Ahead(self.ask_teacher)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As in `Seq2SeqTrainer`; what a step frees is kept for the next one (`keep_memory`)."""
@@ -93,12 +100,37 @@ class RecoveryTrainer(Seq2SeqTrainer):
         loader = DataLoader(
             dataset,
             batch_sampler=sampler,
-            collate_fn=self.data_collator,
+            collate_fn=self.collate,
             num_workers=self.args.dataloader_num_workers,
             persistent_workers=self.args.dataloader_persistent_workers,
             pin_memory=self.args.dataloader_pin_memory,
         )
         return self.accelerator.prepare(loader)
+
+    def collate(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """A training batch, of which the teacher is asked: accelerate makes it before it hands out the one before."""
+        batch = self.data_collator(rows)
+        if self.ahead is not None:
+            self.ahead.put(self.with_decoder_inputs(batch))
+        return batch
+
+    def with_decoder_inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A batch with `decoder_input_ids`: without them and without labels a model would make up its own."""
+        if "decoder_input_ids" not in batch:
+            model = self.accelerator.unwrap_model(self.model)
+            batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
+        return batch
+
+    def ask_teacher(self, batch: dict[str, Any]) -> ModelOutput:
+        """The teacher's outputs for a batch, with the states that the loss compares."""
+        asked = {name: value for name, value in batch.items() if name != "labels"}
+        with torch.inference_mode(), self.accelerator.autocast():
+            return self.teacher(**asked, output_hidden_states=self.hidden_weight > 0)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As in `Seq2SeqTrainer`, while the teacher reads the next batch."""
+        with nullcontext() if self.ahead is None else self.ahead.share():
+            return super().training_step(*args, **kwargs)
 
     def compute_loss(
         self,
@@ -113,17 +145,13 @@ class RecoveryTrainer(Seq2SeqTrainer):
             inputs: ids, masks and `labels` (B, T), padded with -100.
             num_items_in_batch: target tokens of the whole optimizer step; `None` means those of this batch.
         """
+        teacher, inputs = take(inputs), self.with_decoder_inputs(inputs)
         labels = inputs.pop("labels")
-        if "decoder_input_ids" not in inputs:  # without them and without labels a model would make up its own
-            unwrapped = self.accelerator.unwrap_model(model)
-            inputs["decoder_input_ids"] = unwrapped.prepare_decoder_input_ids_from_labels(labels=labels)
         distils = self.teacher is not None and model.training
         hidden = {"output_hidden_states": True} if distils and self.hidden_weight else {}
         outputs = model(**inputs, **hidden)
-        teacher = None
-        if distils:
-            with torch.inference_mode(), self.accelerator.autocast():
-                teacher = self.teacher(**inputs, **hidden)
+        if distils and teacher is None:
+            teacher = self.ask_teacher(inputs)
         loss = training_loss(
             outputs.logits,
             labels,

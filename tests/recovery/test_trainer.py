@@ -5,72 +5,13 @@ import os
 
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq, MarianTokenizer, Seq2SeqTrainingArguments
+from transformers import AutoModelForSeq2SeqLM
 
-from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration
 from lightformers_hf.processors import CACHES
 from lightformers_hf.recovery import (
-    RecoveryTrainer,
     find_last_checkpoint,
     hidden_loss,
 )
-from lightformers_hf.text import tokenize_pairs
-
-
-@pytest.fixture
-def tokens(tiny_marian, parallel_sentences):
-    from datasets import Dataset
-
-    pairs = Dataset.from_list([{"source": pair["de"], "target": pair["en"]} for pair in parallel_sentences])
-    tokenizer = MarianTokenizer.from_pretrained(tiny_marian)
-    return tokenize_pairs(pairs, tokenizer, max_source_length=64, max_target_length=64)
-
-
-@pytest.fixture
-def build_trainer(tiny_marian, tmp_path, tokens):
-    def build(model="marian", rows=8, with_teacher=False, **options):
-        """A trainer of `rows` sentences, its model a little away from the trained one, without dropout."""
-        torch.manual_seed(1)
-        teacher = AutoModelForSeq2SeqLM.from_pretrained(tiny_marian)
-        if model == "lightformer":
-            sizes = {k: getattr(teacher.config, k) for k in ("vocab_size", "d_model", "pad_token_id", "eos_token_id")}
-            model = LightFormerForConditionalGeneration(
-                LightFormerConfig(
-                    **sizes,
-                    encoder_layers=2,
-                    decoder_layers=1,
-                    encoder_groups=1,
-                    encoder_attention_heads=4,
-                    decoder_attention_heads=4,
-                    encoder_ffn_dim=48,
-                    decoder_ffn_dim=48,
-                    attention_rank=8,
-                    embedding_rank=8,
-                    dropout=0.0,
-                    decoder_start_token_id=teacher.config.decoder_start_token_id,
-                )
-            )
-        elif model == "marian":
-            model = AutoModelForSeq2SeqLM.from_pretrained(tiny_marian)
-            for parameter in model.parameters():
-                parameter.data += 0.1 * torch.randn_like(parameter)
-        recovery = {k: options.pop(k) for k in list(options) if k.startswith(("max_tokens", "distillation", "hidden"))}
-        args = Seq2SeqTrainingArguments(
-            output_dir=str(tmp_path / "out"), use_cpu=True, logging_steps=1, disable_tqdm=True, save_strategy="no",
-            optim="sgd", learning_rate=1.0, lr_scheduler_type="constant", max_grad_norm=0.0, seed=0, **options,
-        )  # fmt: skip
-        tokenizer = MarianTokenizer.from_pretrained(tiny_marian)
-        return RecoveryTrainer(
-            model,
-            args,
-            train_dataset=tokens.select(range(rows)),
-            eval_dataset=tokens,
-            data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
-            teacher=teacher if with_teacher else None,
-            **recovery,
-        )
-
-    return build
 
 
 def log_softmax(logits):
