@@ -42,8 +42,7 @@ from statistics import fmean, stdev
 
 from arguments import ScriptParser, dash_option, seed_number
 from common import run_script, test_names
-from comparing import compare_outputs, run_all, save_pictures, score_key
-from rich.console import Console
+from comparing import compare_outputs, run_all, save_pictures, score_key, show
 from rich.markup import escape
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
@@ -274,7 +273,7 @@ def main(argv: list[str] | None = None) -> None:
             row["bleu_to_first"] = [asdict(one) for one in compared[row["name"]]]
     Path(args.output_dir, "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     draw_curves(list(results), args)
-    Console().print(tabulate(rows, args, compared))
+    show(tabulate(rows, args, compared))
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:

@@ -17,7 +17,8 @@ Options it does not know go to `run_translation.py`. A second call skips the run
 
 With `--engines`, all models, trained where there are `--trainings`, and the teacher are then deployed in these forms:
 tokens a second of one core, one sentence at a time, all in turn, megabytes, and BLEU of what the engine translates
-(first test). That goes to `engines.json` and, BLEU against both, to `engines.png` and `engines-dark.png`.
+(first test). That goes to `engines.json` and, BLEU against both in a row of panels for each form, to `engines.png` and
+`engines-dark.png`.
 
 A method is one of METHODS, or one of your own: `narrow-each=method=narrow,study.allocation=uniform` is a name, then
 fields of `CompressionOptions`, and behind `study.` of `StudyOptions`, their values in YAML. Errors are weighed on the
@@ -47,8 +48,7 @@ from statistics import fmean
 import yaml
 from arguments import ScriptParser, as_options, check_names, load_recipe, seed_number
 from common import run_script, test_names
-from comparing import compare_outputs, run_all, save_pictures, score_key
-from rich.console import Console
+from comparing import compare_outputs, run_all, save_pictures, score_key, show
 from rich.markup import escape
 from rich.table import Table
 from run_translation import ARGUMENTS
@@ -65,7 +65,7 @@ from lightformers_hf.text import load_parallel
 TRAIN = Path(__file__).with_name("run_translation.py")
 EACH = {"study.allocation": "uniform", "study.refit": False}  # every matrix by itself, the ratio for each
 TEACHER, SCORES = "teacher", ("bleu", "chrf")
-LINES = ("-", "--", ":", "-.", (0, (1, 4)))  # of the engines in a picture
+LOOKS = list(itertools.product("os^D", [f"C{number}" for number in range(6)]))  # of curves: a marker, its colours
 DENSE = {"pattern": dict.fromkeys(("embedding", "attention", "ffn"), "dense")}
 METHODS: dict[str, Mapping[str, object]] = {
     "paper": {"method": "paper"},  # plain SVD, the ratio for every matrix
@@ -259,22 +259,21 @@ def deploy(rows: list[dict], args: argparse.Namespace) -> EngineComparison:
 
 
 def draw_engines(found: EngineComparison, curves: dict[str, list[str]], engines: list[str], picture: Path) -> None:
-    """BLEU against tokens a second and against megabytes, of {curve: its models}: a colour each, a line an engine."""
+    """BLEU against tokens a second and against megabytes, of {curve: its models}: a row of panels for each engine."""
     sizes = {(place.model, place.form): (place.disk_bytes / 1e6, place.bleu) for place in found.deployed}
     speeds = {(timing.model, timing.form): timing.speed.tokens_per_second for timing in found.timings}
 
     def paint(panels: list) -> None:
-        for (number, name), (line, form) in itertools.product(enumerate(curves), zip(LINES, engines, strict=False)):
-            look = {"marker": "*", "linestyle": ""} if name == TEACHER else {"marker": "o", "linestyle": line}
-            look |= {"color": f"C{number}", "label": f"{name}, {form}" if len(engines) > 1 else name}
-            points = [(speeds[model, form], *sizes[model, form]) for model in curves[name]]
-            panels[0].plot(*zip(*sorted((speed, bleu) for speed, _, bleu in points), strict=True), **look)
-            panels[1].plot(*zip(*sorted((size, bleu) for _, size, bleu in points), strict=True), **look)
-        where = f" in {engines[0]}" if len(engines) == 1 else ""
-        panels[0].set(xlabel=f"tokens a second{where}, one core", ylabel="BLEU", xscale="log")
-        panels[1].set(xlabel=f"megabytes{where}", xscale="log")
+        for form, (by_speed, by_size) in zip(engines, zip(panels[::2], panels[1::2], strict=True), strict=True):
+            for (name, models), (marker, colour) in zip(curves.items(), LOOKS, strict=False):
+                look = {"marker": marker, "color": colour, "label": name}
+                points = [(speeds[model, form], *sizes[model, form]) for model in models]
+                by_speed.plot(*zip(*sorted((speed, bleu) for speed, _, bleu in points), strict=True), **look)
+                by_size.plot(*zip(*sorted((size, bleu) for _, size, bleu in points), strict=True), **look)
+            by_speed.set(xlabel=f"tokens a second in {form}, one core", ylabel="BLEU", xscale="log")
+            by_size.set(xlabel=f"megabytes in {form}", xscale="log")
 
-    save_pictures(picture, paint, columns=2)
+    save_pictures(picture, paint, rows=len(engines), columns=2)
 
 
 def convert_all(runs: list[Run], methods: dict[str, Method], args: argparse.Namespace) -> None:
@@ -388,10 +387,10 @@ def main(argv: list[str] | None = None) -> None:
     (folder / "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     if len(args.ratios) > 1:
         draw(rows, folder, tests)
-    Console().print(tabulate(rows, tests))
+    show(tabulate(rows, tests))
     if args.engines:
         final = [row for row in rows if row["trained"] or not args.trainings]
-        Console().print(*deploy(final, args).tables())
+        show(*deploy(final, args).tables())
 
 
 if __name__ == "__main__":

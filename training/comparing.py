@@ -1,4 +1,4 @@
-"""What the comparisons share: runs of the training scripts, each done once, what their outputs differ in, pictures."""
+"""What the comparisons share: runs of the training scripts, each done once, their outputs, tables and pictures."""
 
 from __future__ import annotations
 
@@ -11,10 +11,22 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TypeVar
 
+from rich.console import Console
+from rich.table import Table
 from tqdm import tqdm
 
 from lightformers_hf.evaluation.quality import Difference, bleu_difference
 from lightformers_hf.recovery import find_last_checkpoint
+
+ROOM = 160  # columns of a table in a file or a pipe
+
+
+def show(*tables: Table) -> None:
+    """Print tables, as wide as the terminal is; where there is none, wide enough for a comparison's columns."""
+    console = Console()
+    if not (console.is_terminal or "COLUMNS" in os.environ):
+        console.width = ROOM
+    console.print(*tables)
 
 
 def compare_outputs(folder: Path, other: Path, name: str, references: list[str]) -> Difference:
@@ -79,9 +91,11 @@ def run_once(script: Path, options: list[str], folder: Path, *, one_thread: bool
     return json.loads(results.read_text(encoding="utf-8"))
 
 
-def save_pictures(picture: Path, paint: Callable[[list], None], *, columns: int = 1) -> None:
+def save_pictures(picture: Path, paint: Callable[[list], None], *, rows: int = 1, columns: int = 1) -> None:
     """Write `<picture>.png` for light pages and `<picture>-dark.png` for dark ones; `paint` gets the panels."""
     from lightformers_hf.evaluation.pages.plots import save_picture  # needs matplotlib
 
     for ending, dark in ((".png", False), ("-dark.png", True)):
-        save_picture(picture.with_name(picture.name + ending), paint, columns=columns, height=5, dark=dark)
+        save_picture(
+            picture.with_name(picture.name + ending), paint, rows=rows, columns=columns, height=1 + 4 * rows, dark=dark
+        )

@@ -373,3 +373,16 @@ def test_a_training_log_without_losses_is_as_none(tmp_path):
     assert _training(tmp_path) == {}
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [{"loss": 3.0, "step": 2}]}))
     assert _training(tmp_path)["convergence_step"] == 2
+
+
+@pytest.mark.parametrize("curves", [2, 16])
+def test_a_legend_of_many_lines_leaves_the_panels_their_height(tmp_path, curves):
+    kept = []
+
+    def paint(panels):
+        kept.extend(panels)
+        for curve in range(curves):
+            panels[0].plot([1, 2], [curve, curve], label=f"a curve with quite a long name, number {curve}")
+
+    save_picture(tmp_path / "picture.png", paint)
+    assert kept[0].get_window_extent().height > 0.6 * 4.2 * kept[0].figure.dpi

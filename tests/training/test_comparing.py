@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from comparing import run_all
+from comparing import run_all, show
+from rich.table import Table
 
 SCRIPT = """
 import json, sys, time
@@ -43,3 +44,12 @@ def test_a_failure_ends_it_and_keeps_what_was_under_way(tmp_path, script):
     assert "no such text" in (tmp_path / "fails.log").read_text()
     assert json.loads((tmp_path / "runs" / "test_results.json").read_text()) == {"test_bleu": 0}
     assert not (tmp_path / "waits-2").exists()
+
+
+def test_a_table_in_a_file_is_not_cut_to_eighty_columns(monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    table, cells = Table(*map(str, range(10))), ["-2.2 (-2.9)"] * 9
+    table.add_row(*cells, "the last")
+    show(table)
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "the last" in line]
+    assert row.count(cells[0]) == 9

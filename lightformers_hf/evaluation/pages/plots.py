@@ -21,6 +21,7 @@ LIGHT = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
 DARK = ("#56b4e9", "#f0b93f", "#2fc79b", "#ff8a4c", "#e5a5c8", "#7c9cff")
 WIDTH = 10  # inches of a picture
 LETTERS = 105  # side by side in its legend
+LINE = 0.27  # inches of each of the legend's further lines, which a picture grows by
 FAR_APART = 20  # times: more than this, and an axis is logarithmic
 Paint = Callable[[list[Axes]], None]
 
@@ -35,7 +36,7 @@ def style(*, dark: bool = False) -> dict:
         "axes.prop_cycle": cycler(color=DARK if dark else LIGHT),
         "axes.grid": True,
         "axes.grid.which": "both",
-        "axes.formatter.min_exponent": 3,  # 20, not 2×10¹
+        "axes.formatter.min_exponent": 4,  # 2000, not 2×10³
         "axes.titlesize": "medium",
         "axes.axisbelow": True,
         "grid.color": ink,
@@ -65,7 +66,8 @@ def save_picture(
 ) -> None:
     """Write a PNG of `width` by `height` inches with `rows`×`columns` panels, which `paint` gets as one list.
 
-    What has a label is named once in a legend below, unless a panel has a legend of its own.
+    What has a label is named once in a legend below, unless a panel has a legend of its own; a legend of several lines
+    makes the picture higher.
     """
     with matplotlib.rc_context(style(dark=dark)):
         figure = Figure(figsize=(width, height), dpi=160, layout="constrained")
@@ -76,12 +78,9 @@ def save_picture(
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 labels.setdefault(label, handle)
         if labels and not any(axes.get_legend() for axes in panels):
-            figure.legend(
-                list(labels.values()),
-                list(labels),
-                loc="outside lower center",
-                ncols=legend_columns(list(labels), width),
-            )
+            abreast = legend_columns(list(labels), width)
+            figure.legend(list(labels.values()), list(labels), loc="outside lower center", ncols=abreast)
+            figure.set_figheight(height + LINE * ((len(labels) - 1) // abreast))
         figure.savefig(file, format="png")
 
 
