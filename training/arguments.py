@@ -13,9 +13,17 @@ from pathlib import Path
 
 import torch
 import yaml
+from rich.console import Console
+from rich.markup import escape
 from transformers import CONFIG_MAPPING, HfArgumentParser, SchedulerType, get_scheduler
 
 import lightformers_hf  # noqa: F401  registers the architectures, whose fields recipes name
+from lightformers_hf.processors import bf16_is_faster
+
+NO_BF16 = (
+    "bf16 is left out, training is in float32: this processor multiplies matrices no faster in bfloat16 than in "
+    "float32. Many do it in software, fifty times slower."
+)
 
 
 @dataclass
@@ -96,8 +104,12 @@ class OutputArguments:
                 check_seed(value, f"--{name.replace('_', '-')} is ")
         # Without it, --bf16 is refused on a machine that has nothing but its CPU.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        in_software = self.bf16 and self.use_cpu and not bf16_is_faster()
+        self.bf16 = self.bf16 and not in_software
         super().__post_init__()
         self._check_schedule()
+        if in_software and self.should_log:
+            Console(stderr=True).print("[yellow]note:[/yellow]", escape(NO_BF16), highlight=False, soft_wrap=True)
 
     def _check_schedule(self) -> None:
         """Make the schedule once for nothing: kinds differ in what else they need or take."""
