@@ -13,6 +13,7 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor
 
+from .int8 import quantize_rows
 from .layers import Biases, Layer, Linear, Norm, Stack
 
 WEIGHTS = "weights.bin"
@@ -66,7 +67,7 @@ class Graph:
     def constant(self, values: Tensor | np.ndarray | list | int | float) -> str:
         """A constant; integers are int64, fractions fp32. Equal ones are one."""
         if isinstance(values, Tensor):
-            array = values.detach().float().numpy()
+            array = as_array(values)
         else:
             array = values if isinstance(values, np.ndarray) else np.array(values)
         if array.dtype == np.float64:
@@ -103,7 +104,7 @@ class Graph:
     def matmul(self, states: str, matrix: Tensor, bias: Tensor | None = None) -> str:
         """states·matrix + bias. (…, m) → (…, n)."""
         if self.quantize:
-            values, scales = quantize_rows(matrix.T)
+            values, scales = quantize_rows(as_array(matrix.T))
             return self._matmul_int8(
                 states, self.constant(np.ascontiguousarray(values.T)), self.constant(scales), bias
             )
@@ -113,7 +114,7 @@ class Graph:
     def matmul_rows(self, states: str, table: Tensor, bias: Tensor | None = None) -> str:
         """states·tableᵀ + bias, for a table that is also looked up, and is stored once. (…, m), (n, m) → (…, n)."""
         if self.quantize:
-            values, scales = quantize_rows(table)
+            values, scales = quantize_rows(as_array(table))
             rows = self.op("Transpose", self.constant(values), perm=[1, 0])
             return self._matmul_int8(states, rows, self.constant(scales), bias)
         product = self.op("MatMul", states, self.op("Transpose", self.constant(table), perm=[1, 0]))
@@ -123,7 +124,7 @@ class Graph:
         """As `matmul_rows` of some rows alone. (…, m), (n, m), ids (c) → (…, c)."""
         part = None if bias is None else self.op("Gather", self.constant(bias), chosen)
         if self.quantize:
-            values, scales = quantize_rows(table)
+            values, scales = quantize_rows(as_array(table))
             rows = self.op("Transpose", self.op("Gather", self.constant(values), chosen), perm=[1, 0])
             found = self._matmul_int8(states, rows, self.op("Gather", self.constant(scales), chosen), None)
         else:
@@ -139,7 +140,7 @@ class Graph:
         """Rows of a table. Ids (…) → (…, m)."""
         if not self.quantize:
             return self.op("Gather", self.constant(table), ids)
-        values, scales = quantize_rows(table)
+        values, scales = quantize_rows(as_array(table))
         rows = self.op("Cast", self.op("Gather", self.constant(values), ids), to=TensorProto.FLOAT)
         return self.op("Mul", rows, self.op("Gather", self.constant(scales[:, None]), ids))
 
@@ -237,12 +238,9 @@ class Graph:
         return self.norm(vectors, stack.embedding_norm)
 
 
-def quantize_rows(table: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """A matrix in int8 with a scale for each row: values (n×m) and scales (n), so that values·scale ≈ table."""
-    rows = table.detach().float().numpy()
-    largest = np.abs(rows).max(axis=1)
-    scales = np.where(largest > 0, largest / 127, 1).astype(np.float32)
-    return np.rint(rows / scales[:, None]).astype(np.int8), scales
+def as_array(tensor: Tensor) -> np.ndarray:
+    """The same numbers, fp32."""
+    return tensor.detach().float().numpy()
 
 
 def content_hash(array: np.ndarray) -> str:

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from ...files import read_json, write_json
 from ...models.configuration_lightformer import RELATIVE_POSITIONS
 from ..heads import bias_or_zero, narrow_heads
+from ..int8 import quantize_rows
 from ..layers import Attention, Expansion, Layer, Linear, Norm, read_output, read_stack
 from ..search import NEVER, Search
 from ..shortlist import SHORTLIST_FILES, Shortlist, special_tokens
@@ -70,9 +71,30 @@ def write(source: Source, folder: Path, quantization: str | None, *, first: Sequ
     spec.register_target_vocabulary(_ordered(tokens["target"], orders["target"]))
     _set_special_tokens(spec, source, tokens)
     spec.validate()
-    spec.optimize(quantization)
+    quantize(spec, quantization)
     spec.save(str(folder))
     return expansion
+
+
+def quantize(spec: LayerSpec, quantization: str | None) -> None:
+    """Store weights in another type, those in int8 rounded as every processor multiplies them (`int8.quantize_rows`).
+
+    CTranslate2 leaves int8 products to oneDNN on other processors than Intel's, and oneDNN cuts off what 16 bits do
+    not hold where there is no VNNI: a model of the demo that has 86.3 BLEU in fp32 had 75.0 there, and has 86.1 so.
+    """
+    in_int8 = quantization is not None and quantization.startswith("int8")
+    rounded = {
+        name: quantize_rows(variable.numpy())
+        for name, variable in (spec.variables().items() if in_int8 else ())
+        if variable.dtype == "float32" and len(variable.shape) == 2
+    }
+    spec.optimize(quantization)
+    stored = {name: variable for name, variable in spec.variables().items() if not isinstance(variable, str)}
+    for name in rounded.keys() & stored.keys():
+        if stored[name].dtype == "int8":
+            values, scales = rounded[name]
+            stored[name].numpy()[:] = values
+            stored[f"{name}_scale"].numpy()[:] = 1 / scales
 
 
 def order_ids(size: int, first: Sequence[int]) -> list[int] | None:

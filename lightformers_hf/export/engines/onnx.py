@@ -8,10 +8,9 @@ included, is stored in 8 bits with a scale for each output, and activations are 
 
 from __future__ import annotations
 
-import functools
-import io
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +26,6 @@ from ..shortlist import Shortlist, narrow_search
 from ..source import Source
 
 QUANTIZATIONS = ("float32", "int8")
-# Turns weights into unsigned ones when a session starts: slower, but their products are added in 32 bits everywhere.
-EXACT_INT8 = ("session.x64quantprecision", "1")
 SHORTLIST = "shortlist.json"
 MASKED = float(np.finfo(np.float32).min) / 2
 
@@ -53,8 +50,8 @@ def write(source: Source, folder: Path, quantization: str | None, *, sliced: boo
     with (folder / WEIGHTS).open("wb") as file:
         weights = Weights(file)
         graphs: dict[str, Callable[[Graph], None]] = {
-            "encoder": functools.partial(encoder_graph, encoder=encoder, decoder=decoder),
-            "decoder": functools.partial(
+            "encoder": partial(encoder_graph, encoder=encoder, decoder=decoder),
+            "decoder": partial(
                 decoder_graph, decoder=decoder, output=output, sliced=sliced, output_scale=source.model.output_scale
             ),
         }
@@ -224,23 +221,6 @@ def output_logits(graph: Graph, states: str, output: Linear, scale: float | None
     graph.output(logits, "logits", ["rows", "candidates" if sliced else weight.shape[1]])
 
 
-@functools.cache
-def overflows() -> bool:
-    """Whether int8 products overflow on this processor: x86 without VNNI adds pairs of them in 16 bits."""
-    graph = Graph(Weights(io.BytesIO()), True, "relu", False)
-    states = graph.input("states", TensorProto.FLOAT, [1, 2])
-    graph.output(graph.matmul(states, torch.ones(2, 1)), "sum", [1, 1])
-    session = onnxruntime.InferenceSession(
-        graph.model("probe").SerializeToString(), providers=["CPUExecutionProvider"]
-    )
-    return abs(float(session.run(None, {"states": np.ones((1, 2), dtype=np.float32)})[0].item()) - 2) > 0.01
-
-
-def is_int8(folder: Path) -> bool:
-    """Whether an exported decoder computes in int8."""
-    return b"DynamicQuantizeMatMul" in (folder / "decoder.onnx").read_bytes()
-
-
 class OnnxModel:
     """An exported folder, run by ONNX Runtime: see `load_engine`."""
 
@@ -248,28 +228,13 @@ class OnnxModel:
         self.search = search
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-        if overflows():
-            options.add_session_config_entry(*EXACT_INT8)
-        try:
-            self.encoder, self.decoder = (
-                onnxruntime.InferenceSession(str(folder / f"{name}.onnx"), options, providers=["CPUExecutionProvider"])
-                for name in ("encoder", "decoder")
-            )
-        except onnxruntime.capi.onnxruntime_pybind11_state.Fail as error:
-            if not overflows():
-                raise
-            raise ValueError(
-                f"{folder}: int8 products overflow on this processor, and ONNX Runtime cannot avoid that where layers "
-                "are shared: export without quantization, or to another engine"
-            ) from error
+        self.encoder, self.decoder = (
+            onnxruntime.InferenceSession(str(folder / f"{name}.onnx"), options, providers=["CPUExecutionProvider"])
+            for name in ("encoder", "decoder")
+        )
         self._past = [value for value in self.decoder.get_inputs() if value.name.startswith("past_")]
         is_sliced = any(value.name == "candidates" for value in self.decoder.get_inputs())
         self.shortlist = Shortlist.load(folder / SHORTLIST) if is_sliced else None
-        if is_sliced and is_int8(folder) and overflows():
-            raise ValueError(
-                f"{folder}: int8 products overflow on this processor, and ONNX Runtime cannot avoid that for a part "
-                "of the output layer: export without shortlist, without quantization, or to another engine"
-            )
         self._cross = [value.name for value in self.encoder.get_outputs()]
 
     def generate(self, batch: list[list[int]], search: Search) -> list[list[int]]:
