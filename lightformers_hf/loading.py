@@ -29,6 +29,7 @@ from .checkpoint import CheckpointReader, check_config, check_sizes, check_token
 from .files import EXPORT_FILE, WEIGHT_FILES
 from .languages import set_languages
 from .models.configuration_base import FactorizedConfig
+from .models.embeddings import SinusoidalPositions
 
 # What transformers raises, besides ValueError, of files with other content than it takes for granted.
 DAMAGED = (
@@ -233,6 +234,22 @@ def skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Pr
     """The model without storage: every name and shape, no byte of weights."""
     with torch.device("meta"):
         return model_class(config)
+
+
+def assemble(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, tensors: Mapping[str, torch.Tensor]
+) -> PreTrainedModel:
+    """The model made of these tensors themselves, in evaluation mode: nothing is copied, nothing random drawn.
+
+    Raises:
+        ValueError: see `load_tensors`.
+    """
+    model = skeleton(model_class, config)
+    load_tensors(model, tensors, assign=True)
+    for module in model.modules():
+        if isinstance(module, SinusoidalPositions):
+            module.to_empty(device="cpu").reset()
+    return model.eval()
 
 
 def load_skeleton(folder: Path) -> PreTrainedModel:

@@ -169,7 +169,7 @@ def compress(
     if tensors:
         tensors |= other_tensors(model, originals, tensors)
     if tensors and will_refit and any(report.relative_error for report in reports):
-        calibration.forget_inputs()
+        calibration.forget("inputs")
         tensors = refit(model, calibration, tensors, built, progress=progress)
     asks_speed = options.budget == "speedup"
     report = CompressionReport.of(

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..loading import load_tensors
+from ..loading import assemble
 from ..models.configuration_base import FactorizedConfig
 from ..models.configuration_lightformer import LightFormerConfig
 from ..models.matrices import bias_of, product_of
-from ..processors import give_back_memory
 from .forms.form import Built, find_form
 from .options import StudyOptions
 from .sharing.originals import short_name
@@ -69,14 +68,12 @@ def refit(
     Args:
         model: its skeleton.
         calibration: of the teacher, whose model it holds.
-        tensors: before. The dictionary is empty afterwards: the student has copies.
+        tensors: before; those of its matrices are changed.
         built: what its matrices have become.
     """
-    student, names = type(model)(model.config), list(tensors)
-    load_tensors(student, {name: tensor.float() for name, tensor in tensors.items()})
-    tensors.clear()
-    student = student.eval().to(calibration.model.device)
-    give_back_memory()  # what the tensors took
+    names = list(tensors)
+    student = assemble(type(model), model.config, {name: tensors.pop(name).float() for name in names})
+    student.to(calibration.model.device)
     refit_layers(student, calibration.model, calibration, built, progress=progress)
     state = student.state_dict()
     return {name: state[name].cpu() for name in names}
@@ -119,6 +116,7 @@ def refit_layers(
                 bar.update()
             for walk in walks:
                 walk.finish()
+    calibration.forget("gradients")
     _balance(student, teacher, calibration, shelf, progress=progress)
 
 
@@ -166,7 +164,8 @@ def _balance(
         if step < BALANCING:
             shift += ((target + SMOOTHING) / (own + SMOOTHING)).log()
     if worth:
-        student.final_logits_bias += shift.float().to(student.device)
+        # A buffer of its own: the one that is there may be the teacher's.
+        student.final_logits_bias = student.final_logits_bias + shift.float().to(student.device)
 
 
 def _target_states(who: str, calibration: Calibration, shelf: Shelf) -> Iterator[Tensor]:
@@ -247,9 +246,12 @@ class _Walk:
             self.shelf[self.who, self.name, index] = self.call(depth, index)
 
     def finish(self) -> None:
-        """Put the states behind the stack, once the last layer is passed."""
+        """Put the states behind the stack, once the last layer is passed, and forget what modules gave."""
         for index in range(len(self.calibration.batches)):
             self.shelf[self.who, self.name, index] = self.stack.layer_norm(self.shelf[self.who, self.name, index])
+            for name in self.names(len(self.stack.layers) - 1):
+                if (key := self._key(name, index)) in self.shelf:
+                    del self.shelf[key]
 
     def inputs(self, depth: int, batch: int, names: list[str]) -> dict[str, Tensor]:
         """What goes into the modules `names` of a layer, in the order of their calls.
@@ -306,7 +308,7 @@ class _Walk:
 
 
 def _refit_layer(student: _Walk, teacher: _Walk, depth: int, calibration: Calibration, built: Built) -> None:
-    coordinates, forms = built.coordinates, {report.name: find_form(report.form) for report in built.reports}
+    forms = {report.name: find_form(report.form) for report in built.reports}
     names = student.names(depth)
     with fail_together():
         teacher.record(depth, names)
@@ -329,17 +331,12 @@ def _refit_layer(student: _Walk, teacher: _Walk, depth: int, calibration: Calibr
                 x = student.inputs(depth, index, group[:1])[group[0]][mask]
                 inputs.add(x, x)
                 for name in group:
-                    target = teacher.output(name, index)
-                    if name in coordinates:
-                        target = target @ coordinates[name].to(target)
-                    outputs[name].add(x, target)
+                    outputs[name].add(x, built.of_teacher(name, teacher.output(name, index)))
         for sums in (inputs, *outputs.values()):
             sums.sum_over_all()
         for name, modules in pairs.items():
-            own = _matrix(modules[1], calibration.device)
-            if name in coordinates:
-                own = own @ coordinates[name].to(own)
-            elif len(own) != len(inputs.left):
+            own = built.of_teacher(name, _matrix(modules[1], calibration.device))
+            if len(own) != len(inputs.left):  # its inputs are others
                 own = _matrix(modules[0], calibration.device)
             nearest = partial(forms[short_name(name)].nearest_state, modules[0], name=name)
             _solve(nearest, modules[0], own, inputs, outputs[name], calibration.gradients([name]))

@@ -17,8 +17,8 @@ from ..files import TOKENIZER_FILES
 from ..languages import keep_prefix, set_language_codes
 from ..loading import (
     DAMAGED,
+    assemble,
     load_pretrained,
-    load_tensors,
     printable_name,
     skeleton,
     stored_tensors,
@@ -215,10 +215,12 @@ class Teacher:
         return tensor
 
     def load(self) -> PreTrainedModel:
-        """The whole model, fp32, in evaluation mode: what it is asked must not depend on chance."""
-        model = self.model_class(self.config)
-        load_tensors(model, {name: self.read(name).float() for name in stored_tensors(self.model)})
-        return model.eval()
+        """The whole model, fp32, in evaluation mode: what it is asked must not depend on chance.
+
+        Its tensors are the files', whose pages the system may drop and read again: they are not to be changed.
+        """
+        tensors = {name: self.read(name).float() for name in stored_tensors(self.model)}
+        return assemble(self.model_class, self.config, tensors)
 
     @property
     def has_tokenizer(self) -> bool:

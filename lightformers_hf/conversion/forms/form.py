@@ -46,12 +46,23 @@ class Built:
     Attributes:
         reports: of its matrices.
         tensors: under the names that the result's checkpoint has.
-        coordinates: module → what its outputs are of the teacher's (n×n'), where they are fewer.
+        coordinates: module → what its outputs are of the teacher's, where they are fewer: of each head so many sums
+            (h×n/h×n'/h), or, as whole numbers (n'), these of them.
     """
 
     reports: list[MatrixReport]
     tensors: dict[str, Tensor]
     coordinates: dict[str, Tensor] = field(default_factory=dict)
+
+    def of_teacher(self, name: str, outputs: Tensor) -> Tensor:
+        """What a module's outputs are of the teacher's (rows×n)."""
+        coordinates = self.coordinates.get(name)
+        if coordinates is None:
+            return outputs
+        if not coordinates.is_floating_point():
+            return outputs[:, coordinates.to(outputs.device)]
+        heads = outputs.unflatten(1, coordinates.shape[:2]).transpose(0, 1) @ coordinates.to(outputs)
+        return heads.transpose(0, 1).flatten(1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -205,11 +205,8 @@ class NarrowerHeads(Form):
         into_v, out_of_v = self._scaled(contexts.at(setting), "v_proj", "out_proj")
         # Scores are divided by the root of the width.
         scale = (setting / full) ** 0.5 if self.originals.dense.config.scale_attention else 1.0
-        coordinates = {
-            "q_proj": torch.block_diag(*(into_q * scale)),
-            "k_proj": torch.block_diag(*out_of_q.mT),
-            "v_proj": torch.block_diag(*into_v),
-        }
+        coordinates = {"q_proj": into_q * scale, "k_proj": out_of_q.mT, "v_proj": into_v}
+        whole = {part: torch.block_diag(*heads) for part, heads in coordinates.items()}
         spread = torch.block_diag(*out_of_v)
         costs = queries.costs() + contexts.costs()
         share = (costs[setting] / costs[0]).item() if costs[0] > 0 else 0.0
@@ -218,14 +215,13 @@ class NarrowerHeads(Form):
             name = f"{self.name}.{part}"
             matrix, bias = self.originals.linear(name)
             if part == "out_proj":
-                lost = mean - mean @ coordinates["v_proj"] @ spread
+                lost = mean - mean @ whole["v_proj"] @ spread
                 new, new_bias = spread @ matrix.double(), self._bias(name) + lost @ matrix.double()
             else:
-                new, new_bias = matrix.double() @ coordinates[part], self._bias(name) @ coordinates[part]
+                new, new_bias = matrix.double() @ whole[part], self._bias(name) @ whole[part]
             tensors[name] = {"weight": new.T.to(matrix.dtype), "bias": None if bias is None else new_bias.to(bias)}
             reports.append(self._report(name, setting, new.numel(), share))
-        coordinates = {f"{self.name}.{part}": matrix.cpu() for part, matrix in coordinates.items()}
-        return Built(reports, to_store(tensors), coordinates)
+        return Built(reports, to_store(tensors), {f"{self.name}.{part}": h.cpu() for part, h in coordinates.items()})
 
     def _report(self, name: str, width: int, parameters: int, share: float) -> MatrixReport:
         """Of one matrix; `share` of the block's energy is lost."""

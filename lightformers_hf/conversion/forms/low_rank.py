@@ -18,7 +18,7 @@ from ..sharing.groups import STACKS, find_matrices
 from ..sharing.originals import short_name
 from ..statistics.metric import Metric
 from .form import Built, Form, Measure, Setting, commonest, register_form, to_store
-from .svd import Factors, Spectrum, decompose, rescale, singular_values
+from .svd import Factors, Spectrum, decompose, singular_values
 
 
 @register_form
@@ -79,13 +79,13 @@ class LowRank(Form):
 
     def spectrum(self, rank: int | None = None) -> Spectrum:
         """Its singular values in the metric of the calibration; a rank known beforehand makes that cheaper."""
-        metric, matrix = self._metric, self.originals.matrix(self.name)
-        return decompose(matrix if metric is None else metric.weigh(matrix), name=short_name(self.name), rank=rank)
+        matrix = self.originals.matrix(self.name)
+        return decompose(matrix, name=short_name(self.name), rank=rank, metric=self._metric)
 
     @cached_property
     def _singular_values(self) -> Tensor:
-        metric, matrix = self._metric, self.originals.matrix(self.name)
-        return singular_values(matrix, name=short_name(self.name), gram=metric and metric.gram).cpu()
+        matrix = self.originals.matrix(self.name)
+        return singular_values(matrix, name=short_name(self.name), metric=self._metric).cpu()
 
     def choices(self, measure: Measure) -> Choices:
         """Every rank, and dense."""
@@ -118,11 +118,9 @@ class LowRank(Form):
         spectrum = self._decomposed.pop() if self._decomposed else self.spectrum(setting)
         matrix, bias = self.originals.linear(self.name)
         factors, metric = spectrum.truncate(setting, self.split), self._metric
-        if metric is not None:
-            factors = rescale(metric.restore(factors), self.split)
-            if metric.mean is not None:  # the bias takes the mean of what the factors lose
-                lost = metric.mean @ (matrix.double() - factors.left @ factors.right)
-                bias = (bias.double() + lost).to(bias.dtype)
+        if metric is not None and metric.mean is not None:  # the bias takes the mean of what the factors lose
+            lost = metric.mean @ matrix.double() - metric.mean @ factors.left.double() @ factors.right.double()
+            bias = (bias.double() + lost).to(bias.dtype)
         left, right = factors.left.to(matrix.dtype), factors.right.to(matrix.dtype)
         if self.kind(self.name) == "embedding":
             left[(matrix == 0).all(dim=1)] = 0  # a padding row that is exactly zero stays so
@@ -133,9 +131,9 @@ class LowRank(Form):
         cls, module: nn.Module, matrix: Tensor, bias: Tensor | None, find_metric: Callable[[], Metric], *, name: str
     ) -> dict[str, Tensor]:
         """As `Form.nearest_state`, by truncated SVD in the metric."""
-        metric, rank = find_metric(), rank_of(module)
-        factors = metric.restore(decompose(metric.weigh(matrix), name=name, rank=rank).truncate(rank))
-        return low_rank_state(module, *rescale(factors, "balanced"), bias)
+        rank = rank_of(module)
+        factors = decompose(matrix, name=name, rank=rank, metric=find_metric()).truncate(rank, "balanced")
+        return low_rank_state(module, factors.left, factors.right, bias)
 
     def _built(self, factors: Factors, bias: Tensor | None, energy: float, relative_error: float) -> Built:
         (m, n), rank = self.shape(self.name), factors.left.shape[1]

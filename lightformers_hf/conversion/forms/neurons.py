@@ -216,5 +216,4 @@ class FewerNeurons(Form):
                 relative_error=share**0.5,
             )  # fmt: skip
             reports.append(report)
-        coordinates = {name: torch.eye(size).double()[:, kept.cpu()] for name in self._first}
-        return Built(reports, to_store(tensors), coordinates)
+        return Built(reports, to_store(tensors), dict.fromkeys(self._first, kept.cpu()))

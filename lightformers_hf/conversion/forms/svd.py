@@ -13,6 +13,10 @@ So there are two routes:
   float32 errors can have cost. Without certificate the result is thrown away.
 - *exact*, for everything else: both in float64. What is lost lies 1e-8 below the largest singular value, which is
   beneath the rounding of float32 factors; at full rank W·V·Vᵀ = W holds whatever the spectrum.
+
+In a metric, ‖Lᵀ Δ R‖ instead of ‖Δ‖, the exact route is taken with the Gram matrix of A = Lᵀ W R: with V its r leading
+eigenvectors, A·V·Vᵀ is nearest to A, so that W·(R V)·(Vᵀ R⁻¹) is nearest to W, and neither A nor the larger of the two
+roots is ever made.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ..options import SPLITS, Split
+from ..statistics.metric import Metric
 
 # Share of the discarded energy that the fast route may lose: half of it is the relative excess of the error.
 TOLERATED_LOSS = 2e-6
@@ -54,11 +59,18 @@ def rescale(factors: Factors, split: Split) -> Factors:
     a factor a thousand times smaller than its partner would not survive the first. Beside a zero, what is no zero gets
     the length 1: the product is zero however long it is, but half precision has no 1e6.
     """
-    left, right = factors.left.norm(dim=0), factors.right.norm(dim=1)
+    left, right = _column_norms(factors.left), _column_norms(factors.right.T)
     scale = left.where(left > 0, 1 / right.where(right > 0, 1))
     if split == "balanced":
         scale = (left / right).sqrt().where((left > 0) & (right > 0), scale)
+    scale = scale.to(factors.left.dtype)
     return Factors(factors.left / scale, factors.right * scale[:, None])
+
+
+def _column_norms(factor: Tensor) -> Tensor:
+    """In float64, a few rows at a time: in float32 squares of small numbers would be nothing."""
+    parts = [torch.linalg.vector_norm(rows, dim=0, dtype=torch.float64) for rows in factor.split(CHUNK_ROWS)]
+    return torch.linalg.vector_norm(torch.stack(parts), dim=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +88,10 @@ class Spectrum:
     singular_values: Tensor
     max_rank: int
     weight: Tensor  # W, or Wᵀ where `transposed`: as many rows as columns, or more
-    basis: Tensor  # V, n'×max_rank, orthonormal, float64
+    basis: Tensor  # V, n'×max_rank, orthonormal, float64; in a metric R·V
     projected: Tensor | None  # weight·basis where it is known already
     transposed: bool
+    inverse: Tensor | None = None  # in a metric, VᵀR⁻¹, max_rank×n'
 
     def energy(self, rank: int) -> float:
         """Share of the sum of squared singular values that the first `rank` hold, in [0, 1] (1 for a zero matrix)."""
@@ -96,7 +109,7 @@ class Spectrum:
         Args:
             rank: r, from 1 to `max_rank`.
             split: `sigma-right` gives U_r and Σ_r V_rᵀ (Eq. 11; the left columns are orthonormal), `balanced` gives
-                U_r √Σ_r and √Σ_r V_rᵀ.
+                U_r √Σ_r and √Σ_r V_rᵀ. In a metric, columns have these lengths (`rescale`) but are not orthogonal.
 
         Raises:
             ValueError: the rank is out of range or the split unknown.
@@ -104,11 +117,13 @@ class Spectrum:
         check_rank(self.name, rank, self.max_rank)
         if split not in SPLITS:
             raise ValueError(f"{self.name}: split is {split!r}, expected {' or '.join(SPLITS)}")
-        basis = self.basis[:, :rank]
+        basis, dtype = self.basis[:, :rank], torch.promote_types(self.weight.dtype, torch.float32)
+        if self.inverse is not None:
+            thin = _project(self.weight, basis, dtype), self.inverse[:rank].to(dtype)
+            return rescale(Factors(*(factor.T for factor in thin[::-1]) if self.transposed else thin), split)
         known = self.projected is not None
-        projected = self.projected[:, :rank] if known else _project(self.weight, basis)  # = U Σ
+        projected = self.projected[:, :rank] if known else _project(self.weight, basis, torch.float64)  # = U Σ
         sigma = torch.linalg.vector_norm(projected, dim=0)
-        dtype = torch.promote_types(self.weight.dtype, torch.float32)
         if split == "balanced":
             root = sigma.sqrt()
             # A direction W does not have gives 0·0: its column of `projected` is zero, and so is `root`.
@@ -132,7 +147,7 @@ def check_rank(name: str, rank: int, limit: int) -> None:
 
 
 @torch.no_grad()
-def decompose(weight: Tensor, *, name: str, rank: int | None = None) -> Spectrum:
+def decompose(weight: Tensor, *, name: str, rank: int | None = None, metric: Metric | None = None) -> Spectrum:
     """Singular values and what is needed to truncate.
 
     Args:
@@ -140,6 +155,7 @@ def decompose(weight: Tensor, *, name: str, rank: int | None = None) -> Spectrum
             transposes.
         name: the tensor's name, for messages.
         rank: the largest rank that will be asked for, where it is known: allows the fast route.
+        metric: in which factors are to be near to W. The singular values are then those of A = Lᵀ W R.
 
     Raises:
         ValueError: not a matrix, NaN or Inf in it, rank outside 1…min(m, n), eigenproblem without convergence, or
@@ -149,28 +165,30 @@ def decompose(weight: Tensor, *, name: str, rank: int | None = None) -> Spectrum
     if rank is not None:
         check_rank(name, rank, limit)
     # Above half of the size the fast route's float64 part costs as much as the exact route.
-    found = _certified(tall, rank) if rank is not None and rank + OVERSAMPLING <= limit // 2 else None
+    may_be_fast = metric is None and rank is not None and rank + OVERSAMPLING <= limit // 2
+    found = _certified(tall, rank) if may_be_fast else None
     if found is None:
-        eigenvalues, vectors = _solve(torch.linalg.eigh, _gram(tall, torch.float64), tall, name)
+        eigenvalues, vectors = _solve(torch.linalg.eigh, _square(weight, tall, metric), tall, name)
         found = eigenvalues.flip(0).clamp(min=0), vectors.flip(1), None
     energies, basis, projected = found
     transposed = weight.shape[0] <= weight.shape[1]
-    return Spectrum(name, _roots(energies, weight, name), basis.shape[1], tall, basis, projected, transposed)
+    values, most, inverse = _roots(energies, weight, name), basis.shape[1], None
+    if metric is not None:
+        most = rank or limit
+        basis, inverse = metric.bases(basis[:, :most], rows=transposed)
+    return Spectrum(name, values, most, tall, basis, projected, transposed, inverse)
 
 
 @torch.no_grad()
-def singular_values(weight: Tensor, *, name: str, gram: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+def singular_values(weight: Tensor, *, name: str, metric: Metric | None = None) -> Tensor:
     """Those of `decompose` without a rank, all and exact, where nothing else is wanted: in half of the time.
-
-    Args:
-        gram: makes of W the smaller of AᵀA and AAᵀ, float64, where not W's but A's are wanted.
 
     Raises:
         ValueError: as `decompose`.
     """
     tall = _stand_up(weight, name)
-    square = _gram(tall, torch.float64) if gram is None else gram(weight)
-    return _roots(_solve(torch.linalg.eigvalsh, square, tall, name).flip(0).clamp(min=0), weight, name)
+    energies = _solve(torch.linalg.eigvalsh, _square(weight, tall, metric), tall, name)
+    return _roots(energies.flip(0).clamp(min=0), weight, name)
 
 
 def _stand_up(weight: Tensor, name: str) -> Tensor:
@@ -205,6 +223,11 @@ def _check_energy(largest: float, weight: Tensor, name: str) -> None:
         raise ValueError(f"{name}: its values are too {size}, their squares are out of the range of float64")
 
 
+def _square(weight: Tensor, tall: Tensor, metric: Metric | None) -> Tensor:
+    """The smaller Gram matrix of W, or of A = Lᵀ W R, of which the lower triangle counts, float64."""
+    return _gram(tall, torch.float64) if metric is None else metric.gram(weight)
+
+
 def _gram(tall: Tensor, dtype: torch.dtype, block: int = 256) -> Tensor:
     """Lower triangle of WᵀW, accumulated in `dtype`; what stands above the diagonal blocks stays zero."""
     size = tall.shape[1]
@@ -216,9 +239,12 @@ def _gram(tall: Tensor, dtype: torch.dtype, block: int = 256) -> Tensor:
     return gram
 
 
-def _project(tall: Tensor, basis: Tensor) -> Tensor:
-    """W·basis in float64, a few rows at a time."""
-    return torch.cat([chunk.double() @ basis for chunk in tall.split(CHUNK_ROWS)])
+def _project(tall: Tensor, basis: Tensor, dtype: torch.dtype) -> Tensor:
+    """W·basis, multiplied in float64 a few rows at a time."""
+    product = torch.empty(len(tall), basis.shape[1], dtype=dtype, device=tall.device)
+    for rows, target in zip(tall.split(CHUNK_ROWS), product.split(CHUNK_ROWS), strict=True):
+        target.copy_(rows.double() @ basis)
+    return product
 
 
 def _certified(tall: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ...models.layer_sharing import group_of_depth
-from ..forms.svd import Factors, decompose, rescale
+from ..forms.svd import Factors, decompose
 from ..statistics.metric import Metric
 from .originals import Originals, short_name
 
@@ -19,10 +19,7 @@ def residual_factors(matrix: Tensor, mean: Tensor, rank: int, *, name: str, metr
         ValueError: see `decompose`; `name` is the matrix's.
     """
     difference = matrix.double() - mean.double()
-    if metric is None:
-        return decompose(difference, name=name, rank=rank).truncate(rank, "balanced")
-    factors = metric.restore(decompose(metric.weigh(difference), name=name, rank=rank).truncate(rank))
-    return rescale(factors, "balanced")
+    return decompose(difference, name=name, rank=rank, metric=metric).truncate(rank, "balanced")
 
 
 def residual_tensors(name: str, originals: Originals, shared: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -146,10 +146,11 @@ class Calibration:
         second = _mean([part.inputs.double().div_(part.count) for part in parts])
         return second, _mean([part.vectors["mean"].double() / part.count for part in parts])
 
-    def forget_inputs(self) -> None:
-        """Let go of the inputs' second moments, half of all that is kept: only choosing and building need them."""
+    def forget(self, what: str) -> None:
+        """Let go of the second moments of `inputs` or `gradients`, each half of all that is kept: choosing and
+        building need both, refitting layers those of gradients."""
         for moments in self.moments.values():
-            moments.forget("inputs")
+            moments.forget(what)
 
     def gradients(self, names: list[str]) -> Tensor:
         """G, of one matrix that serves as each of the modules `names`."""

@@ -8,8 +8,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..forms.svd import Factors
-
 # Added to the diagonals, relative to their mean: directions that no sample showed are not free.
 INPUT_DAMPING = 1e-6
 GRADIENT_DAMPING = 1e-2
@@ -68,16 +66,6 @@ class Metric:
         """R, lower triangular with G = R Rᵀ."""
         return self.columns.root
 
-    def weigh(self, matrix: Tensor) -> Tensor:
-        """Lᵀ W R: its truncated singular values are what the best approximation of W loses."""
-        if isinstance(self.rows, Damped):
-            return self.left.T @ matrix.double() @ self.right
-        weighed = torch.empty_like(matrix, dtype=torch.float64, memory_format=torch.contiguous_format)
-        parts = (tensor.split(ROWS) for tensor in (weighed, self.left, matrix))  # a table is large
-        for target, weights, rows in zip(*parts, strict=True):
-            target.copy_(weights[:, None] * rows.double() @ self.right)
-        return weighed
-
     def gram(self, matrix: Tensor) -> Tensor:
         """AAᵀ or AᵀA, the smaller, of A = Lᵀ W R: without the larger one's root."""
         if len(matrix) <= matrix.shape[1]:
@@ -94,14 +82,12 @@ class Metric:
                 inner.addmm_(weighted.T, weighted)
         return self.right.T @ inner @ self.right
 
-    def restore(self, factors: Factors) -> Factors:
-        """The factors of W from those of Lᵀ W R."""
-        left, right = factors.left.double(), factors.right.double()
-        if isinstance(self.rows, Damped):
-            left = torch.linalg.solve_triangular(self.left.T, left, upper=True)
-        else:
-            left = left / self.left[:, None]
-        return Factors(left, torch.linalg.solve_triangular(self.right, right, upper=False, left=False))
+    def bases(self, vectors: Tensor, *, rows: bool) -> tuple[Tensor, Tensor]:
+        """R V and Vᵀ R⁻¹ of directions V, n×k; of directions among the `rows`, m×k, L V and Vᵀ L⁻¹."""
+        root = self.left if rows else self.right
+        if root.ndim == 1:
+            return root[:, None] * vectors, (vectors / root[:, None]).T
+        return root @ vectors, torch.linalg.solve_triangular(root, vectors.T, upper=False, left=False)
 
 
 def damped_weights(squares: Tensor, damping: float) -> Tensor:

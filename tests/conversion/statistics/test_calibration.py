@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from conversion.metrics import weigh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -127,16 +128,15 @@ def test_no_pair_of_factors_is_cheaper(m, n, seed, is_table):
     rows = draw(m).abs() + 0.1 if is_table else Damped(square @ square.T, 0.1)
     square = draw(n, n)
     metric = Metric(rows, Damped(square @ square.T, 0.1))
-    weigh = torch.diag(metric.left) if is_table else metric.left.T
     rank = 1 + seed % min(m, n)
-    spectrum = decompose(metric.weigh(matrix), name="w")
-    factors = metric.restore(spectrum.truncate(rank))
-    cost = (weigh @ (matrix - factors.left @ factors.right) @ metric.right).square().sum()
+    spectrum = decompose(matrix, name="w", metric=metric)
+    factors = spectrum.truncate(rank)
+    cost = weigh(metric, matrix - factors.left @ factors.right).square().sum()
     torch.testing.assert_close(cost, spectrum.singular_values[rank:].square().sum(), rtol=1e-5, atol=1e-9)
     plain = decompose(matrix, name="w").truncate(rank)
     others = [plain.left @ plain.right, draw(m, rank) @ draw(rank, n), factors.left @ (factors.right + 0.01)]
     for other in others:
-        assert cost <= (weigh @ (matrix - other) @ metric.right).square().sum() + 1e-9
+        assert cost <= weigh(metric, matrix - other).square().sum() + 1e-9
 
 
 def loss(folder, teacher, parallel_sentences) -> float:

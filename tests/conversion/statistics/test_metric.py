@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from conversion.metrics import weigh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightformers_hf.conversion.forms.svd import singular_values
+from lightformers_hf.conversion.forms.svd import decompose, singular_values
 from lightformers_hf.conversion.statistics.metric import Damped, Metric
 
 
@@ -22,11 +23,26 @@ def drawn(m, n, seed, *, is_table, samples):
 def test_singular_values_need_one_root(m, n, samples, seed, is_table):
     """Those by the smaller Gram matrix are those of Lᵀ W R, and only the smaller side's root is taken."""
     matrix, metric = drawn(m, n, seed, is_table=is_table, samples=samples)
-    found = singular_values(matrix, name="w", gram=metric.gram)
+    found = singular_values(matrix, name="w", metric=metric)
     larger = metric.columns if m <= n else metric.rows
     assert "root" not in vars(larger)
-    expected = torch.linalg.svdvals(metric.weigh(matrix))
+    expected = torch.linalg.svdvals(weigh(metric, matrix))
     torch.testing.assert_close(found.square(), expected.square(), rtol=1e-9, atol=1e-9 * expected[0].item() ** 2)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 50), st.integers(0, 999), st.booleans(), st.booleans())
+def test_factors_need_one_root(m, n, samples, seed, is_table, known):
+    """They lose what the singular values beyond the rank say, and at full rank nothing."""
+    for rank in (1 + seed % min(m, n), min(m, n)):
+        matrix, metric = drawn(m, n, seed, is_table=is_table, samples=samples)
+        spectrum = decompose(matrix, name="w", rank=rank if known else None, metric=metric)
+        factors = spectrum.truncate(rank, "balanced")
+        assert factors.left.dtype == factors.right.dtype == torch.float32
+        assert "root" not in vars(metric.columns if m <= n else metric.rows)
+        lost = weigh(metric, matrix.double() - factors.left.double() @ factors.right.double()).norm().item()
+        values = torch.linalg.svdvals(weigh(metric, matrix))
+        assert lost == pytest.approx(values[rank:].norm().item(), rel=1e-5, abs=1e-5 * values[0].item())
 
 
 @pytest.mark.parametrize("width", [1, 511, 512, 513, 1100])
@@ -50,4 +66,4 @@ def test_a_damaged_matrix_is_named():
     matrix, metric = drawn(4, 6, 0, is_table=False, samples=9)
     matrix[1, 2] = torch.nan
     with pytest.raises(ValueError, match="w: holds NaN"):
-        singular_values(matrix, name="w", gram=metric.gram)
+        singular_values(matrix, name="w", metric=metric)
