@@ -14,7 +14,7 @@ import psutil
 import torch
 
 # Names of <malloc.h>; bytes of the largest tensor that is kept.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, LARGEST = -1, -3, 2**30
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, LARGEST = -1, -3, 2**24
 # What oneDNN and PyTorch's layer over it read, once, before their first product; the products they may remember.
 CACHES, REMEMBERED = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), 128
 

@@ -17,6 +17,7 @@ from ..loading import assemble
 from ..models.configuration_base import FactorizedConfig
 from ..models.configuration_lightformer import LightFormerConfig
 from ..models.matrices import bias_of, product_of
+from ..processors import give_back_memory
 from .forms.form import Built, find_form
 from .options import StudyOptions
 from .sharing.originals import short_name
@@ -25,7 +26,7 @@ from .statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric
 from .statistics.moments import PairMoments
 from .statistics.shelf import Shelf
 from .steps import Step
-from .workers import fail_together, fast_products, gather_from_all, sum_over_all
+from .workers import cast_weights, fail_together, fast_products, gather_from_all, sum_over_all
 
 # Weight of the layer's own matrix in the regression, relative to the mean variance of its inputs.
 RIDGE = 1e-2
@@ -134,7 +135,7 @@ def _balance(
     """
     size, device = student.final_logits_bias.numel(), calibration.device
     target = torch.zeros(size, dtype=torch.float64, device=device)
-    with fail_together():
+    with fail_together(), cast_weights(teacher.lm_head):
         for states in _target_states("teacher", calibration, shelf):
             target += _probabilities(teacher, states).sum(0).to(device)
     target = sum_over_all(target)
@@ -147,7 +148,7 @@ def _balance(
             continue
         own, log = torch.zeros_like(target), target.new_zeros(1)
         scale = shift.exp().float().to(student.device)
-        with fail_together():
+        with fail_together(), cast_weights(student.lm_head):
             for number, states in enumerate(_target_states("student", calibration, shelf)):
                 if (weights := held.get(number)) is None:
                     weights = _probabilities(student, states)
@@ -242,8 +243,9 @@ class _Walk:
 
     def advance(self, depth: int) -> None:
         """Put the states behind the layer."""
-        for index in range(len(self.calibration.batches)):
-            self.shelf[self.who, self.name, index] = self.call(depth, index)
+        with cast_weights(self.stack.layers[depth]):
+            for index in range(len(self.calibration.batches)):
+                self.shelf[self.who, self.name, index] = self.call(depth, index)
 
     def finish(self) -> None:
         """Put the states behind the stack, once the last layer is passed, and forget what modules gave."""
@@ -283,9 +285,10 @@ class _Walk:
 
         hooks = [self.module(name).register_forward_hook(partial(see, name=name)) for name in names]
         try:
-            for index in range(len(self.calibration.batches)):
-                masks = {stream: self.mask(stream, index) for stream in ("source", "target")}
-                self.shelf[self.who, self.name, index] = self.call(depth, index)
+            with cast_weights(self.stack.layers[depth]):
+                for index in range(len(self.calibration.batches)):
+                    masks = {stream: self.mask(stream, index) for stream in ("source", "target")}
+                    self.shelf[self.who, self.name, index] = self.call(depth, index)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -325,7 +328,7 @@ def _refit_layer(student: _Walk, teacher: _Walk, depth: int, calibration: Calibr
         }
         width = pairs[group[0]][0].in_features
         inputs = PairMoments(width, width, calibration.device)
-        with fail_together():
+        with fail_together(), cast_weights(student.stack.layers[depth]):
             for index in range(len(calibration.batches)):
                 mask = student.mask(stream_of(group[0]), index)
                 x = student.inputs(depth, index, group[:1])[group[0]][mask]
@@ -339,7 +342,8 @@ def _refit_layer(student: _Walk, teacher: _Walk, depth: int, calibration: Calibr
             if len(own) != len(inputs.left):  # its inputs are others
                 own = _matrix(modules[0], calibration.device)
             nearest = partial(forms[short_name(name)].nearest_state, modules[0], name=name)
-            _solve(nearest, modules[0], own, inputs, outputs[name], calibration.gradients([name]))
+            _solve(nearest, modules[0], own, inputs, outputs.pop(name), partial(calibration.gradients, [name]))
+    give_back_memory()
 
 
 def _solve(
@@ -348,7 +352,7 @@ def _solve(
     own: Tensor,
     inputs: PairMoments,
     outputs: PairMoments,
-    gradients: Tensor,
+    find_gradients: Callable[[], Tensor],
 ) -> None:
     """Give `module` the regression, shrunk towards the matrix `own`, as near as its form can come (`nearest`)."""
     has_bias = bias_of(module) is not None
@@ -358,14 +362,17 @@ def _solve(
     ridge = max(RIDGE * covariance.diagonal().mean(), CONSTANT * seen)
     matrix = own
     if ridge > 0:
-        damped = covariance.clone()
-        damped.diagonal().add_(ridge)
-        root, failed = torch.linalg.cholesky_ex(damped)
+        diagonal = covariance.diagonal()
+        own_diagonal = diagonal.clone()
+        diagonal.add_(ridge)
+        root, failed = torch.linalg.cholesky_ex(covariance)
         right = cross + ridge * own
-        matrix = torch.linalg.solve(damped, right) if failed else torch.cholesky_solve(right, root)
+        matrix = torch.linalg.solve(covariance, right) if failed else torch.cholesky_solve(right, root)
+        diagonal.copy_(own_diagonal)
+        del root
 
     def metric() -> Metric:
-        return Metric(Damped(covariance, INPUT_DAMPING), Damped(gradients, GRADIENT_DAMPING))
+        return Metric(Damped(covariance, INPUT_DAMPING), Damped(find_gradients(), GRADIENT_DAMPING))
 
     module.load_state_dict(nearest(matrix, bias_of(module), metric))
     if (bias := bias_of(module)) is not None:

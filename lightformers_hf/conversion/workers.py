@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..loading import check_device
 from ..processors import bf16_is_faster
@@ -50,6 +50,25 @@ def fast_products(device: torch.device) -> AbstractContextManager:
     For passes whose results are summed over many tokens, in fp32.
     """
     return torch.autocast("cpu", torch.bfloat16, enabled=device.type == "cpu" and bf16_is_faster())
+
+
+@contextmanager
+def cast_weights(module: nn.Module) -> Iterator[None]:
+    """Inside, the matrices of a module are in the type that `fast_products` multiplies, not cast for every product.
+
+    A product of few rows takes less than casting its matrix does. Tables to look up in stay as they are, unless an
+    output layer has them, too.
+    """
+    owners = [owner for owner in module.modules() if not isinstance(owner, nn.Embedding)]
+    own = {id(one): (one, one.data) for owner in owners for one in owner.parameters(recurse=False) if one.ndim == 2}
+    fast = all(data.device.type == "cpu" for _, data in own.values()) and bf16_is_faster()
+    try:
+        for parameter, data in own.values() if fast else ():
+            parameter.data = data.bfloat16()
+        yield
+    finally:
+        for parameter, data in own.values():
+            parameter.data = data
 
 
 def is_distributed() -> bool:

@@ -18,7 +18,15 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..steps import Step
-from ..workers import algebra_device, fail_together, fast_products, gather_from_all, is_distributed, sum_over_all
+from ..workers import (
+    algebra_device,
+    cast_weights,
+    fail_together,
+    fast_products,
+    gather_from_all,
+    is_distributed,
+    sum_over_all,
+)
 from .metric import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric, damped_weights
 from .moments import Moments
 from .shelf import Shelf
@@ -26,7 +34,7 @@ from .shelf import Shelf
 # Added to every token's weight, relative to their mean: so that tokens without a sample keep something.
 TOKEN_DAMPING = 1e-2
 # Tokens of a batch at most, on both sides with padding; of those, target tokens whose logits are held together.
-TOKENS, LOGIT_ROWS = 1024, 64
+TOKENS, LOGIT_ROWS = 512, 64
 
 
 class Calibration:
@@ -57,7 +65,7 @@ class Calibration:
         watched = {**dict.fromkeys(linear, "linear"), **dict.fromkeys(tables, "table"), self.output_name: "output"}
         hooks = [self._watch(name, kind) for name, kind in watched.items()]
         try:
-            with fail_together():
+            with fail_together(), cast_weights(self.model.model):
                 for batch in Step("calibrating", self.batches, unit="batch", shown=progress):
                     self._accumulate(self.moved(batch))
         finally:
@@ -118,7 +126,8 @@ class Calibration:
         with torch.enable_grad(), fast_products(self.model.device):
             states = self.model.model(**inputs, use_cache=False).last_hidden_state[kept]
             parts = zip(states.detach().split(LOGIT_ROWS), labels[kept].split(LOGIT_ROWS), strict=True)
-            gradients = torch.cat([self._gradient(*part) for part in parts])
+            with cast_weights(self.model.lm_head):
+                gradients = torch.cat([self._gradient(*part) for part in parts])
             torch.autograd.grad(states, self._vectors, gradients)
         self.target_tokens += int(kept.sum())
 

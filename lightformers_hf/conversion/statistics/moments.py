@@ -150,7 +150,7 @@ class PairMoments:
     def moment(self, *, centred: bool) -> Tensor:
         """The covariance, or the second moment, m×n."""
         moment = self.product / self.count
-        return moment - torch.outer(*self.means()) if centred else moment
+        return moment.addr_(*self.means(), alpha=-1) if centred else moment
 
 
 def _strips(flat: Tensor, size: int) -> Iterator[tuple[int, int, Tensor]]:

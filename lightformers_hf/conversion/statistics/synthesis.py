@@ -22,7 +22,7 @@ from ...languages import find_prefixes
 from ...loading import position_limit
 from ..steps import Step
 from ..teacher import Teacher
-from ..workers import own_share
+from ..workers import cast_weights, fast_products, own_share
 from .samples import BATCH
 from .samples import LONGEST as MOST
 
@@ -128,7 +128,7 @@ def _with_targets(
 ) -> dict[str, Tensor]:
     """A batch as `Calibration` takes it: sources, and what the model makes of them."""
     settings = {"attention_mask": mask.to(model.device), "generation_config": generation}
-    with torch.inference_mode():
+    with cast_weights(model), fast_products(model.device), torch.inference_mode():
         targets = model.generate(inputs.to(model.device), **settings)
     targets = targets.to("cpu", copy=True)  # out of inference mode: gradients are taken with them
     labels = targets[:, 1:].masked_fill(targets[:, 1:] == model.config.pad_token_id, -100)
