@@ -7,7 +7,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
-from models.cases import like_trained
+from models.cases import every, like_trained, make_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -15,6 +15,7 @@ from transformers import AutoModelForSeq2SeqLM, BertConfig, MarianConfig, Marian
 
 from lightformers_hf import loading
 from lightformers_hf.loading import (
+    assemble,
     load_model,
     load_tensors,
     resolve_source,
@@ -172,6 +173,20 @@ def test_all_tensors_arrive_and_ties_stay(tensors, assign):
     for name, tensor in stored_tensors(model).items():
         assert torch.equal(tensor, tensors[name])
     assert model.lm_head.weight is model.get_decoder().embed_tokens.weight
+
+
+@every(["ConditionalGeneration"])
+@torch.no_grad()
+def test_an_assembled_model_is_the_model_and_has_no_copies(head, variant):
+    model = make_model(head, variant)
+    tensors = stored_tensors(model)
+    found = assemble(type(model), model.config, tensors)
+    assert not found.training
+    for name, tensor in stored_tensors(found).items():
+        assert tensor.data_ptr() == tensors[name].data_ptr()
+    ids = torch.arange(3, 9)[None]
+    batch = {"input_ids": ids, "decoder_input_ids": ids}
+    assert torch.equal(found(**batch).logits, model(**batch).logits)
 
 
 def test_what_repeats_a_tensor_may_be_there(tensors):

@@ -108,10 +108,10 @@ tiny, text, output = sys.argv[1:]
 convert(tiny, f"{output}/paper", ratio=2, method="paper", progress=False)
 convert(tiny, f"{output}/calibrated", ratio=3, calibration=text, progress=False)
 decompose = low_rank.decompose
-def broken(weight, *, name, rank=None):
+def broken(weight, *, name, rank=None, metric=None):
     if os.environ["RANK"] == "1" and rank is not None:
         raise RuntimeError(f"out of memory at {name}")
-    return decompose(weight, name=name, rank=rank)
+    return decompose(weight, name=name, rank=rank, metric=metric)
 low_rank.decompose = broken
 try:
     convert(tiny, f"{output}/broken", ratio=3, calibration=text, progress=False)
@@ -168,6 +168,48 @@ def test_products_in_bfloat16_only_where_the_processor_multiplies_it(monkeypatch
         monkeypatch.setattr(workers, "bf16_is_faster", lambda able=able: able)
         with workers.fast_products(torch.device("cpu")):
             assert torch.nn.functional.linear(states, weight).dtype == dtype
+
+
+class Tied(torch.nn.Module):
+    """A table, a layer, and an output layer that has the table's weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = torch.nn.Embedding(6, 4), torch.nn.LayerNorm(4)
+        self.layer, self.output = torch.nn.Linear(4, 4), torch.nn.Linear(4, 6, bias=False)
+        self.output.weight = self.table.weight
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_weights_are_cast_for_a_while(able, monkeypatch):
+    monkeypatch.setattr(workers, "bf16_is_faster", lambda: able)
+    model = Tied()
+    before = {name: (parameter.data_ptr(), parameter.clone()) for name, parameter in model.named_parameters()}
+
+    def types():
+        return {name for name, parameter in model.named_parameters() if parameter.dtype == torch.bfloat16}
+
+    with workers.cast_weights(model):
+        assert types() == ({"table.weight", "layer.weight"} if able else set())
+    with pytest.raises(ZeroDivisionError), workers.cast_weights(model):
+        1 / 0  # noqa: B018, whatever fails inside
+    assert not types()
+    for name, parameter in model.named_parameters():
+        assert parameter.data_ptr() == before[name][0]
+        assert torch.equal(parameter, before[name][1])
+    with workers.cast_weights(torch.nn.ModuleList([model.table, model.layer])):
+        assert types() == ({"layer.weight"} if able else set())
+
+
+def test_weights_cast_once_give_the_products_of_weights_cast_each_time(monkeypatch):
+    monkeypatch.setattr(workers, "bf16_is_faster", lambda: True)
+    layer, states = torch.nn.Linear(40, 30), torch.randn(7, 40)
+    with workers.fast_products(states.device):
+        each = layer(states)
+        with workers.cast_weights(layer):
+            once = layer(states)
+    assert once.dtype == torch.bfloat16
+    assert torch.equal(each, once)
 
 
 def test_a_conversion_in_bfloat16_is_nearly_that_in_fp32(tiny_marian, text, tmp_path, monkeypatch):

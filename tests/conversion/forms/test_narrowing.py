@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
 from lightformers_hf import StudyOptions, convert
+from lightformers_hf.conversion.forms.form import Built
 from lightformers_hf.conversion.forms.heads import Bottlenecks, diagonal_blocks
 from lightformers_hf.conversion.forms.neurons import Elimination
 
@@ -16,6 +17,17 @@ from lightformers_hf.conversion.forms.neurons import Elimination
 def moment(generator: torch.Generator, size: int) -> torch.Tensor:
     square = torch.randn(size, size + 2, generator=generator, dtype=torch.float64)
     return square @ square.T
+
+
+def test_outputs_in_the_coordinates_of_what_is_left():
+    """Of neurons and of heads, as one matrix would make them."""
+    outputs, kept, heads = torch.randn(5, 12), torch.tensor([0, 3, 11]), torch.randn(3, 4, 2).double()
+    built = Built([], {}, {"fc1": kept, "q_proj": heads})
+    assert built.of_teacher("out_proj", outputs) is outputs
+    torch.testing.assert_close(built.of_teacher("fc1", outputs), outputs @ torch.eye(12)[:, kept])
+    for rows in (outputs, outputs.double()):
+        found = built.of_teacher("q_proj", rows)
+        torch.testing.assert_close(found, rows @ torch.block_diag(*heads).to(rows))
 
 
 @settings(deadline=None, max_examples=25)
