@@ -13,8 +13,8 @@ from typing import Self
 import psutil
 import torch
 
-# Names of <malloc.h>; bytes of the largest tensor that is kept.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, LARGEST = -1, -3, 2**24
+# Names of <malloc.h>.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 # What oneDNN and PyTorch's layer over it read, once, before their first product; the products they may remember.
 CACHES, REMEMBERED = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), 128
 
@@ -49,17 +49,20 @@ class IdleThreads:
         torch.set_num_threads(max(1, min(self.allowed, round(psutil.cpu_count() - others))))
 
 
-def keep_memory(end: int = 2**30) -> None:
+def keep_memory(largest: int = 2**30, end: int = 2**30) -> None:
     """Let the C library (glibc) keep what was freed for the next tensor, as long as this process lives.
 
     Else it returns large tensors to the system at once, and the system fills the next one's pages with zeros, one by
     one: a tenth of a training step, a sixth of a conversion. What is not worth keeping goes (`forget_shapes`).
 
+    Where sizes differ much from one tensor to the next, both are to be smaller, or a peak gets higher: what was freed
+    has no room for the next one.
+
     Args:
-        end: bytes that may be free at the end of what it holds before they go back: where sizes differ much from one
-            tensor to the next, few, or a peak gets higher.
+        largest: bytes of the largest tensor whose room is kept.
+        end: bytes that may be free at the end of what it holds before they go back.
     """
-    _call_malloc("mallopt", M_MMAP_THRESHOLD, LARGEST)
+    _call_malloc("mallopt", M_MMAP_THRESHOLD, largest)
     _call_malloc("mallopt", M_TRIM_THRESHOLD, end)
     forget_shapes()
 

@@ -67,7 +67,7 @@ def cast_weights(module: nn.Module) -> Iterator[None]:
             parameter.data = data.bfloat16()
         yield
     finally:
-        for parameter, data in own.values():
+        for parameter, data in own.values() if fast else ():
             parameter.data = data
 
 

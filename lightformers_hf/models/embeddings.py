@@ -61,7 +61,7 @@ class SinusoidalPositions(nn.Module):
         return table.to(torch.get_default_dtype())
 
     def reset(self) -> None:
-        """Fill the table again, where the module was built without storage, and was given some."""
+        """Fill the table again, where the module was built without storage and has been given some."""
         init.copy_(self.table, self.compute_table())
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
