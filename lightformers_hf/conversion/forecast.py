@@ -10,10 +10,8 @@ from transformers import PreTrainedModel
 from ..models.matrices import product_of
 from ..processors import free_memory, product_seconds
 from .options import CompressionOptions
-from .refit import BALANCED
 from .sharing.groups import find_matrices
 from .statistics.samples import SAMPLES
-from .statistics.shelf import ROOM
 from .statistics.synthesis import LONGEST, SHORTEST, own_sources
 
 # Tokens of a sentence of the user's text, about.
@@ -21,9 +19,10 @@ SENTENCE = 25
 # Seconds of one core for 10⁹ of: multiplications of layers with tokens, of the output layer with target tokens, cubes
 # of the longer sides of matrices. From `lightformers benchmark conversion --whole` for four shapes of 74M to 783M,
 # within an eighth of each, where a product of two matrices 512×512 in float32 took so many seconds.
-LAYERS, LOGITS, ALGEBRA, PRODUCT = 0.34, 0.58, 0.14, 1.9e-3
-# Bytes of the libraries and what they keep; copies of the model in float32: the teacher, the result twice.
-LIBRARIES, COPIES = 8.5e8, 3
+LAYERS, LOGITS, ALGEBRA, PRODUCT = 0.31, 0.52, 0.13, 1.9e-3
+# Bytes of the libraries and of what is kept beside models; the model's in float32 so many times: the teacher, the
+# result, what a batch and a decomposition need. Of the same, and of a model of 10M, within a tenth.
+LIBRARIES, COPIES = 1e9, 2.3
 BEGINNING = 8.0  # seconds, to load
 
 
@@ -72,7 +71,4 @@ def forecast(dense: PreTrainedModel, options: CompressionOptions) -> Forecast:
         cubes += max(m, n) ** 3
     work = LAYERS * tokens * layers + LOGITS * tokens * logits + ALGEBRA * cubes
     seconds = BEGINNING + work / 1e9 * product_seconds(torch.float32) / PRODUCT / torch.get_num_threads()
-    words = dense.get_input_embeddings().num_embeddings
-    at_once = max(16 * logits, min(ROOM, 4 * words * min(tokens, BALANCED)))  # the table in float64, twice; balancing
-    weights = 4 * (layers + logits)
-    return Forecast(seconds, LIBRARIES + COPIES * weights + at_once, free_memory())
+    return Forecast(seconds, LIBRARIES + COPIES * 4 * (layers + logits), free_memory())
