@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from . import models
 from .checkpoint import CheckpointReader, check_config, check_sizes, check_tokenizer, find_architecture, read_index
-from .files import EXPORT_FILE, WEIGHT_FILES
+from .files import EXPORT_FILE, TOKENIZER_FILES, WEIGHT_FILES
 from .languages import set_languages
 from .models.configuration_base import FactorizedConfig
 from .models.embeddings import SinusoidalPositions
@@ -122,8 +122,14 @@ def load_pretrained(auto: AutoClass, name: str | os.PathLike, **options: Any) ->
     architectures of this package, whose checkpoints have their code with them, load from the installed package.
 
     Raises:
-        ValueError: a model or tokenizer that only its own code can load; else as `from_pretrained`.
+        ValueError: a model or tokenizer that only its own code can load, a folder without any tokenizer; else as
+            `from_pretrained`.
     """
+    if auto is AutoTokenizer and Path(name).is_dir() and not has_tokenizer(Path(name)):
+        raise ValueError(
+            f"{name} holds no tokenizer (tokenizer_config.json and what it needs): give a folder with one, or put its "
+            "files there"
+        )
     with _no_strange_code(name):
         loaded = auto.from_pretrained(name, trust_remote_code=False, **options)
         if isinstance(loaded, PreTrainedConfig):
@@ -131,6 +137,11 @@ def load_pretrained(auto: AutoClass, name: str | os.PathLike, **options: Any) ->
         if isinstance(loaded, PreTrainedTokenizerBase):
             check_tokenizer(loaded, name)
         return loaded
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds files of a tokenizer."""
+    return any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
 
 
 def build_network(auto: AutoNetwork, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:

@@ -11,7 +11,7 @@ from models.cases import every, like_trained, make_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForSeq2SeqLM, BertConfig, MarianConfig, MarianMTModel
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig, MarianConfig, MarianMTModel
 
 from lightformers_hf import loading
 from lightformers_hf.loading import (
@@ -80,6 +80,12 @@ def test_models_that_are_not_there_or_not_fit(tmp_path):
     BertConfig(num_hidden_layers=1).save_pretrained(tmp_path / "bert")
     with pytest.raises(ValueError, match="is a 'bert' model: expected a sequence-to-sequence model"):
         load_model(tmp_path / "bert")
+
+
+def test_a_folder_without_a_tokenizer_is_said_to_be_one(tmp_path, tiny_marian):
+    shutil.copy(tiny_marian / "config.json", tmp_path)
+    with pytest.raises(ValueError, match=r"holds no tokenizer \(tokenizer_config.json"):
+        loading.load_pretrained(AutoTokenizer, tmp_path)
 
 
 def test_a_checkpoint_with_missing_weights_is_refused(tmp_path, tiny_marian):

@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 
 from .. import models
 from ..checkpoint import CheckpointReader, check_sizes, find_architecture
-from ..files import TOKENIZER_FILES
 from ..languages import keep_prefix, set_language_codes
 from ..loading import (
     DAMAGED,
     assemble,
+    has_tokenizer,
     load_pretrained,
     printable_name,
     skeleton,
@@ -225,7 +225,7 @@ class Teacher:
     @property
     def has_tokenizer(self) -> bool:
         """Whether the folder holds one."""
-        return any(any(self.folder.glob(pattern)) for pattern in TOKENIZER_FILES)
+        return has_tokenizer(self.folder)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The checkpoint's tokenizer. Raises `ValueError` where it has none, one too large, or lacks a language."""
