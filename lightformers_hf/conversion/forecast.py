@@ -17,12 +17,12 @@ from .statistics.synthesis import LONGEST, SHORTEST, own_sources
 # Tokens of a sentence of the user's text, about.
 SENTENCE = 25
 # Seconds of one core for 10⁹ of: multiplications of layers with tokens, of the output layer with target tokens, cubes
-# of the longer sides of matrices. From `lightformers benchmark conversion --whole` for four shapes of 74M to 783M,
+# of the longer sides of matrices. From `lightformers benchmark conversion --whole` for four shapes of 74M to 615M,
 # within an eighth of each, where a product of two matrices 512×512 in float32 took so many seconds.
-LAYERS, LOGITS, ALGEBRA, PRODUCT = 0.31, 0.52, 0.13, 1.9e-3
+LAYERS, LOGITS, ALGEBRA, PRODUCT = 0.31, 0.35, 0.145, 1.9e-3
 # Bytes of the libraries and of what is kept beside models; the model's in float32 so many times: the teacher, the
 # result, what a batch and a decomposition need. Of the same, and of a model of 10M, within a tenth.
-LIBRARIES, COPIES = 1e9, 2.3
+LIBRARIES, COPIES = 1e9, 2.4
 BEGINNING = 8.0  # seconds, to load
 
 
