@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from transformers import PreTrainedModel
 from ...models.attention import MultiHeadAttention
 from ..choosing.budget import Choices, tail_energies
 from ..choosing.rules import RankPolicy
+from ..lazy import lazy_property
 from ..report import MatrixReport
 from ..sharing.originals import short_name
 from ..statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, damped_root
@@ -123,7 +123,7 @@ class NarrowerHeads(Form):
         attention = self.originals.module(self.name)
         return attention.q_proj.out_features // attention.head_dim
 
-    @cached_property
+    @lazy_property
     def _bottlenecks(self) -> tuple[Bottlenecks, Bottlenecks, Tensor]:
         """Of queries, of contexts, and the mean of the context."""
         query, key, value, out = (f"{self.name}.{part}_proj" for part in ("q", "k", "v", "out"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 from ...models.matrices import low_rank_state, rank_of
 from ..choosing.budget import Choices, tail_energies
 from ..choosing.rules import RankPolicy
+from ..lazy import lazy_property
 from ..report import MatrixReport
 from ..sharing.groups import STACKS, find_matrices
 from ..sharing.originals import short_name
@@ -82,7 +82,7 @@ class LowRank(Form):
         matrix = self.originals.matrix(self.name)
         return decompose(matrix, name=short_name(self.name), rank=rank, metric=self._metric)
 
-    @cached_property
+    @lazy_property
     def _singular_values(self) -> Tensor:
         matrix = self.originals.matrix(self.name)
         return singular_values(matrix, name=short_name(self.name), metric=self._metric).cpu()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ..choosing.budget import Choices
 from ..choosing.rules import RankPolicy
+from ..lazy import lazy_property
 from ..report import MatrixReport
 from ..sharing.groups import STACKS
 from ..sharing.originals import short_name
@@ -161,7 +161,7 @@ class FewerNeurons(Form):
         """The matrix behind them."""
         return f"{self.name}.fc2"
 
-    @cached_property
+    @lazy_property
     def _elimination(self) -> Elimination:
         second = self.originals.matrix(self._last)
         known = self.originals.calibration is not None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from ..lazy import lazy_property
 
 # Added to the diagonals, relative to their mean: directions that no sample showed are not free.
 INPUT_DAMPING = 1e-6
@@ -24,7 +25,7 @@ class Damped:
     moment: Tensor
     damping: float
 
-    @cached_property
+    @lazy_property
     def root(self) -> Tensor:
         """`damped_root` of it."""
         return damped_root(self.moment, self.damping)
