@@ -125,18 +125,21 @@ def load_pretrained(auto: AutoClass, name: str | os.PathLike, **options: Any) ->
         ValueError: a model or tokenizer that only its own code can load, a folder without any tokenizer; else as
             `from_pretrained`.
     """
-    if auto is AutoTokenizer and Path(name).is_dir() and not has_tokenizer(Path(name)):
-        raise ValueError(
-            f"{name} holds no tokenizer (tokenizer_config.json and what it needs): give a folder with one, or put its "
-            "files there"
-        )
-    with _no_strange_code(name):
-        loaded = auto.from_pretrained(name, trust_remote_code=False, **options)
-        if isinstance(loaded, PreTrainedConfig):
-            check_config(loaded, name)
-        if isinstance(loaded, PreTrainedTokenizerBase):
-            check_tokenizer(loaded, name)
-        return loaded
+    try:
+        with _no_strange_code(name):
+            loaded = auto.from_pretrained(name, trust_remote_code=False, **options)
+            if isinstance(loaded, PreTrainedConfig):
+                check_config(loaded, name)
+            if isinstance(loaded, PreTrainedTokenizerBase):
+                check_tokenizer(loaded, name)
+            return loaded
+    except (OSError, ValueError) as error:
+        if auto is AutoTokenizer and Path(name).is_dir() and not has_tokenizer(Path(name)):
+            raise ValueError(
+                f"{name} holds no tokenizer (tokenizer_config.json and what it needs): give a folder with one, or put "
+                "its files there"
+            ) from error
+        raise
 
 
 def has_tokenizer(folder: Path) -> bool:

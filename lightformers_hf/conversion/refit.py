@@ -362,7 +362,7 @@ def _solve(
     ridge = max(RIDGE * covariance.diagonal().mean(), CONSTANT * seen)
     matrix = own
     if ridge > 0:
-        diagonal = covariance.diagonal()
+        diagonal = covariance.diagonal()  # damped for a while: a second covariance is as large as the first
         own_diagonal = diagonal.clone()
         diagonal.add_(ridge)
         root, failed = torch.linalg.cholesky_ex(covariance)

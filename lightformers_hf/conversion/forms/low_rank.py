@@ -77,11 +77,6 @@ class LowRank(Form):
     def _metric(self) -> Metric | None:
         return self.originals.metric(self.name, self.kind(self.name))
 
-    def spectrum(self, rank: int | None = None) -> Spectrum:
-        """Its singular values in the metric of the calibration; a rank known beforehand makes that cheaper."""
-        matrix = self.originals.matrix(self.name)
-        return decompose(matrix, name=short_name(self.name), rank=rank, metric=self._metric)
-
     @lazy_property
     def _singular_values(self) -> Tensor:
         matrix = self.originals.matrix(self.name)
@@ -101,7 +96,7 @@ class LowRank(Form):
         name, kind = short_name(self.name), self.kind(self.name)
         values = None
         if policy.needs_spectrum(name, kind):
-            self._decomposed.append(self.spectrum())
+            self._decomposed.append(decompose(self.originals.matrix(self.name), name=name, metric=self._metric))
             values = self._decomposed[-1].singular_values
         return policy.choose(name, kind, *self.shape(self.name), values)
 
@@ -115,9 +110,12 @@ class LowRank(Form):
                 return self._built(Factors(*own), self.originals.bias(self.name), 1.0, 0.0)
         if setting is None:
             return self.keep([self.name])
-        spectrum = self._decomposed.pop() if self._decomposed else self.spectrum(setting)
-        matrix, bias = self.originals.linear(self.name)
-        factors, metric = spectrum.truncate(setting, self.split), self._metric
+        (matrix, bias), metric = self.originals.linear(self.name), self._metric
+        if self._decomposed:
+            spectrum = self._decomposed.pop()
+        else:
+            spectrum = decompose(matrix, name=short_name(self.name), rank=setting, metric=metric)
+        factors = spectrum.truncate(setting, self.split)
         if metric is not None and metric.mean is not None:  # the bias takes the mean of what the factors lose
             lost = metric.mean @ matrix.double() - metric.mean @ factors.left.double() @ factors.right.double()
             bias = (bias.double() + lost).to(bias.dtype)

@@ -126,7 +126,7 @@ class Calibration:
         with torch.enable_grad(), fast_products(self.model.device):
             states = self.model.model(**inputs, use_cache=False).last_hidden_state[kept]
             parts = zip(states.detach().split(LOGIT_ROWS), labels[kept].split(LOGIT_ROWS), strict=True)
-            with cast_weights(self.model.lm_head):
+            with cast_weights(self.model.lm_head):  # not around the rest: it may have the table's weights
                 gradients = torch.cat([self._gradient(*part) for part in parts])
             torch.autograd.grad(states, self._vectors, gradients)
         self.target_tokens += int(kept.sum())
