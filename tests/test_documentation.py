@@ -8,6 +8,7 @@ import dataclasses
 import html
 import io
 import json
+import pkgutil
 import re
 import runpy
 import shlex
@@ -224,6 +225,18 @@ def test_a_page_can_be_followed(page, workplace, monkeypatch):
 def test_a_wrong_command_is_noticed(workplace, monkeypatch, wrong, message):
     with pytest.raises((Exception, pytest.fail.Exception), match=message):
         run(wrong, monkeypatch)
+
+
+REFERENCE = re.compile(r"^::: (\S+)(?:\n    options: \{members: \[([^\]]*)\])?", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("reference/")])
+def test_what_the_reference_names_exists(page):
+    """A member that is gone would only be missing from the page."""
+    for name, members in REFERENCE.findall((ROOT / "docs" / page).read_text(encoding="utf-8")):
+        documented = pkgutil.resolve_name(name)
+        missing = [member for member in re.findall(r"\w+", members) if not hasattr(documented, member)]
+        assert not missing, f"{page}: {name} has no {', '.join(missing)}"
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
 from ..files import CARD_FILE
+from ..models.configuration_base import OLDEST_TRANSFORMERS
 from .inheritance import drop_strange_link
 from .report import CompressionReport, ModelFacts
 
@@ -152,6 +153,7 @@ def model_card(
         metadata=metadata.to_yaml(),
         mark=MARK,
         name=name,
+        oldest=OLDEST_TRANSFORMERS,
         place="".join(c for c in name or place or "PATH" if c.isalnum() or c in "._-/ "),
         steps=steps,
         results=results,
@@ -245,7 +247,8 @@ A `{{ model.architecture }}` model of {{ "{:,}".format(model.parameters) }} uniq
 ```python
 from transformers import {{ model.auto_class }}, AutoTokenizer
 
-# Needs torch, transformers, and what the tokenizer needs: Marian's, for example, sentencepiece. To train: accelerate.
+# Needs torch, transformers ({{ oldest }} or newer), and what the tokenizer needs: Marian's, for example,
+# sentencepiece. To train: accelerate.
 # The model's code lies beside its weights. After `import lightformers_hf` nothing needs trust_remote_code.
 model = {{ model.auto_class }}.from_pretrained("{{ place }}", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("{{ place }}", trust_remote_code=True)

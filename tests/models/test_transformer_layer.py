@@ -27,7 +27,8 @@ def test_what_is_kept_is_scaled_and_so_is_its_gradient(shape, dtype):
     states = torch.randn(shape, dtype=dtype).movedim(0, -1) if shape else torch.randn((), dtype=dtype)
     states.requires_grad_()
     dropped = drop(states, 0.25, training=True)
-    assert dropped.shape == states.shape and dropped.dtype == dtype
+    assert dropped.shape == states.shape
+    assert dropped.dtype == dtype
     (gradient,) = torch.autograd.grad(dropped.sum(), states)
     expected = torch.tensor(4 / 3, dtype=dtype)
     assert ((gradient == 0) | (gradient == expected)).all()
@@ -39,5 +40,6 @@ def test_a_seed_repeats_it_and_evaluation_has_none():
     first, second = (drop(states, 0.5, training=bool(torch.manual_seed(7))) for _ in range(2))
     assert torch.equal(first, second)
     assert not torch.equal(first, drop(states, 0.5, training=True))
-    assert drop(states, 0.5, training=False) is states and drop(states, 0.0, training=True) is states
+    assert drop(states, 0.5, training=False) is states
+    assert drop(states, 0.0, training=True) is states
     assert not drop(states, 1.0, training=True).any()
