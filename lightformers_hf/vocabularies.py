@@ -111,27 +111,40 @@ def keep_tokens(model: PreTrainedModel, source: Sequence[int], target: Sequence[
     config = copy.deepcopy(model.config)
     for name, value in narrow_fields(config.to_dict(), source, target).items():
         setattr(config, name, value)
-    smaller = skeleton(type(model), config)
-    shapes = dict(_tensors(smaller))
+    smaller, axes = skeleton(type(model), config), token_axes(model)
     replaced: dict[int, torch.Tensor] = {}
     for name, tensor in _tensors(model):
-        for dimension, (size, kept) in enumerate(zip(tensor.shape, shapes[name].shape, strict=True)):
-            if size == kept:
-                continue
-            if id(tensor) not in replaced:  # tied names have one tensor, and go on having one
-                rows = torch.tensor(source if "encoder." in name else target, device=tensor.device)
-                part = tensor.detach().index_select(dimension, rows)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                replaced[id(tensor)] = nn.Parameter(part, tensor.requires_grad) if is_parameter else part
-            path, _, leaf = name.rpartition(".")
-            module, shape_of = model.get_submodule(path), smaller.get_submodule(path)
-            setattr(module, leaf, replaced[id(tensor)])
-            for field in ("num_embeddings", "padding_idx", "out_features"):
-                if hasattr(module, field):
-                    setattr(module, field, getattr(shape_of, field))
+        if name not in axes:
+            continue
+        if id(tensor) not in replaced:  # tied names have one tensor, and go on having one
+            rows = torch.tensor(source if "encoder." in name else target, device=tensor.device)
+            part = tensor.detach().index_select(axes[name], rows)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            replaced[id(tensor)] = nn.Parameter(part, tensor.requires_grad) if is_parameter else part
+        path, _, leaf = name.rpartition(".")
+        module, shape_of = model.get_submodule(path), smaller.get_submodule(path)
+        setattr(module, leaf, replaced[id(tensor)])
+        for field in ("num_embeddings", "padding_idx", "out_features"):
+            if hasattr(module, field):
+                setattr(module, field, getattr(shape_of, field))
     model.config = config
     renumber_generation(model.generation_config, target)
     return model
+
+
+def token_axes(model: PreTrainedModel) -> dict[str, int]:
+    """{tensor, by every name: its dimension that has an entry a token} of a model: what grows with its vocabulary."""
+    config = copy.deepcopy(model.config)
+    for field in ("vocab_size", "decoder_vocab_size"):
+        if getattr(config, field, None) is not None:
+            setattr(config, field, getattr(config, field) + 1)
+    larger = dict(_tensors(skeleton(type(model), config)))
+    return {
+        name: dimension
+        for name, tensor in _tensors(model)
+        for dimension, (size, grown) in enumerate(zip(tensor.shape, larger[name].shape, strict=True))
+        if size != grown
+    }
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

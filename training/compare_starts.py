@@ -9,7 +9,7 @@ Beside it what decides it: the share of the fresh encoder's last states that tel
 A model that starts badly learns nothing here for hundreds of steps, whatever its size: what a token has alone must
 come through all layers of the encoder, and cross-attention must find it by its position. A model is a `model_type`
 (`marian` is transformers' own Transformer) and, behind commas, fields of its configuration; what is not given is a
-Transformer of 6 + 6 layers, 96 wide, or has as many layers of that width. One core takes minutes for each model and seed.
+Transformer of 6 + 6 layers, 96 wide, or has as many layers of that width. A model and seed takes minutes of one core.
 """
 
 from __future__ import annotations

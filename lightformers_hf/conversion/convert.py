@@ -153,7 +153,8 @@ def compress(
         check_choices(units, originals, options, study)
     will_refit = can_refit(dense.config, study) and calibrates
     if teacher.has_tokenizer:
-        teacher.tokenizer()  # one that does not fit ends it here
+        teacher.tokenizer()  # one that does not fit ends it here, and so does what generation begins and ends with
+    teacher.generation_config()
 
     calibration, sentences = None, []
     if calibrates:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import models
 from ..checkpoint import CheckpointReader, check_sizes, find_architecture
@@ -75,12 +75,17 @@ class Teacher:
         try:
             self.config = self.family.fit_weights(self.family.own_config(self.source_config), self.reader)
             keep_prefix(self.config, *languages)
-            self.model_class = getattr(models, architecture or "", models.LightFormerForConditionalGeneration)
+            self.model_class = getattr(
+                models, architecture or self.family.architectures[0], models.LightFormerForConditionalGeneration
+            )
             self.model = skeleton(self.model_class, self.config)
         except DAMAGED as error:
             raise ValueError(
                 f"{folder / 'config.json'} describes no model, a field has a wrong type or value: {error}"
             ) from error
+        # Of the model that is as slow as the source, whatever is left out of it later: its own, or the equal
+        # LightFormer's where costs are not known of the source's class (T5's layers have other names).
+        self.timed_config = self.source_config if hasattr(self.source_config, "encoder_layers") else self.config
         self.folder = folder
         self.languages = languages
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -185,14 +190,8 @@ class Teacher:
         smaller.config = kept.config(self.config)
         smaller.model = skeleton(self.model_class, smaller.config)
         smaller.kept, smaller._tokenizer = kept, kept.tokenizer
-        smaller._rows = kept.rows(self.model, smaller.model)
+        smaller._rows = kept.rows(self.model)
         return smaller
-
-    @property
-    def timed_config(self) -> PreTrainedConfig:
-        """Of the model that is as slow as the source: its own, or the equal LightFormer's where costs are not known of
-        the source's class (T5's layers have other names)."""
-        return self.source_config if hasattr(self.source_config, "encoder_layers") else self.config
 
     def read(self, name: str) -> torch.Tensor:
         """One stored tensor. A bias that a checkpoint may leave out (`final_logits_bias`) is then zero.
@@ -276,7 +275,7 @@ class Teacher:
         """The checkpoint's own, or what its configuration says where it has none; it begins in the target language.
 
         Raises:
-            ValueError: the file cannot be read, or names a token that is not there.
+            ValueError: the file cannot be read, contradicts itself, or names a token that is not there.
         """
         if (self.folder / "generation_config.json").is_file():
             try:
@@ -288,8 +287,13 @@ class Teacher:
         if self._first_token is not None:
             config.forced_bos_token_id = self._first_token
         if self.kept is not None:
-            return renumber_generation(config, self.kept.target)
-        check_ids(config, self.config.decoder_vocab_size, self.folder)
+            renumber_generation(config, self.kept.target)
+        else:
+            check_ids(config, self.config.decoder_vocab_size, self.folder)
+        try:  # what is changed is saved only if nothing can be said against it
+            config.validate(strict=self.kept is not None or self._first_token is not None)
+        except ValueError as error:
+            raise ValueError(f"the generation configuration of {self.folder} contradicts itself: {error}") from None
         return config
 
 

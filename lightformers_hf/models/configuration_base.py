@@ -133,6 +133,11 @@ class FactorizedConfig(PreTrainedConfig):
         return self.d_model
 
     @property
+    def needs_positions(self) -> bool:
+        """Whether positions are a table, which has `max_position_embeddings` rows."""
+        return True
+
+    @property
     def output_is_input_table(self) -> bool:
         """Whether the output layer multiplies by the very vectors that the decoder's input is."""
         return self.tie_word_embeddings and self.embedding in ("full", "adaptive")
@@ -181,6 +186,11 @@ class FactorizedConfig(PreTrainedConfig):
                 raise ValueError(
                     f"embedding_rank is {self.embedding_rank}, but embedding='adaptive' has narrow bands instead"
                 )
+        if self.max_position_embeddings is None and self.needs_positions:
+            raise ValueError("max_position_embeddings is None, but the table of positions needs a number")
+        tokens = min(self.vocab_size, self.decoder_vocab_size)
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < tokens:
+            raise ValueError(f"pad_token_id is {self.pad_token_id}, but there are {tokens} tokens (vocab_size)")
         if self.share_encoder_decoder_embeddings and self.decoder_vocab_size != self.vocab_size:
             raise ValueError(
                 f"decoder_vocab_size is {self.decoder_vocab_size} and vocab_size {self.vocab_size}: "
@@ -203,6 +213,14 @@ def causal_config(config: FactorizedConfig) -> FactorizedConfig:
     config.share_encoder_decoder_embeddings, config.vocab_size = False, config.decoder_vocab_size
     # What transformers calls num_hidden_layers and num_attention_heads are the encoder's.
     config.encoder_layers, config.encoder_attention_heads = config.decoder_layers, config.decoder_attention_heads
+    # What is the encoder's alone goes, so that the configuration can be read again.
+    if hasattr(config, "encoder_groups"):
+        config.encoder_groups = config.decoder_groups
+    if getattr(config, "group_residual_rank", None) is not None and config.decoder_groups is None:
+        config.group_residual_rank = None
+    if getattr(config, "vanilla_head_scaling", False) and config.decoder_style != "vanilla":
+        config.vanilla_head_scaling = False
+    config.check()
     return config
 
 

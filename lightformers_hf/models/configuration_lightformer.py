@@ -110,6 +110,11 @@ class LightFormerConfig(FactorizedConfig):
             self.max_position_embeddings = None
         super().__post_init__(**kwargs)
 
+    @property
+    def needs_positions(self) -> bool:
+        """Relative positions belong to attention."""
+        return self.position_embedding_type not in RELATIVE_POSITIONS
+
     def check(self) -> None:
         """Raise `ValueError` where fields cannot go together."""
         super().check()
@@ -136,10 +141,6 @@ class LightFormerConfig(FactorizedConfig):
                 )
             check_groups(f"{stack}_groups", getattr(self, f"{stack}_groups"), getattr(self, f"{stack}_layers"))
         check_one_of("position_embedding_type", self.position_embedding_type, POSITION_EMBEDDING_TYPES)
-        if self.max_position_embeddings is None and self.position_embedding_type not in RELATIVE_POSITIONS:
-            raise ValueError(
-                f"max_position_embeddings is None, but {self.position_embedding_type!r} positions need a number"
-            )
         check_one_of("normalization", self.normalization, NORMALIZATIONS)
         check_at_least("norm_epsilon", self.norm_epsilon, 0)
         check_at_least("relative_buckets", self.relative_buckets, 4)

@@ -18,11 +18,15 @@ def position_ids_from(
 ) -> torch.Tensor:
     """Positions of the last `length` tokens, counted over the tokens that `attention_mask` keeps.
 
-    With a 2-D mask, shape (B, past + length), a sentence gets the same positions however it is padded; without one
-    they are past, past + 1, …. Shape: (B, length) or (1, length).
+    With a 2-D mask, shape (B, past + length), a sentence gets the same positions however it is padded, and with a 4-D
+    one (B, 1, length, cache), which `generate` makes for a static cache; without one they are past, past + 1, ….
+    Shape: (B, length) or (1, length).
     """
     if attention_mask is not None and attention_mask.dim() == 2:
         return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+    if attention_mask is not None and attention_mask.dim() == 4:
+        seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+        return (seen[:, 0].sum(-1) - 1).clamp(min=0)
     return (torch.arange(length, device=device) + past_length).unsqueeze(0)
 
 
@@ -93,9 +97,16 @@ def make_positions(config: PreTrainedConfig) -> nn.Module | None:
     return SinusoidalPositions(size, d, spacing, offset)
 
 
-def check_length(positions: nn.Module, length: int | torch.Tensor) -> None:
-    """Raise `ValueError` where an input is longer than the position table (an index error would not say why)."""
-    if not is_torchdynamo_compiling() and isinstance(length, int) and length > positions.num_positions:
+def check_length(positions: nn.Module, length: int | torch.Tensor, position_ids: torch.Tensor | None = None) -> None:
+    """Raise `ValueError` where an input is longer than the position table (an index error would not say why).
+
+    Positions that are given may start again at 0: they are looked at where the input is long enough to go beyond.
+    """
+    if is_torchdynamo_compiling() or not isinstance(length, int) or length <= positions.num_positions:
+        return
+    if position_ids is not None:
+        length = int(position_ids.max()) + 1
+    if length > positions.num_positions:
         raise ValueError(
             f"an input of {length} tokens is longer than the model's {positions.num_positions} positions "
             "(max_position_embeddings): truncate it, e.g. tokenizer(..., truncation=True)"
@@ -144,7 +155,11 @@ class AdaptiveEmbedding(nn.Module):
         vectors = None
         # Every band for every token, and then a choice: no shape depends on the data, so that it compiles and exports.
         for start, table, projection in zip(self.starts, self.tables, self.projections, strict=True):
-            band = projection(table((input_ids - start).clamp(0, table.num_embeddings - 1)))
+            # The outermost bands leave ids that there are not as they are: then the table says so.
+            least = None if start == 0 else 0
+            most = None if start == self.starts[-1] else table.num_embeddings - 1
+            ids = input_ids - start
+            band = projection(table(ids if least is most is None else ids.clamp(least, most)))
             vectors = band if vectors is None else torch.where((input_ids >= start).unsqueeze(-1), band, vectors)
         return vectors
 

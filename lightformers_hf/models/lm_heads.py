@@ -23,8 +23,15 @@ from .matrices import make_output, module_rank, table_parameters, wide_linear
 from .stacks import make_table
 
 
-def shift_right(labels: torch.Tensor, pad_token_id: int, decoder_start_token_id: int) -> torch.Tensor:
-    """Decoder inputs for teacher forcing: the labels one step later, behind the start token. (B, T) → (B, T)."""
+def shift_right(labels: torch.Tensor, pad_token_id: int | None, decoder_start_token_id: int | None) -> torch.Tensor:
+    """Decoder inputs for teacher forcing: the labels one step later, behind the start token. (B, T) → (B, T).
+
+    Raises:
+        ValueError: one of the tokens is `None`.
+    """
+    for field, value in {"pad_token_id": pad_token_id, "decoder_start_token_id": decoder_start_token_id}.items():
+        if value is None:
+            raise ValueError(f"{field} is None in the configuration: labels need it to become decoder inputs")
     shifted = labels.new_full(labels.shape, decoder_start_token_id)
     shifted[:, 1:] = labels[:, :-1]
     return shifted.masked_fill(shifted == -100, pad_token_id)
@@ -321,6 +328,8 @@ class CausalLMHead(LanguageModelHead):
         `labels` are the input ids themselves: they are shifted here, as in every causal model of transformers. With
         labels, an adaptive softmax computes the loss in each label's band, and no logits: they are `None`.
         """
+        if labels is not None:
+            use_cache = False  # which nobody reads, and with which sentences packed in one row would not be kept apart
         outputs = self.decoder(
             input_ids,
             attention_mask,

@@ -307,10 +307,13 @@ def wide_linear(layer: nn.Module, states: torch.Tensor) -> torch.Tensor:
     nothing attached to it, without gradients, in fp32 and on a CPU, takes this route; the numbers are the same up to
     rounding.
     """
+    if torch.compiler.is_compiling():  # sizes that are looked at would become the graph's
+        return layer(states)
     rows = states.numel() // states.shape[-1]
     other_route = (
         0 < rows <= MOST_ROWS
         and type(layer) is nn.Linear
+        and type(layer.weight) is nn.Parameter  # not a quantized one, which multiplies in its own way
         and layer.weight.numel() >= MANY_WEIGHTS
         and layer.out_features >= TALL * layer.in_features
         and states.dtype == layer.weight.dtype == torch.float32
@@ -318,7 +321,6 @@ def wide_linear(layer: nn.Module, states: torch.Tensor) -> torch.Tensor:
         and layer.weight.device == states.device  # a weight that is loaded for each call is not
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
         and is_plain(layer)
     )
     if not other_route:

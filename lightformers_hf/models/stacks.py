@@ -71,7 +71,7 @@ class FactorizedPreTrainedModel(PreTrainedModel):
             draw(module, self.config.d_model**-0.5 if std is None else std)
         else:
             super()._init_weights(module)
-        if isinstance(module, SinusoidalPositions | AdaptiveTable):
+        if isinstance(module, SinusoidalPositions) or (isinstance(module, AdaptiveTable) and std is None):
             module.reset()
         elif getattr(module, "final_logits_bias", None) is not None:
             init.zeros_(module.final_logits_bias)
@@ -138,8 +138,8 @@ class Stack:
         vectors = self.embed_projection(inputs_embeds)
         states, length = vectors * self.embed_scale, vectors.shape[1]
         if self.embed_positions is not None:
+            check_length(self.embed_positions, length + past_length, position_ids)
             if position_ids is None:
-                check_length(self.embed_positions, length + past_length)
                 position_ids = position_ids_from(attention_mask, length, past_length, vectors.device)
             states = states + self.embed_positions(position_ids).to(vectors)
         return drop(self.layernorm_embedding(states), self.config.dropout, self.training)

@@ -28,8 +28,8 @@ class RMSNorm(nn.RMSNorm):
 def drop(states: torch.Tensor, share: float, training: bool) -> torch.Tensor:
     """Dropout that is not even called where nothing is dropped: calls are what a generated token's time goes to.
 
-    On a CPU PyTorch draws a number for each element, in one thread: up to a fifth of a training step. Here four elements
-    share the 64 bits of one, so that `share` is a multiple of 2⁻¹⁶.
+    On a CPU PyTorch draws a number for each element, in one thread: up to a fifth of a training step. Here four
+    elements share the 64 bits of one, so that `share` is a multiple of 2⁻¹⁶.
     """
     if not (training and share):
         return states

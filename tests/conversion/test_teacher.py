@@ -5,11 +5,21 @@ import shutil
 
 import pytest
 import torch
+from conversion.teachers import COMMON, batch
+from models.cases import TINY
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MarianMTModel
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    MarianMTModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
-from lightformers_hf import convert
+from lightformers_hf import SubformerConfig, SubformerForConditionalGeneration, convert, plan
 from lightformers_hf.conversion.teacher import Teacher
 
 
@@ -120,3 +130,46 @@ def test_layers_that_share_weights_are_refused(tiny_marian, tmp_path):
 def test_the_papers_procedure_leaves_no_layers_out(tiny_marian, tmp_path):
     with pytest.raises(ValueError, match="no encoder_layers"):
         convert(tiny_marian, tmp_path / "light", encoder_layers=1, method="paper", ratio=2, progress=False)
+
+
+def test_what_is_as_slow_as_the_source_has_all_its_layers(tmp_path):
+    """A T5's, too, whose costs are those of the LightFormer that computes the same."""
+    config = T5Config(vocab_size=40, d_model=16, d_kv=4, d_ff=24, num_layers=4, num_decoder_layers=3, num_heads=4)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    teacher = Teacher(tmp_path, "t")
+    shorter = teacher.keep_layers({"encoder": 1, "decoder": 2})
+    assert (shorter.config.encoder_layers, shorter.config.decoder_layers) == (1, 2)
+    assert (shorter.timed_config.encoder_layers, shorter.timed_config.decoder_layers) == (4, 3)
+
+
+def test_positions_of_m2m100_begin_behind_its_padding(tmp_path):
+    config = M2M100Config(**{**COMMON, "pad_token_id": 5})
+    torch.manual_seed(0)
+    model = M2M100ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    inputs = batch(model)
+    inputs = {name: ids + (ids == 5) if name != "attention_mask" else ids for name, ids in inputs.items()}
+    inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, 5)
+    expected = model(**inputs).logits
+    torch.testing.assert_close(Teacher(tmp_path, "t").load()(**inputs).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_own_classes_are_found_without_their_name(tmp_path):
+    SubformerForConditionalGeneration(SubformerConfig(**TINY["subformer"])).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": None}))
+    assert Teacher(tmp_path, "t").model_class is SubformerForConditionalGeneration
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [("{", "cannot be read"), ({"eos_token_id": 99999}, "eos_token_id 99999"), ({"top_p": 0.5}, "contradicts itself")],
+)
+def test_generation_settings_are_looked_at_before_anything_takes_long(tiny_marian, tmp_path, wrong, message):
+    folder = tmp_path / "teacher"
+    shutil.copytree(tiny_marian, folder)
+    file, data = folder / "generation_config.json", tmp_path / "text.txt"
+    file.write_text(wrong if isinstance(wrong, str) else json.dumps({**json.loads(file.read_text()), **wrong}))
+    data.write_text("Zwei Hunde spielen.\n")
+    with pytest.raises(ValueError, match=message):
+        plan(folder, vocabulary=str(data) if "top_p" in wrong else None, ratio=2, method="paper", progress=False)

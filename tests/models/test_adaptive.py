@@ -206,3 +206,18 @@ def test_ties(family):
                 assert (ours is model.get_submodule(f"decoder.embed_tokens.{part}.{band}").weight) == same
     extra = sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters())
     assert extra == sum(p.numel() for p in tied.decoder.embed_tokens.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("strange", [40, -1])
+def test_ids_that_there_are_not_are_refused_as_by_any_table(family, strange):
+    with pytest.raises(IndexError):
+        FAMILIES[family]()(torch.tensor([[3, strange]]))
+
+
+def test_init_std_is_that_of_every_band():
+    large = {**PARTIALFORMER, "vocab_size": 3000, "d_model": 128, "adaptive_cutoffs": [1000, 2000], "init_std": 0.03}
+    embedding = PartialFormerForCausalLM(PartialFormerConfig(**large)).decoder.embed_tokens
+    for table in embedding.tables:
+        assert table.weight.std().item() == pytest.approx(0.03, rel=0.05)
+    assert not embedding.tables[0].weight[1].any()

@@ -169,6 +169,8 @@ def test_sentences_packed_in_one_row(head, variant, attention):
     logits = model(packed, position_ids=positions, use_cache=False).logits[0]
     for text, part in zip(texts, logits.split([len(text) for text in texts]), strict=True):
         torch.testing.assert_close(part, model(torch.tensor([text])).logits[0], atol=1e-5, rtol=1e-5)
+    losses = [model(packed, position_ids=positions, labels=packed, use_cache=use).loss for use in (None, False)]
+    torch.testing.assert_close(*losses)
 
 
 @every_attention(["ConditionalGeneration"], PLAIN)
@@ -197,6 +199,16 @@ def test_an_input_that_is_too_long(variant):
         model(ids, decoder_input_ids=ids[:, :2])
     with pytest.raises(ValueError, match="49 tokens"):
         model.generate(ids[:, :3], max_new_tokens=60, min_new_tokens=60)
+    with pytest.raises(ValueError, match="49 tokens"):
+        make_model("CausalLM", variant).generate(ids[:, :3], max_new_tokens=60, min_new_tokens=60)
+
+
+@torch.no_grad()
+def test_packed_sentences_may_be_longer_together_than_positions():
+    model = make_model("CausalLM", "lightformer")
+    ids, positions = torch.full((1, 60), 5), torch.arange(60)[None] % 30
+    logits = model(ids, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(logits[:, 30:], logits[:, :30])
 
 
 @every_attention(GENERATING, SPECIAL)
@@ -247,3 +259,21 @@ def test_compile_has_no_graph_break(variant):
         token = {name: target[:, position : position + 1]}
         out = (model if position == 0 else step)(**rows, **token, past_key_values=cache)
         torch.testing.assert_close(out.logits[:, 0], expected[:, position], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+def test_a_decoders_prompt_may_be_padded_on_the_left(implementation):
+    """As `generate` takes one that begins with the start token, here Marian's, which is the padding."""
+    model = make_model("ConditionalGeneration", "lightformer", decoder_start_token_id=1)
+    ids, mask = batch_for(model)
+    options = {"num_beams": 1, "cache_implementation": implementation, "disable_compile": True}
+    prompt = torch.tensor([[1, 7, 9]]).expand(len(ids), 3)
+    alone = generate(model, ids, mask, decoder_input_ids=prompt, **options)
+    padding = torch.tensor([[1, 1]]).expand(len(ids), 2)
+    seen = torch.cat([torch.zeros_like(padding), torch.ones_like(prompt)], 1)
+    padded = generate(
+        model, ids, mask, decoder_input_ids=torch.cat([padding, prompt], 1), decoder_attention_mask=seen, **options
+    )
+    length = min(alone.shape[1], padded.shape[1] - 2)
+    assert length > 6
+    assert torch.equal(padded[:, 2 : length + 2], alone[:, :length])

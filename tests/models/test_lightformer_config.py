@@ -19,6 +19,8 @@ from lightformers_hf.models import (
     LightFormerForConditionalGeneration,
     LightFormerForSequenceClassification,
     LightFormerModel,
+    PartialFormerConfig,
+    SubformerConfig,
     configuration_base,
 )
 from lightformers_hf.models.layer_sharing import LayerStack, group_layers
@@ -170,3 +172,17 @@ def test_the_oldest_transformers_is_that_of_the_package():
     assert f"transformers>={configuration_base.OLDEST_TRANSFORMERS}" in [
         requirement.partition(",")[0].replace(" ", "") for requirement in project["dependencies"]
     ]
+
+
+@pytest.mark.parametrize("config_class", [LightFormerConfig, SubformerConfig, PartialFormerConfig])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_position_embeddings": None}, "max_position_embeddings is None, but the table of positions"),
+        ({"vocab_size": 40, "pad_token_id": 58100}, "pad_token_id is 58100, but there are 40 tokens"),
+        ({"vocab_size": 40, "pad_token_id": -1}, "pad_token_id is -1, but there are 40 tokens"),
+    ],
+)
+def test_every_architecture_refuses_what_no_table_has(config_class, fields, message):
+    with pytest.raises(ValueError, match=message):
+        config_class(**fields)

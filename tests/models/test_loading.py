@@ -356,3 +356,17 @@ def test_a_classifier_as_another_model_has_a_fresh_table_where_its_own_does_not_
         assert table(torch.arange(4, 40)).std().item() == pytest.approx(model.config.init_std, rel=0.3)
     assert torch.equal(model.encoder.layers[0].fc1.weight, classifier.encoder.layers[0].fc1.weight)
     assert outputs(model).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("lightformer", {"encoder_layers": 18, "encoder_groups": 6, "decoder_layers": 3}),
+        ("lightformer", {"encoder_groups": 2, "group_residual_rank": 2}),
+        ("partialformer", {"encoder_style": "vanilla", "vanilla_head_scaling": True}),
+    ],
+)
+def test_what_only_an_encoder_has_does_not_hinder_a_causal_model(family, fields, tmp_path):
+    model = make_model("CausalLM", family, **fields)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(outputs(AUTO["CausalLM"].from_pretrained(tmp_path)), outputs(model))

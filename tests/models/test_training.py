@@ -203,3 +203,11 @@ def test_embeddings_in_place_of_ids(head, variant):
         )
     with pytest.raises(ValueError, match="exactly one"):
         model(**batch)
+
+
+@pytest.mark.parametrize("field", ["pad_token_id", "decoder_start_token_id"])
+def test_labels_without_the_tokens_that_shift_them(field):
+    model = make_model("ConditionalGeneration", "lightformer", **{field: None})
+    ids = torch.tensor(sentences((6,)))
+    with pytest.raises(ValueError, match=f"{field} is None in the configuration: labels need it"):
+        model(ids, labels=ids)

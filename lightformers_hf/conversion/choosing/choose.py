@@ -62,6 +62,7 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
 
     units: list[Unit] = []
     taken: set[str] = set()
+    unmet: dict[str, str] = {}  # what an attention or network is asked to become, which no part of the model can
     # Those of several matrices first: within them single ones are an alternative.
     for matrices in sorted((one for form in forms[::-1] for one in places[form].values()), key=len, reverse=True):
         if taken.intersection(matrices):
@@ -75,7 +76,17 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
         if method is None and not spends_budget(options, study):
             method = forms[0].method
         wanted = [form for form in forms if method in (None, form.method)]
-        units.append(find_alternatives(matrices, wanted) or find_alternatives(matrices, forms[:1]))
+        found = find_alternatives(matrices, wanted)
+        if method is not None:
+            kind = originals.module(matrices[0]).kind
+            unmet[kind] = "" if found else unmet.get(kind, method)
+        units.append(found or find_alternatives(matrices, forms[:1]))
+    for kind, method in unmet.items():
+        if method:
+            raise ValueError(
+                f"{kind}_method is {method!r}, but no {kind} matrices of this {dense.config.model_type} can become "
+                "that: leave the method out"
+            )
     return units
 
 

@@ -8,6 +8,7 @@ models of the same class.
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
@@ -18,7 +19,8 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedMode
 
 from ...loading import build_network
 from ...models.configuration_base import FactorizedConfig
-from ...models.matrices import bias_of, make_linear, matrices_of, product_of, product_shapes, rank_of
+from ...models.matrices import matrices_of, product_shapes
+from ..sharing.originals import short_name
 from ..workers import from_main, is_main
 from .machine import (
     MachineCosts,
@@ -67,11 +69,6 @@ class Layer:
         return 4 * sum(m * n for m, n in self.shapes)
 
 
-def without_head(name: str) -> str:
-    """A module's name without the head's `model.`."""
-    return name.removeprefix("model.")
-
-
 def layers_of(model: PreTrainedModel) -> dict[str, Layer]:
     """{module name without `model.`: matrix} of an encoder-decoder: LightFormer, Marian, BART and their like.
 
@@ -96,7 +93,7 @@ def layers_of(model: PreTrainedModel) -> dict[str, Layer]:
         if ENCODED.search(name) and not getattr(stack, "has_residuals", False):
             times = 1  # of the encoder's states, alike for all depths of a layer
         of_source = place[1] == "encoder" or bool(ENCODED.search(name))
-        found[without_head(name)] = Layer.of(module, *((times, 0) if of_source else (0, times)))
+        found[short_name(name)] = Layer.of(module, *((times, 0) if of_source else (0, times)))
     return found | _tables(model, base)
 
 
@@ -156,7 +153,7 @@ class SentenceCosts:
         Raises:
             ValueError: the model has no such matrix.
         """
-        layer = self.layers.get(without_head(name))
+        layer = self.layers.get(short_name(name))
         if layer is None:
             raise ValueError(f"the model has no matrix {name!r} whose cost is known")
 
@@ -183,7 +180,7 @@ class SentenceCosts:
 
     def bytes_read(self, name: str, *shapes: tuple[Number, Number]) -> Number:
         """Bytes that a target token reads of the matrix `name` if it were computed by products of these shapes."""
-        return replace(self.layers[without_head(name)], shapes=shapes).bytes_read
+        return replace(self.layers[short_name(name)], shapes=shapes).bytes_read
 
     @property
     def products(self) -> float:
@@ -247,21 +244,11 @@ def _costs(
     return SentenceCosts(machine, layers, own, source_tokens, target_tokens, working_set, overhead)
 
 
-def model_cost(
-    model: PreTrainedModel | PreTrainedConfig,
-    source_tokens: float = 25,
-    target_tokens: float = 25,
-    *,
-    machine: MachineCosts | None = None,
-) -> float:
-    """Estimated microseconds of translating a sentence. Arguments and errors: see `sentence_costs`."""
-    return sentence_costs(model, source_tokens, target_tokens, machine=machine).total
-
-
 def narrow_config(config: PreTrainedConfig, encoder_layers: int, decoder_layers: int) -> PreTrainedConfig:
     """The configuration of a model as `config`'s, dense, of so many layers, as narrow as its heads allow."""
     heads = max(config.encoder_attention_heads, config.decoder_attention_heads)
-    changes = {"encoder_layers": encoder_layers, "decoder_layers": decoder_layers, "d_model": max(NARROW, 4 * heads)}
+    width = heads * max(4, math.ceil(NARROW / heads))
+    changes = {"encoder_layers": encoder_layers, "decoder_layers": decoder_layers, "d_model": width}
     changes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), NARROW)
     changes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), heads)
     if isinstance(config, FactorizedConfig):
@@ -299,41 +286,3 @@ def measure_overheads(model: PreTrainedModel, machine: MachineCosts, timer: Time
     token = (long - least) / (LONG - 1) - decoder_layer
     sentence = least - encoder_layer - token - decoder_layer
     return Overheads(*(max(value, 0.0) for value in (sentence, encoder_layer, token, decoder_layer)))
-
-
-def merge_unprofitable(model: PreTrainedModel, costs: SentenceCosts) -> list[str]:
-    """Multiply out, in place, every pair of factors that costs more than their product, and return the modules' names.
-
-    The outputs stay the same up to rounding, and so does the model's place in the world: it is the LightFormer whose
-    `rank_pattern` keeps those matrices dense, it is saved, loaded and trained as such. It holds more parameters.
-
-    Args:
-        costs: of this model, `sentence_costs(model)`.
-    """
-    merged = []
-    modules = {name.removeprefix(f"{model.base_model_prefix}."): module for name, module in model.named_modules()}
-    ranks = {name: rank_of(modules[name]) for name in costs.layers if ".depths." not in name}
-    for name, rank in ranks.items():
-        layer, path = costs.layers[name], f"{model.base_model_prefix}.{name}"
-        if layer.kind != "linear" or rank is None:
-            continue
-        (m, _), (_, n) = layer.shapes
-        if costs(name, (m, n)) >= costs(name, *layer.shapes):
-            continue
-        model.set_submodule(path, _multiplied_out(model.get_submodule(path), name))
-        merged.append(name)
-    # Every matrix by its own name: no two patterns fit one, so that their order says nothing.
-    if merged:
-        model.config.rank_pattern = {re.escape(name): None if name in merged else ranks[name] for name in ranks}
-    return merged
-
-
-@torch.no_grad()
-def _multiplied_out(pair: nn.Module, name: str) -> nn.Module:
-    """The dense linear layer that computes what `pair` does."""
-    product, bias = product_of(pair, torch.float64), bias_of(pair)
-    m, n = product.shape
-    dense = make_linear(m, n, None, name=name, bias=bias is not None).to(next(pair.parameters()))
-    dense.load_state_dict({"weight": product.T} | ({} if bias is None else {"bias": bias}))
-    dense.kind = pair.kind
-    return dense.train(pair.training)

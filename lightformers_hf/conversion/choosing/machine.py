@@ -214,13 +214,9 @@ def store_costs(costs: MachineCosts, file: Path | None = None) -> None:
         opened.write(json.dumps({"version": VERSION, "machines": machines}).encode())
 
 
-def machine_costs(file: Path | None = None, *, afresh: bool = False, timer: Timer = median_seconds) -> MachineCosts:
-    """This machine's costs from `file` (default: `costs_file()`), measured and kept there if it lacks them.
-
-    Args:
-        afresh: measure again.
-    """
-    stored = None if afresh else _read(file or costs_file()).get(machine_name())
+def machine_costs(file: Path | None = None, *, timer: Timer = median_seconds) -> MachineCosts:
+    """This machine's costs from `file` (default: `costs_file()`), measured and kept there if it lacks them."""
+    stored = _read(file or costs_file()).get(machine_name())
     if stored is not None:
         tables = {name: Table(**stored[name]) for name in ("cached", "uncached", "output", "sentence")}
         return MachineCosts(**(stored | tables))

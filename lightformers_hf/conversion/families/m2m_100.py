@@ -1,5 +1,8 @@
 """M2M100 (Fan et al. 2021) and NLLB (NLLB Team 2022)."""
 
+from transformers import PreTrainedConfig
+
+from ...models.configuration_base import FactorizedConfig
 from . import POSITION_TABLES, Family, register_family
 
 
@@ -12,6 +15,12 @@ class M2M100(Family):
         "normalize_before": True,
         "final_layer_norm": True,
         "position_embedding_type": "sinusoidal_half",
-        "position_offset": 2,
     }
     ignored = POSITION_TABLES
+
+    @classmethod
+    def own_config(cls, config: PreTrainedConfig) -> FactorizedConfig:
+        """Positions are counted from the one behind the padding token's id."""
+        own = super().own_config(config)
+        own.position_offset = config.pad_token_id + 1
+        return own

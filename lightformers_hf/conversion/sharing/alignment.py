@@ -102,17 +102,6 @@ def align_bases(
     return bases
 
 
-def align_layers(
-    layers: Sequence[Mapping[str, Linear]], heads: int, moments: Sequence[Mapping[str, Tensor]] | None = None
-) -> list[dict[str, Linear]]:
-    """The layers themselves, in the bases that `align_bases` finds. Arguments and errors are its own."""
-    bases = align_bases(layers, heads, moments)
-    return [
-        {name: own.get(name, Bases()).of(linear) for name, linear in layer.items()}
-        for layer, own in zip(layers, bases, strict=True)
-    ]
-
-
 def weighted_mean(matrices: Sequence[Tensor], moments: Sequence[Tensor] | None = None) -> Tensor:
     """W̄ = (Σ C_l)⁻¹ Σ C_l W_l, m×n: the least Σ E‖x_l (W_l − W̄)‖², with C_l = E[x_lᵀx_l]. Double precision.
 

@@ -60,6 +60,13 @@ def share_layers(teacher: Teacher, options: CompressionOptions, study: StudyOpti
     """
     fields: dict[str, object] = dict(new_groups(teacher, options))
     if fields and isinstance(teacher.config, LightFormerConfig):
+        own = teacher.config
+        if (own.encoder_groups or own.decoder_groups) and own.share_layer_norms != study.share_layer_norms:
+            raise ValueError(
+                f"{next(iter(fields))} is asked with share_layer_norms={study.share_layer_norms}, but layers of "
+                f"{teacher.name} are shared with share_layer_norms={own.share_layer_norms}: leave the groups as they "
+                "are, or share the layers of its own teacher"
+            )
         fields |= {name: getattr(study, name) for name in ("share_layer_norms", "group_residual_rank")}
     dense = dict.fromkeys((*teacher.config.matrix_fields, "architectures"))
     config = type(teacher.config)(**{**teacher.config.to_dict(), **fields, **dense})
@@ -68,9 +75,13 @@ def share_layers(teacher: Teacher, options: CompressionOptions, study: StudyOpti
 
 def find_start(teacher: Teacher, options: CompressionOptions, study: StudyOptions) -> str:
     """How a group's layer starts: as asked, else `aligned` where the teacher's layers have matrices for each head."""
-    if study.group_start is not None:
-        return study.group_start
     config = teacher.config
+    if study.group_start is not None:
+        if study.group_start == "aligned" and not isinstance(config, LightFormerConfig):
+            raise ValueError(
+                f"group_start is 'aligned', but layers of a {config.model_type} can't be aligned: give mean or first"
+            )
+        return study.group_start
     if new_groups(teacher, options) and options.method != "paper" and isinstance(config, LightFormerConfig):
         return "mean" if config.joint_qkv or not config.attention_output_projection else "aligned"
     return "mean"

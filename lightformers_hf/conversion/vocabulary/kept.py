@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...loading import stored_tensors
 from ...models.configuration_base import FactorizedConfig
-from ...vocabularies import narrow_fields, single_ids
+from ...vocabularies import narrow_fields, single_ids, token_axes
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,20 +35,12 @@ class KeptTokens:
         fields = config.to_dict()
         return type(config)(**{**fields, **narrow_fields(fields, self.source, self.target)})
 
-    def rows(self, before: PreTrainedModel, after: PreTrainedModel) -> dict[str, tuple[int, Tensor]]:
-        """{tensor: (dimension, the indices that stay there)} of all tensors that have an entry a token.
-
-        Args:
-            before, after: skeletons with all tokens and with those that stay.
-        """
-        found = {}
-        new = stored_tensors(after)
-        for name, tensor in stored_tensors(before).items():
-            for dimension, (size, smaller) in enumerate(zip(tensor.shape, new[name].shape, strict=True)):
-                if size == smaller:
-                    continue
-                found[name] = dimension, torch.tensor(self.source if ".encoder." in name else self.target)
-        return found
+    def rows(self, model: PreTrainedModel) -> dict[str, tuple[int, Tensor]]:
+        """{tensor: (dimension, the indices that stay there)} of a model's tensors that have an entry a token."""
+        return {
+            name: (dimension, torch.tensor(self.source if ".encoder." in name else self.target))
+            for name, dimension in token_axes(model).items()
+        }
 
 
 def named_ids(configs: Sequence[Mapping[str, Any]]) -> Iterator[int]:

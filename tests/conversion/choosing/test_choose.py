@@ -4,9 +4,16 @@ from collections import Counter
 from dataclasses import dataclass
 
 import pytest
+import torch
 from conversion.teachers import TEACHERS, make_teacher
+from models.cases import TINY
 
-from lightformers_hf import StudyOptions, plan
+from lightformers_hf import (
+    StudyOptions,
+    SubformerConfig,
+    SubformerForConditionalGeneration,
+    plan,
+)
 from lightformers_hf.conversion.choosing.choose import find_units
 from lightformers_hf.conversion.forms import form as forms_of_form
 from lightformers_hf.conversion.forms import low_rank
@@ -96,3 +103,13 @@ def test_a_rule_by_energy_decomposes_every_matrix_once(tmp_path, monkeypatch):
     report = plan(tmp_path, energy=0.5, method="paper", progress=False)
     assert seen == dict.fromkeys((matrix.name for matrix in report.matrices), 1)
     assert all(matrix.energy >= 0.5 for matrix in report.matrices)
+
+
+def test_a_method_that_no_part_can_follow_is_refused(tmp_path):
+    """Narrower heads and fewer neurons are a LightFormer's; silence would give low rank instead."""
+    torch.manual_seed(0)
+    SubformerForConditionalGeneration(SubformerConfig(**TINY["subformer"])).save_pretrained(tmp_path / "subformer")
+    with pytest.raises(ValueError, match="attention_method is 'narrow', but no attention matrices of this subformer"):
+        plan(tmp_path / "subformer", ratio=2, method="narrow", progress=False)
+    with pytest.raises(ValueError, match="group_start is 'aligned', but layers of a subformer"):
+        plan(tmp_path / "subformer", ratio=2, study=StudyOptions(group_start="aligned"), progress=False)

@@ -10,7 +10,6 @@ from lightformers_hf.conversion.linear import Linear
 from lightformers_hf.conversion.sharing.alignment import (
     Bases,
     align_bases,
-    align_layers,
     change_basis,
     merge_linear,
     weighted_mean,
@@ -43,6 +42,15 @@ def random_moments(seed):
     return {name: x.T @ x / 40 for name, x in samples.items()}
 
 
+def aligned(layers, heads, moments=None):
+    """The layers in the bases that are found for them."""
+    bases = align_bases(layers, heads, moments)
+    return [
+        {name: own.get(name, Bases()).of(linear) for name, linear in layer.items()}
+        for layer, own in zip(layers, bases, strict=True)
+    ]
+
+
 def rotation(size, seed):
     return torch.linalg.qr(random(size, size, seed=seed))[0]
 
@@ -70,7 +78,7 @@ def test_an_aligned_layer_computes_what_it_did(weighted):
         ]
         layers = [{name: Linear(part.weight.T, part.bias) for name, part in layer.items()} for layer in parts]
         moments = [random_moments(seed) for seed in range(3)] if weighted else None
-        for layer, old, new in zip(parts, layers, align_layers(layers, 3, moments), strict=True):
+        for layer, old, new in zip(parts, layers, aligned(layers, 3, moments), strict=True):
             for name, module in layer.items():
                 changed = not torch.equal(new[name].matrix, old[name].matrix)
                 assert changed == (layer is not parts[0]), name
@@ -97,10 +105,10 @@ def test_a_layer_in_other_order_and_bases_becomes_the_first_again():
         "fc2": Bases(inputs=neurons).of(first["fc2"]),
     }
     for moments in (None, [random_moments(0), random_moments(5)]):
-        aligned = align_layers([first, other], HEADS, moments)[1]
+        other_now = aligned([first, other], HEADS, moments)[1]
         for name, (matrix, bias) in first.items():
-            torch.testing.assert_close(aligned[name].matrix, matrix)
-            torch.testing.assert_close(aligned[name].bias, bias)
+            torch.testing.assert_close(other_now[name].matrix, matrix)
+            torch.testing.assert_close(other_now[name].bias, bias)
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
-from lightformers_hf import StudyOptions, convert
+from lightformers_hf import StudyOptions, convert, plan
 
 HEADS, WIDTH = 2, 8
 
@@ -117,3 +117,14 @@ def test_layers_of_different_widths_are_not_merged(tmp_path):
     assert narrow.config.head_dim_pattern or narrow.config.ffn_dim_pattern
     with pytest.raises(ValueError, match=r"encoder_groups is 1, but layers of narrow differ in shape"):
         convert(tmp_path / "narrow", tmp_path / "light", encoder_groups=1, progress=False)
+
+
+@pytest.mark.parametrize(("own", "asked"), [(True, False), (False, True)])
+def test_norms_that_are_shared_otherwise_are_refused_before_anything_takes_long(tmp_path, own, asked):
+    teacher, folder = make_teacher(tmp_path / "teacher")
+    teacher.save_pretrained(folder)
+    study = StudyOptions(share_layer_norms=own)
+    convert(folder, tmp_path / "shared", encoder_groups=1, study=study, method="paper", progress=False)
+    again = StudyOptions(share_layer_norms=asked)
+    with pytest.raises(ValueError, match=rf"share_layer_norms={asked}, but layers of shared are shared with .*{own}"):
+        plan(tmp_path / "shared", decoder_groups=1, study=again, method="paper", progress=False)

@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ENGLISH, GERMAN
+from conversion.teachers import batch, make_teacher
 from conversion.vocabulary.checkpoints import NAMES, make_checkpoint
 from huggingface_hub import ModelCard
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import convert
+from lightformers_hf.conversion.teacher import Teacher
+from lightformers_hf.conversion.vocabulary.kept import KeptTokens
 from lightformers_hf.vocabularies import keep_tokens, match_tokens
 
 LANGUAGES = {"nllb": ["deu_Latn", "eng_Latn"], "mbart50": ["de_DE", "en_XX"], "m2m_100": ["de", "en"]}
@@ -145,3 +148,20 @@ def test_the_card_and_the_report_say_it(case):
     else:
         assert report["languages"] == []
         assert metadata.language == ["af", "de", "en", "fr", "zu"]
+
+
+@torch.no_grad()
+def test_a_side_that_keeps_all_its_tokens_in_another_order(tmp_path):
+    """Its tables are as large as before: sizes do not tell that rows move."""
+    large = make_teacher("marian_two_vocabularies", tmp_path)
+    order = torch.randperm(60, generator=torch.Generator().manual_seed(0)).tolist()
+    kept = [49, 0, *range(3, 48)]
+    inputs = batch(large)
+    expected = large(**inputs).logits[..., kept]
+    new = {name: torch.argsort(torch.tensor(ids)) for name, ids in (("source", order), ("target", kept))}
+    new["target"] = torch.zeros(50, dtype=torch.long).index_copy(0, torch.tensor(kept), torch.arange(len(kept)))
+    inputs["input_ids"] = new["source"][inputs["input_ids"]]
+    inputs["decoder_input_ids"] = new["target"][inputs["decoder_input_ids"]]
+    teacher = Teacher(tmp_path, "t").keep_tokens(KeptTokens(order, kept, tokenizer=None))
+    for small in (teacher.load(), keep_tokens(large, order, kept)):
+        torch.testing.assert_close(small(**inputs).logits, expected, atol=1e-5, rtol=1e-5)
