@@ -50,7 +50,15 @@ def beside(path: Path, word: str) -> Path:
 
 @contextmanager
 def write_whole(path: Path) -> Iterator[BinaryIO]:
-    """A binary file that takes the place of `path` when all is written; an error leaves `path` as it was."""
+    """A binary file that takes the place of `path` when all is written; an error leaves `path` as it was.
+
+    A link stays one, to what is written; a device or a pipe is written to.
+    """
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            yield file
+        return
+    path = path.resolve()
     partial = beside(path, secrets.token_hex(4) + ".partial")
     try:
         with partial.open("wb") as file:
@@ -114,8 +122,10 @@ def as_kind(content: Any, kind: Any, place: str) -> Any:
 
 
 def write_json(content: dict | list, file: Path) -> None:
-    """Write `content` as `file`, indented. Raises `ValueError` as `json_text`."""
-    file.write_text(json_text(content, file.name), encoding="utf-8")
+    """Write `content` as `file`, indented, whole or not at all. Raises `ValueError` as `json_text`."""
+    text = json_text(content, file.name)
+    with write_whole(file) as opened:
+        opened.write(text.encode())
 
 
 def json_text(content: dict | list, what: str) -> str:

@@ -49,7 +49,7 @@ def check_output(
     """
     target = _check_place(target, inputs)
     if target.parent.is_dir():
-        with _lock(target) as locked:
+        with lock(target) as locked:
             if locked:
                 _clean_up(target)
     _check_content(target, overwrite)
@@ -86,7 +86,7 @@ def atomic_output(
     made = [folder for folder in target.parents if not folder.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(target) as locked:
+        with lock(target) as locked:
             if locked:
                 _clean_up(target)
             _check_content(target, overwrite)
@@ -241,7 +241,7 @@ def _is_full(folder: Path) -> bool:
 
 
 @contextmanager
-def _lock(target: Path) -> Iterator[bool]:
+def lock(target: Path) -> Iterator[bool]:
     """Let no other process write `target`. Gives whether there are locks here; see `atomic_output`."""
     path, descriptor = beside(target, "lock"), None
     try:

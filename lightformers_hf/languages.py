@@ -27,6 +27,12 @@ def split_prefix(text: str) -> tuple[str, str]:
     return column or "", code if code and code.endswith(" ") and "=" in text else ""
 
 
+def named_columns(source: str | None, target: str | None) -> tuple[str | None, str | None]:
+    """The columns that the options of two languages name: without codes, the source's with its prefix."""
+    has_prefix = source is not None and split_prefix(source)[1]
+    return source if has_prefix else split_language(source)[0], split_language(target)[0]
+
+
 def add_prefix(config: object, source: str, target: str | None) -> str:
     """`source` as it is if it says a prefix, else with that which a configuration has for the two languages.
 

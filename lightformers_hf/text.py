@@ -185,6 +185,13 @@ def tokenize_pairs(
     )
 
 
+def cut_texts(tokens: Dataset, limit: int) -> list[str]:
+    """What there is to say of the texts that `tokenize_pairs` cut after so many tokens: a line a side, or none."""
+    lengths = {side: tokens[f"{side}_length"][:] for side in ("source", "target")}
+    cut = {side: sum(length >= limit for length in found) for side, found in lengths.items()}
+    return [f"{n:,} of {len(tokens):,} {side}s are cut after {limit:,} tokens" for side, n in cut.items() if n]
+
+
 def _tokenize(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, limits: tuple[int, int]) -> dict[str, list]:
     """The columns of `tokenize_pairs`; `limits` are the longest source and target."""
     source = tokenizer(batch["source"], max_length=limits[0], truncation=True)

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 from safetensors.torch import save_file
 
-from lightformers_hf.files import MANIFEST_FILE, json_text, write_whole
+from lightformers_hf.files import MANIFEST_FILE, json_text, write_json, write_whole
 from lightformers_hf.folders import atomic_output, check_output
 
 pytestmark = pytest.mark.quick
@@ -346,3 +346,29 @@ def test_json_never_holds_what_json_cannot_say():
     for content, place in (({"a": [{"b": 1.0}, {"b": float("nan")}]}, r"a\[1\]\.b"), ([0.0, float("-inf")], r"\[1\]")):
         with pytest.raises(ValueError, match=rf"--json: {place} is NaN or infinite"):
             json_text(content, "--json")
+
+
+def test_a_device_and_a_link_stay_what_they_are(tmp_path):
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    (tmp_path / "file").write_text("before")
+    link.symlink_to(tmp_path / "file")
+    for path in (pipe, link):
+        with write_whole(path) as file:
+            file.write(b"after")
+    assert os.read(reader, 100) == b"after"
+    os.close(reader)
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+    assert (tmp_path / "file").read_text() == "after"
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    file = tmp_path / "a.json"
+    write_json({"a": 1}, file)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+    with pytest.raises(OSError, match="full"):
+        write_json({"a": 2}, file)
+    assert json.loads(file.read_text()) == {"a": 1}
+    assert contents(tmp_path) == {"a.json"}

@@ -215,7 +215,7 @@ def parse_arguments(classes: Iterable[type], argv: list[str] | None = None) -> t
         name, equals, value = argument.partition("=")
         if name.startswith("--model."):
             field_name = name.removeprefix("--model.").replace("-", "_")
-            fields[field_name] = yaml.safe_load(value if equals else next(arguments, ""))
+            fields[field_name] = read_value(value if equals else next(arguments, ""), name)
         else:
             options.append(argument)
     model = recipe.pop("model", {})
@@ -245,6 +245,14 @@ def as_options(named: Mapping[str, object]) -> list[str]:
             values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
             words += [f"--{name}", *map(str, values)]
     return words
+
+
+def read_value(text: str, what: str) -> object:
+    """The value that YAML reads in a text. Raises `ValueError` naming `what` it is of where that is no YAML."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{what}: {' '.join(str(error).split())}") from None
 
 
 def load_recipe(path: str | Path) -> dict[str, object]:

@@ -45,8 +45,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
-import yaml
-from arguments import ScriptParser, as_options, check_names, load_recipe, seed_number
+from arguments import ScriptParser, as_options, check_names, load_recipe, read_value, seed_number
 from common import run_script, test_names
 from comparing import compare_outputs, run_all, save_pictures, score_key, show
 from rich.markup import escape
@@ -134,7 +133,7 @@ def parse_methods(methods: list[str]) -> dict[str, Method]:
             continue
         given = dict(part.partition("=")[::2] for part in re.split(r",(?=[a-z_.]+=)", rest))
         check_names(given, known, f"--methods {name}: no option")
-        parsed[name] = {field: yaml.safe_load(value) for field, value in given.items()}
+        parsed[name] = {field: read_value(value, f"--methods {name}: {field}") for field, value in given.items()}
     return parsed
 
 

@@ -18,8 +18,8 @@ import argparse
 from statistics import fmean
 
 import torch
-import yaml
-from arguments import ScriptParser, seed_number
+from arguments import ScriptParser, read_value, seed_number
+from common import run_script
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -77,7 +77,7 @@ def make_model(description: str, seed: int) -> PreTrainedModel:
     if kind not in SHAPES or not kind:
         raise ValueError(f"no model type {kind!r} here: choose {', '.join(filter(None, SHAPES))}")
     given = dict(field.split("=", 1) for field in changes)
-    fields = SHAPES[""] | SHAPES[kind] | {name: yaml.safe_load(value) for name, value in given.items()}
+    fields = SHAPES[""] | SHAPES[kind] | {name: read_value(value, name) for name, value in given.items()}
     config = AutoConfig.for_model(kind, **fields)
     torch.manual_seed(seed)
     return build_network(AutoModelForSeq2SeqLM, config)
@@ -144,4 +144,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -107,6 +107,12 @@ def load_labelled(data: str, arguments: DataArguments, *, split: str = "train", 
                 raise ValueError(f"{data}, row {number}, {columns[column]!r}: expected {wanted}, found {value!r}.")
     feature = rows.features[columns["label"]]
     names = feature.names if isinstance(feature, ClassLabel) else None
+    for number, label in enumerate(labels if names else (), start=1):
+        if not 0 <= label < len(names):
+            raise ValueError(
+                f"{data}, row {number}, {arguments.label_column!r}: there is no class {label}; a split without labels "
+                "is left out by an empty name, as in --test-split ''."
+            )
     loaded = {"text": texts, "label": [names[label] if names else str(label) for label in labels]}
     if arguments.fold_column:
         loaded["fold"] = [int(fold) for fold in rows[columns["fold"]][:]]
@@ -331,11 +337,13 @@ def cross_validate(model_args: ModelArguments, data_args: DataArguments, args: T
 
     summary, accuracies = {}, []
     for fold, (fold_args, fold_model, done, checkpoint) in rounds.items():
-        if not done:
-            parts = fold_parts(rows, fold, folds, validate=validate)
-            summary |= run(fold_model, data_args, fold_args, parts, classes, checkpoint)
-        results = json.loads(Path(fold_args.output_dir, "test_results.json").read_text(encoding="utf-8"))
-        accuracies.append(results["test_accuracy"])
+        if done:
+            results = json.loads(Path(fold_args.output_dir, "test_results.json").read_text(encoding="utf-8"))
+            accuracies.append(results["test_accuracy"])
+            continue
+        parts = fold_parts(rows, fold, folds, validate=validate)
+        summary |= run(fold_model, data_args, fold_args, parts, classes, checkpoint)
+        accuracies.append(summary["test accuracy"])
     spread = {"test_accuracy": fmean(accuracies), "test_accuracy_std": stdev(accuracies)}
     if args.should_save:
         results = json.dumps(spread | {"test_accuracies": accuracies}, indent=4)

@@ -38,10 +38,11 @@ def install_completion(context: click.Context, _: click.Parameter, wanted: bool)
     if shell not in STARTUP_FILES or get_completion_class(shell) is None:
         raise click.ClickException(f"the shell is {shell!r}, expected one of {', '.join(STARTUP_FILES)}: set SHELL")
     file = Path(STARTUP_FILES[shell]).expanduser()
-    lines = file.read_text(encoding="utf-8") if file.is_file() else ""
+    lines = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     if STARTUP_LINES[shell] not in lines.splitlines():
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{lines}{'' if lines.endswith(chr(10)) or not lines else chr(10)}{STARTUP_LINES[shell]}\n")
+        with file.open("a", encoding="utf-8") as opened:  # what is there is not touched
+            opened.write(f"{'' if lines.endswith(chr(10)) or not lines else chr(10)}{STARTUP_LINES[shell]}\n")
     click.echo(f"{file} teaches {shell} the commands, from its next start on.")
     context.exit()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import click
 
-from ..languages import split_language, split_prefix
+from ..languages import named_columns
 from .output import PLACE, SEED, Answer, Argument, check_installed, command, option
 
 if TYPE_CHECKING:
@@ -60,11 +60,8 @@ def generation_options(*, num_beams: int | None, max_new_tokens: int | None) -> 
 
 def columns(source_lang: str | None, target_lang: str | None) -> Columns:
     """The columns that the two options name, as the package's functions take them."""
-    has_prefix = source_lang is not None and split_prefix(source_lang)[1]
-    return {
-        "source": source_lang if has_prefix else split_language(source_lang)[0],
-        "target": split_language(target_lang)[0],
-    }
+    source, target = named_columns(source_lang, target_lang)
+    return {"source": source, "target": target}
 
 
 @command(

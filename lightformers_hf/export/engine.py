@@ -102,6 +102,8 @@ def load_engine(folder: str | os.PathLike, threads: int = 1) -> Engine:
         network = load_network(folder)
         search = Search.of(network.generation_config)
         return Engine(CHECKPOINTS, TransformersModel(network, search, threads), search, position_limit(network.config))
+    if missing := [name for name in ("engine", "max_position_embeddings") if name not in description]:
+        raise ValueError(f"{Path(folder) / EXPORT_FILE} is damaged: it lacks {missing[0]!r}; export the model again")
     check_shortlist(Path(folder), description.get("shortlist"))
     search = Search.of(GenerationConfig.from_pretrained(folder))
     model = load_engine_file(description["engine"]).load(Path(folder), search, threads)

@@ -10,6 +10,7 @@ import torch
 from sacrebleu import BLEU
 
 from ..data_files import is_lines, load_lines
+from ..languages import add_prefix, split_prefix
 from ..loading import position_limit, printable_name
 from ..text import load_parallel, load_rows
 from .engines import EngineFile, RunningModel
@@ -138,6 +139,7 @@ def read_pairs(
     """Sentences that are no empty ones, and what they are in the target language where the text says it."""
     named = zip(columns, ("source_lang", "target_lang"), ("source", "target"), strict=True)
     first, second = (given or getattr(source.tokenizer, field, None) or name for given, field, name in named)
+    first, prefix = split_prefix(add_prefix(source.model.config, first, second))
     sources: list[str]
     references: list[str] | None = None
     if is_lines(text):
@@ -157,7 +159,8 @@ def read_pairs(
     kept = [index for index, pair in enumerate(zip(sources, others, strict=True)) if all(map(str.strip, pair))]
     if len(kept) < FEWEST:
         raise ValueError(f"shortlist {text} holds {len(kept)} sentences: give thousands like those to be translated")
-    return [sources[index] for index in kept], None if references is None else [references[index] for index in kept]
+    prefixed = [prefix + sources[index] for index in kept]
+    return prefixed, None if references is None else [references[index] for index in kept]
 
 
 def translate_all(model: RunningModel, sentences: Sequence[list[int]], search: Search) -> list[list[int]]:

@@ -12,7 +12,7 @@ from ..conversion.card import write_export_card
 from ..conversion.inheritance import inherited_metadata
 from ..files import EXPORT_FILE, write_json
 from ..folders import atomic_output, check_output
-from ..languages import split_language
+from ..languages import named_columns
 from ..loading import position_limit, printable_name, resolve_source, unique_parameters
 from .engines import EngineFile, load_engine_file
 from .engines.transformers import TransformersModel
@@ -153,9 +153,7 @@ def export(
         FileNotFoundError: no such checkpoint.
         FileExistsError, BlockingIOError: see `folders.atomic_output`.
     """
-    engine = load_engine_file(to)
-    if quantization not in (None, *engine.QUANTIZATIONS):
-        raise ValueError(f"quantization is {quantization!r}; {to} has {', '.join(engine.QUANTIZATIONS)}")
+    engine = check_engine(to, quantization)
     if shortlist is not None and not hasattr(engine, "write_shortlist"):
         raise ValueError(f"shortlist is given, but {to} computes all tokens of the output layer: leave shortlist out")
     check_output(output, overwrite=overwrite, inputs=[model, shortlist])
@@ -163,7 +161,7 @@ def export(
     with atomic_output(output, overwrite=overwrite, inputs=[folder, shortlist]) as temporary:
         source = read_source(folder, str(model), to)
         expansion = engine.write(source, temporary, quantization)
-        columns = split_language(source_lang)[0], split_language(target_lang)[0]
+        columns = named_columns(source_lang, target_lang)
         listed = add_shortlist(engine, source, temporary, quantization, shortlist, columns) if shortlist else None
         written = sum(file.stat().st_size for file in temporary.iterdir())
         if source.tokenizer is not None:
@@ -177,6 +175,14 @@ def export(
         lines = report.lines(Path(output).name)
         write_export_card(temporary, inherited, engine=to, form=quantization or "float32", lines=lines)
     return report
+
+
+def check_engine(to: str, quantization: str | None) -> EngineFile:
+    """The file of an engine. Raises `ValueError` where it is unknown, not installed, or lacks the quantization."""
+    engine = load_engine_file(to)
+    if quantization not in (None, *engine.QUANTIZATIONS):
+        raise ValueError(f"quantization is {quantization!r}; {to} has {', '.join(engine.QUANTIZATIONS)}")
+    return engine
 
 
 def measure_difference(source: Source, engine: EngineFile, folder: Path, quantization: str | None) -> float:

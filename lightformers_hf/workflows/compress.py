@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from tqdm.auto import tqdm
 
 from ..conversion.convert import convert
@@ -18,14 +19,16 @@ from ..evaluation.benchmarks.engine_results import EngineComparison
 from ..evaluation.benchmarks.engines import compare_engines
 from ..evaluation.evaluate import evaluate_model, find_columns
 from ..export import export
-from ..export.engines import deployment_names, load_engine_file
-from ..files import read_json, write_json
+from ..export.engines import deployment_names
+from ..export.write import check_engine
+from ..files import read_json, write_json, write_whole
 from ..folders import atomic_output, find_foreign, refuse_foreign
 from ..languages import split_language, split_prefix
 from ..loading import hide_bars
 from ..text import load_parallel, load_text
 from .record import RECORD_FILE, claim, find_added
 from .recover import recover
+from .settings import check_minutes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -85,20 +88,21 @@ def compress(
     """
     languages: dict[str, Any] = {"source_lang": source_lang, "target_lang": target_lang}
     CompressionOptions(**options, **languages)
-    load_engine_file(to)
-    output = Path(output)
+    check_engine(to, quantization)
+    check_minutes(minutes)
+    output, given = Path(output), Texts(data, validation, test or "")
     training = {"minutes": minutes, "translations": translations, "seed": seed}
     asked = {"teacher": str(teacher), "data": data, "validation": validation, "test": test, "to": to}
-    asked |= {"quantization": quantization} | training | languages | options
+    asked = json.loads(json.dumps(asked | {"quantization": quantization} | training | languages | options))  # as read
     overwrite = overwrite or is_only_planned(output)
     record = claim(output, asked, file=PLAN_FILE, overwrite=overwrite, inputs=[teacher, data, validation, test])
     if overwrite:
         check_parts(output)
     columns = plain_columns(teacher, languages)
-    texts = read_texts(data, columns, seed, test) if not (validation and test) else None
+    texts = read_texts(given, columns, seed)
     if overwrite or not (output / PLAN_FILE).exists():
         begin(output, record)
-    files = split_texts(texts, output / "data", columns, Texts(data, validation, test or ""))
+    files = split_texts(texts, output / "data", columns, given)
     form = (to, quantization if quantization != "float32" else None)
     options |= {name: value for name, value in languages.items() if value is not None}
     work = Work(str(teacher), output, files, columns, form, options, training | {"report_to": report_to}, progress)
@@ -181,7 +185,9 @@ class Work:
 
     def evaluate(self) -> None:
         """Score it beside its teacher on the test."""
-        found = evaluate_model(self.light, self.files.test, self.teacher, **self.named, speed=False, num_beams=1)
+        device = str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
+        settings: dict[str, Any] = {"device": device, "speed": False, "num_beams": 1}
+        found = evaluate_model(self.light, self.files.test, self.teacher, **self.named, **settings)
         write_json(found.to_dict(), self.output / "results.json")
 
     def deploy(self) -> None:
@@ -193,9 +199,9 @@ class Work:
         deployed = "-".join(filter(None, self.form))
         forms = ["transformers", deployed if deployed in deployment_names() else self.form[0]]
         settings: dict[str, Any] = {"cores": (1,), "batch_sizes": (1,), "beams": (1,), "max_samples": SCORED}
-        found = compare_engines(
-            self.teacher, [self.light], forms=forms, data=self.files.test, **settings, **self.named
-        )
+        source, target = find_columns(self.light, *self.columns)  # which keeps a prefix that was given
+        settings |= {"source": source, "target": target, "progress": self.progress}
+        found = compare_engines(self.teacher, [self.light], forms=forms, data=self.files.test, **settings)
         write_json(found.to_dict(), self.output / "engines.json")
 
     def report(self) -> None:
@@ -204,7 +210,8 @@ class Work:
 
         results = [self.output / "results.json", self.output / "engines.json"]
         page = report_page(self.light, teacher=self.teacher, data=self.files.test, results=results, **self.named)
-        (self.output / "report.html").write_text(page, encoding="utf-8")
+        with write_whole(self.output / "report.html") as file:
+            file.write(page.encode())
 
 
 def is_only_planned(output: Path) -> bool:
@@ -226,15 +233,19 @@ def plain_columns(teacher: str | Path, languages: dict[str, str | None]) -> tupl
     return split_prefix(source)[0], target
 
 
-def read_texts(
-    data: str | None, columns: tuple[str, str], seed: int, test: str | None
-) -> list[tuple[str, str]] | None:
-    """The pairs of `data` in a random order, every source once; `None` where it has none and `test` has.
+def read_texts(given: Texts, columns: tuple[str, str], seed: int) -> list[tuple[str, str]] | None:
+    """The pairs to be trained on in a random order, every source once; `None` where none are to be set apart.
 
-    Raises `ValueError` where there are too few.
+    Raises `ValueError` where there are too few, or where other pairs that are given are none.
     """
+    for part, pairs in {"train": given.validation, "test": given.test}.items():
+        if pairs:
+            load_parallel(pairs, source=columns[0], target=columns[1], split=part)
+    data, test = given.train, given.test
+    if given.validation and test:
+        return None
     if data is None or "target" not in load_text(data, source=None, target=None, default=columns).column_names:
-        if test is None:
+        if not test:
             what = f"{data} is of one language" if data else "Neither data nor test is given"
             raise ValueError(f"{what}: give pairs as data, or test, with pairs to measure on")
         return None
@@ -253,10 +264,13 @@ def split_texts(texts: list[tuple[str, str]] | None, folder: Path, columns: tupl
     if texts is None:
         return given
     size = min(MOST_HELD_OUT, len(texts) // 10)
-    bounds = {"validation": (0, size), "test": (size, 2 * size), "train": (2 * size, len(texts))}
+    first, second = (0 if one else size for one in (given.validation, given.test))
+    bounds = {"validation": (0, first), "test": (first, first + second), "train": (first + second, len(texts))}
     if not folder.is_dir():
         with atomic_output(folder) as temporary:
             for part, (start, end) in bounds.items():
+                if start == end:
+                    continue
                 rows = (dict(zip(columns, pair, strict=True)) for pair in texts[start:end])
                 lines = "".join(json.dumps({"translation": row}, ensure_ascii=False) + "\n" for row in rows)
                 (temporary / f"{part}.jsonl").write_text(lines, encoding="utf-8")

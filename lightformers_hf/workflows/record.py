@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ class Recovery:
         sentences: of that text.
         with_teacher: whether its references are the teacher's own translations, as there are no others.
         steps, best_step: trained, and after how many the model is that was kept; 0: none was better than at first.
-        minutes: the training took, in this and in interrupted calls.
+        minutes: the training took, where it was interrupted those of the last call.
         translations: how many sources the teacher translated first.
         settings: how it was trained.
     """
@@ -101,7 +102,8 @@ def claim(
     """
     record = read_json(output / file) if output.is_dir() else {}
     if record and not overwrite:
-        if differing := [name for name, value in asked.items() if record.get("asked", {}).get(name) != value]:
+        before = record.get("asked", {})
+        if differing := [name for name, value in asked.items() if not _is_same(value, before.get(name))]:
             raise FileExistsError(
                 f"{output} holds one with another {differing[0]}: give the same options to go on with it, "
                 "another folder, or --overwrite"
@@ -117,9 +119,16 @@ def claim(
     return {"asked": asked}
 
 
+def _is_same(value: Any, before: Any) -> bool:
+    """Whether two values are equal, or paths of one place."""
+    if isinstance(value, str) and isinstance(before, str):
+        return value == before or os.path.abspath(value) == os.path.abspath(before)
+    return value == before
+
+
 def find_added(folder: Path) -> list[str]:
     """What lies in the folder of a recovery, whole or interrupted, that is not of it, in alphabetical order."""
-    own = rf"({re.escape(TRANSLATIONS_FILE)}|(checkpoint-\d+|runs)(/.*)?)"  # while it trains
+    own = rf"({re.escape(TRANSLATIONS_FILE)}|(checkpoint-\d+|runs)(/.*)?|\..*\.partial)"  # while it trains
     return [name for name in find_foreign(folder, RECORD_FILE) if not re.fullmatch(own, name)]
 
 
@@ -133,6 +142,6 @@ def begin(output: Path, record: dict[str, Any]) -> None:
 
 def finish(output: Path, record: dict[str, Any], found: Recovery) -> None:
     """Write down what came of a recovery; its checkpoints go."""
+    left = [name for name in list_entries(output, RECORD_FILE) if not re.match(r"checkpoint-\d+(/|$)", name)]
+    write_json(record | {"result": asdict(found), "files": left}, output / RECORD_FILE)
     remove_checkpoints(output)
-    ended = {"result": asdict(found), "files": list_entries(output, RECORD_FILE)}
-    write_json(record | ended, output / RECORD_FILE)

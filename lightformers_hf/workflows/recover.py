@@ -21,7 +21,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
-    Seq2SeqTrainingArguments,
     set_seed,
 )
 
@@ -31,21 +30,24 @@ from ..evaluation.evaluate import choose_columns
 from ..evaluation.quality import translation_quality
 from ..evaluation.translate import translate
 from ..files import read_json, write_json
-from ..languages import set_languages, split_language
+from ..folders import lock
+from ..languages import named_columns, set_languages
 from ..loading import hide_bars, load_pretrained, resolve_source, unique_parameters
 from ..processors import IdleThreads, bf16_is_faster
 from ..recovery import RecoveryTrainer, ScoredPart, find_last_checkpoint, load_distiller, load_trainable, train
 from ..recovery.progress import Clock, Progress, hush_trainer
-from ..text import load_parallel, load_text, tokenize_pairs
+from ..text import cut_texts, load_parallel, load_text, tokenize_pairs
 from .record import RECORD_FILE, TRANSLATIONS_FILE, Recovery, Scores, begin, claim, finish
 from .settings import (
     FAR,
     FOR_TRANSLATIONS,
     FOR_VALIDATION,
     RecoverySettings,
+    check_minutes,
     choose_settings,
     plan_steps,
     sentences_in,
+    training_arguments,
     worth_translating,
 )
 from .translator import fastest_translator, time_translations
@@ -53,7 +55,7 @@ from .translator import fastest_translator, time_translations
 HELD_OUT = 1000  # pairs of the validation at most
 RANDOM_TEXTS = 20_000  # that are drawn where there is no text
 COMPARED = 200  # translations of the teacher that stand in for references at most
-LONGEST = 128  # tokens of a text
+LONGEST = 1024  # tokens of a text at most
 TRIAL_STEPS = 16  # by which the time of a step is known
 SAMPLE = 64  # sources by which the speed of translating is known
 BEAMS = 4
@@ -102,22 +104,22 @@ def recover(
         FileExistsError: `output` holds something else than this recovery, interrupted.
     """
     start = time.monotonic()
-    if not minutes > 0:
-        raise ValueError(f"minutes is {minutes}, expected a number above 0")
+    check_minutes(minutes)
     asked: dict[str, Any] = {"light": str(light), "teacher": str(teacher), "data": data, "validation": validation}
     asked |= {"minutes": minutes, "source": source, "target": target, "translations": translations, "seed": seed}
     output = Path(output)
     record = claim(output, asked, overwrite=overwrite, inputs=[light, teacher, data, validation])
     set_seed(seed)
     on_cpu = not torch.accelerator.is_available()
-    with hide_bars(), hush_trainer(), IdleThreads() if on_cpu else nullcontext() as threads:
+    alone = lock(output) if output.parent.is_dir() else nullcontext()
+    with alone, hide_bars(), hush_trainer(), IdleThreads() if on_cpu else nullcontext() as threads:
         run = Run(light, output, teacher, data, validation, (source, target), report_to, seed, progress, threads)
         if "scores" not in record:
             begin(output, record)
             record |= run.prepare(minutes, translations, start)
             write_json(record, output / RECORD_FILE)
         found = run.train(record)
-    finish(output, record, found)
+        finish(output, record, found)
     return found
 
 
@@ -143,8 +145,11 @@ class Run:
         self.attention = "eager" if self.threads else None
         self.model = self.load_light(dropout=False)
         self.distiller = load_distiller(str(resolve_source(self.teacher)), self.tokenizer, self.attention)
+        if self.threads is None:
+            self.distiller.to(torch.accelerator.current_accelerator())
         self.ratio = unique_parameters(self.distiller) / unique_parameters(self.model)
-        set_languages(self.distiller, self.tokenizer, *self.languages)
+        # The light model knows its languages, or has been told them.
+        self.distiller.generation_config.forced_bos_token_id = self.model.generation_config.forced_bos_token_id
         self.pairs, self.held_out = self.read_data()
         self.one_language = "target" not in self.pairs.column_names  # the teacher makes the targets
 
@@ -161,12 +166,11 @@ class Run:
             source, target = self.columns
             held_out = load_parallel(self.validation, source=source, target=target, max_samples=HELD_OUT)
         else:
-            size = min(HELD_OUT, len(texts) // 10)
+            size = min(HELD_OUT if "target" in texts.column_names else COMPARED, len(texts) // 10)
             if not size:
                 raise ValueError(f"{self.data} holds {len(texts)} texts: give validation, or ten texts and more")
             held_out, texts = texts.select(range(size)), texts.select(range(size, len(texts)))
             if "target" not in texts.column_names:
-                held_out = held_out.select(range(min(size, COMPARED)))
                 sources = held_out["source"][:]
                 said = translate(sources, self.distiller, self.tokenizer, num_beams=1, progress=self.progress)
                 held_out = held_out.add_column("target", said)
@@ -187,9 +191,8 @@ class Run:
 
     @property
     def named(self) -> tuple[str | None, str | None]:
-        """The columns that were asked for."""
-        source, target = self.languages
-        return split_language(source)[0], split_language(target)[0]
+        """The columns that were asked for, the source's with its prefix."""
+        return named_columns(*self.languages)
 
     @cached_property
     def columns(self) -> tuple[str, str]:
@@ -210,11 +213,16 @@ class Run:
     def longest_output(self) -> int:
         """Tokens of an output of the validation: half as many again as the longest reference has."""
         longest = max(map(len, self.scored.tokens["labels"]))
-        return min(int(1.5 * longest) + 2, getattr(self.model.config, "max_position_embeddings", None) or LONGEST)
+        return min(int(1.5 * longest) + 2, self.longest_text)
+
+    @property
+    def longest_text(self) -> int:
+        """Tokens that are read of one."""
+        return min(LONGEST, getattr(self.model.config, "max_position_embeddings", None) or LONGEST)
 
     def tokenize(self, pairs: Dataset) -> Dataset:
         """Ids of pairs, cut to what the model reads."""
-        limit = min(LONGEST, getattr(self.model.config, "max_position_embeddings", None) or LONGEST)
+        limit = self.longest_text
         return tokenize_pairs(pairs, self.tokenizer, max_source_length=limit, max_target_length=limit)
 
     def prepare(self, minutes: float, translations: bool | None, start: float) -> dict[str, Any]:
@@ -224,7 +232,7 @@ class Run:
             self.ratio,
             width,
             same_width=width == self.distiller.config.hidden_size,
-            bf16=bf16_is_faster() if self.threads else torch.cuda.is_available(),
+            bf16=bf16_is_faster() if self.threads else torch.cuda.is_bf16_supported(including_emulation=False),
             on_cpu=self.threads is not None,
             random_text=self.data is None,
         )
@@ -247,9 +255,9 @@ class Run:
         scores = {"before": asdict(before), "teacher": asdict(teacher)}
         return {"settings": asdict(settings), "translations": count, "sentences": sentences, "scores": scores}
 
-    def say(self, line: str) -> None:
-        """Print a line above the bars."""
-        if self.progress:
+    def say(self, *lines: str) -> None:
+        """Print lines above the bars."""
+        for line in lines if self.progress else ():
             tqdm.write(line)
 
     def measure(self, model: PreTrainedModel, settings: RecoverySettings) -> tuple[Scores, float]:
@@ -293,13 +301,14 @@ class Run:
         made = Dataset.from_dict(
             {"source": self.pairs["source"][:count], **read_json(self.output / TRANSLATIONS_FILE)}
         )
-        return made if self.one_language else concatenate_datasets([self.pairs, made])
+        return made if self.one_language else concatenate_datasets([self.pairs, made.cast(self.pairs.features)])
 
     def time_steps(self, pairs: Dataset, settings: RecoverySettings) -> tuple[float, int]:
         """How long a step takes, and how many an epoch has."""
         clock = Clock()
         trial = replace(settings, steps=TRIAL_STEPS, eval_steps=TRIAL_STEPS + 1, warmup_steps=1)
         trainer = self.trainer(copy.deepcopy(self.model), pairs, trial, teacher=self.distiller)
+        self.say(*cut_texts(trainer.train_dataset, self.longest_text))
         trainer.add_callback(clock)
         trainer.train()
         return clock.seconds, max(1, round(trainer.state.global_step / trainer.state.epoch))
@@ -319,30 +328,14 @@ class Run:
             scores = translation_quality(self.scored.decode(prediction.predictions), self.scored.references)
             return {"bleu": scores["bleu"], "chrf": scores["chrf"]}
 
-        watched: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
-        arguments = Seq2SeqTrainingArguments(
+        arguments = training_arguments(
+            settings,
+            saves=saves,
             output_dir=str(self.output),
             use_cpu=self.threads is not None,
-            bf16=settings.bf16,
             seed=self.seed,
-            max_steps=settings.steps,
-            learning_rate=settings.learning_rate,
-            lr_scheduler_type="linear",
-            warmup_steps=settings.warmup_steps,
-            adam_beta2=0.98,
-            logging_steps=max(1, settings.steps // 50),
-            eval_steps=settings.eval_steps,
-            save_steps=settings.eval_steps,
-            save_total_limit=2,
-            metric_for_best_model="chrf",
-            predict_with_generate=True,
-            generation_num_beams=1,
             generation_max_length=self.longest_output,
-            per_device_eval_batch_size=32,
             report_to=list(self.report_to) if saves else "none",
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-            **(watched if saves else {"eval_strategy": "no", "save_strategy": "no"}),
         )
         trainer = RecoveryTrainer(
             model,
@@ -379,8 +372,11 @@ class Run:
         scored[0] = known["before"]  # few steps may do harm
         best_step = max(scored, key=lambda step: scored[step].chrf)
         if best_step == 0:
-            self.load_light(dropout=True).save_pretrained(self.output)
             self.say("no validation was better than at first: the model stays as it was, more minutes help")
+        best = trainer.model if best_step else self.load_light(dropout=True)
+        dtype = load_pretrained(AutoConfig, self.folder).dtype or torch.float32  # it is to be as large as it was
+        if best_step == 0 or dtype != torch.float32:
+            best.to(dtype).save_pretrained(self.output)
         return Recovery(
             output=str(self.output),
             parameters=parameters,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import Seq2SeqTrainingArguments
 
 # From this ratio on a model needs large steps, however few, and learned more from its teacher's own translations, too
 # (RESULTS.md, "Recovered").
@@ -120,3 +124,39 @@ def sentences_in(seconds: float, each: float, most: int) -> int:
         most: there are no more.
     """
     return min(most, max(50, int(seconds / 5 / each)))
+
+
+def check_minutes(minutes: float) -> None:
+    """Raise `ValueError` where a time to train is none."""
+    if not 0 < minutes < math.inf:
+        raise ValueError(f"minutes is {minutes}, expected a number above 0")
+
+
+def training_arguments(settings: RecoverySettings, *, saves: bool, **others: Any) -> Seq2SeqTrainingArguments:
+    """The settings as transformers' Trainer takes them.
+
+    Args:
+        saves: validate, and write checkpoints, of which the best is loaded in the end.
+        others: more of its arguments.
+    """
+    watched: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
+    return Seq2SeqTrainingArguments(
+        bf16=settings.bf16,
+        max_steps=settings.steps,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type="linear",
+        warmup_steps=settings.warmup_steps,
+        adam_beta2=0.98,
+        logging_steps=max(1, settings.steps // 50),
+        eval_steps=settings.eval_steps,
+        save_steps=settings.eval_steps,
+        save_total_limit=2,
+        metric_for_best_model="chrf",
+        predict_with_generate=True,
+        generation_num_beams=1,
+        per_device_eval_batch_size=32,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **(watched if saves else {"eval_strategy": "no", "save_strategy": "no"}),
+        **others,
+    )

@@ -385,10 +385,10 @@ def test_a_shell_is_taught_once(lightformers, monkeypatch, tmp_path, shell):
     monkeypatch.setenv("SHELL", f"/bin/{shell}")
     file = Path(entry.STARTUP_FILES[shell]).expanduser()
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("before")
+    file.write_bytes(b"before \xe9")  # whatever its encoding
     for _ in range(2):
         assert lightformers("--install-completion")[0] == 0
-    assert file.read_text() == f"before\n{entry.STARTUP_LINES[shell]}\n"
+    assert file.read_bytes() == b"before \xe9\n" + entry.STARTUP_LINES[shell].encode() + b"\n"
     monkeypatch.setenv("SHELL", "/bin/tcsh")
     code, _, err = lightformers("--install-completion")
     assert code == 1

@@ -386,3 +386,13 @@ def test_a_legend_of_many_lines_leaves_the_panels_their_height(tmp_path, curves)
 
     save_picture(tmp_path / "picture.png", paint)
     assert kept[0].get_window_extent().height > 0.6 * 4.2 * kept[0].figure.dpi
+
+
+def test_losses_that_are_no_numbers_are_in_no_curve(tmp_path):
+    nan, log = float("nan"), [{"step": 1, "eval_loss": 4.0}, {"step": 2, "eval_loss": 3.0}]
+    for broken, curve in (
+        ([*log, {"step": 3, "eval_loss": nan}], [(1, 4.0), (2, 3.0)]),
+        ([{"step": 1, "loss": nan}], None),
+    ):
+        (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": broken}))
+        assert _training(tmp_path).get("loss_curve") == curve

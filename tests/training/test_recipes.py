@@ -227,6 +227,7 @@ def test_help_spells_options_with_dashes(script, capsys):
         ("model: {model_type: bart, attention_rank: 3}", [], "of a bart's configuration is named 'attention_rank'"),
         ("model: 3", [], r"recipe\.yaml: expected a mapping"),
         ("a: [", [], r"recipe\.yaml is not YAML"),
+        ("model: {model_type: lightformer}", ["--model.rank_pattern", "[4"], "--model.rank_pattern: while parsing"),
         ("base: nowhere.yaml", [], r"No recipe .*nowhere\.yaml"),
         ("max_tokens: many", [], "--max-tokens.*invalid int value: 'many'"),
         ("model: {model_type: lightformer}", ["--model.d_modle", "3"], "command line: .*did you mean d_model"),

@@ -11,6 +11,7 @@ import pytest
 import run_classification as script
 import torch
 import word_vectors
+from datasets import ClassLabel, Dataset, Features, Value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -78,7 +79,7 @@ def test_folds_are_stratified(labels, folds, seed):
 
 
 def test_every_row_is_tested_once_and_never_trained_on(base, tmp_path):
-    rows = script.load_labelled(str(tmp_path / "all.jsonl"), script.DataArguments(), max_samples=None)
+    rows = script.script.load_labelled(str(tmp_path / "all.jsonl"), script.DataArguments(), max_samples=None)
     rows = rows.add_column("number", list(range(60)))
     folds = script.stratified_folds(rows["label"], 5, seed=0)
     tested = []
@@ -326,3 +327,11 @@ def test_an_architecture_without_a_classifier(base, tmp_path):
     (tmp_path / "shapes.json").write_text(json.dumps({"model_type": "subformer"}))
     with pytest.raises(ValueError, match="no classifier of type subformer"):
         script.main(command(base))
+
+
+def test_hidden_labels_are_no_class(tmp_path):
+    """As test splits on the Hub have them: −1 would be the last one."""
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["bad", "good"])})
+    Dataset.from_dict({"text": ["a", "b"], "label": [1, -1]}, features=features).to_parquet(tmp_path / "test.parquet")
+    with pytest.raises(ValueError, match=r"row 2, 'label': there is no class -1; .*--test-split ''"):
+        script.load_labelled(str(tmp_path / "test.parquet"), script.DataArguments(), max_samples=None)

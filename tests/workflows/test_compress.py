@@ -119,6 +119,12 @@ def test_a_link_in_place_of_a_part_is_not_followed(tiny_marian, asked, finished,
         ({"size": "10MB"}, "ratio and size are given"),
         ({"data": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"target_lang": "fr"}, "no column 'fr'"),
+        ({"test": "tset.jsonl"}, "tset.jsonl"),
+        ({"validation": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"quantization": "in8"}, "quantization is 'in8'; ctranslate2 has"),
+        ({"to": "onnx", "quantization": "float16"}, "quantization is 'float16'; onnx has"),
+        ({"minutes": 0}, "minutes is 0"),
+        ({"minutes": float("inf")}, "minutes is inf"),
     ],
 )
 def test_what_is_refused_leaves_nothing(tiny_marian, data, tmp_path, changes, message):
@@ -148,3 +154,28 @@ def test_without_text_a_test_of_pairs_is_all_that_is_needed(tiny_marian, data, t
     assert not (tmp_path / "small" / "data").exists()
     assert read_json(tmp_path / "small" / "converted" / "compression.json")["calibration"] == OWN_TEXT
     assert found["engines"]["data"] == data
+
+
+def test_it_goes_on_however_its_folder_and_options_are_spelled(tiny_marian, asked, finished, tmp_path, monkeypatch):
+    shutil.copytree(finished, tmp_path / "small")
+    for part in ("recovered", "deployed"):
+        shutil.rmtree(tmp_path / "small" / part)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Work, "deploy", interrupt)
+    for output in ("small", tmp_path / "small", "./small"):
+        with pytest.raises(KeyboardInterrupt):
+            compress(tiny_marian, output, **asked)
+    monkeypatch.setattr(Work, "do", interrupt)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            compress(tiny_marian, tmp_path / "other", vocabulary=(asked["data"],), **asked)
+
+
+def test_only_what_is_missing_is_set_apart(tiny_marian, asked, tmp_path, monkeypatch):
+    test = tmp_path / "test.jsonl"
+    test.write_text(json.dumps({"translation": {"de": "Ein Hund.", "en": "A dog."}}) + "\n")
+    monkeypatch.setattr(Work, "do", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        compress(tiny_marian, tmp_path / "small", test=str(test), **asked)
+    made = {file.stem: len(file.read_text().splitlines()) for file in (tmp_path / "small" / "data").glob("*.jsonl")}
+    assert made == {"train": 27, "validation": 3}

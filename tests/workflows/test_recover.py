@@ -5,13 +5,17 @@ import json
 import shutil
 from dataclasses import asdict
 
+import pyarrow as pa
 import pytest
 import torch
+from pyarrow import parquet
 from rich.console import Console
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import convert
 from lightformers_hf.files import read_json
+from lightformers_hf.folders import lock
+from lightformers_hf.processors import IdleThreads
 from lightformers_hf.recovery import progress
 from lightformers_hf.workflows.record import Scores
 from lightformers_hf.workflows.recover import Run, recover
@@ -208,3 +212,67 @@ def test_a_multilingual_teacher_recovers_without_text(tiny_mbart50, tmp_path):
     found = recover(tmp_path / "light", tmp_path / "out", source="de=de_DE", target="en=en_XX", **asked)
     assert found.with_teacher
     assert found.steps >= 1
+
+
+def test_a_multilingual_teacher_translates_into_the_light_models_language(tiny_mbart50, tmp_path):
+    """Which its tokenizer and generation configuration know from the conversion."""
+    languages = {"source_lang": "de=de_DE", "target_lang": "en=en_XX"}
+    convert(tiny_mbart50, tmp_path / "light", rank=4, method="paper", progress=False, **languages)
+    teacher = AutoModelForSeq2SeqLM.from_pretrained(tiny_mbart50)
+    teacher.generation_config.forced_bos_token_id = None
+    teacher.save_pretrained(tmp_path / "teacher")
+    AutoTokenizer.from_pretrained(tiny_mbart50).save_pretrained(tmp_path / "teacher")
+    light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light")
+    run = Run(
+        tmp_path / "light",
+        tmp_path / "out",
+        tmp_path / "teacher",
+        None,
+        None,
+        (None, None),
+        (),
+        0,
+        False,
+        IdleThreads(),
+    )
+    assert light.generation_config.forced_bos_token_id is not None
+    assert run.distiller.generation_config.forced_bos_token_id == light.generation_config.forced_bos_token_id
+
+
+def test_the_result_is_as_large_as_what_it_is_made_of(place, tiny_marian, tmp_path):
+    AutoModelForSeq2SeqLM.from_pretrained(place / "light").bfloat16().save_pretrained(tmp_path / "light")
+    AutoTokenizer.from_pretrained(place / "light").save_pretrained(tmp_path / "light")
+    recover(tmp_path / "light", tmp_path / "out", **options(place, tiny_marian))
+    size, before = ((tmp_path / name / "model.safetensors").stat().st_size for name in ("out", "light"))
+    assert size == pytest.approx(before, rel=0.05)
+    assert AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_pairs_in_long_strings_have_translations_too(place, tiny_marian, tmp_path):
+    """As parquet files of some libraries hold them."""
+    rows = [json.loads(line)["translation"] for line in (place / "pairs.jsonl").read_text().splitlines()]
+    table = pa.table({name: pa.array([row[name] for row in rows], pa.large_string()) for name in ("de", "en")})
+    parquet.write_table(table, tmp_path / "pairs.parquet")
+    asked = options(place, tiny_marian, data=str(tmp_path / "pairs.parquet"), source="de", target="en")
+    assert recover(place / "light", tmp_path / "out", translations=True, **asked).translations > 0
+
+
+def test_what_is_cut_is_said(place, tiny_marian, tmp_path, capsys):
+    text = " ".join(["Hund"] * 200)
+    rows = [{"de": f"{number} {text}", "en": "A dog."} for number in range(12)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps({"translation": row}) + "\n" for row in rows))
+    asked = options(place, tiny_marian, data=str(tmp_path / "long.jsonl"), validation=str(place / "pairs.jsonl"))
+    recover(place / "light", tmp_path / "out", **asked | {"progress": True})
+    assert "12 of 12 sources are cut after 64 tokens" in "".join(capsys.readouterr())
+
+
+def test_a_prefix_that_is_given_stands_before_the_sources(place, tiny_marian, tmp_path):
+    languages = ("de=translate: ", "en")
+    data = str(place / "pairs.jsonl")
+    run = Run(place / "light", tmp_path / "out", tiny_marian, data, None, languages, (), 0, False, IdleThreads())
+    assert all(text.startswith("translate: ") for text in [*run.pairs["source"], *run.held_out["source"]])
+
+
+def test_two_do_not_write_to_one_folder(place, tiny_marian, tmp_path):
+    with lock(tmp_path / "out"), pytest.raises(BlockingIOError, match="being written by another process"):
+        recover(place / "light", tmp_path / "out", **options(place, tiny_marian))

@@ -81,12 +81,7 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
             kind = originals.module(matrices[0]).kind
             unmet[kind] = "" if found else unmet.get(kind, method)
         units.append(found or find_alternatives(matrices, forms[:1]))
-    for kind, method in unmet.items():
-        if method:
-            raise ValueError(
-                f"{kind}_method is {method!r}, but no {kind} matrices of this {dense.config.model_type} can become "
-                "that: leave the method out"
-            )
+    _check_met(unmet, dense.config.model_type)
     return units
 
 
@@ -96,6 +91,16 @@ def _check_method(study: StudyOptions, forms: Sequence[type[Form]]) -> None:
     for field in ("attention_method", "ffn_method"):
         if (method := getattr(study, field)) is not None and method not in methods:
             raise ValueError(f"{field} is {method!r}, expected one of {', '.join(methods)}")
+
+
+def _check_met(unmet: dict[str, str], model_type: str) -> None:
+    """Raise `ValueError` where a kind of matrices was to become what none of them can."""
+    for kind, method in unmet.items():
+        if method:
+            raise ValueError(
+                f"{kind}_method is {method!r}, but no {kind} matrices of this {model_type} can become that: leave the "
+                "method out"
+            )
 
 
 def _covers(matrices: Sequence[str], parts: Collection[tuple[str, ...]]) -> Iterator[list[tuple[str, ...]]]:

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from ...export import Engine, export, load_engine
 from ...export.engines import CHECKPOINTS, deployment_names, load_engine_file, split_deployment
-from ...loading import load_pretrained, weight_bytes
+from ...loading import load_pretrained, load_teacher, weight_bytes
 from ...text import load_parallel
 from ..evaluate import find_columns
 from ..quality import translation_quality
@@ -84,6 +84,8 @@ def compare_engines(
         pairs = load_parallel(data, source=source, target=target, split="test", max_samples=max_samples)
     steps = len(names) * len(forms) * ((1 if pairs is None else 2) + len(cores) * settings.runs_of_each)
     with tempfile.TemporaryDirectory() as work, tqdm(total=steps, disable=not progress, unit="step") as bar:
+        if pairs is not None:
+            names = _tell_languages(names, Path(work))
         text = (shortlist, source, target)
         deployed = [_deploy(label, names[label], form, Path(work), text, bar) for label in names for form in forms]
         comparison = EngineComparison(list(names), deployed, [], new_tokens, sentences, data)
@@ -95,6 +97,19 @@ def compare_engines(
         if pairs is not None:
             _add_quality(comparison, names, pairs, settings, bar)
     return comparison
+
+
+def _tell_languages(names: dict[str, str], work: Path) -> dict[str, str]:
+    """The models; instead of a multilingual teacher one in `work` that translates as its first student does."""
+    (label, teacher), *students = names.items()
+    if not students:
+        return names
+    light, own = (load_pretrained(AutoTokenizer, name) for name in (students[0][1], teacher))
+    if not all(getattr(light, side, None) for side in ("src_lang", "tgt_lang")) or not hasattr(own, "src_lang"):
+        return names
+    for part in load_teacher(teacher, light):
+        part.save_pretrained(work / "told")
+    return names | {label: str(work / "told")}
 
 
 def _choose_forms(forms: Sequence[str] | None, shortlist: str | None) -> list[str]:

@@ -320,13 +320,14 @@ def _draw_trade_off(results: Sequence[Result]) -> Picture:
             f"{' and of '.join(conditions)}: evaluate all alike"
         )
     relative = all(result.speed_ratio for result in results)
-    points: dict[tuple[str, int], Point] = {}
-    rows: dict[tuple[str, int], Measurements] = {}
-    for result in results:
+    points: dict[tuple[str, int, int], Point] = {}
+    rows: dict[tuple[str, int, int], Measurements] = {}
+    for number, result in enumerate(results, start=1):
         for one, ratio in ((result.teacher, 1.0), (result.model, result.speed_ratio)):
             if one:
                 speed = ratio if relative else one.tokens_per_second
-                key = (one.name, one.parameters)
+                # A teacher is one point; models of one name and size may be several, of different seeds.
+                key = (one.name, one.parameters, 0 if one is result.teacher else number)
                 points[key] = Point(one.name, one.bleu, one.parameters, speed, one is result.teacher)
                 rows[key] = one
     has_speed = any(point.speed for point in points.values())

@@ -6,12 +6,14 @@ import sys
 from statistics import median
 
 import pytest
+from conversion.vocabulary.checkpoints import make_checkpoint
 from rich.console import Console
+from transformers import AutoTokenizer, GenerationConfig
 
 from lightformers_hf import StudyOptions, convert
 from lightformers_hf.evaluation.benchmarks import engines
 from lightformers_hf.evaluation.benchmarks.engine_results import Deployed, EngineComparison, Timing
-from lightformers_hf.evaluation.benchmarks.engines import compare_engines
+from lightformers_hf.evaluation.benchmarks.engines import _tell_languages, compare_engines
 from lightformers_hf.evaluation.speed import Speed
 from lightformers_hf.export.engines import deployment_names
 
@@ -130,3 +132,19 @@ def test_a_killed_measurement_says_that_it_may_be_for_memory(tiny_marian, tmp_pa
     monkeypatch.setattr(sys, "executable", str(script))
     with pytest.raises(ValueError, match=r"killed, most likely for memory: it holds 1 models.*--engine"):
         compare_engines(str(tiny_marian), [], forms=["transformers"], cores=[1], batch_sizes=[1], beams=[1])
+
+
+def test_a_multilingual_teacher_is_told_its_students_languages(tmp_path, tiny_marian):
+    """Measured as it comes, it would translate into whatever language its files name."""
+    make_checkpoint("mbart50", tmp_path / "teacher")
+    languages = {"source_lang": "de=de_DE", "target_lang": "en=en_XX"}
+    convert(tmp_path / "teacher", tmp_path / "light", rank=4, method="paper", progress=False, **languages)
+    names = {"teacher": str(tmp_path / "teacher"), "light": str(tmp_path / "light")}
+    told = _tell_languages(names, tmp_path)
+    assert told["light"] == names["light"]
+    tokenizer = AutoTokenizer.from_pretrained(told["teacher"])
+    assert (tokenizer.src_lang, tokenizer.tgt_lang) == ("de_DE", "en_XX")
+    first = GenerationConfig.from_pretrained(told["teacher"]).forced_bos_token_id
+    assert first == tokenizer.convert_tokens_to_ids("en_XX")
+    plain = {"teacher": str(tiny_marian), "light": str(tiny_marian)}
+    assert _tell_languages(plain, tmp_path) == plain

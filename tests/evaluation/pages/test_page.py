@@ -322,3 +322,13 @@ def test_a_browser_shows_it_alone(page, tmp_path, browser, scheme):
         assert shown.evaluate("document.documentElement.scrollWidth") <= width
     shown.get_by_text("Every matrix", exact=True).click()
     assert shown.get_by_text("encoder.layers.0.fc1").is_visible()
+
+
+def test_two_seeds_of_a_model_are_two_rows(light, tiny_marian, data, tmp_path):
+    results = [
+        results_file(tmp_path / f"{seed}.json", "recovered", bleu, 4_500_000, 75.0, teacher=True)
+        for seed, bleu in enumerate((39.0, 38.0))
+    ]
+    cells = Outline(report_page(str(light), results=results)).cells
+    assert [cells[place + 1] for place, cell in enumerate(cells) if cell == "recovered"] == ["39.0", "38.0"]
+    assert cells.count("40.0") == 1
