@@ -187,22 +187,29 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, auto_m
     if not args.model and (args.model_name_or_path or content.keys() >= tokens.keys()):
         return load_pretrained(AutoConfig, name)
     # Given to the constructor, so that fields that follow from them follow, and fields that must fit are checked.
+    fields = ({} if args.model_name_or_path else tokens) | content | args.model
+    check_size(args, tokenizer, fields.get("vocab_size"))
     try:
-        return AutoConfig.for_model(**({} if args.model_name_or_path else tokens) | content | args.model)
+        return AutoConfig.for_model(**fields)
     except StrictDataclassError as error:  # not a ValueError, though it is about a value
         raise ValueError(f"{source}: {' '.join(str(error).split())}") from error
+
+
+def check_size(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, size: object) -> None:
+    """Raise `ValueError` where a model has fewer tokens than its tokenizer."""
+    if isinstance(size, int) and len(tokenizer) > size:
+        source = args.model_name_or_path or args.config_name or args.config or "--model"
+        raise ValueError(
+            f"The tokenizer {tokenizer.name_or_path} has {len(tokenizer)} entries, the model {source} takes "
+            f"{size}: choose a tokenizer and a model that belong together."
+        )
 
 
 def build_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, auto_model: AutoModel) -> PreTrainedModel:
     """The model to train, a checkpoint's weights or random ones in the shapes of a config; it must fit `tokenizer`."""
     name = args.model_name_or_path
     config = load_config(args, tokenizer, auto_model)
-    if len(tokenizer) > config.vocab_size:
-        source = name or args.config_name or args.config or "--model"
-        raise ValueError(
-            f"The tokenizer {tokenizer.name_or_path} has {len(tokenizer)} entries, the model {source} takes "
-            f"{config.vocab_size}: choose a tokenizer and a model that belong together."
-        )
+    check_size(args, tokenizer, config.vocab_size)
     if name and not args.from_scratch:
         return load_trainable(name, args.attn_implementation, auto_model, config if args.model else None)
     model = build_network(auto_model, config, dtype=torch.float32, attn_implementation=args.attn_implementation)

@@ -76,8 +76,7 @@ def compress(
         teacher: the checkpoint, a folder or a name on the Hub.
         data: sentence pairs, or with `test` text of one language or none: see `recover`.
         validation, test: pairs that the best model is chosen by, and those that are looked at last.
-        to, quantization: of `export`.
-        source_lang, target_lang: as of `CompressionOptions`.
+        to, quantization: of `export`; source_lang, target_lang: as of `CompressionOptions`.
         minutes, translations, report_to, seed: of `recover`.
         options: how far: `size`, `params`, `ratio` or `speedup`, and other fields of `CompressionOptions`.
 

@@ -79,7 +79,7 @@ def test_folds_are_stratified(labels, folds, seed):
 
 
 def test_every_row_is_tested_once_and_never_trained_on(base, tmp_path):
-    rows = script.script.load_labelled(str(tmp_path / "all.jsonl"), script.DataArguments(), max_samples=None)
+    rows = script.load_labelled(str(tmp_path / "all.jsonl"), script.DataArguments(), max_samples=None)
     rows = rows.add_column("number", list(range(60)))
     folds = script.stratified_folds(rows["label"], 5, seed=0)
     tested = []
