@@ -48,10 +48,9 @@ def check_output(
     Args, Raises: see `atomic_output`.
     """
     target = _check_place(target, inputs)
-    if target.parent.is_dir():
-        with lock(target) as locked:
-            if locked:
-                _clean_up(target)
+    with lock(target) as locked:
+        if locked:
+            _clean_up(target)
     _check_content(target, overwrite)
     return target
 
@@ -242,7 +241,14 @@ def _is_full(folder: Path) -> bool:
 
 @contextmanager
 def lock(target: Path) -> Iterator[bool]:
-    """Let no other process write `target`. Gives whether there are locks here; see `atomic_output`."""
+    """Let no other process write `target`. Gives whether it is locked: where there are locks, and a folder to hold it.
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+    if not target.parent.is_dir():
+        yield False
+        return
     path, descriptor = beside(target, "lock"), None
     try:
         while fcntl is not None and descriptor is None:

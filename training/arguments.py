@@ -260,9 +260,9 @@ def load_recipe(path: str | Path) -> dict[str, object]:
     if not Path(path).is_file():
         raise FileNotFoundError(f"No recipe {path}: give an existing .yaml file.")
     try:
-        recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        recipe = read_value(Path(path).read_text(encoding="utf-8"), f"{path} is not YAML")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
     if not isinstance(recipe, dict) or not isinstance(recipe.get("model", {}), dict):
         raise ValueError(f"{path}: expected a mapping of options, and below model: a mapping of fields.")
     base = recipe.pop("base", None)

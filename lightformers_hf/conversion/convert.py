@@ -153,8 +153,8 @@ def compress(
         check_choices(units, originals, options, study)
     will_refit = can_refit(dense.config, study) and calibrates
     if teacher.has_tokenizer:
-        teacher.tokenizer()  # one that does not fit ends it here, and so does what generation begins and ends with
-    teacher.generation_config()
+        teacher.tokenizer()  # one that does not fit ends it here
+    teacher.generation_config()  # and so does one that cannot be written
 
     calibration, sentences = None, []
     if calibrates:

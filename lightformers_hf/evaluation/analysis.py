@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -319,12 +318,10 @@ def analyze(
 def _training(folder: Path) -> dict:
     """What `Analysis` says of the training that `trainer_state.json` in the folder tells of."""
     history = read_log(folder / STATE_FILE)
-    # Of one that was shorter than its logging_steps there is none; what is no number is in no curve.
-    losses = [{name: value for name, value in entry.items() if name in ("loss", "eval_loss")} for entry in history]
-    history = [entry for entry, own in zip(history, losses, strict=True) if all(map(math.isfinite, own.values()))]
-    if not any({"loss", "eval_loss"} & entry.keys() for entry in history):
+    try:
+        name, curve = loss_curve(history)
+    except ValueError:  # it was shorter than its logging_steps, or had no loss that is a number
         return {}
-    name, curve = loss_curve(history)
     return {"loss_name": name, "loss_curve": curve, "convergence_step": iterations_to_convergence(curve)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,11 +105,14 @@ def read_log(file: Path) -> list[dict[str, float]]:
 def loss_curve(log_history: Sequence[dict]) -> tuple[str, list[tuple[int, float]]]:
     """Name and (step, value) pairs of the loss in a `trainer_state.json`: `eval_loss`, else `loss` of the training.
 
+    Values that are no finite numbers are left out.
+
     Raises:
-        ValueError: neither was logged.
+        ValueError: neither was logged as a number.
     """
     for name in ("eval_loss", "loss"):
-        if curve := [(entry["step"], entry[name]) for entry in log_history if name in entry]:
+        logged = [(entry["step"], entry[name]) for entry in log_history if name in entry]
+        if curve := [(step, loss) for step, loss in logged if math.isfinite(loss)]:
             return name, curve
     raise ValueError("the training log has neither eval_loss nor loss: train with --logging-steps or --eval-steps")
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 RECORD_FILE = "recovery.json"  # what was asked for, what was chosen, what came out
 TRANSLATIONS_FILE = "translations.json"  # the teacher's, of the first so many sources
+CHECKPOINTS = r"checkpoint-\d+(/.*)?"  # of the training, until it ends
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def _is_same(value: Any, before: Any) -> bool:
 
 def find_added(folder: Path) -> list[str]:
     """What lies in the folder of a recovery, whole or interrupted, that is not of it, in alphabetical order."""
-    own = rf"({re.escape(TRANSLATIONS_FILE)}|(checkpoint-\d+|runs)(/.*)?|\..*\.partial)"  # while it trains
+    own = rf"{re.escape(TRANSLATIONS_FILE)}|{CHECKPOINTS}|runs(/.*)?|\..*\.partial"  # while it trains
     return [name for name in find_foreign(folder, RECORD_FILE) if not re.fullmatch(own, name)]
 
 
@@ -142,6 +143,6 @@ def begin(output: Path, record: dict[str, Any]) -> None:
 
 def finish(output: Path, record: dict[str, Any], found: Recovery) -> None:
     """Write down what came of a recovery; its checkpoints go."""
-    left = [name for name in list_entries(output, RECORD_FILE) if not re.match(r"checkpoint-\d+(/|$)", name)]
+    left = [name for name in list_entries(output, RECORD_FILE) if not re.fullmatch(CHECKPOINTS, name)]
     write_json(record | {"result": asdict(found), "files": left}, output / RECORD_FILE)
     remove_checkpoints(output)

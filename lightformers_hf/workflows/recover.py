@@ -111,8 +111,7 @@ def recover(
     record = claim(output, asked, overwrite=overwrite, inputs=[light, teacher, data, validation])
     set_seed(seed)
     on_cpu = not torch.accelerator.is_available()
-    alone = lock(output) if output.parent.is_dir() else nullcontext()
-    with alone, hide_bars(), hush_trainer(), IdleThreads() if on_cpu else nullcontext() as threads:
+    with lock(output), hide_bars(), hush_trainer(), IdleThreads() if on_cpu else nullcontext() as threads:
         run = Run(light, output, teacher, data, validation, (source, target), report_to, seed, progress, threads)
         if "scores" not in record:
             begin(output, record)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from lightformers_hf.export import export, load_engine
 from lightformers_hf.export.engines import engine_names
 from lightformers_hf.export.lexicon import learn_lexicon
 from lightformers_hf.export.shortlist import Shortlist, choose_shortlist
+from lightformers_hf.export.shortlisting import read_pairs
 
 ENGINES = engine_names()
 FILES = {"ctranslate2": "vmap.txt", "onnx": "shortlist.json"}
@@ -184,3 +186,24 @@ def test_the_smallest_that_covers_enough_is_taken():
     assert size < 110  # a hundred frequent ones, and the one that goes with the source
     assert 599 in shortlist.candidates([[0]])
     assert Shortlist(600, (1,), {2: [5, 3]}).candidates([[2], [9]]).tolist() == [1, 3, 5]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_sources_have_the_prefix_that_the_model_is_told_what_to_do_by(text, given):
+    """That of the command line, or that which the configuration has for the two languages."""
+    tasks = {} if given else {"translation_de_to_en": {"prefix": "translate: "}}
+    model = SimpleNamespace(config=SimpleNamespace(task_specific_params=tasks))
+    source = SimpleNamespace(model=model, tokenizer=SimpleNamespace())
+    sources, references = read_pairs(source, text, ("de=translate: " if given else "de", "en"))
+    assert sources == ["translate: " + german for german in 4 * GERMAN]
+    assert references == 4 * ENGLISH
+
+
+def test_a_damaged_description_is_named(tiny_marian, tmp_path):
+    export(tiny_marian, tmp_path / "out", to="ctranslate2")
+    file = tmp_path / "out" / "export.json"
+    description = json.loads(file.read_text())
+    for name in ("engine", "max_position_embeddings"):
+        file.write_text(json.dumps({key: value for key, value in description.items() if key != name}))
+        with pytest.raises(ValueError, match=rf"export\.json is damaged: it lacks '{name}'"):
+            load_engine(tmp_path / "out")

@@ -320,6 +320,13 @@ def test_the_other_route_is_for_plain_layers_alone(monkeypatch):
         watched.register_forward_hook(lambda layer, inputs, output: seen.append(output))
         assert product_calls(watched, states, monkeypatch) == 0
         assert len(seen) == 1
+
+        class Int8(torch.Tensor):
+            """As libraries that quantize keep a weight in its layer: products are their own."""
+
+        packed = nn.Linear(8, 64)
+        packed.weight = nn.Parameter(torch.randn(64, 8).as_subclass(Int8))
+        assert product_calls(packed, states, monkeypatch) == 0
         replaced = nn.Linear(8, 64)
         replaced.forward = lambda states: torch.ones(3, 64)  # as accelerate does to load weights for each call
         assert torch.equal(wide_linear(replaced, states), torch.ones(3, 64))
