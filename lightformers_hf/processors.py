@@ -15,8 +15,8 @@ import torch
 
 # Names of <malloc.h>.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-# What oneDNN and PyTorch's layer over it read, once, before their first product; the products they may remember.
-CACHES, REMEMBERED = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), 128
+# What oneDNN and PyTorch's layer over it read, once, before their first product: how many programs they keep at most.
+CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 512, "LRU_CACHE_CAPACITY": 128}
 
 
 class IdleThreads:
@@ -49,11 +49,11 @@ class IdleThreads:
         torch.set_num_threads(max(1, min(self.allowed, round(psutil.cpu_count() - others))))
 
 
-def keep_memory(largest: int = 2**30, end: int = 2**30) -> None:
+def keep_memory(largest: int = 2**30, end: int = 2**30, programs: int = 512) -> None:
     """Let the C library (glibc) keep what was freed for the next tensor, as long as this process lives.
 
     Else it returns large tensors to the system at once, and the system fills the next one's pages with zeros, one by
-    one: a tenth of a training step, a sixth of a conversion. What is not worth keeping goes (`forget_shapes`).
+    one: a tenth of a training step, a sixth of a conversion. Of programs of products few are kept (`keep_programs`).
 
     Where sizes differ much from one tensor to the next, both are to be smaller, or a peak gets higher: what was freed
     has no room for the next one.
@@ -61,21 +61,23 @@ def keep_memory(largest: int = 2**30, end: int = 2**30) -> None:
     Args:
         largest: bytes of the largest tensor whose room is kept.
         end: bytes that may be free at the end of what it holds before they go back.
+        programs: of products, at most.
     """
     _call_malloc("mallopt", M_MMAP_THRESHOLD, largest)
     _call_malloc("mallopt", M_TRIM_THRESHOLD, end)
-    forget_shapes()
+    keep_programs(programs)
 
 
-def forget_shapes() -> None:
-    """Let few (`REMEMBERED`) programs of products in bfloat16 be kept, unless the user says how many (`CACHES`).
+def keep_programs(most: int = 512) -> None:
+    """Let so many programs of products in bfloat16 be kept at most, unless the user says how many (`CACHES`).
 
-    A processor's product in bfloat16 is a program written for its shapes, half a megabyte, and 1024 of them are kept.
-    Few batches of sentences have as many tokens as another: what one needs is needed by its other layers, and then
-    hardly again. Writing it anew takes half a millisecond. To be called before the first such product.
+    A processor's product in bfloat16 is a program written for its shapes, up to half a megabyte, and 1024 of them are
+    kept, where few batches of sentences have as many tokens as another. Writing one takes a millisecond. A training
+    needs some 300 again and again (`recovery.products`); what a batch of a conversion needs is needed by its other
+    layers, and then hardly again: 128 do. To be called before the first such product.
     """
-    for name in CACHES:
-        os.environ.setdefault(name, str(REMEMBERED))
+    for name, capacity in CACHES.items():
+        os.environ.setdefault(name, str(min(most, capacity)))
 
 
 def give_back_memory() -> None:
@@ -115,7 +117,7 @@ def _clocks() -> tuple[float, float, float]:
 @cache
 def bf16_is_faster() -> bool:
     """Whether this processor multiplies matrices faster in bfloat16 than in float32: many do it in software."""
-    forget_shapes()
+    keep_programs()
     return product_seconds(torch.bfloat16) < 0.8 * product_seconds(torch.float32)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightformers_hf import convert, processors
-from lightformers_hf.processors import CACHES, IdleThreads, forget_shapes
+from lightformers_hf.processors import CACHES, IdleThreads, keep_programs
 
 pytestmark = pytest.mark.quick
 
@@ -95,10 +95,10 @@ PROGRAMS = """
 import sys
 import psutil
 import torch
-from lightformers_hf.processors import forget_shapes
+from lightformers_hf.processors import keep_programs
 
 if sys.argv[1] == "forget":
-    forget_shapes()
+    keep_programs(128)
 weight = torch.ones(256, 256, dtype=torch.bfloat16)
 for rows in range(300, 1300):
     torch.ones(rows, 256, dtype=torch.bfloat16) @ weight
@@ -125,7 +125,8 @@ def test_programs_of_products_are_forgotten():
 
 
 def test_the_user_s_own_limit_stays(monkeypatch):
-    monkeypatch.setenv(CACHES[0], "7")
-    monkeypatch.delenv(CACHES[1], raising=False)
-    forget_shapes()
+    own, other = CACHES
+    monkeypatch.setenv(own, "7")
+    monkeypatch.delenv(other, raising=False)
+    keep_programs()
     assert [os.environ[name] for name in CACHES] == ["7", "128"]

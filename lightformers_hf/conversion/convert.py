@@ -139,7 +139,7 @@ def compress(
         source: what the user called it.
         dry: decide and report only.
     """
-    keep_memory(largest=2**24, end=2**26)
+    keep_memory(largest=2**24, end=2**26, programs=128)
     asked_study, study = study, settle(options, study)
     device, progress = find_device(options.device), progress and is_main()
     checkpoint = Teacher(folder, source, options.languages_of_sides)

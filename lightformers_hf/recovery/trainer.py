@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..processors import keep_memory
 from .ahead import Ahead, take
 from .batching import EpochCallback, TokenBatchSampler
 from .losses import IGNORED, hidden_loss, training_loss
+from .products import EvenProducts
 from .rates import slow_queries
 
 
@@ -124,13 +126,25 @@ class RecoveryTrainer(Seq2SeqTrainer):
     def ask_teacher(self, batch: dict[str, Any]) -> ModelOutput:
         """The teacher's outputs for a batch, with the states that the loss compares."""
         asked = {name: value for name, value in batch.items() if name != "labels"}
-        with torch.inference_mode(), self.accelerator.autocast():
+        with torch.inference_mode(), self.accelerator.autocast(), self.even_products():
             return self.teacher(**asked, output_hidden_states=self.hidden_weight > 0)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As in `Seq2SeqTrainer`, while the teacher reads the next batch."""
-        with nullcontext() if self.ahead is None else self.ahead.share():
+        with nullcontext() if self.ahead is None else self.ahead.share(), self.even_products():
             return super().training_step(*args, **kwargs)
+
+    def even_products(self) -> EvenProducts | nullcontext[None]:
+        """`EvenProducts` where those help: on a CPU, in bfloat16. Compiled models have programs of their own, and
+        layers that are computed again, for their gradients, have to be computed alike."""
+        helps = self.args.device.type == "cpu" and self.args.bf16 and not self.args.torch_compile
+        again = any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
+        return EvenProducts() if helps and not again else nullcontext()
+
+    def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor | None, ...]:
+        """As in `Seq2SeqTrainer`; on a CPU in float32, in which a few tokens at a time take half as long."""
+        with without_autocast(self.model) if self.args.device.type == "cpu" else nullcontext():
+            return super().prediction_step(model, *args, **kwargs)
 
     def compute_loss(
         self,
@@ -174,6 +188,17 @@ class RecoveryTrainer(Seq2SeqTrainer):
             averaged = self.args.average_tokens_across_devices
             loss = loss / num_items_in_batch * (self.accelerator.num_processes if averaged else 1)
         return (loss, outputs) if return_outputs else loss
+
+
+@contextmanager
+def without_autocast(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` computes in the type of its weights: accelerate enters autocast in a `forward` of its own."""
+    forward = vars(model).pop("forward", None)
+    try:
+        yield
+    finally:
+        if forward is not None:
+            model.forward = forward
 
 
 def _check_teacher(student: PreTrainedModel, teacher: PreTrainedModel, alpha: float, temperature: float) -> None:

@@ -201,8 +201,23 @@ def test_only_complete_checkpoints_are_found(tmp_path):
 
 
 def test_training_keeps_memory_however_it_is_begun(build_trainer, monkeypatch):
-    """By `train()` alone, too, as in a notebook: few programs of products are remembered."""
+    """By `train()` alone, too, as in a notebook: few programs of products are kept."""
     for name in CACHES:
         monkeypatch.delenv(name, raising=False)
     build_trainer(max_steps=1).train()
-    assert [os.environ.get(name) for name in CACHES] == ["128", "128"]
+    assert [os.environ.get(name) for name in CACHES] == ["512", "128"]
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_evaluation_on_a_cpu_is_in_float32(build_trainer, trains):
+    """Of the model as it is, and within a training, in which it computes in bfloat16."""
+    trainer = build_trainer(bf16=True, max_steps=1, eval_strategy="steps" if trains else "no", eval_steps=1)
+    types = []
+    layer = trainer.model.get_encoder().layers[0].fc1
+    layer.register_forward_hook(lambda module, inputs, output: types.append((module.training, output.dtype)))
+    if trains:
+        trainer.train()
+    else:
+        trainer.evaluate()
+    expected = {(False, torch.float32)} | ({(True, torch.bfloat16)} if trains else set())
+    assert set(types) == expected

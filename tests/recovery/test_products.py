@@ -1,0 +1,132 @@
+"""Products with sizes filled up are the products: against plain autocast, and against float32."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from lightformers_hf.recovery import products
+from lightformers_hf.recovery.products import FIRST_SHAPES, EvenProducts
+
+
+def gradients(function, *tensors):
+    """What a function makes of copies of the tensors under autocast, and the gradients of a weighed sum of it."""
+    copies = [tensor.clone().requires_grad_() for tensor in tensors]
+    with torch.autocast("cpu", torch.bfloat16):
+        output = function(*copies)
+    weights = torch.linspace(0.1, 1, output.numel()).view(output.shape)
+    (output.float() * weights).sum().backward()
+    return output, *(copy.grad for copy in copies)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 21), min_size=1, max_size=3),
+    sizes=st.tuples(st.integers(1, 70), st.integers(1, 70)),
+    bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_a_layer_and_its_gradients(shape, sizes, bias, seed):
+    torch.manual_seed(seed)
+    m, n = sizes
+    # Of positive numbers, whose sums do not cancel out.
+    tensors = [torch.rand(*shape, m), torch.rand(n, m), *([torch.rand(n)] if bias else [])]
+    plain = gradients(F.linear, *tensors)
+    with EvenProducts():
+        even = gradients(F.linear, *tensors)
+    assert even[0].dtype == torch.bfloat16
+    exact = [tensor.double().requires_grad_() for tensor in tensors]
+    output = F.linear(*exact)
+    weights = torch.linspace(0.1, 1, output.numel(), dtype=torch.float64).view(output.shape)
+    (output * weights).sum().backward()
+    for ours, theirs, true in zip(even, plain, [output, *(tensor.grad for tensor in exact)], strict=True):
+        assert ours.dtype == theirs.dtype
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours.double(), true.detach(), rtol=0.02, atol=0)
+
+
+def sizes_of(products_made):
+    """What `torch.mm` and `F.linear` have multiplied."""
+    return {tuple(sorted(size for shape in shapes for size in shape)) for shapes in products_made}
+
+
+def test_products_have_few_shapes(monkeypatch):
+    """Ranks and numbers of tokens that all differ, and yet as few products as with one rank and one number."""
+    made, mm = [], torch.mm
+
+    def count(left, right):
+        made.append((left.shape, right.shape))
+        return mm(left, right)
+
+    monkeypatch.setattr(products.torch, "mm", count)
+    with EvenProducts(), torch.autocast("cpu", torch.bfloat16):
+        for tokens, rank in zip(range(130, 250, 10), range(33, 64, 2), strict=False):
+            F.linear(torch.randn(tokens, 64, requires_grad=True), torch.randn(rank, 64)).float().sum().backward()
+    assert sizes_of(made) == {(64, 64, 64, 256)}
+
+
+def test_a_sum_of_few_tokens_is_not_made_much_larger(monkeypatch):
+    made, mm = [], torch.mm
+    monkeypatch.setattr(products.torch, "mm", lambda *parts: made.append(parts[0].shape) or mm(*parts))
+    with EvenProducts(), torch.autocast("cpu", torch.bfloat16):
+        F.linear(torch.randn(5, 64, requires_grad=True), torch.randn(32, 64)).float().sum().backward()
+    assert made == [(8, 32)]
+
+
+def test_attention_of_one_shape_too_many_is_in_float32():
+    with EvenProducts(), torch.autocast("cpu", torch.bfloat16):
+        for width in range(1, FIRST_SHAPES + 3):
+            heads = torch.randn(2, 3, 5, width), torch.randn(2, 3, width, 7)
+            found = [torch.matmul(*heads) for _ in range(2)]
+            expected = torch.bfloat16 if width <= FIRST_SHAPES else torch.float32
+            assert [each.dtype for each in found] == [expected] * 2
+            torch.testing.assert_close(found[0].float(), heads[0] @ heads[1], rtol=0.05, atol=0.1, check_dtype=False)
+        large = torch.randn(1, 1, 100, 64), torch.randn(1, 1, 64, 100)  # bfloat16 is worth its program
+        assert torch.matmul(*large).dtype == torch.bfloat16
+
+
+def test_nothing_changes_without_autocast(monkeypatch):
+    monkeypatch.setattr(products._EvenLinear, "apply", None)  # would fail
+    layer, states = nn.Linear(33, 17), torch.randn(5, 33)
+    expected = layer(states)
+    with EvenProducts():
+        assert torch.equal(layer(states), expected)
+        with torch.autocast("cpu", torch.float16):
+            layer(states)
+
+
+class Quantized(torch.Tensor):
+    """A weight that multiplies in its own way."""
+
+
+def test_weights_of_their_own_kind_are_left_alone(monkeypatch):
+    monkeypatch.setattr(products._EvenLinear, "apply", None)
+    weight = torch.randn(4, 3).as_subclass(Quantized)
+    with EvenProducts(), torch.autocast("cpu", torch.bfloat16):
+        assert F.linear(torch.randn(2, 3), weight).shape == (2, 4)
+        assert F.linear(torch.randn(0, 3), torch.randn(4, 3)).shape == (0, 4)
+
+
+def test_layers_that_are_computed_again_for_their_gradients(build_trainer):
+    """PyTorch compares what a forward pass keeps with what its repetition does."""
+    build_trainer("lightformer", max_steps=1, bf16=True, gradient_checkpointing=True).train()
+
+
+@pytest.mark.parametrize("model", ["marian", "lightformer"])
+def test_a_training_is_the_same(build_trainer, monkeypatch, model):
+    """In bfloat16, with a teacher, its states and its own thread or not: the losses of plain autocast."""
+
+    def losses(even):
+        if not even:
+            monkeypatch.setattr("lightformers_hf.recovery.trainer.EvenProducts", nullcontext)
+        options = {"with_teacher": True, "max_tokens": 64, "max_steps": 4, "bf16": True}
+        trainer = build_trainer(model, rows=10, distillation_alpha=0.5, hidden_weight=1.0, **options)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    even = losses(True)
+    assert even == pytest.approx(losses(False), rel=0.02)
