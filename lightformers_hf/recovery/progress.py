@@ -40,7 +40,8 @@ class Progress(TrainerCallback):
         self.bar, self.threads, self.start = bar, threads, time.monotonic()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Move the bar on."""
+        """Move the bar on; how many steps there are may change."""
+        self.bar.total = state.max_steps
         self.bar.update(state.global_step - self.bar.n)
         if self.threads is not None and state.global_step % 20 == 0:
             self.threads.adapt()

@@ -47,7 +47,7 @@ class Recovery:
         sentences: of that text.
         with_teacher: whether its references are the teacher's own translations, as there are no others.
         steps, best_step: trained, and after how many the model is that was kept; 0: none was better than at first.
-        minutes: the training took, where it was interrupted those of the last call.
+        minutes: the training took, without what was lost where it was interrupted.
         translations: how many sources the teacher translated first.
         settings: how it was trained.
     """

@@ -35,6 +35,7 @@ from ..languages import named_columns, set_languages
 from ..loading import hide_bars, load_pretrained, resolve_source, unique_parameters
 from ..processors import IdleThreads, bf16_is_faster
 from ..recovery import RecoveryTrainer, ScoredPart, find_last_checkpoint, load_distiller, load_trainable, train
+from ..recovery.pace import Pace
 from ..recovery.progress import Clock, Progress, hush_trainer
 from ..text import cut_texts, load_parallel, load_text, tokenize_pairs
 from .record import RECORD_FILE, TRANSLATIONS_FILE, Recovery, Scores, begin, claim, finish
@@ -90,7 +91,8 @@ def recover(
             `None`: random tokens, which it translates, too.
         validation: other pairs, of which the first 1000 at most are taken; `None`: a part of `data`, which is then
             compared with the teacher's own translations where there are no pairs.
-        minutes: for everything, as this machine is now. How long a step takes is measured by the first few.
+        minutes: for everything. How long a step takes is measured by the first few, and looked at again at every
+            validation: the steps that are left are made to fit into the time that is left.
         source, target: columns, and of multilingual models the languages' codes, as in `CompressionOptions`.
         translations: learn from the teacher's translations of the sources, too; `None`: where that pays.
         report_to: where else the training is logged: `tensorboard`, `trackio`, `wandb`, ….
@@ -360,10 +362,12 @@ class Run:
             self.model = self.load_light(dropout=True)
         pairs, parameters = self.training_pairs(record["translations"]), unique_parameters(self.model)
         trainer = self.trainer(self.model, pairs, settings, teacher=self.distiller, saves=True)
+        pace = Pace(settings.seconds, settings.steps, settings.warmup_steps)
+        trainer.add_callback(pace)
         checkpoint = find_last_checkpoint(self.output)
         with tqdm(total=settings.steps, desc="recovering", unit="step", disable=not self.progress) as bar:
             trainer.add_callback(Progress(bar, self.threads))
-            result = train(trainer, checkpoint)
+            train(trainer, checkpoint)
         copy_report(str(self.light), self.output)
         state = trainer.state
         known = {name: Scores(**scores) for name, scores in record["scores"].items()}
@@ -386,7 +390,7 @@ class Run:
             with_teacher=self.compares_with_teacher,
             steps=state.global_step,
             best_step=best_step,
-            minutes=result.metrics["train_runtime"] / 60,
+            minutes=pace.elapsed / 60,
             translations=record["translations"],
             settings=record["settings"],
         )

@@ -34,8 +34,9 @@ class RecoverySettings:
         hidden_weight: weight of the distance between the layers' states of model and teacher.
         max_tokens: of a batch.
         bf16: whether matrices are multiplied in bfloat16.
-        steps, warmup_steps, eval_steps: optimizer steps in all, at the beginning, and between validations.
+        steps, warmup_steps, eval_steps: optimizer steps in all, as planned, at the beginning, and between validations.
         dropout: of the model while it trains; 0 or what its configuration says.
+        seconds, most_steps: by which the steps are planned anew while it trains (`Pace`).
     """
 
     learning_rate: float
@@ -47,6 +48,8 @@ class RecoverySettings:
     warmup_steps: int = 0
     eval_steps: int = 0
     dropout: float = 0.0
+    seconds: float = 0.0
+    most_steps: int = 0
 
 
 def choose_settings(
@@ -95,12 +98,14 @@ def plan_steps(
     """
     evaluations = max(1, min(MOST_EVALUATIONS, int(FOR_VALIDATION * seconds / evaluation_seconds)))
     steps = int((seconds - evaluations * evaluation_seconds) / step_seconds)
-    eval_steps = max(1, min(steps, MOST_EPOCHS * epoch_steps) // evaluations)
+    most_steps = MOST_EPOCHS * epoch_steps
+    eval_steps = max(1, min(steps, most_steps) // evaluations)
     steps = eval_steps * evaluations
     many = FULL_RATE_STEPS * max(1.0, width / MEASURED_WIDTH)
     rate = settings.learning_rate * (min(1.0, steps / many) if ratio < FAR else 1.0)
     warmup_steps = max(1, min(100, steps // 10))
     planned = replace(settings, learning_rate=rate, steps=steps, warmup_steps=warmup_steps, eval_steps=eval_steps)
+    planned = replace(planned, seconds=seconds, most_steps=most_steps)
     repeats = ratio < FAR and steps >= FEW_EPOCHS * epoch_steps
     return replace(planned, dropout=dropout, hidden_weight=0.0) if repeats and dropout else planned
 
@@ -142,7 +147,7 @@ def training_arguments(settings: RecoverySettings, *, saves: bool, **others: Any
     watched: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
     return Seq2SeqTrainingArguments(
         bf16=settings.bf16,
-        max_steps=settings.steps,
+        max_steps=max(settings.steps, settings.most_steps),
         learning_rate=settings.learning_rate,
         lr_scheduler_type="linear",
         warmup_steps=settings.warmup_steps,
