@@ -14,6 +14,8 @@ from torch.overrides import TorchFunctionMode
 TOKENS, FEATURES = 128, 32
 # Attention whose layers are alike: its two products in an encoder's layers, and four in a decoder's.
 FIRST_SHAPES = 6
+# Of a model's matrices; fewer, as where layers are alike, recur within a batch, and are not worth filling up.
+MANY_SHAPES = 16
 # Multiplications of a head above which bfloat16 is worth a program of its own.
 SMALL_HEAD = 64**3
 
@@ -59,6 +61,11 @@ class EvenProducts(TorchFunctionMode):
             return torch.matmul(left, right)
         with torch.autocast("cpu", enabled=False):
             return torch.matmul(left.float(), right.float())
+
+
+def has_many_shapes(model: torch.nn.Module) -> bool:
+    """Whether a model's matrices differ so much that `EvenProducts` are faster."""
+    return len({parameter.shape for parameter in model.parameters() if parameter.dim() == 2}) > MANY_SHAPES
 
 
 def _is_cast(states: torch.Tensor) -> bool:

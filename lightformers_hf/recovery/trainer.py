@@ -17,7 +17,7 @@ from ..processors import keep_memory
 from .ahead import Ahead, take
 from .batching import EpochCallback, TokenBatchSampler
 from .losses import IGNORED, hidden_loss, training_loss
-from .products import EvenProducts
+from .products import EvenProducts, has_many_shapes
 from .rates import slow_queries
 
 
@@ -135,9 +135,10 @@ class RecoveryTrainer(Seq2SeqTrainer):
             return super().training_step(*args, **kwargs)
 
     def even_products(self) -> EvenProducts | nullcontext[None]:
-        """`EvenProducts` where those help: on a CPU, in bfloat16. Compiled models have programs of their own, and
-        layers that are computed again, for their gradients, have to be computed alike."""
+        """`EvenProducts` where those help: on a CPU, in bfloat16, with many shapes. Compiled models have programs of
+        their own, and layers that are computed again, for their gradients, have to be computed alike."""
         helps = self.args.device.type == "cpu" and self.args.bf16 and not self.args.torch_compile
+        helps = helps and has_many_shapes(self.model)
         again = any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
         return EvenProducts() if helps and not again else nullcontext()
 

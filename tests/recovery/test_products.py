@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightformers_hf.recovery import products
-from lightformers_hf.recovery.products import FIRST_SHAPES, EvenProducts
+from lightformers_hf.recovery.products import FIRST_SHAPES, MANY_SHAPES, EvenProducts, has_many_shapes
 
 
 def gradients(function, *tensors):
@@ -111,14 +111,23 @@ def test_weights_of_their_own_kind_are_left_alone(monkeypatch):
         assert F.linear(torch.randn(0, 3), torch.randn(4, 3)).shape == (0, 4)
 
 
-def test_layers_that_are_computed_again_for_their_gradients(build_trainer):
+def test_models_whose_layers_are_alike_are_left_alone(build_trainer):
+    assert not has_many_shapes(nn.ModuleList(nn.Linear(5, 3) for _ in range(50)))
+    assert has_many_shapes(nn.ModuleList(nn.Linear(5, 1 + n) for n in range(MANY_SHAPES + 1)))
+    assert isinstance(build_trainer(bf16=True).even_products(), nullcontext)
+
+
+def test_layers_that_are_computed_again_for_their_gradients(build_trainer, monkeypatch):
     """PyTorch compares what a forward pass keeps with what its repetition does."""
+    monkeypatch.setattr(products, "MANY_SHAPES", 0)
     build_trainer("lightformer", max_steps=1, bf16=True, gradient_checkpointing=True).train()
 
 
 @pytest.mark.parametrize("model", ["marian", "lightformer"])
 def test_a_training_is_the_same(build_trainer, monkeypatch, model):
     """In bfloat16, with a teacher, its states and its own thread or not: the losses of plain autocast."""
+
+    monkeypatch.setattr(products, "MANY_SHAPES", 0)
 
     def losses(even):
         if not even:
