@@ -49,7 +49,7 @@ class IdleThreads:
         torch.set_num_threads(max(1, min(self.allowed, round(psutil.cpu_count() - others))))
 
 
-def keep_memory(largest: int = 2**30, end: int = 2**30, programs: int = 512) -> None:
+def keep_memory(largest: int = 2**30, end: int = 2**30, programs: int | None = None) -> None:
     """Let the C library (glibc) keep what was freed for the next tensor, as long as this process lives.
 
     Else it returns large tensors to the system at once, and the system fills the next one's pages with zeros, one by
@@ -61,15 +61,15 @@ def keep_memory(largest: int = 2**30, end: int = 2**30, programs: int = 512) -> 
     Args:
         largest: bytes of the largest tensor whose room is kept.
         end: bytes that may be free at the end of what it holds before they go back.
-        programs: of products, at most.
+        programs: of products, as `keep_programs` takes them.
     """
     _call_malloc("mallopt", M_MMAP_THRESHOLD, largest)
     _call_malloc("mallopt", M_TRIM_THRESHOLD, end)
     keep_programs(programs)
 
 
-def keep_programs(most: int = 512) -> None:
-    """Let so many programs of products in bfloat16 be kept at most, unless the user says how many (`CACHES`).
+def keep_programs(most: int | None = None) -> None:
+    """Let so many programs of products in bfloat16 be kept at most (`CACHES`), unless the user says how many.
 
     A processor's product in bfloat16 is a program written for its shapes, up to half a megabyte, and 1024 of them are
     kept, where few batches of sentences have as many tokens as another. Writing one takes a millisecond. A training
@@ -77,7 +77,7 @@ def keep_programs(most: int = 512) -> None:
     layers, and then hardly again: 128 do. To be called before the first such product.
     """
     for name, capacity in CACHES.items():
-        os.environ.setdefault(name, str(min(most, capacity)))
+        os.environ.setdefault(name, str(min(most or capacity, capacity)))
 
 
 def give_back_memory() -> None:

@@ -55,8 +55,7 @@ class Pace(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        planned = {"seconds": self.seconds, "steps": self.fall.end, "warmup_steps": self.fall.warmup_steps}
-        return {"args": planned, "attributes": {"before": self.elapsed, "fall": dict(vars(self.fall))}}
+        return {"before": self.elapsed, "fall": dict(vars(self.fall))}
 
     def on_train_begin(
         self,
@@ -69,8 +68,8 @@ class Pace(TrainerCallback, ExportableState):
         """Take the steps' number and rates over, and what a checkpoint says of them."""
         kept = state.stateful_callbacks.get(type(self).__name__)
         if state.global_step and kept:
-            self.before = kept["attributes"]["before"]
-            vars(self.fall).update(kept["attributes"]["fall"])
+            self.before = kept["before"]
+            vars(self.fall).update(kept["fall"])
         self.began = self.looked = time.monotonic()
         state.max_steps = self.fall.end
         lr_scheduler.lr_lambdas = [self.fall] * len(lr_scheduler.lr_lambdas)
@@ -82,7 +81,6 @@ class Pace(TrainerCallback, ExportableState):
         if not self.seconds or step >= self.fall.end:
             return
         most = (args.max_steps - step) // state.eval_steps
-        parts = min(most, max(1, round((self.seconds - self.elapsed) / part)))
-        if parts > 0 and step + parts * state.eval_steps != self.fall.end:
-            self.fall.move(step, step + parts * state.eval_steps)
-            state.max_steps = self.fall.end
+        parts = max(1, min(most, round((self.seconds - self.elapsed) / part)))
+        self.fall.move(step, step + parts * state.eval_steps)
+        state.max_steps = self.fall.end

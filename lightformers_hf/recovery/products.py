@@ -25,7 +25,7 @@ class EvenProducts(TorchFunctionMode):
 
     A CPU's product in bfloat16 is a program, written for its shapes (oneDNN). In models whose matrices all differ, as
     low-rank ones do, and with sentences, each batch of another number of tokens, writing them took half of a training
-    step (RESULTS.md, "At the size of the paper"). Here
+    step (RESULTS.md, "Products of few shapes"). Here
 
     - linear layers are multiplied with rows and columns of zeros that make their sizes multiples of `TOKENS` and
       `FEATURES`: the same numbers, up to rounding;
@@ -98,7 +98,7 @@ class _EvenLinear(torch.autograd.Function):
         ctx.states, ctx.weight, ctx.bias = (
             None if part is None else (part.shape, part.dtype) for part in (states, weight, bias)
         )
-        return F.linear(x, w, b)[: len(flat), :n].unflatten(0, states.shape[:-1])
+        return F.linear(x, w, b)[: len(flat), :n].reshape(*states.shape[:-1], n)
 
     @staticmethod
     @once_differentiable

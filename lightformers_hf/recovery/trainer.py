@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -137,14 +138,22 @@ class RecoveryTrainer(Seq2SeqTrainer):
     def even_products(self) -> EvenProducts | nullcontext[None]:
         """`EvenProducts` where those help: on a CPU, in bfloat16, with many shapes. Compiled models have programs of
         their own, and layers that are computed again, for their gradients, have to be computed alike."""
-        helps = self.args.device.type == "cpu" and self.args.bf16 and not self.args.torch_compile
-        helps = helps and has_many_shapes(self.model)
+        return EvenProducts() if self.evens_products else nullcontext()
+
+    @cached_property
+    def evens_products(self) -> bool:
+        """Whether those help: found out once, by the first step, before which a training may change its model."""
         again = any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
-        return EvenProducts() if helps and not again else nullcontext()
+        return self.casts_on_cpu and not again and has_many_shapes(self.model)
+
+    @property
+    def casts_on_cpu(self) -> bool:
+        """Whether autocast is what makes a CPU's products bfloat16, as they come."""
+        return self.args.device.type == "cpu" and self.args.bf16 and not self.args.torch_compile
 
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor | None, ...]:
         """As in `Seq2SeqTrainer`; on a CPU in float32, in which a few tokens at a time take half as long."""
-        with without_autocast(self.model) if self.args.device.type == "cpu" else nullcontext():
+        with without_autocast(self.model) if self.casts_on_cpu else nullcontext():
             return super().prediction_step(model, *args, **kwargs)
 
     def compute_loss(

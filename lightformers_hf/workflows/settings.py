@@ -104,8 +104,15 @@ def plan_steps(
     many = FULL_RATE_STEPS * max(1.0, width / MEASURED_WIDTH)
     rate = settings.learning_rate * (min(1.0, steps / many) if ratio < FAR else 1.0)
     warmup_steps = max(1, min(100, steps // 10))
-    planned = replace(settings, learning_rate=rate, steps=steps, warmup_steps=warmup_steps, eval_steps=eval_steps)
-    planned = replace(planned, seconds=seconds, most_steps=most_steps)
+    planned = replace(
+        settings,
+        learning_rate=rate,
+        steps=steps,
+        warmup_steps=warmup_steps,
+        eval_steps=eval_steps,
+        seconds=seconds,
+        most_steps=most_steps,
+    )
     repeats = ratio < FAR and steps >= FEW_EPOCHS * epoch_steps
     return replace(planned, dropout=dropout, hidden_weight=0.0) if repeats and dropout else planned
 

@@ -47,15 +47,15 @@ def build_trainer(tiny_marian, tmp_path, tokens):
             for parameter in model.parameters():
                 parameter.data += 0.1 * torch.randn_like(parameter)
         recovery = {k: options.pop(k) for k in list(options) if k.startswith(("max_tokens", "distillation", "hidden"))}
-        defaults = {
-            "logging_steps": 1,
-            "save_strategy": "no",
+        plain = {
             "optim": "sgd",
             "learning_rate": 1.0,
+            "lr_scheduler_type": "constant",
             "max_grad_norm": 0.0,
+            "seed": 0,
         }
-        defaults |= {"output_dir": str(tmp_path / "out"), "use_cpu": True, "disable_tqdm": True, "seed": 0}
-        args = Seq2SeqTrainingArguments(**(defaults | {"lr_scheduler_type": "constant"} | options))
+        quiet = {"use_cpu": True, "logging_steps": 1, "disable_tqdm": True, "save_strategy": "no"}
+        args = Seq2SeqTrainingArguments(str(tmp_path / "out"), **(plain | quiet | options))
         tokenizer = MarianTokenizer.from_pretrained(tiny_marian)
         return RecoveryTrainer(
             model,
