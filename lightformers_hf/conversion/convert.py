@@ -1,6 +1,6 @@
 """A trained checkpoint in, a smaller one out: the pipeline, from top to bottom.
 
-load → trim → shorten → share → measure → choose → build → refit → write; each step is a function of what it is given.
+load → trim → shorten → share → bridge → measure → choose → build → refit → write: functions of what they are given.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,12 @@ from .forecast import forecast
 from .forms.form import Built, Form, Setting, all_forms
 from .options import CompressionOptions, StudyOptions, needs_calibration, settle
 from .others import other_tensors
-from .refit import can_refit, refit
+from .refit import bridge, can_refit, refit
 from .report import OWN_TEXT, CompressionReport, MatrixReport, write_report
 from .sharing.groups import change_moments, find_bases, find_matrices, find_start, share_layers
 from .sharing.originals import Originals, short_name
 from .statistics.calibration import Calibration
-from .statistics.measure import measure
+from .statistics.text import sample_text
 from .steps import Step
 from .teacher import Teacher
 from .vocabulary.choose import choose_tokens
@@ -152,15 +152,24 @@ def compress(
     if calibrates:
         check_choices(units, originals, options, study)
     will_refit = can_refit(dense.config, study) and calibrates
+    will_bridge = teacher is not whole and can_bridge(teacher, study)
     if teacher.has_tokenizer:
         teacher.tokenizer()  # one that does not fit ends it here
     teacher.generation_config()  # and so does one that cannot be written
 
-    calibration, sentences = None, []
-    if calibrates:
+    calibration, sentences, loaded = None, [], None
+    if calibrates or will_bridge:
         if progress:
             tqdm.write(str(forecast(dense, options)), file=sys.stderr)
-        calibration, sentences = measure(whole, teacher, options, study, device=device, progress=progress)
+        loaded = whole.load().to(device)
+        batches, sentences = sample_text(loaded, whole, options, study, progress=progress)
+        model = loaded if teacher is whole else teacher.load().to(device)
+        if will_bridge:
+            teacher = teacher.change(bridge(model, loaded, teacher.depths, batches, progress=progress))
+            originals = replace(originals, teacher=teacher)
+        if calibrates:
+            linear = [name for name, kind in find_matrices(model) if kind != "embedding"]
+            calibration = Calibration(model, linear, batches, progress=progress)
     originals = merge_layers(originals, calibration, study)
     units = find_units(originals, options, study)
     places, setting = choose(units, originals, options, study, progress=progress)
@@ -171,7 +180,7 @@ def compress(
         tensors |= other_tensors(model, originals, tensors)
     if tensors and will_refit and any(report.relative_error for report in reports):
         calibration.forget("inputs")
-        tensors = refit(model, calibration, tensors, built, progress=progress)
+        tensors = refit(model, loaded, teacher.depths, calibration, tensors, built, progress=progress)
     asks_speed = options.budget == "speedup"
     report = CompressionReport.of(
         checkpoint,
@@ -179,7 +188,7 @@ def compress(
         options,
         reports,
         study=asked_study,
-        calibration=(options.calibration or OWN_TEXT) if calibrates else None,
+        calibration=(options.calibration or OWN_TEXT) if calibrates or will_bridge else None,
         calibrated_on=sentences,
         estimated_speedup=estimate_speedup(teacher.timed_config, model.config) if asks_speed else None,
         trimmed=whole if options.vocabulary else None,
@@ -201,6 +210,12 @@ def will_calibrate(teacher: Teacher, options: CompressionOptions, study: StudyOp
             f"{teacher.name} is a {teacher.model_class.__name__}"
         )
     return possible and options.method != "paper" and options.policy().compresses
+
+
+def can_bridge(teacher: Teacher, study: StudyOptions) -> bool:
+    """Whether the layers that stay are to do the work of those left out: unless told otherwise, of a model that reads
+    one text and writes another."""
+    return issubclass(teacher.model_class, ConditionalGenerationHead) and study.refit is not False
 
 
 def merge_layers(originals: Originals, calibration: Calibration | None, study: StudyOptions) -> Originals:

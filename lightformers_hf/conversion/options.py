@@ -66,8 +66,9 @@ class CompressionOptions:
         pattern: a kind of matrices (`embedding`, `attention`, `ffn`), or a regular expression for the end of a
             module's name → `64` (rank), `4x` (ratio), `90%` (energy) or `dense`; an int is a rank, `None` is dense.
             It comes before the general choice, names before kinds, and of names the first that matches.
-        encoder_layers, decoder_layers: layers that are kept, evenly spread and the first among them; the others are
-            left out before anything else. The decoder's cost most time. `None` keeps all.
+        encoder_layers, decoder_layers: layers that are kept, evenly spread and the last among them; the others are
+            left out before anything else, and what they did is regressed on what the kept ones compute. The decoder's
+            cost most time. `None` keeps all.
         encoder_groups, decoder_groups: N, number of stored layers; `None` leaves the source's sharing as it is.
         method: `low-rank`, every matrix by itself; `narrow`, narrower heads and fewer neurons; `auto`, whichever
             loses less. `paper` is the paper's procedure exactly: plain truncated SVD of every matrix alone, the ratio
@@ -214,8 +215,8 @@ class StudyOptions:
         share_layer_norms: whether the LayerNorms of new groups are shared, too.
         group_residual_rank: r of what each depth of new groups has for itself of every matrix; `None` is nothing. It
             leaves heads and neurons as they are.
-        refit: after truncation, regress the teacher's outputs on what every layer gets, front to back. `None`: where
-            there is calibration, and no layer is shared.
+        refit: regress the teacher's outputs on what every layer gets, front to back: after truncation, and before it
+            where layers are left out. `None`: where there is text, and, after truncation, no layer is shared.
         calibration_seed: which pairs of the calibration text are drawn.
 
     Raises:

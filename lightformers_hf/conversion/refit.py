@@ -1,12 +1,13 @@
 """Refit: every linear layer learns to give the teacher's outputs from the inputs that it gets after compression.
 
 Front to back in one pass, by regression on the calibration sentences; no labels, no back-propagation. What one layer
-loses, the next ones make up for.
+loses, the next ones make up for. In the same way the layers that stay learn to do the work of those that are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,10 +19,11 @@ from ..models.configuration_base import FactorizedConfig
 from ..models.configuration_lightformer import LightFormerConfig
 from ..models.matrices import bias_of, product_of
 from ..processors import give_back_memory
-from .forms.form import Built, find_form
+from .forms.form import Built, Form, all_forms, find_form
 from .options import StudyOptions
+from .sharing.groups import find_matrices
 from .sharing.originals import short_name
-from .statistics.calibration import LOGIT_ROWS, Calibration, stream_of
+from .statistics.calibration import LOGIT_ROWS, Calibration, stream_of, token_mask
 from .statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric
 from .statistics.moments import PairMoments
 from .statistics.shelf import Shelf
@@ -35,6 +37,10 @@ CONSTANT = 1e-6
 # Target tokens whose probabilities are balanced, about; steps that balance them, occurrences of each that are added to
 # those seen, and how many nats a token they must win together.
 BALANCED, BALANCING, SMOOTHING, WORTH_BALANCING = 8192, 4, 0.5, 0.05
+
+
+# Of `encoder` and `decoder`, which layers of a teacher those of another model stand for.
+Depths = Mapping[str, Sequence[int]]
 
 
 class _StopError(Exception):
@@ -58,67 +64,201 @@ def can_refit(config: FactorizedConfig, study: StudyOptions) -> bool:
 
 def refit(
     model: PreTrainedModel,
+    teacher: PreTrainedModel,
+    depths: Depths,
     calibration: Calibration,
     tensors: dict[str, Tensor],
     built: Built,
     *,
     progress: bool,
 ) -> dict[str, Tensor]:
-    """The tensors of a smaller model, its linear layers regressed on the teacher's outputs (`refit_layers`).
+    """The tensors of a smaller model, its linear layers regressed on the teacher's outputs, and its logits balanced.
 
     Args:
         model: its skeleton.
-        calibration: of the teacher, whose model it holds.
+        teacher: with all its layers.
+        depths: which of them the model's stand for, see `Regression`.
+        calibration: of the teacher, or of one with as many layers as the model.
         tensors: before; those of its matrices are changed.
         built: what its matrices have become.
     """
     names = list(tensors)
     student = assemble(type(model), model.config, {name: tensors.pop(name).float() for name in names})
-    student.to(calibration.model.device)
-    refit_layers(student, calibration.model, calibration, built, progress=progress)
+    student.to(teacher.device)
+    shelf = Shelf(teacher.device)
+    regression = Regression(student, teacher, depths, calibration.batches, shelf, built, calibration)
+    regression.run(tuple(depths), "refitting", progress=progress)
+    calibration.forget("gradients")
+    _balance(student, teacher, calibration, shelf, progress=progress)
     state = student.state_dict()
     return {name: state[name].cpu() for name in names}
 
 
-@torch.no_grad()
-def refit_layers(
-    student: PreTrainedModel,
+def bridge(
+    shorter: PreTrainedModel,
     teacher: PreTrainedModel,
-    calibration: Calibration,
-    built: Built,
+    depths: Depths,
+    batches: Sequence[dict[str, Tensor]],
     *,
     progress: bool,
-) -> None:
-    """Change the linear layers of `student` in place; ranks, shapes, tables and LayerNorms stay.
+) -> dict[str, Tensor]:
+    """The linear layers of a teacher with fewer layers, regressed so that each does what those before it did, too.
 
-    A layer's inputs x are the student's, with all layers before it refitted; its aim is the teacher's output y:
-    W* = (E[xᵀx] + ρI)⁻¹ (E[xᵀy] + ρW), all centred, truncated in the metric of the calibration; the bias makes the
-    means agree (without one, nothing is centred). W is the layer as it was in the teacher, ρ = 0.01 · the mean
-    variance of x. Last, the bias of the logits makes every token as likely on average as the teacher finds it.
+    A stack that has them all is left as it is, unless it reads what a shorter one wrote.
 
     Args:
-        student, teacher: LightFormers of one depth without shared layers; the teacher dense or not.
-        calibration: of the teacher.
-        built: what the matrices have become: their forms, and the coordinates of outputs that are fewer.
+        shorter: that teacher; those of its linear layers that are regressed get new tensors.
+        teacher: with all its layers.
+        depths: those that stay: the last of each part of a stack.
+        batches: as of `Calibration`.
+
+    Returns: the new tensors under their names.
     """
-    shelf = Shelf(calibration.model.device)
-    total = sum(len(model.layers) for model in (student.get_encoder(), student.get_decoder()))
-    with Step("refitting", total=total, unit="layer", shown=progress) as bar:
-        for stack in ("encoder", "decoder"):
-            with fail_together():
-                own, aim = walks = [
-                    _Walk(who, stack, getattr(model.model, stack), calibration, shelf)
-                    for who, model in (("student", student), ("teacher", teacher))
-                ]
-            for depth in range(len(walks[0].stack.layers)):
-                _refit_layer(own, aim, depth, calibration, built)
+    stacks = tuple(depths) if len(depths["encoder"]) < len(teacher.get_encoder().layers) else ("decoder",)
+    names = {name for stack in stacks for name, _ in _linear_layers(shorter, stack)}
+    for name in names:  # files' pages, or the teacher's own
+        for weight in shorter.get_submodule(name).parameters():
+            weight.data = weight.data.clone()
+    regression = Regression(shorter, teacher, depths, batches, Shelf(teacher.device), Built([], {}), None)
+    regression.run(stacks, "bridging", progress=progress)
+    return {
+        f"{name}.{leaf}": tensor.cpu()
+        for name in names
+        for leaf, tensor in shorter.get_submodule(name).state_dict().items()
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class Regression:
+    """What changes the linear layers of `student` in place; ranks, shapes, tables and LayerNorms stay.
+
+    A layer's inputs x are the student's, with all layers before it regressed; its aim y is the teacher's output, and
+    where that is added to states r, what the student's own states r' lack of the sum: y + r − r'. So what one sublayer
+    loses, the next ones make up for. W* = (E[xᵀx] + ρI)⁻¹ (E[xᵀy] + ρW), all centred, truncated in the metric of the
+    calibration; the bias makes the means agree (without one, nothing is centred). W is the layer as it was in the
+    teacher, ρ = 0.01 · the mean variance of x.
+
+    Attributes:
+        student, teacher: LightFormers without shared layers; the teacher dense or not.
+        depths: of `encoder` and `decoder`, which of the teacher's layers each of the student's stands for.
+        batches: as of `Calibration`.
+        shelf: gets the states.
+        built: what the matrices have become: their forms, and the coordinates of outputs that are fewer.
+        calibration: the metric's, of a model that the student was made of; `None`: of the student itself, whose
+            matrices are to have all errors weighed alike.
+    """
+
+    student: PreTrainedModel
+    teacher: PreTrainedModel
+    depths: Depths
+    batches: Sequence[dict[str, Tensor]]
+    shelf: Shelf
+    built: Built
+    calibration: Calibration | None
+
+    @torch.no_grad()
+    def run(self, stacks: Sequence[str], what: str, *, progress: bool) -> None:
+        """Regress the layers of these stacks; the others' states are computed."""
+        total = sum(len(self.depths[stack]) for stack in stacks)
+        with Step(what, total=total, unit="layer", shown=progress) as bar:
+            for stack, depths in self.depths.items():
                 with fail_together():
-                    own.advance(depth)
-                bar.update()
-            for walk in walks:
-                walk.finish()
-    calibration.forget("gradients")
-    _balance(student, teacher, calibration, shelf, progress=progress)
+                    own, aim = walks = [
+                        _Walk(who, stack, model, self.batches, self.shelf)
+                        for who, model in (("student", self.student), ("teacher", self.teacher))
+                    ]
+                passed = 0
+                for depth, aimed in enumerate(depths):
+                    with fail_together():
+                        for between in range(passed, aimed):
+                            aim.advance(between)
+                    passed = aimed + 1
+                    if stack in stacks:
+                        self._regress_layer(own, aim, depth, aimed)
+                        bar.update()
+                    else:
+                        with fail_together():
+                            aim.advance(aimed)
+                    with fail_together():
+                        own.advance(depth)
+                for walk in walks:
+                    walk.finish()
+
+    def _regress_layer(self, student: _Walk, teacher: _Walk, depth: int, aimed: int) -> None:
+        names = [name for name, place in _linear_layers(self.student, student.name) if place == depth]
+        with fail_together():
+            teacher.record(aimed, names)
+        groups: dict[int, list[str]] = {}  # those with one input are one regression
+        if self.batches:
+            for name, states in (seen := student.inputs(depth, 0, names)).items():
+                groups.setdefault(id(states), []).append(name)
+            del seen
+        for group in gather_from_all(list(groups.values()))[0]:  # the first process always has a batch
+            layers = {name: self.student.get_submodule(name) for name in group}
+            outputs = {
+                name: PairMoments(layer.in_features, layer.out_features, self.shelf.device)
+                for name, layer in layers.items()
+            }
+            width = layers[group[0]].in_features
+            inputs = PairMoments(width, width, self.shelf.device)
+            added_to = student.added_to(group[0])
+            with fail_together(), cast_weights(student.stack.layers[depth]):
+                for index in range(len(self.batches)):
+                    mask = student.mask(stream_of(group[0]), index)
+                    seen = student.inputs(depth, index, [group[0]] if added_to is None else [group[0], added_to])
+                    x = seen[group[0]][mask]
+                    inputs.add(x, x)
+                    for name in group:
+                        y = self.built.of_teacher(name, teacher.output(name, index))
+                        outputs[name].add(x, y if added_to is None else y - seen[added_to][mask])
+            for sums in (inputs, *outputs.values()):
+                sums.sum_over_all()
+            for name, layer in layers.items():
+                self._solve(name, layer, inputs, outputs.pop(name))
+        give_back_memory()
+
+    def _solve(self, name: str, layer: nn.Module, inputs: PairMoments, outputs: PairMoments) -> None:
+        """Give a layer the regression, shrunk towards its own matrix, as near as its form can come."""
+        before = self.student if self.calibration is None else self.calibration.model
+        own = self.built.of_teacher(name, _matrix(before.get_submodule(name), self.shelf.device))
+        if len(own) != len(inputs.left):  # its inputs are others
+            own = _matrix(layer, self.shelf.device)
+        has_bias = bias_of(layer) is not None
+        covariance, cross = inputs.moment(centred=has_bias), outputs.moment(centred=has_bias)
+        # Inputs that hardly vary leave a covariance of rounding; those that are always zero, behind what was pruned,
+        # none.
+        seen = inputs.product.diagonal().mean() / inputs.count
+        ridge = max(RIDGE * covariance.diagonal().mean(), CONSTANT * seen)
+        matrix = own
+        if ridge > 0:
+            diagonal = covariance.diagonal()  # damped for a while: a second covariance is as large as the first
+            own_diagonal = diagonal.clone()
+            diagonal.add_(ridge)
+            root, failed = torch.linalg.cholesky_ex(covariance)
+            right = cross + ridge * own
+            matrix = torch.linalg.solve(covariance, right) if failed else torch.cholesky_solve(right, root)
+            diagonal.copy_(own_diagonal)
+            del root
+
+        def metric() -> Metric:
+            if self.calibration is None:
+                alike = Damped(torch.eye(own.shape[1], dtype=own.dtype, device=own.device), 0.0)
+                return Metric(Damped(covariance, INPUT_DAMPING), alike)
+            gradients = Damped(self.calibration.gradients([name]), GRADIENT_DAMPING)
+            return Metric(Damped(covariance, INPUT_DAMPING), gradients)
+
+        form = self._form(name, layer)
+        layer.load_state_dict(form.nearest_state(layer, matrix, bias_of(layer), metric, name=name))
+        if (bias := bias_of(layer)) is not None:
+            mean_in, mean_out = outputs.means()
+            bias.copy_(mean_out - mean_in @ _matrix(layer, mean_in.device))
+
+    def _form(self, name: str, layer: nn.Module) -> type[Form]:
+        """What a layer has become, or was before."""
+        for report in self.built.reports:
+            if report.name == short_name(name):
+                return find_form(report.form)
+        return next((form for form in all_forms() if form.holds(layer)), Form)
 
 
 def _balance(
@@ -195,25 +335,20 @@ class _Walk:
         shelf: has the states, and behind a decoder's those that its encoder gave.
     """
 
-    def __init__(self, who: str, name: str, stack: nn.Module, calibration: Calibration, shelf: Shelf):
-        self.who, self.name, self.stack = who, name, stack
-        self.calibration, self.shelf = calibration, shelf
-        for index in range(len(calibration.batches)):
+    def __init__(
+        self, who: str, name: str, model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], shelf: Shelf
+    ):
+        self.who, self.name, self.stack, self.device = who, name, getattr(model.model, name), model.device
+        self.batches, self.shelf = batches, shelf
+        self.recorded: list[str] = []
+        for index in range(len(batches)):
             (states, *_), _ = self._arguments(index)
             shelf[who, name, index] = states
 
-    @property
-    def prefix(self) -> str:
-        """What stands before the names of the stack's modules."""
-        return f"model.{self.name}."
-
-    def names(self, depth: int) -> list[str]:
-        """Of a layer's linear layers."""
-        return [name for name in self.calibration.linear if name.startswith(f"{self.prefix}layers.{depth}.")]
-
     def _arguments(self, index: int) -> tuple[tuple, dict]:
         """What the first layer is called with for a batch; to others, all but the states is the same."""
-        batch, found = self.calibration.moved(self.calibration.batches[index]), []
+        batch = {name: tensor.to(self.device) for name, tensor in self.batches[index].items()}
+        found: list[tuple] = []
 
         def see(module: nn.Module, args: tuple, kwargs: dict) -> None:
             found.append((args, kwargs))
@@ -238,22 +373,32 @@ class _Walk:
     def call(self, depth: int, index: int) -> Tensor:
         """The layer's output for the states of a batch as they are."""
         (_, *args), kwargs = self._arguments(index)
-        with fast_products(self.calibration.model.device):
+        with fast_products(self.device):
             return self.stack.layers[depth](self.shelf[self.who, self.name, index], *args, **kwargs)
 
     def advance(self, depth: int) -> None:
         """Put the states behind the layer."""
         with cast_weights(self.stack.layers[depth]):
-            for index in range(len(self.calibration.batches)):
+            for index in range(len(self.batches)):
                 self.shelf[self.who, self.name, index] = self.call(depth, index)
 
     def finish(self) -> None:
         """Put the states behind the stack, once the last layer is passed, and forget what modules gave."""
-        for index in range(len(self.calibration.batches)):
+        for index in range(len(self.batches)):
             self.shelf[self.who, self.name, index] = self.stack.layer_norm(self.shelf[self.who, self.name, index])
-            for name in self.names(len(self.stack.layers) - 1):
+            for name in self.recorded:
                 if (key := self._key(name, index)) in self.shelf:
                     del self.shelf[key]
+
+    def added_to(self, name: str) -> str | None:
+        """The module whose input is what the output of the module `name` is added to; `None` where nothing is."""
+        path, _, part = name.rpartition(".")
+        before = self.stack.layers[0].normalize_before
+        if part == "fc2":
+            return f"{path}.final_layer_norm" if before else f"{path}.fc1"
+        if part == "out_proj":
+            return f"{path}_layer_norm" if before else path
+        return None
 
     def inputs(self, depth: int, batch: int, names: list[str]) -> dict[str, Tensor]:
         """What goes into the modules `names` of a layer, in the order of their calls.
@@ -267,7 +412,7 @@ class _Walk:
             if len(seen) == len(names):
                 raise _StopError
 
-        hooks = [self.module(name).register_forward_pre_hook(partial(see, name=name)) for name in names]
+        hooks = [self.module(name, depth).register_forward_pre_hook(partial(see, name=name)) for name in names]
         try:
             self.call(depth, batch)
         except _StopError:
@@ -278,106 +423,63 @@ class _Walk:
         return seen
 
     def record(self, depth: int, names: list[str]) -> None:
-        """Put the states behind the layer, and aside what comes out of its modules `names` at tokens that count."""
+        """Put the states behind the layer, and aside what comes out of its modules, where there are tokens that count,
+        or the sum where that is added to states.
+
+        Args:
+            names: of those modules, or of the same ones in a model with other depths.
+        """
+        added: dict[str, Tensor] = {}
+
+        def see_input(module: nn.Module, arguments: tuple, *, name: str) -> None:
+            added[name] = arguments[0]
 
         def see(module: nn.Module, arguments: tuple, output: Tensor, *, name: str) -> None:
+            output = output + added.pop(name) if name in added else output
             self.shelf[self._key(name, index)] = output[masks[stream_of(name)]]
 
-        hooks = [self.module(name).register_forward_hook(partial(see, name=name)) for name in names]
+        hooks = [self.module(name, depth).register_forward_hook(partial(see, name=name)) for name in names]
+        for name in names:
+            if (place := self.added_to(name)) is not None:
+                hook = partial(see_input, name=name)
+                hooks.append(self.module(place, depth).register_forward_pre_hook(hook))
         try:
             with cast_weights(self.stack.layers[depth]):
-                for index in range(len(self.calibration.batches)):
+                for index in range(len(self.batches)):
                     masks = {stream: self.mask(stream, index) for stream in ("source", "target")}
                     self.shelf[self.who, self.name, index] = self.call(depth, index)
         finally:
             for hook in hooks:
                 hook.remove()
+        self.recorded = names
 
     def output(self, name: str, index: int) -> Tensor:
         """Of a module of the layer that was recorded last, tokens×n."""
         return self.shelf[self._key(name, index)]
 
-    def module(self, name: str) -> nn.Module:
-        """Of a name within the model."""
-        return self.stack.get_submodule(name.removeprefix(self.prefix))
+    def module(self, name: str, depth: int) -> nn.Module:
+        """Of a name within the model, at whatever depth, that of this one."""
+        return self.stack.layers[depth].get_submodule(_within_layer(name))
 
     def mask(self, stream: str, index: int) -> Tensor:
         """Where a batch has tokens, where the model is."""
-        return self.calibration.mask(self.calibration.batches[index], stream).to(self.calibration.model.device)
+        return token_mask(self.batches[index], stream).to(self.device)
 
     def _key(self, name: str, index: int) -> tuple[str, str, int]:
         """The same for all layers, so that one takes the room of the one before."""
-        return self.who, name.removeprefix(self.prefix).split(".", 2)[2], index
+        return self.who, _within_layer(name), index
 
 
-def _refit_layer(student: _Walk, teacher: _Walk, depth: int, calibration: Calibration, built: Built) -> None:
-    forms = {report.name: find_form(report.form) for report in built.reports}
-    names = student.names(depth)
-    with fail_together():
-        teacher.record(depth, names)
-    groups: dict[int, list[str]] = {}  # those with one input are one regression
-    if calibration.batches:
-        for name, states in (seen := student.inputs(depth, 0, names)).items():
-            groups.setdefault(id(states), []).append(name)
-        del seen
-    for group in gather_from_all(list(groups.values()))[0]:  # the first process always has a batch
-        pairs = {name: (student.module(name), teacher.module(name)) for name in group}
-        outputs = {
-            name: PairMoments(own.in_features, own.out_features, calibration.device)
-            for name, (own, _) in pairs.items()
-        }
-        width = pairs[group[0]][0].in_features
-        inputs = PairMoments(width, width, calibration.device)
-        with fail_together(), cast_weights(student.stack.layers[depth]):
-            for index in range(len(calibration.batches)):
-                mask = student.mask(stream_of(group[0]), index)
-                x = student.inputs(depth, index, group[:1])[group[0]][mask]
-                inputs.add(x, x)
-                for name in group:
-                    outputs[name].add(x, built.of_teacher(name, teacher.output(name, index)))
-        for sums in (inputs, *outputs.values()):
-            sums.sum_over_all()
-        for name, modules in pairs.items():
-            own = built.of_teacher(name, _matrix(modules[1], calibration.device))
-            if len(own) != len(inputs.left):  # its inputs are others
-                own = _matrix(modules[0], calibration.device)
-            nearest = partial(forms[short_name(name)].nearest_state, modules[0], name=name)
-            _solve(nearest, modules[0], own, inputs, outputs.pop(name), partial(calibration.gradients, [name]))
-    give_back_memory()
+def _within_layer(name: str) -> str:
+    """`model.decoder.layers.3.self_attn.q_proj` → `self_attn.q_proj`."""
+    return name.split(".", 4)[4]
 
 
-def _solve(
-    nearest: Callable[..., dict[str, Tensor]],
-    module: nn.Module,
-    own: Tensor,
-    inputs: PairMoments,
-    outputs: PairMoments,
-    find_gradients: Callable[[], Tensor],
-) -> None:
-    """Give `module` the regression, shrunk towards the matrix `own`, as near as its form can come (`nearest`)."""
-    has_bias = bias_of(module) is not None
-    covariance, cross = inputs.moment(centred=has_bias), outputs.moment(centred=has_bias)
-    # Inputs that hardly vary leave a covariance of rounding; those that are always zero, behind what was pruned, none.
-    seen = inputs.product.diagonal().mean() / inputs.count
-    ridge = max(RIDGE * covariance.diagonal().mean(), CONSTANT * seen)
-    matrix = own
-    if ridge > 0:
-        diagonal = covariance.diagonal()  # damped for a while: a second covariance is as large as the first
-        own_diagonal = diagonal.clone()
-        diagonal.add_(ridge)
-        root, failed = torch.linalg.cholesky_ex(covariance)
-        right = cross + ridge * own
-        matrix = torch.linalg.solve(covariance, right) if failed else torch.cholesky_solve(right, root)
-        diagonal.copy_(own_diagonal)
-        del root
-
-    def metric() -> Metric:
-        return Metric(Damped(covariance, INPUT_DAMPING), Damped(find_gradients(), GRADIENT_DAMPING))
-
-    module.load_state_dict(nearest(matrix, bias_of(module), metric))
-    if (bias := bias_of(module)) is not None:
-        mean_in, mean_out = outputs.means()
-        bias.copy_(mean_out - mean_in @ _matrix(module, mean_in.device))
+def _linear_layers(model: PreTrainedModel, stack: str) -> list[tuple[str, int]]:
+    """Names of a stack's, and the depths of their layers."""
+    prefix = f"model.{stack}.layers."
+    names = [name for name, kind in find_matrices(model) if kind != "embedding" and name.startswith(prefix)]
+    return [(name, int(name.removeprefix(prefix).partition(".")[0])) for name in names]
 
 
 def _matrix(module: nn.Module, device: torch.device) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -93,6 +94,8 @@ class Teacher:
         self._first_token = set_language_codes(self.tokenizer(), *languages) if any(languages) else None
         self.kept: KeptTokens | None = None
         self._rows: dict[str, tuple[int, torch.Tensor]] = {}
+        self._changed: dict[str, torch.Tensor] = {}
+        self._kept_layers: dict[str, list[int]] = {}
         self.name = printable_name(folder if Path(source).is_dir() else source)
         self._finite: set[str] = set()
         self._names = self._match_names()
@@ -144,7 +147,8 @@ class Teacher:
     def keep_layers(self, layers: dict[str, int | None]) -> Teacher:
         """This teacher with fewer layers: so many of the `encoder` and of the `decoder` (`None`: all).
 
-        Those that stay are spread evenly from the first to the last; of one, the first.
+        Those that stay are the last ones of parts of about equal length, so that each has what it took to get there
+        behind it, if nothing else, and `bridge` makes it do that, too.
 
         Raises:
             ValueError: fewer than one or more than there are, or layers that are shared or differ in shape.
@@ -156,7 +160,7 @@ class Teacher:
             depths = getattr(self.config, field)
             if not 1 <= count <= depths:
                 raise ValueError(f"{field} is {count}; {self.name} has {depths} layers: give 1 to {depths}")
-            kept[stack] = [round(i * (depths - 1) / max(count - 1, 1)) for i in range(count)]
+            kept[stack] = [(part + 1) * depths // count - 1 for part in range(count)]
         if not asked:
             return self
         special = ("encoder_groups", "decoder_groups", *self.config.patterns)
@@ -168,6 +172,7 @@ class Teacher:
         if not isinstance(self.config, LightFormerConfig):
             raise ValueError(f"{next(iter(asked))}_layers can't be changed in a {self.config.model_type}")
         shorter = copy.copy(self)
+        shorter._kept_layers = kept
         fields = {f"{stack}_layers": count for stack, count in asked.items()}
         shorter.config = type(self.config)(**{**self.config.to_dict(), **fields})
         shorter.model = skeleton(self.model_class, shorter.config)
@@ -179,6 +184,20 @@ class Teacher:
         sources = {name: before(name) for name in stored_tensors(shorter.model)}
         shorter._names = {name: self._names[source] for name, source in sources.items() if source in self._names}
         return shorter
+
+    @property
+    def depths(self) -> dict[str, Sequence[int]]:
+        """Of `encoder` and `decoder`, which of the checkpoint's layers this teacher has."""
+        return {
+            stack: self._kept_layers.get(stack, range(getattr(self.config, f"{stack}_layers")))
+            for stack in ("encoder", "decoder")
+        }
+
+    def change(self, tensors: dict[str, torch.Tensor]) -> Teacher:
+        """This teacher with other tensors under these names."""
+        changed = copy.copy(self)
+        changed._changed = {**self._changed, **tensors}
+        return changed
 
     def keep_tokens(self, kept: KeptTokens) -> Teacher:
         """This teacher with fewer tokens: their rows alone, and their new ids in its configurations and tokenizer."""
@@ -199,6 +218,8 @@ class Teacher:
         Raises:
             ValueError: it holds NaN or infinity.
         """
+        if name in self._changed:
+            return self._changed[name]
         if name not in self._names:
             return torch.zeros(stored_tensors(self.model)[name].shape)
         tensor = self.reader.read(self._names[name])

@@ -1,13 +1,17 @@
-"""Balancing the tokens' probabilities, against its definition on whole matrices."""
+"""Regressions and balancing, against their definitions on whole matrices."""
 
+import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conversion.metrics import loss
 from torch import nn
 
+from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration, StudyOptions, convert
 from lightformers_hf.conversion import refit as module
-from lightformers_hf.conversion.refit import BALANCING, SMOOTHING, WORTH_BALANCING
+from lightformers_hf.conversion.refit import BALANCING, SMOOTHING, WORTH_BALANCING, bridge
 from lightformers_hf.conversion.statistics.shelf import Shelf
 
 TOKENS, SIZE, WIDTH = 90, 37, 8
@@ -61,3 +65,161 @@ def test_balance_is_what_its_definition_says(room, spread, step, monkeypatch):
     if not won:  # which is known by the first of the steps: two passes
         assert passes.count(student) <= 2 * passes.count(teacher)
     torch.testing.assert_close(student.final_logits_bias.double(), expected if won else before.double())
+
+
+def make_teacher(**fields):
+    """Of three layers in each stack, with biases and norms that are not those of a start."""
+    torch.manual_seed(0)
+    config = LightFormerConfig(
+        vocab_size=30, d_model=16, encoder_layers=3, decoder_layers=3, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=16, **fields,
+    )  # fmt: skip
+    teacher = LightFormerForConditionalGeneration(config).eval().requires_grad_(False)
+    for name, weight in teacher.named_parameters():
+        if "q_proj" in name:  # attention that tells tokens apart
+            weight.mul_(10)
+        elif name.endswith("bias"):
+            weight.normal_(std=0.1)
+        elif "layer_norm" in name:
+            weight.uniform_(0.5, 1.5)
+    return teacher
+
+
+def shorten(teacher, **depths):
+    """The teacher with these of its layers alone."""
+    counts = {f"{stack}_layers": len(kept) for stack, kept in depths.items()}
+    shorter = LightFormerForConditionalGeneration(
+        type(teacher.config)(**{**teacher.config.to_dict(), **counts})
+    ).eval()
+    state = teacher.state_dict()
+    for name in shorter.state_dict():
+        parts = name.split(".")
+        if parts[2:3] == ["layers"]:
+            parts[3] = str(depths[parts[1]][int(parts[3])])
+        shorter.state_dict()[name].copy_(state[".".join(parts)])
+    return shorter.requires_grad_(False)
+
+
+def make_batches():
+    """Pairs without and with padding."""
+    torch.manual_seed(1)
+    batches = []
+    for lengths in ((9, 9, 9), (8, 5, 3)):
+        ids = torch.randint(4, 30, (2, 3, max(lengths)))
+        mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        labels, inputs = ids[0].masked_fill(~mask, -100), ids[1].masked_fill(~mask, 1)
+        batches.append(
+            {
+                "input_ids": inputs,
+                "attention_mask": mask.long(),
+                "labels": labels,
+                "decoder_input_ids": ids[0].roll(1, 1),
+            }
+        )
+    return batches
+
+
+def inputs_of(model, batches, *names):
+    """What goes into modules at target tokens, in double precision."""
+    seen = {name: [] for name in names}
+    for batch in batches:
+        hooks = [
+            model.get_submodule(name).register_forward_pre_hook(
+                lambda _, args, name=name, kept=batch["labels"] != -100: seen[name].append(args[0][kept].double())
+            )
+            for name in names
+        ]
+        model(**{name: value for name, value in batch.items() if name != "labels"})
+        for hook in hooks:
+            hook.remove()
+    return [torch.cat(seen[name]) for name in names]
+
+
+def solve(x, y, own):
+    """W* and its bias, by the definition."""
+    centred = x - x.mean(0)
+    covariance = centred.T @ centred / len(x)
+    ridge = module.RIDGE * covariance.diagonal().mean() * torch.eye(x.shape[1]).double()
+    weight = torch.linalg.inv(covariance + ridge) @ (centred.T @ (y - y.mean(0)) / len(x) + ridge @ own.T.double())
+    return weight.T, y.mean(0) - x.mean(0) @ weight
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize(
+    ("end", "norm"),
+    [
+        ("self_attn.out_proj", "self_attn_layer_norm"),
+        ("encoder_attn.out_proj", "encoder_attn_layer_norm"),
+        ("fc2", "final_layer_norm"),
+    ],
+)
+def test_a_sublayer_makes_up_for_what_states_lack(before, end, norm, monkeypatch):
+    """Of two decoder layers, the second of which stands for two: the regression that its outputs come from."""
+    for name in ("fast_products", "cast_weights"):  # in float32
+        monkeypatch.setattr(module, name, lambda _: nullcontext())
+    teacher, batches = make_teacher(normalize_before=before), make_batches()
+    depths = {"encoder": [0, 1, 2], "decoder": [0, 2]}
+    shorter = shorten(teacher, **depths)
+    changed = bridge(shorter, teacher, depths, batches, progress=False)
+    own, theirs = (f"model.decoder.layers.{depth}.{{}}".format for depth in (1, 2))
+    found, aimed = shorter.get_submodule(own(end)), teacher.get_submodule(theirs(end))
+    x, normed = inputs_of(shorter, batches, own(end), own(norm))
+    their_x, their_normed = inputs_of(teacher, batches, theirs(end), theirs(norm))
+    outputs, their_outputs = (
+        inputs @ layer.weight.T.double() + layer.bias.double() for layer, inputs in ((found, x), (aimed, their_x))
+    )
+    # What is normed is what the output is added to, or the sum of the two.
+    aim = their_normed + their_outputs - normed if before else their_normed - (normed - outputs)
+    weight, bias = solve(x, aim, aimed.weight)
+    torch.testing.assert_close(found.weight.double(), weight, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(found.bias.double(), bias, atol=1e-4, rtol=1e-3)
+    assert torch.equal(changed[f"{own(end)}.weight"], found.weight)
+    assert not any(name.startswith("model.encoder") for name in changed)
+
+
+@pytest.mark.parametrize("rank", [None, 6])
+@pytest.mark.parametrize("stacks", [("encoder",), ("decoder",), ("encoder", "decoder")])
+def test_layers_that_do_nothing_are_not_missed(stacks, rank):
+    """Low-rank matrices stay what they are."""
+    teacher, batches = make_teacher(normalize_before=True, attention_rank=rank, ffn_rank=rank), make_batches()
+    depths = {"encoder": [0, 1, 2], "decoder": [0, 1, 2]} | {stack: [0, 2] for stack in stacks}
+    for stack in stacks:
+        for name, weight in getattr(teacher.model, stack).layers[1].named_parameters():
+            if "out_proj" in name or "fc2" in name:
+                weight.zero_()
+    shorter = shorten(teacher, **depths)
+    assert set(bridge(shorter, teacher, depths, batches, progress=False)) <= set(shorter.state_dict())
+    for batch in batches:
+        kept = batch["labels"] != -100
+        torch.testing.assert_close(shorter(**batch).logits[kept], teacher(**batch).logits[kept], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+def test_a_bridged_teacher_is_left_as_it_was(stack):
+    """Its tensors are those of its file."""
+    teacher, depths = make_teacher(), {"encoder": [0, 1, 2], "decoder": [0, 1, 2]} | {stack: [2]}
+    before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
+    shorter = shorten(teacher, **depths)
+    for name, tensor in shorter.named_parameters():  # the same memory
+        parts = name.split(".")
+        if parts[2:3] == ["layers"]:
+            parts[3] = str(depths[parts[1]][int(parts[3])])
+        tensor.data = teacher.get_parameter(".".join(parts)).data
+    changed = bridge(shorter, teacher, depths, make_batches(), progress=False)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
+    assert {name.split(".")[1] for name in changed} == ({"encoder", "decoder"} if stack == "encoder" else {"decoder"})
+
+
+@pytest.mark.parametrize("options", [{}, {"ratio": 1.5}])
+def test_fewer_layers_keep_more_when_they_are_bridged(options, tiny_marian, parallel_sentences, tmp_path):
+    """Without and with smaller matrices, by the loss on the text."""
+    text = tmp_path / "pairs.jsonl"
+    text.write_text("".join(json.dumps({"translation": pair}) + "\n" for pair in parallel_sentences))
+    losses = []
+    for name, refit in (("cut", False), ("bridged", None)):
+        asked = {"decoder_layers": 1, "calibration": str(text), "study": StudyOptions(refit=refit), **options}
+        report = convert(tiny_marian, tmp_path / name, **asked, progress=False)
+        losses.append(loss(tmp_path / name, tiny_marian, parallel_sentences))
+    assert report.layers["decoder"] == [1, 2]
+    assert report.calibrated_on
+    assert losses[1] < losses[0] - 0.5

@@ -19,7 +19,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from lightformers_hf import SubformerConfig, SubformerForConditionalGeneration, convert, plan
+from lightformers_hf import StudyOptions, SubformerConfig, SubformerForConditionalGeneration, convert, plan
 from lightformers_hf.conversion.teacher import Teacher
 
 
@@ -29,7 +29,7 @@ def without(model, stack: str, kept: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stack", "count", "kept"), [("decoder", 1, [0]), ("encoder", 1, [0]), ("encoder", 2, [0, 1])]
+    ("stack", "count", "kept"), [("decoder", 1, [1]), ("encoder", 1, [1]), ("encoder", 2, [0, 1])]
 )
 def test_logits_are_those_of_the_model_without_the_layers(tiny_marian, stack, count, kept):
     reference = MarianMTModel.from_pretrained(tiny_marian).eval()
@@ -43,15 +43,18 @@ def test_logits_are_those_of_the_model_without_the_layers(tiny_marian, stack, co
 
 
 @pytest.mark.parametrize(
-    ("before", "count", "kept"), [(6, 3, [0, 2, 5]), (6, 1, [0]), (5, 3, [0, 2, 4]), (3, 2, [0, 2])]
+    ("before", "count", "kept"), [(6, 3, [1, 3, 5]), (6, 1, [5]), (5, 3, [0, 2, 4]), (3, 2, [0, 2]), (3, 3, [0, 1, 2])]
 )
-def test_layers_that_stay_are_spread_evenly(tiny_marian, tmp_path, before, count, kept):
+def test_layers_that_stay_end_equal_parts(tiny_marian, tmp_path, before, count, kept):
     config = MarianMTModel.from_pretrained(tiny_marian).config
     config.decoder_layers = before
     torch.manual_seed(0)
     deep = MarianMTModel(config)
     deep.save_pretrained(tmp_path)
-    model = Teacher(tmp_path, "t").keep_layers({"decoder": count}).load()
+    teacher = Teacher(tmp_path, "t").keep_layers({"decoder": count})
+    assert list(teacher.depths["decoder"]) == kept
+    assert list(teacher.depths["encoder"]) == list(range(config.encoder_layers))
+    model = teacher.load()
     for layer, index in zip(model.model.decoder.layers, kept, strict=True):
         assert torch.equal(layer.fc1.weight, deep.model.decoder.layers[index].fc1.weight)
 
@@ -70,10 +73,12 @@ def test_convert_keeps_layers_and_counts_from_the_whole_teacher(tiny_marian, tmp
 
 
 def test_layers_alone_leave_the_matrices_dense(tiny_marian, tmp_path):
-    report = convert(tiny_marian, tmp_path / "light", encoder_layers=1, progress=False)
+    left = {"encoder_layers": 1, "study": StudyOptions(refit=False)}
+    report = convert(tiny_marian, tmp_path / "light", **left, progress=False)
+    assert report.calibration is None
     assert {matrix.form for matrix in report.matrices} == {"dense"}
     reference = MarianMTModel.from_pretrained(tiny_marian).eval()
-    without(reference, "encoder", [0])
+    without(reference, "encoder", [1])
     batch = AutoTokenizer.from_pretrained(tiny_marian)(["Der Hund schläft."], return_tensors="pt")
     options = {"num_beams": 1, "max_new_tokens": 12}
     light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light")

@@ -7,7 +7,7 @@ So errors of different matrices are in one unit, and compare.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import EllipsisType
@@ -54,7 +54,7 @@ class Calibration:
     def __init__(
         self, model: PreTrainedModel, linear: list[str], batches: Sequence[dict[str, Tensor]], *, progress: bool
     ):
-        self.linear, self.batches = linear, [piece for batch in batches for piece in _pieces(batch)]
+        self.linear, self.batches = linear, cut_batches(batches)
         self.model = model.eval().requires_grad_(False)
         self._vectors: list[Tensor] = []  # of a batch's tokens: gradients flow from the loss to here
         self.moments: dict[str, Moments] = {}
@@ -119,7 +119,7 @@ class Calibration:
         return self.model.get_submodule(name).register_forward_hook(see)
 
     def _accumulate(self, batch: dict[str, Tensor]) -> None:
-        self._masks = {stream: self.mask(batch, stream) for stream in ("source", "target")}
+        self._masks = {stream: token_mask(batch, stream) for stream in ("source", "target")}
         labels, kept = batch["labels"], self._masks["target"]
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         self._vectors = []
@@ -143,11 +143,6 @@ class Calibration:
         for name, moments in self.moments.items():
             moments.sum_over_all(max((own[name] for own in shapes), key=lambda own: len(own[1])))
         self.target_tokens = int(sum_over_all(torch.tensor(self.target_tokens)))
-
-    @staticmethod
-    def mask(batch: dict[str, Tensor], stream: str) -> Tensor:
-        """Where the `source` or `target` of a batch has tokens: behind a sentence's end, nothing is to be learned."""
-        return batch["attention_mask"].bool() if stream == "source" else batch["labels"] != -100
 
     def inputs(self, names: list[str]) -> tuple[Tensor, Tensor]:
         """E[xᵀx] and E[x] of one matrix that serves as each of the modules `names`."""
@@ -231,6 +226,11 @@ def _mean(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.stack(tensors).mean(0)
 
 
+def token_mask(batch: dict[str, Tensor], stream: str) -> Tensor:
+    """Where the `source` or `target` of a batch has tokens: behind a sentence's end, nothing is to be learned."""
+    return batch["attention_mask"].bool() if stream == "source" else batch["labels"] != -100
+
+
 def stream_of(name: str) -> str:
     """Whose tokens a module sees: cross-attention makes keys and values of the encoder's."""
     memory = "encoder_attn" in name and name.rpartition(".")[2] in ("k_proj", "v_proj", "memory_proj")
@@ -259,8 +259,11 @@ def _add_gradients(moments: Moments, mask: Tensor, kind: str, gradient: Tensor) 
         moments.add_rows("gradients", gradient)
 
 
-def _pieces(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """A batch in pieces of at most `TOKENS`, or of one pair."""
-    rows = max(1, TOKENS // (batch["input_ids"].shape[1] + batch["labels"].shape[1]))
-    for pieces in zip(*(tensor.split(rows) for tensor in batch.values()), strict=True):
-        yield dict(zip(batch, pieces, strict=True))
+def cut_batches(batches: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The batches in pieces of at most `TOKENS`, or of one pair."""
+    cut = []
+    for batch in batches:
+        rows = max(1, TOKENS // (batch["input_ids"].shape[1] + batch["labels"].shape[1]))
+        for pieces in zip(*(tensor.split(rows) for tensor in batch.values()), strict=True):
+            cut.append(dict(zip(batch, pieces, strict=True)))
+    return cut

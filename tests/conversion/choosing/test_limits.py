@@ -14,7 +14,7 @@ def nothing_measured(monkeypatch):
     def measure(*arguments, **options):
         raise AssertionError("the budget was not checked before")
 
-    monkeypatch.setattr("lightformers_hf.conversion.convert.measure", measure)
+    monkeypatch.setattr("lightformers_hf.conversion.convert.sample_text", measure)
 
 
 @pytest.mark.usefixtures("nothing_measured")

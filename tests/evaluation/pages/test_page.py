@@ -215,15 +215,16 @@ def test_dots_stand_at_the_rank_on_the_curve_of_a_full_svd(light, tiny_marian, m
 
 
 def test_spectra_of_shared_and_left_out_layers_are_those_of_the_teacher(tmp_path, tiny_marian, monkeypatch):
-    """Two encoder layers share one, the decoder keeps its first: shown are the first layers'."""
+    """Two encoder layers share one, of which the first is shown; the decoder keeps its last."""
     convert(tiny_marian, tmp_path / "light", rank=8, encoder_groups=1, decoder_layers=1, method="low-rank")
     seen = {}
     monkeypatch.setattr(report_plots, "spectra", lambda panels, matrices, values, ranks: seen.update(values))
     report_page(str(tmp_path / "light"), teacher=str(tiny_marian))
     weights = load_file(tiny_marian / "model.safetensors")
     assert {name.split(".layers.")[1][0] for name in seen if ".layers." in name} == {"0"}
-    for name in ("encoder.layers.0.fc1", "decoder.layers.0.encoder_attn.v_proj"):
-        expected = torch.linalg.svdvals(weights[f"model.{name}.weight"].double())
+    for name, source in (("encoder.layers.0.fc1", 0), ("decoder.layers.0.encoder_attn.v_proj", 1)):
+        own = name.replace(".layers.0.", f".layers.{source}.")
+        expected = torch.linalg.svdvals(weights[f"model.{own}.weight"].double())
         torch.testing.assert_close(torch.tensor(seen[name], dtype=torch.double), expected, rtol=1e-5, atol=1e-6)
 
 
