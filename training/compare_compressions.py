@@ -24,9 +24,10 @@ A method is one of METHODS, or one of your own: `narrow-each=method=narrow,study
 fields of `CompressionOptions`, and behind `study.` of `StudyOptions`, their values in YAML. Errors are weighed on the
 training text, unless the method is the paper's or says `calibration=null`: then on text of the teacher's own.
 `layers` keeps whole layers as they are, the ratio's share of each stack, and factorizes nothing (DistilBART, Shleifer
-and Rush 2020). A method that names its `ratio` is done once, whatever `--ratios` are: `6-1=ratio=null,decoder_layers=1`
-keeps one of the decoder's layers, regressed to do what the others did, and with `,study.refit=false` as it is. What
-`small=small.yaml` names is a recipe, trained from random weights, with the teacher's tokenizer.
+and Rush 2020). A method that names its `ratio` is done once, whatever `--ratios` are:
+`6-1=ratio=null,decoder_layers=1` keeps one of the decoder's layers, regressed to do what the others did, and with
+`,study.refit=false` as it is. What `small=small.yaml` names is a recipe, trained from random weights, with the
+teacher's tokenizer.
 
 All are trained alike, but for what a method says of its own training: `svd=method=paper,training.learning_rate=1e-3`,
 or the options of a recipe, such as `max_steps`: some learn best in other ways, or take more steps in equal time. The

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,20 +157,13 @@ def compress(
         teacher.tokenizer()  # one that does not fit ends it here
     teacher.generation_config()  # and so does one that cannot be written
 
-    calibration, sentences, loaded = None, [], None
+    seen = Measured(teacher)
     if calibrates or will_bridge:
         if progress:
             tqdm.write(str(forecast(dense, options)), file=sys.stderr)
-        loaded = whole.load().to(device)
-        batches, sentences = sample_text(loaded, whole, options, study, progress=progress)
-        model = loaded if teacher is whole else teacher.load().to(device)
-        if will_bridge:
-            teacher = teacher.change(bridge(model, loaded, teacher.depths, batches, progress=progress))
-            originals = replace(originals, teacher=teacher)
-        if calibrates:
-            linear = [name for name, kind in find_matrices(model) if kind != "embedding"]
-            calibration = Calibration(model, linear, batches, progress=progress)
-    originals = merge_layers(originals, calibration, study)
+        steps = {"bridges": will_bridge, "calibrates": calibrates}
+        seen = measure(whole, teacher, options, study, device=device, progress=progress, **steps)
+    originals = merge_layers(replace(originals, teacher=seen.teacher), seen.calibration, study)
     units = find_units(originals, options, study)
     places, setting = choose(units, originals, options, study, progress=progress)
     built, reports = build(places, setting, originals, keep=not dry and (is_main() or will_refit), progress=progress)
@@ -179,9 +172,8 @@ def compress(
     if tensors:
         tensors |= other_tensors(model, originals, tensors)
     if tensors and will_refit and any(report.relative_error for report in reports):
-        calibration.forget("inputs")
-        tensors = refit(model, loaded, teacher.depths, calibration, tensors, built, progress=progress)
-    asks_speed = options.budget == "speedup"
+        seen.calibration.forget("inputs")
+        tensors = refit(model, seen.whole, teacher.depths, seen.calibration, tensors, built, progress=progress)
     report = CompressionReport.of(
         checkpoint,
         model,
@@ -189,11 +181,57 @@ def compress(
         reports,
         study=asked_study,
         calibration=(options.calibration or OWN_TEXT) if calibrates or will_bridge else None,
-        calibrated_on=sentences,
-        estimated_speedup=estimate_speedup(teacher.timed_config, model.config) if asks_speed else None,
+        calibrated_on=seen.sentences,
+        estimated_speedup=estimate_speedup(teacher.timed_config, model.config) if options.speedup else None,
         trimmed=whole if options.vocabulary else None,
     )
     return Compressed(teacher, model, tensors, report)
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What sample text says of a teacher, and what it made of it.
+
+    Attributes:
+        teacher: it, its layers bridged where others are left out.
+        whole: the model with all layers, where it runs; `None` without text.
+        calibration: the moments of the teacher's matrices, if errors are weighed.
+        sentences: fingerprints of those of the user.
+    """
+
+    teacher: Teacher
+    whole: PreTrainedModel | None = None
+    calibration: Calibration | None = None
+    sentences: list[str] = field(default_factory=list)
+
+
+def measure(
+    whole: Teacher,
+    teacher: Teacher,
+    options: CompressionOptions,
+    study: StudyOptions,
+    *,
+    bridges: bool,
+    calibrates: bool,
+    device: torch.device,
+    progress: bool,
+) -> Measured:
+    """Read or make sample text, have the layers of `teacher` bridged, and its matrices' errors weighed.
+
+    Args:
+        whole: the teacher with all its layers.
+        device: where models run.
+    """
+    model = whole.load().to(device)
+    batches, sentences = sample_text(model, whole, options, study, progress=progress)
+    shorter = model if teacher is whole else teacher.load().to(device)
+    if bridges:
+        teacher = teacher.change(bridge(shorter, model, teacher.depths, batches, progress=progress))
+    calibration = None
+    if calibrates:
+        linear = [name for name, kind in find_matrices(shorter) if kind != "embedding"]
+        calibration = Calibration(shorter, linear, batches, progress=progress)
+    return Measured(teacher, model, calibration, sentences)
 
 
 def will_calibrate(teacher: Teacher, options: CompressionOptions, study: StudyOptions) -> bool:

@@ -1,0 +1,166 @@
+"""The states of sample text on their way through a stack, layer by layer, and what modules get and give there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .statistics.calibration import stream_of, token_mask
+from .statistics.shelf import Shelf
+from .workers import cast_weights, fast_products
+
+
+class _StopError(Exception):
+    """Ends a forward pass where nothing that follows is wanted."""
+
+
+class Walk:
+    """The hidden states of all batches on their way through one stack of one model.
+
+    Args:
+        who: student or teacher.
+        name: of the stack, `encoder` or `decoder`.
+        shelf: has the states, and behind a decoder's those that its encoder gave.
+    """
+
+    def __init__(
+        self, who: str, name: str, model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], shelf: Shelf
+    ):
+        self.who, self.name, self.stack, self.device = who, name, getattr(model.model, name), model.device
+        self.batches, self.shelf = batches, shelf
+        self.recorded: list[str] = []
+        for index in range(len(batches)):
+            (states, *_), _ = self._arguments(index)
+            shelf[who, name, index] = states
+
+    def _arguments(self, index: int) -> tuple[tuple, dict]:
+        """What the first layer is called with for a batch; to others, all but the states is the same."""
+        batch = {name: tensor.to(self.device) for name, tensor in self.batches[index].items()}
+        found: list[tuple] = []
+
+        def see(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            found.append((args, kwargs))
+            raise _StopError
+
+        hook = self.stack.layers[0].register_forward_pre_hook(see, with_kwargs=True)
+        try:
+            if self.name == "decoder":
+                memory = {
+                    "encoder_hidden_states": self.shelf[self.who, "encoder", index],
+                    "encoder_attention_mask": batch["attention_mask"],
+                }
+                self.stack(batch["decoder_input_ids"], None, use_cache=False, **memory)
+            else:
+                self.stack(batch["input_ids"], batch["attention_mask"])
+        except _StopError:
+            pass
+        finally:
+            hook.remove()
+        return found[0]
+
+    def call(self, depth: int, index: int) -> Tensor:
+        """The layer's output for the states of a batch as they are."""
+        (_, *args), kwargs = self._arguments(index)
+        with fast_products(self.device):
+            return self.stack.layers[depth](self.shelf[self.who, self.name, index], *args, **kwargs)
+
+    def advance(self, depth: int) -> None:
+        """Put the states behind the layer."""
+        with cast_weights(self.stack.layers[depth]):
+            for index in range(len(self.batches)):
+                self.shelf[self.who, self.name, index] = self.call(depth, index)
+
+    def finish(self) -> None:
+        """Put the states behind the stack, once the last layer is passed, and forget what modules gave."""
+        for index in range(len(self.batches)):
+            self.shelf[self.who, self.name, index] = self.stack.layer_norm(self.shelf[self.who, self.name, index])
+            for name in self.recorded:
+                if (key := self._key(name, index)) in self.shelf:
+                    del self.shelf[key]
+
+    def added_to(self, name: str) -> str | None:
+        """The module whose input is what the output of the module `name` is added to; `None` where nothing is."""
+        path, _, part = name.rpartition(".")
+        before = self.stack.layers[0].normalize_before
+        if part == "fc2":
+            return f"{path}.final_layer_norm" if before else f"{path}.fc1"
+        if part == "out_proj":
+            return f"{path}_layer_norm" if before else path
+        return None
+
+    def inputs(self, depth: int, batch: int, names: list[str]) -> dict[str, Tensor]:
+        """What goes into the modules `names` of a layer, in the order of their calls.
+
+        What follows the last of them is not computed.
+        """
+        seen: dict[str, Tensor] = {}
+
+        def see(module: nn.Module, arguments: tuple, *, name: str) -> None:
+            seen[name] = arguments[0]
+            if len(seen) == len(names):
+                raise _StopError
+
+        hooks = [self.module(name, depth).register_forward_pre_hook(partial(see, name=name)) for name in names]
+        try:
+            self.call(depth, batch)
+        except _StopError:
+            pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return seen
+
+    def record(self, depth: int, names: list[str]) -> None:
+        """Put the states behind the layer, and aside what comes out of its modules, where there are tokens that count,
+        or the sum where that is added to states.
+
+        Args:
+            names: of those modules, or of the same ones in a model with other depths.
+        """
+        added: dict[str, Tensor] = {}
+
+        def see_input(module: nn.Module, arguments: tuple, *, name: str) -> None:
+            added[name] = arguments[0]
+
+        def see(module: nn.Module, arguments: tuple, output: Tensor, *, name: str) -> None:
+            output = output + added.pop(name) if name in added else output
+            self.shelf[self._key(name, index)] = output[masks[stream_of(name)]]
+
+        hooks = [self.module(name, depth).register_forward_hook(partial(see, name=name)) for name in names]
+        for name in names:
+            if (place := self.added_to(name)) is not None:
+                hook = partial(see_input, name=name)
+                hooks.append(self.module(place, depth).register_forward_pre_hook(hook))
+        try:
+            with cast_weights(self.stack.layers[depth]):
+                for index in range(len(self.batches)):
+                    masks = {stream: self.mask(stream, index) for stream in ("source", "target")}
+                    self.shelf[self.who, self.name, index] = self.call(depth, index)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.recorded = names
+
+    def output(self, name: str, index: int) -> Tensor:
+        """Of a module of the layer that was recorded last, tokens×n."""
+        return self.shelf[self._key(name, index)]
+
+    def module(self, name: str, depth: int) -> nn.Module:
+        """Of a name within the model, at whatever depth, that of this one."""
+        return self.stack.layers[depth].get_submodule(_within_layer(name))
+
+    def mask(self, stream: str, index: int) -> Tensor:
+        """Where a batch has tokens, where the model is."""
+        return token_mask(self.batches[index], stream).to(self.device)
+
+    def _key(self, name: str, index: int) -> tuple[str, str, int]:
+        """The same for all layers, so that one takes the room of the one before."""
+        return self.who, _within_layer(name), index
+
+
+def _within_layer(name: str) -> str:
+    """`model.decoder.layers.3.self_attn.q_proj` → `self_attn.q_proj`."""
+    return name.split(".", 4)[4]
