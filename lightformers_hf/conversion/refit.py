@@ -32,6 +32,8 @@ from .workers import cast_weights, fail_together, fast_products, gather_from_all
 
 # Weight of the layer's own matrix in the regression, relative to the mean variance of its inputs.
 RIDGE = 1e-2
+# Of what states lack, so much is made up for: more helps on the sample alone (RESULTS.md, "What states lack").
+MADE_UP_FOR = 0.5
 # At least this share of their mean square: what rounding in float32 may leave of the variance of constant inputs.
 CONSTANT = 1e-6
 # Target tokens whose probabilities are balanced, about; steps that balance them, occurrences of each that are added to
@@ -127,10 +129,11 @@ class Regression:
     """What changes the linear layers of `student` in place; ranks, shapes, tables and LayerNorms stay.
 
     A layer's inputs x are the student's, with all layers before it regressed; its aim y is the teacher's output, and
-    where that is added to states r, what the student's own states r' lack of the sum: y + r − r'. So what one sublayer
-    loses, the next ones make up for. W* = (E[xᵀx] + ρI)⁻¹ (E[xᵀy] + ρW), all centred, truncated in the metric of the
-    calibration; the bias makes the means agree (without one, nothing is centred). W is the layer as it was in the
-    teacher, ρ = 0.01 · the mean variance of x.
+    where that is added to states r, of which the student's r' lack some, y + β(r − r'). So what one sublayer loses, the
+    next ones make up for: all of it (β = 1) where layers were left out, half of it where matrices got smaller.
+    W* = (E[xᵀx] + ρI)⁻¹ (E[xᵀy] + ρW), all centred, truncated in the metric of the calibration; the bias makes the
+    means agree (without one, nothing is centred). W is the layer as it was in the teacher, ρ = 0.01 · the mean variance
+    of x.
 
     Attributes:
         student, teacher: LightFormers without shared layers; the teacher dense or not.
@@ -149,6 +152,11 @@ class Regression:
     shelf: Shelf
     built: Built
     calibration: Calibration | None
+
+    @property
+    def share(self) -> float:
+        """β."""
+        return 1.0 if self.calibration is None else MADE_UP_FOR
 
     @torch.no_grad()
     def run(self, stacks: Sequence[str], what: str, *, progress: bool) -> None:
@@ -181,7 +189,7 @@ class Regression:
     def _regress_layer(self, student: Walk, teacher: Walk, depth: int, aimed: int) -> None:
         names = [name for name, place in _linear_layers(self.student, student.name) if place == depth]
         with fail_together():
-            teacher.record(aimed, names)
+            teacher.record(aimed, names, self.share)
         groups: dict[int, list[str]] = {}  # those with one input are one regression
         if self.batches:
             for name, states in (seen := student.inputs(depth, 0, names)).items():
@@ -204,7 +212,7 @@ class Regression:
                     inputs.add(x, x)
                     for name in group:
                         y = self.built.of_teacher(name, teacher.output(name, index))
-                        outputs[name].add(x, y if added_to is None else y - seen[added_to][mask])
+                        outputs[name].add(x, y if added_to is None else y - self.share * seen[added_to][mask])
             for sums in (inputs, *outputs.values()):
                 sums.sum_over_all()
             for name, layer in layers.items():

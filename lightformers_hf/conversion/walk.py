@@ -113,12 +113,12 @@ class Walk:
                 hook.remove()
         return seen
 
-    def record(self, depth: int, names: list[str]) -> None:
-        """Put the states behind the layer, and aside what comes out of its modules, where there are tokens that count,
-        or the sum where that is added to states.
+    def record(self, depth: int, names: list[str], share: float) -> None:
+        """Put the states behind the layer, and aside what comes out of its modules, where there are tokens that count.
 
         Args:
             names: of those modules, or of the same ones in a model with other depths.
+            share: of the states that an output is added to, so much is put aside with it.
         """
         added: dict[str, Tensor] = {}
 
@@ -126,7 +126,7 @@ class Walk:
             added[name] = arguments[0]
 
         def see(module: nn.Module, arguments: tuple, output: Tensor, *, name: str) -> None:
-            output = output + added.pop(name) if name in added else output
+            output = output + share * added.pop(name) if name in added else output
             self.shelf[self._key(name, index)] = output[masks[stream_of(name)]]
 
         hooks = [self.module(name, depth).register_forward_hook(partial(see, name=name)) for name in names]
