@@ -129,11 +129,11 @@ class Regression:
     """What changes the linear layers of `student` in place; ranks, shapes, tables and LayerNorms stay.
 
     A layer's inputs x are the student's, with all layers before it regressed; its aim y is the teacher's output, and
-    where that is added to states r, of which the student's r' lack some, y + β(r − r'). So what one sublayer loses, the
-    next ones make up for: all of it (β = 1) where layers were left out, half of it where matrices got smaller.
+    where that is added to states r, of which the student's r' lack some, y + β(r − r'). So what one sublayer loses,
+    the next ones make up for: all of it (β = 1) where layers were left out, half of it where matrices got smaller.
     W* = (E[xᵀx] + ρI)⁻¹ (E[xᵀy] + ρW), all centred, truncated in the metric of the calibration; the bias makes the
-    means agree (without one, nothing is centred). W is the layer as it was in the teacher, ρ = 0.01 · the mean variance
-    of x.
+    means agree (without one, nothing is centred). W is the layer as it was in the teacher, ρ = 0.01 · the mean
+    variance of x.
 
     Attributes:
         student, teacher: LightFormers without shared layers; the teacher dense or not.
