@@ -3,7 +3,10 @@
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from lightformers_hf.conversion.statistics.calibration import token_mask
 from lightformers_hf.conversion.statistics.metric import Damped
+from lightformers_hf.conversion.statistics.synthesis import synthetic_batches
+from lightformers_hf.conversion.teacher import Teacher
 
 
 def weigh(metric, matrix):
@@ -21,3 +24,14 @@ def loss(folder, teacher, parallel_sentences) -> float:
     batch["labels"][batch["labels"] == tokenizer.pad_token_id] = -100
     with torch.no_grad():
         return model(**batch).loss.item()
+
+
+@torch.no_grad()
+def distance(light, teacher, folder) -> float:
+    """Mean square of the differences of two models' logits, on text that the checkpoint in `folder` makes."""
+    author, differences = Teacher(folder, "t"), []
+    for batch in synthetic_batches(author.load(), author, 64, 7, progress=False):
+        kept = token_mask(batch, "target")
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        differences.append((light(**inputs).logits[kept] - teacher(**inputs).logits[kept]).flatten())
+    return torch.cat(differences).square().mean().item()

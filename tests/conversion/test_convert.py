@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from conversion.metrics import distance
 from conversion.teachers import TEACHERS, batch, make_teacher
 from models.cases import like_trained
 from safetensors.torch import load_file, save_file
@@ -31,6 +32,12 @@ def teachers(tmp_path_factory):
         return made[name]
 
     return get
+
+
+def convert_and_load(folder, output, **options):
+    """The model that a conversion writes."""
+    convert(folder, output, **options, progress=False)
+    return AutoModelForSeq2SeqLM.from_pretrained(output).eval()
 
 
 def tensors(folder):
@@ -116,6 +123,21 @@ def test_a_group_starts_as_the_mean_or_the_first_of_its_layers(teachers, tmp_pat
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval()
     inputs = batch(teacher)
     assert torch.isfinite(model(**inputs).logits).all()
+
+
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+@pytest.mark.parametrize("name", TEACHERS)
+def test_layers_that_stay_do_the_work_of_the_others(teachers, tmp_path, name, stack):
+    """On other text of its own making logits are nearer to the whole teacher's, whatever the family."""
+    folder, teacher = teachers(name)
+    fewer = {f"{stack}_layers": getattr(teacher.config, f"{stack}_layers") // 2}
+    cut, bridged = (
+        distance(
+            convert_and_load(folder, tmp_path / f"{refit}", **fewer, study=StudyOptions(refit=refit)), teacher, folder
+        )
+        for refit in (False, None)
+    )
+    assert bridged < cut / 2
 
 
 def test_a_lightformer_is_compressed_further(teachers, tmp_path):

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from conversion.families.test_t5 import make_teacher
+from conversion.metrics import distance
 from models.cases import padded, sentences
 from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
@@ -40,6 +41,19 @@ def converted(teacher, folder, **options):
 def attentions(teacher):
     """All attentions of a T5."""
     return [module for name, module in teacher.named_modules() if name.endswith(("SelfAttention", "EncDecAttention"))]
+
+
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+@pytest.mark.parametrize("case", ["v1.0", "v1.1", "umt5"])
+def test_layers_that_stay_do_the_work_of_the_others(case, stack, tmp_path):
+    """Without biases, and with gates."""
+    teacher, errors = make_teacher(case), []
+    for refit in (False, None):
+        (tmp_path / f"{refit}").mkdir()
+        options = {f"{stack}_layers": 1, "study": StudyOptions(refit=refit)}
+        light, _ = converted(teacher, tmp_path / f"{refit}", **options)
+        errors.append(distance(light, teacher, tmp_path / f"{refit}" / "teacher"))
+    assert errors[1] < 0.8 * errors[0]
 
 
 @torch.no_grad()
