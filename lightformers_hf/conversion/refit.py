@@ -58,6 +58,7 @@ def can_refit(config: FactorizedConfig, study: StudyOptions) -> bool:
     return possible and study.refit is not False
 
 
+@torch.no_grad()
 def refit(
     model: PreTrainedModel,
     teacher: PreTrainedModel,
@@ -90,6 +91,7 @@ def refit(
     return {name: state[name].cpu() for name in names}
 
 
+@torch.no_grad()
 def bridge(
     shorter: PreTrainedModel,
     teacher: PreTrainedModel,
@@ -158,7 +160,6 @@ class Regression:
         """β."""
         return 1.0 if self.calibration is None else MADE_UP_FOR
 
-    @torch.no_grad()
     def run(self, stacks: Sequence[str], what: str, *, progress: bool) -> None:
         """Regress the layers of these stacks; the others' states are computed."""
         total = sum(len(self.depths[stack]) for stack in stacks)

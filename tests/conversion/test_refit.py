@@ -223,3 +223,17 @@ def test_fewer_layers_keep_more_when_they_are_bridged(options, tiny_marian, para
     assert report.layers["decoder"] == [1, 2]
     assert report.calibrated_on
     assert losses[1] < losses[0] - 0.5
+
+
+def test_nothing_is_kept_for_gradients(tiny_marian, monkeypatch, tmp_path):
+    """Of balancing, whose logits are as wide as the vocabulary."""
+    found, probabilities = [], module._probabilities
+
+    def look(*arguments):
+        found.append(probabilities(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(module, "_probabilities", look)
+    convert(tiny_marian, tmp_path / "light", ratio=4, decoder_layers=1, calibration_samples=32, progress=False)
+    assert found
+    assert not any(each.requires_grad for each in found)
