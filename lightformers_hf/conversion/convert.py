@@ -158,7 +158,7 @@ def compress(
     teacher.generation_config()  # and so does one that cannot be written
 
     seen = Measured(teacher)
-    if calibrates or will_bridge:
+    if calibrates or (will_bridge and not dry):
         if progress:
             tqdm.write(str(forecast(dense, options)), file=sys.stderr)
         steps = {"bridges": will_bridge, "calibrates": calibrates}

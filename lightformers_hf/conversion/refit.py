@@ -22,7 +22,7 @@ from .forms.form import Built, Form, all_forms, find_form
 from .options import StudyOptions
 from .sharing.groups import find_matrices
 from .sharing.originals import short_name
-from .statistics.calibration import LOGIT_ROWS, Calibration, stream_of
+from .statistics.calibration import LOGIT_ROWS, Calibration, cut_batches, stream_of
 from .statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric
 from .statistics.moments import PairMoments
 from .statistics.shelf import Shelf
@@ -117,7 +117,8 @@ def bridge(
     for name in names:  # files' pages, or the teacher's own
         for weight in shorter.get_submodule(name).parameters():
             weight.data = weight.data.clone()
-    regression = Regression(shorter, teacher, depths, batches, Shelf(teacher.device), Built([], {}), None)
+    shelf, unchanged = Shelf(teacher.device), Built([], {})
+    regression = Regression(shorter, teacher, depths, cut_batches(batches), shelf, unchanged, None)
     regression.run(stacks, "bridging", progress=progress)
     return {
         f"{name}.{leaf}": tensor.cpu()
@@ -228,8 +229,7 @@ class Regression:
             own = _matrix(layer, self.shelf.device)
         has_bias = bias_of(layer) is not None
         covariance, cross = inputs.moment(centred=has_bias), outputs.moment(centred=has_bias)
-        # Inputs that hardly vary leave a covariance of rounding; those that are always zero, behind what was pruned,
-        # none.
+        # Inputs that hardly vary leave a covariance of rounding; those always zero, behind what was pruned, none.
         seen = inputs.product.diagonal().mean() / inputs.count
         ridge = max(RIDGE * covariance.diagonal().mean(), CONSTANT * seen)
         matrix = own

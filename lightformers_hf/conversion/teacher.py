@@ -196,7 +196,7 @@ class Teacher:
     def change(self, tensors: dict[str, torch.Tensor]) -> Teacher:
         """This teacher with other tensors under these names."""
         changed = copy.copy(self)
-        changed._changed = {**self._changed, **tensors}
+        changed._changed = tensors
         return changed
 
     def keep_tokens(self, kept: KeptTokens) -> Teacher:

@@ -54,7 +54,7 @@ class Calibration:
     def __init__(
         self, model: PreTrainedModel, linear: list[str], batches: Sequence[dict[str, Tensor]], *, progress: bool
     ):
-        self.linear, self.batches = linear, cut_batches(batches)
+        self.batches = cut_batches(batches)
         self.model = model.eval().requires_grad_(False)
         self._vectors: list[Tensor] = []  # of a batch's tokens: gradients flow from the loss to here
         self.moments: dict[str, Moments] = {}

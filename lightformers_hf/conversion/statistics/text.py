@@ -11,14 +11,13 @@ from ...text import fingerprint
 from ..options import CompressionOptions, StudyOptions
 from ..teacher import Teacher
 from ..workers import own_share
-from .calibration import cut_batches
 from .samples import parallel_batches, sample_pairs
 from .synthesis import synthetic_batches, translated_batches
 
 
 def sample_text(
     model: PreTrainedModel, teacher: Teacher, options: CompressionOptions, study: StudyOptions, *, progress: bool
-) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
+) -> tuple[Sequence[dict[str, torch.Tensor]], list[str]]:
     """Batches for a `Calibration`, of several processes the own share, and fingerprints of the user's sentences.
 
     Args:
@@ -28,21 +27,16 @@ def sample_text(
     Raises:
         ValueError: no tokenizer, unknown languages, too little text.
     """
-    batches: Sequence[dict[str, torch.Tensor]]
     if options.calibration is None:
-        batches = synthetic_batches(
-            model, teacher, options.calibration_samples, study.calibration_seed, progress=progress
-        )
-        return cut_batches(batches), []
+        number, seed = options.calibration_samples, study.calibration_seed
+        return synthetic_batches(model, teacher, number, seed, progress=progress), []
     tokenizer = teacher.tokenizer()
     _check_languages(tokenizer, teacher)
     pairs = sample_pairs(teacher.config, tokenizer, options, study)
     sentences = sorted({fingerprint(sentence) for sentence in pairs["source"]})
     if "target" in pairs.column_names:
-        batches = own_share(parallel_batches(model, tokenizer, pairs))
-    else:
-        batches = translated_batches(model, teacher, pairs["source"][:], progress=progress)
-    return cut_batches(batches), sentences
+        return own_share(parallel_batches(model, tokenizer, pairs)), sentences
+    return translated_batches(model, teacher, pairs["source"][:], progress=progress), sentences
 
 
 def _check_languages(tokenizer: PreTrainedTokenizerBase, teacher: Teacher) -> None:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lightformers_hf import convert
+from lightformers_hf import convert, plan
 
 
 @pytest.fixture
@@ -55,3 +55,8 @@ def test_the_smallest_size_that_is_named_can_be_had(tiny_marian, tmp_path):
     assert (tmp_path / "light" / "model.safetensors").stat().st_size <= least + 8
     with pytest.raises(ValueError, match="cannot be met"):
         convert(tiny_marian, tmp_path / "less", size=str(least - 400), **options)
+
+
+@pytest.mark.usefixtures("nothing_measured")
+def test_a_plan_of_fewer_layers_alone_needs_no_text(tiny_marian):
+    assert plan(tiny_marian, decoder_layers=1, progress=False).layers["decoder"] == [1, 2]
