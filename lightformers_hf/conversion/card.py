@@ -13,6 +13,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from ..files import CARD_FILE
 from ..models.configuration_base import OLDEST_TRANSFORMERS
+from .forms.low_rank import LowRank
 from .inheritance import drop_strange_link
 from .report import CompressionReport, ModelFacts
 
@@ -140,16 +141,18 @@ def model_card(
     translates = results or (report and report.family in TRANSLATORS)
     task = inherited.get("pipeline_tag") or TASKS.get(facts.auto_class) or ("translation" if translates else None)
     relation = {"base_model_relation": "finetune"} if inherited.get("base_model") else {}
+    low_rank = report is not None and any(matrix.form == LowRank.label for matrix in report.matrices)
     metadata = ModelCardData(
         **inherited | relation | {"pipeline_tag": task},
         library_name="transformers",
-        tags=[facts.architecture, *(("compression", "low-rank") if report else ())],
+        tags=[facts.architecture, *(["compression"] if report else []), *(["low-rank"] if low_rank else [])],
         model_name=name.rpartition("/")[2] if name and results else None,
         eval_results=evaluation_results(results, task) if name and results else None,
     )
     return CARD.render(
         model=facts,
         report=report,
+        changes=_changes(report) if report else [],
         metadata=metadata.to_yaml(),
         mark=MARK,
         name=name,
@@ -159,6 +162,17 @@ def model_card(
         results=results,
         labels=METRICS,
     )
+
+
+def _changes(report: CompressionReport) -> list[str]:
+    """What became of layers and matrices, in words."""
+    fewer = [f"{kept} of its {before} {stack} layers" for stack, (kept, before) in report.fewer_layers.items()]
+    shared = [
+        f"its {depths} {stack} layers sharing {stored} stored ones"
+        for stack, (stored, depths) in report.groups.items()
+        if stored != depths
+    ]
+    return [*fewer, *(["its matrices made smaller"] if report.smaller else []), *shared]
 
 
 def _hub_languages(codes: list[str]) -> list[str]:
@@ -189,12 +203,10 @@ CARD = ENVIRONMENT.from_string(
 
 
 {% if report %}
-A `{{ model.architecture }}` model: {{ report.source | code }} ({{ report.family | code }}) with its matrices made
-smaller
-{%- if report.calibration %}, errors weighed on {{ report.calibration | code }}{% endif %}
-{%- for stack, (stored, depths) in report.groups.items() if stored != depths %}, its {{ depths }} {{ stack }} layers
-sharing {{ stored }} stored ones{% endfor %}. Of its {{ report.matrices | length }} matrices:
-{{ report.outcome | plain }}.
+A `{{ model.architecture }}` model: {{ report.source | code }} ({{ report.family | code }})
+{%- if changes %} with {{ changes | join(" and ") | plain }}{% endif %}
+{%- if report.calibration %}, fitted to {{ report.calibration | code }}{% endif %}.
+Of its {{ report.matrices | length }} matrices: {{ report.outcome | plain }}.
 {%- if report.vocabulary %}{% set kept, before = report.vocabulary.target %}
 {% set here, there = report.vocabulary.source %}
  Its vocabulary keeps {{ "{:,}".format(here) }} of {{ "{:,}".format(there) }} tokens

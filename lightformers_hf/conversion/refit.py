@@ -86,7 +86,7 @@ def refit(
     regression = Regression(student, teacher, depths, calibration.batches, shelf, built, calibration)
     regression.run(tuple(depths), "refitting", progress=progress)
     calibration.forget("gradients")
-    _balance(student, teacher, calibration, shelf, progress=progress)
+    _balance(regression, progress=progress)
     state = student.state_dict()
     return {name: state[name].cpu() for name in names}
 
@@ -120,11 +120,10 @@ def bridge(
     shelf, unchanged = Shelf(teacher.device), Built([], {})
     regression = Regression(shorter, teacher, depths, cut_batches(batches), shelf, unchanged, None)
     regression.run(stacks, "bridging", progress=progress)
-    return {
-        f"{name}.{leaf}": tensor.cpu()
-        for name in names
-        for leaf, tensor in shorter.get_submodule(name).state_dict().items()
-    }
+    _balance(regression, progress=progress)
+    state = shorter.state_dict()
+    changed = [f"{name}.{leaf}" for name in names for leaf in shorter.get_submodule(name).state_dict()]
+    return {name: state[name].cpu() for name in (*changed, "final_logits_bias")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,9 +263,7 @@ class Regression:
         return next((form for form in all_forms() if form.holds(layer)), Form)
 
 
-def _balance(
-    student: PreTrainedModel, teacher: PreTrainedModel, calibration: Calibration, shelf: Shelf, *, progress: bool
-) -> None:
+def _balance(regression: Regression, *, progress: bool) -> None:
     """Scale tokens' probabilities by e^b until their means are the teacher's: then no b has a lower cross-entropy.
 
     Every step, b += log(teacher's mean / own mean), lowers it (Darroch and Ratcliff 1972), each by less than the one
@@ -276,23 +273,25 @@ def _balance(
     With p the student's probabilities as they are, b makes them p·e^b / Z, Z the sum of p·e^b over the tokens. Of the
     cross-entropy it changes log Z − b·(teacher's) alone: the teacher is needed once, and p where there is room for it.
     """
-    size, device = student.final_logits_bias.numel(), calibration.device
-    target = torch.zeros(size, dtype=torch.float64, device=device)
+    student, teacher, device = regression.student, regression.teacher, regression.shelf.device
+    tokens = torch.tensor(sum(int((batch["labels"] != -100).sum()) for batch in regression.batches), device=device)
+    every = max(1, sum_over_all(tokens).item() // BALANCED)
+    target = torch.zeros(student.final_logits_bias.numel(), dtype=torch.float64, device=device)
     with fail_together(), cast_weights(teacher.lm_head):
-        for states in _target_states("teacher", calibration, shelf):
+        for states in _target_states("teacher", regression, every):
             target += _probabilities(teacher, states).sum(0).to(device)
     target = sum_over_all(target)
     shift = torch.zeros_like(target)
     held: dict[int, Tensor] = {}
     losses: list[float] = []  # cross-entropy before and after each step, nats a token, but for a constant
-    room, worth = shelf.room, True
+    room, worth = regression.shelf.room, True
     for step in Step("balancing", range(BALANCING + 1), unit="step", shown=progress):
         if not worth:
             continue
         own, log = torch.zeros_like(target), target.new_zeros(1)
         scale = shift.exp().float().to(student.device)
         with fail_together(), cast_weights(student.lm_head):
-            for number, states in enumerate(_target_states("student", calibration, shelf)):
+            for number, states in enumerate(_target_states("student", regression, every)):
                 if (weights := held.get(number)) is None:
                     weights = _probabilities(student, states)
                     if (room := room - weights.nbytes) >= 0:
@@ -312,15 +311,11 @@ def _balance(
         student.final_logits_bias = student.final_logits_bias + shift.float().to(student.device)
 
 
-def _target_states(who: str, calibration: Calibration, shelf: Shelf) -> Iterator[Tensor]:
-    """What the decoder gives at target tokens, a few at a time: they become rows as long as the vocabulary.
-
-    Of many tokens, every n-th: about `BALANCED` of them.
-    """
-    step = max(1, calibration.target_tokens // BALANCED)
-    for index, batch in enumerate(calibration.batches):
-        states = shelf[who, "decoder", index]
-        yield from states[(batch["labels"] != -100).to(states.device)][::step].split(LOGIT_ROWS)
+def _target_states(who: str, regression: Regression, every: int) -> Iterator[Tensor]:
+    """Decoder states at every n-th target token, a few at a time: they become rows as wide as the vocabulary."""
+    for index, batch in enumerate(regression.batches):
+        states = regression.shelf[who, "decoder", index]
+        yield from states[(batch["labels"] != -100).to(states.device)][::every].split(LOGIT_ROWS)
 
 
 def _probabilities(model: PreTrainedModel, states: Tensor) -> Tensor:

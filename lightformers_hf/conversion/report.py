@@ -97,7 +97,7 @@ class CompressionReport:
         architecture: `model_type` of the result.
         auto_class: the Auto class that loads the result.
         options: the options that were set, and the switches of a study.
-        calibration: the text that errors were weighed on; `None`: all entries of a matrix alike.
+        calibration: the text that errors were weighed on, and layers regressed; `None`: neither was done.
         calibrated_on: fingerprints of its sentences, so that an evaluation can tell whether it sees them again.
         estimated_speedup: how many times as fast as the teacher, where that was asked for: on the machine of the
             conversion, one core, batch 1, greedy, through `generate()`.
@@ -193,9 +193,18 @@ class CompressionReport:
     @property
     def ratio(self) -> float:
         """Dense parameters / kept parameters of the matrices that got smaller, together (Eq. 12's p)."""
-        smaller = [matrix for matrix in self.matrices if matrix.form != DENSE]
-        kept = sum(matrix.parameters_after for matrix in smaller)
-        return sum(matrix.parameters_before for matrix in smaller) / kept if kept else 1.0
+        kept = sum(matrix.parameters_after for matrix in self.smaller)
+        return sum(matrix.parameters_before for matrix in self.smaller) / kept if kept else 1.0
+
+    @property
+    def smaller(self) -> list[MatrixReport]:
+        """The matrices that are."""
+        return [matrix for matrix in self.matrices if matrix.form != DENSE]
+
+    @property
+    def fewer_layers(self) -> dict[str, list[int]]:
+        """`layers` of those stacks from which some were left out."""
+        return {stack: [kept, before] for stack, (kept, before) in self.layers.items() if kept != before}
 
     @property
     def measure(self) -> str:
@@ -206,12 +215,12 @@ class CompressionReport:
 
     @property
     def outcome(self) -> str:
-        """How many matrices took which form: `40 low-rank (rank 3 to 64), 21 as they were`."""
+        """How many matrices took which form: `40 low-rank (rank 3 to 64), 21 dense`."""
         by_form: dict[str, list[MatrixReport]] = {}
         for matrix in sorted(self.matrices, key=lambda matrix: matrix.form == DENSE):  # those come last
             by_form.setdefault(matrix.form, []).append(matrix)
         return ", ".join(
-            f"{len(matrices)} as they were" if form == DENSE else f"{len(matrices)} {form} ({_range(matrices)})"
+            f"{len(matrices)} {form}" + (f" ({_range(matrices)})" if form != DENSE else "")
             for form, matrices in by_form.items()
         )
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .report import DENSE, OWN_TEXT, CompressionReport
+from .report import OWN_TEXT, CompressionReport
 
 
 def print_report(report: CompressionReport, console: Console, *, matrices: bool = True) -> None:
@@ -80,23 +80,21 @@ def remarks(report: CompressionReport) -> Iterator[str]:
             sides = f"{sides} of the source and {target:,} of {of_targets:,} of the target"
         kept, before = sizes["parameters"]
         yield f"The vocabulary keeps {sides}, which alone spares {before - kept:,} parameters."
-    smaller = [matrix for matrix in report.matrices if matrix.form != DENSE]
     yield f"Of {len(report.matrices)} matrices: {report.outcome}."
-    if len(smaller) < len(report.matrices):
+    if len(report.smaller) < len(report.matrices):
         yield "Those stay dense for which nothing smaller was asked, or whose factors would hold as many parameters."
-    if report.calibration is None and smaller:
+    if report.calibration is None and report.smaller:
         yield (
             "Without calibration every entry of a matrix counts alike, which costs most of the quality until the "
             "result is trained."
         )
     elif report.calibration == OWN_TEXT:
         yield (
-            f"Errors were weighed on {OWN_TEXT}; --calibration with a thousand sentence pairs, or sentences, like "
-            "those it is for keeps more."
+            f"What counts was learned from {OWN_TEXT}; --calibration with a thousand sentence pairs, or "
+            "sentences, like those it is for keeps more."
         )
-    for stack, (kept, before) in report.layers.items():
-        if kept != before:
-            yield f"The {stack} keeps {kept} of {before} layers."
+    for stack, (kept, before) in report.fewer_layers.items():
+        yield f"The {stack} keeps {kept} of {before} layers."
     for stack, (stored, depths) in report.groups.items():
         if stored != depths:
             yield f"The {stack}'s {depths} layers share {stored} stored ones."

@@ -56,10 +56,10 @@ def test_balance_is_what_its_definition_says(room, spread, step, monkeypatch):
     wanted = teacher.lm_head(kept["teacher"]) + teacher.final_logits_bias
     expected, losses = by_definition(student.lm_head(kept["student"]), wanted, before)
     batches = [{"labels": labels}, {"labels": labels}]
-    calibration = SimpleNamespace(batches=batches, device=torch.device("cpu"), target_tokens=2 * TOKENS)
+    regression = SimpleNamespace(student=student, teacher=teacher, batches=batches, shelf=shelf)
     passes, probabilities = [], module._probabilities
     monkeypatch.setattr(module, "_probabilities", lambda *args: passes.append(args[0]) or probabilities(*args))
-    module._balance(student, teacher, calibration, shelf, progress=False)
+    module._balance(regression, progress=False)
     won = losses[0] - losses[-1] >= WORTH_BALANCING
     assert won == (spread > 1)
     if not won:  # which is known by the first of the steps: two passes
@@ -207,7 +207,26 @@ def test_a_bridged_teacher_is_left_as_it_was(stack):
         tensor.data = teacher.get_parameter(".".join(parts)).data
     changed = bridge(shorter, teacher, depths, make_batches(), progress=False)
     assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
+    del changed["final_logits_bias"]
     assert {name.split(".")[1] for name in changed} == ({"encoder", "decoder"} if stack == "encoder" else {"decoder"})
+
+
+def test_what_is_bridged_is_balanced():
+    """The tokens' mean probabilities come closer to the teacher's."""
+    teacher, batches = make_teacher(), make_batches()
+    teacher.model.decoder.layers[2].final_layer_norm.weight.mul_(20)  # so that probabilities differ
+    depths = {"encoder": [0, 1, 2], "decoder": [2]}
+    shorter = shorten(teacher, **depths)
+    changed = bridge(shorter, teacher, depths, batches, progress=False)
+    assert torch.equal(changed["final_logits_bias"], shorter.final_logits_bias)
+
+    def means(model):
+        return torch.cat([model(**batch).logits[batch["labels"] != -100] for batch in batches]).softmax(-1).mean(0)
+
+    balanced = means(shorter)
+    shorter.final_logits_bias = teacher.final_logits_bias
+    distances = [(found - means(teacher)).abs().sum() for found in (balanced, means(shorter))]
+    assert distances[0] < 0.8 * distances[1]
 
 
 @pytest.mark.parametrize("options", [{}, {"ratio": 1.5}])

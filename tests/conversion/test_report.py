@@ -19,8 +19,8 @@ def test_forms_are_counted_whatever_they_are():
         matrix(form="banded", size=7, setting="7 bands wide"),
         matrix(form="low-rank", size=3, setting="rank 3"),
     )
-    assert report.outcome == "2 low-rank (rank 3), 2 banded (7 to 11 bands wide), 1 as they were"
-    assert report_of(matrix()).outcome == "1 as they were"
+    assert report.outcome == "2 low-rank (rank 3), 2 banded (7 to 11 bands wide), 1 dense"
+    assert report_of(matrix()).outcome == "1 dense"
 
 
 def test_the_ratio_is_that_of_the_matrices_that_got_smaller():

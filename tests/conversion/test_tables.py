@@ -54,4 +54,4 @@ def test_it_says_what_became_of_layers():
     lines = printed(report)
     assert "The decoder keeps 1 of 6 layers." in lines
     assert "The encoder's 6 layers share 2 stored ones." in lines
-    assert "Of 1 matrices: 1 as they were." in lines
+    assert "Of 1 matrices: 1 dense." in lines
