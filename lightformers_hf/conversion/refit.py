@@ -1,4 +1,4 @@
-"""Refit: every linear layer learns to give the teacher's outputs from the inputs that it gets after compression.
+"""Refit: every linear layer and norm learns to give the teacher's outputs from the inputs that it now gets.
 
 Front to back in one pass, by regression on the calibration sentences; no labels, no back-propagation. What one layer
 loses, the next ones make up for. In the same way the layers that stay learn to do the work of those that are left out.
@@ -6,8 +6,9 @@ loses, the next ones make up for. In the same way the layers that stay learn to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +19,18 @@ from ..models.configuration_base import FactorizedConfig
 from ..models.configuration_lightformer import LightFormerConfig
 from ..models.matrices import bias_of, product_of
 from ..processors import give_back_memory
+from .balance import balance
 from .forms.form import Built, Form, all_forms, find_form
 from .options import StudyOptions
 from .sharing.groups import find_matrices
 from .sharing.originals import short_name
-from .statistics.calibration import LOGIT_ROWS, Calibration, cut_batches, stream_of
+from .statistics.calibration import Calibration, cut_batches, stream_of
 from .statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric
 from .statistics.moments import PairMoments
 from .statistics.shelf import Shelf
 from .steps import Step
 from .walk import Walk
-from .workers import cast_weights, fail_together, fast_products, gather_from_all, sum_over_all
+from .workers import cast_weights, fail_together, gather_from_all, sum_over_all
 
 # Weight of the layer's own matrix in the regression, relative to the mean variance of its inputs.
 RIDGE = 1e-2
@@ -36,9 +38,7 @@ RIDGE = 1e-2
 MADE_UP_FOR = 0.5
 # At least this share of their mean square: what rounding in float32 may leave of the variance of constant inputs.
 CONSTANT = 1e-6
-# Target tokens whose probabilities are balanced, about; steps that balance them, occurrences of each that are added to
-# those seen, and how many nats a token they must win together.
-BALANCED, BALANCING, SMOOTHING, WORTH_BALANCING = 8192, 4, 0.5, 0.05
+NORMS = (nn.LayerNorm, nn.RMSNorm)
 # Of `encoder` and `decoder`, which layers of a teacher those of another model stand for.
 Depths = Mapping[str, Sequence[int]]
 
@@ -69,14 +69,14 @@ def refit(
     *,
     progress: bool,
 ) -> dict[str, Tensor]:
-    """The tensors of a smaller model, its linear layers regressed on the teacher's outputs, and its logits balanced.
+    """The tensors of a smaller model, its layers regressed on the teacher's outputs, and its logits balanced.
 
     Args:
         model: its skeleton.
         teacher: with all its layers.
         depths: which of them the model's stand for, see `Regression`.
         calibration: of the teacher, or of one with as many layers as the model.
-        tensors: before; those of its matrices are changed.
+        tensors: before; those of its matrices, norms and logits are changed.
         built: what its matrices have become.
     """
     names = list(tensors)
@@ -86,7 +86,7 @@ def refit(
     regression = Regression(student, teacher, depths, calibration.batches, shelf, built, calibration)
     regression.run(tuple(depths), "refitting", progress=progress)
     calibration.forget("gradients")
-    _balance(regression, progress=progress)
+    balance(student, teacher, regression.batches, shelf, progress=progress)
     state = student.state_dict()
     return {name: state[name].cpu() for name in names}
 
@@ -100,12 +100,12 @@ def bridge(
     *,
     progress: bool,
 ) -> dict[str, Tensor]:
-    """The linear layers of a teacher with fewer layers, regressed so that each does what those before it did, too.
+    """Tensors of a teacher with fewer layers, regressed so that each does what those before it did, too.
 
     A stack that has them all is left as it is, unless it reads what a shorter one wrote.
 
     Args:
-        shorter: that teacher; those of its linear layers that are regressed get new tensors.
+        shorter: that teacher; what is regressed gets new tensors.
         teacher: with all its layers.
         depths: those that stay: the last of each part of a stack.
         batches: as of `Calibration`.
@@ -113,14 +113,14 @@ def bridge(
     Returns: the new tensors under their names.
     """
     stacks = tuple(depths) if len(depths["encoder"]) < len(teacher.get_encoder().layers) else ("decoder",)
-    names = {name for stack in stacks for name, _ in _linear_layers(shorter, stack)}
+    names = {name for stack in stacks for name in (*dict(_linear_layers(shorter, stack)), *_norms(shorter, stack))}
     for name in names:  # files' pages, or the teacher's own
         for weight in shorter.get_submodule(name).parameters():
             weight.data = weight.data.clone()
     shelf, unchanged = Shelf(teacher.device), Built([], {})
     regression = Regression(shorter, teacher, depths, cut_batches(batches), shelf, unchanged, None)
     regression.run(stacks, "bridging", progress=progress)
-    _balance(regression, progress=progress)
+    balance(shorter, teacher, regression.batches, shelf, progress=progress)
     state = shorter.state_dict()
     changed = [f"{name}.{leaf}" for name in names for leaf in shorter.get_submodule(name).state_dict()]
     return {name: state[name].cpu() for name in (*changed, "final_logits_bias")}
@@ -128,7 +128,7 @@ def bridge(
 
 @dataclass(frozen=True, eq=False)
 class Regression:
-    """What changes the linear layers of `student` in place; ranks, shapes, tables and LayerNorms stay.
+    """What changes the linear layers and norms of `student` in place; ranks, shapes and tables stay.
 
     A layer's inputs x are the student's, with all layers before it regressed; its aim y is the teacher's output, and
     where that is added to states r, of which the student's r' lack some, y + β(r − r'). So what one sublayer loses,
@@ -136,6 +136,10 @@ class Regression:
     W* = (E[xᵀx] + ρI)⁻¹ (E[xᵀy] + ρW), all centred, truncated in the metric of the calibration; the bias makes the
     means agree (without one, nothing is centred). W is the layer as it was in the teacher, ρ = 0.01 · the mean
     variance of x.
+
+    Norms put states that have lost something back to their full size, errors with them. The gain g of each becomes
+    g + β(g* − g), g* regressed likewise on what the teacher's gives, each feature by itself, and its bias makes the
+    means agree. The one before the output layer stays where β < 1: it would make the model less sure than it is.
 
     Attributes:
         student, teacher: LightFormers without shared layers; the teacher dense or not.
@@ -184,19 +188,29 @@ class Regression:
                             aim.advance(aimed)
                     with fail_together():
                         own.advance(depth)
-                for walk in walks:
-                    walk.finish()
+                if stack in stacks and self._changes(last := f"model.{stack}.layer_norm"):
+                    self._fit_norm(last, partial(_results, walks))
+                with fail_together():
+                    for walk in walks:
+                        walk.finish()
 
     def _regress_layer(self, student: Walk, teacher: Walk, depth: int, aimed: int) -> None:
-        names = [name for name, place in _linear_layers(self.student, student.name) if place == depth]
+        linear = [name for name, place in _linear_layers(self.student, student.name) if place == depth]
+        path = f"model.{student.name}.layers.{depth}."
+        norms = [name for name in _norms(self.student, student.name) if name.startswith(path) and self._changes(name)]
+        names = linear + norms
         with fail_together():
             teacher.record(aimed, names, self.share)
-        groups: dict[int, list[str]] = {}  # those with one input are one regression
+        groups: dict[int, list[str]] = {}  # those with one input are one regression, in the order of their calls
         if self.batches:
             for name, states in (seen := student.inputs(depth, 0, names)).items():
                 groups.setdefault(id(states), []).append(name)
             del seen
         for group in gather_from_all(list(groups.values()))[0]:  # the first process always has a batch
+            if group[0] in norms:
+                with cast_weights(student.stack.layers[depth]):
+                    self._fit_norm(group[0], partial(_outputs, student, teacher, group[0], depth))
+                continue
             layers = {name: self.student.get_submodule(name) for name in group}
             outputs = {
                 name: PairMoments(layer.in_features, layer.out_features, self.shelf.device)
@@ -219,6 +233,36 @@ class Regression:
             for name, layer in layers.items():
                 self._solve(name, layer, inputs, outputs.pop(name))
         give_back_memory()
+
+    def _changes(self, name: str) -> bool:
+        """Whether there is a norm of that name, and it is to be regressed."""
+        module, decoder = self.student.get_submodule(name), self.student.model.decoder
+        last = decoder.layer_norm
+        if isinstance(last, nn.Identity) and not decoder.layers[-1].normalize_before:
+            last = decoder.layers[-1].final_layer_norm
+        return isinstance(module, NORMS) and (self.share == 1 or module is not last)
+
+    def _fit_norm(self, name: str, outputs: Callable[[int], tuple[Tensor, Tensor]]) -> None:
+        """Give a norm the regression of its gain, and its bias; `outputs` of a batch are its and the teacher's."""
+        norm = self.student.get_submodule(name)
+        centred = bias_of(norm) is not None
+        sums = torch.zeros(5, len(norm.weight), dtype=torch.float64, device=self.shelf.device)
+        with fail_together():
+            for index in range(len(self.batches)):
+                x, y = (output.to(sums.device, torch.float64) for output in outputs(index))
+                sums += torch.stack([torch.ones_like(x), x, y, x * x, x * y]).sum(1)
+        count, *others = sum_over_all(sums)
+        mean_in, mean_out, square, product = (other / count for other in others)
+        if not centred:
+            mean_in, mean_out = torch.zeros_like(mean_in), torch.zeros_like(mean_out)
+        variance, covariance = square - mean_in**2, product - mean_in * mean_out
+        # Of what the norm gave: so that features count alike, whatever their gain.
+        scale = (covariance / variance + RIDGE) / (1 + RIDGE)
+        scale = 1 + self.share * (torch.where(variance > CONSTANT * square, scale, 1) - 1)
+        scale, shift = (each.to(norm.weight.device) for each in (scale, mean_out - mean_in * scale))
+        new = {"weight": norm.weight * scale} | ({"bias": norm.bias * scale + shift} if centred else {})
+        for leaf, tensor in new.items():  # not in place: its own may be the teacher's, too
+            setattr(norm, leaf, nn.Parameter(tensor.to(norm.weight.dtype), requires_grad=False))
 
     def _solve(self, name: str, layer: nn.Module, inputs: PairMoments, outputs: PairMoments) -> None:
         """Give a layer the regression, shrunk towards its own matrix, as near as its form can come."""
@@ -263,65 +307,23 @@ class Regression:
         return next((form for form in all_forms() if form.holds(layer)), Form)
 
 
-def _balance(regression: Regression, *, progress: bool) -> None:
-    """Scale tokens' probabilities by e^b until their means are the teacher's: then no b has a lower cross-entropy.
-
-    Every step, b += log(teacher's mean / own mean), lowers it (Darroch and Ratcliff 1972), each by less than the one
-    before. Where all of them win little, b stays: sentences become as short as the teacher's own, which then costs
-    more than it gives; and where that is certain, the others are not computed.
-
-    With p the student's probabilities as they are, b makes them p·e^b / Z, Z the sum of p·e^b over the tokens. Of the
-    cross-entropy it changes log Z − b·(teacher's) alone: the teacher is needed once, and p where there is room for it.
-    """
-    student, teacher, device = regression.student, regression.teacher, regression.shelf.device
-    tokens = torch.tensor(sum(int((batch["labels"] != -100).sum()) for batch in regression.batches), device=device)
-    every = max(1, sum_over_all(tokens).item() // BALANCED)
-    target = torch.zeros(student.final_logits_bias.numel(), dtype=torch.float64, device=device)
-    with fail_together(), cast_weights(teacher.lm_head):
-        for states in _target_states("teacher", regression, every):
-            target += _probabilities(teacher, states).sum(0).to(device)
-    target = sum_over_all(target)
-    shift = torch.zeros_like(target)
-    held: dict[int, Tensor] = {}
-    losses: list[float] = []  # cross-entropy before and after each step, nats a token, but for a constant
-    room, worth = regression.shelf.room, True
-    for step in Step("balancing", range(BALANCING + 1), unit="step", shown=progress):
-        if not worth:
-            continue
-        own, log = torch.zeros_like(target), target.new_zeros(1)
-        scale = shift.exp().float().to(student.device)
-        with fail_together(), cast_weights(student.lm_head):
-            for number, states in enumerate(_target_states("student", regression, every)):
-                if (weights := held.get(number)) is None:
-                    weights = _probabilities(student, states)
-                    if (room := room - weights.nbytes) >= 0:
-                        held[number] = weights
-                sums = weights @ scale
-                log += sums.log().sum().to(device)
-                own += (sums.reciprocal() @ weights).mul_(scale).to(device)
-        own, log = sum_over_all(own), sum_over_all(log)
-        losses.append(((log - shift @ target) / target.sum()).item())
-        if step:
-            still = (BALANCING - step) * (losses[-2] - losses[-1])
-            worth = losses[0] - losses[-1] + still >= WORTH_BALANCING
-        if step < BALANCING:
-            shift += ((target + SMOOTHING) / (own + SMOOTHING)).log()
-    if worth:
-        # A buffer of its own: the one that is there may be the teacher's.
-        student.final_logits_bias = student.final_logits_bias + shift.float().to(student.device)
+def _outputs(student: Walk, teacher: Walk, name: str, depth: int, index: int) -> tuple[Tensor, Tensor]:
+    """What two walks' norms within a layer give of a batch, tokens×d."""
+    states = student.inputs(depth, index, [name])[name][student.mask(stream_of(name), index)]
+    return student.module(name, depth)(states), teacher.output(name, index)
 
 
-def _target_states(who: str, regression: Regression, every: int) -> Iterator[Tensor]:
-    """Decoder states at every n-th target token, a few at a time: they become rows as wide as the vocabulary."""
-    for index, batch in enumerate(regression.batches):
-        states = regression.shelf[who, "decoder", index]
-        yield from states[(batch["labels"] != -100).to(states.device)][::every].split(LOGIT_ROWS)
+def _results(walks: Sequence[Walk], index: int) -> tuple[Tensor, ...]:
+    """What two walks' stacks give of a batch, tokens×d."""
+    return tuple(walk.result(index)[walk.mask(stream_of(f"model.{walk.name}."), index)] for walk in walks)
 
 
-def _probabilities(model: PreTrainedModel, states: Tensor) -> Tensor:
-    """Of every token behind decoder states (tokens×d), tokens×V."""
-    with fast_products(states.device):
-        return model.logits_of(states).float().softmax(-1)
+def _norms(model: PreTrainedModel, stack: str) -> list[str]:
+    """Names of a stack's, but for that of the embeddings."""
+    path = f"model.{stack}.layer"
+    return [
+        n for n, m in model.named_modules() if n.startswith((f"{path}s.", f"{path}_norm")) and isinstance(m, NORMS)
+    ]
 
 
 def _linear_layers(model: PreTrainedModel, stack: str) -> list[tuple[str, int]]:

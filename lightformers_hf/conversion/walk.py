@@ -73,10 +73,14 @@ class Walk:
             for index in range(len(self.batches)):
                 self.shelf[self.who, self.name, index] = self.call(depth, index)
 
+    def result(self, index: int) -> Tensor:
+        """What the stack gives of a batch, once the last layer is passed."""
+        return self.stack.layer_norm(self.shelf[self.who, self.name, index])
+
     def finish(self) -> None:
-        """Put the states behind the stack, once the last layer is passed, and forget what modules gave."""
+        """Put the states behind the stack, and forget what modules gave."""
         for index in range(len(self.batches)):
-            self.shelf[self.who, self.name, index] = self.stack.layer_norm(self.shelf[self.who, self.name, index])
+            self.shelf[self.who, self.name, index] = self.result(index)
             for name in self.recorded:
                 if (key := self._key(name, index)) in self.shelf:
                     del self.shelf[key]

@@ -1,70 +1,17 @@
 """Regressions and balancing, against their definitions on whole matrices."""
 
+import copy
 import json
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conversion.metrics import loss
-from torch import nn
 
 from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration, StudyOptions, convert
 from lightformers_hf.conversion import refit as module
-from lightformers_hf.conversion.refit import BALANCING, SMOOTHING, WORTH_BALANCING, bridge
-from lightformers_hf.conversion.statistics.shelf import Shelf
-
-TOKENS, SIZE, WIDTH = 90, 37, 8
-
-
-def output_layer(seed, spread):
-    torch.manual_seed(seed)
-    head = nn.Linear(WIDTH, SIZE, bias=False).requires_grad_(False)
-    layer = SimpleNamespace(lm_head=head, final_logits_bias=torch.randn(1, SIZE) * spread, device=torch.device("cpu"))
-    layer.logits_of = lambda states: head(states) + layer.final_logits_bias
-    return layer
-
-
-def by_definition(logits, teacher, bias):
-    """The bias after all steps, and the cross-entropy before and after each, in double precision."""
-    logits, wanted, bias = logits.double(), teacher.double().softmax(-1), bias.double().clone()
-    target, losses = wanted.sum(0), []
-    for step in range(BALANCING + 1):
-        losses.append(-(wanted * (logits + bias).log_softmax(-1)).sum().item() / len(logits))
-        if step < BALANCING:
-            bias += ((target + SMOOTHING) / ((logits + bias).softmax(-1).sum(0) + SMOOTHING)).log()
-    return bias, losses
-
-
-@pytest.mark.parametrize("room", [0, 50 * SIZE * 4, 2**20])
-@pytest.mark.parametrize(("spread", "step"), [(0.05, 1), (2.0, 1), (2.0, 3)])
-def test_balance_is_what_its_definition_says(room, spread, step, monkeypatch):
-    """Whether nothing, some or all of the probabilities are kept between the steps, at all tokens or every third."""
-    monkeypatch.setattr(module, "LOGIT_ROWS", 16)
-    monkeypatch.setattr(module, "BALANCED", 2 * TOKENS // step)
-    student, teacher = output_layer(0, spread), output_layer(1, spread)
-    labels = torch.zeros(3, TOKENS // 2, dtype=torch.long)
-    labels[2, :] = -100  # padding
-    shelf = Shelf()
-    states = {who: torch.randn(2, 3, TOKENS // 2, WIDTH) for who in ("student", "teacher")}
-    for who, parts in states.items():
-        for index, part in enumerate(parts):
-            shelf[who, "decoder", index] = part
-    shelf.room = room
-    kept = {who: parts[:, :2].reshape(2, -1, WIDTH)[:, ::step].flatten(0, 1) for who, parts in states.items()}
-    before = student.final_logits_bias.clone()
-    wanted = teacher.lm_head(kept["teacher"]) + teacher.final_logits_bias
-    expected, losses = by_definition(student.lm_head(kept["student"]), wanted, before)
-    batches = [{"labels": labels}, {"labels": labels}]
-    regression = SimpleNamespace(student=student, teacher=teacher, batches=batches, shelf=shelf)
-    passes, probabilities = [], module._probabilities
-    monkeypatch.setattr(module, "_probabilities", lambda *args: passes.append(args[0]) or probabilities(*args))
-    module._balance(regression, progress=False)
-    won = losses[0] - losses[-1] >= WORTH_BALANCING
-    assert won == (spread > 1)
-    if not won:  # which is known by the first of the steps: two passes
-        assert passes.count(student) <= 2 * passes.count(teacher)
-    torch.testing.assert_close(student.final_logits_bias.double(), expected if won else before.double())
+from lightformers_hf.conversion import walk
+from lightformers_hf.conversion.refit import Regression, bridge
 
 
 def make_teacher(**fields):
@@ -144,6 +91,11 @@ def solve(x, y, own):
     return weight.T, y.mean(0) - x.mean(0) @ weight
 
 
+def in_float32(monkeypatch):
+    for place, name in ((walk, "fast_products"), (walk, "cast_weights"), (module, "cast_weights")):
+        monkeypatch.setattr(place, name, lambda _: nullcontext())
+
+
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize(
     ("end", "norm"),
@@ -155,8 +107,7 @@ def solve(x, y, own):
 )
 def test_a_sublayer_makes_up_for_what_states_lack(before, end, norm, monkeypatch):
     """Of two decoder layers, the second of which stands for two: the regression that its outputs come from."""
-    for name in ("fast_products", "cast_weights"):  # in float32
-        monkeypatch.setattr(module, name, lambda _: nullcontext())
+    in_float32(monkeypatch)
     teacher, batches = make_teacher(normalize_before=before), make_batches()
     depths = {"encoder": [0, 1, 2], "decoder": [0, 2]}
     shorter = shorten(teacher, **depths)
@@ -175,6 +126,44 @@ def test_a_sublayer_makes_up_for_what_states_lack(before, end, norm, monkeypatch
     torch.testing.assert_close(found.bias.double(), bias, atol=1e-4, rtol=1e-3)
     assert torch.equal(changed[f"{own(end)}.weight"], found.weight)
     assert not any(name.startswith("model.encoder") for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "is_last"),
+    [
+        ({}, "layers.{}.self_attn_layer_norm", False),
+        ({}, "layers.{}.final_layer_norm", True),
+        ({"normalize_before": True}, "layers.{}.encoder_attn_layer_norm", False),
+        ({"normalize_before": True, "final_layer_norm": True}, "layer_norm", True),
+        ({"normalize_before": True, "final_layer_norm": True, "normalization": "rms_norm"}, "layer_norm", True),
+        ({"normalize_before": True, "normalization": "rms_norm"}, "layers.{}.final_layer_norm", False),
+    ],
+)
+@pytest.mark.parametrize("share", [0.5, 1])
+def test_norms_give_what_the_teachers_give(fields, name, is_last, share, monkeypatch):
+    """Their gains by regression, feature by feature; RMSNorm has no bias, and nothing is centred there."""
+    in_float32(monkeypatch)
+    monkeypatch.setattr(Regression, "share", share)
+    teacher, batches = make_teacher(**fields), make_batches()
+    depths = {"encoder": [0, 1, 2], "decoder": [0, 2]}
+    shorter = shorten(teacher, **depths)
+    own, theirs = (f"model.decoder.{name.format(depth)}" for depth in (1, 2))
+    norm, aimed = shorter.get_submodule(own), teacher.get_submodule(theirs)
+    before = copy.deepcopy(norm)
+    changed = bridge(shorter, teacher, depths, batches, progress=False)
+    (x,), (their_x,) = inputs_of(shorter, batches, own), inputs_of(teacher, batches, theirs)
+    x, y = before(x.float()).double(), aimed(their_x.float()).double()
+    centred = hasattr(norm, "bias")
+    mean_x, mean_y = (x.mean(0), y.mean(0)) if centred else (0, 0)
+    slope = ((x - mean_x) * (y - mean_y)).mean(0) / (x - mean_x).square().mean(0)
+    slope = 1 + share * ((slope + module.RIDGE) / (1 + module.RIDGE) - 1)
+    if is_last and share < 1:  # before the output layer
+        slope, mean_x, mean_y = torch.ones_like(slope), 0, 0
+    torch.testing.assert_close(norm.weight.double(), before.weight * slope, atol=1e-4, rtol=1e-3)
+    assert torch.equal(changed[f"{own}.weight"], norm.weight)
+    if centred:
+        bias = before.bias * slope + mean_y - mean_x * slope
+        torch.testing.assert_close(norm.bias.double(), bias, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("rank", [None, 6])
@@ -242,17 +231,3 @@ def test_fewer_layers_keep_more_when_they_are_bridged(options, tiny_marian, para
     assert report.layers["decoder"] == [1, 2]
     assert report.calibrated_on
     assert losses[1] < losses[0] - 0.5
-
-
-def test_nothing_is_kept_for_gradients(tiny_marian, monkeypatch, tmp_path):
-    """Of balancing, whose logits are as wide as the vocabulary."""
-    found, probabilities = [], module._probabilities
-
-    def look(*arguments):
-        found.append(probabilities(*arguments))
-        return found[-1]
-
-    monkeypatch.setattr(module, "_probabilities", look)
-    convert(tiny_marian, tmp_path / "light", ratio=4, decoder_layers=1, calibration_samples=32, progress=False)
-    assert found
-    assert not any(each.requires_grad for each in found)
