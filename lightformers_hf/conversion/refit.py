@@ -113,8 +113,9 @@ def bridge(
     Returns: the new tensors under their names.
     """
     stacks = tuple(depths) if len(depths["encoder"]) < len(teacher.get_encoder().layers) else ("decoder",)
-    names = {name for stack in stacks for name in (*dict(_linear_layers(shorter, stack)), *_norms(shorter, stack))}
-    for name in names:  # files' pages, or the teacher's own
+    linear = [name for stack in stacks for name, _ in _linear_layers(shorter, stack)]
+    names = [*linear, *(name for stack in stacks for name in _norms(shorter, stack))]
+    for name in linear:  # files' pages, or the teacher's own
         for weight in shorter.get_submodule(name).parameters():
             weight.data = weight.data.clone()
     shelf, unchanged = Shelf(teacher.device), Built([], {})
@@ -320,10 +321,8 @@ def _results(walks: Sequence[Walk], index: int) -> tuple[Tensor, ...]:
 
 def _norms(model: PreTrainedModel, stack: str) -> list[str]:
     """Names of a stack's, but for that of the embeddings."""
-    path = f"model.{stack}.layer"
-    return [
-        n for n, m in model.named_modules() if n.startswith((f"{path}s.", f"{path}_norm")) and isinstance(m, NORMS)
-    ]
+    places = (f"model.{stack}.layers.", f"model.{stack}.layer_norm")
+    return [name for name, module in model.named_modules() if name.startswith(places) and isinstance(module, NORMS)]
 
 
 def _linear_layers(model: PreTrainedModel, stack: str) -> list[tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""Regressions and balancing, against their definitions on whole matrices."""
+"""Regressions, against their definitions on whole matrices, and what they keep."""
 
 import copy
 import json
