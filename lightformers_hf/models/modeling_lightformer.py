@@ -28,7 +28,7 @@ from .lm_heads import (
 from .matrices import add_residuals, from_pattern, projections
 from .relative_positions import RelativePositions, find_distances
 from .stacks import DecoderStack, EncoderStack, FactorizedPreTrainedModel, make_table
-from .transformer_layer import Depth, RMSNorm, TransformerLayer, add_feed_forward, add_layer_norms
+from .transformer_layer import Depth, Dropout, RMSNorm, TransformerLayer, add_feed_forward, add_layer_norms
 
 
 def make_norm(config: LightFormerConfig, width: int) -> nn.Module:
@@ -242,6 +242,6 @@ class LightFormerForSequenceClassification(SequenceClassificationHead, LightForm
         config.is_encoder_decoder = False
         super().__init__(config)
         self.encoder = LightFormerEncoder(config, embedding_dim=config.embedding_dim)
-        self.dropout = nn.Dropout(config.classifier_dropout)
+        self.dropout = Dropout(config.classifier_dropout)
         self.classifier = nn.Linear(config.d_model, config.num_labels)
         self.post_init()

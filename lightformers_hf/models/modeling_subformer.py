@@ -22,7 +22,7 @@ from .lm_heads import CausalLMHead, ConditionalGenerationHead, EncoderDecoder
 from .matrices import projections, rank_of
 from .stacks import DecoderStack, EncoderStack, FactorizedPreTrainedModel, make_table
 from .starts import draw_identity, draw_isometry, set_start
-from .transformer_layer import Depth, TransformerLayer, add_feed_forward, add_layer_norms
+from .transformer_layer import Depth, Dropout, TransformerLayer, add_feed_forward, add_layer_norms
 
 # Bias above which what is of unit variance passes a ReLU (nearly) unchanged.
 WITHIN_RELU = 2.0
@@ -67,7 +67,7 @@ class SAFE(nn.Module):
             if rank_of(self.fc2) is None:
                 set_start(self.fc2, partial(draw_isometry, input_bias=WITHIN_RELU))
         self.final_layer_norm = nn.LayerNorm(config.d_model)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
         """Scaled vectors with positions (B, T, d_e) → input of the first layer (B, T, d_m)."""
@@ -190,7 +190,7 @@ class SubformerStack(SubformerPreTrainedModel):
         return nn.Sequential(
             OrderedDict(
                 projection=project("projection", in_features, out_features),
-                dropout=nn.Dropout(self.config.projection_dropout),
+                dropout=Dropout(self.config.projection_dropout),
                 layer_norm=nn.LayerNorm(out_features),
             )
         )

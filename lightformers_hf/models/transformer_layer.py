@@ -41,6 +41,13 @@ def drop(states: torch.Tensor, share: float, training: bool) -> torch.Tensor:
     return states * kept.to(states.dtype).mul_(2**16 / (2**16 - cut))
 
 
+class Dropout(nn.Dropout):
+    """`drop` as a module."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return drop(states, self.p, self.training)
+
+
 def add_layer_norms(
     module: nn.Module,
     width: int,

@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from models.cases import make_model
+from torch import nn
 
 from lightformers_hf.models.transformer_layer import drop
 
@@ -43,3 +45,18 @@ def test_a_seed_repeats_it_and_evaluation_has_none():
     assert drop(states, 0.5, training=False) is states
     assert drop(states, 0.0, training=True) is states
     assert not drop(states, 1.0, training=True).any()
+
+
+@pytest.mark.parametrize("variant", ["subformer-sandwich", "lightformer"])
+def test_modules_that_drop_are_no_others(variant):
+    head = "SequenceClassification" if variant == "lightformer" else "Model"
+    droppers = [module for module in make_model(head, variant).modules() if isinstance(module, nn.Dropout)]
+    assert droppers
+    states = torch.ones(50)
+    for dropper in droppers:
+        dropper.train().p = 0.5
+        torch.manual_seed(1)
+        dropped = dropper(states)
+        torch.manual_seed(1)
+        assert torch.equal(dropped, drop(states, 0.5, training=True))
+        assert dropper.eval()(states) is states
