@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -74,6 +75,13 @@ class CheckpointReader:
     def dtype(self, name: str) -> torch.dtype:
         """The type a tensor is stored in. Raises ValueError if it is not there."""
         return self.read(name).dtype
+
+    def main_dtype(self) -> torch.dtype:
+        """The type that most numbers are stored in."""
+        sizes: Counter[torch.dtype] = Counter()
+        for name, shape in self.shapes().items():
+            sizes[self.dtype(name)] += math.prod(shape)
+        return sizes.most_common(1)[0][0]
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU, as stored. Raises ValueError if it is not there."""

@@ -82,39 +82,31 @@ def atomic_output(
         OSError: the disk is full, or the place cannot be written.
     """
     target = _check_place(target, inputs)
-    made = [folder for folder in target.parents if not folder.exists()]
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with lock(target) as locked:
-            if locked:
-                _clean_up(target)
-            _check_content(target, overwrite)
-            temporary = beside(target, "tmp-" + secrets.token_hex(4))
-            temporary.mkdir()
-            try:
-                with _identity(temporary) as is_same:
-                    try:
-                        yield temporary
-                    except Exception as error:
-                        if is_same(temporary):
-                            raise
-                        raise _removed(target, temporary) from error
-                    if not is_same(temporary):
-                        raise _removed(target, temporary)
-                    write_json({"files": list_entries(temporary)}, temporary / MANIFEST_FILE)
-                    _open_to_readers(temporary)
-                    _synchronize(temporary)
-                    _replace(target, temporary, overwrite)
-            except BaseException as error:
-                _explain_full_disk(error, temporary, target)
-                raise
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
-    except BaseException:
-        for folder in made:
-            with suppress(OSError):
-                folder.rmdir()
-        raise
+    with parents(target), lock(target) as locked:
+        if locked:
+            _clean_up(target)
+        _check_content(target, overwrite)
+        temporary = beside(target, "tmp-" + secrets.token_hex(4))
+        temporary.mkdir()
+        try:
+            with _identity(temporary) as is_same:
+                try:
+                    yield temporary
+                except Exception as error:
+                    if is_same(temporary):
+                        raise
+                    raise _removed(target, temporary) from error
+                if not is_same(temporary):
+                    raise _removed(target, temporary)
+                write_json({"files": list_entries(temporary)}, temporary / MANIFEST_FILE)
+                _open_to_readers(temporary)
+                _synchronize(temporary)
+                _replace(target, temporary, overwrite)
+        except BaseException as error:
+            _explain_full_disk(error, temporary, target)
+            raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _removed(target: Path, temporary: Path) -> OSError:
@@ -237,6 +229,20 @@ def _check_content(target: Path, overwrite: bool) -> None:
 
 def _is_full(folder: Path) -> bool:
     return folder.is_dir() and any(folder.iterdir())
+
+
+@contextmanager
+def parents(target: Path) -> Iterator[None]:
+    """Make the folders above `target`; after an exception those that are empty go again."""
+    made = [folder for folder in target.parents if not folder.exists()]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from .statistics.calibration import LOGIT_ROWS
 from .statistics.shelf import Shelf
 from .steps import Step
-from .workers import cast_weights, fail_together, fast_products, sum_over_all
+from .workers import algebra_device, cast_weights, fail_together, fast_products, sum_over_all
 
 # Target tokens whose probabilities are balanced, about; steps that balance them, occurrences of each that are added to
 # those seen, and how many nats a token they must win together.
@@ -36,7 +36,7 @@ def balance(
     With p the student's probabilities as they are, b makes them p·e^b / Z, Z the sum of p·e^b over the tokens. Of the
     cross-entropy it changes log Z − b·(teacher's) alone: the teacher is needed once, and p where there is room for it.
     """
-    device = shelf.device
+    device = algebra_device(shelf.device)
     tokens = torch.tensor(sum(int((batch["labels"] != -100).sum()) for batch in batches))
     every = max(1, int(sum_over_all(tokens)) // BALANCED)
     target = torch.zeros(student.final_logits_bias.numel(), dtype=torch.float64, device=device)

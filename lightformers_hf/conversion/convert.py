@@ -31,7 +31,7 @@ from .options import CompressionOptions, StudyOptions, needs_calibration, settle
 from .others import other_tensors
 from .refit import bridge, can_refit, refit
 from .report import OWN_TEXT, CompressionReport, MatrixReport, write_report
-from .sharing.groups import change_moments, find_bases, find_matrices, find_start, share_layers
+from .sharing.groups import change_moments, find_bases, find_matrices, find_start, new_groups, share_layers
 from .sharing.originals import Originals, short_name
 from .statistics.calibration import Calibration
 from .statistics.text import sample_text
@@ -116,7 +116,8 @@ class Compressed:
     Attributes:
         teacher: it, with the layers that stay.
         model: skeleton of the result.
-        tensors: the result's, in the teacher's type; empty after a dry run, and in processes that do not write.
+        tensors: the result's, in the teacher's type or in float32, in which layers are regressed; empty after a dry
+            run, and in processes that do not write.
         report: what was done.
     """
 
@@ -146,21 +147,22 @@ def compress(
     whole = checkpoint.keep_tokens(choose_tokens(checkpoint, options)) if options.vocabulary else checkpoint
     teacher = whole.keep_layers({"encoder": options.encoder_layers, "decoder": options.decoder_layers})
     dense, start = share_layers(teacher, options, study), find_start(teacher, options, study)
-    calibrates = will_calibrate(teacher, options, study)
+    calibrates = will_calibrate(teacher, options, start)
     originals = Originals(teacher, dense, start, device=algebra_device(device))
     units = find_units(originals, options, study)
     if calibrates:
         check_choices(units, originals, options, study)
     will_refit = can_refit(dense.config, study) and calibrates
     will_bridge = teacher is not whole and can_bridge(teacher, study)
+    check_needs(teacher, options, study, reads_text=calibrates or will_bridge)
     if teacher.has_tokenizer:
         teacher.tokenizer()  # one that does not fit ends it here
     teacher.generation_config()  # and so does one that cannot be written
 
     seen = Measured(teacher)
     if calibrates or (will_bridge and not dry):
-        if progress:
-            tqdm.write(str(forecast(dense, options)), file=sys.stderr)
+        if progress and device.type == "cpu":
+            tqdm.write(str(forecast(whole.model, options)), file=sys.stderr)
         steps = {"bridges": will_bridge, "calibrates": calibrates}
         seen = measure(whole, teacher, options, study, device=device, progress=progress, **steps)
     originals = merge_layers(replace(originals, teacher=seen.teacher), seen.calibration, study)
@@ -234,20 +236,31 @@ def measure(
     return Measured(teacher, model, calibration, sentences)
 
 
-def will_calibrate(teacher: Teacher, options: CompressionOptions, study: StudyOptions) -> bool:
-    """Whether errors are weighed by what they cost the loss.
+def will_calibrate(teacher: Teacher, options: CompressionOptions, start: str) -> bool:
+    """Whether errors are weighed by what they cost the loss, or what layers have in common by what goes into them.
 
-    Raises:
-        ValueError: it is asked for, but the model is no sequence-to-sequence model.
+    Args:
+        start: how a group's layer starts.
     """
-    possible = issubclass(teacher.model_class, ConditionalGenerationHead)
+    possible = issubclass(teacher.model_class, ConditionalGenerationHead) and options.method != "paper"
+    aligns = start == "aligned" and bool(new_groups(teacher, options))
+    return possible and (aligns or options.policy().compresses)
+
+
+def check_needs(teacher: Teacher, options: CompressionOptions, study: StudyOptions, *, reads_text: bool) -> None:
+    """Raise `ValueError` where an option means nothing without text, and no text is to be read."""
     needed = needs_calibration(options, study)
-    if needed and not possible:
+    if needed is None or reads_text:
+        return
+    if not issubclass(teacher.model_class, ConditionalGenerationHead):
         raise ValueError(
             f"{needed} needs calibration, which is for sequence-to-sequence models; "
             f"{teacher.name} is a {teacher.model_class.__name__}"
         )
-    return possible and options.method != "paper" and options.policy().compresses
+    raise ValueError(
+        f"{needed} is given, but no matrix gets smaller and no layer merged or left out, for which text is read: give "
+        f"a ratio, a rank or a size, too, or leave {needed} out"
+    )
 
 
 def can_bridge(teacher: Teacher, study: StudyOptions) -> bool:
@@ -319,6 +332,10 @@ def cast_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str,
     cast = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     for name, tensor in cast.items():
         if not torch.isfinite(tensor).all():
+            if not torch.isfinite(tensors[name]).all():
+                raise ValueError(
+                    f"{name} of the result holds NaN or infinite values, which is a mistake: please report it"
+                )
             raise ValueError(
                 f"{name} of the result holds values beyond {str(dtype).removeprefix('torch.')}, the type of the "
                 "source: convert the source in float32"

@@ -51,19 +51,19 @@ class Forecast:
         )
 
 
-def forecast(dense: PreTrainedModel, options: CompressionOptions) -> Forecast:
-    """What the default conversion of a model takes on this machine, at as many threads as PyTorch has.
+def forecast(teacher: PreTrainedModel, options: CompressionOptions) -> Forecast:
+    """What the default conversion of a model takes on this machine's processor, at as many threads as PyTorch has.
 
     Args:
-        dense: skeleton of the model before anything gets smaller.
+        teacher: its skeleton, with all its layers.
         options: how many sentences it is measured on, and whether they are the user's.
     """
     own = options.calibration is None
-    number = options.calibration_samples or (own_sources(dense)[0] if own else SAMPLES)
+    number = options.calibration_samples or (own_sources(teacher)[0] if own else SAMPLES)
     tokens = number * ((SHORTEST + LONGEST) / 2 if own else SENTENCE)
     layers = logits = cubes = 0.0
-    for name, kind in find_matrices(dense):
-        m, n = product_of(dense.get_submodule(name)).shape
+    for name, kind in find_matrices(teacher):
+        m, n = product_of(teacher.get_submodule(name)).shape
         if kind == "embedding":
             logits = max(logits, m * n)
             continue

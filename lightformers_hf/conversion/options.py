@@ -208,7 +208,8 @@ class StudyOptions:
         attention_method: attention by `low-rank` matrices, each by itself, or by narrower heads (`narrow`). `None`: as
             the method says.
         ffn_method: feed-forward networks by `low-rank` matrices, or with fewer neurons (`narrow`); `None` likewise.
-        split: where Σ goes: `sigma-right` (Eq. 11) or `balanced`, √Σ to each factor.
+        split: where Σ goes: `sigma-right` (Eq. 11) or `balanced`, √Σ to each factor, which matrices that are refitted
+            always get.
         group_start: a group's layer starts as the `mean` of its layers, as the `first` of them, or as the mean after
             heads and neurons of all are `aligned` to the first, weighted by their inputs. `None`: `aligned` where the
             layers of a LightFormer allow it, else `mean`.
@@ -257,6 +258,8 @@ def settle(options: CompressionOptions, study: StudyOptions | None = None) -> St
     switches = METHOD_SWITCHES[options.method]
     if given := [name for name, value in switches.items() if getattr(study, name) not in (None, value)]:
         raise ValueError(f"method is {options.method!r}, which leaves no choice of {given[0]}: leave one of them out")
+    if options.method == "paper" and study.weighting != "loss":
+        raise ValueError(f"method is 'paper', which weighs no errors; weighting is {study.weighting!r}: leave it out")
     if options.method == "paper" and study.group_residual_rank:
         raise ValueError("method is 'paper', but the paper's procedure has no group_residual_rank: leave it out")
     study = replace(study, **switches)

@@ -30,7 +30,7 @@ from .statistics.moments import PairMoments
 from .statistics.shelf import Shelf
 from .steps import Step
 from .walk import Walk
-from .workers import cast_weights, fail_together, gather_from_all, sum_over_all
+from .workers import algebra_device, cast_weights, fail_together, gather_from_all, sum_over_all
 
 # Weight of the layer's own matrix in the regression, relative to the mean variance of its inputs.
 RIDGE = 1e-2
@@ -83,7 +83,7 @@ def refit(
     student = assemble(type(model), model.config, {name: tensors.pop(name).float() for name in names})
     student.to(teacher.device)
     shelf = Shelf(teacher.device)
-    regression = Regression(student, teacher, depths, calibration.batches, shelf, built, calibration)
+    regression = Regression(student, teacher, depths, calibration.batches, shelf, built, MADE_UP_FOR, calibration)
     regression.run(tuple(depths), "refitting", progress=progress)
     calibration.forget("gradients")
     balance(student, teacher, regression.batches, shelf, progress=progress)
@@ -119,7 +119,7 @@ def bridge(
         for weight in shorter.get_submodule(name).parameters():
             weight.data = weight.data.clone()
     shelf, unchanged = Shelf(teacher.device), Built([], {})
-    regression = Regression(shorter, teacher, depths, cut_batches(batches), shelf, unchanged, None)
+    regression = Regression(shorter, teacher, depths, cut_batches(batches), shelf, unchanged, share=1)
     regression.run(stacks, "bridging", progress=progress)
     balance(shorter, teacher, regression.batches, shelf, progress=progress)
     state = shorter.state_dict()
@@ -148,8 +148,9 @@ class Regression:
         batches: as of `Calibration`.
         shelf: gets the states.
         built: what the matrices have become: their forms, and the coordinates of outputs that are fewer.
-        calibration: the metric's, of a model that the student was made of; `None`: of the student itself, whose
-            matrices are to have all errors weighed alike.
+        share: β.
+        calibration: of a model that the student was made of: that has the layers as they were, and gradients for the
+            metric. `None`: the student is that model itself, and errors of all outputs are alike.
     """
 
     student: PreTrainedModel
@@ -158,12 +159,13 @@ class Regression:
     batches: Sequence[dict[str, Tensor]]
     shelf: Shelf
     built: Built
-    calibration: Calibration | None
+    share: float
+    calibration: Calibration | None = None
 
     @property
-    def share(self) -> float:
-        """β."""
-        return 1.0 if self.calibration is None else MADE_UP_FOR
+    def device(self) -> torch.device:
+        """Where sums are, and what is solved."""
+        return algebra_device(self.shelf.device)
 
     def run(self, stacks: Sequence[str], what: str, *, progress: bool) -> None:
         """Regress the layers of these stacks; the others' states are computed."""
@@ -214,11 +216,10 @@ class Regression:
                 continue
             layers = {name: self.student.get_submodule(name) for name in group}
             outputs = {
-                name: PairMoments(layer.in_features, layer.out_features, self.shelf.device)
-                for name, layer in layers.items()
+                name: PairMoments(layer.in_features, layer.out_features, self.device) for name, layer in layers.items()
             }
             width = layers[group[0]].in_features
-            inputs = PairMoments(width, width, self.shelf.device)
+            inputs = PairMoments(width, width, self.device)
             added_to = student.added_to(group[0])
             with fail_together(), cast_weights(student.stack.layers[depth]):
                 for index in range(len(self.batches)):
@@ -247,10 +248,10 @@ class Regression:
         """Give a norm the regression of its gain, and its bias; `outputs` of a batch are its and the teacher's."""
         norm = self.student.get_submodule(name)
         centred = bias_of(norm) is not None
-        sums = torch.zeros(5, len(norm.weight), dtype=torch.float64, device=self.shelf.device)
+        sums = torch.zeros(5, len(norm.weight), dtype=torch.float64, device=self.device)
         with fail_together():
             for index in range(len(self.batches)):
-                x, y = (output.to(sums.device, torch.float64) for output in outputs(index))
+                x, y = (output.to(sums.device).double() for output in outputs(index))
                 sums += torch.stack([torch.ones_like(x), x, y, x * x, x * y]).sum(1)
         count, *others = sum_over_all(sums)
         mean_in, mean_out, square, product = (other / count for other in others)
@@ -260,7 +261,7 @@ class Regression:
         # Of what the norm gave: so that features count alike, whatever their gain.
         scale = (covariance / variance + RIDGE) / (1 + RIDGE)
         scale = 1 + self.share * (torch.where(variance > CONSTANT * square, scale, 1) - 1)
-        scale, shift = (each.to(norm.weight.device) for each in (scale, mean_out - mean_in * scale))
+        scale, shift = (each.float().to(norm.weight.device) for each in (scale, mean_out - mean_in * scale))
         new = {"weight": norm.weight * scale} | ({"bias": norm.bias * scale + shift} if centred else {})
         for leaf, tensor in new.items():  # not in place: its own may be the teacher's, too
             setattr(norm, leaf, nn.Parameter(tensor.to(norm.weight.dtype), requires_grad=False))
@@ -268,9 +269,9 @@ class Regression:
     def _solve(self, name: str, layer: nn.Module, inputs: PairMoments, outputs: PairMoments) -> None:
         """Give a layer the regression, shrunk towards its own matrix, as near as its form can come."""
         before = self.student if self.calibration is None else self.calibration.model
-        own = self.built.of_teacher(name, _matrix(before.get_submodule(name), self.shelf.device))
+        own = self.built.of_teacher(name, _matrix(before.get_submodule(name), self.device))
         if len(own) != len(inputs.left):  # its inputs are others
-            own = _matrix(layer, self.shelf.device)
+            own = _matrix(layer, self.device)
         has_bias = bias_of(layer) is not None
         covariance, cross = inputs.moment(centred=has_bias), outputs.moment(centred=has_bias)
         # Inputs that hardly vary leave a covariance of rounding; those always zero, behind what was pruned, none.
@@ -334,4 +335,4 @@ def _linear_layers(model: PreTrainedModel, stack: str) -> list[tuple[str, int]]:
 
 def _matrix(module: nn.Module, device: torch.device) -> Tensor:
     """W, inputs×outputs, double."""
-    return product_of(module, torch.float64).to(device)
+    return product_of(module, torch.float64, device)

@@ -75,6 +75,8 @@ class Teacher:
         check_sizes(self.source_config, self.reader.shapes(), folder)
         try:
             self.config = self.family.fit_weights(self.family.own_config(self.source_config), self.reader)
+            if self.config.dtype is None and (stored := self.reader.main_dtype()) in WEIGHT_TYPES:
+                self.config.dtype = stored  # in which transformers loads it, too
             keep_prefix(self.config, *languages)
             self.model_class = getattr(
                 models, architecture or self.family.architectures[0], models.LightFormerForConditionalGeneration
@@ -153,27 +155,29 @@ class Teacher:
         Raises:
             ValueError: fewer than one or more than there are, or layers that are shared or differ in shape.
         """
-        asked = {stack: count for stack, count in layers.items() if count is not None}
-        kept = {}
-        for stack, count in asked.items():
+        kept: dict[str, list[int]] = {}
+        for stack, count in layers.items():
+            if count is None:
+                continue
             field = f"{stack}_layers"
             depths = getattr(self.config, field)
             if not 1 <= count <= depths:
                 raise ValueError(f"{field} is {count}; {self.name} has {depths} layers: give 1 to {depths}")
-            kept[stack] = [(part + 1) * depths // count - 1 for part in range(count)]
-        if not asked:
+            if count < depths:
+                kept[stack] = [(part + 1) * depths // count - 1 for part in range(count)]
+        if not kept:
             return self
         special = ("encoder_groups", "decoder_groups", *self.config.patterns)
         if held := [field for field in special if getattr(self.config, field, None)]:
             raise ValueError(
-                f"{next(iter(asked))}_layers can't be changed: layers of {self.name} share weights or differ in shape "
+                f"{next(iter(kept))}_layers can't be changed: layers of {self.name} share weights or differ in shape "
                 f"({held[0]}); leave layers out of its own teacher"
             )
         if not isinstance(self.config, LightFormerConfig):
-            raise ValueError(f"{next(iter(asked))}_layers can't be changed in a {self.config.model_type}")
+            raise ValueError(f"{next(iter(kept))}_layers can't be changed in a {self.config.model_type}")
         shorter = copy.copy(self)
         shorter._kept_layers = kept
-        fields = {f"{stack}_layers": count for stack, count in asked.items()}
+        fields = {f"{stack}_layers": len(depths) for stack, depths in kept.items()}
         shorter.config = type(self.config)(**{**self.config.to_dict(), **fields})
         shorter.model = skeleton(self.model_class, shorter.config)
 

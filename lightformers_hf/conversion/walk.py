@@ -31,7 +31,7 @@ class Walk:
     ):
         self.who, self.name, self.stack, self.device = who, name, getattr(model.model, name), model.device
         self.batches, self.shelf = batches, shelf
-        self.recorded: list[str] = []
+        self.recorded: set[str] = set()  # of modules within a layer
         for index in range(len(batches)):
             (states, *_), _ = self._arguments(index)
             shelf[who, name, index] = states
@@ -78,12 +78,14 @@ class Walk:
         return self.stack.layer_norm(self.shelf[self.who, self.name, index])
 
     def finish(self) -> None:
-        """Put the states behind the stack, and forget what modules gave."""
+        """Put the states behind the stack, and forget what modules gave, and behind a decoder the encoder's states."""
         for index in range(len(self.batches)):
             self.shelf[self.who, self.name, index] = self.result(index)
-            for name in self.recorded:
-                if (key := self._key(name, index)) in self.shelf:
+            for key in [(self.who, name, index) for name in self.recorded]:
+                if key in self.shelf:
                     del self.shelf[key]
+            if self.name == "decoder":
+                del self.shelf[self.who, "encoder", index]
 
     def added_to(self, name: str) -> str | None:
         """The module whose input is what the output of the module `name` is added to; `None` where nothing is."""
@@ -146,7 +148,7 @@ class Walk:
         finally:
             for hook in hooks:
                 hook.remove()
-        self.recorded = names
+        self.recorded.update(map(_within_layer, names))
 
     def output(self, name: str, index: int) -> Tensor:
         """Of a module of the layer that was recorded last, tokens×n."""

@@ -226,13 +226,16 @@ def factors_of(module: nn.Module) -> tuple[torch.Tensor, ...]:
     return (module.weight if is_table else module.weight.T,)
 
 
-def product_of(module: nn.Module, dtype: torch.dtype | None = None) -> torch.Tensor:
+def product_of(
+    module: nn.Module, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> torch.Tensor:
     """The whole weight of a module (m×n, or V×d), multiplied out in fp32 or better.
 
     Args:
         dtype: precision of the product and of the result; by default the result has the module's own.
+        device: where it is multiplied, unless where the module is: not every device knows float64.
     """
-    first, *others = factors_of(module)
+    first, *others = (factor.to(device or factor.device) for factor in factors_of(module))
     precision = dtype or torch.promote_types(first.dtype, torch.float32)
     if not others:
         return first if dtype is None else first.to(dtype)

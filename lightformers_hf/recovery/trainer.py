@@ -128,7 +128,7 @@ class RecoveryTrainer(Seq2SeqTrainer):
         """The teacher's outputs for a batch, with the states that the loss compares."""
         asked = {name: value for name, value in batch.items() if name != "labels"}
         with torch.inference_mode(), self.accelerator.autocast(), self.even_products():
-            return self.teacher(**asked, output_hidden_states=self.hidden_weight > 0)
+            return self.teacher(**asked, use_cache=False, output_hidden_states=self.hidden_weight > 0)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As in `Seq2SeqTrainer`, while the teacher reads the next batch."""

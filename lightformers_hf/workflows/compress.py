@@ -90,7 +90,7 @@ def compress(
     CompressionOptions(**options, **languages)
     check_engine(to, quantization)
     check_minutes(minutes)
-    output, given = Path(output), Texts(data, validation, test or "")
+    output, given = Path(output).expanduser(), Texts(data, validation, test or "")
     training = {"minutes": minutes, "translations": translations, "seed": seed}
     asked = {"teacher": str(teacher), "data": data, "validation": validation, "test": test, "to": to}
     asked = json.loads(json.dumps(asked | {"quantization": quantization} | training | languages | options))  # as read
@@ -174,8 +174,8 @@ class Work:
 
     def convert(self) -> None:
         """Make the teacher smaller."""
-        options = {"calibration": self.files.train} | self.options
-        convert(self.teacher, self.output / "converted", progress=self.progress, **options)
+        text = {} if self.options.get("method") == "paper" else {"calibration": self.files.train}
+        convert(self.teacher, self.output / "converted", progress=self.progress, **text | self.options)
 
     def recover(self) -> None:
         """Train the result with its teacher, or go on with that."""

@@ -114,8 +114,8 @@ def claim(
         return record
     if not record and output.exists():
         check_output(output, inputs=inputs)
-    there = [Path(path) for path in inputs if path is not None and Path(path).exists()]
-    if any(output.resolve() in (path.resolve(), *path.resolve().parents) for path in there):
+    there = [Path(path).expanduser() for path in inputs if path is not None]
+    if any(output.resolve() in (path.resolve(), *path.resolve().parents) for path in there if path.exists()):
         raise ValueError(f"output {output} is, or holds, what is read: give another folder")
     return {"asked": asked}
 

@@ -18,6 +18,7 @@ from transformers import (
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     EvalPrediction,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
@@ -30,7 +31,7 @@ from ..evaluation.evaluate import choose_columns
 from ..evaluation.quality import translation_quality
 from ..evaluation.translate import translate
 from ..files import read_json, write_json
-from ..folders import lock
+from ..folders import lock, parents
 from ..languages import named_columns, set_languages
 from ..loading import hide_bars, load_pretrained, resolve_source, unique_parameters
 from ..processors import IdleThreads, bf16_is_faster
@@ -109,11 +110,13 @@ def recover(
     check_minutes(minutes)
     asked: dict[str, Any] = {"light": str(light), "teacher": str(teacher), "data": data, "validation": validation}
     asked |= {"minutes": minutes, "source": source, "target": target, "translations": translations, "seed": seed}
-    output = Path(output)
+    output = Path(output).expanduser()
     record = claim(output, asked, overwrite=overwrite, inputs=[light, teacher, data, validation])
     set_seed(seed)
-    on_cpu = not torch.accelerator.is_available()
-    with lock(output), hide_bars(), hush_trainer(), IdleThreads() if on_cpu else nullcontext() as threads:
+    idle = nullcontext() if torch.accelerator.is_available() else IdleThreads()
+    with parents(output), lock(output), hide_bars(), hush_trainer(), idle as threads:
+        if (output / RECORD_FILE).exists():  # as it is now that nobody else writes it
+            record = claim(output, asked, overwrite=overwrite, inputs=[])
         run = Run(light, output, teacher, data, validation, (source, target), report_to, seed, progress, threads)
         if "scores" not in record:
             begin(output, record)
@@ -153,6 +156,11 @@ class Run:
         self.distiller.generation_config.forced_bos_token_id = self.model.generation_config.forced_bos_token_id
         self.pairs, self.held_out = self.read_data()
         self.one_language = "target" not in self.pairs.column_names  # the teacher makes the targets
+
+    @cached_property
+    def own_config(self) -> PreTrainedConfig:
+        """The compressed model's, as it was."""
+        return load_pretrained(AutoConfig, self.folder)
 
     def load_light(self, *, dropout: bool) -> PreTrainedModel:
         """The compressed model, with the dropout of its configuration or without any."""
@@ -245,7 +253,7 @@ class Run:
         pairs = self.training_pairs(count)
         step_seconds, epoch_steps = self.time_steps(pairs, settings)
         left = max(60 * minutes - (time.monotonic() - start), 0.25 * 60 * minutes)
-        dropout = 0.0 if self.data is None else getattr(load_pretrained(AutoConfig, self.folder), "dropout", 0.0)
+        dropout = 0.0 if self.data is None else getattr(self.own_config, "dropout", 0.0)
         fixed = {"ratio": self.ratio, "width": width, "dropout": dropout}
         settings = plan_steps(settings, left, step_seconds, evaluation_seconds, epoch_steps, **fixed)
         self.say(
@@ -292,16 +300,15 @@ class Run:
             return 0, sentences
         rest = sources[len(sample) : count]
         texts = sample + translate(rest, translator, self.tokenizer, num_beams=beams, progress=self.progress)
-        write_json({"target": texts}, self.output / TRANSLATIONS_FILE)
+        # With the sources: on resume, the data may no longer be what it was.
+        write_json({"source": sources[:count], "target": texts}, self.output / TRANSLATIONS_FILE)
         return count, sentences
 
     def training_pairs(self, count: int) -> Dataset:
         """References and the teacher's translations, one behind the other."""
         if not count:
             return self.pairs
-        made = Dataset.from_dict(
-            {"source": self.pairs["source"][:count], **read_json(self.output / TRANSLATIONS_FILE)}
-        )
+        made = Dataset.from_dict(read_json(self.output / TRANSLATIONS_FILE))
         return made if self.one_language else concatenate_datasets([self.pairs, made.cast(self.pairs.features)])
 
     def time_steps(self, pairs: Dataset, settings: RecoverySettings) -> tuple[float, int]:
@@ -368,7 +375,7 @@ class Run:
         with tqdm(total=settings.steps, desc="recovering", unit="step", disable=not self.progress) as bar:
             trainer.add_callback(Progress(bar, self.threads))
             train(trainer, checkpoint)
-        copy_report(str(self.light), self.output)
+        copy_report(str(self.folder), self.output)
         state = trainer.state
         known = {name: Scores(**scores) for name, scores in record["scores"].items()}
         scored = {entry["step"]: Scores.read(entry) for entry in state.log_history if "eval_chrf" in entry}
@@ -376,10 +383,10 @@ class Run:
         best_step = max(scored, key=lambda step: scored[step].chrf)
         if best_step == 0:
             self.say("no validation was better than at first: the model stays as it was, more minutes help")
-        best = trainer.model if best_step else self.load_light(dropout=True)
-        dtype = load_pretrained(AutoConfig, self.folder).dtype or torch.float32  # it is to be as large as it was
-        if best_step == 0 or dtype != torch.float32:
-            best.to(dtype).save_pretrained(self.output)
+        best, own = trainer.model if best_step else self.load_light(dropout=True), self.own_config
+        for name in ("use_cache", *(name for name in vars(own) if "dropout" in name)):  # otherwise while it trained
+            setattr(best.config, name, getattr(own, name))
+        best.to(own.dtype or torch.float32).save_pretrained(self.output)  # it is to be as large as it was
         return Recovery(
             output=str(self.output),
             parameters=parameters,

@@ -5,6 +5,7 @@ Values are those of the CPU, so that results can be compared bit for bit.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +19,9 @@ MOVES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.op
 
 
 class Elsewhere(torch.Tensor):
-    """A tensor on the accelerator."""
+    """A tensor on the accelerator, which has none of the `refused` types."""
+
+    refused: ClassVar[set[torch.dtype]] = set()
 
     @staticmethod
     def __new__(cls, values: torch.Tensor):
@@ -27,6 +30,8 @@ class Elsewhere(torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, values.shape, dispatch_sizes_strides_policy="sizes", **kind)
 
     def __init__(self, values: torch.Tensor):
+        if values.dtype in self.refused:
+            raise TypeError(f"the accelerator has no {values.dtype}")
         self.values = values
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -73,7 +78,11 @@ class Accelerator(TorchDispatchMode):
 
 
 @contextmanager
-def accelerator() -> Iterator[Accelerator]:
-    """A device named `meta:1` that computes."""
-    with Accelerator() as mode:
-        yield mode
+def accelerator(*refused: torch.dtype) -> Iterator[Accelerator]:
+    """A device named `meta:1` that computes, but not in the types `refused`."""
+    Elsewhere.refused = set(refused)
+    try:
+        with Accelerator() as mode:
+            yield mode
+    finally:
+        Elsewhere.refused = set()

@@ -12,10 +12,13 @@ from conversion.metrics import distance
 from conversion.teachers import TEACHERS, batch, make_teacher
 from models.cases import like_trained
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MarianMTModel
 
 from lightformers_hf import StudyOptions, convert, plan
 from lightformers_hf.conversion.convert import cast_tensors
+from lightformers_hf.conversion.report import OWN_TEXT
+from lightformers_hf.conversion.statistics.synthesis import synthetic_batches
+from lightformers_hf.conversion.teacher import Teacher
 from lightformers_hf.models import LightFormerForConditionalGeneration
 
 DENSE = {"pattern": {".*": None}}
@@ -405,6 +408,8 @@ def test_what_the_stored_type_does_not_hold_is_refused():
     assert cast_tensors(tensors, torch.bfloat16)["fc1.bias"].dtype == torch.bfloat16
     with pytest.raises(ValueError, match=r"fc1.weight of the result holds values beyond float16"):
         cast_tensors(tensors, torch.float16)
+    with pytest.raises(ValueError, match=r"fc1.bias of the result holds NaN"):
+        cast_tensors({"fc1.bias": torch.tensor([torch.nan])}, torch.float16)
 
 
 def test_a_tokenizer_that_does_not_fit_is_noticed_before_the_work(tiny_marian, tmp_path, monkeypatch):
@@ -414,3 +419,73 @@ def test_a_tokenizer_that_does_not_fit_is_noticed_before_the_work(tiny_marian, t
     monkeypatch.setattr("lightformers_hf.conversion.convert.build", lambda *_, **__: pytest.fail("too late"))
     with pytest.raises(ValueError, match="gives '▁newword' the number 5000, but vocab_size is"):
         convert(tmp_path / "teacher", tmp_path / "light", method="paper", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (DENSE | {"calibration": "a.txt"}, "calibration"),
+        ({"calibration": "a.txt", "encoder_layers": 2}, "calibration"),  # which are all
+        (DENSE | {"study": StudyOptions(refit=True)}, "refit"),
+        ({"encoder_groups": 1, "study": StudyOptions(group_start="mean"), "calibration": "a.txt"}, "calibration"),
+    ],
+)
+def test_what_text_is_not_read_for_is_refused(tiny_marian, tmp_path, options, name):
+    with pytest.raises(ValueError, match=f"{name} is given, but no matrix gets smaller"):
+        convert(tiny_marian, tmp_path / "light", progress=False, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_as_many_layers_as_there_are_change_nothing(tiny_marian, tmp_path):
+    """Nor is text made for them."""
+    report = convert(tiny_marian, tmp_path / "light", encoder_layers=2, decoder_layers=2, progress=False)
+    assert report.calibration is None
+    teacher = MarianMTModel.from_pretrained(tiny_marian).state_dict()
+    light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light").state_dict()
+    for name, tensor in light.items():
+        assert torch.equal(tensor, teacher[name]), name
+
+
+def test_groups_alone_are_merged_by_their_inputs(tiny_marian, tmp_path):
+    """So that the result is nearer the teacher than without weights, on other text."""
+    report = convert(tiny_marian, tmp_path / "light", encoder_groups=1, decoder_groups=1, progress=False)
+    assert report.calibration == OWN_TEXT
+    teacher, light = AutoModelForSeq2SeqLM.from_pretrained(tiny_marian), tmp_path / "light"
+    plain = convert_and_load(
+        tiny_marian, tmp_path / "plain", encoder_groups=1, decoder_groups=1, study=StudyOptions(group_start="mean")
+    )
+    lost = [distance(model, teacher, tiny_marian) for model in (AutoModelForSeq2SeqLM.from_pretrained(light), plain)]
+    assert lost[0] < lost[1]
+
+
+def test_the_type_is_that_of_the_file_where_the_configuration_says_none(teachers, tmp_path):
+    folder, _ = teachers("marian")
+    shutil.copytree(folder, tmp_path / "teacher")
+    file = tmp_path / "teacher" / "model.safetensors"
+    save_file({name: tensor.half() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    config = json.loads((tmp_path / "teacher" / "config.json").read_text())
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "dtype"}))
+    report = convert(tmp_path / "teacher", tmp_path / "light", method="paper", ratio=2, progress=False)
+    assert AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light").dtype == torch.float16
+    whole = convert(folder, tmp_path / "whole", method="paper", ratio=2, progress=False)
+    assert (report.bytes_before, report.bytes_after) == (whole.bytes_before // 2, whole.bytes_after // 2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_return_sequences": 2, "num_beams": 4},
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"do_sample": True, "temperature": 0.7, "num_beams": 2, "length_penalty": 2.0},
+    ],
+)
+def test_the_teacher_makes_text_whatever_its_own_way_is(tiny_marian, tmp_path, settings):
+    shutil.copytree(tiny_marian, tmp_path / "teacher")
+    file = tmp_path / "teacher" / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    made = [
+        synthetic_batches(reader.load(), reader, 4, 0, progress=False)[0]["labels"]
+        for reader in (Teacher(tiny_marian, "t"), Teacher(tmp_path / "teacher", "t"))
+    ]
+    assert torch.equal(*made)

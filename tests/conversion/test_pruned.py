@@ -6,7 +6,7 @@ import pytest
 import torch
 from conversion.metrics import weigh
 from models.cases import like_trained
-from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
+from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel, T5Config, T5ForConditionalGeneration
 
 from lightformers_hf import convert
 from lightformers_hf.conversion.forms.heads import Bottlenecks
@@ -39,6 +39,19 @@ def whole(modules):
     return tuple(f"{module}.{leaf}" for module in modules for leaf in ("weight", "bias"))
 
 
+def pruned_t5(ends):
+    """A T5, which has no biases, some of whose matrices are zero in its first layers."""
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=60, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0)
+    config.decoder_start_token_id = 0
+    model = like_trained(T5ForConditionalGeneration(config)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".block.0." in name and name.endswith(ends):
+                parameter.zero_()
+    return model
+
+
 CASES = {
     "inputs of values": lambda: pruned("v_proj.weight", columns=slice(30, None)),
     "neurons": lambda: pruned("fc1.weight", slice(30, None)),
@@ -50,11 +63,14 @@ CASES = {
     "everything": lambda: pruned((*whole(ATTENTION), *whole(NETWORK), "shared.weight")),
     "denormal values": lambda: pruned(("v_proj.weight", "fc1.weight"), factor=1e-40),
     "hardly a gradient": lambda: pruned("shared.weight", factor=100.0),
+    "networks of a T5": lambda: pruned_t5("wi.weight"),
+    "values of a T5": lambda: pruned_t5("v.weight"),
 }
 METHODS = {
     "default": {"ratio": 3, "calibration_samples": 4},
     "narrow": {"ratio": 3, "calibration_samples": 4, "method": "narrow"},
     "paper": {"ratio": 3, "method": "paper"},
+    "groups": {"ratio": 2, "calibration_samples": 4, "encoder_groups": 1, "decoder_groups": 1},
 }
 
 
@@ -76,7 +92,8 @@ def test_pruned_teachers_convert(case, method, tmp_path):
     light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light")
     for name, parameter in light.named_parameters():
         assert parameter.isfinite().all(), name
-    ids = torch.tensor([[5, 6, 7, 0], [30, 0, 119, 119]])
+    pad = light.config.pad_token_id
+    ids = torch.tensor([[5, 6, 7, 0], [30, 0, pad, pad]])
     assert light(input_ids=ids, decoder_input_ids=ids).logits.isfinite().all()
     light.generate(ids, max_new_tokens=5, num_beams=2)
 

@@ -143,7 +143,8 @@ def test_a_sublayer_makes_up_for_what_states_lack(before, end, norm, monkeypatch
 def test_norms_give_what_the_teachers_give(fields, name, is_last, share, monkeypatch):
     """Their gains by regression, feature by feature; RMSNorm has no bias, and nothing is centred there."""
     in_float32(monkeypatch)
-    monkeypatch.setattr(Regression, "share", share)
+    changed_by = lambda *args, **options: Regression(*args, **options | {"share": share})  # noqa: E731
+    monkeypatch.setattr(module, "Regression", changed_by)
     teacher, batches = make_teacher(**fields), make_batches()
     depths = {"encoder": [0, 1, 2], "decoder": [0, 2]}
     shorter = shorten(teacher, **depths)

@@ -98,6 +98,21 @@ def test_everything_is_computed_on_the_device(tiny_marian, text, tmp_path, monke
     assert any("_linalg_eigh" in name for name in device.there)
 
 
+def test_a_device_without_float64_runs_the_models_alone(tiny_marian, text, tmp_path, monkeypatch):
+    """As Apple's: sums and decompositions are the CPU's, and nothing on the device is a float64."""
+    monkeypatch.setattr(sys.modules["lightformers_hf.conversion.convert"], "find_device", lambda name: ELSEWHERE)
+    for module in ("convert", "refit", "balance", "statistics.calibration"):
+        name = f"lightformers_hf.conversion.{module}"
+        monkeypatch.setattr(sys.modules[name], "algebra_device", lambda device: torch.device("cpu"))
+    options = {"calibration": text, "calibration_samples": 8, "progress": False}
+    with sdpa_kernel(SDPBackend.MATH), accelerator(torch.float64) as device:
+        for number, asked in enumerate([{"ratio": 3.0}, {"decoder_layers": 1}]):
+            convert(tiny_marian, tmp_path / str(number), **asked, **options)
+    assert any("mm" in name for name in device.there)
+    light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "1")
+    assert all(parameter.isfinite().all() for parameter in light.parameters())
+
+
 PROGRAM = """\
 import os, sys
 from lightformers_hf import convert

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pyarrow import parquet
 from rich.console import Console
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import convert
 from lightformers_hf.files import read_json
@@ -129,7 +129,10 @@ def test_a_recovery_goes_on_where_it_was_interrupted(place, tiny_marian, tmp_pat
     assert not list(output.glob("checkpoint-*"))
     assert read_json(output / "recovery.json")["result"]["after"] == asdict(found.after)
     assert AutoTokenizer.from_pretrained(output)
-    assert AutoModelForSeq2SeqLM.from_pretrained(output).config.dropout == chosen["dropout"]
+    assert (
+        AutoModelForSeq2SeqLM.from_pretrained(output).config.dropout
+        == AutoConfig.from_pretrained(place / "light").dropout
+    )
     assert (output / "compression.json").is_file()
     with pytest.raises(FileExistsError, match="complete"):
         recover(place / "light", output, **options(place, tiny_marian))
@@ -277,3 +280,55 @@ def test_a_prefix_that_is_given_stands_before_the_sources(place, tiny_marian, tm
 def test_two_do_not_write_to_one_folder(place, tiny_marian, tmp_path):
     with lock(tmp_path / "out"), pytest.raises(BlockingIOError, match="being written by another process"):
         recover(place / "light", tmp_path / "out", **options(place, tiny_marian))
+
+
+def test_it_is_alone_in_its_folder_also_where_that_is_new(place, tiny_marian, tmp_path, monkeypatch):
+    """In the home folder, of which a path may be: no other process gets the lock, or finds something complete."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(place / "light", tmp_path / "light")
+    train, output = Run.train, tmp_path / "new" / "out"
+
+    def meanwhile(self, record):
+        with pytest.raises(BlockingIOError), lock(output):
+            pass
+        return train(self, record)
+
+    monkeypatch.setattr(Run, "train", meanwhile)
+    found = recover("~/light", "~/new/out", **options(place, tiny_marian))
+    assert (found.output, sorted(path.name for path in tmp_path.iterdir())) == (str(output), ["light", "new"])
+    assert (output / "compression.json").is_file()
+    with pytest.raises(ValueError, match="which is read"):
+        recover("~/light", "~/light", **options(place, tmp_path / "light"))
+    with pytest.raises(FileNotFoundError):
+        recover(place / "light", tmp_path / "other" / "out", **options(place, tmp_path / "no teacher"))
+    assert not (tmp_path / "other").exists()
+
+
+def test_translations_keep_their_sources_where_the_data_changes(place, tiny_marian, tmp_path, monkeypatch):
+    shutil.copy(place / "pairs.jsonl", tmp_path / "pairs.jsonl")
+    asked = options(place, tiny_marian, data=str(tmp_path / "pairs.jsonl"), translations=True)
+    seen = []
+
+    def keep(self, record):
+        seen.append(self.training_pairs(record["translations"])[-record["translations"] :])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "train", keep)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            recover(place / "light", tmp_path / "out", **asked)
+        with (tmp_path / "pairs.jsonl").open("a") as file:
+            file.write(json.dumps({"translation": {"de": "Ein neuer Satz.", "en": "A new sentence."}}) + "\n")
+    assert seen[0] == seen[1]
+    assert len(seen[0]["source"]) > 10
+
+
+def test_what_training_needs_otherwise_does_not_stay(place, tiny_marian, tmp_path):
+    shutil.copytree(place / "light", tmp_path / "light")
+    config = AutoConfig.from_pretrained(tmp_path / "light")
+    config.dropout, config.activation_dropout = 0.25, 0.125
+    config.save_pretrained(tmp_path / "light")
+    found = recover(tmp_path / "light", tmp_path / "out", **options(place, tiny_marian))
+    after = AutoConfig.from_pretrained(tmp_path / "out")
+    assert found.settings["dropout"] == 0.0
+    assert (after.dropout, after.activation_dropout, after.use_cache) == (0.25, 0.125, config.use_cache)

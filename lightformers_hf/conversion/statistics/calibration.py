@@ -147,8 +147,10 @@ class Calibration:
     def inputs(self, names: list[str]) -> tuple[Tensor, Tensor]:
         """E[xᵀx] and E[x] of one matrix that serves as each of the modules `names`."""
         parts = [self.moments[name] for name in names]
-        second = _mean([part.inputs.double().div_(part.count) for part in parts])
-        return second, _mean([part.vectors["mean"].double() / part.count for part in parts])
+        counts = [max(1, part.count) for part in parts]  # none where all inputs are zero (`_where_errors_count`)
+        second = _mean([part.inputs.double().div_(count) for part, count in zip(parts, counts, strict=True)])
+        mean = _mean([part.vectors["mean"].double() / count for part, count in zip(parts, counts, strict=True)])
+        return second, mean
 
     def forget(self, what: str) -> None:
         """Let go of the second moments of `inputs` or `gradients`, each half of all that is kept: choosing and

@@ -29,6 +29,12 @@ from .samples import LONGEST as MOST
 # Sources, unless told otherwise, of a large model, and the tokens that each has.
 SOURCES, SHORTEST, LONGEST = 256, 5, 30
 SMALL, MOST_TIMES = 20_000_000, 4  # parameters of models that take more, and how many times as many
+# Of the teacher's own way to generate: which tokens begin and end a text, and which may not follow.
+TOKEN_RULES = (
+    "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_bos_token_id",
+    "forced_eos_token_id", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "repetition_penalty",
+    "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+)  # fmt: skip
 
 
 def synthetic_batches(
@@ -195,8 +201,7 @@ def _padded(
 
 
 def _greedy(teacher: Teacher, max_new_tokens: int) -> GenerationConfig:
-    """How the teacher generates, without beams and lengths of its own."""
-    config = teacher.generation_config()
-    config.update(num_beams=1, do_sample=False, min_length=0, max_length=None, max_new_tokens=max_new_tokens)
-    config.update(early_stopping=False, length_penalty=1.0)
-    return config
+    """The likeliest token after the other, by the teacher's `TOKEN_RULES`."""
+    own = teacher.generation_config()
+    rules = {name: getattr(own, name) for name in TOKEN_RULES}
+    return GenerationConfig(**rules, num_beams=1, do_sample=False, max_length=None, max_new_tokens=max_new_tokens)
