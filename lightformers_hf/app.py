@@ -31,7 +31,7 @@ from lightformers_hf.export import Engine, export, load_engine
 from lightformers_hf.export.engines import CHECKPOINTS
 from lightformers_hf.export.engines.transformers import TransformersModel
 from lightformers_hf.files import EXPORT_FILE, read_json
-from lightformers_hf.loading import is_export, load_pretrained, unique_parameters
+from lightformers_hf.loading import is_export, load_pretrained, printable_name, unique_parameters
 
 # Nothing leaves the machine: no analytics, no tunnel, and fonts that the reader has.
 FONTS = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
@@ -60,7 +60,7 @@ class Translator:
         form = " ".join(filter(None, [engine.name, read_form(name)[1]]))
         if engine.name == CHECKPOINTS and isinstance(engine.model, TransformersModel):
             form = f"{unique_parameters(engine.model.network) / 1e6:,.1f}M parameters, {form}"
-        short = Path(name).name if Path(name).is_dir() else name
+        short = printable_name(name)
         return cls(f"{role}: {short}, {form}", engine, load_pretrained(AutoTokenizer, name))
 
     def warm_up(self, **generation: int) -> None:

@@ -220,7 +220,7 @@ def load_network(name: str | os.PathLike, *, device: str | torch.device = "cpu")
 def _find_checkpoint(name: str | os.PathLike) -> str:
     """The folder of a checkpoint. Of a Hub model it is fetched as a whole: file by file, each would wait for a Hub
     that is out of reach."""
-    name = os.fspath(name)
+    name = os.path.expanduser(name)
     if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
         raise FileNotFoundError(
             f"No model folder {name}: give a folder that holds a checkpoint, or a name on the Hub."

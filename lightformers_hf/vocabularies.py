@@ -135,9 +135,10 @@ def keep_tokens(model: PreTrainedModel, source: Sequence[int], target: Sequence[
 def token_axes(model: PreTrainedModel) -> dict[str, int]:
     """{tensor, by every name: its dimension that has an entry a token} of a model: what grows with its vocabulary."""
     config = copy.deepcopy(model.config)
-    for field in ("vocab_size", "decoder_vocab_size"):
-        if getattr(config, field, None) is not None:
-            setattr(config, field, getattr(config, field) + 1)
+    sizes = {field: getattr(config, field, None) for field in ("vocab_size", "decoder_vocab_size")}
+    for field, size in sizes.items():
+        if size is not None:
+            setattr(config, field, size + 1)
     larger = dict(_tensors(skeleton(type(model), config)))
     return {
         name: dimension

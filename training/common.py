@@ -59,23 +59,25 @@ def check_output(args: transformers.TrainingArguments, models: list[str | None])
     resume = args.resume_from_checkpoint
     if resume and args.overwrite_output:
         raise ValueError("--resume-from-checkpoint and --overwrite-output contradict each other: give one of them.")
-    if resume and resume != "last":
+    goes_on = resume == "last"
+    if resume and not goes_on:
         if not Path(resume, "trainer_state.json").is_file():
             raise FileNotFoundError(f"{resume} is not a complete checkpoint of a training run.")
-        return resume
-    last = find_last_checkpoint(output) if resume else None
+        if output.resolve() in Path(resume).resolve().parents:
+            return resume
+    last = find_last_checkpoint(output) if goes_on else None
     files = [] if last or args.overwrite_output else [path.name for path in output.glob("*")]
-    if resume:  # a run that was killed before its first checkpoint was complete leaves these, and starts anew
+    if goes_on:  # a run that was killed before its first checkpoint was complete leaves these, and starts anew
         files = [name for name in files if not re.fullmatch(r"checkpoint-\d+|runs", name)]
     if files:
         remedy = (
-            "holds no complete checkpoint" if resume else "an interrupted run goes on with --resume-from-checkpoint"
+            "holds no complete checkpoint" if goes_on else "an interrupted run goes on with --resume-from-checkpoint"
         )
         raise FileExistsError(
             f"output_dir {output} is not empty ({', '.join(sorted(files)[:3])}) and {remedy}: "
             "choose another folder, or write over it with --overwrite-output."
         )
-    return last
+    return last if goes_on else resume
 
 
 def load_parts(data: DataArguments, load: Callable[..., Dataset]) -> dict[str, Dataset]:

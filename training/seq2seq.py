@@ -23,6 +23,7 @@ from common import (
 )
 from rich.console import Console
 from transformers import (
+    AutoConfig,
     AutoModelForSeq2SeqLM,
     DataCollatorForSeq2Seq,
     EvalPrediction,
@@ -32,6 +33,8 @@ from transformers import (
     set_seed,
 )
 
+from lightformers_hf.languages import add_prefix, keep_prefix
+from lightformers_hf.loading import load_pretrained
 from lightformers_hf.recovery import RecoveryTrainer, ScoredPart, load_distiller
 from lightformers_hf.text import load_parallel, tokenize_pairs
 
@@ -73,7 +76,11 @@ class DataArguments(arguments.DataArguments):
     """What it is trained and measured on."""
 
     source_prefix: str = field(
-        default="", metadata={"help": "Stands before every source: T5's 'translate German to English: '."}
+        default="",
+        metadata={
+            "help": "Stands before every source: T5's 'translate German to English: '. Default: what the checkpoint's "
+            "configuration has for the two languages, if anything. The saved model's has it."
+        },
     )
     max_source_length: int = field(default=128, metadata={"help": "Tokens, the prefix's too; longer texts are cut."})
     max_target_length: int = field(default=128, metadata={"help": "Tokens; longer texts are cut (in training)."})
@@ -157,6 +164,8 @@ def run(
     source, target = task.columns
     if data_args.source_prefix:
         source = f"{source}={data_args.source_prefix.rstrip()} "
+    elif model_args.model_name_or_path:
+        source = add_prefix(load_pretrained(AutoConfig, model_args.model_name_or_path), source, target)
     parts = load_parts(data_args, partial(load_parallel, source=source, target=target))
     if args.eval_strategy != "no" and "validation" not in parts:
         raise ValueError(f"eval_strategy is {args.eval_strategy}: give --validation-file.")
@@ -164,6 +173,7 @@ def run(
     tokenizer = load_tokenizer(model_args)
     model = build_model(model_args, tokenizer, AutoModelForSeq2SeqLM)
     check_positions(model, data_args)
+    keep_prefix(model.config, source, target)
     set_generation(model, generation, model_args, data_args.max_target_length)
     if task.prepare is not None:
         task.prepare(model, tokenizer)

@@ -23,7 +23,7 @@ from lightformers_hf.conversion.statistics.samples import parallel_batches
 from lightformers_hf.text import load_parallel
 
 from ..files import STATE_FILE
-from ..loading import load_model
+from ..loading import load_model, printable_name
 from .evaluate import MEMORY_SENTENCES, choose_columns
 from .macs import TOKENS, Footprint, Macs, generation_macs, memory_footprint
 from .measures import (
@@ -290,7 +290,7 @@ def analyze(
     Raises:
         FileNotFoundError, ValueError: a checkpoint or data that is not there or not fit, each with what to do.
     """
-    short = [Path(name).name for name in names]
+    short = [printable_name(name) for name in names]
     labels = short if len(set(short)) == len(short) else names
     analyses = []
     for name, label in zip(names, labels, strict=True):
@@ -302,7 +302,7 @@ def analyze(
         analysis = Analysis(
             **vars(found),
             **_training(Path(name)),
-            name=name,
+            name=printable_name(name),
             label=label,
             macs=generation_macs(model.config),
             macs_cached=generation_macs(model.config, use_cache=True),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
@@ -223,7 +222,7 @@ def _measure_speed(
 
 def warn_of_overlap(model: str, data: str, sources: list[str]) -> None:
     """Warn where sentences to be scored are among those that the conversion was calibrated on."""
-    known = set(read_json(Path(model, REPORT_FILE)).get("calibrated_on", ()))
+    known = set(read_json(resolve_source(model) / REPORT_FILE).get("calibrated_on", ()))
     if seen := [sentence for sentence in sources if fingerprint(sentence) in known]:
         logger.warning(
             f"{len(seen)} of the {len(sources)} sentences of {data} were among those that {model} was calibrated on, "

@@ -115,12 +115,11 @@ def check_generation(model: PreTrainedModel | Engine, generation: Mapping[str, A
         return
     own = model.generation_config
     length = generation.get("max_new_tokens") or own.max_new_tokens or own.max_length or 0
-    most = LONGEST if generation.get("max_new_tokens") is None else position_limit(model.config) or LONGEST
+    is_own = generation.get("max_new_tokens") is None  # a limit that may never be reached
+    most = LONGEST if is_own else position_limit(model.config) or LONGEST
     if isinstance(length, int) and length > most:
-        raise ValueError(
-            f"max_new_tokens is {length}; the model writes at most {most} tokens: give fewer, or write them into its "
-            "generation_config.json"
-        )
+        where = ", or write fewer into its generation_config.json" if is_own else ""
+        raise ValueError(f"max_new_tokens is {length}; the model writes at most {most} tokens: give fewer{where}")
     beams, tokens = generation.get("num_beams") or own.num_beams or 1, model.get_output_embeddings().out_features
     if isinstance(beams, int) and beams > tokens:
         raise ValueError(f"num_beams is {beams}, more than the {tokens} tokens there are: give fewer")

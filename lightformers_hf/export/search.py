@@ -30,6 +30,7 @@ UNSUPPORTED = {
     "constraints": None,
     "prompt_lookup_num_tokens": None,
     "penalty_alpha": None,
+    "num_return_sequences": 1,
 }
 
 
@@ -49,6 +50,7 @@ class Search:
     suppressed: tuple[int, ...] = ()
     forced_start: int | None = None
     forced_end: int | None = None
+    renormalizes: bool = False
 
     @classmethod
     def of(cls, generation: GenerationConfig) -> Search:
@@ -104,6 +106,7 @@ class Search:
             suppressed=tuple(sorted({words[0] for words in bad} | set(generation.suppress_tokens or ()))),
             forced_start=generation.forced_bos_token_id,
             forced_end=forced_end[0] if forced_end else None,
+            renormalizes=bool(generation.renormalize_logits),
         )
 
     def with_options(self, num_beams: int | None, max_new_tokens: int | None, forced_length: int | None) -> Search:
@@ -186,6 +189,8 @@ def beams(step: Step, sentences: int, search: Search) -> list[list[int]]:
     for length in range(1, most + 1):
         logits = step(tokens[:, :, length - 1].reshape(-1), order)
         log_p = search.restrict(log_softmax(logits), length - 1, tokens[:, :, :length].reshape(B * K, -1))
+        if search.renormalizes:  # over what may come
+            log_p = log_softmax(log_p)
         V = log_p.shape[1]
         log_p += scores.reshape(-1, 1)
         totals, flat = largest(log_p.reshape(B, K * V), kept)

@@ -3,7 +3,7 @@
 import copy
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar
 
 import transformers
@@ -21,6 +21,33 @@ from transformers import PreTrainedConfig  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
 
 RANK_FIELDS = ("attention_rank", "ffn_rank", "embedding_rank", "decoder_attention_rank", "decoder_ffn_rank")
+
+
+class Derived:
+    """A field that follows from others where it is not given, `find` says how.
+
+    Read, it is the value; what is stored, copied and passed on stays `None`, so that it goes along with the others.
+    """
+
+    def __init__(self, find: Callable[[Any], Any]) -> None:
+        self.find = find
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, config: Any, owner: type | None = None) -> Any:
+        if config is None:
+            return None  # the default
+        given = config.__dict__.get(self.name)
+        return self.find(config) if given is None else given
+
+    def __set__(self, config: Any, value: Any) -> None:
+        config.__dict__[self.name] = value
+
+
+def derived(find: Callable[[Any], Any]) -> Any:
+    """A `Derived` field; its annotation is that of what it gives, which `strict` checks."""
+    return Derived(find)
 
 
 @strict
@@ -74,7 +101,7 @@ class FactorizedConfig(PreTrainedConfig):
     }
 
     vocab_size: int = 32000
-    decoder_vocab_size: int | None = None
+    decoder_vocab_size: int | None = derived(lambda config: config.vocab_size)
     d_model: int = 512
     encoder_layers: int = 6
     decoder_layers: int = 6
@@ -110,7 +137,10 @@ class FactorizedConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         for field in ("vocab_size", "d_model", "encoder_layers", "decoder_layers", "max_position_embeddings"):
             check_at_least(field, getattr(self, field), 1)
-        self.decoder_vocab_size = self.decoder_vocab_size or self.vocab_size
+        if self.decoder_vocab_size == self.vocab_size and (
+            self.share_encoder_decoder_embeddings or not self.is_encoder_decoder
+        ):
+            self.decoder_vocab_size = None  # as files of before have it: it goes along with the other
         for field in self.patterns:
             setattr(self, field, getattr(self, field) or {})
         kwargs.setdefault("auto_map", dict(self.auto_classes))
@@ -188,6 +218,7 @@ class FactorizedConfig(PreTrainedConfig):
                 )
         if self.max_position_embeddings is None and self.needs_positions:
             raise ValueError("max_position_embeddings is None, but the table of positions needs a number")
+        check_at_least("decoder_vocab_size", self.decoder_vocab_size, 1)
         tokens = min(self.vocab_size, self.decoder_vocab_size)
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < tokens:
             raise ValueError(f"pad_token_id is {self.pad_token_id}, but there are {tokens} tokens (vocab_size)")
@@ -211,6 +242,7 @@ def causal_config(config: FactorizedConfig) -> FactorizedConfig:
     config = copy.deepcopy(config)
     config.is_encoder_decoder = False
     config.share_encoder_decoder_embeddings, config.vocab_size = False, config.decoder_vocab_size
+    config.decoder_vocab_size = None
     # What transformers calls num_hidden_layers and num_attention_heads are the encoder's.
     config.encoder_layers, config.encoder_attention_heads = config.decoder_layers, config.decoder_attention_heads
     # What is the encoder's alone goes, so that the configuration can be read again.

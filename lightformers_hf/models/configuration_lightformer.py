@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of, strict
+from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of, derived, strict
 from .layer_sharing import check_groups
 
 RELATIVE_POSITIONS = ("relative", "relative_per_layer")
@@ -10,23 +10,12 @@ POSITION_EMBEDDING_TYPES = ("sinusoidal", "sinusoidal_half", "learned", *RELATIV
 NORMALIZATIONS = ("layer_norm", "rms_norm")
 
 
-class HeadDim:
-    """The field `head_dim`: read, it is what was given, else the width that all heads have.
-
-    Tools want a number (caches, servers); what is stored, copied and passed on stays `None`, so that it goes along
-    with another `d_model`.
-    """
-
-    def __get__(self, config: "LightFormerConfig | None", owner: type | None = None) -> int | None:
-        if config is None:
-            return None  # the default
-        given, heads = config.__dict__.get("head_dim"), config.encoder_attention_heads
-        if given is not None or config.head_dim_pattern or heads != config.decoder_attention_heads:
-            return given
-        return config.d_model // heads if heads > 0 and config.d_model % heads == 0 else None
-
-    def __set__(self, config: "LightFormerConfig", value: int | None) -> None:
-        config.__dict__["head_dim"] = value
+def width_of_heads(config: "LightFormerConfig") -> int | None:
+    """The width that all heads have, which tools want (caches, servers); `None` where they differ."""
+    heads = config.encoder_attention_heads
+    if config.head_dim_pattern or heads != config.decoder_attention_heads:
+        return None
+    return config.d_model // heads if heads > 0 and config.d_model % heads == 0 else None
 
 
 @strict
@@ -81,8 +70,7 @@ class LightFormerConfig(FactorizedConfig):
     encoder_ffn_dim: int = 2048
     decoder_ffn_dim: int = 2048
     ffn_dim_pattern: dict[str, int] | None = None
-    # The annotation is that of the field, which `strict` checks; mypy does not see what the descriptor gives.
-    head_dim: int | None = HeadDim()  # type: ignore[assignment]
+    head_dim: int | None = derived(width_of_heads)
     head_dim_pattern: dict[str, int] | None = None
     encoder_groups: int | None = None
     decoder_groups: int | None = None

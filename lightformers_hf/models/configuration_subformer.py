@@ -1,8 +1,8 @@
 """Configuration of Subformer (Reid et al. 2021): sandwich sharing and self-attentive factorized embeddings."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of, strict
+from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of, derived, strict
 
 SHARINGS = ("sandwich", "all", "all_independent_ffn", "all_except_last", "every_2", "none")
 
@@ -55,25 +55,22 @@ class SubformerConfig(FactorizedConfig):
 
     ffn_dim: int = 2048
     sharing: str = "sandwich"
-    sandwich_dim: int | None = None
-    sandwich_ffn_dim: int | None = None
-    sandwich_attention_heads: int | None = None
+    sandwich_dim: int | None = derived(lambda config: config.d_model)
+    sandwich_ffn_dim: int | None = derived(lambda config: config.ffn_dim)
+    sandwich_attention_heads: int | None = derived(lambda config: default_heads(config.sandwich_dim))
     embedding: str = "safe"
-    embedding_dim: int | None = None
-    embedding_attention_heads: int | None = None
+    embedding_dim: int | None = derived(lambda config: config.d_model // (2 if config.is_factorized else 1))
+    embedding_attention_heads: int | None = derived(
+        lambda config: default_heads(config.embedding_dim) if config.embedding == "safe" else None
+    )
     decoder_embedding_scale: float | int | None = None
     projection_dropout: float | int = 0.05
     normalize_before: bool | None = None
 
-    def __post_init__(self, **kwargs: Any) -> None:
-        factorized = self.embedding in ("safe", "linear")
-        self.sandwich_dim = self.sandwich_dim or self.d_model
-        self.sandwich_ffn_dim = self.sandwich_ffn_dim or self.ffn_dim
-        self.embedding_dim = self.embedding_dim or (self.d_model // 2 if factorized else self.d_model)
-        self.sandwich_attention_heads = self.sandwich_attention_heads or default_heads(self.sandwich_dim)
-        if self.embedding == "safe":
-            self.embedding_attention_heads = self.embedding_attention_heads or default_heads(self.embedding_dim)
-        super().__post_init__(**kwargs)
+    @property
+    def is_factorized(self) -> bool:
+        """Whether the token table is narrower than d_m."""
+        return self.embedding in ("safe", "linear")
 
     @property
     def embedding_width(self) -> int:

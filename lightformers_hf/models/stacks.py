@@ -57,6 +57,10 @@ class FactorizedPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
 
+    def __init__(self, config: FactorizedConfig, *inputs: Any, **kwargs: Any):
+        config.check()  # fields may have been changed since it was made
+        super().__init__(config, *inputs, **kwargs)
+
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
         # transformers looks for its attention interface in the file of the class, but here `attention` has it.

@@ -34,7 +34,7 @@ def drop(states: torch.Tensor, share: float, training: bool) -> torch.Tensor:
     if not (training and share):
         return states
     cut = round(share * 2**16)
-    if states.device.type != "cpu" or cut >= 2**16:
+    if states.device.type != "cpu" or cut >= 2**16 or torch.compiler.is_compiling():
         return nn.functional.dropout(states, p=share)
     numbers = torch.empty(math.ceil(states.numel() / 4), dtype=torch.int64).random_(-(2**63), None)
     kept = numbers.view(torch.int16)[: states.numel()].view(states.shape) >= cut - 2**15

@@ -96,6 +96,7 @@ GENERATION = [
     {"eos_token_id": [2, 8]},
     {"early_stopping": False},
     {"early_stopping": "never", "length_penalty": 2.0},
+    {"renormalize_logits": True, "suppress_tokens": [4, 9, 11, 13, 20, 22, 25, 30]},
 ]
 
 

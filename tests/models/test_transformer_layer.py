@@ -47,6 +47,11 @@ def test_a_seed_repeats_it_and_evaluation_has_none():
     assert not drop(states, 1.0, training=True).any()
 
 
+def test_it_compiles_without_a_break():
+    compiled = torch.compile(lambda states: drop(states, 0.5, True), fullgraph=True, backend="eager")
+    assert 0 < compiled(torch.ones(64)).ne(0).sum() < 64
+
+
 @pytest.mark.parametrize("variant", ["subformer-sandwich", "lightformer"])
 def test_modules_that_drop_are_no_others(variant):
     head = "SequenceClassification" if variant == "lightformer" else "Model"

@@ -58,3 +58,19 @@ def test_a_seed_of_a_comparison_that_numpy_does_not_take_is_named(monkeypatch, c
     with pytest.raises(SystemExit):
         compare_starts.parse_arguments()
     assert "argument --seeds: 12345678901234567890: give a whole number from 0 to" in capsys.readouterr().err
+
+
+def test_a_checkpoint_elsewhere_writes_over_no_folder(tmp_path):
+    for name in ("first/checkpoint-2", "second"):
+        (tmp_path / name).mkdir(parents=True)
+    checkpoint = tmp_path / "first" / "checkpoint-2"
+    (checkpoint / "trainer_state.json").write_text("{}")
+
+    def resume(output):
+        args = run_clm.TrainingArguments(output_dir=str(output), resume_from_checkpoint=str(checkpoint))
+        return common.check_output(args, [])
+
+    assert resume(tmp_path / "first") == resume(tmp_path / "second") == resume(tmp_path / "third") == str(checkpoint)
+    (tmp_path / "second" / "model.safetensors").write_text("precious")
+    with pytest.raises(FileExistsError, match=r"second is not empty \(model.safetensors\)"):
+        resume(tmp_path / "second")

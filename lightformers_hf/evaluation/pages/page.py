@@ -21,7 +21,7 @@ from ...conversion.sharing.merging import source_names
 from ...conversion.teacher import Teacher
 from ...conversion.vocabulary.kept import KeptTokens
 from ...files import REPORT_FILE, STATE_FILE, as_kind
-from ...loading import load_model, load_pretrained, load_teacher, resolve_source
+from ...loading import load_model, load_pretrained, load_teacher, printable_name, resolve_source
 from ...text import load_parallel
 from ...vocabularies import match_tokens
 from ..benchmarks.engine_results import EngineComparison
@@ -137,7 +137,7 @@ def report_page(
             "or a training run wrote, or --results, or --data"
         )
     return _template().render(
-        title=folder.name if Path(model).is_dir() else model,
+        title=printable_name(model),
         colors={name: _colors(dark=dark) for name, dark in (("light", False), ("dark", True))},
         **_plan(report),
         pictures=pictures,

@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from ...conversion.report import MatrixReport
 from ...loading import load_skeleton
 from ...models.matrices import rank_of
-from .plots import draw_spectrum
+from .plots import as_text, draw_spectrum
 
 KINDS = {"embedding": "embedding", "attention": "attention", "ffn": "feed-forward"}
 PLACES = ("self-attention", "cross-attention", "feed-forward")
@@ -116,7 +116,7 @@ def trade_off(panels: list[Axes], points: Sequence[Point], *, quality: str, spee
             # Away from the nearer edge, so that no name leaves the picture.
             left = x > sum(other for _, other in placed) / len(placed)
             axes.annotate(
-                point.name,
+                as_text(point.name),
                 (x, point.quality),
                 xytext=(-8 if left else 8, 0),
                 textcoords="offset points",
