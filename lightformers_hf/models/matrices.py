@@ -5,6 +5,7 @@ Symbols are the paper's: a weight W is m×n with y = x·W, U is m×r, V is r×n,
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -87,6 +88,17 @@ def make_linear(in_features: int, out_features: int, rank: int | None, *, name: 
     return LowRankLinear(in_features, out_features, rank, bias=bias)
 
 
+class Parts(nn.Module):
+    """Modules that a layer is called with, which calls each of them."""
+
+    def to(self, *args: Any, **kwargs: Any) -> "Parts":
+        """Itself, where it is: accelerate moves what a layer is called with, but each part has a hook of its own.
+
+        A whole model is moved otherwise, by `_apply`.
+        """
+        return self
+
+
 def add_residuals(module: nn.Module, shared: nn.Module, rank: int, *, name: str) -> None:
     """Give `module` a residual x·A·B, zero at first, for every linear layer of `shared`, under the same names."""
     for path, layer in shared.named_modules():
@@ -97,7 +109,7 @@ def add_residuals(module: nn.Module, shared: nn.Module, rank: int, *, name: str)
         residual.v.product_rank = 0
         parent, _, leaf = path.rpartition(".")
         if parent and not hasattr(module, parent):
-            module.add_module(parent, nn.Module())
+            module.add_module(parent, Parts())
         module.get_submodule(parent).add_module(leaf, residual)
 
 

@@ -25,7 +25,7 @@ from .lm_heads import (
     EncoderDecoder,
     SequenceClassificationHead,
 )
-from .matrices import add_residuals, from_pattern, projections
+from .matrices import Parts, add_residuals, from_pattern, projections
 from .relative_positions import RelativePositions, find_distances
 from .stacks import DecoderStack, EncoderStack, FactorizedPreTrainedModel, make_table
 from .transformer_layer import Depth, Dropout, RMSNorm, TransformerLayer, add_feed_forward, add_layer_norms
@@ -128,11 +128,13 @@ class LightFormerStack(LightFormerPreTrainedModel):
                 has_cross = stack == "decoder" and config.is_encoder_decoder
                 add_layer_norms(depth, d_model, has_cross, partial(make_norm, config))
             if self.has_residuals:
-                depth.residuals = nn.Module()
+                depth.residuals = Parts()
                 shared, name = self.layers[self.layers.stored_at[index]], f"{stack}.depths.{index}.residuals"
                 add_residuals(depth.residuals, shared, config.group_residual_rank, name=name)
         self.layer_norm = make_norm(config, d_model) if config.final_layer_norm else nn.Identity()
         self.gradient_checkpointing = False
+        if self.depths is not None:  # on the device of their layers
+            self._no_split_modules = [type(self).__name__]
         if config.normalization == "rms_norm":
             self._keep_in_fp32_modules = ["fc2"]  # whose outputs are beyond fp16 in many a T5
         self.post_init()

@@ -145,7 +145,8 @@ class SubformerPreTrainedModel(FactorizedPreTrainedModel):
 
     config_class = SubformerConfig
     config: SubformerConfig
-    _no_split_modules = ["SubformerLayer", "SAFE"]  # noqa: RUF012
+    # A shared layer and the LayerNorms of its depths compute together.
+    _no_split_modules = ["SubformerEncoder", "SubformerDecoder"]  # noqa: RUF012
 
 
 class SubformerStack(SubformerPreTrainedModel):

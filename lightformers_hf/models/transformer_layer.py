@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .configuration_base import FactorizedConfig
-from .matrices import Projection, apply_with_residual
+from .matrices import Parts, Projection, apply_with_residual
 
 
 class RMSNorm(nn.RMSNorm):
@@ -69,7 +69,7 @@ def add_feed_forward(module: nn.Module, width: int, ffn_dim: int, project: Proje
     module.fc2 = project("fc2", ffn_dim, width)
 
 
-class Depth(nn.Module):
+class Depth(Parts):
     """What one depth has for itself where its layer is shared: LayerNorms, the feed-forward network, or residuals.
 
     Residuals are a module `residuals` with a low-rank matrix for each of the shared layer, under its name.

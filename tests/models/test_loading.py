@@ -271,6 +271,36 @@ def test_device_map(variant, device_map, tmp_path):
     assert tied_names(loaded) == tied_names(model) != set()
 
 
+SPLIT = ["lightformer", "lightformer-private-norms", "lightformer-residuals", "subformer-sandwich", "partialformer"]
+
+
+@pytest.mark.parametrize("variant", SPLIT)
+@torch.no_grad()
+def test_parts_on_disk(variant, tmp_path):
+    """A map may put every part of a decoder elsewhere."""
+    model = make_model("ConditionalGeneration", variant)
+    model.save_pretrained(tmp_path)
+    split = dict.fromkeys(["lm_head", "final_logits_bias"], "cpu")
+    split |= {f"model.{name}": "cpu" for name, _ in model.model.named_children() if name != "decoder"}
+    for name, _ in model.model.decoder.named_children():
+        split[f"model.decoder.{name}"] = "cpu" if name == "embed_tokens" else "disk"
+    loaded = type(model).from_pretrained(tmp_path, device_map=split, offload_folder=tmp_path / "disk")
+    assert {str(parameter.device) for parameter in loaded.parameters()} == {"cpu", "meta"}
+    torch.testing.assert_close(outputs(loaded), outputs(model))
+
+
+@pytest.mark.parametrize("variant", ["lightformer-private-norms", "lightformer-residuals", "subformer-sandwich"])
+def test_depths_are_on_the_device_of_their_layers(variant):
+    """As accelerate plans it for devices too small for the whole."""
+    model = make_model("ConditionalGeneration", variant)
+    assert {"LightFormerDecoder", "SubformerDecoder"} & set(model._no_split_modules)
+    decoder = sum(parameter.nbytes for parameter in model.model.decoder.parameters())
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    memory = {"cpu": total - decoder // 2}  # the rest on disk
+    split = accelerate.infer_auto_device_map(model, memory, no_split_module_classes=list(model._no_split_modules))
+    assert not [name for name in split if re.search(r"coder\.(layers|depths)", name)]
+
+
 @every(GENERATING, SPECIAL)
 @torch.no_grad()
 def test_weights_that_are_loaded_for_each_call(head, variant):
