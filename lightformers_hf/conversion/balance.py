@@ -15,7 +15,7 @@ from .workers import algebra_device, cast_weights, fail_together, fast_products,
 
 # Target tokens whose probabilities are balanced, about; steps that balance them, occurrences of each that are added to
 # those seen, and how many nats a token they must win together.
-BALANCED, BALANCING, SMOOTHING, WORTH_BALANCING = 8192, 4, 0.5, 0.05
+BALANCED, BALANCING, SMOOTHING, WORTH_BALANCING = 8192, 4, 0.5, 0.04
 
 
 @torch.no_grad()
