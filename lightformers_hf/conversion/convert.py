@@ -170,8 +170,7 @@ def compress(
     places, setting = choose(units, originals, options, study, progress=progress)
     built, reports = build(places, setting, originals, keep=not dry and (is_main() or will_refit), progress=progress)
     model = skeleton(teacher.model_class, find_config(dense, reports))
-    tensors = built.tensors
-    if tensors:
+    if tensors := built.tensors:
         tensors |= other_tensors(model, originals, tensors)
     if tensors and will_refit and any(report.relative_error for report in reports):
         seen.calibration.forget("inputs")

@@ -92,8 +92,8 @@ def recover(
             `None`: random tokens, which it translates, too.
         validation: other pairs, of which the first 1000 at most are taken; `None`: a part of `data`, which is then
             compared with the teacher's own translations where there are no pairs.
-        minutes: for everything. How long a step takes is measured by the first few, and looked at again at every
-            validation: the steps that are left are made to fit into the time that is left.
+        minutes: for everything. How long a step takes is measured, again at every validation: the steps that are left
+            are made to fit into the time that is left.
         source, target: columns, and of multilingual models the languages' codes, as in `CompressionOptions`.
         translations: learn from the teacher's translations of the sources, too; `None`: where that pays.
         report_to: where else the training is logged: `tensorboard`, `trackio`, `wandb`, ….
@@ -110,13 +110,13 @@ def recover(
     check_minutes(minutes)
     asked: dict[str, Any] = {"light": str(light), "teacher": str(teacher), "data": data, "validation": validation}
     asked |= {"minutes": minutes, "source": source, "target": target, "translations": translations, "seed": seed}
-    output = Path(output).expanduser()
-    record = claim(output, asked, overwrite=overwrite, inputs=[light, teacher, data, validation])
+    output, inputs = Path(output).expanduser(), [light, teacher, data, validation]
+    record = claim(output, asked, overwrite=overwrite, inputs=inputs)
     set_seed(seed)
     idle = nullcontext() if torch.accelerator.is_available() else IdleThreads()
     with parents(output), lock(output), hide_bars(), hush_trainer(), idle as threads:
         if (output / RECORD_FILE).exists():  # as it is now that nobody else writes it
-            record = claim(output, asked, overwrite=overwrite, inputs=[])
+            record = claim(output, asked, overwrite=overwrite, inputs=inputs)
         run = Run(light, output, teacher, data, validation, (source, target), report_to, seed, progress, threads)
         if "scores" not in record:
             begin(output, record)
