@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 RECORD_FILE = "recovery.json"  # what was asked for, what was chosen, what came out
-TRANSLATIONS_FILE = "translations.json"  # the teacher's, of the first so many sources
+TRANSLATIONS_FILE = "translations.json"  # the teacher's, and their sources: data may change before it goes on
 CHECKPOINTS = r"checkpoint-\d+(/.*)?"  # of the training, until it ends
 
 
@@ -141,8 +141,9 @@ def begin(output: Path, record: dict[str, Any]) -> None:
     write_json(record, output / RECORD_FILE)
 
 
-def finish(output: Path, record: dict[str, Any], found: Recovery) -> None:
-    """Write down what came of a recovery; its checkpoints go."""
+def finish(output: Path, record: dict[str, Any], found: Recovery) -> Recovery:
+    """Write down, and return, what came of a recovery; its checkpoints go."""
     left = [name for name in list_entries(output, RECORD_FILE) if not re.fullmatch(CHECKPOINTS, name)]
     write_json(record | {"result": asdict(found), "files": left}, output / RECORD_FILE)
     remove_checkpoints(output)
+    return found

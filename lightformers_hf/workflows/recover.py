@@ -122,9 +122,7 @@ def recover(
             begin(output, record)
             record |= run.prepare(minutes, translations, start)
             write_json(record, output / RECORD_FILE)
-        found = run.train(record)
-        finish(output, record, found)
-    return found
+        return finish(output, record, run.train(record))
 
 
 @dataclass(eq=False)
@@ -300,7 +298,6 @@ class Run:
             return 0, sentences
         rest = sources[len(sample) : count]
         texts = sample + translate(rest, translator, self.tokenizer, num_beams=beams, progress=self.progress)
-        # With the sources: on resume, the data may no longer be what it was.
         write_json({"source": sources[:count], "target": texts}, self.output / TRANSLATIONS_FILE)
         return count, sentences
 
