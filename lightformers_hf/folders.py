@@ -99,7 +99,7 @@ def atomic_output(
                 if not is_same(temporary):
                     raise _removed(target, temporary)
                 write_json({"files": list_entries(temporary)}, temporary / MANIFEST_FILE)
-                _open_to_readers(temporary)
+                open_to_readers(temporary, MANIFEST_FILE)
                 _synchronize(temporary)
                 _replace(target, temporary, overwrite)
         except BaseException as error:
@@ -325,9 +325,9 @@ def _replace(target: Path, temporary: Path, overwrite: bool) -> None:
         _remove(old, target)
 
 
-def _open_to_readers(folder: Path) -> None:
-    """Let who may read the manifest read the other files: safetensors makes its own for their owner alone."""
-    mode = (folder / MANIFEST_FILE).stat().st_mode & 0o666
+def open_to_readers(folder: Path, known: str) -> None:
+    """Let who may read the file `known` read the others, too: safetensors makes its own for their owner alone."""
+    mode = (folder / known).stat().st_mode & 0o666
     for file in folder.rglob("*"):
         if file.is_file() and not file.is_symlink() and mode & ~file.stat().st_mode:
             file.chmod(file.stat().st_mode | mode)

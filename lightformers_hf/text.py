@@ -75,8 +75,8 @@ def load_text(
         if not alone:
             return load_parallel(data, source=f"{column}={prefix}" if prefix else column, target=names[1], split=split)
         only = rows.column_names[0] if single and source not in rows.column_names else names[0]
-        if source is not None and only != source:
-            raise ValueError(f"{data} has no column {source!r}: it has {_shorten(only)} alone.")
+        if (source is not None and only != source) or only == names[1]:
+            raise ValueError(f"{data} has no column {names[0]!r}: it has {_shorten(only)} alone.")
     texts = rows.select_columns([only]).rename_columns({only: "source"} if only != "source" else {})
     _check_text(texts, data, {"source": only})
     return texts.map(lambda row: {"source": prefix + row["source"]}) if prefix else texts

@@ -231,3 +231,12 @@ def test_brackets_in_a_text_are_text(tmp_path):
     text = "[" * 200 + '\\"' + "{" * 200
     path = write(tmp_path, "x.jsonl", [{"de": text, "en": "b"}] * 3)
     assert load_parallel(path, source="de", target="en")["source"] == [text] * 3
+
+
+def test_text_of_the_target_language_alone_is_no_source(tmp_path):
+    (tmp_path / "english.csv").write_text("en\nA dog.\nTwo cats.\n")
+    with pytest.raises(ValueError, match=r"has no column 'de': it has en alone|has no column 'de': it has 'en' alone"):
+        load_text(str(tmp_path / "english.csv"), source=None, target=None, default=("de", "en"))
+    (tmp_path / "other.csv").write_text("text\nEin Hund.\n")
+    texts = load_text(str(tmp_path / "other.csv"), source=None, target=None, default=("de", "en"))
+    assert texts["source"][:] == ["Ein Hund."]

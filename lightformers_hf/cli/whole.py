@@ -61,7 +61,12 @@ def recover(light: str, source_lang: str | None, target_lang: str | None, **opti
     Argument("output", type=FILE, about="The folder for everything that is made."),
     option("--size", metavar="40MB", help="Bytes of the small model's weights at most, before they are quantized."),
     option("--params", metavar="20M", help="Instead: parameters at most."),
-    option("--ratio", type=float, metavar="P", help="Instead: dense / kept parameters. Default: 2."),
+    option(
+        "--ratio",
+        type=float,
+        metavar="P",
+        help="Instead: dense / kept parameters. Default: 2, without --decoder-layers.",
+    ),
     option("--speedup", type=float, metavar="S", help="Instead: times as fast, estimated on this machine."),
     option("--decoder-layers", type=int, help="Decoder layers that are kept; they cost most time."),
     option("--test", type=PLACE, help="Pairs to measure with at last. Default: a part of --data, if pairs."),

@@ -225,7 +225,7 @@ other languages is written character by character, if at all.{% endif %}
 
 {% if steps %}
 It was trained for {{ "{:,}".format(steps) }} steps after that.
-{% elif report.ratio > 1 or not report.vocabulary %}
+{% elif report.loses %}
 Compression alone costs quality; fine-tune it before use.
 {% endif %}
 {% else %}

@@ -181,7 +181,7 @@ def compress(
         options,
         reports,
         study=asked_study,
-        calibration=(options.calibration or OWN_TEXT) if calibrates or will_bridge else None,
+        calibration=(options.calibration or OWN_TEXT) if calibrates or (will_bridge and not dry) else None,
         calibrated_on=seen.sentences,
         estimated_speedup=estimate_speedup(teacher.timed_config, model.config) if options.speedup else None,
         trimmed=whole if options.vocabulary else None,

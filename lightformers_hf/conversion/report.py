@@ -207,9 +207,15 @@ class CompressionReport:
         return {stack: [kept, before] for stack, (kept, before) in self.layers.items() if kept != before}
 
     @property
+    def loses(self) -> bool:
+        """Whether anything but tokens was left out."""
+        shares = any(stored != depths for stored, depths in self.groups.values())
+        return bool(self.smaller or self.fewer_layers or shares)
+
+    @property
     def measure(self) -> str:
         """What `energy` and `relative_error` of the matrices are measured in."""
-        if self.calibration is None:
+        if self.calibration is None or not self.smaller:
             return "every entry alike (Frobenius norm)"
         return f"entries weighed by what they cost on {self.calibration}"
 

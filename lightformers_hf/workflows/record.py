@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import read_json, write_json
-from ..folders import check_output, find_foreign, list_entries
+from ..folders import check_output, find_foreign, list_entries, open_to_readers
 from ..recovery import remove_checkpoints
 
 if TYPE_CHECKING:
@@ -104,19 +104,20 @@ def claim(
     record = read_json(output / file) if output.is_dir() else {}
     if record and not overwrite:
         before = record.get("asked", {})
-        if differing := [name for name, value in asked.items() if not _is_same(value, before.get(name))]:
+        if name := next((name for name, value in asked.items() if not _is_same(value, before.get(name))), None):
             raise FileExistsError(
-                f"{output} holds one with another {differing[0]}: give the same options to go on with it, "
-                "another folder, or --overwrite"
+                f"{output} holds one with another {name}, {before.get(name)!r}: give the same options to go on with "
+                "it, another folder, or --overwrite"
             )
         if "result" in record:
             raise FileExistsError(f"{output} holds this, complete: give another folder, or --overwrite")
         return record
     if not record and output.exists():
         check_output(output, inputs=inputs)
-    there = [Path(path).expanduser() for path in inputs if path is not None]
-    if any(output.resolve() in (path.resolve(), *path.resolve().parents) for path in there if path.exists()):
-        raise ValueError(f"output {output} is, or holds, what is read: give another folder")
+    there = [path.resolve() for name in inputs if name is not None and (path := Path(name).expanduser()).exists()]
+    place = output.resolve()
+    if any(place in (path, *path.parents) or (path in place.parents and path.is_dir()) for path in there):
+        raise ValueError(f"output {output} is, holds, or lies in, what is read: give another folder")
     return {"asked": asked}
 
 
@@ -145,5 +146,6 @@ def finish(output: Path, record: dict[str, Any], found: Recovery) -> Recovery:
     """Write down, and return, what came of a recovery; its checkpoints go."""
     left = [name for name in list_entries(output, RECORD_FILE) if not re.fullmatch(CHECKPOINTS, name)]
     write_json(record | {"result": asdict(found), "files": left}, output / RECORD_FILE)
+    open_to_readers(output, RECORD_FILE)
     remove_checkpoints(output)
     return found

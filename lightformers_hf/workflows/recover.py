@@ -47,6 +47,7 @@ from .settings import (
     RecoverySettings,
     check_minutes,
     choose_settings,
+    find_distance,
     plan_steps,
     sentences_in,
     training_arguments,
@@ -59,8 +60,7 @@ RANDOM_TEXTS = 20_000  # that are drawn where there is no text
 COMPARED = 200  # translations of the teacher that stand in for references at most
 LONGEST = 1024  # tokens of a text at most
 TRIAL_STEPS = 16  # by which the time of a step is known
-SAMPLE = 64  # sources by which the speed of translating is known
-BEAMS = 4
+SAMPLE, BEAMS = 64, 4  # sources by which the speed of translating is known, and how the teacher does
 
 
 def recover(
@@ -145,6 +145,7 @@ class Run:
         self.tokenizer: PreTrainedTokenizerBase = load_pretrained(AutoTokenizer, self.folder)
         # Attention written out: on a CPU, with sentences, it trains faster than the fused kernel.
         self.attention = "eager" if self.threads else None
+        self.bf16 = bf16_is_faster() if self.threads else torch.cuda.is_bf16_supported(including_emulation=False)
         self.model = self.load_light(dropout=False)
         self.distiller = load_distiller(str(resolve_source(self.teacher)), self.tokenizer, self.attention)
         if self.threads is None:
@@ -235,24 +236,27 @@ class Run:
     def prepare(self, minutes: float, translations: bool | None, start: float) -> dict[str, Any]:
         """Measure, choose the settings, and have the teacher translate where it is to."""
         width = self.model.config.hidden_size
+        self.say("measuring the model as it is, its teacher, and how long steps take")
+        _, each = time_translations(self.held_out["source"][:SAMPLE], self.distiller, self.tokenizer, 1)
+        taken = sentences_in(FOR_VALIDATION * 60 * minutes, each, len(self.held_out))
+        self.held_out = self.held_out.select(range(taken))
+        before, evaluation_seconds = self.measure(self.model)
+        teacher, _ = self.measure(self.distiller)
+        distance = find_distance(self.ratio, before.chrf, teacher.chrf)
         settings = choose_settings(
-            self.ratio,
+            distance,
             width,
             same_width=width == self.distiller.config.hidden_size,
-            bf16=bf16_is_faster() if self.threads else torch.cuda.is_bf16_supported(including_emulation=False),
+            bf16=self.bf16,
             on_cpu=self.threads is not None,
             random_text=self.data is None,
         )
-        self.say("measuring the model as it is, its teacher, and how long steps take")
-        count, sentences = self.ask_for_texts(60 * minutes, translations)
-        self.held_out = self.held_out.select(range(sentences))
-        before, evaluation_seconds = self.measure(self.model, settings)
-        teacher, _ = self.measure(self.distiller, settings)
+        count = self.ask_for_texts(60 * minutes, translations, distance)
         pairs = self.training_pairs(count)
         step_seconds, epoch_steps = self.time_steps(pairs, settings)
         left = max(60 * minutes - (time.monotonic() - start), 0.25 * 60 * minutes)
         dropout = 0.0 if self.data is None else getattr(self.own_config, "dropout", 0.0)
-        fixed = {"ratio": self.ratio, "width": width, "dropout": dropout}
+        fixed = {"ratio": distance, "width": width, "dropout": dropout}
         settings = plan_steps(settings, left, step_seconds, evaluation_seconds, epoch_steps, **fixed)
         self.say(
             f"BLEU / chrF{' with the teacher as reference' * self.compares_with_teacher} {before}, the teacher's "
@@ -260,33 +264,29 @@ class Run:
             f"learning rate {settings.learning_rate:.2g}, dropout {settings.dropout:g}"
         )
         scores = {"before": asdict(before), "teacher": asdict(teacher)}
-        return {"settings": asdict(settings), "translations": count, "sentences": sentences, "scores": scores}
+        chosen = {"settings": asdict(settings), "translations": count, "sentences": len(self.held_out)}
+        return chosen | {"scores": scores}
 
     def say(self, *lines: str) -> None:
         """Print lines above the bars."""
         for line in lines if self.progress else ():
             tqdm.write(line)
 
-    def measure(self, model: PreTrainedModel, settings: RecoverySettings) -> tuple[Scores, float]:
+    def measure(self, model: PreTrainedModel) -> tuple[Scores, float]:
         """A model on the validation, and how long it took."""
-        trainer = self.trainer(model, None, replace(settings, steps=1, eval_steps=1))
+        trainer = self.trainer(model, None, RecoverySettings(0.0, 0.0, 0.0, 1, self.bf16, steps=1, eval_steps=1))
         start = time.monotonic()
         return Scores.read(trainer.evaluate()), time.monotonic() - start
 
-    def ask_for_texts(self, seconds: float, wanted: bool | None) -> tuple[int, int]:
-        """Write the teacher's translations of the first so many sources.
-
-        Returns: how many those are; and how many sentences validation takes, that it keeps to its share of the time.
-        """
+    def ask_for_texts(self, seconds: float, wanted: bool | None, distance: float) -> int:
+        """Write the teacher's translations of sources, and return of how many: the first, as far as that pays."""
         if wanted is False and self.one_language:
             text = self.data or "text of the teacher's own"
             raise ValueError(f"{text} is of one language: leave translations out, which the targets come of")
         sources = self.pairs["source"][:]
         count = len(sources)
-        _, scored = time_translations(self.held_out["source"][:SAMPLE], self.distiller, self.tokenizer, 1)
-        sentences = sentences_in(FOR_VALIDATION * seconds, scored, len(self.held_out))
-        if not (self.one_language or wanted or (wanted is None and self.ratio >= FAR)):
-            return 0, sentences
+        if not (self.one_language or wanted or (wanted is None and distance >= FAR)):
+            return 0
         translator = fastest_translator(self.distiller, self.tokenizer)
         if translator is self.distiller and self.threads is not None:
             self.say("the teacher translates by generate(): CTranslate2, if installed, takes a fifth of the time")
@@ -294,12 +294,12 @@ class Run:
         sample, took = time_translations(sources[:SAMPLE], translator, self.tokenizer, beams)
         if self.one_language:
             count = min(count, max(len(sample), int(FOR_TRANSLATIONS * seconds / took)))
-        elif not (wanted or worth_translating(count, took, seconds, self.ratio)):
-            return 0, sentences
+        elif not (wanted or worth_translating(count, took, seconds, distance)):
+            return 0
         rest = sources[len(sample) : count]
         texts = sample + translate(rest, translator, self.tokenizer, num_beams=beams, progress=self.progress)
         write_json({"source": sources[:count], "target": texts}, self.output / TRANSLATIONS_FILE)
-        return count, sentences
+        return count
 
     def training_pairs(self, count: int) -> Dataset:
         """References and the teacher's translations, one behind the other."""

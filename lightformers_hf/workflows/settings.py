@@ -11,6 +11,9 @@ from transformers import Seq2SeqTrainingArguments
 # From this ratio on a model needs large steps, however few, and learned more from its teacher's own translations, too
 # (RESULTS.md, "Recovered").
 FAR = 5.0
+# So does one with less than this share of its teacher's chrF, as where layers were left out: converted models kept 0.9
+# at ratio 4, and 0.8 at 6 (RESULTS.md, "Without any training").
+NEAR = 0.85
 # The width that rates were measured at; Adam's fall as 1 / width (Yang et al. 2022, arXiv 2203.03466, Table 3), which
 # those found at 512 agree with (RESULTS.md, "At the size of the paper").
 MEASURED_WIDTH = 256
@@ -50,6 +53,15 @@ class RecoverySettings:
     dropout: float = 0.0
     seconds: float = 0.0
     most_steps: int = 0
+
+
+def find_distance(ratio: float, before: float, teacher: float) -> float:
+    """The ratio by which settings are chosen: that of the parameters, and at least `FAR` of a model that lost much.
+
+    Args:
+        before, teacher: chrF of the model, untrained, and of its teacher.
+    """
+    return ratio if before >= NEAR * teacher else max(ratio, FAR)
 
 
 def choose_settings(

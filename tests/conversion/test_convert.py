@@ -489,3 +489,15 @@ def test_the_teacher_makes_text_whatever_its_own_way_is(tiny_marian, tmp_path, s
         for reader in (Teacher(tiny_marian, "t"), Teacher(tmp_path / "teacher", "t"))
     ]
     assert torch.equal(*made)
+
+
+def test_what_is_said_of_fewer_layers(tiny_marian, tmp_path):
+    """That quality was lost, where tokens went, too; and nothing of weights where no matrix got smaller."""
+    (tmp_path / "words.txt").write_text("Zwei Hunde spielen. Two dogs play.\n")
+    asked = {"decoder_layers": 1, "vocabulary": str(tmp_path / "words.txt"), "progress": False}
+    report = convert(tiny_marian, tmp_path / "light", **asked)
+    card = (tmp_path / "light" / "README.md").read_text()
+    assert "Compression alone costs quality" in card
+    assert "every entry alike" in card
+    assert report.calibration == OWN_TEXT
+    assert plan(tiny_marian, **asked).calibration is None  # no text is read for it

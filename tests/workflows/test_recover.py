@@ -19,7 +19,13 @@ from lightformers_hf.processors import IdleThreads
 from lightformers_hf.recovery import progress
 from lightformers_hf.workflows.record import Scores
 from lightformers_hf.workflows.recover import Run, recover
-from lightformers_hf.workflows.settings import choose_settings, plan_steps, sentences_in, worth_translating
+from lightformers_hf.workflows.settings import (
+    choose_settings,
+    find_distance,
+    plan_steps,
+    sentences_in,
+    worth_translating,
+)
 
 BASE = choose_settings(4, 256, same_width=True, bf16=False, on_cpu=True)
 
@@ -74,6 +80,12 @@ def test_dropout_where_text_comes_again_and_again():
     kept = {case: (plan.dropout, plan.hidden_weight) for case, plan in plans.items() if plan.dropout}
     assert kept == {(4, 100, 0.1): (0.1, 0.0)}
     assert {plan.hidden_weight for case, plan in plans.items() if case not in kept} == {BASE.hidden_weight} == {5.0}
+
+
+def test_what_lost_much_is_far_whatever_its_size():
+    """As models are whose layers were left out."""
+    assert [find_distance(ratio, 52.0, 60.0) for ratio in (1.2, 4, 8)] == [1.2, 4, 8]
+    assert [find_distance(ratio, 50.0, 60.0) for ratio in (1.2, 4, 8)] == [5, 5, 8]
 
 
 def test_a_validation_keeps_to_its_time():
@@ -140,6 +152,18 @@ def test_a_recovery_goes_on_where_it_was_interrupted(place, tiny_marian, tmp_pat
     assert again.steps >= 1
 
 
+@pytest.mark.parametrize("chrf", [10.0, 59.0])
+def test_settings_are_those_of_what_was_lost(place, tiny_marian, tmp_path, monkeypatch, chrf):
+    scores = iter([Scores(0.0, chrf), Scores(0.0, 60.0)])
+    monkeypatch.setattr(Run, "measure", lambda *_: (next(scores), 0.01))
+    found = recover(place / "light", tmp_path / "out", **options(place, tiny_marian))
+    is_far = chrf < 50
+    assert (found.settings["learning_rate"] == pytest.approx(1e-3)) == is_far
+    assert found.settings["steps"] < 600
+    mode = (tmp_path / "out" / "recovery.json").stat().st_mode
+    assert {file.stat().st_mode for file in (tmp_path / "out").iterdir()} == {mode}
+
+
 def test_a_training_that_does_harm_is_not_kept(place, tiny_marian, tmp_path, monkeypatch):
     best = Scores(bleu=0.0, chrf=101.0)  # better than any by chrF, which counts
     monkeypatch.setattr(Run, "measure", lambda *_: (best, 0.01))
@@ -203,6 +227,8 @@ def test_what_is_refused(place, tiny_marian, tmp_path):
         recover(place / "light", tmp_path / "a", **options(place, tiny_marian, minutes=0))
     with pytest.raises((ValueError, FileExistsError), match="light"):
         recover(place / "light", place / "light", **options(place, tiny_marian))
+    with pytest.raises(ValueError, match="lies in, what is read"):
+        recover(place / "light", place / "light" / "sub", **options(place, tiny_marian))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     with pytest.raises(FileExistsError):
@@ -266,7 +292,7 @@ def test_what_is_cut_is_said(place, tiny_marian, tmp_path, capsys):
     rows = [{"de": f"{number} {text}", "en": "A dog."} for number in range(12)]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps({"translation": row}) + "\n" for row in rows))
     asked = options(place, tiny_marian, data=str(tmp_path / "long.jsonl"), validation=str(place / "pairs.jsonl"))
-    recover(place / "light", tmp_path / "out", **asked | {"progress": True})
+    recover(place / "light", tmp_path / "out", translations=False, **asked | {"progress": True})
     assert "12 of 12 sources are cut after 64 tokens" in "".join(capsys.readouterr())
 
 

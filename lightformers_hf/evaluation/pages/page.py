@@ -279,8 +279,8 @@ def _draw_spectra(folder: Path, matrices: list[MatrixReport], name: str, *, trim
     return _draw(
         "Singular values of the teacher",
         partial(report_plots.spectra, matrices=matrices, values=values, ranks=ranks),
-        f"Of every matrix of {teacher.name}, relative to its largest. A dot is the rank that was kept; a matrix that "
-        "stayed whole, or got narrower, has none.",
+        f"Of the matrices of {teacher.name}, but for layers left out, relative to the largest. A dot is the rank that "
+        "was kept; a matrix that stayed whole, or got narrower, has none.",
         columns=3,
         height=3.8,
     )

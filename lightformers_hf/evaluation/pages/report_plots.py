@@ -97,8 +97,10 @@ def _place(matrix: MatrixReport, stack: str) -> tuple[int, str] | None:
 
 
 def has_errors(matrices: Sequence[MatrixReport]) -> bool:
-    """Whether `errors` would find a matrix in a layer."""
-    return any(_place(matrix, stack) for matrix in matrices for stack in ("encoder", "decoder"))
+    """Whether `errors` would find a matrix in a layer of which something is lost."""
+    return any(
+        matrix.relative_error and (_place(matrix, "encoder") or _place(matrix, "decoder")) for matrix in matrices
+    )
 
 
 def trade_off(panels: list[Axes], points: Sequence[Point], *, quality: str, speed: str) -> None:
