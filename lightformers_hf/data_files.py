@@ -91,6 +91,12 @@ def load_lines(path: Path) -> Dataset:
         raise ValueError(f"{path} cannot be read as text: {error.__cause__ or error}") from error
 
 
+def check_data(data: str) -> None:
+    """Raise `FileNotFoundError` or `ValueError` where `data` speaks of a file, and none is there."""
+    if is_file_name(data):
+        _check_there(Path(data).expanduser())
+
+
 def _check_there(path: Path) -> None:
     if path.is_dir():
         raise ValueError(f"{path} is a folder: give one of its files, or the name of a dataset on the Hub.")
@@ -224,5 +230,5 @@ def is_lines(data: str) -> bool:
 
 def is_file_name(data: str) -> bool:
     """Whether `data` speaks of a file: it is there, or it is written like a path or with a known ending."""
-    known = data.removesuffix(".gz").endswith(SUFFIXES)
+    known = data.removesuffix(".gz").endswith((*SUFFIXES, ".txt"))
     return os.path.exists(data) or data.startswith(("/", ".", "~")) or known

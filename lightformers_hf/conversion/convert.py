@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from ..data_files import check_data
 from ..folders import atomic_output, check_output
 from ..loading import load_tensors, resolve_source, skeleton
 from ..models.configuration_base import FactorizedConfig
@@ -57,6 +58,7 @@ def plan(
     """
     with end_together(), IdleThreads():
         asked = CompressionOptions(**options)
+        check_texts(asked)
         return compress(resolve_source(source), str(source), asked, study, dry=True, progress=progress).report
 
 
@@ -97,6 +99,7 @@ def convert(
     with end_together(), IdleThreads():
         asked = CompressionOptions(**options)
         settle(asked, study)
+        check_texts(asked)
         if is_main():
             check_output(output, overwrite=overwrite, inputs=[source, *asked.texts])
         folder = resolve_source(source)
@@ -107,6 +110,12 @@ def convert(
             if is_main():
                 write(result, temporary, Path(output).name)
     return result.report
+
+
+def check_texts(options: CompressionOptions) -> None:
+    """Raise an error as of `load_parallel` where a file of text is not there: before anything takes long."""
+    for text in options.texts:
+        check_data(text)
 
 
 @dataclass(frozen=True, eq=False)

@@ -248,7 +248,9 @@ def read_texts(given: Texts, columns: tuple[str, str], seed: int) -> list[tuple[
     if data is None or "target" not in load_text(data, source=None, target=None, default=columns).column_names:
         if not test:
             what = f"{data} is of one language" if data else "Neither data nor test is given"
-            raise ValueError(f"{what}: give pairs as data, or test, with pairs to measure on")
+            raise ValueError(
+                f"{what}: give pairs as data, or test, with pairs to measure on (then data may be left out)"
+            )
         return None
     pairs = load_parallel(data, source=columns[0], target=columns[1]).shuffle(seed=seed)
     once = dict(zip(pairs["source"], pairs["target"], strict=True))

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -424,10 +425,13 @@ def test_a_tokenizer_that_does_not_fit_is_noticed_before_the_work(tiny_marian, t
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        (DENSE | {"calibration": "a.txt"}, "calibration"),
-        ({"calibration": "a.txt", "encoder_layers": 2}, "calibration"),  # which are all
+        (DENSE | {"calibration": "owner/pairs"}, "calibration"),
+        ({"calibration": "owner/pairs", "encoder_layers": 2}, "calibration"),  # which are all
         (DENSE | {"study": StudyOptions(refit=True)}, "refit"),
-        ({"encoder_groups": 1, "study": StudyOptions(group_start="mean"), "calibration": "a.txt"}, "calibration"),
+        (
+            {"encoder_groups": 1, "study": StudyOptions(group_start="mean"), "calibration": "owner/pairs"},
+            "calibration",
+        ),
     ],
 )
 def test_what_text_is_not_read_for_is_refused(tiny_marian, tmp_path, options, name):
@@ -501,3 +505,12 @@ def test_what_is_said_of_fewer_layers(tiny_marian, tmp_path):
     assert "every entry alike" in card
     assert report.calibration == OWN_TEXT
     assert plan(tiny_marian, **asked).calibration is None  # no text is read for it
+
+
+@pytest.mark.parametrize("text", ["nothere.jsonl", "nothere.txt", "folder/pairs.csv.gz"])
+@pytest.mark.parametrize("option", ["calibration", "vocabulary"])
+def test_text_that_is_not_there_is_noticed_first(tiny_marian, tmp_path, monkeypatch, option, text):
+    monkeypatch.setattr("lightformers_hf.conversion.convert.compress", lambda *_, **__: pytest.fail("too late"))
+    for function in (partial(convert, output=tmp_path / "light"), plan):
+        with pytest.raises(FileNotFoundError, match=f"No data file {text}"):
+            function(tiny_marian, progress=False, **{option: text})
