@@ -172,6 +172,12 @@ class CompressionOptions:
         """Files and data sets that are read."""
         return [*filter(None, [self.calibration]), *(self.vocabulary or ())]
 
+    @property
+    def reads_text(self) -> bool:
+        """Whether text is read for it, the user's or the teacher's own: matrices get smaller, or layers fewer."""
+        layers = (self.encoder_layers, self.decoder_layers, self.encoder_groups, self.decoder_groups)
+        return self.method != "paper" and (self.policy().compresses or any(layers))
+
     def _given(self, *names: str) -> list[str]:
         return [name for name in names if getattr(self, name) is not None]
 

@@ -174,7 +174,7 @@ class Work:
 
     def convert(self) -> None:
         """Make the teacher smaller."""
-        text = {} if self.options.get("method") == "paper" else {"calibration": self.files.train}
+        text = {"calibration": self.files.train} if CompressionOptions(**self.options).reads_text else {}
         convert(self.teacher, self.output / "converted", progress=self.progress, **text | self.options)
 
     def recover(self) -> None:

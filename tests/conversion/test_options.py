@@ -240,6 +240,22 @@ def test_what_needs_calibration(options, switches, name):
 
 
 @pytest.mark.parametrize(
+    ("options", "reads"),
+    [
+        ({}, True),
+        ({"method": "paper"}, False),
+        ({"vocabulary": ["text.txt"]}, False),
+        ({"pattern": {".*": None}}, False),
+        ({"vocabulary": ["text.txt"], "decoder_layers": 1}, True),
+        ({"encoder_groups": 2}, True),
+        ({"size": "1MB", "vocabulary": ["text.txt"]}, True),
+    ],
+)
+def test_for_what_text_is_read(options, reads):
+    assert CompressionOptions(**options).reads_text is reads
+
+
+@pytest.mark.parametrize(
     ("text", "pair"),
     [("de", ("de", "de")), ("de=de_DE", ("de", "de_DE")), (None, (None, None)), ("=de_DE", (None, "de_DE"))],
 )
