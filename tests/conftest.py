@@ -8,10 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 import warm
 from tiny import make_tokenizer
+
+# On a busy machine anything takes long.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 GERMAN = """\
 Ein Mann läuft über die Straße.

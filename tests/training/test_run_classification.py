@@ -61,7 +61,7 @@ def results(folder):
     return json.loads((folder / "test_results.json").read_text())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.sampled_from("abc"), min_size=2, max_size=80), st.integers(2, 10), st.integers(0, 9))
 def test_folds_are_stratified(labels, folds, seed):
     counts = collections.Counter(labels)
