@@ -18,7 +18,7 @@ OVERWRITE = option("--overwrite", is_flag=True, help="Replace what a command wro
 
 # Fields of `CompressionOptions`: what stands for the value, and the help.
 OPTIONS_HELP = {
-    "ratio": ("P", "Dense / kept parameters, of what is left beside the options below. Default: 2, without those."),
+    "ratio": ("P", "Dense / kept, of what layers leave. Default: 2."),
     "params": ("20M", "Instead: parameters of the result at most."),
     "size": ("40MB", "Instead: bytes of the result's weights at most."),
     "speedup": ("S", "Instead: times as fast, estimated on this machine."),
