@@ -242,7 +242,7 @@ class Run:
         self.held_out = self.held_out.select(range(taken))
         before, evaluation_seconds = self.measure(self.model)
         teacher, _ = self.measure(self.distiller)
-        distance = find_distance(self.ratio, before.chrf, teacher.chrf)
+        distance = self.ratio if self.compares_with_teacher else find_distance(self.ratio, before.chrf, teacher.chrf)
         settings = choose_settings(
             distance,
             width,
