@@ -64,8 +64,6 @@ from lightformers_hf.loading import build_network, load_pretrained
 from lightformers_hf.text import load_rows
 
 HEADS = ("classifier.", "classification_head.", "pre_classifier.", "score.")
-# The names of an encoder-decoder's encoder → those of the classifier.
-ENCODER_OF_PAIR = {r"^model\.encoder\.": "encoder.", r"^model\.shared\.": "encoder.embed_tokens."}
 
 
 @dataclass
@@ -184,14 +182,8 @@ def build_classifier(
     if name and not args.from_scratch:
         if vectors:
             raise ValueError(f"{name} has an embedding already: --word-vectors is for random weights.")
-        model, info = load_pretrained(
-            AutoModelForSequenceClassification,
-            name,
-            config=config,
-            key_mapping=ENCODER_OF_PAIR,
-            output_loading_info=True,
-            **options,
-        )
+        options |= {"config": config, "output_loading_info": True}
+        model, info = load_pretrained(AutoModelForSequenceClassification, name, **options)
         if missing := sorted(key for key in info["missing_keys"] if not key.startswith(HEADS)):
             raise ValueError(f"{name} lacks {len(missing)} of the encoder's weights, such as {missing[0]}.")
         return model

@@ -29,6 +29,10 @@ from .matrices import Parts, add_residuals, from_pattern, projections
 from .relative_positions import RelativePositions, find_distances
 from .stacks import DecoderStack, EncoderStack, FactorizedPreTrainedModel, make_table
 from .transformer_layer import Depth, Dropout, RMSNorm, TransformerLayer, add_feed_forward, add_layer_norms
+from .transformers_internals import keep_own_names
+
+# The names of an encoder-decoder's encoder → those of the classifier.
+ENCODER_OF_PAIR = {r"^model\.encoder\.": "encoder.", r"^(?:model\.)?shared\.": "encoder.embed_tokens."}
 
 
 def make_norm(config: LightFormerConfig, width: int) -> nn.Module:
@@ -247,3 +251,10 @@ class LightFormerForSequenceClassification(SequenceClassificationHead, LightForm
         self.dropout = Dropout(config.classifier_dropout)
         self.classifier = nn.Linear(config.d_model, config.num_labels)
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, key_mapping: dict[str, str] | None = None, **kwargs: Any) -> Any:
+        """As the base class; of a sequence-to-sequence checkpoint, its encoder and the table of that."""
+        loaded = super().from_pretrained(*args, key_mapping=ENCODER_OF_PAIR | (key_mapping or {}), **kwargs)
+        keep_own_names(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded

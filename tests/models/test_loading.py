@@ -388,6 +388,24 @@ def test_a_classifier_as_another_model_has_a_fresh_table_where_its_own_does_not_
     assert outputs(model).isfinite().all()
 
 
+@pytest.mark.parametrize("head", ["Model", "ConditionalGeneration"])
+@pytest.mark.parametrize("fields", [{}, {"share_encoder_decoder_embeddings": False}, {"embedding_rank": None}])
+def test_a_classifier_has_the_encoder_of_a_pair(head, fields, tmp_path):
+    pair = make_model(head, "lightformer-groups", **{"embedding_rank": 5} | fields)
+    pair.save_pretrained(tmp_path / "pair")
+    auto = AUTO["SequenceClassification"]
+    classifier, report = auto.from_pretrained(tmp_path / "pair", num_labels=3, output_loading_info=True)
+    assert report["missing_keys"] == {"classifier.weight", "classifier.bias"}
+    ids, mask = padded(sentences())
+    states = [model.get_encoder()(ids, mask).last_hidden_state for model in (pair, classifier)]
+    torch.testing.assert_close(*states)
+    classifier.save_pretrained(tmp_path / "classifier")
+    stored = load_file(tmp_path / "classifier/model.safetensors")
+    assert stored.keys() <= classifier.state_dict().keys()
+    again = auto.from_pretrained(tmp_path / "classifier")
+    assert torch.equal(outputs(again), outputs(classifier))
+
+
 @pytest.mark.parametrize(
     ("family", "fields"),
     [

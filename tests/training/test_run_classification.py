@@ -203,8 +203,17 @@ def test_the_encoder_of_a_translation_model(base, tmp_path, shared):
     torch.testing.assert_close(model.encoder(**batch).last_hidden_state, expected)
     assert model(**batch).logits.shape == (1, 3)
     options = {"model_name_or_path": tmp_path / "pair", "config_name": None, "tokenizer_name": None}
-    script.main(command(base, **options, test_file=tmp_path / "test.jsonl", train_file=tmp_path / "train.jsonl"))
-    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config.id2label == {0: "0", 1: "1"}
+    files = {f"{part}_file": tmp_path / f"{part}.jsonl" for part in ("train", "test")}
+    files["validation_file"] = files["test_file"]
+    best = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 5, "eval_strategy": "steps"}
+    script.main(command(base, **options, **files, **best, eval_steps=5))
+    trained, report = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert trained.config.id2label == {0: "0", 1: "1"}
+    state = json.loads((tmp_path / "out/trainer_state.json").read_text())
+    best = AutoModelForSequenceClassification.from_pretrained(state["best_model_checkpoint"]).state_dict()
+    for name, tensor in trained.state_dict().items():
+        torch.testing.assert_close(tensor, best[name], rtol=0, atol=0)
 
 
 def vectors_file(path, width=16):
