@@ -19,7 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import can_return_tuple
 
 from .embeddings import AdaptiveEmbedding, AdaptiveOutput, adaptive_ties
-from .matrices import make_output, module_rank, table_parameters, wide_linear
+from .matrices import make_output, module_rank, table_parameters, warn_of_patterns, wide_linear
 from .stacks import make_table
 
 
@@ -104,6 +104,7 @@ class EncoderDecoder(Vocabulary):
         self.encoder = encoder_class(config)
         self.decoder = decoder_class(config)
         self._tied_weights_keys = encoder_decoder_ties(self)
+        warn_of_patterns(self, config)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.encoder.embed_tokens

@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import logging
 
 from .configuration_base import FactorizedConfig
 from .starts import layer_start, set_start
 from .torch_internals import is_plain
+
+logger = logging.get_logger(__name__)
 
 # Where it pays: tall matrices too large for a core's own cache, up to so many rows (fp32, one core: 1.5 to 4 times).
 MOST_ROWS = 8
@@ -37,6 +40,15 @@ def from_pattern(patterns: Mapping[str, int | None], name: str, default: int | N
         if pattern_matches(pattern, name):
             return value
     return default
+
+
+def warn_of_patterns(model: nn.Module, config: FactorizedConfig) -> None:
+    """Log every pattern of `config` that is of no module of `model`, as a misspelt one is: it changes nothing."""
+    names = {name for name, _ in model.named_modules()}
+    for field in config.patterns:
+        for pattern in getattr(config, field):
+            if pattern not in names and not any(pattern_matches(pattern, name) for name in names):
+                logger.warning(f"{field} has {pattern!r}, which is the end of no module's name: it changes nothing.")
 
 
 def _check_rank(rank: int, m: int, n: int, name: str) -> None:

@@ -337,3 +337,15 @@ def test_gradients_of_a_wide_layer():
     layer, states = nn.Linear(8, 64), torch.randn(2, 8, requires_grad=True)
     wide_linear(layer, states).sum().backward()
     torch.testing.assert_close(states.grad, layer.weight.sum(0).expand(2, 8))
+
+
+def test_a_pattern_of_no_module_is_told(caplog):
+    fields = {
+        "rank_pattern": {"fcl": 2, "decoder.layers.0.fc1": 2, "q_proj|k_proj": 2},
+        "head_dim_pattern": {"self": 4},
+    }
+    LightFormerForConditionalGeneration(LightFormerConfig(**TINY["lightformer"], **fields))
+    told = caplog.text
+    assert told.count("changes nothing") == 2
+    assert "rank_pattern has 'fcl'" in told
+    assert "head_dim_pattern has 'self'" in told
