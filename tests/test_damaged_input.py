@@ -57,6 +57,17 @@ def test_calibration_without_a_tokenizer(run):
     assert "no tokenizer" in run("convert dense out --ratio 2 --calibration test.jsonl")
 
 
+def test_a_conversion_without_a_tokenizer_says_so(run, monkeypatch, capfd):
+    monkeypatch.setattr("sys.argv", shlex.split("lightformers convert dense out --ratio 2 --method paper --overwrite"))
+    for has_tokenizer in (True, False):
+        with pytest.raises(SystemExit, match="0"):
+            cli.main()
+        told = capfd.readouterr().out
+        assert ("dense has no tokenizer, so out has none either" in told) == (not has_tokenizer)
+        for name in ("vocab.json", "source.spm", "target.spm", "tokenizer_config.json"):
+            Path("dense", name).unlink(missing_ok=True)
+
+
 @pytest.mark.parametrize(
     ("changes", "command", "message"),
     [

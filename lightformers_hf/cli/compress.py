@@ -99,11 +99,15 @@ def convert(source: str, output: Path, overwrite: bool, **options: Any) -> Answe
     given = read_options(options)
     from ..conversion.convert import convert as run
     from ..conversion.tables import print_report
+    from ..loading import has_tokenizer
 
     report = run(source, output, overwrite=overwrite, **given)
+    lines = [f"Written to {output}; every matrix is listed in its compression.json."]
+    if not has_tokenizer(output):
+        lines.append(f"{source} has no tokenizer, so {output} has none either: put the files of one into it.")
     return Answer(
         {"output": str(output), **report.to_dict()},
-        [f"Written to {output}; every matrix is listed in its compression.json."],
+        lines,
         draw=lambda console: print_report(report, console, matrices=False),
     )
 
