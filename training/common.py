@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from arguments import DataArguments, ModelArguments, check_model_fields
+from arguments import DataArguments, ModelArguments, check_model_fields, dash_option
 from datasets import Dataset, Value, concatenate_datasets
 from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
@@ -218,6 +218,14 @@ def build_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, auto_m
     if name:  # so that it is decoded just as the checkpoint it is compared with
         model.generation_config = GenerationConfig.from_pretrained(name)
     return model
+
+
+def check_positions(model: PreTrainedModel, **lengths: int) -> None:
+    """Raise a `ValueError` for every option that lets texts be longer, in tokens, than what the model reads."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions and (long := {name: tokens for name, tokens in lengths.items() if tokens > positions}):
+        given = " and ".join(f"{dash_option(f'--{name}')} from {tokens}" for name, tokens in long.items())
+        raise ValueError(f"The model has {positions} positions: lower {given}.")
 
 
 def load_texts(data: str, columns: list[str], *, split: str = "train", max_samples: int | None = None) -> Dataset:

@@ -37,6 +37,7 @@ import transformers
 from arguments import ModelArguments, OutputArguments, parse_arguments
 from common import (
     check_output,
+    check_positions,
     checkpoint_name,
     load_config,
     load_parts,
@@ -224,9 +225,7 @@ def run(
     set_seed(args.seed)
     tokenizer = load_tokenizer(model_args)
     model = build_classifier(model_args, tokenizer, classes, data_args.word_vectors)
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions and data_args.max_length > positions:
-        raise ValueError(f"The model has {positions} positions: lower --max-length from {data_args.max_length}.")
+    check_positions(model, max_length=data_args.max_length)
     with args.main_process_first():
         tokens = {part: tokenize(rows, tokenizer, classes, data_args.max_length) for part, rows in parts.items()}
     trainer = Trainer(

@@ -34,6 +34,7 @@ from arguments import ModelArguments, OutputArguments, parse_arguments
 from common import (
     build_model,
     check_output,
+    check_positions,
     checkpoint_name,
     load_parts,
     load_texts,
@@ -173,9 +174,7 @@ def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, bloc
     """Raise a `ValueError` if there is no end token, or a block is longer than what the model reads."""
     if tokenizer.eos_token_id is None:
         raise ValueError(f"The tokenizer {tokenizer.name_or_path} has no end token (eos_token): lines need one.")
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions and block_size > positions:
-        raise ValueError(f"The model has {positions} positions: lower --block-size from {block_size}.")
+    check_positions(model, block_size=block_size)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -30,6 +30,7 @@ from arguments import ModelArguments, OutputArguments, parse_arguments
 from common import (
     build_model,
     check_output,
+    check_positions,
     checkpoint_name,
     load_tokenizer,
     parameter_count,
@@ -258,11 +259,9 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = load_tokenizer(model_args)
     prepare_tokenizer(model_args, tokenizer)
     model = build_model(model_args, tokenizer, AutoModelForSeq2SeqLM)
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if data_args.block_size < 8 or (positions and data_args.block_size > positions):
-        raise ValueError(
-            f"block_size is {data_args.block_size}: expected from 8 to the model's {positions} positions."
-        )
+    if data_args.block_size < 8:
+        raise ValueError(f"block_size is {data_args.block_size}: expected at least 8.")
+    check_positions(model, block_size=data_args.block_size)
     if held_out is not None:
         held_out = NoisedBlocks(held_out, tokenizer, data_args, args.seed, repeat=False)
         held_out = Dataset.from_list(list(itertools.islice(held_out, data_args.max_eval_samples)))

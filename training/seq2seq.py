@@ -13,6 +13,7 @@ from arguments import OutputArguments
 from common import (
     build_model,
     check_output,
+    check_positions,
     checkpoint_name,
     load_parts,
     load_tokenizer,
@@ -142,13 +143,6 @@ def set_generation(
         raise ValueError("length_penalty chooses between the outputs of a beam: give --num-beams above 1 with it.")
 
 
-def check_positions(model: PreTrainedModel, data: DataArguments) -> None:
-    """Raise a `ValueError` if texts may be longer than what the model reads."""
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions and max(data.max_source_length, data.max_target_length) > positions:
-        raise ValueError(f"The model has {positions} positions: lower --max-source-length and --max-target-length.")
-
-
 def run(
     task: Task,
     model_args: arguments.ModelArguments,
@@ -172,7 +166,9 @@ def run(
     set_seed(args.seed)
     tokenizer = load_tokenizer(model_args)
     model = build_model(model_args, tokenizer, AutoModelForSeq2SeqLM)
-    check_positions(model, data_args)
+    check_positions(
+        model, max_source_length=data_args.max_source_length, max_target_length=data_args.max_target_length
+    )
     keep_prefix(model.config, source, target)
     set_generation(model, generation, model_args, data_args.max_target_length)
     if task.prepare is not None:
