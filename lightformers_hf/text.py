@@ -35,15 +35,21 @@ def load_parallel(
         FileNotFoundError: no such file, or no such dataset on the Hub.
         ValueError: an unknown file type, unreadable or empty data, columns that are missing, values that are not text.
     """
-    if max_samples is not None and max_samples < 1:
-        raise ValueError(f"max_samples is {max_samples}: expected 1 or more, or None for all.")
     (source, prefix), target = split_prefix(source), split_language(target)[0] or ""
     pairs = load_rows(data, split=split)
     pairs = _select_columns(pairs, data, source, target)
-    if max_samples is not None:
-        pairs = pairs.select(range(min(max_samples, len(pairs))))
+    pairs = take_rows(pairs, max_samples)
     _check_text(pairs, data, {"source": source, "target": target})
     return pairs.map(lambda pair: {"source": prefix + pair["source"]}) if prefix else pairs
+
+
+def take_rows(rows: Dataset, max_samples: int | None) -> Dataset:
+    """The first so many rows, or all. Raises `ValueError` for a number below 1."""
+    if max_samples is None:
+        return rows
+    if max_samples < 1:
+        raise ValueError(f"max_samples is {max_samples}: expected 1 or more, or None for all.")
+    return rows.select(range(min(max_samples, len(rows))))
 
 
 def load_text(

@@ -182,6 +182,13 @@ def seed_number(text: str) -> int:
     return value
 
 
+def positive_number(text: str) -> int:
+    """A whole number above 0 of a script's command line, as the `type` of its option."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text}: give a whole number above 0")
+    return int(text)
+
+
 def dash_option(word: str) -> str:
     """`--train_file`, also before `=`, as `--train-file`; any other word, and `--model.field`, as it stands."""
     name, equals, value = word.partition("=")

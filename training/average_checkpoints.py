@@ -7,7 +7,7 @@
 
 A run is the `--output-dir` of a training script, with its `checkpoint-<step>` folders (keep enough of them:
 `--save-total-limit`). Those that a kill cut off do not count. Sums are taken in fp32 and stored in the checkpoints'
-type. Configuration and tokenizer are those of the newest of the checkpoints, or the best.
+type. Configuration and tokenizer are those of the newest of the checkpoints, the best, or the first that is named.
 """
 
 from __future__ import annotations
@@ -145,6 +145,8 @@ def main(argv: list[str] | None = None) -> None:
             if count < 1 or len(args.folders) > 1:
                 raise ValueError(f"--{option} is {count}, of {len(args.folders)} folders: expected 1 or more, of one.")
             checkpoints = choose(args.folders[0], metric=args.metric, **{option: count})
+    if len(checkpoints) == 1 and args.last is args.best is None and checkpoints[0].is_dir():
+        raise ValueError(f"{checkpoints[0]} alone: give --last or --best with a run, or several checkpoints.")
     average(checkpoints, args.output, overwrite=args.overwrite)
     names = ", ".join(folder.name for folder in checkpoints)
     Console().print(escape(f"Mean of {len(checkpoints)} ({names}), saved in {args.output}"), soft_wrap=True)

@@ -36,11 +36,22 @@ import lightformers_hf  # noqa: F401  registers the architectures with the Auto 
 from lightformers_hf.conversion import copy_report
 from lightformers_hf.data_files import load_lines
 from lightformers_hf.loading import build_network, load_pretrained, unique_parameters
-from lightformers_hf.recovery import find_last_checkpoint, load_trainable
+from lightformers_hf.recovery import find_last_checkpoint, load_trainable, remove_checkpoints
 from lightformers_hf.recovery import train as train_model
-from lightformers_hf.text import load_rows
+from lightformers_hf.text import load_rows, take_rows
 
+# Fields of configurations that speak of tokens by their ids.
+OF_TOKENS = re.compile(r"\w*vocab_size|\w+_token_ids?|bad_words_ids|\w*suppress_tokens|sequence_bias|\w+_decoder_ids")
 AutoModel = type[AutoModelForSeq2SeqLM] | type[AutoModelForCausalLM]
+
+
+def check_metric(args: transformers.TrainingArguments, measures: Sequence[str]) -> None:
+    """Raise a `ValueError` unless an evaluation measures what the best checkpoint is to be best in."""
+    names = ("loss", *measures)
+    if args.metric_for_best_model and args.metric_for_best_model.removeprefix("eval_") not in names:
+        raise ValueError(
+            f"metric_for_best_model is {args.metric_for_best_model!r}: expected what is measured, {', '.join(names)}."
+        )
 
 
 def check_output(args: transformers.TrainingArguments, models: list[str | None]) -> str | None:
@@ -149,13 +160,18 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def check_own_tokenizer(model: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise a `ValueError` if the checkpoint `model` comes with a tokenizer of another vocabulary."""
+def has_other_words(model: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the checkpoint `model` comes with a tokenizer of another vocabulary."""
     try:
         own = load_pretrained(AutoTokenizer, model)
     except (OSError, ValueError):  # it has none
-        return
-    if own.get_vocab() != tokenizer.get_vocab():
+        return False
+    return own.get_vocab() != tokenizer.get_vocab()
+
+
+def check_own_tokenizer(model: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise a `ValueError` if the checkpoint `model` comes with a tokenizer of another vocabulary."""
+    if has_other_words(model, tokenizer):
         raise ValueError(
             f"The tokenizer {tokenizer.name_or_path} has other entries than that of {model}, whose weights know its "
             "own: leave --tokenizer-name out, or train from random weights (--from-scratch)."
@@ -186,7 +202,11 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, auto_m
     if auto_model is AutoModelForSeq2SeqLM:
         starts = (tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
         tokens["decoder_start_token_id"] = next((token for token in starts if token is not None), None)
-    if not args.model and (args.model_name_or_path or content.keys() >= tokens.keys()):
+    if args.from_scratch and args.model_name_or_path and has_other_words(args.model_name_or_path, tokenizer):
+        # All that is said of the checkpoint's tokens is wrong of these.
+        content = {name: value for name, value in content.items() if not OF_TOKENS.fullmatch(name)} | tokens
+        content["forced_eos_token_id"] = None  # of Marian and BART it is a number unless told otherwise
+    elif not args.model and (args.model_name_or_path or content.keys() >= tokens.keys()):
         return load_pretrained(AutoConfig, name)
     # Given to the constructor, so that fields that follow from them follow, and fields that must fit are checked.
     fields = ({} if args.model_name_or_path else tokens) | content | args.model
@@ -216,8 +236,27 @@ def build_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, auto_m
         return load_trainable(name, args.attn_implementation, auto_model, config if args.model else None)
     model = build_network(auto_model, config, dtype=torch.float32, attn_implementation=args.attn_implementation)
     if name:  # so that it is decoded just as the checkpoint it is compared with
-        model.generation_config = GenerationConfig.from_pretrained(name)
+        take_generation(model, name, tokens=not has_other_words(name, tokenizer))
     return model
+
+
+def take_generation(model: PreTrainedModel, name: str, *, tokens: bool) -> None:
+    """Have a model decode as the checkpoint `name` does, if that says how; the `tokens` this names, or its own."""
+    try:
+        taken = GenerationConfig.from_pretrained(name)
+    except OSError:
+        return
+    for field in [] if tokens else filter(OF_TOKENS.fullmatch, taken.to_dict()):
+        setattr(taken, field, getattr(model.generation_config, field, None))
+    model.generation_config = taken
+
+
+def remove_results(output: str | Path) -> None:
+    """Delete what an earlier run left in its folder: checkpoints and scores, which would pass for the next run's."""
+    remove_checkpoints(output)
+    for pattern in ("*_results.json", "trainer_state.json", "*_translations.txt", "*_summaries.txt"):
+        for stale in Path(output).glob(pattern):
+            stale.unlink()
 
 
 def check_positions(model: PreTrainedModel, **lengths: int) -> None:
@@ -246,7 +285,7 @@ def load_texts(data: str, columns: list[str], *, split: str = "train", max_sampl
         rows = load_rows(data, split=split)
     if "translation" in rows.column_names:
         rows = rows.flatten()
-    rows = rows.select(range(min(max_samples or len(rows), len(rows))))
+    rows = take_rows(rows, max_samples)
     return concatenate_datasets([_text_column(rows, column, data) for column in columns])
 
 
@@ -274,6 +313,8 @@ def train(trainer: Trainer, checkpoint: str | None, model_args: ModelArguments) 
     What the conversion of the checkpoint that `model_args` name wrote of itself goes along.
     """
     args = trainer.args
+    if checkpoint is None and args.should_save:
+        remove_results(args.output_dir)
     if args.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
     result = train_model(trainer, checkpoint)

@@ -66,6 +66,10 @@ TRAIN = Path(__file__).with_name("run_translation.py")
 EACH = {"study.allocation": "uniform", "study.refit": False}  # every matrix by itself, the ratio for each
 TEACHER, SCORES = "teacher", ("bleu", "chrf")
 LOOKS = list(itertools.product("os^D", [f"C{number}" for number in range(6)]))  # of curves: a marker, its colours
+# Of a recipe, what the comparison decides for all: the model, data, tokenizer and teacher.
+NOT_OF_TRAINING = re.compile(
+    r"model|\w+_(file|split|lang|prefix)|dataset_name|tokenizer_name|model_name_or_path|config_name|teacher|output_dir"
+)
 DENSE = {"pattern": dict.fromkeys(("embedding", "attention", "ffn"), "dense"), "study.refit": False}
 METHODS: dict[str, Mapping[str, object]] = {
     "paper": {"method": "paper"},  # plain SVD, the ratio for every matrix
@@ -196,9 +200,9 @@ def options(run: Run, method: Method, args: argparse.Namespace, others: list[str
 
 
 def own_training(method: Method) -> dict[str, object]:
-    """The options of `run_translation.py` that a method names for itself; a recipe's are all but its model."""
+    """The options of `run_translation.py` that a method names for itself: a recipe's without its model and data."""
     if isinstance(method, Path):
-        return {name: value for name, value in load_recipe(method).items() if name != "model"}
+        return {name: value for name, value in load_recipe(method).items() if not NOT_OF_TRAINING.fullmatch(name)}
     given = {name.partition("training.")[2]: value for name, value in method.items()}
     return {name: value for name, value in given.items() if name}
 

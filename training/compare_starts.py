@@ -18,7 +18,7 @@ import argparse
 from statistics import fmean
 
 import torch
-from arguments import ScriptParser, read_value, seed_number
+from arguments import ScriptParser, check_model_fields, positive_number, read_value, seed_number
 from common import run_script
 from rich.console import Console
 from rich.table import Table
@@ -77,6 +77,7 @@ def make_model(description: str, seed: int) -> PreTrainedModel:
     if kind not in SHAPES or not kind:
         raise ValueError(f"no model type {kind!r} here: choose {', '.join(filter(None, SHAPES))}")
     given = dict(field.split("=", 1) for field in changes)
+    check_model_fields(given, kind, f"--models {description}")
     fields = SHAPES[""] | SHAPES[kind] | {name: read_value(value, name) for name, value in given.items()}
     config = AutoConfig.for_model(kind, **fields)
     torch.manual_seed(seed)
@@ -117,8 +118,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = ScriptParser(__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME=TYPE[,FIELD=VALUE…]")
     parser.add_argument("--seeds", nargs="+", type=seed_number, default=[0])
-    parser.add_argument("--steps", nargs="+", type=int, default=[300, 500], help="when to look (%(default)s)")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--steps", nargs="+", type=positive_number, default=[300, 500], help="when to look (%(default)s)"
+    )
+    parser.add_argument("--threads", type=positive_number, default=1)
     return parser.parse_args()
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from lightformers_hf.evaluation.quality import Difference, bleu_difference
-from lightformers_hf.recovery import find_last_checkpoint
+from lightformers_hf.recovery import find_last_checkpoint, remove_checkpoints
 
 ROOM = 160  # columns of a table in a file or a pipe
 
@@ -80,6 +80,8 @@ def run_once(script: Path, options: list[str], folder: Path, *, one_thread: bool
     if not results.is_file():
         begun = same and find_last_checkpoint(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        if not begun:  # what other options left would pass for this run's, if it is interrupted early
+            remove_checkpoints(folder)
         record.write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")
         how = ["--resume-from-checkpoint"] if begun else ["--overwrite-output"]
         command = [sys.executable, str(script), *options, "--output-dir", str(folder), *how]

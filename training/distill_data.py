@@ -105,7 +105,7 @@ def distill(options: dict, sources: list[str], output: Path, columns: tuple[str,
         for start in range(done, len(sources), CHUNK):
             texts = sources[start : start + CHUNK]
             size, generation = options["batch_size"], options["generation"]
-            told = [text and prefix + text for text in texts]
+            told = [prefix + text if text.strip() else text for text in texts]
             outputs = translate(told, model, tokenizer, batch_size=size, progress=bar, **generation)
             for pair in zip(texts, outputs, strict=True):
                 row = {"translation": dict(zip(columns, pair, strict=True))}

@@ -43,6 +43,7 @@ from common import (
     load_parts,
     load_tokenizer,
     parameter_count,
+    remove_results,
     run_script,
     score_tests,
     summarize,
@@ -62,7 +63,7 @@ from transformers import (
 from word_vectors import start_embedding
 
 from lightformers_hf.loading import build_network, load_pretrained
-from lightformers_hf.text import load_rows
+from lightformers_hf.text import load_rows, take_rows
 
 HEADS = ("classifier.", "classification_head.", "pre_classifier.", "score.")
 
@@ -98,7 +99,7 @@ def load_labelled(data: str, arguments: DataArguments, *, split: str = "train", 
     if missing := [name for name in columns.values() if name not in rows.column_names]:
         there = ", ".join(map(repr, rows.column_names))
         raise ValueError(f"{data} has no column {missing[0]!r}: it has {there}.")
-    rows = rows.select(range(min(max_samples or len(rows), len(rows))))
+    rows = take_rows(rows, max_samples)
     texts, labels = rows[columns["text"]][:], rows[columns["label"]][:]
     for column, kinds, wanted in (("text", (str,), "text"), ("label", (str, int, bool), "a number or a name")):
         for number, value in enumerate(texts if column == "text" else labels, start=1):
@@ -114,7 +115,13 @@ def load_labelled(data: str, arguments: DataArguments, *, split: str = "train", 
             )
     loaded = {"text": texts, "label": [names[label] if names else str(label) for label in labels]}
     if arguments.fold_column:
-        loaded["fold"] = [int(fold) for fold in rows[columns["fold"]][:]]
+        loaded["fold"] = []
+        for number, fold in enumerate(rows[columns["fold"]][:], start=1):
+            try:
+                loaded["fold"].append(int(fold))
+            except (TypeError, ValueError):
+                where = f"{data}, row {number}, {arguments.fold_column!r}"
+                raise ValueError(f"{where}: expected a whole number, found {fold!r}.") from None
     return Dataset.from_dict(loaded)
 
 
@@ -326,6 +333,9 @@ def cross_validate(model_args: ModelArguments, data_args: DataArguments, args: T
         output / "options.json", vars(model_args) | vars(data_args) | training, bool(resume), args.should_save
     )
 
+    for fold_args, _, done, checkpoint in rounds.values():
+        if not done and checkpoint is None and args.should_save:
+            remove_results(fold_args.output_dir)  # now: where this run is interrupted, later folds' would be its own
     summary, accuracies = {}, []
     for fold, (fold_args, fold_model, done, checkpoint) in rounds.items():
         if done:

@@ -228,6 +228,8 @@ def check_options(args: TrainingArguments, data: DataArguments) -> None:
         raise ValueError("A stream has no end: give --max-steps.")
     if args.eval_strategy != "no" and not data.validation_file:
         raise ValueError(f"eval_strategy is {args.eval_strategy}: give --validation-file.")
+    if args.label_smoothing_factor:
+        raise ValueError("label_smoothing_factor is not for denoising: perplexity is of the text as it is.")
     if not 0 < data.mask_share < 1:
         raise ValueError(f"mask_share is {data.mask_share}: expected between 0 and 1.")
     if data.mean_span <= 0:

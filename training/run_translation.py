@@ -27,7 +27,7 @@ from common import run_script
 from seq2seq import DistillationArguments, GenerationArguments, Task, TrainingArguments
 
 from lightformers_hf.evaluation.quality import translation_quality
-from lightformers_hf.languages import set_languages, split_language
+from lightformers_hf.languages import named_columns, set_languages
 
 
 @dataclass(kw_only=True)
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(ARGUMENTS, argv)
     data = arguments[2]
     task = Task(
-        columns=(split_language(data.source_lang)[0], split_language(data.target_lang)[0]),
+        columns=named_columns(data.source_lang, data.target_lang),
         outputs="translations",
         score=translation_quality,
         measures=("bleu", "chrf"),

@@ -12,6 +12,7 @@ import numpy as np
 from arguments import OutputArguments
 from common import (
     build_model,
+    check_metric,
     check_output,
     check_positions,
     checkpoint_name,
@@ -34,7 +35,7 @@ from transformers import (
     set_seed,
 )
 
-from lightformers_hf.languages import add_prefix, keep_prefix
+from lightformers_hf.languages import add_prefix, keep_prefix, split_prefix
 from lightformers_hf.loading import load_pretrained
 from lightformers_hf.recovery import RecoveryTrainer, ScoredPart, load_distiller
 from lightformers_hf.text import load_parallel, tokenize_pairs
@@ -157,12 +158,15 @@ def run(
     checkpoint = check_output(args, reads)
     source, target = task.columns
     if data_args.source_prefix:
+        if split_prefix(source)[1]:
+            raise ValueError(f"source_lang is {source!r}, which has a prefix: leave --source-prefix out.")
         source = f"{source}={data_args.source_prefix.rstrip()} "
     elif model_args.model_name_or_path:
         source = add_prefix(load_pretrained(AutoConfig, model_args.model_name_or_path), source, target)
     parts = load_parts(data_args, partial(load_parallel, source=source, target=target))
     if args.eval_strategy != "no" and "validation" not in parts:
         raise ValueError(f"eval_strategy is {args.eval_strategy}: give --validation-file.")
+    check_metric(args, task.measures if args.predict_with_generate else ())
     set_seed(args.seed)
     tokenizer = load_tokenizer(model_args)
     model = build_model(model_args, tokenizer, AutoModelForSeq2SeqLM)

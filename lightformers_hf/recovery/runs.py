@@ -18,7 +18,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
+    TrainerState,
+    TrainingArguments,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
 from ..loading import AutoClass, load_pretrained
@@ -117,7 +120,8 @@ def check_resume(checkpoint: str, trainer: Trainer) -> None:
 def train(trainer: Trainer, checkpoint: str | None = None) -> TrainOutput:
     """Train from the beginning, or from `checkpoint`; then save model and state in the output folder.
 
-    From the beginning means: checkpoints of an earlier run are deleted.
+    From the beginning means: checkpoints of an earlier run are deleted. From one that has all steps, nothing is
+    trained: `Trainer` would take one step more.
 
     Raises:
         ValueError: the checkpoint is of another model or tokenizer.
@@ -131,7 +135,10 @@ def train(trainer: Trainer, checkpoint: str | None = None) -> TrainOutput:
     generation_config = copy.deepcopy(getattr(trainer.model, "generation_config", None))
     prepare_sharding(trainer)
     keep_memory()  # as a RecoveryTrainer does by itself
-    result = trainer.train(resume_from_checkpoint=checkpoint)
+    if checkpoint is not None and not trainer.is_fsdp_enabled and has_all_steps(checkpoint, args):
+        result = take_checkpoint(trainer, checkpoint)
+    else:
+        result = trainer.train(resume_from_checkpoint=checkpoint)
     if generation_config is not None:
         trainer.model.generation_config = generation_config
     if not trainer.accelerator.is_fsdp2:
@@ -141,6 +148,25 @@ def train(trainer: Trainer, checkpoint: str | None = None) -> TrainOutput:
         trainer.processing_class.save_pretrained(args.output_dir)
     trainer.save_state()
     return result
+
+
+def has_all_steps(checkpoint: str, args: TrainingArguments) -> bool:
+    """Whether a checkpoint has taken all the steps that `args` ask for."""
+    return 0 < args.max_steps <= load_state(checkpoint).global_step
+
+
+def load_state(checkpoint: str) -> TrainerState:
+    """What a checkpoint tells of its training."""
+    return TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+
+
+def take_checkpoint(trainer: Trainer, checkpoint: str) -> TrainOutput:
+    """Give a trainer the weights and the state that it would end with after this checkpoint."""
+    trainer.state = load_state(checkpoint)
+    best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
+    weights = load_trainable(best or checkpoint, auto_model=type(trainer.model))
+    trainer.model.load_state_dict(weights.state_dict())
+    return TrainOutput(trainer.state.global_step, 0.0, {"train_runtime": 0.0})
 
 
 def remove_checkpoints(folder: str | Path) -> None:

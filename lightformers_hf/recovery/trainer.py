@@ -39,7 +39,8 @@ class RecoveryTrainer(Seq2SeqTrainer):
         hidden_weight: weight of `hidden_loss` between the encoders' and between the decoders' layers, beside the
             loss of logits and labels; 0 leaves it out.
 
-    Evaluation reports the loss against the labels alone, so that runs with and without a teacher compare.
+    Evaluation reports the loss against the labels alone, so that runs with and without a teacher compare; smoothed as
+    in training, and, as in every `Trainer`, the mean of its batches' means.
 
     Raises:
         ValueError: a teacher of another vocabulary size, alpha or temperature out of range.

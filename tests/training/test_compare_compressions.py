@@ -125,6 +125,15 @@ def test_a_method_of_ones_own():
     assert (study, "calibration" in settings) == (script.StudyOptions(), False)
 
 
+def test_a_recipe_brings_neither_data_nor_tokenizer(tmp_path):
+    recipe = tmp_path / "small.yaml"
+    fields = {"tokenizer_name": "bpe", "train_file": "other.jsonl", "test_file": "other.jsonl", "target_lang": "fr"}
+    fields |= {"model": {"model_type": "subformer"}, "learning_rate": 0.5, "max_tokens": 99, "max_source_length": 7}
+    recipe.write_text(json.dumps(fields))
+    kept = {"learning_rate": 0.5, "max_tokens": 99, "max_source_length": 7}
+    assert script.own_training(recipe) == kept
+
+
 @pytest.mark.parametrize("name", script.METHODS)
 def test_every_method_can_be_asked_for(name):
     (run,) = {

@@ -49,6 +49,18 @@ def test_the_share_is_one_minus_what_the_tokens_of_a_sentence_have_in_common():
     assert share == pytest.approx(1 - common.item(), rel=1e-4)
 
 
+def test_a_misspelt_field_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="'encoder_group'; did you mean encoder_groups"):
+        run(monkeypatch, "--models", "lightformer,encoder_group=2")
+
+
+@pytest.mark.parametrize("option", ["--threads", "--steps"])
+def test_numbers_are_above_0(option, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        run(monkeypatch, option, "0")
+    assert "0: give a whole number above 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("model", ["bert", "x=gpt,d_model=3"])
 def test_an_unknown_type_is_refused_by_name(model, monkeypatch):
     with pytest.raises(ValueError, match=r"no model type '(bert|gpt)'.*lightformer, marian"):

@@ -46,6 +46,17 @@ def test_a_failure_ends_it_and_keeps_what_was_under_way(tmp_path, script):
     assert not (tmp_path / "waits-2").exists()
 
 
+def test_nothing_of_other_options_is_gone_on_from(tmp_path, script):
+    """As the checkpoint of a run with another learning rate, where the next one ends before its first."""
+    folder = tmp_path / "run"
+    checkpoint = folder / "checkpoint-3"
+    checkpoint.mkdir(parents=True)
+    (folder / "options.json").write_text('["--bleu", "1"]')
+    with pytest.raises(ChildProcessError):
+        run_all(script, {"run": told(folder, fails="yes")}, jobs=1)
+    assert not checkpoint.exists()
+
+
 def test_a_table_in_a_file_is_not_cut_to_eighty_columns(monkeypatch, capsys):
     monkeypatch.delenv("COLUMNS", raising=False)
     table, cells = Table(*map(str, range(10))), ["-2.2 (-2.9)"] * 9

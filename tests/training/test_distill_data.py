@@ -90,7 +90,7 @@ def test_a_t5_is_told_its_task(known, data, tmp_path):
     teacher.config.task_specific_params = {"translation_de_to_en": {"prefix": prefix if known else "other "}}
     teacher.save_pretrained(tmp_path / "teacher")
     make_tokenizer().save_pretrained(tmp_path / "teacher")
-    texts = [f"w{10 + place} w{5 + place % 3}" for place in range(6)]
+    texts = [*(f"w{10 + place} w{5 + place % 3}" for place in range(6)), " "]
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"de": text}) + "\n" for text in texts))
     output = tmp_path / "out.jsonl"
@@ -98,7 +98,12 @@ def test_a_t5_is_told_its_task(known, data, tmp_path):
     pairs = load_parallel(str(output), source="de", target="en")
     assert pairs["source"][:] == texts
     told, plain = (
-        translate([start + text for text in texts], tmp_path / "teacher", num_beams=1, max_new_tokens=12)
+        translate(
+            [start + text if text.strip() else text for text in texts],
+            tmp_path / "teacher",
+            num_beams=1,
+            max_new_tokens=12,
+        )
         for start in (prefix, "")
     )
     assert pairs["target"][:] == told != plain

@@ -78,6 +78,23 @@ def test_folds_are_stratified(labels, folds, seed):
     assert np.array_equal(assigned, script.stratified_folds(labels, folds, seed))
 
 
+def test_folds_of_a_run_that_is_written_over_are_not_the_next_ones(base, tmp_path, monkeypatch):
+    script.main(command(base, fold_column="fold", max_steps=1))
+    run, folds = script.run, []
+
+    def first_alone(*args):
+        folds.append(args)
+        if len(folds) > 1:
+            raise KeyboardInterrupt
+        return run(*args)
+
+    monkeypatch.setattr(script, "run", first_alone)
+    with pytest.raises(KeyboardInterrupt):
+        script.main([*command(base, fold_column="fold", max_steps=2), "--overwrite-output"])
+    found = [(tmp_path / "out" / f"fold-{fold}" / "test_results.json").is_file() for fold in range(3)]
+    assert found == [True, False, False]
+
+
 def test_every_row_is_tested_once_and_never_trained_on(base, tmp_path):
     rows = script.load_labelled(str(tmp_path / "all.jsonl"), script.DataArguments(), max_samples=None)
     rows = rows.add_column("number", list(range(60)))
@@ -295,6 +312,8 @@ def test_word_vectors_in_a_run(base, tmp_path):
         ({"train_file": "EMPTY"}, "holds no rows"),
         ({"train_file": "ONE"}, r"has 1 classes \(1\)"),
         ({"train_file": "GAP"}, "row 2, 'label': expected a number or a name, found None"),
+        ({"train_file": "FOLDS", "fold_column": "fold"}, "row 2, 'fold': expected a whole number, found None"),
+        ({"max_train_samples": 0}, "max_samples is 0: expected 1 or more"),
         ({"num_folds": 1}, "num_folds is 1: expected from 2 to 24, the rows of class '1'"),
         ({"num_folds": 2, "eval_strategy": "epoch"}, "Three folds or more"),
         ({"num_folds": 4, "fold_column": "fold"}, "'fold' has 3 folds, num_folds is 4"),
@@ -316,6 +335,7 @@ def test_bad_input_ends_before_the_first_step(base, tmp_path, changes, message):
         "EMPTY": ("empty.jsonl", ""),
         "ONE": ("one.jsonl", '{"text": "a", "label": 1}\n' * 3),
         "GAP": ("gap.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": null}\n'),
+        "FOLDS": ("folds.jsonl", '{"text": "a", "label": 1, "fold": 0}\n{"text": "b", "label": 1, "fold": null}\n'),
         "OTHER": ("other.jsonl", '{"text": "a", "label": 2}\n'),
         "NARROW": ("narrow.txt", "the 1 2 3\n"),
         "TORN": ("torn.txt", "the 1 2 3\nfilm 1 x 3\n"),

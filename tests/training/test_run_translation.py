@@ -4,10 +4,12 @@ import importlib.util
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import build_tokenizer
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -125,6 +127,26 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(base, tmp_path, tiny_ma
         assert torch.equal(one[name], other[name])
 
 
+@pytest.mark.parametrize("best", [False, True])
+def test_a_run_that_had_all_its_steps_is_not_trained_on(base, tmp_path, best):
+    """Killed in its last evaluation: `Trainer` goes on with one step more."""
+    options = base | {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
+    if best:
+        options |= {"validation_file": tmp_path / "few.jsonl", "eval_strategy": "steps", "eval_steps": 2}
+        options |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    script.main(command(options))
+    before = load_file(tmp_path / "out" / "model.safetensors")
+    (tmp_path / "out" / "model.safetensors").unlink()
+    script.main([*command(options), "--resume-from-checkpoint"])
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert state["global_step"] == 4
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    last = load_file(tmp_path / "out" / "checkpoint-4" / "model.safetensors")
+    name = "model.encoder.layers.0.fc1.weight"
+    assert torch.equal(after[name], last[name]) == (not best or state["best_global_step"] == 4)
+
+
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_run_ends_when_validation_finds_nothing_better(base, tmp_path, monkeypatch, killed):
     found = {1: 3.0, 2: 2.0, 3: 2.5, 4: 2.2, 5: 1.0}  # {step: validation loss}, whatever is trained
@@ -235,6 +257,8 @@ def test_two_processes_compute_what_one_does_with_accumulation(base, tiny_marian
         ({"num_beams": 0}, "num_beams is 0"),
         ({"min_length": 50}, "min_length is 50, max_length 48"),
         ({"length_penalty": 0.6, "num_beams": 1}, "num-beams above 1"),
+        ({"metric_for_best_model": "blue"}, "metric_for_best_model is 'blue': expected .* loss, bleu, chrf"),
+        ({"source_lang": "de=translate: ", "source_prefix": "translate:"}, "leave --source-prefix out"),
     ],
 )
 def test_bad_input_ends_before_the_first_step(base, tiny_marian, tmp_path, changes, message):
@@ -266,7 +290,31 @@ def test_a_teacher_with_other_words_is_refused(base, other_words):
 def test_a_tokenizer_with_other_words_than_the_checkpoint_is_refused(base, other_words, tmp_path):
     with pytest.raises(ValueError, match="has other entries than that of"):
         script.main(command(base, tokenizer_name=other_words))
-    script.main(command(base, tokenizer_name=other_words, from_scratch=True, max_steps=1))
+
+
+def test_from_scratch_with_another_tokenizer_has_its_tokens(base, tmp_path, tiny_marian):
+    words = ["--kind", "bpe", "--vocab-size", "60", "--columns", "de", "en", "--output", str(tmp_path / "words")]
+    build_tokenizer.main([str(tmp_path / "train.jsonl"), *words])
+    tokenizer, known = AutoTokenizer.from_pretrained(tmp_path / "words"), AutoTokenizer.from_pretrained(tiny_marian)
+    assert tokenizer.eos_token_id != known.eos_token_id
+    script.main(command(base, tokenizer_name=tmp_path / "words", from_scratch=True, max_steps=1))
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    assert model.config.decoder_vocab_size == model.config.vocab_size == len(tokenizer)
+    assert model.config.d_model == AutoConfig.from_pretrained(tiny_marian).d_model
+    for told in (model.config, model.generation_config):
+        assert told.eos_token_id == tokenizer.eos_token_id
+        assert told.pad_token_id == tokenizer.pad_token_id
+        assert getattr(told, "forced_eos_token_id", None) is None
+        assert getattr(told, "bad_words_ids", None) is None
+    own = json.loads((tiny_marian / "generation_config.json").read_text())
+    assert model.generation_config.max_length == own["max_length"]
+
+
+def test_from_scratch_without_a_generation_configuration(base, tmp_path, tiny_marian):
+    shutil.copytree(tiny_marian, tmp_path / "bare")
+    (tmp_path / "bare" / "generation_config.json").unlink()
+    script.main(command(base, model_name_or_path=tmp_path / "bare", from_scratch=True, max_steps=1))
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
@@ -304,13 +352,31 @@ def test_files_are_written_over_only_when_asked(base, tmp_path):
     out = tmp_path / "out"
     (out / "checkpoint-7").mkdir(parents=True)
     (out / "notes.txt").write_text("mine")
+    (out / "all_results.json").write_text('{"eval_loss": 1.0}')
+    (out / "flickr_translations.txt").write_text("of the run before")
     for options in ([], ["--resume-from-checkpoint"]):
-        with pytest.raises(FileExistsError, match=r"not empty \(.*notes.txt\).*--overwrite-output"):
+        with pytest.raises(FileExistsError, match=r"is not empty \(.*\).*--overwrite-output"):
             script.main([*command(base), *options])
     script.main([*command(base), "--overwrite-output"])
     assert (out / "notes.txt").read_text() == "mine"
     assert not (out / "checkpoint-7").exists()
+    assert not (out / "flickr_translations.txt").exists()
+    assert not (out / "all_results.json").exists()
     assert (out / "model.safetensors").is_file()
+
+
+def test_a_prefix_behind_the_source_is_told_and_kept(base, tmp_path):
+    heard = {}
+    for name, options in {
+        "short": {"source_lang": "de=to English: "},
+        "long": {"source_prefix": "to English:"},
+        "none": {},
+    }.items():
+        out = tmp_path / name
+        script.main(command(base, output_dir=out, test_file=tmp_path / "few.jsonl", **options))
+        heard[name] = losses(out), json.loads((out / "config.json").read_text()).get("task_specific_params")
+    assert heard["short"] == heard["long"] != heard["none"]
+    assert heard["short"][1] == {"translation_de_to_en": {"prefix": "to English: "}}
 
 
 def test_the_command_line_prints_one_message_and_fails(base, tmp_path, monkeypatch, capsys):
