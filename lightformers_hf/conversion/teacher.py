@@ -309,6 +309,10 @@ class Teacher:
                 raise ValueError(f"{self.folder / 'generation_config.json'} cannot be read: {error}") from error
         else:
             config = transformers.GenerationConfig.from_model_config(self.source_config)
+            # A configuration that has been read has no longer what older checkpoints say there of how to generate.
+            said = transformers.PreTrainedConfig.get_config_dict(self.folder)[0]
+            for name in vars(config).keys() & said.keys() - {"transformers_version"}:
+                setattr(config, name, said[name])
         if self._first_token is not None:
             config.forced_bos_token_id = self._first_token
         if self.kept is not None:

@@ -55,9 +55,11 @@ class Engine:
         sentences = self._sentences(batch)
         search = self.search.with_options(num_beams, max_new_tokens, forced_length)
         if self.longest_input is not None and search.max_new_tokens > self.longest_input:
-            raise ValueError(
-                f"{search.max_new_tokens} new tokens are more than the model's {self.longest_input} positions"
-            )
+            if max_new_tokens is not None or forced_length is not None:
+                raise ValueError(
+                    f"{search.max_new_tokens} new tokens are more than the model's {self.longest_input} positions"
+                )
+            search = search.with_options(None, self.longest_input, None)  # the model's own limit may never be reached
         return self.model.generate(sentences, search)
 
     def score(self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> list[list[float]]:

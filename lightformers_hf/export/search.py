@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 NEVER = np.float32(-1e9)
 PART, WIDE = 16, 4096
 # Options of `generate()` that change greedy or beam search, that engines do not have, and the value that is none.
+NEW_TOKENS = 20  # where no limit is set
 UNSUPPORTED = {
     "do_sample": False,
     "repetition_penalty": 1.0,
@@ -42,7 +43,7 @@ class Search:
     pad: int
     ends: tuple[int, ...]
     num_beams: int = 1
-    max_new_tokens: int = 19
+    max_new_tokens: int = NEW_TOKENS
     min_new_tokens: int = 0
     length_penalty: float = 1.0
     early_stopping: bool | str = False
@@ -89,7 +90,7 @@ class Search:
                 "generation_config.json has no decoder_start_token_id: set the token that decoding starts from"
             )
         ends = _as_tuple(generation.eos_token_id)
-        new = generation.max_new_tokens or (generation.max_length or 20) - 1
+        new = generation.max_new_tokens or (generation.max_length - 1 if generation.max_length else NEW_TOKENS)
         least = generation.min_new_tokens or max((generation.min_length or 0) - 1, 0)
         forced_end = _as_tuple(generation.forced_eos_token_id)
         pad = generation.pad_token_id

@@ -84,6 +84,10 @@ def add_shortlist(
     """
     if source.tokenizer is None:
         raise ValueError(f"shortlist is given, but {source.name} has no tokenizer to read the text by")
+    if getattr(source.tokenizer, "tgt_lang", "") is None:
+        raise ValueError(
+            f"shortlist is given, but {source.name} has many languages: give source_lang and target_lang with it"
+        )
     sources, references = read_pairs(source, text, columns)
     search = Search.of(source.generation)
     limit = min(position_limit(source.model.config) or LONGEST, LONGEST)

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import transformers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ..conversion.teacher import Teacher
-from ..loading import load_pretrained
 from ..models.modeling_lightformer import LightFormerForConditionalGeneration
 
 
@@ -32,13 +31,18 @@ class Source:
     generation: transformers.GenerationConfig
 
 
-def read_source(folder: Path, name: str, engine: str) -> Source:
+def read_source(
+    folder: Path, name: str, engine: str, languages: tuple[str | None, str | None] = (None, None)
+) -> Source:
     """Read a LightFormer, or a dense checkpoint of a family that this package converts, as the equal LightFormer.
+
+    Args:
+        languages: what a multilingual one translates from and to, if it is to be told (`set_language_codes`).
 
     Raises:
         FileNotFoundError, ValueError: as `convert`; also an architecture or a head that no engine gets.
     """
-    teacher = Teacher(folder, name)
+    teacher = Teacher(folder, name, languages)
     if teacher.model_class is not LightFormerForConditionalGeneration:
         raise ValueError(
             f"{name} holds a {teacher.model_class.__name__}, which {engine} has no counterpart for: what is exported "
@@ -50,6 +54,6 @@ def read_source(folder: Path, name: str, engine: str) -> Source:
         name,
         folder,
         teacher.load().eval().requires_grad_(False),
-        load_pretrained(AutoTokenizer, folder) if teacher.has_tokenizer else None,
+        teacher.tokenizer() if teacher.has_tokenizer else None,
         teacher.generation_config(),
     )

@@ -144,7 +144,8 @@ def export(
         shortlist: text from which it is learned which target tokens can come with which of the source's: parallel text
             (a file or a dataset on the Hub), or text of the source alone (a file of lines, or data), which the model
             translates. The output layer is then computed for these alone. `None`: for all tokens.
-        source_lang, target_lang: columns of that text, by default the tokenizer's languages, else `source`, `target`.
+        source_lang, target_lang: columns of that text, by default the tokenizer's languages, else `source`, `target`;
+            of a multilingual model also the codes of what it is to translate from and to.
         overwrite: replace what `output` holds, if this package wrote all of it.
 
     Raises:
@@ -159,7 +160,7 @@ def export(
     check_output(output, overwrite=overwrite, inputs=[model, shortlist])
     folder = resolve_source(model)
     with atomic_output(output, overwrite=overwrite, inputs=[folder, shortlist]) as temporary:
-        source = read_source(folder, str(model), to)
+        source = read_source(folder, str(model), to, (source_lang, target_lang))
         expansion = engine.write(source, temporary, quantization)
         columns = named_columns(source_lang, target_lang)
         listed = add_shortlist(engine, source, temporary, quantization, shortlist, columns) if shortlist else None

@@ -242,15 +242,12 @@ class Run:
         self.held_out = self.held_out.select(range(taken))
         before, evaluation_seconds = self.measure(self.model)
         teacher, _ = self.measure(self.distiller)
-        distance = self.ratio if self.compares_with_teacher else find_distance(self.ratio, before.chrf, teacher.chrf)
-        settings = choose_settings(
-            distance,
-            width,
-            same_width=width == self.distiller.config.hidden_size,
-            bf16=self.bf16,
-            on_cpu=self.threads is not None,
-            random_text=self.data is None,
-        )
+        distance = self.ratio
+        if self.data is not None:
+            distance = find_distance(distance, before.chrf / max(teacher.chrf, 1), own=self.compares_with_teacher)
+        fits = {"same_width": width == self.distiller.config.hidden_size, "bf16": self.bf16}
+        fits |= {"on_cpu": self.threads is not None, "random_text": self.data is None}
+        settings = choose_settings(distance, width, **fits)
         count = self.ask_for_texts(60 * minutes, translations, distance)
         pairs = self.training_pairs(count)
         step_seconds, epoch_steps = self.time_steps(pairs, settings)

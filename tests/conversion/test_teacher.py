@@ -12,6 +12,8 @@ from torch import nn
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    BartConfig,
+    BartForConditionalGeneration,
     M2M100Config,
     M2M100ForConditionalGeneration,
     MarianMTModel,
@@ -178,3 +180,20 @@ def test_generation_settings_are_looked_at_before_anything_takes_long(tiny_maria
     data.write_text("Zwei Hunde spielen.\n")
     with pytest.raises(ValueError, match=message):
         plan(folder, vocabulary=str(data) if "top_p" in wrong else None, ratio=2, method="paper", progress=False)
+
+
+def test_generation_settings_that_only_config_json_has_stay(tmp_path):
+    """As older checkpoints have them; transformers takes them from there, too, but not into the configuration."""
+    sizes = {"vocab_size": 40, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 32}
+    sizes |= {f"{stack}_{what}": 4 for stack in ("encoder", "decoder") for what in ("attention_heads", "ffn_dim")}
+    BartForConditionalGeneration(BartConfig(**sizes)).save_pretrained(tmp_path / "own")
+    (tmp_path / "own" / "generation_config.json").unlink()
+    said = {"num_beams": 4, "max_length": 30, "min_length": 12, "length_penalty": 2.0, "no_repeat_ngram_size": 3}
+    said |= {"forced_bos_token_id": 0, "early_stopping": True, "bad_words_ids": [[7]]}
+    content = json.loads((tmp_path / "own" / "config.json").read_text())
+    (tmp_path / "own" / "config.json").write_text(json.dumps(content | said))
+    convert(tmp_path / "own", tmp_path / "light", ratio=1.2, method="paper", progress=False)
+    models = [AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name) for name in ("own", "light")]
+    for name in [*said, "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_eos_token_id"]:
+        own, light = (getattr(model.generation_config, name) for model in models)
+        assert light == own, name

@@ -121,6 +121,24 @@ def test_ctranslate2_knows_the_options_of_greedy_search(generation, tmp_path):
 
 
 @pytest.mark.parametrize("to", ENGINES)
+@pytest.mark.parametrize("longest", [None, 500])
+def test_as_many_tokens_as_generate_without_a_limit_and_as_fit_within_one_that_is_too_long(to, longest, tmp_path):
+    model = make_model("ConditionalGeneration", "lightformer", max_position_embeddings=30)
+    folder = save(model, tmp_path / "model")
+    least = 19 if longest is None else 29
+    model.generation_config.update(max_length=longest, min_new_tokens=least, forced_eos_token_id=None)
+    model.generation_config.save_pretrained(folder)
+    export(folder, tmp_path / "out", to=to)
+    engine, (sentence, *_) = load_engine(tmp_path / "out"), SENTENCES
+    (found,) = engine.generate([sentence], num_beams=1)
+    if longest is None:
+        assert found == model.generate(torch.tensor([sentence]), num_beams=1)[0, 1:].tolist()
+    assert len(found) == (20 if longest is None else 30)
+    with pytest.raises(ValueError, match="31 new tokens are more than the model's 30 positions"):
+        engine.generate([sentence], max_new_tokens=31)
+
+
+@pytest.mark.parametrize("to", ENGINES)
 def test_forced_length_and_options_of_a_call(to, tmp_path):
     model = make_model("ConditionalGeneration", "lightformer")
     export(save(model, tmp_path / "model", num_beams=3), tmp_path / "out", to=to)
@@ -236,8 +254,8 @@ def test_a_tokenizer_with_fewer_tokens_than_ids(tmp_path):
     assert json.loads((tmp_path / "out" / "shared_vocabulary.json").read_text())[33:37] == [
         "w33",
         "w34",
-        "<id 35>",
-        "<id 36>",
+        "<id_35>",
+        "<id_36>",
     ]
 
 

@@ -96,6 +96,35 @@ def test_translations_begin_in_their_language(text, tmp_path, monkeypatch, to):
 
 
 @pytest.mark.parametrize("to", ENGINES)
+@pytest.mark.parametrize("family", ["nllb", "m2m_100", "t5"])
+def test_models_with_rows_that_are_no_tokens(text, tmp_path, to, family):
+    """As they come from the Hub: more rows than tokens, of many languages, none chosen."""
+    make_checkpoint(family, tmp_path / "model")
+    sides = {"source_lang": "de", "target_lang": "en"}
+    if family != "t5":
+        file = tmp_path / "model" / "tokenizer_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"tgt_lang": None}))
+        with pytest.raises(ValueError, match="has many languages: give source_lang and target_lang"):
+            export(tmp_path / "model", tmp_path / "out", to=to, shortlist=text)
+    if family == "nllb":
+        sides = {"source_lang": "de=deu_Latn", "target_lang": "en=fra_Latn"}
+    report = export(tmp_path / "model", tmp_path / "out", to=to, shortlist=text, **sides)
+    assert report.shortlist.pairs == 36
+    first = json.loads((tmp_path / "out" / "generation_config.json").read_text()).get("forced_bos_token_id")
+    if family != "t5":
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+        assert tokenizer.tgt_lang == sides["target_lang"].split("=")[-1]
+        (found,) = load_engine(tmp_path / "out").generate([tokenizer(GERMAN[0])["input_ids"]], num_beams=1)
+        assert found[0] == first
+
+
+def test_the_languages_of_m2m100_are_in_the_vocabulary_of_ctranslate2(tmp_path):
+    make_checkpoint("m2m_100", tmp_path / "model")
+    export(tmp_path / "model", tmp_path / "out", to="ctranslate2")
+    assert {"__de__", "__en__"} <= set(json.loads((tmp_path / "out" / "shared_vocabulary.json").read_text()))
+
+
+@pytest.mark.parametrize("to", ENGINES)
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_translations_stay_where_all_is_covered(tiny_marian, text, tmp_path, to, quantization):
     for name, listed in (("plain", None), ("short", text)):

@@ -84,8 +84,9 @@ def test_dropout_where_text_comes_again_and_again():
 
 def test_what_lost_much_is_far_whatever_its_size():
     """As models are whose layers were left out."""
-    assert [find_distance(ratio, 52.0, 60.0) for ratio in (1.2, 4, 8)] == [1.2, 4, 8]
-    assert [find_distance(ratio, 50.0, 60.0) for ratio in (1.2, 4, 8)] == [5, 5, 8]
+    for own, near, far in ((False, 0.86, 0.83), (True, 0.70, 0.53)):
+        assert [find_distance(ratio, near, own=own) for ratio in (1.2, 4, 8)] == [1.2, 4, 8]
+        assert [find_distance(ratio, far, own=own) for ratio in (1.2, 4, 8)] == [5, 5, 8]
 
 
 def test_a_validation_keeps_to_its_time():
@@ -152,14 +153,20 @@ def test_a_recovery_goes_on_where_it_was_interrupted(place, tiny_marian, tmp_pat
     assert again.steps >= 1
 
 
-@pytest.mark.parametrize(("chrf", "data"), [(10.0, "pairs.jsonl"), (59.0, "pairs.jsonl"), (10.0, "text.txt")])
-def test_settings_are_those_of_what_was_lost(place, tiny_marian, tmp_path, monkeypatch, chrf, data):
-    """By references; the teacher's own translations do not tell."""
+@pytest.mark.parametrize(
+    ("chrf", "data", "is_far"),
+    [
+        *((10.0, "pairs.jsonl", True), (45.0, "pairs.jsonl", True), (59.0, "pairs.jsonl", False)),
+        *((10.0, "text.txt", True), (45.0, "text.txt", False), (10.0, None, False)),
+    ],
+)
+def test_settings_are_those_of_what_was_lost(place, tiny_marian, tmp_path, monkeypatch, chrf, data, is_far):
+    """By references, or by the teacher's own translations, with which others are near; without text by the ratio."""
     scores = iter([Scores(0.0, chrf), Scores(0.0, 60.0)])
     monkeypatch.setattr(Run, "measure", lambda *_: (next(scores), 0.01))
-    found = recover(place / "light", tmp_path / "out", **options(place, tiny_marian, data=str(place / data)))
-    is_far = chrf < 50 and not found.with_teacher
-    assert (found.settings["learning_rate"] == pytest.approx(1e-3)) == is_far
+    found = recover(place / "light", tmp_path / "out", **options(place, tiny_marian, data=data and str(place / data)))
+    rate = found.settings["learning_rate"]
+    assert (rate == pytest.approx(1e-3)) == is_far
     assert found.settings["steps"] < 600
     mode = (tmp_path / "out" / "recovery.json").stat().st_mode
     assert {file.stat().st_mode for file in (tmp_path / "out").iterdir()} == {mode}

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...files import read_json, write_json
 from ...models.configuration_lightformer import RELATIVE_POSITIONS
+from ...vocabularies import read_vocabularies
 from ..heads import bias_or_zero, narrow_heads
 from ..int8 import quantize_rows
 from ..layers import Attention, Expansion, Layer, Linear, Norm, read_output, read_stack
@@ -138,9 +139,9 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase | None, size: int, side: str) 
     """The token of every id, each another one: the tokenizer's, else (no tokenizer, or more ids) made from the id."""
     if tokenizer is None:
         return [str(token_id) for token_id in range(size)]
-    known = getattr(tokenizer, "target_encoder", None) if side == "target" else None
-    token_of = {token_id: token for token, token_id in (known or tokenizer.get_vocab()).items()}
-    tokens = [token_of.get(token_id, f"<id {token_id}>") for token_id in range(size)]
+    known = read_vocabularies(tokenizer)
+    token_of = {token_id: token for token, token_id in known.get(side, known["source"]).items()}
+    tokens = [token_of.get(token_id, f"<id_{token_id}>") for token_id in range(size)]
     if len(set(tokens)) < size:
         raise ValueError(
             f"the tokenizer has one token for several of the {size} {side} ids: CTranslate2 needs one each"
