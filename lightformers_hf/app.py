@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -249,6 +250,18 @@ def build(teacher: str, light: str, *, num_beams: int | None = None, max_new_tok
         # One at a time: times would not be a sentence's own otherwise.
         gr.on([button.click, text.submit], both, text, boxes, concurrency_limit=1, api_name="translate")
     return page.queue(max_size=WAITING)
+
+
+def check_address(host: str, port: int | None) -> None:
+    """Raise `ValueError` unless a page can be served there; `None` is any port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind((host, port or 0))
+        except OSError as error:
+            where = f"host {host}" if port is None else f"host {host} and port {port}"
+            raise ValueError(f"nothing can be served at {where} here ({error.strerror}): give others") from error
 
 
 def serve(page: gr.Blocks, *, host: str | None = None, port: int | None = None, browser: bool = False) -> str:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
+BYTE_ORDER_MARK = "\ufeff"
 DEEPEST = 100  # brackets in brackets; parsers recurse, and some thousand of them end the process
 BLOCK = 1 << 24  # bytes looked at together
 LARGEST_FIELD = 2**31 - 1  # characters of a cell; the csv module's own limit is 131,072
@@ -82,7 +83,9 @@ def load_lines(path: Path) -> Dataset:
     path = path.expanduser()
     _check_there(path)
     try:
-        return Dataset.from_text(str(path), config_id=_identity(path, ".txt"))
+        lines = Dataset.from_text(str(path), config_id=_identity(path, ".txt"))
+        marked = len(lines) and lines[0]["text"].startswith(BYTE_ORDER_MARK)
+        return lines.map(lambda row: {"text": row["text"].removeprefix(BYTE_ORDER_MARK)}) if marked else lines
     except StopIteration:
         return Dataset.from_dict({})
     except (DatasetGenerationError, ValueError, EOFError, OSError, zlib.error) as error:

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Union, cast, get_args, get_origin, get_type_hi
 CARD_FILE = "README.md"
 REPORT_FILE = "compression.json"
 EXPORT_FILE = "export.json"
+RECORD_FILE = "recovery.json"  # of a recovery: what was asked for, what was chosen, what came out
 STATE_FILE = "trainer_state.json"  # transformers' Trainer writes it
 WEIGHT_FILES = (  # the one that is loaded first
     "model.safetensors",

@@ -127,8 +127,15 @@ def _explain_full_disk(error: BaseException, temporary: Path, target: Path) -> N
 
 
 def check_file(file: str | Path, inputs: Iterable[str | os.PathLike | None]) -> None:
-    """Raise `ValueError` where writing `file` would write over an input, or over a model's file in an input folder."""
+    """Raise `ValueError` where writing `file` would write over an input, or over a model's file in an input folder;
+    and `OSError` where it cannot be written: a folder, or a file in one that is not there or takes none."""
     resolved = Path(file).expanduser().resolve()
+    if resolved.is_dir():
+        raise IsADirectoryError(f"{file} is a folder: give a file")
+    if not resolved.parent.is_dir():
+        raise FileNotFoundError(f"{file} cannot be written: there is no folder {Path(file).parent}")
+    if (resolved.is_file() or not resolved.exists()) and not os.access(resolved.parent, os.W_OK):
+        raise PermissionError(f"{file} cannot be written: nothing can be put into {Path(file).parent}")
     for name in filter(None, inputs):
         is_part = any(fnmatch(resolved.name, pattern) for pattern in MODEL_FILES)
         for place in _find_places(name):

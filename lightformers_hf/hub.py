@@ -28,7 +28,7 @@ from . import models
 from .checkpoint import CheckpointReader
 from .conversion.card import MARK, evaluation_results, model_card, read_results
 from .conversion.report import ModelFacts, read_report
-from .files import CARD_FILE, REPORT_FILE, STATE_FILE, read_json
+from .files import CARD_FILE, RECORD_FILE, REPORT_FILE, STATE_FILE, read_json
 from .loading import load_pretrained, load_skeleton, stored_tensors
 from .models.configuration_base import FactorizedConfig
 
@@ -231,9 +231,11 @@ def _card(folder: Path, model: PreTrainedModel, name: str, results: Sequence[dic
             card.data.model_name = name.rpartition("/")[2]
             card.data.eval_results = evaluation_results(results, card.data.pipeline_tag or "translation")
         return str(card) if results else own
-    steps = read_json(folder / STATE_FILE).get("global_step")
+    file, steps = folder / STATE_FILE, read_json(folder / STATE_FILE).get("global_step")
+    if result := read_json(folder / RECORD_FILE).get("result"):  # of a recovery, which keeps the best, or none
+        file, steps = folder / RECORD_FILE, result.get("best_step")
     if not isinstance(steps, int | None):
-        raise ValueError(f"global_step in {folder / STATE_FILE} is {steps!r}: expected a number of steps")
+        raise ValueError(f"the number of steps in {file} is {steps!r}: expected a whole number")
     return model_card(
         ModelFacts.of(model),
         read_report(folder / REPORT_FILE),

@@ -139,6 +139,9 @@ def load_pretrained(auto: AutoClass, name: str | os.PathLike, **options: Any) ->
                 f"{name} holds no tokenizer (tokenizer_config.json and what it needs): give a folder with one, or put "
                 "its files there"
             ) from error
+        if isinstance(error, OSError) and str(name) not in str(error):
+            reason = str(error).partition("\n")[0]
+            raise OSError(f"{name} is no folder here, and the Hub does not give it: {reason}") from error
         raise
 
 
@@ -192,8 +195,7 @@ def load_network(name: str | os.PathLike, *, device: str | torch.device = "cpu")
         ValueError: the checkpoint is not a sequence-to-sequence model, or lacks weights that would come out random.
     """
     name, device = _find_checkpoint(name), check_device(device)
-    if is_export(name):
-        raise ValueError(f"{name} was exported for another engine: give the checkpoint that it was exported from.")
+    check_no_export(name)
     try:
         config = load_pretrained(AutoConfig, name)
     except OSError as error:
@@ -242,6 +244,12 @@ def load_teacher(
 def is_export(name: str | os.PathLike) -> bool:
     """Whether a folder was written by `lightformers export`."""
     return Path(name, EXPORT_FILE).is_file()
+
+
+def check_no_export(name: str | os.PathLike) -> None:
+    """Raise `ValueError` where `lightformers export` wrote the folder."""
+    if is_export(name):
+        raise ValueError(f"{name} was exported for another engine: give the checkpoint that it was exported from.")
 
 
 def skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:

@@ -83,6 +83,18 @@ def test_missing_models_are_one_message(tiny_marian):
         app.build(str(tiny_marian), "./none")
 
 
+def test_an_address_that_cannot_be_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"at host 127\.0\.0\.1 and port {port} here"):
+            app.check_address("127.0.0.1", port)
+    app.check_address("127.0.0.1", None)
+    with pytest.raises(ValueError, match=r"at host 192\.0\.2\.1 here"):
+        app.check_address("192.0.2.1", None)
+
+
 @pytest.fixture
 def serve(tmp_path, light, tiny_marian):
     """A function that starts the command line or a Space, and returns address and process; both end with the test.

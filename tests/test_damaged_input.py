@@ -73,7 +73,7 @@ def test_a_conversion_without_a_tokenizer_says_so(run, monkeypatch, capfd):
     [
         (("light/config.json", {"auto_map": "code"}), "convert light out --rank 2 --method paper", "auto_map in"),
         (("light/config.json", {"auto_map": {"AutoConfig": {}}}), "push light you/light --dry-run", "auto_map in"),
-        (("light/trainer_state.json", {"global_step": [1]}), "push light you/light --dry-run", "global_step in"),
+        (("light/trainer_state.json", {"global_step": [1]}), "push light you/light --dry-run", "number of steps in"),
         (("dense/config.json", {"dtype": "int8"}), "convert dense out --rank 2 --method paper", "dtype in"),
         (("dense/config.json", {"dtype": "bool"}), "plan dense --rank 2", "dtype in"),
         (("dense/tokenizer_config.json", {"source_lang": ["de"]}), "evaluate dense --data test.jsonl --no-speed",

@@ -259,6 +259,16 @@ def test_what_lies_in_the_repository(hub, copy):
     assert "trained for 1,500 steps" in card.text
 
 
+@pytest.mark.parametrize(("best", "said"), [(11, "trained for 11 steps"), (0, "fine-tune it before use")])
+def test_the_steps_of_a_recovery_are_those_of_the_model_that_was_kept(hub, copy, best, said):
+    (copy / "trainer_state.json").write_text('{"global_step": 22}')
+    (copy / "recovery.json").write_text(json.dumps({"result": {"steps": 22, "best_step": best}}))
+    push_to_hub(copy, "light")
+    card = hub.repositories["alice/light"].files["README.md"].decode()
+    assert said in card
+    assert "22 steps" not in card
+
+
 def test_a_push_replaces_the_last_one(hub, copy, light):
     """Its leftovers go, what somebody else put there stays, and nothing new makes no commit."""
     first = push_to_hub(copy, "light")

@@ -1,5 +1,6 @@
 """`--overwrite` replaces what this package wrote, and nothing else."""
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -125,3 +126,14 @@ def test_a_file_that_is_read_is_not_written_over(tmp_path):
             check_file(tmp_path / name, inputs)
     check_file(model / "evaluation.json", [model, None, "a/name"])
     check_file(model / "new.json", [model])
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    with pytest.raises(IsADirectoryError, match="is a folder: give a file"):
+        check_file(tmp_path, [])
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*none"):
+        check_file(tmp_path / "none" / "page.html", [])
+    check_file(os.devnull, [])
+    monkeypatch.setattr(os, "access", lambda *_: False)  # as on a disk that takes nothing
+    with pytest.raises(PermissionError, match="nothing can be put into"):
+        check_file(tmp_path / "page.html", [])

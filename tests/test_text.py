@@ -8,6 +8,7 @@ import pandas
 import pytest
 from transformers import MarianTokenizer
 
+from lightformers_hf.data_files import load_lines
 from lightformers_hf.text import load_parallel, load_rows, load_text, tokenize_pairs
 
 pytestmark = pytest.mark.quick
@@ -152,6 +153,11 @@ def test_fields_that_do_not_fit_the_header_name_their_line(tmp_path, name, conte
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         load_parallel(str(tmp_path / name), source="de", target="en")
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "x.txt").write_text("Ein Hund.\nEine Katze.\n", encoding="utf-8-sig")
+    assert load_lines(tmp_path / "x.txt")["text"][:] == ["Ein Hund.", "Eine Katze."]
 
 
 def test_quoted_fields_and_empty_lines_are_no_mistake(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from typing import Any
 
@@ -117,7 +118,7 @@ def engines(
         teacher,
         list(students),
         forms=list(engine) or None,
-        cores=list(cores or (1, 2)),
+        cores=list(cores or range(1, min(2, os.cpu_count() or 1) + 1)),
         batch_sizes=list(batch_size or (1, 32)),
         beams=list(num_beams or (1, 4)),
         **columns(source_lang, target_lang),

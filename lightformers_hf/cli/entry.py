@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import click
@@ -15,12 +16,8 @@ from .output import Group
 NAME = "lightformers"
 # Where a shell reads what to do first.
 STARTUP_FILES = {"bash": "~/.bashrc", "zsh": "~/.zshrc", "fish": "~/.config/fish/config.fish"}
-# How it then asks this command for its completions.
-STARTUP_LINES = {
-    "bash": f'eval "$(_{NAME.upper()}_COMPLETE=bash_source {NAME})"',
-    "zsh": f'eval "$(_{NAME.upper()}_COMPLETE=zsh_source {NAME})"',
-    "fish": f"_{NAME.upper()}_COMPLETE=fish_source {NAME} | source",
-}
+# What is read there: functions that call this command when TAB is pressed, in whatever environment it then is.
+COMPLETIONS = f"~/.config/{NAME}/completion."
 
 
 def show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -31,18 +28,22 @@ def show_version(context: click.Context, _: click.Parameter, wanted: bool) -> No
 
 
 def install_completion(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    """Add the line to the shell's startup file that lets TAB complete commands, options and their values; and end."""
+    """Have the shell's startup file read what lets TAB complete commands, options and their values; and end."""
     if not wanted or context.resilient_parsing:
         return
     shell = Path(os.environ.get("SHELL", "")).name
-    if shell not in STARTUP_FILES or get_completion_class(shell) is None:
+    completes = get_completion_class(shell) if shell in STARTUP_FILES else None
+    if completes is None:
         raise click.ClickException(f"the shell is {shell!r}, expected one of {', '.join(STARTUP_FILES)}: set SHELL")
-    file = Path(STARTUP_FILES[shell]).expanduser()
+    file, script = (Path(name).expanduser() for name in (STARTUP_FILES[shell], COMPLETIONS + shell))
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text(completes(app, {}, NAME, f"_{NAME.upper()}_COMPLETE").source(), encoding="utf-8")
+    startup_line = f"source {COMPLETIONS}{shell}"
     lines = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    if STARTUP_LINES[shell] not in lines.splitlines():
+    if startup_line not in lines.splitlines():
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a", encoding="utf-8") as opened:  # what is there is not touched
-            opened.write(f"{'' if lines.endswith(chr(10)) or not lines else chr(10)}{STARTUP_LINES[shell]}\n")
+            opened.write(f"{'' if lines.endswith(chr(10)) or not lines else chr(10)}{startup_line}\n")
     click.echo(f"{file} teaches {shell} the commands, from its next start on.")
     context.exit()
 
@@ -80,4 +81,6 @@ app = Group(
 
 def main() -> None:
     """Run the command line, under the same name however it was started."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_MININTERVAL", "30")  # seconds: bars fill no log
     app(prog_name=NAME)

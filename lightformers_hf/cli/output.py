@@ -52,14 +52,19 @@ class Answer:
     def show(self) -> None:
         """Print it for people."""
         if self.draw is not None:
-            from rich.console import Console
-
-            console = Console()
-            if not (console.is_terminal or "COLUMNS" in os.environ):
-                console.width = ROOM
-            self.draw(console)
+            self.draw(make_console())
         for line in self.lines:
             click.echo(line)
+
+
+def make_console() -> Console:
+    """Where tables are printed: as wide as the terminal, wide in a file or a pipe."""
+    from rich.console import Console
+
+    console = Console()
+    if not (console.is_terminal or "COLUMNS" in os.environ):
+        console.width = ROOM
+    return console
 
 
 class Argument(click.Argument):
@@ -196,10 +201,6 @@ def run(
     to_stdout = str(json_file) == "-"
     speaks = os.environ.get("RANK", "0") == "0"  # of several processes, the first
     try:
-        if json_file is not None and not json_file.parent.is_dir():
-            raise FileNotFoundError(f"--json {json_file}: there is no folder {json_file.parent}")
-        if json_file is not None and json_file.is_dir():
-            raise IsADirectoryError(f"--json {json_file} is a folder: give a file")
         if json_file is not None and not to_stdout:
             check_answer_file(json_file, arguments)
         with loudness(quiet, verbose, chatter=sys.stderr if to_stdout else None, hush=quiet and answers):
@@ -219,12 +220,16 @@ def run(
             message = as_typed(" ".join(str(error).split()), typed)  # those of libraries have several lines
             click.echo(f"{click.style('error:', fg='red')} {name_options(message, typed, arguments)}", err=True)
         raise click.exceptions.Exit(1) from None
-    except (MemoryError, RuntimeError) as error:
+    except Exception as error:
         from ..loading import is_out_of_memory
 
-        if verbose or not is_out_of_memory(error):
+        full = "No space left on device" in str(error)  # writers of tensors have errors of their own for it
+        if verbose or not (full or is_out_of_memory(error)):
             raise
-        click.echo(f"{click.style('error:', fg='red')} there is not enough memory for what was asked for", err=True)
+        reason = "there is not enough memory for what was asked for"
+        if full:
+            reason = "the disk is full: make room, then give the same command again"
+        click.echo(f"{click.style('error:', fg='red')} {reason}", err=True)
         raise click.exceptions.Exit(1) from None
     except KeyboardInterrupt:
         click.echo("stopped", err=True)
@@ -257,11 +262,12 @@ def name_options(message: str, typed: Mapping[str, str], values: Mapping[str, An
     if "--" in message:
         return message
     context = click.get_current_context(silent=True)
+    message, trouble = message, message.partition(": ")[0]  # what there is instead stands behind it
     named = []
     for name, option_name in typed.items():
         given = context is None or context.get_parameter_source(name) is ParameterSource.COMMANDLINE
         value = values.get(name)
-        is_word = isinstance(value, str | Path) and re.search(rf"(?<![\w/]){re.escape(str(value))}(?![\w/])", message)
+        is_word = isinstance(value, str | Path) and re.search(rf"(?<![\w/]){re.escape(str(value))}(?![\w/])", trouble)
         if given and is_word:
             named.append(option_name)
     return f"{' and '.join(named)}: {message}" if named else message

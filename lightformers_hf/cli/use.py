@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import click
 
 from ..languages import named_columns
-from .output import PLACE, SEED, Answer, Argument, check_installed, command, option
+from .output import PLACE, SEED, Answer, Argument, check_installed, command, make_console, option
 
 if TYPE_CHECKING:
     from ..evaluation.translate import ByteSource
@@ -187,8 +187,9 @@ def compare(
     Example: lightformers compare opus-mt-de-en opus-mt-de-en-light --open
     """
     check_installed("gradio", "app", "compare")
-    from ..app import build, serve
+    from ..app import build, check_address, serve
 
+    check_address(host, port)
     page = build(teacher, light, num_beams=num_beams, max_new_tokens=max_new_tokens)
     address = serve(page, host=host, port=port, browser=browser)
     click.echo(f"Both models are at {address} until Ctrl-C.")
@@ -256,7 +257,7 @@ def demo(output: Path, seed: int, fresh: bool) -> Answer:
     from ..demo.stages import DemoSettings
 
     try:
-        results = run_demo(output, DemoSettings(seed=seed), fresh=fresh)  # says how far it is
+        results = run_demo(output, DemoSettings(seed=seed), fresh=fresh, console=make_console())  # says how far it is
     except KeyboardInterrupt:
         message = f"Stopped. What is complete stays in {output}: the same command goes on from there."
         click.echo(f"\n{message}", err=True)

@@ -11,6 +11,7 @@ from typing import Any
 import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
+from ..data_files import is_file_name
 from ..files import CARD_FILE
 from ..models.configuration_base import OLDEST_TRANSFORMERS
 from .forms.low_rank import LowRank
@@ -39,8 +40,9 @@ def read_results(file: Path, parameters: int) -> dict:
         results = json.loads(Path(file).read_text(encoding="utf-8"))
         measured = results["model"]["parameters"]
         shown = {key: results[key] for key in ("model", "data", "source", "target", "sentences", "generation")}
-        # A path of this machine is nobody's business.
-        shown |= {"data": Path(results["data"]).name, "rows": _rows(results)}
+        # A path of this machine is nobody's business; a data set on the Hub has an owner.
+        data = results["data"]
+        shown |= {"data": Path(data).name if is_file_name(data) else data, "rows": _rows(results)}
     except FileNotFoundError:
         raise FileNotFoundError(f"{file} is not there: `lightformers evaluate … --json {file}` writes it") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
@@ -80,7 +82,7 @@ def evaluation_results(results: Sequence[dict], task: str) -> list[EvalResult]:
     return [
         EvalResult(
             task_type=task,
-            dataset_type=result["data"],
+            dataset_type=result["data"].partition(":")[0],
             dataset_name=f"{result['data']} ({result['source']}-{result['target']})",
             metric_type=metric,
             metric_name=METRICS[metric],

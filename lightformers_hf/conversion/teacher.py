@@ -18,6 +18,7 @@ from ..languages import keep_prefix, set_language_codes
 from ..loading import (
     DAMAGED,
     assemble,
+    check_no_export,
     has_tokenizer,
     load_pretrained,
     printable_name,
@@ -61,6 +62,7 @@ class Teacher:
                 f"{folder} holds an adapter (adapter_config.json), no whole model: merge it into its base with "
                 "merge_and_unload() of peft, and give the folder where save_pretrained writes the result"
             )
+        check_no_export(folder)
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"{folder} holds no config.json: a checkpoint folder written by save_pretrained")
         try:

@@ -204,7 +204,7 @@ def translate_stream(
         texts = []
         for number, line in enumerate(lines, start=done + 1):
             try:
-                texts.append(line.decode("utf-8").removesuffix("\r"))
+                texts.append(line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\r"))
             except UnicodeDecodeError as error:
                 raise ValueError(f"line {number} of the input is not UTF-8 text: {error}") from error
         for text in translate(texts, model, tokenizer, **options):

@@ -6,6 +6,7 @@ import copy
 import re
 import shutil
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -164,7 +165,9 @@ def take_checkpoint(trainer: Trainer, checkpoint: str) -> TrainOutput:
     """Give a trainer the weights and the state that it would end with after this checkpoint."""
     trainer.state = load_state(checkpoint)
     best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
-    weights = load_trainable(best or checkpoint, auto_model=type(trainer.model))
+    if best:  # beside the other one, wherever the folder is now
+        checkpoint = str(Path(checkpoint).with_name(Path(best).name))
+    weights = load_trainable(checkpoint, auto_model=cast(AutoClass, type(trainer.model)))
     trainer.model.load_state_dict(weights.state_dict())
     return TrainOutput(trainer.state.global_step, 0.0, {"train_runtime": 0.0})
 

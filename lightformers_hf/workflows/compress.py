@@ -21,13 +21,13 @@ from ..evaluation.evaluate import evaluate_model, find_columns
 from ..export import export
 from ..export.engines import deployment_names
 from ..export.write import check_engine
-from ..files import read_json, write_json, write_whole
+from ..files import RECORD_FILE, read_json, write_json, write_whole
 from ..folders import atomic_output, find_foreign, refuse_foreign
 from ..languages import split_language, split_prefix
 from ..loading import hide_bars
 from ..processors import keep_programs
 from ..text import load_parallel, load_text
-from .record import RECORD_FILE, claim, find_added
+from .record import claim, find_added
 from .recover import recover
 from .settings import check_minutes
 
@@ -255,7 +255,9 @@ def read_texts(given: Texts, columns: tuple[str, str], seed: int) -> list[tuple[
     pairs = load_parallel(data, source=columns[0], target=columns[1]).shuffle(seed=seed)
     once = dict(zip(pairs["source"], pairs["target"], strict=True))
     if len(once) < 20:
-        raise ValueError(f"{data} holds {len(once)} different pairs: give validation and test, or twenty and more")
+        raise ValueError(
+            f"{data} holds {len(once)} different pairs: twenty and more are needed, or a validation and a test"
+        )
     return list(once.items())
 
 

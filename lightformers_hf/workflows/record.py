@@ -8,14 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..files import read_json, write_json
+from ..files import RECORD_FILE, read_json, write_json
 from ..folders import check_output, find_foreign, list_entries, open_to_readers
 from ..recovery import remove_checkpoints
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-RECORD_FILE = "recovery.json"  # what was asked for, what was chosen, what came out
 TRANSLATIONS_FILE = "translations.json"  # the teacher's, and their sources: data may change before it goes on
 CHECKPOINTS = r"checkpoint-\d+(/.*)?"  # of the training, until it ends
 

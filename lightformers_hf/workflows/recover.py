@@ -30,7 +30,7 @@ from ..conversion.statistics.synthesis import random_texts
 from ..evaluation.evaluate import choose_columns
 from ..evaluation.quality import translation_quality
 from ..evaluation.translate import translate
-from ..files import read_json, write_json
+from ..files import RECORD_FILE, read_json, write_json
 from ..folders import lock, parents
 from ..languages import named_columns, set_languages
 from ..loading import hide_bars, load_pretrained, resolve_source, unique_parameters
@@ -39,7 +39,7 @@ from ..recovery import RecoveryTrainer, ScoredPart, find_last_checkpoint, load_d
 from ..recovery.pace import Pace
 from ..recovery.progress import Clock, Progress, hush_trainer
 from ..text import cut_texts, load_parallel, load_text, tokenize_pairs
-from .record import RECORD_FILE, TRANSLATIONS_FILE, Recovery, Scores, begin, claim, finish
+from .record import TRANSLATIONS_FILE, Recovery, Scores, begin, claim, finish
 from .settings import (
     FAR,
     FOR_TRANSLATIONS,
@@ -176,7 +176,7 @@ class Run:
         else:
             size = min(HELD_OUT if "target" in texts.column_names else COMPARED, len(texts) // 10)
             if not size:
-                raise ValueError(f"{self.data} holds {len(texts)} texts: give validation, or ten texts and more")
+                raise ValueError(f"{self.data} holds {len(texts)} texts: ten and more are needed, or a validation")
             held_out, texts = texts.select(range(size)), texts.select(range(size, len(texts)))
             if "target" not in texts.column_names:
                 sources = held_out["source"][:]

@@ -11,6 +11,8 @@ import re
 import runpy
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -251,8 +253,43 @@ def test_verbose_says_more_and_quiet_less(lightformers, workplace):
 def test_a_json_file_without_a_folder_is_said_before_anything_is_done(lightformers, workplace):
     code, out, err = lightformers("convert", "dense", "out", "--json", "none/plan.json")
     assert (code, out) == (1, "")
-    assert err == "error: --json none/plan.json: there is no folder none\n"
+    assert err == "error: none/plan.json cannot be written: there is no folder none\n"
     assert not (workplace / "out").exists()
+
+
+def test_a_page_without_a_place_is_said_before_anything_is_done(lightformers, workplace):
+    for place, reason in {"none/page.html": "there is no folder none", "dense": "is a folder"}.items():
+        code, _, err = lightformers("report", "light", "--output", place)
+        assert (code, reason in err, err.count("\n")) == (1, True, 1)
+        assert (workplace / "light").is_dir()
+
+
+def test_a_full_disk_is_said_in_one_line(lightformers, monkeypatch):
+    class SafetensorError(Exception):
+        """As the library raises, which is no `OSError`."""
+
+    def full(*arguments, **options):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("lightformers_hf.conversion.convert.plan", full)
+    code, _, err = lightformers("plan", "dense", "--ratio", "2")
+    assert code == 1
+    assert err == "error: the disk is full: make room, then give the same command again\n"
+
+
+def test_an_export_is_no_source(lightformers, workplace):
+    (workplace / "light" / "export.json").write_text("{}")
+    code, _, err = lightformers("plan", "light", "--ratio", "2")
+    assert (code, "light was exported for another engine: give the checkpoint" in err) == (1, True)
+
+
+def test_bars_fill_no_log(workplace):
+    command = [sys.executable, "-m", "lightformers_hf", "plan", "dense", "--ratio", "2"]
+    done = subprocess.run(command, cwd=workplace, capture_output=True, text=True, check=True)
+    assert "100%" in done.stderr
+    updates = [part for part in re.split(r"[\r\n]", done.stderr) if "%|" in part]
+    bars = {part.partition(":")[0] for part in updates}
+    assert len(updates) <= 2 * len(bars)  # of each its beginning and its end
 
 
 def test_ctrl_c_ends_with_130(lightformers, workplace, monkeypatch):
@@ -388,7 +425,14 @@ def test_a_shell_is_taught_once(lightformers, monkeypatch, tmp_path, shell):
     file.write_bytes(b"before \xe9")  # whatever its encoding
     for _ in range(2):
         assert lightformers("--install-completion")[0] == 0
-    assert file.read_bytes() == b"before \xe9\n" + entry.STARTUP_LINES[shell].encode() + b"\n"
+    script = Path(f"{entry.COMPLETIONS}{shell}")
+    assert file.read_bytes() == b"before \xe9\n" + f"source {script}\n".encode()
+    said = script.expanduser().read_text()
+    assert f"_LIGHTFORMERS_COMPLETE={shell}_complete" in said
+    # Nothing is run but when TAB is pressed: the command is there in some environments alone.
+    if (program := shutil.which(shell)) is not None:
+        done = subprocess.run([program, str(script.expanduser())], env={"PATH": "/usr/bin:/bin"}, capture_output=True)
+        assert (done.returncode, done.stderr) == (0, b"")
     monkeypatch.setenv("SHELL", "/bin/tcsh")
     code, _, err = lightformers("--install-completion")
     assert code == 1

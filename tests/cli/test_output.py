@@ -34,6 +34,7 @@ def test_messages_name_options_as_they_are_typed(message, typed):
     [
         ("unknown engine 'foo': …", "--to: unknown engine 'foo': …"),
         ("x/a.jsonl has no column 'fr'", "--data and --source-lang: x/a.jsonl has no column 'fr'"),
+        ("x/a.jsonl has no column 'de': it has 'fr'", "--data: x/a.jsonl has no column 'de': it has 'fr'"),
         ("No data file x/a.jsonl.gz", "--data: No data file x/a.jsonl.gz"),
         ("--to is foo", "--to is foo"),
         ("food is no engine", "food is no engine"),

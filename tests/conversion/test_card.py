@@ -93,13 +93,16 @@ def test_the_hub_reads_the_results(source, tmp_path):
     report = plan(source, rank=5, method="paper", progress=False)
     first = evaluated(tmp_path, 5000, teacher="/home/someone/opus-mt-de-en")
     second = evaluated(tmp_path, 5000, data="/home/someone/other.jsonl")
-    card = ModelCard(model_card(FACTS, report, name="alice/light", steps=2000, results=[first, second]))
+    third = evaluated(tmp_path, 5000, data="owner/opus-100:de-en")
+    card = ModelCard(model_card(FACTS, report, name="alice/light", steps=2000, results=[first, second, third]))
     assert card.data.model_name == "light"
     assert [(result.dataset_type, result.metric_type, result.metric_value) for result in card.data.eval_results] == [
         ("test.jsonl", "bleu", 41.25),
         ("test.jsonl", "chrf", 62.5),
         ("other.jsonl", "bleu", 41.25),
         ("other.jsonl", "chrf", 62.5),
+        ("owner/opus-100", "bleu", 41.25),
+        ("owner/opus-100", "chrf", 62.5),
     ]
     assert {result.task_type for result in card.data.eval_results} == {"translation"}
     rows = table_rows(card)

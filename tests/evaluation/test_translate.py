@@ -115,6 +115,15 @@ def test_a_stream_writes_what_it_has_before_the_input_ends(loaded, german):
     assert sink.getvalue().decode().splitlines()[0] == translate([german[0]], *loaded, **OPTIONS)[0]
 
 
+def test_a_byte_order_mark_is_no_text(loaded, german):
+    outputs = []
+    for mark in (b"", "\ufeff".encode()):
+        sink = io.BytesIO()
+        translate_stream(io.BytesIO(mark + german[0].encode()), sink, *loaded, **OPTIONS)
+        outputs.append(sink.getvalue())
+    assert outputs[0] == outputs[1]
+
+
 def test_newlines_in_outputs_become_spaces(loaded, monkeypatch):
     monkeypatch.setattr("lightformers_hf.evaluation.translate.translate", lambda texts, *_: ["a\nb\r\nc"] * len(texts))
     sink = io.BytesIO()

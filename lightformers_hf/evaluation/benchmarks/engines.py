@@ -130,7 +130,7 @@ def check_forms(forms: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """The numbers of `compare_engines`. Raises `ValueError` for one below 1."""
+    """The numbers of `compare_engines`. Raises `ValueError` for one below 1, and for more cores than there are."""
 
     cores: tuple[int, ...]
     batch_sizes: tuple[int, ...]
@@ -144,6 +144,8 @@ class Settings:
             values = list(value) if isinstance(value, tuple) else [value]
             if not values or min(values) < 1:
                 raise ValueError(f"{name} is {values}: expected numbers of 1 or more")
+        if max(self.cores) > (there := os.cpu_count() or 1):
+            raise ValueError(f"cores is {max(self.cores)}: this machine has {there}")
 
     @property
     def runs_of_each(self) -> int:

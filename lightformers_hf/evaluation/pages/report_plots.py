@@ -145,9 +145,11 @@ def training_curves(log_history: Sequence[dict]) -> tuple[dict[str, list], dict[
 
 def training(panels: list[Axes], losses: dict[str, list], qualities: dict[str, list]) -> None:
     """One panel or two: losses over steps, and what else was measured on the validation data."""
-    names = {"loss": "training", "eval_loss": "validation"}
+    # What is trained by may hold more than the labels' loss: the teacher's predictions, and its states.
+    names = {"loss": "training, all that is learned from", "eval_loss": "validation, labels alone"}
     for color, (name, curve) in enumerate(sorted(losses.items(), reverse=True)):
-        panels[0].plot(*zip(*curve, strict=True), color=f"C{color}", label=names[name])
+        marker = "o-" if len(curve) == 1 else "-"
+        panels[0].plot(*zip(*curve, strict=True), marker, color=f"C{color}", label=names[name])
     panels[0].set(xlabel="step", ylabel="loss, nats a token")
     for axes in panels[1:]:
         for color, (name, curve) in enumerate(qualities.items(), start=2):
