@@ -391,14 +391,3 @@ def hide_bars() -> Iterator[None]:
     finally:
         if shown:
             enable_progress_bar()
-
-
-@contextmanager
-def use_threads(count: int) -> Iterator[None]:
-    """PyTorch computes with so many threads inside, and with as many as before afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

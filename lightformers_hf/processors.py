@@ -6,6 +6,8 @@ import ctypes
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Self
@@ -17,6 +19,17 @@ import torch
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 # What oneDNN and PyTorch's layer over it read, once, before their first product: how many programs they keep at most.
 CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 512, "LRU_CACHE_CAPACITY": 128}
+
+
+@contextmanager
+def use_threads(count: int) -> Iterator[None]:
+    """PyTorch computes with so many threads inside, and with as many as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class IdleThreads:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from tqdm.auto import tqdm
 
-from ..loading import use_threads
+from ..processors import use_threads
 from .translate import longest_input
 
 if TYPE_CHECKING:

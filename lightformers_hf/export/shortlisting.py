@@ -84,10 +84,6 @@ def add_shortlist(
     """
     if source.tokenizer is None:
         raise ValueError(f"shortlist is given, but {source.name} has no tokenizer to read the text by")
-    if getattr(source.tokenizer, "tgt_lang", "") is None:
-        raise ValueError(
-            f"shortlist is given, but {source.name} has many languages: give source_lang and target_lang with it"
-        )
     sources, references = read_pairs(source, text, columns)
     search = Search.of(source.generation)
     limit = min(position_limit(source.model.config) or LONGEST, LONGEST)
@@ -141,6 +137,10 @@ def read_pairs(
     source: Source, text: str, columns: tuple[str | None, str | None]
 ) -> tuple[list[str], list[str] | None]:
     """Sentences that are no empty ones, and what they are in the target language where the text says it."""
+    if getattr(source.tokenizer, "tgt_lang", "") is None:
+        raise ValueError(
+            f"shortlist is given, but {source.name} has many languages: give source_lang and target_lang with it"
+        )
     named = zip(columns, ("source_lang", "target_lang"), ("source", "target"), strict=True)
     first, second = (given or getattr(source.tokenizer, field, None) or name for given, field, name in named)
     first, prefix = split_prefix(add_prefix(source.model.config, first, second))

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from ... import __version__
 from ...files import write_whole
-from ...loading import use_threads
 from ...models.matrices import wide_linear
+from ...processors import use_threads
 
 Number: TypeAlias = int | float | Tensor
 # A timer: what is to be timed → seconds that it takes once.

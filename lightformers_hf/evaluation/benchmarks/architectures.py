@@ -17,7 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import MarianConfig, MarianMTModel, PreTrainedModel
 
-from ...loading import unique_parameters, use_threads
+from ...loading import unique_parameters
+from ...processors import use_threads
 from ..parameters import ParameterRow, find_row
 from ..speed import Speed, generation_speed, run_ratios, speed_of, speed_ratio, take_turns
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...loading import use_threads
+from ...processors import use_threads
 from ..search import Search
 
 
