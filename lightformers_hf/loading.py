@@ -139,7 +139,7 @@ def load_pretrained(auto: AutoClass, name: str | os.PathLike, **options: Any) ->
                 f"{name} holds no tokenizer (tokenizer_config.json and what it needs): give a folder with one, or put "
                 "its files there"
             ) from error
-        if isinstance(error, OSError) and str(name) not in str(error):
+        if isinstance(error, OSError) and not Path(name).exists() and str(name) not in str(error):
             reason = str(error).partition("\n")[0]
             raise OSError(f"{name} is no folder here, and the Hub does not give it: {reason}") from error
         raise

@@ -36,6 +36,7 @@ import torch
 import transformers
 from arguments import ModelArguments, OutputArguments, parse_arguments
 from common import (
+    check_metric,
     check_output,
     check_positions,
     checkpoint_name,
@@ -359,6 +360,7 @@ def main(argv: list[str] | None = None) -> None:
     """Train, evaluate, test, save, summarize: once, or for every fold."""
     model_args, data_args, args = parse_arguments((ModelArguments, DataArguments, TrainingArguments), argv)
     console = Console(quiet=not args.should_save)
+    check_metric(args, ("accuracy",))
     if data_args.num_folds is not None or data_args.fold_column:
         summarize(cross_validate(model_args, data_args, args), console)
         return

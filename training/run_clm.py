@@ -33,6 +33,7 @@ import transformers
 from arguments import ModelArguments, OutputArguments, parse_arguments
 from common import (
     build_model,
+    check_metric,
     check_output,
     check_positions,
     checkpoint_name,
@@ -147,6 +148,7 @@ def check_options(args: TrainingArguments, data: DataArguments) -> None:
         raise ValueError(f"context_size is {data.context_size}: expected from 1 to block_size - 1.")
     if args.label_smoothing_factor:
         raise ValueError("label_smoothing_factor is not for language models: perplexity is of the text as it is.")
+    check_metric(args, ("perplexity",))
     if args.nesterov_momentum is not None and not 0 < args.nesterov_momentum < 1:
         raise ValueError(f"nesterov_momentum is {args.nesterov_momentum}: expected between 0 and 1.")
 

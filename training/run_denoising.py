@@ -29,6 +29,7 @@ import torch
 from arguments import ModelArguments, OutputArguments, parse_arguments
 from common import (
     build_model,
+    check_metric,
     check_output,
     check_positions,
     checkpoint_name,
@@ -228,6 +229,7 @@ def check_options(args: TrainingArguments, data: DataArguments) -> None:
         raise ValueError("A stream has no end: give --max-steps.")
     if args.eval_strategy != "no" and not data.validation_file:
         raise ValueError(f"eval_strategy is {args.eval_strategy}: give --validation-file.")
+    check_metric(args, ())
     if args.label_smoothing_factor:
         raise ValueError("label_smoothing_factor is not for denoising: perplexity is of the text as it is.")
     if not 0 < data.mask_share < 1:
