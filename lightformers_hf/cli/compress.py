@@ -127,8 +127,8 @@ def convert(source: str, output: Path, overwrite: bool, **options: Any) -> Answe
         metavar="PATH",
         help="Text, parallel or of the source alone: only tokens that go with the source's are then computed.",
     ),
-    option("--source-lang", metavar="de", help="Column of the source in that text."),
-    option("--target-lang", metavar="en", help="Column of the target."),
+    option("--source-lang", metavar="de", help="Its column; of multilingual models also their code, de or de=de_DE."),
+    option("--target-lang", metavar="en", help="The same of the target."),
     OVERWRITE,
 )
 def export(source: str, output: Path, to: str, quantization: str | None, overwrite: bool, **options: Any) -> Answer:
