@@ -186,7 +186,7 @@ def test_missing_extra_says_what_to_install(tmp_path, monkeypatch):
 def test_command_line_says_how_to_go_on_after_ctrl_c(tmp_path, monkeypatch):
     called = []
 
-    def interrupted(output, settings, *, fresh):
+    def interrupted(output, settings, *, fresh, console):
         called.append((output, settings, fresh))
         raise KeyboardInterrupt
 
