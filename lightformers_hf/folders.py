@@ -113,10 +113,14 @@ def _removed(target: Path, temporary: Path) -> OSError:
     return OSError(f"{target} was not written: another process removed {temporary}. Run it again.")
 
 
+def is_full_disk(error: BaseException) -> bool:
+    """Whether an error says that a disk is full; writers of tensors wrap the system's in their own."""
+    return getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error)
+
+
 def _explain_full_disk(error: BaseException, temporary: Path, target: Path) -> None:
     """Raise `OSError` where a disk is full: that of the output, or the one of what was read."""
-    # Writers of tensors wrap the system's error in their own.
-    if getattr(error, "errno", None) != errno.ENOSPC and "No space left on device" not in str(error):
+    if not is_full_disk(error):
         return
     if shutil.disk_usage(temporary).free < FULL:
         raise OSError(f"the disk is full: {target} could not be written, and nothing was changed") from error

@@ -232,7 +232,8 @@ def _card(folder: Path, model: PreTrainedModel, name: str, results: Sequence[dic
             card.data.eval_results = evaluation_results(results, card.data.pipeline_tag or "translation")
         return str(card) if results else own
     file, steps = folder / STATE_FILE, read_json(folder / STATE_FILE).get("global_step")
-    if result := read_json(folder / RECORD_FILE).get("result"):  # of a recovery, which keeps the best, or none
+    result = read_json(folder / RECORD_FILE).get("result")
+    if isinstance(result, dict):  # of a recovery, which keeps the best, or none
         file, steps = folder / RECORD_FILE, result.get("best_step")
     if not isinstance(steps, int | None):
         raise ValueError(f"the number of steps in {file} is {steps!r}: expected a whole number")

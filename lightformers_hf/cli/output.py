@@ -221,14 +221,17 @@ def run(
             click.echo(f"{click.style('error:', fg='red')} {name_options(message, typed, arguments)}", err=True)
         raise click.exceptions.Exit(1) from None
     except Exception as error:
+        from ..folders import is_full_disk
         from ..loading import is_out_of_memory
 
-        full = "No space left on device" in str(error)  # writers of tensors have errors of their own for it
-        if verbose or not (full or is_out_of_memory(error)):
-            raise
-        reason = "there is not enough memory for what was asked for"
-        if full:
+        if is_full_disk(error):
             reason = "the disk is full: make room, then give the same command again"
+        elif is_out_of_memory(error):
+            reason = "there is not enough memory for what was asked for"
+        else:
+            raise
+        if verbose:
+            raise
         click.echo(f"{click.style('error:', fg='red')} {reason}", err=True)
         raise click.exceptions.Exit(1) from None
     except KeyboardInterrupt:

@@ -22,13 +22,7 @@ LANGUAGES = (
 TRAINING = (
     option("--data", type=PLACE, help=TEXT_HELP),
     option("--validation", type=PLACE, help="Other pairs, to choose the best model by. Default: a part of --data."),
-    option(
-        "--minutes",
-        type=float,
-        default=30.0,
-        metavar="M",
-        help="Time to measure, translate and train in.",
-    ),
+    option("--minutes", type=float, default=30.0, metavar="M", help="Time to measure, translate and train in."),
     *LANGUAGES,
     option(
         "--translations/--no-translations",

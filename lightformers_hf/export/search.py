@@ -14,8 +14,8 @@ from transformers import GenerationConfig
 
 NEVER = np.float32(-1e9)
 PART, WIDE = 16, 4096
-# Options of `generate()` that change greedy or beam search, that engines do not have, and the value that is none.
 NEW_TOKENS = 20  # where no limit is set
+# Options of `generate()` that change greedy or beam search, that engines do not have, and the value that is none.
 UNSUPPORTED = {
     "do_sample": False,
     "repetition_penalty": 1.0,
