@@ -32,6 +32,12 @@ def machine(monkeypatch):
     torch.set_num_threads(before)
 
 
+def test_what_a_product_takes_is_not_what_other_programs_take(monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))  # a second goes by between two looks
+    assert 0 < processors.product_seconds(torch.float32) < 0.5
+
+
 @pytest.mark.parametrize(("busy", "left"), [(0, 3), (1, 3), (2.1, 2), (3, 1), (4, 1)])
 def test_as_many_as_others_leave_and_as_are_allowed(machine, busy, left):
     machine["busy"] = busy

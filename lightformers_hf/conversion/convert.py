@@ -28,6 +28,7 @@ from .choosing.choose import check_choices, choose, find_units
 from .choosing.limits import estimate_speedup
 from .forecast import forecast
 from .forms.form import Built, Form, Setting, all_forms
+from .linear import all_finite
 from .options import CompressionOptions, StudyOptions, needs_calibration, settle
 from .others import other_tensors
 from .refit import bridge, can_refit, refit
@@ -149,7 +150,7 @@ def compress(
         source: what the user called it.
         dry: decide and report only.
     """
-    keep_memory(largest=2**24, end=2**26, programs=128)
+    keep_memory(largest=2**24, end=2**26, programs=64)
     asked_study, study = study, settle(options, study)
     device, progress = find_device(options.device), progress and is_main()
     checkpoint = Teacher(folder, source, options.languages_of_sides)
@@ -339,8 +340,8 @@ def cast_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str,
     """
     cast = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     for name, tensor in cast.items():
-        if not torch.isfinite(tensor).all():
-            if not torch.isfinite(tensors[name]).all():
+        if not all_finite(tensor):
+            if not all_finite(tensors[name]):
                 raise ValueError(
                     f"{name} of the result holds NaN or infinite values, which is a mistake: please report it"
                 )

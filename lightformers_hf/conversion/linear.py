@@ -1,4 +1,4 @@
-"""A linear layer as two tensors."""
+"""A linear layer as two tensors, and whether tensors hold numbers."""
 
 from __future__ import annotations
 
@@ -17,3 +17,8 @@ class Linear(NamedTuple):
     def to(self, device: torch.device) -> Linear:
         """The same on a device."""
         return Linear(self.matrix.to(device), None if self.bias is None else self.bias.to(device))
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether nothing in a tensor is NaN or infinite: in one pass, with no other tensor as large, such as a mask."""
+    return not tensor.numel() or all(bool(end.isfinite()) for end in torch.aminmax(tensor))

@@ -273,9 +273,9 @@ class Regression:
         if len(own) != len(inputs.left):  # its inputs are others
             own = _matrix(layer, self.device)
         has_bias = bias_of(layer) is not None
-        covariance, cross = inputs.moment(centred=has_bias), outputs.moment(centred=has_bias)
         # Inputs that hardly vary leave a covariance of rounding; those always zero, behind what was pruned, none.
-        seen = inputs.product.diagonal().mean() / inputs.count
+        seen = inputs.moment(centred=False).diagonal().mean()
+        covariance, cross = inputs.moment(centred=has_bias), outputs.moment(centred=has_bias)
         ridge = max(RIDGE * covariance.diagonal().mean(), CONSTANT * seen)
         matrix = own
         if ridge > 0:

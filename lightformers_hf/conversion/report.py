@@ -209,15 +209,20 @@ class CompressionReport:
     @property
     def loses(self) -> bool:
         """Whether anything but tokens was left out."""
-        shares = any(stored != depths for stored, depths in self.groups.values())
-        return bool(self.smaller or self.fewer_layers or shares)
+        return bool(self.smaller or self.fewer_layers or self.shares)
+
+    @property
+    def shares(self) -> bool:
+        """Whether layers share weights."""
+        return any(stored != depths for stored, depths in self.groups.values())
 
     @property
     def measure(self) -> str:
         """What `energy` and `relative_error` of the matrices are measured in."""
+        shared = "; of layers that share one, relative to what they were merged into" if self.shares else ""
         if self.calibration is None or not self.smaller:
-            return "every entry alike (Frobenius norm)"
-        return f"entries weighed by what they cost on {self.calibration}"
+            return f"every entry alike (Frobenius norm){shared}"
+        return f"entries weighed by what they cost on {self.calibration}{shared}"
 
     @property
     def outcome(self) -> str:

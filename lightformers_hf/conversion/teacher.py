@@ -29,7 +29,7 @@ from ..models.configuration_lightformer import LightFormerConfig
 from ..models.matrices import bias_of, factors_of, product_of
 from ..vocabularies import check_ids, renumber_generation
 from .families import find_family
-from .linear import Linear
+from .linear import Linear, all_finite
 from .vocabulary.kept import KeptTokens
 
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -230,8 +230,7 @@ class Teacher:
             return torch.zeros(stored_tensors(self.model)[name].shape)
         tensor = self.reader.read(self._names[name])
         if name not in self._finite:
-            # A sum is finite only if all its terms are, and costs one pass without a mask as large as the tensor.
-            if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float64)):
+            if not all_finite(tensor):
                 raise ValueError(
                     f"{self._names[name]} of {self.folder} holds NaN or infinite values: the checkpoint is broken"
                 )
@@ -245,6 +244,7 @@ class Teacher:
 
         Its tensors are the files', whose pages the system may drop and read again: they are not to be changed.
         """
+        self.reader.hold(key for name, key in self._names.items() if name not in self._rows)
         tensors = {name: self.read(name).float() for name in stored_tensors(self.model)}
         return assemble(self.model_class, self.config, tensors)
 

@@ -514,3 +514,10 @@ def test_text_that_is_not_there_is_noticed_first(tiny_marian, tmp_path, monkeypa
     for function in (partial(convert, output=tmp_path / "light"), plan):
         with pytest.raises(FileNotFoundError, match=f"No data file {text}"):
             function(tiny_marian, progress=False, **{option: text})
+
+
+def test_a_model_that_makes_its_own_text_needs_no_library_for_data(tiny_marian, tmp_path):
+    """Which would take 90 MB, and a second."""
+    script = "import sys; from lightformers_hf import convert; convert(*sys.argv[1:], ratio=1.5, progress=False); "
+    script += "assert 'lightformers_hf.conversion.refit' in sys.modules; assert 'datasets' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script, str(tiny_marian), str(tmp_path / "out")], check=True)

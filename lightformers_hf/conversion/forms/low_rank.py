@@ -121,7 +121,8 @@ class LowRank(Form):
             bias = (bias.double() + lost).to(bias.dtype)
         left, right = factors.left.to(matrix.dtype), factors.right.to(matrix.dtype)
         if self.kind(self.name) == "embedding":
-            left[(matrix == 0).all(dim=1)] = 0  # a padding row that is exactly zero stays so
+            # A padding row that is exactly zero stays so. A mask of all elements would be a quarter of the table.
+            left[torch.linalg.vector_norm(matrix, ord=torch.inf, dim=1) == 0] = 0
         return self._built(Factors(left, right), bias, spectrum.energy(setting), spectrum.relative_error(setting))
 
     @classmethod

@@ -21,7 +21,7 @@ from ..lazy import lazy_property
 from ..report import MatrixReport
 from ..sharing.groups import STACKS
 from ..sharing.originals import short_name
-from ..statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, damp, damped_root
+from ..statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, damped_root
 from .form import Built, Form, Measure, Setting, commonest, find_blocks, register_form, to_store
 
 # Matrices of a network, the last one behind its neurons; without a gate, and with one.
@@ -89,8 +89,8 @@ class Elimination:
         gone, kept = self.order.tensor_split([len(self.order) - width])
         kept, weight = kept.sort().values, weight.double()
         rows = moment[kept].double()
-        damped, root = damp(rows[:, kept], INPUT_DAMPING)  # as above: neurons that never fire leave C singular
-        return kept, torch.cholesky_solve(damped @ weight[kept] + rows[:, gone] @ weight[gone], root)
+        root = damped_root(rows[:, kept], INPUT_DAMPING)  # as above: neurons that never fire leave C singular
+        return kept, weight[kept] + torch.cholesky_solve(rows[:, gone] @ weight[gone], root)
 
 
 @register_form
@@ -143,7 +143,7 @@ class FewerNeurons(Form):
         second, mean = moments
         if self.originals.bias(self._last) is None:  # nothing takes the mean of what is lost
             mean = torch.zeros_like(mean)
-        return second - torch.outer(mean, mean), mean
+        return second.addr_(mean, mean, alpha=-1), mean
 
     def _own_lengths(self, name: str) -> Tensor:
         """Squared lengths of a matrix's columns, biases below them."""

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..linear import all_finite
 from ..options import SPLITS, Split
 from ..statistics.metric import Metric
 
@@ -195,8 +196,7 @@ def _stand_up(weight: Tensor, name: str) -> Tensor:
     """W, or Wᵀ where it is wider than tall. Raises `ValueError` unless it is a matrix of finite floats."""
     if weight.ndim != 2 or not weight.is_floating_point() or weight.numel() == 0:
         raise ValueError(f"{name}: expected a matrix of floats, found {weight.dtype} of shape {tuple(weight.shape)}")
-    # A finite sum has finite terms only, and costs no mask as large as the matrix; an infinite one may be an overflow.
-    if not (weight.sum().isfinite() or weight.isfinite().all()):
+    if not all_finite(weight):
         raise ValueError(f"{name}: holds NaN or Inf; the checkpoint is damaged or its training diverged")
     return (weight.T if weight.shape[0] <= weight.shape[1] else weight).detach()
 

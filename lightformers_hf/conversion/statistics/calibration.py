@@ -148,7 +148,7 @@ class Calibration:
         """E[xᵀx] and E[x] of one matrix that serves as each of the modules `names`."""
         parts = [self.moments[name] for name in names]
         counts = [max(1, part.count) for part in parts]  # none where all inputs are zero (`_where_errors_count`)
-        second = _mean([part.inputs.double().div_(count) for part, count in zip(parts, counts, strict=True)])
+        second = _mean([part.inputs.div_(count) for part, count in zip(parts, counts, strict=True)])
         mean = _mean([part.vectors["mean"].double() / count for part, count in zip(parts, counts, strict=True)])
         return second, mean
 
@@ -160,7 +160,7 @@ class Calibration:
 
     def gradients(self, names: list[str]) -> Tensor:
         """G, of one matrix that serves as each of the modules `names`."""
-        return _mean([self.moments[name].gradients.double() for name in names]).mul_(len(names) / self.target_tokens)
+        return _mean([self.moments[name].gradients for name in names]).mul_(len(names) / self.target_tokens)
 
     def metric(self, names: list[str], kind: str, has_bias: bool, weighting: str = "loss") -> Metric:
         """The norm in which one matrix that serves as each of the modules `names` is to be approximated.
@@ -180,7 +180,7 @@ class Calibration:
                 return Metric(damped_weights(inputs.diagonal(), INPUT_DAMPING), columns)
             return Metric(Damped(inputs, INPUT_DAMPING), columns)
         if has_bias:  # the bias takes the mean of the error; what is left is centred
-            inputs = inputs - torch.outer(mean, mean)
+            inputs.addr_(mean, mean, alpha=-1)
         columns = Damped(self.gradients(names), GRADIENT_DAMPING)
         return Metric(Damped(inputs, INPUT_DAMPING), columns, mean if has_bias else None)
 
@@ -201,10 +201,10 @@ class Calibration:
             part = self.moments[watched]
             if watched == self.output_name:
                 weights = part.vectors["squares"].double() / self.target_tokens
-                matrix = part.inputs.double() / part.count
+                matrix = part.inputs.div_(part.count)
             else:
                 weights = part.vectors["tokens"].double() / part.count
-                matrix = part.gradients.double() / self.target_tokens
+                matrix = part.gradients.div_(self.target_tokens)
             jobs.append((weights, matrix))
         rows = sum(weights * matrix.trace() for weights, matrix in jobs)
         columns = sum(weights.sum() * matrix for weights, matrix in jobs)

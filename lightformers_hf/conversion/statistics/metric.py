@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..lazy import lazy_property
+from ..linear import all_finite
 
 # Added to the diagonals, relative to their mean: directions that no sample showed are not free.
 INPUT_DAMPING = 1e-6
@@ -98,30 +99,28 @@ def damped_weights(squares: Tensor, damping: float) -> Tensor:
 
 
 def damped_root(moment: Tensor, damping: float) -> Tensor:
-    """L with L·Lᵀ = `moment`, damped; a multiple of the identity where nothing was seen."""
-    return damp(moment, damping)[1]
+    """L with L·Lᵀ = `moment`, damped; a multiple of the identity where nothing was seen.
 
-
-def damp(moment: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """A moment with something on its diagonal, and the root L of that.
+    Its diagonal is damped for a while, and then as it was: a copy would be as large.
 
     Raises:
         ValueError: it is not finite.
     """
-    size, level = moment.shape[0], moment.diagonal().mean().item()
+    size, diagonal = moment.shape[0], moment.diagonal()
+    own, level = diagonal.clone(), diagonal.mean().item()
     if not level > 0:
-        root = torch.eye(size, dtype=torch.float64, device=moment.device) * UNSEEN
-        return root * UNSEEN, root
-    # More where rounding has made it indefinite.
-    for factor in (1, 10, 100, 1000, 1e4):
-        damped = moment.clone()
-        damped.diagonal().add_(factor * damping * level)
-        root, failed = torch.linalg.cholesky_ex(damped)
-        if not failed:
-            return damped, root
-    if not torch.isfinite(moment).all():
+        return torch.eye(size, dtype=torch.float64, device=moment.device) * UNSEEN
+    try:
+        # More where rounding has made it indefinite.
+        for factor in (1, 10, 100, 1000, 1e4):
+            diagonal.copy_(own + factor * damping * level)
+            root, failed = torch.linalg.cholesky_ex(moment)
+            if not failed:
+                return root
+    finally:
+        diagonal.copy_(own)
+    if not all_finite(moment):
         raise ValueError("the calibration moments are not finite: the model's states or gradients are too large")
     # Where all samples are alike, what is left around their mean is rounding.
     values, vectors = torch.linalg.eigh(moment)
-    damped = vectors * values.clamp(min=damping * values.abs().max()) @ vectors.T
-    return damped, torch.linalg.cholesky(damped)
+    return torch.linalg.cholesky(vectors * values.clamp(min=damping * values.abs().max()) @ vectors.T)

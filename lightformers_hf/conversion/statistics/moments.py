@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..linear import all_finite
 from ..workers import sum_over_all
 from .shelf import Shelf
 
@@ -32,7 +33,7 @@ class Moments:
 
     @property
     def inputs(self) -> Tensor:
-        """Σ xᵀx, m×m."""
+        """Σ xᵀx, m×m, double."""
         return self._square("inputs")
 
     @inputs.setter
@@ -41,7 +42,7 @@ class Moments:
 
     @property
     def gradients(self) -> Tensor:
-        """Σ gᵀg, n×n."""
+        """Σ gᵀg, n×n, double."""
         return self._square("gradients")
 
     @gradients.setter
@@ -70,7 +71,7 @@ class Moments:
     def finite(self, what: str) -> bool:
         """Whether all numbers of a sum are."""
         sums = self._flat(what) if what in self.sizes else self.vectors.get(what)
-        return sums is None or bool(torch.isfinite(sums).all())
+        return sums is None or all_finite(sums)
 
     def shapes(self) -> tuple[dict, dict]:
         """Sizes of the squares, and shapes and types of the vectors."""
@@ -97,7 +98,7 @@ class Moments:
 
     def _square(self, what: str) -> Tensor:
         flat, size = self._flat(what), self.sizes[what]
-        square = flat.new_empty(size, size)
+        square = flat.new_empty(size, size, dtype=torch.float64)
         for start, end, strip in _strips(flat, size):
             square[start:end, :end] = strip
             square[:start, start:end] = strip[:, :start].T
@@ -114,11 +115,11 @@ class Moments:
 class PairMoments:
     """Means and second moments of pairs of rows, m and n wide, accumulated in double precision.
 
-    Where both of a pair are the same rows, only the lower half is until `sum_over_all`.
+    Until `sum_over_all` they are sums, and where both of a pair are the same rows, only the lower half is there.
     """
 
     def __init__(self, m: int, n: int, device: torch.device):
-        self.count, self.symmetric = 0, False
+        self.count, self.symmetric, self._centred = 0, False, False
         self.left, self.right, self.product = (
             torch.zeros(shape, dtype=torch.float64, device=device) for shape in (m, n, (m, n))
         )
@@ -136,21 +137,24 @@ class PairMoments:
             self.product[rows, columns] += (left[:, rows].T @ right[:, columns]).to(device)
 
     def sum_over_all(self) -> None:
-        """Sum over all processes, and fill the upper half where only the lower one was computed."""
+        """Sum over all processes, fill the upper half where only the lower one was computed, and divide."""
         if self.symmetric:
             for start in range(STRIP, len(self.product), STRIP):
                 self.product[:start, start : start + STRIP] = self.product[start : start + STRIP, :start].T
         self.count = int(sum_over_all(torch.tensor(self.count)))
-        self.left, self.right, self.product = (sum_over_all(sums) for sums in (self.left, self.right, self.product))
+        sums = (self.left, self.right, self.product)
+        self.left, self.right, self.product = (sum_over_all(each).div_(self.count) for each in sums)
 
     def means(self) -> tuple[Tensor, Tensor]:
         """Of both sides."""
-        return self.left / self.count, self.right / self.count
+        return self.left, self.right
 
     def moment(self, *, centred: bool) -> Tensor:
-        """The covariance, or the second moment, m×n."""
-        moment = self.product / self.count
-        return moment.addr_(*self.means(), alpha=-1) if centred else moment
+        """The covariance, or the second moment, m×n, until it is asked for the other: both have one place."""
+        if centred != self._centred:
+            self.product.addr_(*self.means(), alpha=-1 if centred else 1)
+            self._centred = centred
+        return self.product
 
 
 def _strips(flat: Tensor, size: int) -> Iterator[tuple[int, int, Tensor]]:

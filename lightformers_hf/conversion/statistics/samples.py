@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datasets import Dataset
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 from transformers import DataCollatorForSeq2Seq, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -10,6 +11,9 @@ from ...languages import add_prefix
 from ...loading import position_limit
 from ...text import load_text, tokenize_pairs
 from ..options import CompressionOptions, StudyOptions
+
+if TYPE_CHECKING:  # text of a model's own making needs none of it
+    from datasets import Dataset
 
 # Sentence pairs, unless told otherwise; those of a batch at most.
 SAMPLES, BATCH = 1000, 32

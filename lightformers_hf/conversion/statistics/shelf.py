@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 # Bytes that a shelf keeps in memory; on an accelerator, a share of what is free there.
-ROOM, FREE_SHARE = 2**28, 0.25
+ROOM, FREE_SHARE = 2**26, 0.25
 
 
 class Shelf:
@@ -24,7 +24,7 @@ class Shelf:
 
     Args:
         device: where the tensors are, and come back to.
-        room: bytes kept in memory; unless given a quarter of a GiB, or a quarter of what is free on a GPU.
+        room: bytes kept in memory; unless given 64 MiB, or a quarter of what is free on a GPU.
     """
 
     def __init__(self, device: torch.device | str = "cpu", room: int | None = None):

@@ -77,19 +77,19 @@ def test_moments_are_those_of_sentences_alone(calibrated, tiny_marian, parallel_
         inputs, gradients = expected[name]
         moments = calibration.moments[name]
         assert moments.count == len(inputs)
-        torch.testing.assert_close(moments.inputs, inputs.T @ inputs, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(moments.inputs.float(), inputs.T @ inputs, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(moments.vectors["mean"], inputs.sum(0), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(moments.gradients, gradients.T @ gradients, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(moments.gradients.float(), gradients.T @ gradients, rtol=1e-3, atol=1e-6)
     inputs, gradients = expected["lm_head"]
     assert calibration.target_tokens == len(inputs)
-    torch.testing.assert_close(calibration.moments["lm_head"].inputs, inputs.T @ inputs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(calibration.moments["lm_head"].inputs.float(), inputs.T @ inputs, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(
         calibration.moments["lm_head"].vectors["squares"], gradients.square().sum(0), rtol=1e-3, atol=1e-6
     )
     ids, gradients = expected["model.decoder.embed_tokens"]
     table = calibration.moments["model.decoder.embed_tokens"]
     assert torch.equal(table.vectors["tokens"], torch.bincount(ids, minlength=model.config.vocab_size))
-    torch.testing.assert_close(table.gradients, gradients.T @ gradients, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(table.gradients.float(), gradients.T @ gradients, rtol=1e-3, atol=1e-6)
 
 
 def test_a_tables_two_jobs_are_one_metric(calibrated):
