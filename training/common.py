@@ -133,6 +133,7 @@ def parts_of_tests(parts: Mapping[str, object]) -> list[str]:
 
 def score_tests(trainer: Trainer, parts: Mapping[str, Dataset], measures: Sequence[str]) -> dict[str, float]:
     """Evaluate those parts that are tests, keep all that was measured as `test_results.json`; rows of the summary."""
+    trainer.remove_callback(transformers.EarlyStoppingCallback)  # it looks for what a validation measures, and warns
     metrics: dict[str, float] = {}
     for part in parts_of_tests(parts):
         metrics |= trainer.evaluate(parts[part], metric_key_prefix=part)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -67,6 +68,8 @@ from lightformers_hf.loading import build_network, load_pretrained
 from lightformers_hf.text import load_rows, take_rows
 
 HEADS = ("classifier.", "classification_head.", "pre_classifier.", "score.")
+# What a cross-validation leaves in its folder.
+OF_FOLDS = r"fold-.+|options\.json|test_results\.json"
 
 
 @dataclass
@@ -319,6 +322,12 @@ def cross_validate(model_args: ModelArguments, data_args: DataArguments, args: T
         raise ValueError("--resume-from-checkpoint stands alone in cross-validation: every fold has its checkpoints.")
 
     output, rounds = Path(args.output_dir), {}
+    foreign = [path.name for path in output.glob("*") if not re.fullmatch(OF_FOLDS, path.name)]
+    if foreign and not args.overwrite_output:
+        raise FileExistsError(
+            f"output_dir {output} holds other things than folds ({', '.join(sorted(foreign)[:3])}): choose another "
+            "folder, or write over it with --overwrite-output."
+        )
     for fold in np.unique(folds).tolist():
         fold_args, fold_model = copy.copy(args), copy.deepcopy(model_args)
         fold_args.output_dir = str(output / f"fold-{fold}")
@@ -334,9 +343,12 @@ def cross_validate(model_args: ModelArguments, data_args: DataArguments, args: T
         output / "options.json", vars(model_args) | vars(data_args) | training, bool(resume), args.should_save
     )
 
-    for fold_args, _, done, checkpoint in rounds.values():
-        if not done and checkpoint is None and args.should_save:
-            remove_results(fold_args.output_dir)  # now: where this run is interrupted, later folds' would be its own
+    if args.should_save:  # now: where this run is interrupted, those of an earlier one would be its own
+        begun = {
+            Path(fold_args.output_dir) for fold_args, _, done, checkpoint in rounds.values() if done or checkpoint
+        }
+        for folder in {output, *output.glob("fold-*")} - begun:
+            remove_results(folder)
     summary, accuracies = {}, []
     for fold, (fold_args, fold_model, done, checkpoint) in rounds.items():
         if done:

@@ -12,7 +12,8 @@ Text is read as a stream, so a corpus may be larger than memory: lines of .txt, 
 of a block are put in random order; then spans of tokens, their lengths Poisson(3), 30 % of the tokens together, are
 each replaced by one `<mask>`, spans of length zero included, where a mask comes in between. The noise of a block
 follows from `--seed`, the pass over the data and the block's number. The stream begins anew when it ends;
-`--max-steps` says when to stop. An interrupted run goes on with `--resume-from-checkpoint`.
+`--max-steps` says when to stop. An interrupted run goes on with `--resume-from-checkpoint`. The validation's
+perplexity is that of its loss, which is the mean of the batches' means.
 """
 
 from __future__ import annotations

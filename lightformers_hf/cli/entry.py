@@ -18,6 +18,8 @@ NAME = "lightformers"
 STARTUP_FILES = {"bash": "~/.bashrc", "zsh": "~/.zshrc", "fish": "~/.config/fish/config.fish"}
 # What is read there: functions that call this command when TAB is pressed, in whatever environment it then is.
 COMPLETIONS = f"~/.config/{NAME}/completion."
+# What has to be there before: zsh has no completion until it is told to.
+PREPARATIONS = {"zsh": "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }\n"}
 
 
 def show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -36,14 +38,18 @@ def install_completion(context: click.Context, _: click.Parameter, wanted: bool)
     if completes is None:
         raise click.ClickException(f"the shell is {shell!r}, expected one of {', '.join(STARTUP_FILES)}: set SHELL")
     file, script = (Path(name).expanduser() for name in (STARTUP_FILES[shell], COMPLETIONS + shell))
-    script.parent.mkdir(parents=True, exist_ok=True)
-    script.write_text(completes(app, {}, NAME, f"_{NAME.upper()}_COMPLETE").source(), encoding="utf-8")
+    functions = completes(app, {}, NAME, f"_{NAME.upper()}_COMPLETE").source()
     startup_line = f"source {COMPLETIONS}{shell}"
-    lines = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    if startup_line not in lines.splitlines():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a", encoding="utf-8") as opened:  # what is there is not touched
-            opened.write(f"{'' if lines.endswith(chr(10)) or not lines else chr(10)}{startup_line}\n")
+    try:
+        script.parent.mkdir(parents=True, exist_ok=True)
+        script.write_text(PREPARATIONS.get(shell, "") + functions, encoding="utf-8")
+        lines = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+        if startup_line not in lines.splitlines():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a", encoding="utf-8") as opened:  # what is there is not touched
+                opened.write(f"{'' if lines.endswith(chr(10)) or not lines else chr(10)}{startup_line}\n")
+    except OSError as error:
+        raise click.ClickException(f"{error.filename} cannot be written: {error.strerror}") from error
     click.echo(f"{file} teaches {shell} the commands, from its next start on.")
     context.exit()
 

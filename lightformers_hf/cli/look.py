@@ -73,7 +73,7 @@ def analyze(
 
 @command(
     Argument("model", type=PLACE, about="What convert or a training run wrote: folder, or Hub name."),
-    option("--output", "-o", type=FILE, default="report.html", help="The page to write."),
+    option("--output", "-o", type=FILE, default="report.html", help="The page to write, in place of what is there."),
     option(
         "--teacher",
         type=PLACE,

@@ -5,6 +5,7 @@ else of the package.
 """
 
 import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .configuration_lightformer import LightFormerConfig
 from .configuration_partialformer import PartialFormerConfig
@@ -48,6 +49,8 @@ def _register(config_class: type) -> None:
             model_class = globals()[reference.split(".")[-1]]
             getattr(transformers, auto_name).register(config_class, model_class, exist_ok=True)
             model_class.register_for_auto_class(auto_name)
+            if auto_name == "AutoModelForCausalLM":  # whose labels Trainer shifts, by name, where it smooths them
+                MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config_class.model_type] = model_class.__name__
 
 
 for _config_class in (LightFormerConfig, SubformerConfig, PartialFormerConfig):

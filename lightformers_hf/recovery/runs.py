@@ -122,7 +122,7 @@ def train(trainer: Trainer, checkpoint: str | None = None) -> TrainOutput:
     """Train from the beginning, or from `checkpoint`; then save model and state in the output folder.
 
     From the beginning means: checkpoints of an earlier run are deleted. From one that has all steps, nothing is
-    trained: `Trainer` would take one step more.
+    trained: `Trainer` would take one step more, as it does with sharded weights (FSDP).
 
     Raises:
         ValueError: the checkpoint is of another model or tokenizer.
@@ -163,7 +163,9 @@ def load_state(checkpoint: str) -> TrainerState:
 
 def take_checkpoint(trainer: Trainer, checkpoint: str) -> TrainOutput:
     """Give a trainer the weights and the state that it would end with after this checkpoint."""
-    trainer.state = load_state(checkpoint)
+    trainer.state = state = load_state(checkpoint)
+    state.is_local_process_zero = trainer.is_local_process_zero()  # it was written by the first one
+    state.is_world_process_zero = trainer.is_world_process_zero()
     best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
     if best:  # beside the other one, wherever the folder is now
         checkpoint = str(Path(checkpoint).with_name(Path(best).name))

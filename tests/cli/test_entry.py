@@ -433,6 +433,12 @@ def test_a_shell_is_taught_once(lightformers, monkeypatch, tmp_path, shell):
     if (program := shutil.which(shell)) is not None:
         done = subprocess.run([program, str(script.expanduser())], env={"PATH": "/usr/bin:/bin"}, capture_output=True)
         assert (done.returncode, done.stderr) == (0, b"")
+    assert said.startswith("(( $+functions[compdef] ))") == (shell == "zsh")  # without which it has no completion
+    script.expanduser().unlink()
+    script.expanduser().mkdir()
+    code, _, err = lightformers("--install-completion")
+    assert code == 1
+    assert err == f"Error: {script.expanduser()} cannot be written: Is a directory\n"
     monkeypatch.setenv("SHELL", "/bin/tcsh")
     code, _, err = lightformers("--install-completion")
     assert code == 1

@@ -4,6 +4,7 @@ import pytest
 import torch
 from models.cases import GENERATING, HEADS, PLAIN, SPECIAL, VARIANTS, every, make_model, padded, run_model, sentences
 from torch import nn
+from transformers import Trainer, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 TRAINED = tuple(head for head in HEADS if head != "Model")
@@ -55,6 +56,21 @@ def test_causal_loss_is_the_cross_entropy_of_the_next_token(head, variant):
     torch.testing.assert_close(out.loss, expected)
     last = model(batch["input_ids"], batch["attention_mask"], logits_to_keep=2).logits
     torch.testing.assert_close(last, logits[:, -2:])
+
+
+@every(["CausalLM"], PLAIN)
+def test_trainer_smooths_the_labels_of_the_next_token(head, variant, tmp_path):
+    """It goes by the name of the class, and smoothed every token's own before."""
+    model = make_model(head, variant)
+    batch = batch_for(model)
+    arguments = TrainingArguments(tmp_path, use_cpu=True, label_smoothing_factor=0.1, report_to="none")
+    with torch.no_grad():
+        loss = Trainer(model, arguments).compute_loss(model, dict(batch))
+        scores = model(batch["input_ids"], batch["attention_mask"]).logits[:, :-1].log_softmax(-1)
+    labels = batch["labels"][:, 1:]
+    kept = labels != -100
+    chosen = scores[kept].gather(-1, labels[kept, None]).mean()
+    torch.testing.assert_close(loss, -0.9 * chosen - 0.1 * scores[kept].mean())
 
 
 @pytest.mark.parametrize(

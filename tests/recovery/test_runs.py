@@ -2,10 +2,19 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerState,
+    TrainingArguments,
+)
 
 from lightformers_hf import PartialFormerConfig, PartialFormerForConditionalGeneration
 from lightformers_hf.recovery import load_trainable
+from lightformers_hf.recovery.runs import take_checkpoint
 
 KINDS = ("dropout", "activation_dropout", "attention_dropout")
 
@@ -39,3 +48,16 @@ def test_nothing_is_dropped_by_whatever_name(tmp_path):
         loaded = load_trainable(str(tmp_path / "model"), dropout=False).train()
         first, second = (loaded(input_ids=ids, labels=ids).logits for _ in range(2))
         torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_one_process_alone_takes_itself_for_the_first(tiny_marian, tmp_path):
+    """Whose state a checkpoint has."""
+    folder = tmp_path / "checkpoint-1"
+    AutoModelForSeq2SeqLM.from_pretrained(tiny_marian).save_pretrained(folder)
+    TrainerState(global_step=1, is_world_process_zero=True).save_to_json(folder / "trainer_state.json")
+    trainer = Trainer(load_trainable(str(tiny_marian)), TrainingArguments(tmp_path, use_cpu=True, report_to="none"))
+    trainer.is_world_process_zero = trainer.is_local_process_zero = lambda: False  # as another one's says
+    take_checkpoint(trainer, str(folder))
+    assert trainer.state.global_step == 1
+    assert not trainer.state.is_world_process_zero
+    assert not trainer.state.is_local_process_zero

@@ -93,6 +93,16 @@ def test_folds_of_a_run_that_is_written_over_are_not_the_next_ones(base, tmp_pat
         script.main([*command(base, fold_column="fold", max_steps=2), "--overwrite-output"])
     found = [(tmp_path / "out" / f"fold-{fold}" / "test_results.json").is_file() for fold in range(3)]
     assert found == [True, False, False]
+    assert not (tmp_path / "out" / "test_results.json").exists()  # of the run before, it would pass for this one's
+
+
+def test_folds_are_not_put_beside_another_run(base, tmp_path):
+    single = {"train_file": tmp_path / "train.jsonl", "test_file": tmp_path / "test.jsonl", "max_steps": 1}
+    script.main(command(base | single))
+    before = results(tmp_path / "out")
+    with pytest.raises(FileExistsError, match=r"holds other things than folds \(.*--overwrite-output"):
+        script.main(command(base, num_folds=2, max_steps=1))
+    assert results(tmp_path / "out") == before
 
 
 def test_every_row_is_tested_once_and_never_trained_on(base, tmp_path):

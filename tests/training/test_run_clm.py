@@ -146,6 +146,19 @@ def test_a_run_goes_on_from_its_checkpoint(base, tmp_path):
     assert results(tmp_path / "cut")["test_loss"] == results(tmp_path / "out")["test_loss"]
 
 
+def test_tests_are_no_checks_of_early_stopping(base, tmp_path, caplog):
+    options = {"validation_file": tmp_path / "test.txt", "eval_strategy": "steps", "eval_steps": 1}
+    options |= {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "load_best_model_at_end": True,
+        "early_stopping_patience": 1,
+    }
+    script.main(command(base | options))
+    assert "early stopping" not in caplog.text
+    assert "test_perplexity" in results(tmp_path / "out")
+
+
 @pytest.mark.usefixtures("warm_python")
 def test_two_processes_measure_what_one_does(base, tmp_path):
     script.main(command(base))

@@ -85,12 +85,14 @@ class EngineComparison:
     def rows(self) -> dict[str, list[list[str]]]:
         """{setting: its table's rows, the head first}: a row a form and model, in the order of the timings."""
         deployed = {place.key: place for place in self.deployed}
-        head = ["engine", "model", "tokens/s", "same", "int8", "MB", *(("BLEU", "chrF") if self.data else ())]
+        scores = ("BLEU", "chrF") if self.data else ()
+        head = ["engine", "model", "tokens/s", "same", *(("int8",) if self.has_baseline else ()), "MB", *scores]
         found: dict[str, list[list[str]]] = {}
         for timing in self.timings:
             place = deployed[timing.key]
-            ratios = ("" if ratio is None else f"{ratio:.2f}x" for ratio in (timing.to_teacher, timing.to_baseline))
-            row = [timing.form, timing.model, f"{timing.speed.tokens_per_second:,.0f}", *ratios]
+            ratios = [timing.to_teacher, *((timing.to_baseline,) if self.has_baseline else ())]
+            row = [timing.form, timing.model, f"{timing.speed.tokens_per_second:,.0f}"]
+            row += ["" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
             row += [f"{place.disk_bytes / 1e6:.1f}"]
             row += [f"{score:.1f}" for score in (place.bleu, place.chrf) if score is not None]
             cores = f"{timing.cores} core{'s' * (timing.cores > 1)}"
@@ -101,7 +103,8 @@ class EngineComparison:
         """What the numbers mean."""
         notes = [
             f"{self.new_tokens} tokens for every sentence; ratios are medians over {self.runs} interleaved runs:",
-            f"'same' to the teacher in the same engine, 'int8' to the teacher in {BASELINE}.",
+            "'same' to the teacher in the same engine"
+            + (f", 'int8' to the teacher in {BASELINE}." if self.has_baseline else "."),
         ]
         if self.data:
             quality = f"{self.quality_sentences} sentences of {Path(self.data).name}, beam {self.quality_beams}"
@@ -122,6 +125,11 @@ class EngineComparison:
             tables.append(table)
         tables[-1].caption = escape("\n".join(self.notes()))
         return tables
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether the teacher was timed in that engine, too."""
+        return any(timing.to_baseline is not None for timing in self.timings)
 
     @property
     def runs(self) -> int:

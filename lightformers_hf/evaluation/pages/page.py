@@ -280,7 +280,7 @@ def _draw_spectra(folder: Path, matrices: list[MatrixReport], name: str, *, trim
         "Singular values of the teacher",
         partial(report_plots.spectra, matrices=matrices, values=values, ranks=ranks),
         f"Of the matrices of {teacher.name}, but for layers left out, relative to the largest. A dot is the rank that "
-        "was kept; a matrix that stayed whole, or got narrower, has none.",
+        "was kept; a matrix that stayed whole, or got narrower, has none. Of layers that share one it is the first.",
         columns=3,
         height=3.8,
     )

@@ -102,6 +102,10 @@ def test_without_students_data_and_baseline(tiny_marian):
     )
     (timing,) = comparison.timings
     assert (timing.speed.tokens, timing.to_baseline, comparison.deployed[0].bleu) == (4, None, None)
+    ((head, row),) = comparison.rows().values()
+    assert head == ["engine", "model", "tokens/s", "same", "MB"]
+    assert len(row) == len(head)
+    assert not any("int8" in note for note in comparison.notes())
 
 
 def test_what_cannot_be_measured(tiny_marian, tmp_path):

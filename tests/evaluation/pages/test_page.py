@@ -164,7 +164,7 @@ def test_results_become_a_table_with_the_teacher_once(page):
 def test_engines_become_a_table(light, tmp_path):
     names, forms = ["teacher", "a/<b>"], ["ctranslate2", "ctranslate2-int8"]
     deployed = [Deployed(name, form, "/somebody", 4_000_000, 30.0, 50.0) for name in names for form in forms]
-    timings = [Timing(place.model, place.form, 1, 1, 1, Speed(90.0, [90.0] * 3, 9), 2.0, None) for place in deployed]
+    timings = [Timing(place.model, place.form, 1, 1, 1, Speed(90.0, [90.0] * 3, 9), 2.0, 3.0) for place in deployed]
     found = EngineComparison(names, deployed, timings, 25, 9, "/somebody/test.jsonl", 1, 11, ["nrefs:1"])
     file = tmp_path / "engines.json"
     file.write_text(json.dumps(found.to_dict()))
@@ -173,7 +173,7 @@ def test_engines_become_a_table(light, tmp_path):
     assert "Deployed: 1 core, batch 1, beam 1" in outline.headings
     start = outline.cells.index("ctranslate2-int8")
     assert outline.cells[start : start + 8] == [
-        "ctranslate2-int8", "teacher", "90", "2.00x", "", "4.0", "30.0", "50.0",
+        "ctranslate2-int8", "teacher", "90", "2.00x", "3.00x", "4.0", "30.0", "50.0",
     ]  # fmt: skip
     assert "a/<b>" in outline.cells
     assert "11 sentences of test.jsonl, beam 1" in page
