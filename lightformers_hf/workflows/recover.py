@@ -46,6 +46,7 @@ from .settings import (
     FOR_VALIDATION,
     RecoverySettings,
     check_minutes,
+    check_ratio,
     choose_settings,
     find_distance,
     plan_steps,
@@ -151,6 +152,7 @@ class Run:
         if self.threads is None:
             self.distiller.to(torch.accelerator.current_accelerator())
         self.ratio = unique_parameters(self.distiller) / unique_parameters(self.model)
+        check_ratio(self.ratio)
         # The light model knows its languages, or has been told them.
         self.distiller.generation_config.forced_bos_token_id = self.model.generation_config.forced_bos_token_id
         self.pairs, self.held_out = self.read_data()

@@ -15,6 +15,8 @@ FAR = 5.0
 # at ratio 4, and 0.8 at 6 (RESULTS.md, "Without any training"). With the teacher's own translations for references,
 # of which it has all itself, these keep 0.70 and 0.6.
 NEAR, NEAR_OWN = 0.85, 0.65
+# Below this ratio, model and teacher were swapped; forms that do not pay may have made a model a little larger.
+LEAST_RATIO = 0.9
 # The width that rates were measured at; Adam's fall as 1 / width (Yang et al. 2022, arXiv 2203.03466, Table 3), which
 # those found at 512 agree with (RESULTS.md, "At the size of the paper").
 MEASURED_WIDTH = 256
@@ -156,6 +158,15 @@ def check_minutes(minutes: float) -> None:
     """Raise `ValueError` where a time to train is none."""
     if not 0 < minutes < math.inf:
         raise ValueError(f"minutes is {minutes}, expected a number above 0")
+
+
+def check_ratio(ratio: float) -> None:
+    """Raise `ValueError` where the model to train is larger than its teacher, as where the two were swapped."""
+    if ratio < LEAST_RATIO:
+        raise ValueError(
+            f"the model to train has {1 / ratio:.1f} times its teacher's parameters: give the smaller one first, and "
+            "the one it was made of as teacher"
+        )
 
 
 def training_arguments(settings: RecoverySettings, *, saves: bool, **others: Any) -> Seq2SeqTrainingArguments:
