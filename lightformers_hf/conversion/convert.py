@@ -150,8 +150,7 @@ def compress(
         source: what the user called it.
         dry: decide and report only.
     """
-    # What a batch's passes take is kept; matrices in double precision, from 1024×1024 on, would leave holes.
-    keep_memory(largest=6 * 2**20, end=2**26, programs=64)
+    keep_memory(largest=6 * 2**20, end=2**26, programs=64)  # of passes; 1024×1024 in float64 would leave holes
     asked_study, study = study, settle(options, study)
     device, progress = find_device(options.device), progress and is_main()
     checkpoint = Teacher(folder, source, options.languages_of_sides)
