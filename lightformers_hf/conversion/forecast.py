@@ -21,7 +21,7 @@ SENTENCE = 25
 # within an eighth of each, where a product of two matrices 512×512 in float32 took so many seconds.
 LAYERS, LOGITS, ALGEBRA, PRODUCT = 0.31, 0.35, 0.145, 1.9e-3
 # Bytes of the libraries and of what is kept beside models; the model's in float32 so many times: the teacher, the
-# result, what a batch and a decomposition need. Of the same, and of a model of 10M, within a twentieth.
+# result, what a batch and a decomposition need. Of the same, and of a model of 10M, within a tenth.
 LIBRARIES, COPIES = 7e8, 1.9
 BEGINNING = 8.0  # seconds, to load
 
