@@ -151,14 +151,20 @@ def list_runs(args: argparse.Namespace, methods: dict[str, Method]) -> list[Run]
     ):
         if (ratio is None) != ("ratio" in given):
             continue
-        calibrated = given.get("method") != "paper" and given is not DENSE
-        for seed in args.calibration_seeds if calibrated else args.calibration_seeds[:1]:
+        for seed in args.calibration_seeds if reads_text(given) else args.calibration_seeds[:1]:
             runs.append(Run(ratio, method, seed, groups))
             runs += [Run(ratio, method, seed, groups, *how) for how in itertools.product(args.starts, args.trainings)]
     recipes = [name for name in methods if name not in converted]
     for name, trained in itertools.product(recipes, args.trainings):
         runs.append(Run(None, name, 0, None, "random", trained))
     return runs
+
+
+def reads_text(given: Mapping[str, object]) -> bool:
+    """Whether a method weighs errors or bridges layers; the paper does not, nor who leaves layers out and no more."""
+    conversion = {name: value for name, value in given.items() if not re.match(r"training\.|\w+_layers", name)}
+    as_they_are = conversion == {"ratio": None, "study.refit": False}
+    return given.get("method") != "paper" and given is not DENSE and not as_they_are
 
 
 def conversion_of(
@@ -173,7 +179,7 @@ def conversion_of(
         options |= layers
     else:
         options.setdefault("ratio", run.ratio)
-        if options.get("method") != "paper":
+        if reads_text(given):
             study.setdefault("calibration_seed", run.seed)
             options.setdefault("calibration", args.train_file)
     CompressionOptions(**options)

@@ -113,6 +113,7 @@ def hidden_loss(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor]
     """
     depths = [len(states) - 1 for states in (student, teacher)]
     stops = math.gcd(*depths)
+    tokens = mask.flatten().nonzero()[:, 0]  # looked up once: each time, a GPU would be waited for
     total = 0.0
     for stop in range(1, stops + 1):
         pair = [states[stop * depth // stops] for states, depth in zip((student, teacher), depths, strict=True)]
@@ -121,6 +122,6 @@ def hidden_loss(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor]
                 f"The teacher's states are {pair[1].shape[-1]} wide, the model's {pair[0].shape[-1]}: hidden states "
                 "compare where the widths agree, set hidden_weight to 0."
             )
-        ours, theirs = (F.normalize(states[mask].float(), dim=-1) for states in pair)
+        ours, theirs = (F.normalize(one.flatten(0, 1).index_select(0, tokens).float(), dim=-1) for one in pair)
         total = total + (ours - theirs).square().sum()
     return total / stops

@@ -1,8 +1,9 @@
-"""Products in bfloat16 on a CPU, of few shapes: its programs for them take longer to write than to run."""
+"""Products of many shapes, for each of which a library would write a program, in more time than it takes to run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,6 +62,21 @@ class EvenProducts(TorchFunctionMode):
             return torch.matmul(left, right)
         with torch.autocast("cpu", enabled=False):
             return torch.matmul(left.float(), right.float())
+
+
+@contextmanager
+def without_plans() -> Iterator[None]:
+    """Inside, fused attention on a GPU is PyTorch's own, not cuDNN's, which makes a plan for every shape of a batch.
+
+    Batches of sentences have hundreds of shapes, a step of generation has one of its own: on an H100 training took
+    four times as long until an epoch had shown them all (RESULTS.md, "On a GPU").
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def has_many_shapes(model: torch.nn.Module) -> bool:

@@ -18,7 +18,7 @@ from ..processors import keep_memory
 from .ahead import Ahead, take
 from .batching import EpochCallback, TokenBatchSampler
 from .losses import IGNORED, hidden_loss, training_loss
-from .products import EvenProducts, has_many_shapes
+from .products import EvenProducts, has_many_shapes, without_plans
 from .rates import slow_queries
 
 
@@ -133,7 +133,8 @@ class RecoveryTrainer(Seq2SeqTrainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As in `Seq2SeqTrainer`, while the teacher reads the next batch."""
-        with nullcontext() if self.ahead is None else self.ahead.share(), self.even_products():
+        ahead = nullcontext() if self.ahead is None else self.ahead.share()
+        with ahead, self.even_products(), without_plans():
             return super().training_step(*args, **kwargs)
 
     def even_products(self) -> EvenProducts | nullcontext[None]:
@@ -154,7 +155,7 @@ class RecoveryTrainer(Seq2SeqTrainer):
 
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor | None, ...]:
         """As in `Seq2SeqTrainer`; on a CPU in float32, in which a few tokens at a time take half as long."""
-        with without_autocast(self.model) if self.casts_on_cpu else nullcontext():
+        with without_autocast(self.model) if self.casts_on_cpu else nullcontext(), without_plans():
             return super().prediction_step(model, *args, **kwargs)
 
     def compute_loss(

@@ -221,3 +221,20 @@ def test_evaluation_on_a_cpu_is_in_float32(build_trainer, trains):
         trainer.evaluate()
     expected = {(False, torch.float32)} | ({(True, torch.bfloat16)} if trains else set())
     assert set(types) == expected
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_attention_is_planned_for_no_batch(build_trainer, before):
+    """cuDNN's, which a GPU would take, is off while a model reads batches of many shapes, and then as it was."""
+    trainer = build_trainer(max_steps=2, eval_strategy="steps", eval_steps=1)
+    seen = set()
+    trainer.model.register_forward_pre_hook(
+        lambda model, inputs: seen.add((model.training, torch.backends.cuda.cudnn_sdp_enabled()))
+    )
+    torch.backends.cuda.enable_cudnn_sdp(before)
+    try:
+        trainer.train()
+        assert torch.backends.cuda.cudnn_sdp_enabled() is before
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+    assert seen == {(True, False), (False, False)}

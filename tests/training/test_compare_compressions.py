@@ -9,6 +9,7 @@ import compare_compressions as script
 import pytest
 from transformers import AutoConfig
 
+from lightformers_hf import convert
 from lightformers_hf.loading import load_model, unique_parameters
 
 pytestmark = pytest.mark.slow
@@ -123,6 +124,16 @@ def test_a_method_of_ones_own():
     assert (study.refit, study.calibration_seed, settings["calibration"], settings["ratio"]) == (False, 3, "text", 2.0)
     settings, study = script.conversion_of(run, {"method": "paper"}, args)
     assert (study, "calibration" in settings) == (script.StudyOptions(), False)
+
+
+def test_layers_as_they_are_need_no_text(tiny_marian, tmp_path):
+    """What `--help` shows of a method that keeps one layer without regressing it can be converted."""
+    parsed = script.parse_methods(["6-1=ratio=null,decoder_layers=1,study.refit=false"])
+    args = ScriptArguments()
+    (run,) = script.list_runs(args, parsed)
+    settings, study = script.conversion_of(run, parsed["6-1"], args)
+    convert(tiny_marian, tmp_path / "light", study=study, progress=False, **settings)
+    assert AutoConfig.from_pretrained(tmp_path / "light").decoder_layers == 1
 
 
 def test_a_recipe_brings_neither_data_nor_tokenizer(tmp_path):
