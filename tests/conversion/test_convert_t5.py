@@ -12,6 +12,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 from lightformers_hf import StudyOptions, convert
 from lightformers_hf.conversion.statistics import synthesis
 from lightformers_hf.conversion.statistics.calibration import Calibration
+from lightformers_hf.conversion.statistics.probes import Probes, token_keys
 from lightformers_hf.conversion.statistics.synthesis import own_sources, random_texts, synthetic_batches
 from lightformers_hf.conversion.teacher import Teacher
 from lightformers_hf.languages import add_prefix, find_prefixes, set_language_codes
@@ -170,7 +171,9 @@ def test_a_start_whose_vector_is_zero_weighs_nothing(tmp_path):
             output.register_hook(lambda gradient: gradients.update({name: gradient[0]}))
 
         model.get_submodule(name).register_forward_hook(see)
-    model(**batch).loss.mul(15).backward()
+    logits = model(**batch).logits[0]
+    drawn = Probes(logits.shape[-1], logits.device).draw(logits.detach(), token_keys(batch)[0])
+    (logits * drawn).sum().backward()
     for name, gradient in gradients.items():
         assert gradient[0].norm() > 10 * gradient[1:].norm() or name == names[1]
         expected = gradient[1:].T @ gradient[1:]

@@ -1,8 +1,8 @@
 """What sample sentences say about each matrix: which inputs it gets, and how much the loss feels its outputs.
 
-Let y = x·W. To second order, and treating x and the loss's gradient g at y as independent (K-FAC, Martens and Grosse
-2015), replacing W by Ŵ costs ½ tr(Δᵀ C Δ G) nats a target token, Δ = W − Ŵ, C = E[xᵀx] and G = Σ gᵀg / target tokens.
-So errors of different matrices are in one unit, and compare.
+Let y = x·W. To second order, and treating x and the gradient g at y as independent (K-FAC, Martens and Grosse 2015),
+replacing W by Ŵ costs ½ tr(Δᵀ C Δ G) nats a target token, Δ = W − Ŵ, C = E[xᵀx] and G = Σ gᵀg / target tokens: so far
+predictions move from the model's own (`Probes`). So errors of different matrices are in one unit, and compare.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ..workers import (
 )
 from .metric import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric, damped_weights
 from .moments import Moments
+from .probes import Probes, token_keys
 from .shelf import Shelf
 
 # Added to every token's weight, relative to their mean: so that tokens without a sample keep something.
@@ -61,6 +62,7 @@ class Calibration:
         self.target_tokens = 0
         self._shelf = Shelf(algebra_device(model.device))
         self._masks: dict[str, Tensor] = {}
+        self._probes: Probes | None = None
         tables = [f"model.{stack}.embed_tokens" for stack in ("encoder", "decoder")]
         watched = {**dict.fromkeys(linear, "linear"), **dict.fromkeys(tables, "table"), self.output_name: "output"}
         hooks = [self._watch(name, kind) for name, kind in watched.items()]
@@ -120,22 +122,25 @@ class Calibration:
 
     def _accumulate(self, batch: dict[str, Tensor]) -> None:
         self._masks = {stream: token_mask(batch, stream) for stream in ("source", "target")}
-        labels, kept = batch["labels"], self._masks["target"]
+        kept = self._masks["target"]
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         self._vectors = []
         with torch.enable_grad(), fast_products(self.model.device):
             states = self.model.model(**inputs, use_cache=False).last_hidden_state[kept]
-            parts = zip(states.detach().split(LOGIT_ROWS), labels[kept].split(LOGIT_ROWS), strict=True)
+            keys = token_keys(batch)[kept]
+            parts = zip(states.detach().split(LOGIT_ROWS), keys.split(LOGIT_ROWS), strict=True)
             with cast_weights(self.model.lm_head):  # not around the rest: it may have the table's weights
                 gradients = torch.cat([self._gradient(*part) for part in parts])
             torch.autograd.grad(states, self._vectors, gradients)
         self.target_tokens += int(kept.sum())
 
-    def _gradient(self, states: Tensor, labels: Tensor) -> Tensor:
-        """Of the loss at decoder states (tokens×d), through logits as wide as the vocabulary."""
+    def _gradient(self, states: Tensor, keys: Tensor) -> Tensor:
+        """At decoder states (tokens×d) what `Probes` are at the logits, which are as wide as the vocabulary."""
         states = states.requires_grad_()
         logits = self.model.logits_of(states).float()
-        return torch.autograd.grad(nn.functional.cross_entropy(logits, labels, reduction="sum"), states)[0]
+        if self._probes is None:
+            self._probes = Probes(logits.shape[-1], logits.device)
+        return torch.autograd.grad(logits, states, self._probes.draw(logits.detach(), keys))[0]
 
     def _add_up(self) -> None:
         """Sum over all processes."""
@@ -190,7 +195,7 @@ class Calibration:
     def _table_metric(self, name: str) -> Metric:
         """A table's two jobs as one pair of weights.
 
-        As an output layer it costs Σ_v a_v Δ_v H Δ_vᵀ, with a_v the mean square of p − y at token v and H the second
+        As an output layer it costs Σ_v a_v Δ_v H Δ_vᵀ, with a_v the mean of p(1 − p) at token v and H the second
         moment of the states; as a lookup Σ_v f_v Δ_v G Δ_vᵀ, with f_v the frequency of v and G of the gradients.
         One row weight and one matrix stand for both, exact where the two agree.
         """

@@ -17,6 +17,7 @@ from lightformers_hf.conversion.options import CompressionOptions
 from lightformers_hf.conversion.sharing.groups import find_matrices
 from lightformers_hf.conversion.statistics.calibration import Calibration
 from lightformers_hf.conversion.statistics.metric import Damped, Metric, damped_root
+from lightformers_hf.conversion.statistics.probes import Probes, token_keys
 from lightformers_hf.conversion.statistics.samples import parallel_batches, sample_pairs
 from lightformers_hf.conversion.statistics.synthesis import translated_batches
 from lightformers_hf.conversion.tables import print_report
@@ -45,6 +46,7 @@ def calibrated(tiny_marian, text):
 
 def one_by_one(model, folder, parallel_sentences, watch):
     """Inputs and gradients at modules, from one sentence pair at a time: no padding, no masks."""
+    probes = Probes(model.config.vocab_size, torch.device("cpu"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     seen = {name: ([], []) for name in watch}
     table = model.model.encoder.embed_tokens.weight.requires_grad_()
@@ -60,8 +62,8 @@ def one_by_one(model, folder, parallel_sentences, watch):
         batch = tokenizer([pair["de"]], text_target=[pair["en"]], return_tensors="pt")
         decoder_input_ids = model.prepare_decoder_input_ids_from_labels(batch["labels"])
         logits = model(batch["input_ids"], decoder_input_ids=decoder_input_ids, use_cache=False).logits[0]
-        loss = torch.nn.functional.cross_entropy(logits, batch["labels"][0], reduction="sum")
-        torch.autograd.grad(loss, table)
+        drawn = probes.draw(logits.detach(), token_keys(batch)[0])
+        torch.autograd.grad((logits * drawn).sum(), table)
     for hook in hooks:
         hook.remove()
     return {name: tuple(torch.cat(parts) for parts in lists) for name, lists in seen.items()}
