@@ -23,6 +23,7 @@ from ..loading import load_tensors, resolve_source, skeleton
 from ..models.configuration_base import FactorizedConfig
 from ..models.lm_heads import ConditionalGenerationHead
 from ..processors import IdleThreads, keep_memory
+from ..text import fingerprint
 from .card import write_card
 from .choosing.choose import check_choices, choose, find_units
 from .choosing.limits import estimate_speedup
@@ -36,7 +37,7 @@ from .report import OWN_TEXT, CompressionReport, MatrixReport, write_report
 from .sharing.groups import change_moments, find_bases, find_matrices, find_start, new_groups, share_layers
 from .sharing.originals import Originals, short_name
 from .statistics.calibration import Calibration
-from .statistics.text import sample_text
+from .statistics.text import count_tokens, draw_pairs, sample_text
 from .steps import Step
 from .teacher import Teacher
 from .vocabulary.choose import choose_tokens
@@ -171,8 +172,6 @@ def compress(
 
     seen = Measured(teacher)
     if calibrates or (will_bridge and not dry):
-        if progress and device.type == "cpu":
-            tqdm.write(str(forecast(whole.model, options)), file=sys.stderr)
         steps = {"bridges": will_bridge, "calibrates": calibrates}
         seen = measure(whole, teacher, options, study, device=device, progress=progress, **steps)
     originals = merge_layers(replace(originals, teacher=seen.teacher), seen.calibration, study)
@@ -227,14 +226,18 @@ def measure(
     device: torch.device,
     progress: bool,
 ) -> Measured:
-    """Read or make sample text, have the layers of `teacher` bridged, and its matrices' errors weighed.
+    """Say what it will take, read or make sample text, have the layers of `teacher` bridged, and its matrices' errors
+    weighed.
 
     Args:
         whole: the teacher with all its layers.
         device: where models run.
     """
+    pairs = draw_pairs(whole, options, study)
+    if progress and device.type == "cpu":
+        tqdm.write(str(forecast(whole.model, count_tokens(whole, options, pairs))), file=sys.stderr)
     model = whole.load().to(device)
-    batches, sentences = sample_text(model, whole, options, study, progress=progress)
+    batches = sample_text(model, whole, options, study, pairs, progress=progress)
     shorter = model if teacher is whole else teacher.load().to(device)
     if bridges:
         teacher = teacher.change(bridge(shorter, model, teacher.depths, batches, progress=progress))
@@ -242,7 +245,8 @@ def measure(
     if calibrates:
         linear = [name for name, kind in find_matrices(shorter) if kind != "embedding"]
         calibration = Calibration(shorter, linear, batches, progress=progress)
-    return Measured(teacher, model, calibration, sentences)
+    sentences = set() if pairs is None else {fingerprint(sentence) for sentence in pairs["source"]}
+    return Measured(teacher, model, calibration, sorted(sentences))
 
 
 def will_calibrate(teacher: Teacher, options: CompressionOptions, start: str) -> bool:

@@ -9,13 +9,8 @@ from transformers import PreTrainedModel
 
 from ..models.matrices import product_of
 from ..processors import free_memory, product_seconds
-from .options import CompressionOptions
 from .sharing.groups import find_matrices
-from .statistics.samples import SAMPLES
-from .statistics.synthesis import LONGEST, SHORTEST, own_sources
 
-# Tokens of a sentence of the user's text, about.
-SENTENCE = 25
 # Seconds of one core for 10⁹ of: multiplications of layers with tokens, of the output layer with target tokens, cubes
 # of the longer sides of matrices. From `lightformers benchmark conversion --whole` for four shapes of 74M to 615M,
 # within an eighth of each, where a product of two matrices 512×512 in float32 took so many seconds.
@@ -51,16 +46,13 @@ class Forecast:
         )
 
 
-def forecast(teacher: PreTrainedModel, options: CompressionOptions) -> Forecast:
+def forecast(teacher: PreTrainedModel, tokens: float) -> Forecast:
     """What the default conversion of a model takes on this machine's processor, at as many threads as PyTorch has.
 
     Args:
         teacher: its skeleton, with all its layers.
-        options: how many sentences it is measured on, and whether they are the user's.
+        tokens: a side, of the text on which it is measured.
     """
-    own = options.calibration is None
-    number = options.calibration_samples or (own_sources(teacher)[0] if own else SAMPLES)
-    tokens = number * ((SHORTEST + LONGEST) / 2 if own else SENTENCE)
     layers = logits = cubes = 0.0
     for name, kind in find_matrices(teacher):
         m, n = product_of(teacher.get_submodule(name)).shape

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -15,8 +17,10 @@ from ..options import CompressionOptions, StudyOptions
 if TYPE_CHECKING:  # text of a model's own making needs none of it
     from datasets import Dataset
 
-# Sentence pairs, unless told otherwise; those of a batch at most.
-SAMPLES, BATCH = 1000, 32
+# Unless told otherwise, so many sentence pairs, and of short ones as many more as have so many tokens a side: what an
+# error costs is a matter of tokens (RESULTS.md, "Probes").
+SAMPLES, TOKENS = 1000, 2**15
+BATCH = 32  # pairs of a batch at most
 # Tokens of a text, of models that take any number.
 LONGEST = 512
 
@@ -25,7 +29,7 @@ def parallel_batches(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Dataset
 ) -> list[dict[str, Tensor]]:
     """Padded batches of similar lengths, of the columns `source` and `target`."""
-    longest = min(position_limit(model.config) or LONGEST, tokenizer.model_max_length)
+    longest = longest_text(model.config, tokenizer)
     tokens = tokenize_pairs(pairs, tokenizer, max_source_length=longest, max_target_length=longest)
     lengths = [sum(pair) for pair in zip(tokens["source_length"], tokens["target_length"], strict=True)]
     order = sorted(range(len(tokens)), key=lengths.__getitem__)
@@ -38,10 +42,27 @@ def parallel_batches(
     return [{name: batch[name] for name in names} for batch in batches]
 
 
+def longest_text(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens after which texts are cut."""
+    return min(position_limit(config) or LONGEST, tokenizer.model_max_length)
+
+
+def mean_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, pairs: Dataset) -> float:
+    """Tokens of a text, whether source or target, on the average of the first `SAMPLES` pairs."""
+    first = pairs.select(range(min(SAMPLES, len(pairs))))
+    limits = {"truncation": True, "max_length": longest_text(config, tokenizer)}
+    texts = tokenizer(first["source"][:], **limits)["input_ids"]
+    if "target" in first.column_names:
+        texts += tokenizer(text_target=first["target"][:], **limits)["input_ids"]
+    return fmean(map(len, texts))
+
+
 def sample_pairs(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, options: CompressionOptions, study: StudyOptions
 ) -> Dataset:
     """So many random pairs of the text that `options` name, or texts of the source language alone: see `load_text`.
+
+    Unless `options` say how many, it is `SAMPLES`, and more where these have fewer than `TOKENS` tokens a side.
 
     Args:
         config: the teacher's, which may have a prefix for sources.
@@ -62,7 +83,9 @@ def sample_pairs(
         raise ValueError(
             f"{data} holds {len(pairs)} pairs, calibration_samples is {samples}: give more text, or ask for fewer"
         )
-    pairs = pairs.shuffle(seed=study.calibration_seed).select(range(min(samples or SAMPLES, len(pairs))))
+    pairs = pairs.shuffle(seed=study.calibration_seed)
+    samples = samples or max(SAMPLES, math.ceil(TOKENS / max(1, mean_tokens(config, tokenizer, pairs))))
+    pairs = pairs.select(range(min(samples, len(pairs))))
     for side in pairs.column_names:
         if not any(text.strip() for text in pairs[side]):
             raise ValueError(f"{data}: every {side} of the {len(pairs)} pairs drawn is empty: give text")

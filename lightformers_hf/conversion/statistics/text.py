@@ -3,40 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...text import fingerprint
 from ..options import CompressionOptions, StudyOptions
 from ..teacher import Teacher
 from ..workers import own_share
-from .samples import parallel_batches, sample_pairs
-from .synthesis import synthetic_batches, translated_batches
+from .samples import mean_tokens, parallel_batches, sample_pairs
+from .synthesis import LONGEST, SHORTEST, own_sources, synthetic_batches, translated_batches
+
+if TYPE_CHECKING:  # text of a model's own making needs none of it
+    from datasets import Dataset
 
 
-def sample_text(
-    model: PreTrainedModel, teacher: Teacher, options: CompressionOptions, study: StudyOptions, *, progress: bool
-) -> tuple[Sequence[dict[str, torch.Tensor]], list[str]]:
-    """Batches for a `Calibration`, of several processes the own share, and fingerprints of the user's sentences.
-
-    Args:
-        model: the teacher with all its layers, where it runs: it makes the text where the user gave none, and
-            translates it where they gave one language alone.
+def draw_pairs(teacher: Teacher, options: CompressionOptions, study: StudyOptions) -> Dataset | None:
+    """The user's text that is to be read, as of `sample_pairs`; `None` where there is none.
 
     Raises:
         ValueError: no tokenizer, unknown languages, too little text.
     """
     if options.calibration is None:
-        number, seed = options.calibration_samples, study.calibration_seed
-        return synthetic_batches(model, teacher, number, seed, progress=progress), []
+        return None
     tokenizer = teacher.tokenizer()
     _check_languages(tokenizer, teacher)
-    pairs = sample_pairs(teacher.config, tokenizer, options, study)
-    sentences = sorted({fingerprint(sentence) for sentence in pairs["source"]})
+    return sample_pairs(teacher.config, tokenizer, options, study)
+
+
+def count_tokens(teacher: Teacher, options: CompressionOptions, pairs: Dataset | None) -> float:
+    """Tokens a side that `sample_text` will have, about."""
+    if pairs is None:
+        return (options.calibration_samples or own_sources(teacher.model)[0]) * (SHORTEST + LONGEST) / 2
+    return len(pairs) * mean_tokens(teacher.config, teacher.tokenizer(), pairs)
+
+
+def sample_text(
+    model: PreTrainedModel,
+    teacher: Teacher,
+    options: CompressionOptions,
+    study: StudyOptions,
+    pairs: Dataset | None,
+    *,
+    progress: bool,
+) -> Sequence[dict[str, torch.Tensor]]:
+    """Batches for a `Calibration`, of several processes the own share.
+
+    Args:
+        model: the teacher with all its layers, where it runs: it makes the text where the user gave none, and
+            translates it where they gave one language alone.
+        pairs: of `draw_pairs`.
+    """
+    if pairs is None:
+        number, seed = options.calibration_samples, study.calibration_seed
+        return synthetic_batches(model, teacher, number, seed, progress=progress)
     if "target" in pairs.column_names:
-        return own_share(parallel_batches(model, tokenizer, pairs)), sentences
-    return translated_batches(model, teacher, pairs["source"][:], progress=progress), sentences
+        return own_share(parallel_batches(model, teacher.tokenizer(), pairs))
+    return translated_batches(model, teacher, pairs["source"][:], progress=progress)
 
 
 def _check_languages(tokenizer: PreTrainedTokenizerBase, teacher: Teacher) -> None:

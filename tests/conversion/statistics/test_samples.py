@@ -1,0 +1,79 @@
+"""Which of the user's sentence pairs are read."""
+
+import json
+from statistics import fmean
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer
+
+from lightformers_hf.conversion.options import CompressionOptions, StudyOptions
+from lightformers_hf.conversion.statistics import samples as module
+from lightformers_hf.conversion.statistics.samples import mean_tokens, sample_pairs
+from lightformers_hf.conversion.statistics.synthesis import own_sources
+from lightformers_hf.conversion.statistics.text import count_tokens, draw_pairs
+from lightformers_hf.conversion.teacher import Teacher
+
+pytestmark = pytest.mark.quick
+
+SIDES = {"source_lang": "de", "target_lang": "en"}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory, parallel_sentences):
+    """Forty pairs."""
+    file = tmp_path_factory.mktemp("text") / "pairs.jsonl"
+    file.write_text("".join(json.dumps({"translation": pair}) + "\n" for pair in 4 * parallel_sentences))
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def teacher(tiny_marian):
+    return Teacher(tiny_marian, "teacher")
+
+
+def drawn(teacher, text, **options):
+    return draw_pairs(teacher, CompressionOptions(calibration=text, **SIDES, **options), StudyOptions())
+
+
+def test_short_sentences_are_more_pairs_and_long_ones_are_not_fewer(tiny_marian, teacher, text, monkeypatch):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_marian)
+    pairs = drawn(teacher, text, calibration_samples=40)
+    lengths = [len(tokenizer(row["source"]).input_ids) for row in pairs]
+    lengths += [len(tokenizer(text_target=row["target"]).input_ids) for row in pairs]
+    config = AutoConfig.from_pretrained(tiny_marian)
+    assert mean_tokens(config, tokenizer, pairs) == pytest.approx(fmean(lengths))
+    monkeypatch.setattr(module, "SAMPLES", 40)  # the mean is of these
+    for tokens in (0, 1, round(40 * fmean(lengths))):
+        monkeypatch.setattr(module, "TOKENS", tokens)
+        assert len(drawn(teacher, text)) == 40
+    monkeypatch.setattr(module, "SAMPLES", 10)
+    monkeypatch.setattr(module, "TOKENS", 25 * mean_tokens(config, tokenizer, pairs.select(range(10))))
+    assert 25 <= len(drawn(teacher, text)) <= 26
+    monkeypatch.setattr(module, "TOKENS", 10**6)  # all that there is
+    assert len(drawn(teacher, text)) == 40
+    assert len(drawn(teacher, text, calibration_samples=7)) == 7
+
+
+def test_of_one_language_its_tokens_count_alone(tiny_marian, teacher, tmp_path, parallel_sentences):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_marian)
+    (tmp_path / "de.txt").write_text("".join(pair["de"] + "\n" for pair in parallel_sentences))
+    pairs = sample_pairs(
+        teacher.config, tokenizer, CompressionOptions(calibration=str(tmp_path / "de.txt")), StudyOptions()
+    )
+    assert pairs.column_names == ["source"]
+    assert mean_tokens(teacher.config, tokenizer, pairs) == pytest.approx(
+        fmean(len(tokenizer(pair["de"]).input_ids) for pair in parallel_sentences)
+    )
+
+
+def test_the_tokens_that_will_be_read_are_known_before(teacher, text):
+    pairs = drawn(teacher, text, calibration_samples=20)
+    mean = mean_tokens(teacher.config, teacher.tokenizer(), pairs)
+    assert count_tokens(teacher, CompressionOptions(calibration=text), pairs) == pytest.approx(20 * mean)
+    assert count_tokens(teacher, CompressionOptions(calibration_samples=10), None) == 10 * 17.5  # of 5 to 30
+    assert count_tokens(teacher, CompressionOptions(), None) == own_sources(teacher.model)[0] * 17.5
+
+
+def test_longer_texts_than_the_model_takes_count_as_they_are_cut(teacher, text, monkeypatch):
+    monkeypatch.setattr(module, "longest_text", lambda config, tokenizer: 4)
+    assert mean_tokens(teacher.config, teacher.tokenizer(), drawn(teacher, text, calibration_samples=20)) == 4
