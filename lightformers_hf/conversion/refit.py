@@ -38,6 +38,8 @@ RIDGE = 1e-2
 MADE_UP_FOR = 0.5
 # At least this share of their mean square: what rounding in float32 may leave of the variance of constant inputs.
 CONSTANT = 1e-6
+# Tokens of a batch: nothing is kept for gradients, and of few the passes take less time than what is around them.
+TOKENS = 1024
 NORMS = (nn.LayerNorm, nn.RMSNorm)
 # Of `encoder` and `decoder`, which layers of a teacher those of another model stand for.
 Depths = Mapping[str, Sequence[int]]
@@ -83,10 +85,11 @@ def refit(
     student = assemble(type(model), model.config, {name: tensors.pop(name).float() for name in names})
     student.to(teacher.device)
     shelf = Shelf(teacher.device)
-    regression = Regression(student, teacher, depths, calibration.batches, shelf, built, MADE_UP_FOR, calibration)
+    batches = cut_batches(calibration.batches, TOKENS)
+    regression = Regression(student, teacher, depths, batches, shelf, built, MADE_UP_FOR, calibration)
     regression.run(tuple(depths), "refitting", progress=progress)
     calibration.forget("gradients")
-    balance(student, teacher, regression.batches, shelf, progress=progress)
+    balance(student, teacher, batches, shelf, progress=progress)
     state = student.state_dict()
     return {name: state[name].cpu() for name in names}
 
@@ -119,7 +122,7 @@ def bridge(
         for weight in shorter.get_submodule(name).parameters():
             weight.data = weight.data.clone()
     shelf, unchanged = Shelf(teacher.device), Built([], {})
-    regression = Regression(shorter, teacher, depths, cut_batches(batches), shelf, unchanged, share=1)
+    regression = Regression(shorter, teacher, depths, cut_batches(batches, TOKENS), shelf, unchanged, share=1)
     regression.run(stacks, "bridging", progress=progress)
     balance(shorter, teacher, regression.batches, shelf, progress=progress)
     state = shorter.state_dict()

@@ -13,6 +13,7 @@ from functools import partial
 from types import EllipsisType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -266,11 +267,33 @@ def _add_gradients(moments: Moments, mask: Tensor, kind: str, gradient: Tensor) 
         moments.add_rows("gradients", gradient)
 
 
-def cut_batches(batches: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """The batches in pieces of at most `TOKENS`, or of one pair."""
-    cut = []
+def cut_batches(batches: Sequence[dict[str, Tensor]], tokens: int = TOKENS) -> list[dict[str, Tensor]]:
+    """The same pairs in batches of at most so many tokens, on both sides with padding, or of one pair.
+
+    Neighbours come together where there is room, and should be of about one length.
+    """
+    cut: list[dict[str, Tensor]] = []
     for batch in batches:
-        rows = max(1, TOKENS // (batch["input_ids"].shape[1] + batch["labels"].shape[1]))
-        for pieces in zip(*(tensor.split(rows) for tensor in batch.values()), strict=True):
-            cut.append(dict(zip(batch, pieces, strict=True)))
+        rows = max(1, tokens // _width(batch))
+        for parts in zip(*(tensor.split(rows) for tensor in batch.values()), strict=True):
+            some = [*cut[-1:], dict(zip(batch, parts, strict=True))]
+            if len(some) == 2 and _width(*some) * sum(len(each["labels"]) for each in some) <= tokens:
+                cut[-1] = _join(*some)
+            else:
+                cut.append(some[-1])
     return cut
+
+
+def _width(*batches: dict[str, Tensor]) -> int:
+    """Tokens of a pair, with padding, in batches that are padded to one width."""
+    return sum(max(batch[side].shape[1] for batch in batches) for side in ("input_ids", "labels"))
+
+
+def _join(*batches: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Batches as one, padded at their ends."""
+    joined = {}
+    for name in batches[0]:
+        tensors = [batch[name] for batch in batches]
+        width, padding = max(tensor.shape[1] for tensor in tensors), -100 if name == "labels" else 0
+        joined[name] = torch.cat([F.pad(tensor, (0, width - tensor.shape[1]), value=padding) for tensor in tensors])
+    return joined

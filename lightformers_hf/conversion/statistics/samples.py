@@ -17,9 +17,10 @@ from ..options import CompressionOptions, StudyOptions
 if TYPE_CHECKING:  # text of a model's own making needs none of it
     from datasets import Dataset
 
-# Unless told otherwise, so many sentence pairs, and of short ones as many more as have so many tokens a side: what an
-# error costs is a matter of tokens (RESULTS.md, "Probes").
-SAMPLES, TOKENS = 1000, 2**15
+# Unless told otherwise, so many sentence pairs, and of short ones more, until they have so many tokens a side for each
+# of d_model, or so many in all: wide moments take more tokens to know, and wide models more time for each
+# (RESULTS.md, "Probes").
+SAMPLES, TOKENS_PER_FEATURE, MOST_TOKENS = 1000, 64, 2**15
 BATCH = 32  # pairs of a batch at most
 # Tokens of a text, of models that take any number.
 LONGEST = 512
@@ -62,7 +63,7 @@ def sample_pairs(
 ) -> Dataset:
     """So many random pairs of the text that `options` name, or texts of the source language alone: see `load_text`.
 
-    Unless `options` say how many, it is `SAMPLES`, and more where these have fewer than `TOKENS` tokens a side.
+    Unless `options` say how many, it is `SAMPLES`, and more where these have few tokens.
 
     Args:
         config: the teacher's, which may have a prefix for sources.
@@ -84,7 +85,9 @@ def sample_pairs(
             f"{data} holds {len(pairs)} pairs, calibration_samples is {samples}: give more text, or ask for fewer"
         )
     pairs = pairs.shuffle(seed=study.calibration_seed)
-    samples = samples or max(SAMPLES, math.ceil(TOKENS / max(1, mean_tokens(config, tokenizer, pairs))))
+    if samples is None:
+        wanted = min(TOKENS_PER_FEATURE * config.hidden_size, MOST_TOKENS)
+        samples = max(SAMPLES, math.ceil(wanted / max(1, mean_tokens(config, tokenizer, pairs))))
     pairs = pairs.select(range(min(samples, len(pairs))))
     for side in pairs.column_names:
         if not any(text.strip() for text in pairs[side]):

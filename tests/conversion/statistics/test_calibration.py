@@ -2,6 +2,7 @@
 
 import io
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from rich.console import Console
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import StudyOptions, convert, plan
+from lightformers_hf.conversion import refit
 from lightformers_hf.conversion.forms.svd import decompose
 from lightformers_hf.conversion.options import CompressionOptions
 from lightformers_hf.conversion.sharing.groups import find_matrices
-from lightformers_hf.conversion.statistics.calibration import Calibration
+from lightformers_hf.conversion.statistics.calibration import Calibration, cut_batches
 from lightformers_hf.conversion.statistics.metric import Damped, Metric, damped_root
 from lightformers_hf.conversion.statistics.probes import Probes, token_keys
 from lightformers_hf.conversion.statistics.samples import parallel_batches, sample_pairs
@@ -368,3 +370,45 @@ def test_samples_that_are_all_alike_have_a_root():
     assert root.diagonal().min() > 0
     values, vectors = torch.linalg.eigh(moment)
     torch.testing.assert_close(root @ root.T, vectors * values.clamp(min=0) @ vectors.T, atol=1e-10, rtol=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9), st.integers(1, 9)), max_size=5),
+    st.integers(1, 60),
+)
+def test_batches_of_any_size_hold_the_same_pairs(shapes, tokens):
+    """Rows, source and target lengths: each pair comes once, in order, in as few batches as have room."""
+    names, batches, number = ("input_ids", "attention_mask", "labels", "decoder_input_ids"), [], iter(range(1, 10**4))
+    for rows, source, target in shapes:
+        widths = dict(zip(names, (source, source, target, target), strict=True))
+        batches.append({name: torch.tensor([[next(number)] * widths[name]] * rows) for name in names})
+    cut = cut_batches(batches, tokens)
+
+    def pairs(some):
+        rows = [dict(zip(batch, parts, strict=True)) for batch in some for parts in zip(*batch.values(), strict=True)]
+        return [{name: [i for i in row[name].tolist() if i not in (0, -100)] for name in names} for row in rows]
+
+    assert pairs(cut) == pairs(batches)
+    sizes = [sum(batch[name].numel() for name in ("input_ids", "labels")) for batch in cut]
+    for batch, size in zip(cut, sizes, strict=True):
+        assert size <= tokens or len(batch["labels"]) == 1
+        assert bool(((batch["labels"] == -100) == (batch["decoder_input_ids"] == 0)).all())
+    # No two neighbours would both fit whole into one.
+    for two in pairwise(cut):
+        widest = sum(max(each[side].shape[1] for each in two) for side in ("input_ids", "labels"))
+        assert widest * sum(len(each["labels"]) for each in two) > tokens
+
+
+def test_what_the_refit_finds_does_not_depend_on_its_batches(tiny_marian, text, tmp_path, monkeypatch):
+    """Sentences of several lengths, in batches of one, of a few, and of all."""
+    ids, logits = torch.arange(3, 11)[None], []
+    for tokens in (1, 100, 10_000):
+        monkeypatch.setattr(refit, "TOKENS", tokens)
+        folder = tmp_path / str(tokens)
+        convert(tiny_marian, folder, calibration=text, pattern={".*": 6}, study=REFIT, progress=False)
+        model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+        with torch.no_grad():
+            logits.append(model(input_ids=ids, decoder_input_ids=ids).logits)
+    torch.testing.assert_close(logits[1], logits[0], atol=5e-3, rtol=1e-3)
+    torch.testing.assert_close(logits[2], logits[0], atol=5e-3, rtol=1e-3)

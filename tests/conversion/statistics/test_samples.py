@@ -43,13 +43,17 @@ def test_short_sentences_are_more_pairs_and_long_ones_are_not_fewer(tiny_marian,
     config = AutoConfig.from_pretrained(tiny_marian)
     assert mean_tokens(config, tokenizer, pairs) == pytest.approx(fmean(lengths))
     monkeypatch.setattr(module, "SAMPLES", 40)  # the mean is of these
-    for tokens in (0, 1, round(40 * fmean(lengths))):
-        monkeypatch.setattr(module, "TOKENS", tokens)
+    for each, most in ((0, 10**6), (10**6, 1), (40 * fmean(lengths) / config.d_model, 10**6)):
+        monkeypatch.setattr(module, "TOKENS_PER_FEATURE", each)
+        monkeypatch.setattr(module, "MOST_TOKENS", most)
         assert len(drawn(teacher, text)) == 40
     monkeypatch.setattr(module, "SAMPLES", 10)
-    monkeypatch.setattr(module, "TOKENS", 25 * mean_tokens(config, tokenizer, pairs.select(range(10))))
-    assert 25 <= len(drawn(teacher, text)) <= 26
-    monkeypatch.setattr(module, "TOKENS", 10**6)  # all that there is
+    mean = mean_tokens(config, tokenizer, pairs.select(range(10)))
+    for each, most in ((25 * mean / config.d_model, 10**6), (10**6, 25 * mean)):
+        monkeypatch.setattr(module, "TOKENS_PER_FEATURE", each)
+        monkeypatch.setattr(module, "MOST_TOKENS", most)
+        assert 25 <= len(drawn(teacher, text)) <= 26
+    monkeypatch.setattr(module, "MOST_TOKENS", 10**6)  # all that there is
     assert len(drawn(teacher, text)) == 40
     assert len(drawn(teacher, text, calibration_samples=7)) == 7
 
