@@ -235,7 +235,8 @@ def measure(
     """
     pairs = draw_pairs(whole, options, study)
     if progress and device.type == "cpu":
-        tqdm.write(str(forecast(whole.model, count_tokens(whole, options, pairs))), file=sys.stderr)
+        given = pairs is not None and "target" in pairs.column_names
+        tqdm.write(str(forecast(whole.model, count_tokens(whole, options, pairs), given=given)), file=sys.stderr)
     model = whole.load().to(device)
     batches = sample_text(model, whole, options, study, pairs, progress=progress)
     shorter = model if teacher is whole else teacher.load().to(device)

@@ -15,6 +15,8 @@ from .sharing.groups import find_matrices
 # of the longer sides of matrices. From `lightformers benchmark conversion --whole` for four shapes of 74M to 615M,
 # within an eighth of each, where a product of two matrices 512×512 in float32 took so many seconds.
 LAYERS, LOGITS, ALGEBRA, PRODUCT = 0.31, 0.35, 0.145, 1.9e-3
+# Of what tokens take, the part of those that the model need not write first: measured 0.53 and 0.72.
+GIVEN = 0.6
 # Bytes of the libraries and of what is kept beside models; the model's in float32 so many times: the teacher, the
 # result, what a batch and a decomposition need. Of the same, and of a model of 10M, within a tenth.
 LIBRARIES, COPIES = 7e8, 1.9
@@ -46,12 +48,13 @@ class Forecast:
         )
 
 
-def forecast(teacher: PreTrainedModel, tokens: float) -> Forecast:
+def forecast(teacher: PreTrainedModel, tokens: float, *, given: bool) -> Forecast:
     """What the default conversion of a model takes on this machine's processor, at as many threads as PyTorch has.
 
     Args:
         teacher: its skeleton, with all its layers.
         tokens: a side, of the text on which it is measured.
+        given: whether that has both sides, or the model has to write the other.
     """
     layers = logits = cubes = 0.0
     for name, kind in find_matrices(teacher):
@@ -61,6 +64,6 @@ def forecast(teacher: PreTrainedModel, tokens: float) -> Forecast:
             continue
         layers += m * n
         cubes += max(m, n) ** 3
-    work = LAYERS * tokens * layers + LOGITS * tokens * logits + ALGEBRA * cubes
+    work = (LAYERS * layers + LOGITS * logits) * tokens * (GIVEN if given else 1) + ALGEBRA * cubes
     seconds = BEGINNING + work / 1e9 * product_seconds(torch.float32) / PRODUCT / torch.get_num_threads()
     return Forecast(seconds, LIBRARIES + COPIES * 4 * (layers + logits), free_memory())
