@@ -78,8 +78,8 @@ class CompressionOptions:
             Errors are measured by what they cost the loss there. `None`: on text that the teacher makes itself;
             models that are no sequence-to-sequence models go without.
         calibration_samples: how many pairs of it are drawn; `None` means 1000, of short ones as many more as have 64
-            tokens a side for each of d_model, or 32,768, and all where there are fewer; of the teacher's own texts 256,
-            up to 1024 where it has less than 20M parameters.
+            tokens a side for each of d_model, or 32,768, and all where there are fewer; of the teacher's own 256, up
+            to 1024 where it has less than 20M parameters.
         source_lang, target_lang: a column of the data, or a language inside its column `translation`; of a
             multilingual checkpoint (mBART-50, M2M100, NLLB) also the tokenizer's code of the language, which the
             result keeps. `COLUMN=CODE` (`de=de_DE`) where the two differ. `None`: those that the tokenizer names. A
