@@ -495,6 +495,21 @@ def test_the_teacher_makes_text_whatever_its_own_way_is(tiny_marian, tmp_path, s
     assert torch.equal(*made)
 
 
+def test_text_is_made_a_token_at_a_time_whatever_training_left(tiny_marian, tmp_path):
+    """Trainer leaves `use_cache: false` in a configuration, with which every step would read the whole text again."""
+    shutil.copytree(tiny_marian, tmp_path / "teacher")
+    (tmp_path / "teacher" / "generation_config.json").unlink()
+    file = tmp_path / "teacher" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_cache": False}))
+    reader, lengths = Teacher(tmp_path / "teacher", "teacher"), []
+    model = reader.load()
+    see = lambda module, args, output: lengths.append(output.shape[1])  # noqa: E731
+    model.model.decoder.layers[0].register_forward_hook(see)
+    made = synthetic_batches(model, reader, 4, 0, progress=False)[0]["labels"]
+    assert made.shape[1] > 1
+    assert set(lengths) == {1}
+
+
 def test_what_is_said_of_fewer_layers(tiny_marian, tmp_path):
     """That quality was lost, where tokens went, too; and nothing of weights where no matrix got smaller."""
     (tmp_path / "words.txt").write_text("Zwei Hunde spielen. Two dogs play.\n")

@@ -204,4 +204,6 @@ def _greedy(teacher: Teacher, max_new_tokens: int) -> GenerationConfig:
     """The likeliest token after the other, by the teacher's `TOKEN_RULES`."""
     own = teacher.generation_config()
     rules = {name: getattr(own, name) for name in TOKEN_RULES}
-    return GenerationConfig(**rules, num_beams=1, do_sample=False, max_length=None, max_new_tokens=max_new_tokens)
+    # Trainer leaves `use_cache: false` in the configuration of what it trained.
+    settings = {"num_beams": 1, "do_sample": False, "use_cache": True, "max_new_tokens": max_new_tokens}
+    return GenerationConfig(**rules, **settings, max_length=None)
