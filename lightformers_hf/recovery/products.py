@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -65,6 +66,26 @@ class EvenProducts(TorchFunctionMode):
 
 
 @contextmanager
+def cast_once(model: nn.Module) -> Iterator[None]:
+    """Inside, a frozen model's linear layers have weights in bfloat16: the same products under autocast, which keeps
+    what it cast of weights that learn, and casts those of others anew for every product.
+
+    Tables to look up in stay as they are, also where an output layer has them.
+    """
+    modules = list(model.modules())
+    tables = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
+    weights = {id(module.weight): module.weight for module in modules if isinstance(module, nn.Linear)}
+    own = [(weight, weight.data) for key, weight in weights.items() if key not in tables and _is_plain(weight)]
+    try:
+        for weight, data in own:
+            weight.data = data.bfloat16()
+        yield
+    finally:
+        for weight, data in own:
+            weight.data = data
+
+
+@contextmanager
 def without_plans() -> Iterator[None]:
     """Inside, fused attention on a GPU is PyTorch's own, not cuDNN's, which makes a plan for every shape of a batch.
 
@@ -79,7 +100,7 @@ def without_plans() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def has_many_shapes(model: torch.nn.Module) -> bool:
+def has_many_shapes(model: nn.Module) -> bool:
     """Whether a model's matrices differ so much that `EvenProducts` are faster."""
     return len({parameter.shape for parameter in model.parameters() if parameter.dim() == 2}) > MANY_SHAPES
 
@@ -95,9 +116,14 @@ def _is_cast(states: torch.Tensor) -> bool:
 
 def _linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`F.linear`; a weight that is more than a matrix of numbers (quantized, sharded) multiplies in its own way."""
-    if weight.dim() != 2 or not states.numel() or type(weight) not in (torch.Tensor, torch.nn.Parameter):
+    if weight.dim() != 2 or not states.numel() or not _is_plain(weight):
         return F.linear(states, weight, bias)
     return _EvenLinear.apply(states, weight, bias)
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    """Whether it is numbers and nothing more, such as quantized or sharded ones."""
+    return type(weight) in (torch.Tensor, nn.Parameter)
 
 
 class _EvenLinear(torch.autograd.Function):

@@ -18,7 +18,7 @@ from ..processors import keep_memory
 from .ahead import Ahead, take
 from .batching import EpochCallback, TokenBatchSampler
 from .losses import IGNORED, hidden_loss, training_loss
-from .products import EvenProducts, has_many_shapes, without_plans
+from .products import EvenProducts, cast_once, has_many_shapes, without_plans
 from .rates import slow_queries
 
 
@@ -75,7 +75,8 @@ class RecoveryTrainer(Seq2SeqTrainer):
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As in `Seq2SeqTrainer`; what a step frees is kept for the next one (`keep_memory`)."""
         keep_memory()
-        return super().train(*args, **kwargs)
+        with cast_once(self.teacher) if self.teacher is not None and self.casts_on_cpu else nullcontext():
+            return super().train(*args, **kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As in `Seq2SeqTrainer`, with smaller steps for the queries of a T5 (`slow_queries`)."""

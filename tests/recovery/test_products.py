@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightformers_hf.recovery import products
-from lightformers_hf.recovery.products import FIRST_SHAPES, MANY_SHAPES, EvenProducts, has_many_shapes
+from lightformers_hf.recovery.products import FIRST_SHAPES, MANY_SHAPES, EvenProducts, cast_once, has_many_shapes
 
 
 def gradients(function, *tensors):
@@ -121,6 +121,45 @@ def test_layers_that_are_computed_again_for_their_gradients(build_trainer, monke
     """PyTorch compares what a forward pass keeps with what its repetition does."""
     monkeypatch.setattr(products, "MANY_SHAPES", 0)
     build_trainer("lightformer", max_steps=1, bf16=True, gradient_checkpointing=True).train()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_teacher_is_cast_once_and_given_back(build_trainer, monkeypatch, fails):
+    """While a student learns, to the same outputs, whatever ends the training; tables stay."""
+    trainer = build_trainer(with_teacher=True, max_tokens=64, max_steps=2, bf16=True, hidden_weight=1.0)
+    before = {name: (parameter.dtype, parameter.data_ptr()) for name, parameter in trainer.teacher.named_parameters()}
+    ask, seen = trainer.teacher.forward, []
+
+    def forward(**inputs):
+        cast = {name for name, parameter in trainer.teacher.named_parameters() if parameter.dtype == torch.bfloat16}
+        outputs = ask(**inputs)
+        with torch.no_grad():
+            for parameter in trainer.teacher.parameters():
+                parameter.data = parameter.data.float()
+            expected = ask(**inputs)
+        torch.testing.assert_close(outputs.logits, expected.logits, atol=1e-6, rtol=1e-6)
+        seen.append(cast)
+        if fails:
+            raise RuntimeError("out of paper")
+        return outputs
+
+    monkeypatch.setattr(trainer.teacher, "forward", forward)
+    with pytest.raises(RuntimeError, match="out of paper") if fails else nullcontext():
+        trainer.train()
+    matrices = {name for name in before if name.endswith(("_proj.weight", "fc1.weight", "fc2.weight"))}
+    assert seen[0] == matrices
+    assert before == {name: (each.dtype, each.data_ptr()) for name, each in trainer.teacher.named_parameters()}
+
+
+def test_only_matrices_of_numbers_are_cast():
+    layers = nn.ModuleList([nn.Linear(3, 4), nn.Embedding(5, 3), nn.Linear(3, 5), nn.LayerNorm(3)])
+    layers[2].weight = layers[1].weight
+    quantized = nn.Linear(3, 4)
+    quantized.weight = nn.Parameter(torch.randn(4, 3).as_subclass(Quantized), requires_grad=False)
+    layers.append(quantized)
+    with cast_once(layers):
+        assert [layer.weight.dtype == torch.bfloat16 for layer in layers] == [True, False, False, False, False]
+    assert {layer.weight.dtype for layer in layers} == {torch.float32}
 
 
 @pytest.mark.parametrize("model", ["marian", "lightformer"])
