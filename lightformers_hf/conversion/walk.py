@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .statistics.calibration import stream_of, token_mask
-from .statistics.shelf import Shelf
+from .statistics.shelf import ROOM, Shelf
 from .workers import cast_weights, fast_products
+
+ENCODED = object()  # in place of the encoder's states, which the shelf has
 
 
 class _StopError(Exception):
@@ -32,12 +34,32 @@ class Walk:
         self.who, self.name, self.stack, self.device = who, name, getattr(model.model, name), model.device
         self.batches, self.shelf = batches, shelf
         self.recorded: set[str] = set()  # of modules within a layer
+        self._kept: dict[int, tuple[list, dict]] = {}  # masks, and what else layers are called with
+        self._room = ROOM
         for index in range(len(batches)):
-            (states, *_), _ = self._arguments(index)
+            (states, *_), _ = self._find_arguments(index, self._encoded(index))
             shelf[who, name, index] = states
 
-    def _arguments(self, index: int) -> tuple[tuple, dict]:
-        """What the first layer is called with for a batch; to others, all but the states is the same."""
+    def _arguments(self, index: int) -> tuple[list, dict]:
+        """What layers are called with for a batch, behind the states: found once, while there is room for it."""
+        encoded = self._encoded(index)
+        if index not in self._kept:
+            (_, *args), kwargs = self._find_arguments(index, encoded)
+            tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one is not encoded]
+            self._room -= (size := sum(tensor.nbytes for tensor in tensors))
+            if self._room < 0:
+                self._room += size
+                return args, kwargs
+            self._kept[index] = [ENCODED if one is encoded else one for one in args], kwargs
+        args, kwargs = self._kept[index]
+        return [encoded if one is ENCODED else one for one in args], kwargs
+
+    def _encoded(self, index: int) -> Tensor | None:
+        """The encoder's states of a batch, for a decoder."""
+        return self.shelf[self.who, "encoder", index] if self.name == "decoder" else None
+
+    def _find_arguments(self, index: int, encoded: Tensor | None) -> tuple[tuple, dict]:
+        """What the first layer is called with for a batch."""
         batch = {name: tensor.to(self.device) for name, tensor in self.batches[index].items()}
         found: list[tuple] = []
 
@@ -48,10 +70,7 @@ class Walk:
         hook = self.stack.layers[0].register_forward_pre_hook(see, with_kwargs=True)
         try:
             if self.name == "decoder":
-                memory = {
-                    "encoder_hidden_states": self.shelf[self.who, "encoder", index],
-                    "encoder_attention_mask": batch["attention_mask"],
-                }
+                memory = {"encoder_hidden_states": encoded, "encoder_attention_mask": batch["attention_mask"]}
                 self.stack(batch["decoder_input_ids"], None, use_cache=False, **memory)
             else:
                 self.stack(batch["input_ids"], batch["attention_mask"])
@@ -63,7 +82,7 @@ class Walk:
 
     def call(self, depth: int, index: int) -> Tensor:
         """The layer's output for the states of a batch as they are."""
-        (_, *args), kwargs = self._arguments(index)
+        args, kwargs = self._arguments(index)
         with fast_products(self.device):
             return self.stack.layers[depth](self.shelf[self.who, self.name, index], *args, **kwargs)
 
