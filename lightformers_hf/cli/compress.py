@@ -44,7 +44,7 @@ OPTIONS_HELP = {
         "PATH",
         "Text, never a test's, to weigh errors on: pairs, or sources alone (.txt). Default: the model's own.",
     ),
-    "calibration_samples": ("N", "Pairs or sources drawn from it. Default: 1000, of short ones more."),
+    "calibration_samples": ("N", "How many are drawn. Default: 1000, if short more."),
     "source_lang": ("de", "Its column; of multilingual models also their code, de or de=de_DE; T5: de='a prefix: '."),
     "target_lang": ("en", "The same of the target."),
     "device": ("cpu", "Where to compute: cpu, cuda, cuda:1, mps."),
