@@ -46,10 +46,10 @@ class Walk:
         if index not in self._kept:
             (_, *args), kwargs = self._find_arguments(index, encoded)
             tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one is not encoded]
-            self._room -= (size := sum(tensor.nbytes for tensor in tensors))
-            if self._room < 0:
-                self._room += size
+            size = sum(tensor.nbytes for tensor in tensors)
+            if size > self._room:
                 return args, kwargs
+            self._room -= size
             self._kept[index] = [ENCODED if one is encoded else one for one in args], kwargs
         args, kwargs = self._kept[index]
         return [encoded if one is ENCODED else one for one in args], kwargs
