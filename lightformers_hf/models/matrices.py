@@ -17,10 +17,11 @@ from .torch_internals import is_plain
 
 logger = logging.get_logger(__name__)
 
-# Where it pays: tall matrices too large for a core's own cache, up to so many rows (fp32, one core: 1.5 to 4 times).
-MOST_ROWS = 8
-MANY_WEIGHTS = 1_000_000
-TALL = 8
+# Where `few_rows_linear` pays (fp32, one core, weights from memory: 1.2 to 3 times): what the rows hold stays in its
+# nearest cache, a matrix that does not passes by; with shorter and longer rows BLAS does as well by itself.
+MOST_NUMBERS = 4096
+FEWEST_WEIGHTS = 2**15
+WIDTHS = range(96, 1025)
 
 # (name of a linear layer, input width, output width) → the module: dense or low-rank, the configuration decides.
 Projection = Callable[[str, int, int], nn.Module]
@@ -195,7 +196,7 @@ class LowRankOutput(nn.Module):
         self.product_rank = self.output.product_rank = rank
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return wide_linear(self.output, nn.functional.linear(hidden_states, self.basis))
+        return few_rows_linear(self.output, nn.functional.linear(hidden_states, self.basis))
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """E_a (V×r) and E_b (r×d), as the table has them: the layer multiplies by their product transposed."""
@@ -326,23 +327,22 @@ def low_rank_state(
     return low_rank_class.state_of(left, right, bias)
 
 
-def wide_linear(layer: nn.Module, states: torch.Tensor) -> torch.Tensor:
-    """`layer(states)`, (…, m) → (…, n), for the layer that makes logits.
+def few_rows_linear(layer: nn.Module, states: torch.Tensor) -> torch.Tensor:
+    """`layer(states)`, (…, m) → (…, n), as fast as few rows can be: those of a token in decoding.
 
-    BLAS reads a large W at half the memory's speed when it multiplies a few rows by Wᵀ, and at full speed when it
-    multiplies W by as many columns. A single row is worst of all: it goes through as two. Only an `nn.Linear` with
-    nothing attached to it, without gradients, in fp32 and on a CPU, takes this route; the numbers are the same up to
-    rounding.
+    BLAS reads W at half the memory's speed when it multiplies a few rows by Wᵀ, and at full speed when it multiplies W
+    by as many columns. A single row is worst of all: it goes through as two. Only an `nn.Linear` with nothing attached
+    to it, without gradients, in fp32 and on a CPU, takes this route; the numbers are the same up to rounding.
     """
     if torch.compiler.is_compiling():  # sizes that are looked at would become the graph's
         return layer(states)
-    rows = states.numel() // states.shape[-1]
+    width = states.shape[-1]
     other_route = (
-        0 < rows <= MOST_ROWS
+        0 < states.numel() <= MOST_NUMBERS
+        and width in WIDTHS
         and type(layer) is nn.Linear
         and type(layer.weight) is nn.Parameter  # not a quantized one, which multiplies in its own way
-        and layer.weight.numel() >= MANY_WEIGHTS
-        and layer.out_features >= TALL * layer.in_features
+        and layer.weight.numel() >= FEWEST_WEIGHTS
         and states.dtype == layer.weight.dtype == torch.float32
         and states.device.type == "cpu"
         and layer.weight.device == states.device  # a weight that is loaded for each call is not
@@ -352,7 +352,8 @@ def wide_linear(layer: nn.Module, states: torch.Tensor) -> torch.Tensor:
     )
     if not other_route:
         return layer(states)
-    columns = states.reshape(rows, -1).expand(max(rows, 2), -1)
+    rows = states.numel() // width
+    columns = states.reshape(rows, width).expand(max(rows, 2), -1)
     output = torch.mm(layer.weight, columns.contiguous().t()).t()[:rows]
     if layer.bias is not None:
         output = output + layer.bias

@@ -14,6 +14,7 @@ from lightformers_hf.models.matrices import (
     LowRankOutput,
     bias_of,
     factors_of,
+    few_rows_linear,
     from_pattern,
     low_rank_state,
     make_embedding,
@@ -24,7 +25,6 @@ from lightformers_hf.models.matrices import (
     product_of,
     product_shapes,
     rank_of,
-    wide_linear,
 )
 
 pytestmark = pytest.mark.quick
@@ -279,12 +279,13 @@ def test_a_low_rank_model_is_the_dense_one_of_its_products():
     out_features=st.integers(1, 160),
     bias=st.booleans(),
 )
-def test_few_rows_of_a_wide_layer_give_the_same_numbers(rows, in_features, out_features, bias):
+def test_few_rows_give_the_same_numbers(rows, in_features, out_features, bias):
     layer = nn.Linear(in_features, out_features, bias=bias)
     states = torch.randn(*rows, in_features)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(matrices, "MANY_WEIGHTS", 1)
-        output = wide_linear(layer, states)
+        patch.setattr(matrices, "FEWEST_WEIGHTS", 1)
+        patch.setattr(matrices, "WIDTHS", range(2, 9))
+        output = few_rows_linear(layer, states)
         expected = states.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
     assert output.shape == expected.shape
     torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
@@ -294,9 +295,10 @@ def product_calls(layer, states, monkeypatch) -> int:
     """How often the other route is taken."""
     calls = []
     real = torch.mm
-    monkeypatch.setattr(matrices, "MANY_WEIGHTS", 500)
+    for name, value in {"FEWEST_WEIGHTS": 500, "WIDTHS": range(8, 33), "MOST_NUMBERS": 64}.items():
+        monkeypatch.setattr(matrices, name, value)
     monkeypatch.setattr(matrices.torch, "mm", lambda *arguments: calls.append(1) or real(*arguments))
-    wide_linear(layer, states)
+    few_rows_linear(layer, states)
     return len(calls)
 
 
@@ -305,16 +307,18 @@ def test_the_other_route_is_for_plain_layers_alone(monkeypatch):
     states = torch.randn(3, 8)
     with torch.no_grad():
         assert product_calls(nn.Linear(8, 64), states, monkeypatch) == 1
+        assert product_calls(nn.Linear(32, 16), torch.randn(1, 2, 32), monkeypatch) == 1
         assert product_calls(nn.Linear(8, 62), states, monkeypatch) == 0  # small
-        assert product_calls(nn.Linear(32, 64), torch.randn(3, 32), monkeypatch) == 0  # not tall
-        assert product_calls(nn.Linear(8, 64), torch.randn(9, 8), monkeypatch) == 0
+        assert product_calls(nn.Linear(7, 80), torch.randn(3, 7), monkeypatch) == 0  # short rows
+        assert product_calls(nn.Linear(33, 64), torch.randn(1, 33), monkeypatch) == 0  # long ones
+        assert product_calls(nn.Linear(8, 64), torch.randn(9, 8), monkeypatch) == 0  # many
         assert product_calls(nn.Linear(8, 64).bfloat16(), states.bfloat16(), monkeypatch) == 0
 
         class Quantized(nn.Linear):
             def forward(self, states):
                 return torch.zeros(3, 64)
 
-        assert torch.equal(wide_linear(Quantized(8, 64), states), torch.zeros(3, 64))
+        assert torch.equal(few_rows_linear(Quantized(8, 64), states), torch.zeros(3, 64))
         watched = nn.Linear(8, 64)
         seen = []
         watched.register_forward_hook(lambda layer, inputs, output: seen.append(output))
@@ -329,13 +333,13 @@ def test_the_other_route_is_for_plain_layers_alone(monkeypatch):
         assert product_calls(packed, states, monkeypatch) == 0
         replaced = nn.Linear(8, 64)
         replaced.forward = lambda states: torch.ones(3, 64)  # as accelerate does to load weights for each call
-        assert torch.equal(wide_linear(replaced, states), torch.ones(3, 64))
+        assert torch.equal(few_rows_linear(replaced, states), torch.ones(3, 64))
     assert product_calls(nn.Linear(8, 64), states, monkeypatch) == 0
 
 
-def test_gradients_of_a_wide_layer():
+def test_gradients_of_a_layer_with_few_rows():
     layer, states = nn.Linear(8, 64), torch.randn(2, 8, requires_grad=True)
-    wide_linear(layer, states).sum().backward()
+    few_rows_linear(layer, states).sum().backward()
     torch.testing.assert_close(states.grad, layer.weight.sum(0).expand(2, 8))
 
 

@@ -89,7 +89,7 @@ def test_a_product_is_timed_over_the_whole_working_set(output, monkeypatch):
 
     def weights_of(run):
         calls = []
-        name = "wide_linear" if output else "linear"
+        name = "few_rows_linear" if output else "linear"
         owner = products if output else torch.nn.functional
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, lambda first, second: calls.append(first if output else second))
@@ -148,12 +148,12 @@ def test_output_layers_are_timed_by_the_code_that_runs_them(monkeypatch):
     taken, real = [], torch.mm
     monkeypatch.setattr(matrices.torch, "mm", lambda *operands: taken.append(operands[0].shape) or real(*operands))
     with products.one_core():
-        time_product(64, 16384, 1.0, output=True, timer=lambda run: run() or 1.0)
-        assert taken == [(16384, 64)]
+        time_product(128, 16384, 1.0, output=True, timer=lambda run: run() or 1.0)
+        assert taken == [(16384, 128)]
         taken.clear()
-        wide = light(vocab_size=16384, d_model=64)
+        wide = light(vocab_size=16384, d_model=128)
         wide.generate(torch.tensor([[5, 6]]), max_new_tokens=2, min_new_tokens=2)
-    assert taken == [(16384, 64)] * 2
+    assert taken == [(16384, 128)] * 2
 
 
 @torch.no_grad()
