@@ -29,7 +29,7 @@ from ..report import MatrixReport
 from ..sharing.originals import short_name
 from ..statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, damped_root
 from .form import Built, Form, Measure, Setting, commonest, find_blocks, register_form, to_store
-from .svd import Factors, rescale
+from .svd import Factors, rescale_
 
 PARTS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
@@ -162,7 +162,8 @@ class NarrowerHeads(Form):
         for head, (into, out_of) in enumerate(zip(*maps, strict=True)):
             own = slice(head * len(into), (head + 1) * len(into))
             pair = Factors(left[:, own] @ into, out_of @ right[own])
-            scale = (rescale(pair, "balanced").left.norm(dim=0) / pair.left.norm(dim=0)).nan_to_num(nan=1.0)
+            length = pair.left.norm(dim=0)
+            scale = (rescale_(pair, "balanced").left.norm(dim=0) / length).nan_to_num(nan=1.0)
             scaled.append((into * scale, out_of / scale[:, None]))
         return tuple(torch.stack(side) for side in zip(*scaled, strict=True))
 

@@ -53,25 +53,36 @@ class Factors(NamedTuple):
     right: Tensor
 
 
-def rescale(factors: Factors, split: Split) -> Factors:
+def rescale_(factors: Factors, split: Split) -> Factors:
     """The same product, with every column of the left factor and row of the right one as long as `split` has them.
 
     `balanced`: equally long. `sigma-right`: the left one of length 1. Training takes steps of one size everywhere, and
     a factor a thousand times smaller than its partner would not survive the first. Beside a zero, what is no zero gets
     the length 1: the product is zero however long it is, but half precision has no 1e6.
+
+    The factors themselves change: one of 256,206×999 is a gigabyte.
     """
     left, right = _column_norms(factors.left), _column_norms(factors.right.T)
     scale = left.where(left > 0, 1 / right.where(right > 0, 1))
     if split == "balanced":
         scale = (left / right).sqrt().where((left > 0) & (right > 0), scale)
     scale = scale.to(factors.left.dtype)
-    return Factors(factors.left / scale, factors.right * scale[:, None])
+    factors.left.div_(scale)
+    factors.right.mul_(scale[:, None])
+    return factors
 
 
 def _column_norms(factor: Tensor) -> Tensor:
-    """In float64, a few rows at a time: in float32 squares of small numbers would be nothing."""
-    parts = [torch.linalg.vector_norm(rows, dim=0, dtype=torch.float64) for rows in factor.split(CHUNK_ROWS)]
-    return torch.linalg.vector_norm(torch.stack(parts), dim=0)
+    """In float64, a few rows at a time: in float32 squares of small numbers would be nothing.
+
+    Norms of all parts are one tensor: each would lie where the part before it in float64 was, the next part would go
+    behind it, and the C library's heap would hold all of a table in float64.
+    """
+    rows = factor.split(CHUNK_ROWS)
+    norms = factor.new_empty(len(rows), factor.shape[1], dtype=torch.float64)
+    for part, norm in zip(rows, norms, strict=True):
+        torch.linalg.vector_norm(part, dim=0, dtype=torch.float64, out=norm)
+    return torch.linalg.vector_norm(norms, dim=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +121,7 @@ class Spectrum:
         Args:
             rank: r, from 1 to `max_rank`.
             split: `sigma-right` gives U_r and Σ_r V_rᵀ (Eq. 11; the left columns are orthonormal), `balanced` gives
-                U_r √Σ_r and √Σ_r V_rᵀ. In a metric, columns have these lengths (`rescale`) but are not orthogonal.
+                U_r √Σ_r and √Σ_r V_rᵀ. In a metric, columns have these lengths (`rescale_`) but are not orthogonal.
 
         Raises:
             ValueError: the rank is out of range or the split unknown.
@@ -120,8 +131,8 @@ class Spectrum:
             raise ValueError(f"{self.name}: split is {split!r}, expected {' or '.join(SPLITS)}")
         basis, dtype = self.basis[:, :rank], torch.promote_types(self.weight.dtype, torch.float32)
         if self.inverse is not None:
-            thin = _project(self.weight, basis, dtype), self.inverse[:rank].to(dtype)
-            return rescale(Factors(*(factor.T for factor in thin[::-1]) if self.transposed else thin), split)
+            thin = _project(self.weight, basis, dtype), self.inverse[:rank].to(dtype, copy=True)
+            return rescale_(Factors(*(factor.T for factor in thin[::-1]) if self.transposed else thin), split)
         known = self.projected is not None
         projected = self.projected[:, :rank] if known else _project(self.weight, basis, torch.float64)  # = U Σ
         sigma = torch.linalg.vector_norm(projected, dim=0)

@@ -1,5 +1,8 @@
 """Truncated factorization against `torch.linalg.svd` in float64."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from conversion.metrics import weigh
@@ -7,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightformers_hf.conversion.forms import svd
-from lightformers_hf.conversion.forms.svd import SPLITS, Factors, decompose, rescale, singular_values
+from lightformers_hf.conversion.forms.svd import SPLITS, Factors, decompose, rescale_, singular_values
 from lightformers_hf.conversion.statistics.metric import Damped, Metric
 
 pytestmark = pytest.mark.quick
@@ -314,9 +317,30 @@ def test_missing_convergence_is_an_error_with_the_name(monkeypatch):
 @pytest.mark.parametrize("split", ["balanced", "sigma-right"])
 def test_rescaled_factors_have_the_same_product(split):
     left, right = torch.randn(7, 3) * torch.tensor([1e-3, 5.0, 0.0]), torch.randn(3, 5)
-    new = rescale(Factors(left, right), split)
+    new = rescale_(Factors(left.clone(), right.clone()), split)
     torch.testing.assert_close(new.left @ new.right, left @ right)
     lengths = new.left.norm(dim=0)[:2], new.right.norm(dim=1)[:2]
     torch.testing.assert_close(lengths[0], lengths[1] if split == "balanced" else torch.ones(2))
     assert torch.isfinite(new.left).all()
     assert torch.isfinite(new.right).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library's heap is that of Linux")
+def test_a_large_table_is_scaled_without_a_second_one():
+    """In a thread, where matrices are decomposed, of a process of its own: what is freed elsewhere would hide it."""
+    program = """if True:
+        from threading import Thread
+        import torch
+        from lightformers_hf.conversion.forms.svd import Factors, rescale_
+        from lightformers_hf.evaluation.memory import peak_memory
+        from lightformers_hf.processors import keep_memory
+
+        keep_memory(largest=6 * 2**20)
+        factors = Factors(torch.ones(100_000, 1000), torch.ones(1000, 8))  # 400 MB, 800 in float64
+        before = peak_memory()
+        thread = Thread(target=rescale_, args=(factors, "balanced"))
+        thread.start(), thread.join()
+        print(peak_memory() - before)
+    """
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(child.stdout) < 100e6
