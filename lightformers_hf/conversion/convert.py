@@ -25,7 +25,7 @@ from ..models.lm_heads import ConditionalGenerationHead
 from ..processors import IdleThreads, keep_memory
 from ..text import fingerprint
 from .card import write_card
-from .choosing.choose import check_choices, choose, find_units
+from .choosing.choose import check_choices, choose, find_units, work_on_places
 from .choosing.limits import estimate_speedup
 from .forecast import forecast
 from .forms.form import Built, Form, Setting, all_forms
@@ -38,10 +38,9 @@ from .sharing.groups import change_moments, find_bases, find_matrices, find_star
 from .sharing.originals import Originals, short_name
 from .statistics.calibration import Calibration
 from .statistics.text import count_tokens, draw_pairs, sample_text
-from .steps import Step
 from .teacher import Teacher
 from .vocabulary.choose import choose_tokens
-from .workers import algebra_device, end_together, find_device, is_main, share_work
+from .workers import algebra_device, end_together, find_device, is_main
 
 
 def plan(
@@ -301,13 +300,11 @@ def build(
         keep: whether tensors are wanted.
     """
 
-    def make(index: int) -> Built:
-        place = places[index]
+    def make(place: Form) -> Built:
         return place.build(setting(place))
 
     whole = Built([], {})
-    results = share_work(make, range(len(places)), originals.device)
-    for built in Step("factorizing", results, unit="part", total=len(places), shown=progress):
+    for _, built in work_on_places("factorizing", make, places, originals.device, progress=progress):
         whole.reports.extend(built.reports)
         whole.coordinates.update(built.coordinates)
         if keep:

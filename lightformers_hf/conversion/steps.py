@@ -22,7 +22,7 @@ class Step(tqdm):
     Args:
         name: of the step.
         items: what it works on; else it is a context, and `update` counts.
-        unit: of what it counts.
+        unit: of what it counts; parameters are counted in thousands and millions.
         total: how many there are, where `items` does not tell.
         shown: whether there is a bar.
     """
@@ -30,7 +30,8 @@ class Step(tqdm):
     def __init__(
         self, name: str, items: Iterable[Any] | None = None, *, unit: str, total: int | None = None, shown: bool
     ):
-        super().__init__(items, desc=name, unit=unit, total=total, disable=not shown)
+        scaled = unit == "parameter"
+        super().__init__(items, desc=name, unit=unit, unit_scale=scaled, total=total, disable=not shown)
         self._name, self._begun = name, (time.perf_counter(), time.process_time())
 
     def __iter__(self) -> Iterator[Any]:

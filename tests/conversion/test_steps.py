@@ -27,3 +27,9 @@ def test_a_step_counts_and_says_what_it_took(work, shown, caplog, capsys):
     assert re.fullmatch(r"adding took \d+\.\d s, \d+\.\d s of processor time", caplog.messages[-1])
     bar = capsys.readouterr().err
     assert ("adding" in bar and "3/3" in bar) == shown
+
+
+def test_parameters_are_counted_in_thousands_and_millions(capsys):
+    with Step("weighing", unit="parameter", total=36_741_120, shown=True) as bar:
+        bar.update(12_345_678)
+    assert "12.3M/36.7M" in capsys.readouterr().err

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TypeVar
+
+import torch
 
 from ..forms.form import Form, Setting, all_forms, count_parameters
 from ..options import CompressionOptions, StudyOptions
@@ -13,6 +16,7 @@ from .budget import Choices
 from .limits import find_budget
 from .rules import RankPolicy
 
+Result = TypeVar("Result")
 # Forms of a place, of which one is chosen: all decide over the same matrices.
 Slot = list[Form]
 # Places that together have all matrices of a unit; of its alternatives one is chosen.
@@ -133,12 +137,10 @@ def choose(
     budget.check()
     places = sort_by_size([place for unit in free for alternative in unit for slot in alternative for place in slot])
 
-    def weigh(index: int) -> tuple[int, Choices]:
-        return index, places[index].choices(count_parameters)
+    def weigh(place: Form) -> Choices:
+        return place.choices(count_parameters)
 
-    results = share_work(weigh, range(len(places)), originals.device)
-    step = Step("weighing", results, unit="part", total=len(places), shown=progress)
-    choices = {places[index]: found for index, found in step}
+    choices = dict(work_on_places("weighing", weigh, places, originals.device, progress=progress))
     settings = fixed | budget.spend(choices)
     return sort_by_size(list(settings)), settings.__getitem__
 
@@ -172,6 +174,28 @@ def split_units(units: Sequence[Unit], policy: RankPolicy) -> tuple[list[Form], 
     given = [place for alternative, *_ in units for place, *_ in alternative if is_given(place)]
     free = [[[slot for slot in alternative if not is_given(slot[0])] for alternative in unit] for unit in units]
     return given, [unit for unit in free if any(unit)]
+
+
+def work_on_places(
+    name: str, work: Callable[[Form], Result], places: Sequence[Form], device: torch.device, *, progress: bool
+) -> Iterator[tuple[Form, Result]]:
+    """The places, each as soon as one of the workers has done its `work`, with what that returned.
+
+    The bar counts parameters: a large place takes far longer than a small one.
+
+    Args:
+        name: of the step.
+        places: the largest first.
+    """
+    sizes = [int(place.size(None, count_parameters)) for place in places]
+
+    def work_on(index: int) -> tuple[int, Result]:
+        return index, work(places[index])
+
+    with Step(name, unit="parameter", total=sum(sizes), shown=progress) as bar:
+        for index, result in share_work(work_on, range(len(places)), device):
+            yield places[index], result
+            bar.update(sizes[index])
 
 
 def sort_by_size(places: list[Form]) -> list[Form]:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from lightformers_hf import (
     SubformerForConditionalGeneration,
     plan,
 )
-from lightformers_hf.conversion.choosing.choose import find_units
+from lightformers_hf.conversion.choosing.choose import find_units, work_on_places
 from lightformers_hf.conversion.forms import form as forms_of_form
 from lightformers_hf.conversion.forms import low_rank
 from lightformers_hf.conversion.forms.form import all_forms
@@ -113,3 +114,12 @@ def test_a_method_that_no_part_can_follow_is_refused(tmp_path):
         plan(tmp_path / "subformer", ratio=2, method="narrow", progress=False)
     with pytest.raises(ValueError, match="group_start is 'aligned', but layers of a subformer"):
         plan(tmp_path / "subformer", ratio=2, study=StudyOptions(group_start="aligned"), progress=False)
+
+
+def test_work_is_done_on_every_place_under_a_bar_that_counts_parameters(capsys):
+    places = [SimpleNamespace(size=lambda *_, n=n: 1e6 * n) for n in (3, 2, 1)]
+    here = torch.device("cpu")
+    found = list(work_on_places("weighing", lambda place: place.size() / 2, places, here, progress=True))
+    assert sorted((places.index(place), result) for place, result in found) == [(0, 1.5e6), (1, 1e6), (2, 0.5e6)]
+    assert "weighing: 100%" in (bar := capsys.readouterr().err)
+    assert "6.00M/6.00M" in bar
