@@ -30,7 +30,7 @@ from .statistics.moments import PairMoments
 from .statistics.shelf import Shelf
 from .steps import Step
 from .walk import Walk
-from .workers import algebra_device, cast_weights, fail_together, gather_from_all, sum_over_all
+from .workers import algebra_device, cast_weights, fail_together, gather_from_all, map_in_order, sum_over_all
 
 # Weight of the layer's own matrix in the regression, relative to the mean variance of its inputs.
 RIDGE = 1e-2
@@ -224,20 +224,28 @@ class Regression:
             width = layers[group[0]].in_features
             inputs = PairMoments(width, width, self.device)
             added_to = student.added_to(group[0])
+            look = partial(self._look, student, teacher, depth, group, added_to)
             with fail_together(), cast_weights(student.stack.layers[depth]):
-                for index in range(len(self.batches)):
-                    mask = student.mask(stream_of(group[0]), index)
-                    seen = student.inputs(depth, index, [group[0]] if added_to is None else [group[0], added_to])
-                    x = seen[group[0]][mask]
+                for x, aims in map_in_order(look, range(len(self.batches)), self.shelf.device):
                     inputs.add(x, x)
-                    for name in group:
-                        y = self.built.of_teacher(name, teacher.output(name, index))
-                        outputs[name].add(x, y if added_to is None else y - self.share * seen[added_to][mask])
+                    for sums, aim in zip(outputs.values(), aims, strict=True):
+                        sums.add(x, aim)
             for sums in (inputs, *outputs.values()):
                 sums.sum_over_all()
             for name, layer in layers.items():
                 self._solve(name, layer, inputs, outputs.pop(name))
         give_back_memory()
+
+    def _look(
+        self, student: Walk, teacher: Walk, depth: int, group: list[str], added_to: str | None, index: int
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Of a batch, what goes into the layers of a group, tokens×m, and for each what is to come out, tokens×n."""
+        mask = student.mask(stream_of(group[0]), index)
+        seen = student.inputs(depth, index, [group[0]] if added_to is None else [group[0], added_to])
+        aims = [self.built.of_teacher(name, teacher.output(name, index)) for name in group]
+        if added_to is not None:
+            aims = [aim - self.share * seen[added_to][mask] for aim in aims]
+        return seen[group[0]][mask], aims
 
     def _changes(self, name: str) -> bool:
         """Whether there is a norm of that name, and it is to be regressed."""
@@ -253,8 +261,8 @@ class Regression:
         centred = bias_of(norm) is not None
         sums = torch.zeros(5, len(norm.weight), dtype=torch.float64, device=self.device)
         with fail_together():
-            for index in range(len(self.batches)):
-                x, y = (output.to(sums.device).double() for output in outputs(index))
+            for pair in map_in_order(outputs, range(len(self.batches)), self.shelf.device):
+                x, y = (output.to(sums.device).double() for output in pair)
                 sums += torch.stack([torch.ones_like(x), x, y, x * x, x * y]).sum(1)
         count, *others = sum_over_all(sums)
         mean_in, mean_out, square, product = (other / count for other in others)

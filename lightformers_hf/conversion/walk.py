@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from threading import Lock, get_ident
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .statistics.calibration import stream_of, token_mask
 from .statistics.shelf import ROOM, Shelf
-from .workers import cast_weights, fast_products
+from .workers import cast_weights, fast_products, map_in_order
 
 ENCODED = object()  # in place of the encoder's states, which the shelf has
 
@@ -20,7 +20,7 @@ class _StopError(Exception):
 
 
 class Walk:
-    """The hidden states of all batches on their way through one stack of one model.
+    """The hidden states of all batches on their way through one stack of one model, several batches at a time.
 
     Args:
         who: student or teacher.
@@ -35,10 +35,18 @@ class Walk:
         self.batches, self.shelf = batches, shelf
         self.recorded: set[str] = set()  # of modules within a layer
         self._kept: dict[int, tuple[list, dict]] = {}  # masks, and what else layers are called with
-        self._room = ROOM
-        for index in range(len(batches)):
+        self._room, self._lock = ROOM, Lock()
+
+        def enter(index: int) -> None:
             (states, *_), _ = self._find_arguments(index, self._encoded(index))
             shelf[who, name, index] = states
+
+        self._each_batch(enter)
+
+    def _each_batch(self, work: Callable[[int], None]) -> None:
+        """Do work on every batch."""
+        for _ in map_in_order(work, range(len(self.batches)), self.device):
+            pass
 
     def _arguments(self, index: int) -> tuple[list, dict]:
         """What layers are called with for a batch, behind the states: found once, while there is room for it."""
@@ -47,9 +55,10 @@ class Walk:
             (_, *args), kwargs = self._find_arguments(index, encoded)
             tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one is not encoded]
             size = sum(tensor.nbytes for tensor in tensors)
-            if size > self._room:
-                return args, kwargs
-            self._room -= size
+            with self._lock:
+                if size > self._room:
+                    return args, kwargs
+                self._room -= size
             self._kept[index] = [ENCODED if one is encoded else one for one in args], kwargs
         args, kwargs = self._kept[index]
         return [encoded if one is ENCODED else one for one in args], kwargs
@@ -67,7 +76,7 @@ class Walk:
             found.append((args, kwargs))
             raise _StopError
 
-        hook = self.stack.layers[0].register_forward_pre_hook(see, with_kwargs=True)
+        hook = self.stack.layers[0].register_forward_pre_hook(_here(see), with_kwargs=True)
         try:
             if self.name == "decoder":
                 memory = {"encoder_hidden_states": encoded, "encoder_attention_mask": batch["attention_mask"]}
@@ -88,9 +97,12 @@ class Walk:
 
     def advance(self, depth: int) -> None:
         """Put the states behind the layer."""
+
+        def pass_batch(index: int) -> None:
+            self.shelf[self.who, self.name, index] = self.call(depth, index)
+
         with cast_weights(self.stack.layers[depth]):
-            for index in range(len(self.batches)):
-                self.shelf[self.who, self.name, index] = self.call(depth, index)
+            self._each_batch(pass_batch)
 
     def result(self, index: int) -> Tensor:
         """What the stack gives of a batch, once the last layer is passed."""
@@ -128,7 +140,7 @@ class Walk:
             if len(seen) == len(names):
                 raise _StopError
 
-        hooks = [self.module(name, depth).register_forward_pre_hook(partial(see, name=name)) for name in names]
+        hooks = [self.module(name, depth).register_forward_pre_hook(_here(see, name=name)) for name in names]
         try:
             self.call(depth, batch)
         except _StopError:
@@ -145,28 +157,30 @@ class Walk:
             names: of those modules, or of the same ones in a model with other depths.
             share: of the states that an output is added to, so much is put aside with it.
         """
-        added: dict[str, Tensor] = {}
+        places = {name: place for name in names if (place := self.added_to(name)) is not None}
 
-        def see_input(module: nn.Module, arguments: tuple, *, name: str) -> None:
-            added[name] = arguments[0]
+        def pass_batch(index: int) -> None:
+            added: dict[str, Tensor] = {}
+            masks = {stream: self.mask(stream, index) for stream in ("source", "target")}
 
-        def see(module: nn.Module, arguments: tuple, output: Tensor, *, name: str) -> None:
-            output = output + share * added.pop(name) if name in added else output
-            self.shelf[self._key(name, index)] = output[masks[stream_of(name)]]
+            def see_input(module: nn.Module, arguments: tuple, *, name: str) -> None:
+                added[name] = arguments[0]
 
-        hooks = [self.module(name, depth).register_forward_hook(partial(see, name=name)) for name in names]
-        for name in names:
-            if (place := self.added_to(name)) is not None:
-                hook = partial(see_input, name=name)
-                hooks.append(self.module(place, depth).register_forward_pre_hook(hook))
-        try:
-            with cast_weights(self.stack.layers[depth]):
-                for index in range(len(self.batches)):
-                    masks = {stream: self.mask(stream, index) for stream in ("source", "target")}
-                    self.shelf[self.who, self.name, index] = self.call(depth, index)
-        finally:
-            for hook in hooks:
-                hook.remove()
+            def see(module: nn.Module, arguments: tuple, output: Tensor, *, name: str) -> None:
+                output = output + share * added.pop(name) if name in added else output
+                self.shelf[self._key(name, index)] = output[masks[stream_of(name)]]
+
+            hooks = [self.module(name, depth).register_forward_hook(_here(see, name=name)) for name in names]
+            for name, place in places.items():
+                hooks.append(self.module(place, depth).register_forward_pre_hook(_here(see_input, name=name)))
+            try:
+                self.shelf[self.who, self.name, index] = self.call(depth, index)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+
+        with cast_weights(self.stack.layers[depth]):
+            self._each_batch(pass_batch)
         self.recorded.update(map(_within_layer, names))
 
     def output(self, name: str, index: int) -> Tensor:
@@ -184,6 +198,16 @@ class Walk:
     def _key(self, name: str, index: int) -> tuple[str, str, int]:
         """The same for all layers, so that one takes the room of the one before."""
         return self.who, _within_layer(name), index
+
+
+def _here(hook: Callable, **options: object) -> Callable:
+    """A hook that looks at the passes of this thread alone, with such options."""
+    thread = get_ident()
+
+    def look(*arguments: object) -> object:
+        return hook(*arguments, **options) if get_ident() == thread else None
+
+    return look
 
 
 def _within_layer(name: str) -> str:

@@ -7,6 +7,7 @@ is what takes long. No process goes on where another failed.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
@@ -197,3 +198,27 @@ def map_in_threads(
                 result = future.result()
                 running.update(pool.submit(function, item) for item in islice(items, 1))
                 yield result
+
+
+def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], device: torch.device) -> Iterator[Result]:
+    """Results of `function` in the order of `items`, on a CPU side by side in as many worker threads as torch has.
+
+    Passes of a model over few tokens share little out among threads, passes over several batches all. Results are
+    computed ahead of the one that is taken, one for each worker. Gradients are recorded if they are here.
+    """
+    workers = torch.get_num_threads() if device.type == "cpu" else 1
+    if workers == 1:
+        yield from map(function, items)
+        return
+    recorded, items = torch.is_grad_enabled(), iter(items)
+
+    def work(item: Item) -> Result:
+        with torch.set_grad_enabled(recorded):  # of each thread its own
+            return function(item)
+
+    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        ahead = deque(pool.submit(work, item) for item in islice(items, workers))
+        while ahead:
+            result = ahead.popleft().result()
+            ahead.extend(pool.submit(work, item) for item in islice(items, 1))
+            yield result

@@ -12,6 +12,7 @@ from lightformers_hf import LightFormerConfig, LightFormerForConditionalGenerati
 from lightformers_hf.conversion import refit as module
 from lightformers_hf.conversion import walk
 from lightformers_hf.conversion.refit import Regression, bridge
+from lightformers_hf.processors import use_threads
 
 
 def make_teacher(**fields):
@@ -199,6 +200,18 @@ def test_a_bridged_teacher_is_left_as_it_was(stack):
     assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
     del changed["final_logits_bias"]
     assert {name.split(".")[1] for name in changed} == ({"encoder", "decoder"} if stack == "encoder" else {"decoder"})
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8])
+def test_batches_side_by_side_give_what_they_give_one_after_the_other(threads, monkeypatch):
+    """To the last bit: what is summed is summed in the batches' order, here by one thread."""
+    teacher, batches, depths = make_teacher(), make_batches() * 5, {"encoder": [0, 2], "decoder": [0, 2]}
+    found = []
+    with use_threads(1):
+        for count in (1, threads):
+            monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+            found.append(bridge(shorten(teacher, **depths), teacher, depths, batches, progress=False))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_what_is_bridged_is_balanced():

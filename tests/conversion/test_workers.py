@@ -19,7 +19,8 @@ from lightformers_hf import StudyOptions, convert
 from lightformers_hf.conversion import workers
 from lightformers_hf.conversion.statistics.moments import Moments
 from lightformers_hf.conversion.statistics.shelf import Shelf
-from lightformers_hf.conversion.workers import map_in_threads
+from lightformers_hf.conversion.workers import map_in_order, map_in_threads
+from lightformers_hf.processors import use_threads
 
 
 def test_workers_give_every_result_and_hold_few_items():
@@ -56,6 +57,41 @@ def test_an_error_in_a_worker_is_raised():
 
     with pytest.raises(ValueError, match="matrix 3"):
         list(map_in_threads(work, range(10), workers=2))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_results_come_in_order_from_side_by_side_and_few_are_ahead(threads, recorded):
+    begun, seen = [], []
+
+    def work(index):
+        begun.append(index)
+        # The later, the sooner; only two at once get past this.
+        meeting.wait(10) if threads > 1 and index < 2 else None
+        return index, torch.get_num_threads(), torch.is_grad_enabled(), threading.get_ident()
+
+    meeting = threading.Barrier(2)
+    with use_threads(threads), torch.set_grad_enabled(recorded):
+        for result in map_in_order(work, range(20), torch.device("cpu")):
+            seen.append(result)
+            assert len(begun) <= len(seen) + threads
+    assert [index for index, *_ in seen] == list(range(20))
+    assert {used for _, used, *_ in seen} == {1}
+    assert {enabled for *_, enabled, _ in seen} == {recorded}
+    assert (threading.get_ident() in {who for *_, who in seen}) == (threads == 1)
+
+
+def test_an_error_is_raised_in_its_turn():
+    def work(index):
+        if index == 3:
+            raise ValueError("batch 3")
+        return index
+
+    results = map_in_order(work, range(10), torch.device("cpu"))
+    with use_threads(2):
+        assert [next(results) for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(ValueError, match="batch 3"):
+            next(results)
 
 
 @pytest.fixture(scope="module")

@@ -47,34 +47,41 @@ class Shelf:
         Raises:
             OSError: the disk is full.
         """
-        if key not in self._places:
-            size = tensor.numel() * tensor.element_size()
-            before = self._held.pop(key, tensor[:0])
-            room = self.room + before.numel() * before.element_size()
-            if size <= room:
-                self._held[key], self.room = tensor, room - size
-                return
-            self.room = room
         with self._lock:
-            offset, dtype, shape = self._places.get(key, (self._end, tensor.dtype, tensor.shape))
-            if (dtype, math.prod(shape)) != (tensor.dtype, tensor.numel()):
-                offset = self._end
-            self._places[key] = offset, tensor.dtype, tensor.shape
-            try:
-                if self._file is None:
-                    self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, open as long as the shelf
-                self._file.seek(offset)
-                left = _bytes(tensor.detach().cpu().contiguous())
-                while left:  # one call writes 2 GiB at most
-                    left = left[self._file.write(left) :]
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-                raise OSError(
-                    f"the disk of {tempfile.gettempdir()} is full, where calibration puts what would fill the memory: "
-                    "set TMPDIR to a folder with more room"
-                ) from error
-            self._end = max(self._end, self._file.tell())
+            if key in self._places or not self._hold(key, tensor):
+                self._write(key, tensor)
+
+    def _hold(self, key: Hashable, tensor: Tensor) -> bool:
+        """Whether there is room in memory for a tensor, which then has it."""
+        size = tensor.numel() * tensor.element_size()
+        before = self._held.pop(key, tensor[:0])
+        room = self.room + before.numel() * before.element_size()
+        if fits := size <= room:
+            self._held[key] = tensor
+        self.room = room - size if fits else room
+        return fits
+
+    def _write(self, key: Hashable, tensor: Tensor) -> None:
+        """Write a tensor to the file, over another of the same size."""
+        offset, dtype, shape = self._places.get(key, (self._end, tensor.dtype, tensor.shape))
+        if (dtype, math.prod(shape)) != (tensor.dtype, tensor.numel()):
+            offset = self._end
+        self._places[key] = offset, tensor.dtype, tensor.shape
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, open as long as the shelf
+            self._file.seek(offset)
+            left = _bytes(tensor.detach().cpu().contiguous())
+            while left:  # one call writes 2 GiB at most
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise OSError(
+                f"the disk of {tempfile.gettempdir()} is full, where calibration puts what would fill the memory: "
+                "set TMPDIR to a folder with more room"
+            ) from error
+        self._end = max(self._end, self._file.tell())
 
     def __delitem__(self, key: Hashable) -> None:
         """Forget a tensor; room in memory is free again, that in the file is not."""
