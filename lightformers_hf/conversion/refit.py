@@ -213,6 +213,8 @@ class Regression:
                 groups.setdefault(id(states), []).append(name)
             del seen
         for group in gather_from_all(list(groups.values()))[0]:  # the first process always has a batch
+            with fail_together():
+                student.reach(group[0], depth)
             if group[0] in norms:
                 with cast_weights(student.stack.layers[depth]):
                     self._fit_norm(group[0], partial(_outputs, student, teacher, group[0], depth))

@@ -36,6 +36,7 @@ class Walk:
         self.recorded: set[str] = set()  # of modules within a layer
         self._kept: dict[int, tuple[list, dict]] = {}  # masks, and what else layers are called with
         self._room, self._lock = ROOM, Lock()
+        self._passed = 0  # sublayers of the layer that the states are within
 
         def enter(index: int) -> None:
             (states, *_), _ = self._find_arguments(index, self._encoded(index))
@@ -89,20 +90,29 @@ class Walk:
             hook.remove()
         return found[0]
 
-    def call(self, depth: int, index: int) -> Tensor:
-        """The layer's output for the states of a batch as they are."""
+    def call(self, depth: int, index: int, end: int | None = None) -> Tensor:
+        """What the layer's sublayers, those up to `end`, make of the states of a batch where they are."""
         args, kwargs = self._arguments(index)
+        states = self.shelf[self.who, self.name, index]
         with fast_products(self.device):
-            return self.stack.layers[depth](self.shelf[self.who, self.name, index], *args, **kwargs)
+            return self.stack.layers[depth](states, *args, **kwargs, sublayers=slice(self._passed, end))
 
-    def advance(self, depth: int) -> None:
-        """Put the states behind the layer."""
+    def advance(self, depth: int, end: int | None = None) -> None:
+        """Put the states behind the layer, or in front of its sublayer `end`."""
 
         def pass_batch(index: int) -> None:
-            self.shelf[self.who, self.name, index] = self.call(depth, index)
+            self.shelf[self.who, self.name, index] = self.call(depth, index, end)
 
         with cast_weights(self.stack.layers[depth]):
             self._each_batch(pass_batch)
+        self._passed = end or 0
+
+    def reach(self, name: str, depth: int) -> None:
+        """Put the states in front of the sublayer that has a module: what is before it is as it is to be."""
+        kind = _within_layer(name).partition("_")[0]
+        place = {"self": 0, "encoder": 1}.get(kind, 2 if self.name == "decoder" else 1)
+        if place > self._passed:
+            self.advance(depth, place)
 
     def result(self, index: int) -> Tensor:
         """What the stack gives of a batch, once the last layer is passed."""

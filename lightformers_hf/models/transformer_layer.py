@@ -116,11 +116,13 @@ class TransformerLayer(GradientCheckpointingLayer):
         layer_idx: int | None = None,
         cross_layer_idx: int | None = None,
         distances: torch.Tensor | None = None,
+        sublayers: slice = slice(None),
         **kwargs: Any,
     ) -> torch.Tensor:
         """(B, T, d) → (B, T, d). `own` is the `Depth` of this call; the others: see `LayerStack.by_depth`.
 
-        With `distances` (T, S), the layer adds the biases of its `relative_positions` to the mask.
+        With `distances` (T, S), the layer adds the biases of its `relative_positions` to the mask. Where some of its
+        `sublayers` are enough, `hidden_states` are what goes into the first of them.
         """
         if distances is not None:
             attention_mask = self.relative_positions(distances, attention_mask)
@@ -158,10 +160,13 @@ class TransformerLayer(GradientCheckpointingLayer):
                 inner = inner.to(next(ffn.fc2.parameters()).dtype)
             return apply_with_residual(ffn, "fc2", inner, residuals)
 
-        hidden_states = self._sublayer(hidden_states, norms.self_attn_layer_norm, self_attention)
+        steps = [(norms.self_attn_layer_norm, self_attention)]
         if encoder_hidden_states is not None:
-            hidden_states = self._sublayer(hidden_states, norms.encoder_attn_layer_norm, cross_attention)
-        return self._sublayer(hidden_states, norms.final_layer_norm, feed_forward)
+            steps.append((norms.encoder_attn_layer_norm, cross_attention))
+        steps.append((norms.final_layer_norm, feed_forward))
+        for norm, compute in steps[sublayers]:
+            hidden_states = self._sublayer(hidden_states, norm, compute)
+        return hidden_states
 
     def _sublayer(
         self, states: torch.Tensor, norm: nn.Module, compute: Callable[[torch.Tensor], torch.Tensor]

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections import Counter
 from contextlib import nullcontext
 
 import pytest
@@ -205,6 +206,7 @@ def test_a_bridged_teacher_is_left_as_it_was(stack):
 @pytest.mark.parametrize("threads", [2, 3, 8])
 def test_batches_side_by_side_give_what_they_give_one_after_the_other(threads, monkeypatch):
     """To the last bit: what is summed is summed in the batches' order, here by one thread."""
+    monkeypatch.setattr(module, "TOKENS", 60)  # of ten batches
     teacher, batches, depths = make_teacher(), make_batches() * 5, {"encoder": [0, 2], "decoder": [0, 2]}
     found = []
     with use_threads(1):
@@ -212,6 +214,18 @@ def test_batches_side_by_side_give_what_they_give_one_after_the_other(threads, m
             monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
             found.append(bridge(shorten(teacher, **depths), teacher, depths, batches, progress=False))
     torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_nothing_is_computed_again_before_the_sublayer_that_is_regressed():
+    """Attention of a layer: to see what has one input, for its norm's, and to go on behind it."""
+    teacher, batches, depths = make_teacher(), make_batches(), {"encoder": [0, 2], "decoder": [0, 2]}
+    shorter, passes = shorten(teacher, **depths), Counter()
+    for stack in ("encoder", "decoder"):
+        for name, part in getattr(shorter.model, stack).layers[1].named_children():
+            if name.endswith("_attn"):
+                part.register_forward_hook(lambda *_, key=(stack, name): passes.update([key]))
+    bridge(shorter, teacher, depths, batches, progress=False)  # small enough for one batch
+    assert list(passes.values()) == [3, 3, 3]
 
 
 def test_what_is_bridged_is_balanced():

@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models.cases import make_model
+from models.cases import TINY, make_model
 from torch import nn
 
+from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration
 from lightformers_hf.models.transformer_layer import drop
 
 
@@ -65,3 +66,18 @@ def test_modules_that_drop_are_no_others(variant):
         torch.manual_seed(1)
         assert torch.equal(dropped, drop(states, 0.5, training=True))
         assert dropper.eval()(states) is states
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+def test_sublayers_one_after_the_other_are_the_layer(stack, before):
+    torch.manual_seed(0)
+    config = LightFormerConfig(**TINY["lightformer"], normalize_before=before)
+    layer = getattr(LightFormerForConditionalGeneration(config).eval().model, stack).layers[0]
+    states, encoded = torch.randn(2, 5, config.d_model), torch.randn(2, 7, config.d_model)
+    memory = {"encoder_hidden_states": encoded} if stack == "decoder" else {}
+    whole = layer(states, None, **memory)
+    count = 3 if memory else 2
+    for place in range(count):
+        states = layer(states, None, **memory, sublayers=slice(place, place + 1))
+        assert torch.equal(states, whole) == (place == count - 1)
