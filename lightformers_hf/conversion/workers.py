@@ -24,6 +24,8 @@ from ..processors import bf16_is_faster
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+# Batches that models pass at the same time: each needs room for what a layer computes of it.
+AT_ONCE = 4
 
 
 def find_device(name: str) -> torch.device:
@@ -201,12 +203,14 @@ def map_in_threads(
 
 
 def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], device: torch.device) -> Iterator[Result]:
-    """Results of `function` in the order of `items`, on a CPU side by side in as many worker threads as torch has.
+    """Results of `function` in the order of `items`, on a CPU side by side in worker threads, `AT_ONCE` at most.
 
-    Passes of a model over few tokens share little out among threads, passes over several batches all. Results are
-    computed ahead of the one that is taken, one for each worker. Gradients are recorded if they are here.
+    Passes of a model over few tokens share little out among threads, passes over several batches all. Torch's threads
+    are shared out among the workers. Results are computed ahead of the one that is taken, one for each worker.
+    Gradients are recorded if they are here.
     """
-    workers = torch.get_num_threads() if device.type == "cpu" else 1
+    threads = torch.get_num_threads()
+    workers = min(threads, AT_ONCE) if device.type == "cpu" else 1
     if workers == 1:
         yield from map(function, items)
         return
@@ -216,7 +220,7 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], devi
         with torch.set_grad_enabled(recorded):  # of each thread its own
             return function(item)
 
-    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads // workers,)) as pool:
         ahead = deque(pool.submit(work, item) for item in islice(items, workers))
         while ahead:
             result = ahead.popleft().result()
