@@ -126,8 +126,7 @@ class TransformerLayer(GradientCheckpointingLayer):
         """
         if distances is not None:
             attention_mask = self.relative_positions(distances, attention_mask)
-        norms = self if hasattr(self, "final_layer_norm") else own
-        ffn = self if hasattr(self, "fc1") else own
+        norms, ffn = (self if hasattr(self, part) else own for part in ("final_layer_norm", "fc1"))
         residuals = getattr(own, "residuals", None)
         kwargs["past_key_values"] = past_key_values
 
@@ -160,10 +159,9 @@ class TransformerLayer(GradientCheckpointingLayer):
                 inner = inner.to(next(ffn.fc2.parameters()).dtype)
             return apply_with_residual(ffn, "fc2", inner, residuals)
 
-        steps = [(norms.self_attn_layer_norm, self_attention)]
+        steps = [(norms.self_attn_layer_norm, self_attention), (norms.final_layer_norm, feed_forward)]
         if encoder_hidden_states is not None:
-            steps.append((norms.encoder_attn_layer_norm, cross_attention))
-        steps.append((norms.final_layer_norm, feed_forward))
+            steps.insert(1, (norms.encoder_attn_layer_norm, cross_attention))
         for norm, compute in steps[sublayers]:
             hidden_states = self._sublayer(hidden_states, norm, compute)
         return hidden_states
