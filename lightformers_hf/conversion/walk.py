@@ -37,30 +37,31 @@ class Walk:
         self._kept: dict[int, tuple[list, dict]] = {}  # masks, and what else layers are called with
         self._room, self._lock = ROOM, Lock()
         self._passed = 0  # sublayers of the layer that the states are within
-
-        def enter(index: int) -> None:
-            (states, *_), _ = self._find_arguments(index, self._encoded(index))
-            shelf[who, name, index] = states
-
-        self._each_batch(enter)
+        self._each_batch(self._enter)
 
     def _each_batch(self, work: Callable[[int], None]) -> None:
         """Do work on every batch."""
         for _ in map_in_order(work, range(len(self.batches)), self.device):
             pass
 
+    def _enter(self, index: int) -> None:
+        """Put a batch's states in front of the first layer, and keep what layers get besides while there is room."""
+        encoded = self._encoded(index)
+        (self.shelf[self.who, self.name, index], *args), kwargs = self._find_arguments(index, encoded)
+        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one is not encoded]
+        size = sum(tensor.nbytes for tensor in tensors)
+        with self._lock:
+            if size > self._room:
+                return
+            self._room -= size
+        self._kept[index] = [ENCODED if one is encoded else one for one in args], kwargs
+
     def _arguments(self, index: int) -> tuple[list, dict]:
-        """What layers are called with for a batch, behind the states: found once, while there is room for it."""
+        """What layers are called with for a batch, behind the states: kept, or found anew."""
         encoded = self._encoded(index)
         if index not in self._kept:
             (_, *args), kwargs = self._find_arguments(index, encoded)
-            tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one is not encoded]
-            size = sum(tensor.nbytes for tensor in tensors)
-            with self._lock:
-                if size > self._room:
-                    return args, kwargs
-                self._room -= size
-            self._kept[index] = [ENCODED if one is encoded else one for one in args], kwargs
+            return args, kwargs
         args, kwargs = self._kept[index]
         return [encoded if one is ENCODED else one for one in args], kwargs
 
