@@ -21,13 +21,17 @@ from ..lazy import lazy_property
 from ..report import MatrixReport
 from ..sharing.groups import STACKS
 from ..sharing.originals import short_name
-from ..statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, damped_root
+from ..statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, STRIP, damped_root
 from .form import Built, Form, Measure, Setting, commonest, find_blocks, register_form, to_store
 
 # Matrices of a network, the last one behind its neurons; without a gate, and with one.
 PARTS, GATED_PARTS = ("fc1", "fc2"), ("fc_gate", "fc1", "fc2")
 # A network loses this share of its neurons between two updates of what the others would cost.
 STEP = 1 / 128
+# So many such updates change the inverse together: to read and write it takes longer than to multiply.
+AT_ONCE = 8
+# Relative, below which a square in float64 may be negative.
+ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,33 +60,42 @@ class Elimination:
         size = len(moment)
         root = damped_root(gradient_moment.double(), GRADIENT_DAMPING)
         rows = weight.double() @ root
-        inverse = torch.cholesky_inverse(damped_root(moment.double(), INPUT_DAMPING))
+        # Symmetric, and column by column as LAPACK has it: transposed, rows lie together.
+        inverse = torch.cholesky_inverse(damped_root(moment.double(), INPUT_DAMPING)).mT
         step = max(1, round(size * STEP))
+        widths = [*dict.fromkeys((size, *range((size - 1) // step * step, 0, -step), 1))]
         ids = torch.arange(size, device=moment.device)
-        order, removed, costs, alive = [], [0], [0.0], size
-        # The first `alive` rows are of the neurons that stay: to copy them at every step would take longest.
-        while alive > 1:
-            # Down to a multiple of the step, but never to nothing.
-            count = min(alive - 1, (alive - 1) % step + 1)
-            own, block = rows[:alive], inverse[:alive, :alive]
-            price = own.square().sum(1) / block.diagonal()
-            goes = price.topk(count, largest=False).indices
-            across = block[goes]
-            solved = torch.linalg.solve(across[:, goes], torch.cat([own[goes], across], 1))
-            shares, columns = solved[:, : rows.shape[1]], solved[:, rows.shape[1] :]
-            costs.append(costs[-1] + (own[goes] * shares).sum().item())
-            own.addmm_(across.T, shares, alpha=-1)
-            block.addmm_(across.T, columns, alpha=-1)
-            order.append(ids[goes[price[goes].argsort()]])
-            # Those behind the new end that stay take the places of those that go.
-            alive -= count
-            last = torch.ones(count, dtype=torch.bool, device=moment.device)
-            last[goes[goes >= alive] - alive] = False
-            places, movers = goes[goes < alive], alive + last.nonzero().squeeze(1)
-            for tensor in (rows, inverse, inverse.T, ids):
-                tensor[places] = tensor[movers]
-            removed.append(removed[-1] + count)
-        return cls(torch.cat([*order, ids[:1]]), removed, torch.tensor(costs).double())
+        order, costs = [], [0.0]
+        for known in range(0, len(widths) - 1, AT_ONCE):
+            # Rows and columns of those that are left are in front: the others would be multiplied, too.
+            own, block = rows[: len(ids)], inverse[: len(ids), : len(ids)]
+            diagonal, stay = block.diagonal().clone(), torch.ones_like(ids, dtype=torch.bool)
+            change = block.new_empty(0, len(ids))  # D: the inverse is the block less DᵀD, where it is looked at
+            for width in widths[known + 1 : known + 1 + AT_ONCE]:
+                price = torch.linalg.vector_norm(own, dim=1).square() / diagonal
+                count = len(ids) - len(change) - width
+                goes = price.masked_fill(~stay, torch.inf).topk(count, largest=False).indices
+                across = block[goes].addmm_(change[:, goes].T, change, alpha=-1)
+                root = damped_root(across[:, goes], ROUNDING)
+                solved = torch.linalg.solve_triangular(root, torch.cat([own[goes], across], 1), upper=False)
+                shares, columns = solved.tensor_split([own.shape[1]], 1)
+                costs.append(costs[-1] + shares.square().sum().item())
+                own.addmm_(columns.T, shares, alpha=-1)
+                diagonal -= columns.square().sum(0)
+                change = torch.cat([change, columns])
+                stay[goes] = False
+                order.append(ids[goes[price[goes].argsort()]])
+            block.addmm_(change.T, change, alpha=-1)
+            places = stay.nonzero().squeeze(1)
+            for start in range(0, len(places), STRIP):  # each to a place that was read before, or its own
+                part = places[start : start + STRIP]
+                rows[start : start + len(part)] = rows[part]
+                inverse[start : start + len(part), : len(places)] = inverse[part].gather(
+                    1, places.expand(len(part), -1)
+                )
+            ids = ids[places]
+        removed = [size - width for width in widths]
+        return cls(torch.cat([*order, ids]), removed, torch.tensor(costs, dtype=torch.float64))
 
     def at(self, width: int, weight: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
         """The `width` neurons that stay, ascending, and the second matrix regressed onto them (width×n)."""
