@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import psutil
 import torch
@@ -19,6 +19,8 @@ import torch
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 # What oneDNN and PyTorch's layer over it read, once, before their first product: how many programs they keep at most.
 CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 512, "LRU_CACHE_CAPACITY": 128}
+# Rows of products that sum over them come in multiples of this.
+ROWS = 128
 
 
 @contextmanager
@@ -132,6 +134,52 @@ def bf16_is_faster() -> bool:
     """Whether this processor multiplies matrices faster in bfloat16 than in float32: many do it in software."""
     keep_programs()
     return product_seconds(torch.bfloat16) < 0.8 * product_seconds(torch.float32)
+
+
+@cache
+def rounding_is_faster() -> bool:
+    """Whether this processor multiplies float32 matrices faster within `rounded_products`."""
+    keep_programs()
+    with rounded_products():
+        rounded = product_seconds(torch.float32)
+    return rounded < 0.8 * product_seconds(torch.float32)
+
+
+@contextmanager
+def rounded_products() -> Iterator[None]:
+    """Inside, a CPU's products of float32 matrices round their factors to bfloat16; sums and results are float32.
+
+    It holds for all threads. PyTorch before 2.9 cannot: there nothing changes.
+    """
+    settings = _product_settings()
+    if settings is None:
+        yield
+        return
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+def factor_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Rows in float32 for a product that sums over them, and for their own sum.
+
+    Within `rounded_products` these are the numbers that are multiplied, so that means fit second moments, with zeros
+    below up to a multiple of `ROWS`: a product is a program, written for its sizes, in more time than it takes.
+    """
+    settings = _product_settings()
+    if settings is None or settings.fp32_precision != "bf16" or rows.device.type != "cpu":
+        return rows.float()
+    factors = torch.zeros(-(-len(rows) // ROWS) * ROWS, *rows.shape[1:])
+    factors[: len(rows)] = rows.bfloat16()
+    return factors
+
+
+def _product_settings() -> Any:
+    """PyTorch's own of products on a CPU; `None` where it has none."""
+    return getattr(torch.backends.mkldnn, "matmul", None)
 
 
 def product_seconds(dtype: torch.dtype) -> float:

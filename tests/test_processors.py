@@ -136,3 +136,20 @@ def test_the_user_s_own_limit_stays(monkeypatch):
     monkeypatch.delenv(other, raising=False)
     keep_programs()
     assert [os.environ[name] for name in CACHES] == ["7", "128"]
+
+
+def test_products_that_may_round_give_what_rounded_factors_do():
+    rows = torch.randn(200, 30)
+    assert torch.equal(processors.factor_rows(rows), rows)
+    with processors.rounded_products():
+        factors = processors.factor_rows(rows)
+        product = factors.T @ factors
+    if hasattr(torch.backends.mkldnn, "matmul"):
+        assert torch.equal(factors[:200], rows.bfloat16().float())
+        assert factors.shape == (256, 30)
+        assert not factors[200:].any()
+    assert product.dtype == torch.float32
+    torch.testing.assert_close(product.double(), factors.double().T @ factors.double(), atol=1e-4, rtol=1e-5)
+    with pytest.raises(ZeroDivisionError), processors.rounded_products():
+        1 / 0  # noqa: B018, whatever fails inside
+    assert torch.equal(processors.factor_rows(rows), rows)

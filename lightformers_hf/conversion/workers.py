@@ -10,7 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import TypeVar
 
@@ -20,7 +20,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 
 from ..loading import check_device
-from ..processors import bf16_is_faster
+from ..processors import bf16_is_faster, rounded_products, rounding_is_faster
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -53,6 +53,15 @@ def fast_products(device: torch.device) -> AbstractContextManager:
     For passes whose results are summed over many tokens, in fp32.
     """
     return torch.autocast("cpu", torch.bfloat16, enabled=device.type == "cpu" and bf16_is_faster())
+
+
+def fast_sums(device: torch.device) -> AbstractContextManager:
+    """`rounded_products` where those are faster, for sums over many tokens: else nothing.
+
+    Around the work of all threads, so that none multiplies otherwise than without the others.
+    """
+    faster = device.type == "cpu" and bf16_is_faster() and rounding_is_faster()
+    return rounded_products() if faster else nullcontext()
 
 
 @contextmanager

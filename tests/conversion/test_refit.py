@@ -124,8 +124,10 @@ def test_a_sublayer_makes_up_for_what_states_lack(before, end, norm, monkeypatch
     # What is normed is what the output is added to, or the sum of the two.
     aim = their_normed + their_outputs - normed if before else their_normed - (normed - outputs)
     weight, bias = solve(x, aim, aimed.weight)
-    torch.testing.assert_close(found.weight.double(), weight, atol=1e-4, rtol=1e-3)
-    torch.testing.assert_close(found.bias.double(), bias, atol=1e-4, rtol=1e-3)
+    # Its outputs: where inputs hardly vary, weights are as far off as sums in float32 let them be, on each processor.
+    wanted = x @ weight.T + bias
+    torch.testing.assert_close(x @ found.weight.T.double() + found.bias.double(), wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found.weight.double(), weight, atol=1e-3, rtol=1e-2)
     assert torch.equal(changed[f"{own(end)}.weight"], found.weight)
     assert not any(name.startswith("model.encoder") for name in changed)
 

@@ -20,7 +20,7 @@ from lightformers_hf.conversion import workers
 from lightformers_hf.conversion.statistics.moments import Moments
 from lightformers_hf.conversion.statistics.shelf import Shelf
 from lightformers_hf.conversion.workers import AT_ONCE, map_in_order, map_in_threads
-from lightformers_hf.processors import use_threads
+from lightformers_hf.processors import factor_rows, use_threads
 
 
 def test_workers_give_every_result_and_hold_few_items():
@@ -221,6 +221,16 @@ def test_products_in_bfloat16_only_where_the_processor_multiplies_it(monkeypatch
             assert torch.nn.functional.linear(states, weight).dtype == dtype
 
 
+@pytest.mark.parametrize(("able", "faster"), [(True, True), (True, False), (False, True)])
+def test_sums_of_rounded_rows_only_where_those_are_faster(able, faster, monkeypatch):
+    monkeypatch.setattr(workers, "bf16_is_faster", lambda: able)
+    monkeypatch.setattr(workers, "rounding_is_faster", lambda: faster)
+    rows = torch.full((3, 4), 1 + 2**-12)
+    with workers.fast_sums(torch.device("cpu")):
+        rounds = not torch.equal(factor_rows(rows), rows)
+    assert rounds == (able and faster and hasattr(torch.backends.mkldnn, "matmul"))
+
+
 class Tied(torch.nn.Module):
     """A table, a layer, and an output layer that has the table's weights."""
 
@@ -309,12 +319,12 @@ def test_sums_do_not_depend_on_where_they_are_kept():
     for room in (0, 10**9):
         moments = Moments("fc1", Shelf(room=room))
         for some in rows:
-            moments.add_rows("inputs", some)
+            moments.add_inputs(some)
         together = torch.cat(rows)
         torch.testing.assert_close(moments.inputs.float(), together.T @ together, atol=1e-4, rtol=1e-4)
         moments.inputs = torch.diag(torch.arange(700.0))
         assert torch.equal(moments.inputs.float(), torch.diag(torch.arange(700.0)))
         moments.forget("inputs")
         assert moments.finite("inputs")
-        moments.add_rows("inputs", torch.ones(1, 700))
+        moments.add_inputs(torch.ones(1, 700))
         assert torch.equal(moments.inputs.float(), torch.ones(700, 700))

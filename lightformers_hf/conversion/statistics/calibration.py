@@ -24,6 +24,7 @@ from ..workers import (
     cast_weights,
     fail_together,
     fast_products,
+    fast_sums,
     gather_from_all,
     is_distributed,
     sum_over_all,
@@ -68,7 +69,7 @@ class Calibration:
         watched = {**dict.fromkeys(linear, "linear"), **dict.fromkeys(tables, "table"), self.output_name: "output"}
         hooks = [self._watch(name, kind) for name, kind in watched.items()]
         try:
-            with fail_together(), cast_weights(self.model.model):
+            with fail_together(), cast_weights(self.model.model), fast_sums(self.device):
                 for batch in Step("calibrating", self.batches, unit="batch", shown=progress):
                     self._accumulate(self.moved(batch))
         finally:
@@ -112,10 +113,7 @@ class Calibration:
                 output = output.detach().requires_grad_()
                 self._vectors.append(output)
             else:
-                states = states.flatten(0, -2)
-                moments.add_rows("inputs", states)
-                moments.add("mean", states.sum(0, dtype=torch.float32))
-                moments.count += states.shape[0]
+                moments.add_inputs(states.flatten(0, -2))
             output.register_hook(partial(_add_gradients, moments, mask, kind))
             return output if kind == "table" else None
 
@@ -264,7 +262,7 @@ def _add_gradients(moments: Moments, mask: Tensor, kind: str, gradient: Tensor) 
     if kind == "output":
         moments.add("squares", gradient.float().square().sum(0))
     else:
-        moments.add_rows("gradients", gradient)
+        moments.add_gradients(gradient)
 
 
 def cut_batches(batches: Sequence[dict[str, Tensor]], tokens: int = TOKENS) -> list[dict[str, Tensor]]:

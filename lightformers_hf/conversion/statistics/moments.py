@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ...processors import factor_rows
 from ..linear import all_finite
 from ..workers import sum_over_all
 from .shelf import Shelf
@@ -49,9 +50,19 @@ class Moments:
     def gradients(self, matrix: Tensor) -> None:
         self._put("gradients", matrix)
 
-    def add_rows(self, what: str, rows: Tensor) -> None:
-        """Add rowsᵀ·rows to the `inputs` or `gradients`, of whose symmetric sum the lower half is computed."""
-        rows = rows.to(self._shelf.device, torch.float32)
+    def add_inputs(self, rows: Tensor) -> None:
+        """Add to `count`, `mean` and `inputs`."""
+        self.count += len(rows)
+        rows = factor_rows(rows.to(self._shelf.device))
+        self.add("mean", rows.sum(0))
+        self._add_square("inputs", rows)
+
+    def add_gradients(self, rows: Tensor) -> None:
+        """Add to `gradients`."""
+        self._add_square("gradients", factor_rows(rows.to(self._shelf.device)))
+
+    def _add_square(self, what: str, rows: Tensor) -> None:
+        """Add rowsᵀ·rows, of which the lower half is computed."""
         size = self.sizes.setdefault(what, rows.shape[1])
         flat = self._flat(what)
         for start, end, strip in _strips(flat, size):

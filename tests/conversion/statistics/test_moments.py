@@ -6,7 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightformers_hf.conversion.statistics.moments import STRIP, PairMoments
+from lightformers_hf.conversion.statistics.moments import STRIP, Moments, PairMoments
+from lightformers_hf.conversion.statistics.shelf import Shelf
+from lightformers_hf.processors import factor_rows, rounded_products
 
 pytestmark = pytest.mark.quick
 
@@ -32,3 +34,21 @@ def test_moments_are_those_of_all_rows(sizes, m, n, centred):
     expected = x.T @ y / len(x) - (np.outer(x.mean(0), y.mean(0)) if centred else 0)
     np.testing.assert_allclose(sums.moment(centred=centred).numpy(), expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(sums.means()[1].numpy(), y.mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_rounded_rows_have_the_moments_of_their_means():
+    """Of features that hardly vary, rounding leaves a covariance of what they are rounded to, not one of rounding."""
+    rows = 10 + 1e-3 * torch.randn(300, 20, generator=torch.Generator().manual_seed(0))
+    moments = Moments("fc1", Shelf())
+    with rounded_products():
+        rounded = factor_rows(rows)[: len(rows)].double()
+        for some in rows.split(70):
+            moments.add_inputs(some)
+        moments.add_gradients(rows)
+    assert moments.count == len(rows)
+    mean = moments.vectors["mean"].double() / moments.count
+    torch.testing.assert_close(mean, rounded.mean(0), atol=1e-5, rtol=1e-6)
+    covariance = moments.inputs / moments.count - mean.outer(mean)
+    torch.testing.assert_close(covariance, rounded.T.cov(correction=0), atol=1e-4, rtol=0)
+    torch.testing.assert_close(moments.gradients, moments.inputs, atol=1e-1, rtol=1e-5)
+    torch.testing.assert_close(rounded, rows.double(), atol=0, rtol=2**-8)
