@@ -232,6 +232,7 @@ class Regression:
                     inputs.add(x, x)
                     for sums, aim in zip(outputs.values(), aims, strict=True):
                         sums.add(x, aim)
+            give_back_memory()
             for sums in (inputs, *outputs.values()):
                 sums.sum_over_all()
             for name, layer in layers.items():
@@ -297,7 +298,11 @@ class Regression:
             diagonal.add_(ridge)
             root, failed = torch.linalg.cholesky_ex(covariance)
             right = cross + ridge * own
-            matrix = torch.linalg.solve(covariance, right) if failed else torch.cholesky_solve(right, root)
+            if failed:
+                matrix = torch.linalg.solve(covariance, right)
+            else:  # as `cholesky_solve`, which copies the root
+                half = torch.linalg.solve_triangular(root, right, upper=False)
+                matrix = torch.linalg.solve_triangular(root.mT, half, upper=True)
             diagonal.copy_(own_diagonal)
             del root
 
