@@ -1,5 +1,7 @@
 """Factors act as their product does, and say what they are."""
 
+import time
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -285,16 +287,18 @@ def test_few_rows_give_the_same_numbers(rows, in_features, out_features, bias):
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(matrices, "FEWEST_WEIGHTS", 1)
         patch.setattr(matrices, "WIDTHS", range(2, 9))
+        patch.setattr(matrices, "columns_are_faster", lambda rows: True)
         output = few_rows_linear(layer, states)
         expected = states.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
     assert output.shape == expected.shape
     torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def product_calls(layer, states, monkeypatch) -> int:
+def product_calls(layer, states, monkeypatch, faster=lambda rows: True) -> int:
     """How often the other route is taken."""
     calls = []
     real = torch.mm
+    monkeypatch.setattr(matrices, "columns_are_faster", faster)
     for name, value in {"FEWEST_WEIGHTS": 500, "WIDTHS": range(8, 33), "MOST_NUMBERS": 64}.items():
         monkeypatch.setattr(matrices, name, value)
     monkeypatch.setattr(matrices.torch, "mm", lambda *arguments: calls.append(1) or real(*arguments))
@@ -308,6 +312,7 @@ def test_the_other_route_is_for_plain_layers_alone(monkeypatch):
     with torch.no_grad():
         assert product_calls(nn.Linear(8, 64), states, monkeypatch) == 1
         assert product_calls(nn.Linear(32, 16), torch.randn(1, 2, 32), monkeypatch) == 1
+        assert product_calls(nn.Linear(8, 64), states, monkeypatch, lambda rows: rows != 3) == 0  # slower by columns
         assert product_calls(nn.Linear(8, 62), states, monkeypatch) == 0  # small
         assert product_calls(nn.Linear(7, 80), torch.randn(3, 7), monkeypatch) == 0  # short rows
         assert product_calls(nn.Linear(33, 64), torch.randn(1, 33), monkeypatch) == 0  # long ones
@@ -335,6 +340,20 @@ def test_the_other_route_is_for_plain_layers_alone(monkeypatch):
         replaced.forward = lambda states: torch.ones(3, 64)  # as accelerate does to load weights for each call
         assert torch.equal(few_rows_linear(replaced, states), torch.ones(3, 64))
     assert product_calls(nn.Linear(8, 64), states, monkeypatch) == 0
+
+
+@pytest.mark.parametrize("slower", ["linear", "mm"])
+def test_what_is_faster_is_measured(slower, monkeypatch):
+    owner = torch if slower == "mm" else nn.functional
+    real = getattr(owner, slower)
+
+    def multiply(*operands):
+        time.sleep(0.2)
+        return real(*operands)
+
+    monkeypatch.setattr(matrices, "FROM_MEMORY", 2**14)
+    monkeypatch.setattr(owner, slower, multiply)
+    assert matrices.columns_are_faster.__wrapped__(3) == (slower == "linear")
 
 
 def test_gradients_of_a_layer_with_few_rows():

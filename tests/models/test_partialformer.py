@@ -297,6 +297,7 @@ def test_a_token_takes_the_route_of_few_rows(variant, monkeypatch):
     taken, real = [], torch.mm
     monkeypatch.setattr(matrices, "FEWEST_WEIGHTS", 1)
     monkeypatch.setattr(matrices, "WIDTHS", range(1, 100))
+    monkeypatch.setattr(matrices, "columns_are_faster", lambda rows: True)
     monkeypatch.setattr(matrices.torch, "mm", lambda *operands: taken.append(operands[0].shape) or real(*operands))
     torch.testing.assert_close(model(**ids).logits.double(), expected, atol=1e-4, rtol=1e-4)
     layers = 0 if variant == "low_rank" else 2 * 2 + 2 * 4 + 2  # in and out, of the decoder twice, of A^G in alone
