@@ -19,8 +19,8 @@ from .torch_internals import is_plain
 
 logger = logging.get_logger(__name__)
 
-# Where `few_rows_linear` pays, if it does (fp32, one core of AMD's, weights from memory: 1.2 to 3 times): what the rows
-# hold stays in its nearest cache, a matrix that does not passes by; shorter and longer ones BLAS does as well by itself.
+# Where `few_rows_linear` pays, if it does (fp32, a core of AMD's, weights from memory: 1.2 to 3 times): what the rows
+# hold stays in its nearest cache, a matrix that does not passes by; other rows BLAS does as well by itself.
 MOST_NUMBERS = 4096
 FEWEST_WEIGHTS = 2**15
 WIDTHS = range(96, 1025)
