@@ -12,8 +12,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..processors import ROWS
+
 # A product's sizes are made multiples of these: tokens, and both sides of a weight.
-TOKENS, FEATURES = 128, 32
+TOKENS, FEATURES = ROWS, 32
 # Attention whose layers are alike: its two products in an encoder's layers, and four in a decoder's.
 FIRST_SHAPES = 6
 # Of a model's matrices; fewer, as where layers are alike, recur within a batch, and are not worth filling up.

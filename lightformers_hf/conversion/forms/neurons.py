@@ -29,7 +29,7 @@ PARTS, GATED_PARTS = ("fc1", "fc2"), ("fc_gate", "fc1", "fc2")
 # A network loses this share of its neurons between two updates of what the others would cost.
 STEP = 1 / 128
 # So many such updates change the inverse together: to read and write it takes longer than to multiply.
-AT_ONCE = 8
+UPDATES = 8
 # Relative, below which a square in float64 may be negative.
 ROUNDING = 1e-12
 
@@ -66,12 +66,12 @@ class Elimination:
         widths = [*dict.fromkeys((size, *range((size - 1) // step * step, 0, -step), 1))]
         ids = torch.arange(size, device=moment.device)
         order, costs = [], [0.0]
-        for known in range(0, len(widths) - 1, AT_ONCE):
+        for known in range(0, len(widths) - 1, UPDATES):
             # Rows and columns of those that are left are in front: the others would be multiplied, too.
             own, block = rows[: len(ids)], inverse[: len(ids), : len(ids)]
             diagonal, stay = block.diagonal().clone(), torch.ones_like(ids, dtype=torch.bool)
             change = block.new_empty(0, len(ids))  # D: the inverse is the block less DᵀD, where it is looked at
-            for width in widths[known + 1 : known + 1 + AT_ONCE]:
+            for width in widths[known + 1 : known + 1 + UPDATES]:
                 price = torch.linalg.vector_norm(own, dim=1).square() / diagonal
                 count = len(ids) - len(change) - width
                 goes = price.masked_fill(~stay, torch.inf).topk(count, largest=False).indices
