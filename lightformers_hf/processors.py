@@ -17,6 +17,8 @@ import torch
 
 # Names of <malloc.h>.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+# What `keep_memory` has set of them, in bytes.
+_kept: dict[int, int] = {}
 # What oneDNN and PyTorch's layer over it read, once, before their first product: how many programs they keep at most.
 CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 512, "LRU_CACHE_CAPACITY": 128}
 # Rows of products that sum over them come in multiples of this.
@@ -78,9 +80,24 @@ def keep_memory(largest: int = 2**30, end: int = 2**30, programs: int | None = N
         end: bytes that may be free at the end of what it holds before they go back.
         programs: of products, as `keep_programs` takes them.
     """
-    _call_malloc("mallopt", M_MMAP_THRESHOLD, largest)
-    _call_malloc("mallopt", M_TRIM_THRESHOLD, end)
+    _kept.update({M_MMAP_THRESHOLD: largest, M_TRIM_THRESHOLD: end})
+    _set_malloc(_kept)
     keep_programs(programs)
+
+
+@contextmanager
+def keep_large() -> Iterator[None]:
+    """Inside, the room of large tensors is kept, too, where `keep_memory` has said to keep that of smaller ones.
+
+    For what has few sizes, so that each finds the room that another left: logits, over and over. What is free then
+    goes back at the end.
+    """
+    _set_malloc(dict.fromkeys(_kept, 2**30))
+    try:
+        yield
+    finally:
+        _set_malloc(_kept)
+        give_back_memory()
 
 
 def keep_programs(most: int | None = None) -> None:
@@ -114,6 +131,11 @@ def free_memory() -> float:
             continue
         free = min(free, limit - taken)
     return max(free, 0.0)
+
+
+def _set_malloc(options: dict[int, int]) -> None:
+    for option, size in options.items():
+        _call_malloc("mallopt", option, size)
 
 
 def _call_malloc(name: str, *arguments: int) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..processors import keep_large
 from .statistics.calibration import LOGIT_ROWS
 from .statistics.shelf import Shelf
 from .steps import Step
@@ -18,6 +19,7 @@ from .workers import algebra_device, cast_weights, fail_together, fast_products,
 BALANCED, BALANCING, SMOOTHING, WORTH_BALANCING = 8192, 4, 0.5, 0.04
 
 
+@keep_large()
 @torch.no_grad()
 def balance(
     student: PreTrainedModel,

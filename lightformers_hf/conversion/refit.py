@@ -6,7 +6,7 @@ loses, the next ones make up for. In the same way the layers that stay learn to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,7 +30,15 @@ from .statistics.moments import PairMoments
 from .statistics.shelf import Shelf
 from .steps import Step
 from .walk import Walk
-from .workers import algebra_device, cast_weights, fail_together, gather_from_all, map_in_order, sum_over_all
+from .workers import (
+    algebra_device,
+    cast_weights,
+    fail_together,
+    fast_sums,
+    gather_from_all,
+    map_in_order,
+    sum_over_all,
+)
 
 # Weight of the layer's own matrix in the regression, relative to the mean variance of its inputs.
 RIDGE = 1e-2
@@ -227,7 +235,7 @@ class Regression:
             inputs = PairMoments(width, width, self.device)
             added_to = student.added_to(group[0])
             look = partial(self._look, student, teacher, depth, group, added_to)
-            with fail_together(), cast_weights(student.stack.layers[depth]):
+            with fail_together(), cast_weights(student.stack.layers[depth]), fast_sums(self.shelf.device):
                 for x, aims in map_in_order(look, range(len(self.batches)), self.shelf.device):
                     inputs.add(x, x)
                     for sums, aim in zip(outputs.values(), aims, strict=True):
@@ -235,8 +243,7 @@ class Regression:
             give_back_memory()
             for sums in (inputs, *outputs.values()):
                 sums.sum_over_all()
-            for name, layer in layers.items():
-                self._solve(name, layer, inputs, outputs.pop(name))
+            self._solve(layers, inputs, outputs)
         give_back_memory()
 
     def _look(
@@ -263,10 +270,14 @@ class Regression:
         norm = self.student.get_submodule(name)
         centred = bias_of(norm) is not None
         sums = torch.zeros(5, len(norm.weight), dtype=torch.float64, device=self.device)
+
+        def add_up(index: int) -> Tensor:
+            x, y = (output.to(sums.device).double() for output in outputs(index))
+            return torch.stack([x.new_full((x.shape[1],), len(x)), x.sum(0), y.sum(0), (x * x).sum(0), (x * y).sum(0)])
+
         with fail_together():
-            for pair in map_in_order(outputs, range(len(self.batches)), self.shelf.device):
-                x, y = (output.to(sums.device).double() for output in pair)
-                sums += torch.stack([torch.ones_like(x), x, y, x * x, x * y]).sum(1)
+            for part in map_in_order(add_up, range(len(self.batches)), self.shelf.device):
+                sums += part
         count, *others = sum_over_all(sums)
         mean_in, mean_out, square, product = (other / count for other in others)
         if not centred:
@@ -280,44 +291,48 @@ class Regression:
         for leaf, tensor in new.items():  # not in place: its own may be the teacher's, too
             setattr(norm, leaf, nn.Parameter(tensor.to(norm.weight.dtype), requires_grad=False))
 
-    def _solve(self, name: str, layer: nn.Module, inputs: PairMoments, outputs: PairMoments) -> None:
-        """Give a layer the regression, shrunk towards its own matrix, as near as its form can come."""
+    def _solve(self, layers: dict[str, nn.Module], inputs: PairMoments, outputs: dict[str, PairMoments]) -> None:
+        """Give layers of one input the regression, shrunk towards their own matrices, as near as their forms can come.
+
+        Args:
+            outputs: of each layer, its aims; what is done with is let go.
+        """
+        for centred in (False, True):
+            some = {name: layer for name, layer in layers.items() if (bias_of(layer) is not None) == centred}
+            if not some:
+                continue
+            # Inputs that hardly vary leave a covariance of rounding; those always zero, behind what was pruned, none.
+            seen = inputs.moment(centred=False).diagonal().mean()
+            covariance = inputs.moment(centred=centred)
+            ridge = max(RIDGE * covariance.diagonal().mean(), CONSTANT * seen)
+            matrices = {name: self._own_matrix(name, layer, len(covariance)) for name, layer in some.items()}
+            if ridge > 0:
+                rights = [
+                    (name, outputs[name].moment(centred=centred) + ridge * own) for name, own in matrices.items()
+                ]
+                matrices = dict(_solved(covariance, ridge, rights))
+            for name, layer in some.items():
+                metric = partial(self._metric, name, covariance, matrices[name].shape[1])
+                form = self._form(name, layer)
+                layer.load_state_dict(form.nearest_state(layer, matrices.pop(name), bias_of(layer), metric, name=name))
+                if (bias := bias_of(layer)) is not None:
+                    mean_in, mean_out = outputs[name].means()
+                    bias.copy_(mean_out - mean_in @ _matrix(layer, mean_in.device))
+                del outputs[name]
+
+    def _own_matrix(self, name: str, layer: nn.Module, inputs: int) -> Tensor:
+        """What a layer's regression is shrunk towards, for so many inputs: itself, as it was in the teacher."""
         before = self.student if self.calibration is None else self.calibration.model
         own = self.built.of_teacher(name, _matrix(before.get_submodule(name), self.device))
-        if len(own) != len(inputs.left):  # its inputs are others
-            own = _matrix(layer, self.device)
-        has_bias = bias_of(layer) is not None
-        # Inputs that hardly vary leave a covariance of rounding; those always zero, behind what was pruned, none.
-        seen = inputs.moment(centred=False).diagonal().mean()
-        covariance, cross = inputs.moment(centred=has_bias), outputs.moment(centred=has_bias)
-        ridge = max(RIDGE * covariance.diagonal().mean(), CONSTANT * seen)
-        matrix = own
-        if ridge > 0:
-            diagonal = covariance.diagonal()  # damped for a while: a second covariance is as large as the first
-            own_diagonal = diagonal.clone()
-            diagonal.add_(ridge)
-            root, failed = torch.linalg.cholesky_ex(covariance)
-            right = cross + ridge * own
-            if failed:
-                matrix = torch.linalg.solve(covariance, right)
-            else:  # as `cholesky_solve`, which copies the root
-                half = torch.linalg.solve_triangular(root, right, upper=False)
-                matrix = torch.linalg.solve_triangular(root.mT, half, upper=True)
-            diagonal.copy_(own_diagonal)
-            del root
+        return own if len(own) == inputs else _matrix(layer, self.device)  # its inputs are others
 
-        def metric() -> Metric:
-            if self.calibration is None:
-                alike = Damped(torch.eye(own.shape[1], dtype=own.dtype, device=own.device), 0.0)
-                return Metric(Damped(covariance, INPUT_DAMPING), alike)
-            gradients = Damped(self.calibration.gradients([name]), GRADIENT_DAMPING)
-            return Metric(Damped(covariance, INPUT_DAMPING), gradients)
-
-        form = self._form(name, layer)
-        layer.load_state_dict(form.nearest_state(layer, matrix, bias_of(layer), metric, name=name))
-        if (bias := bias_of(layer)) is not None:
-            mean_in, mean_out = outputs.means()
-            bias.copy_(mean_out - mean_in @ _matrix(layer, mean_in.device))
+    def _metric(self, name: str, covariance: Tensor, width: int) -> Metric:
+        """What errors of a matrix with such inputs and so many outputs cost."""
+        if self.calibration is None:
+            columns = Damped(torch.eye(width, dtype=covariance.dtype, device=covariance.device), 0.0)
+        else:
+            columns = Damped(self.calibration.gradients([name]), GRADIENT_DAMPING)
+        return Metric(Damped(covariance, INPUT_DAMPING), columns)
 
     def _form(self, name: str, layer: nn.Module) -> type[Form]:
         """What a layer has become, or was before."""
@@ -325,6 +340,22 @@ class Regression:
             if report.name == short_name(name):
                 return find_form(report.form)
         return next((form for form in all_forms() if form.holds(layer)), Form)
+
+
+def _solved(covariance: Tensor, ridge: Tensor, rights: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """(covariance + ridge·I)⁻¹ · each of the matrices under their names, which are let go one by one."""
+    diagonal = covariance.diagonal()  # damped for a while: a second covariance is as large as the first
+    own_diagonal = diagonal.clone()
+    diagonal.add_(ridge)
+    root, failed = torch.linalg.cholesky_ex(covariance)
+    while rights:
+        name, right = rights.pop(0)
+        if failed:
+            yield name, torch.linalg.solve(covariance, right)
+        else:  # as `cholesky_solve`, which copies the root
+            right = torch.linalg.solve_triangular(root, right, upper=False)
+            yield name, torch.linalg.solve_triangular(root.mT, right, upper=True)
+    diagonal.copy_(own_diagonal)
 
 
 def _outputs(student: Walk, teacher: Walk, name: str, depth: int, index: int) -> tuple[Tensor, Tensor]:

@@ -107,7 +107,7 @@ class ExactMoments(PairMoments):
         left, right = left.double(), right.double()
         self.left += left.sum(0)
         self.right += right.sum(0)
-        self.product += left.T @ right
+        self.product = self.product + left.T @ right
 
 
 @pytest.mark.parametrize("before", [False, True])

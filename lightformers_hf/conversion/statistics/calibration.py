@@ -75,6 +75,7 @@ class Calibration:
         finally:
             for hook in hooks:
                 hook.remove()
+            self._shelf.settle()
         if is_distributed():
             self._add_up()
         if not self.target_tokens:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -64,10 +65,9 @@ class Moments:
     def _add_square(self, what: str, rows: Tensor) -> None:
         """Add rowsᵀ·rows, of which the lower half is computed."""
         size = self.sizes.setdefault(what, rows.shape[1])
-        flat = self._flat(what)
-        for start, end, strip in _strips(flat, size):
-            strip.addmm_(rows[:, start:end].T, rows[:, :end])
-        self._shelf[self._name, what] = flat
+        with self._shelf.changing((self._name, what), partial(self._zeros, size)) as flat:
+            for start, end, strip in _strips(flat, size):
+                strip.addmm_(rows[:, start:end].T, rows[:, :end])
 
     def forget(self, what: str) -> None:
         """Let go of the `inputs` or `gradients`, if there are any."""
@@ -103,7 +103,10 @@ class Moments:
         """The strips of a sum, one behind the other."""
         if (self._name, what) in self._shelf:
             return self._shelf[self._name, what]
-        size = self.sizes[what]
+        return self._zeros(self.sizes[what])
+
+    def _zeros(self, size: int) -> Tensor:
+        """The strips of a matrix of zeros."""
         length = sum((min(start + STRIP, size) - start) * min(start + STRIP, size) for start in range(0, size, STRIP))
         return torch.zeros(length, device=self._shelf.device)
 
@@ -124,28 +127,28 @@ class Moments:
 
 
 class PairMoments:
-    """Means and second moments of pairs of rows, m and n wide, accumulated in double precision.
+    """Means and second moments of pairs of rows, m and n wide, in double precision.
 
-    Until `sum_over_all` they are sums, and where both of a pair are the same rows, only the lower half is there.
+    Until `sum_over_all` they are sums, those of products in float32, and where both of a pair are the same rows, only
+    the lower half is there.
     """
 
     def __init__(self, m: int, n: int, device: torch.device):
         self.count, self.symmetric, self._centred = 0, False, False
-        self.left, self.right, self.product = (
-            torch.zeros(shape, dtype=torch.float64, device=device) for shape in (m, n, (m, n))
-        )
+        self.left, self.right = (torch.zeros(size, dtype=torch.float64, device=device) for size in (m, n))
+        self.product = torch.zeros(m, n, device=device)
 
     def add(self, left: Tensor, right: Tensor) -> None:
         """Add rows, tokens×m and tokens×n."""
-        device = self.product.device
         self.symmetric = left is right
-        left, right = left.float(), right.float()
-        self.count += left.shape[0]
-        self.left += left.sum(0).to(device)
-        self.right += right.sum(0).to(device)
+        self.count += len(left)
+        left = factor_rows(left.to(self.product.device))
+        right = left if self.symmetric else factor_rows(right.to(self.product.device))
+        self.left += left.sum(0)
+        self.right += right.sum(0)
         for start in range(0, left.shape[1], STRIP):
             rows, columns = slice(start, start + STRIP), slice(start + STRIP if self.symmetric else None)
-            self.product[rows, columns] += (left[:, rows].T @ right[:, columns]).to(device)
+            self.product[rows, columns].addmm_(left[:, rows].T, right[:, columns])
 
     def sum_over_all(self) -> None:
         """Sum over all processes, fill the upper half where only the lower one was computed, and divide."""
@@ -154,7 +157,7 @@ class PairMoments:
                 self.product[:start, start : start + STRIP] = self.product[start : start + STRIP, :start].T
         self.count = int(sum_over_all(torch.tensor(self.count)))
         sums = (self.left, self.right, self.product)
-        self.left, self.right, self.product = (sum_over_all(each).div_(self.count) for each in sums)
+        self.left, self.right, self.product = (sum_over_all(each).double().div_(self.count) for each in sums)
 
     def means(self) -> tuple[Tensor, Tensor]:
         """Of both sides."""

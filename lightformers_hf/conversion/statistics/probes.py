@@ -29,10 +29,9 @@ class Probes:
 
     def draw(self, logits: Tensor, keys: Tensor) -> Tensor:
         """z (N, V), of logits (N, V) and the tokens' `token_keys` (N)."""
-        likely = logits.softmax(-1)
-        signs = (keys[:, None] * self.phases).frac_().sub_(0.5).sign_()
-        probes = likely.sqrt().mul_(signs)
-        return probes.sub_(likely.mul_(probes.sum(-1, keepdim=True)))
+        roots = logits.softmax(-1).sqrt_()
+        probes = (keys[:, None] * self.phases).frac_().sub_(0.5).sign_().mul_(roots)
+        return probes.sub_(roots.square_().mul_(probes.sum(-1, keepdim=True)))
 
 
 def token_keys(batch: dict[str, Tensor]) -> Tensor:

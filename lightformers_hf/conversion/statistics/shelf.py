@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import math
 import tempfile
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from io import FileIO
 from threading import Lock
 
@@ -37,6 +38,7 @@ class Shelf:
         self._places: dict[Hashable, tuple[int, torch.dtype, torch.Size]] = {}
         self._file: FileIO | None = None
         self._end, self._lock = 0, Lock()
+        self._again = torch.empty(0, dtype=torch.uint8)  # what `changing` reads the file into
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._held or key in self._places
@@ -94,14 +96,39 @@ class Shelf:
     def __getitem__(self, key: Hashable) -> Tensor:
         if key in self._held:
             return self._held[key]
-        offset, dtype, shape = self._places[key]
-        tensor = torch.empty(shape, dtype=dtype)
+        _, dtype, shape = self._places[key]
+        return self._read(key, torch.empty(shape, dtype=dtype)).to(self.device)
+
+    def _read(self, key: Hashable, tensor: Tensor) -> Tensor:
+        """The tensor, filled with that of the file."""
         with self._lock:
-            self._file.seek(offset)
+            self._file.seek(self._places[key][0])
             left = _bytes(tensor)
             while left:
                 left = left[self._file.readinto(left) :]
-        return tensor.to(self.device)
+        return tensor
+
+    @contextmanager
+    def changing(self, key: Hashable, fresh: Callable[[], Tensor]) -> Iterator[Tensor]:
+        """The tensor of a key, or what `fresh` makes where there is none: put aside as what becomes of it in here.
+
+        One at a time: from the file, they all come into the same room, where pages of a new tensor would have to be
+        filled with zeros first. That room stays until `settle`.
+        """
+        if key in self._places:
+            _, dtype, shape = self._places[key]
+            size = math.prod(shape) * dtype.itemsize
+            if size > len(self._again):
+                self._again = torch.empty(size, dtype=torch.uint8)
+            tensor = self._read(key, self._again[:size].view(dtype).view(shape)).to(self.device)
+        else:
+            tensor = self._held[key] if key in self._held else fresh()
+        yield tensor
+        self[key] = tensor
+
+    def settle(self) -> None:
+        """Give back the room of what was `changing`."""
+        self._again = torch.empty(0, dtype=torch.uint8)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

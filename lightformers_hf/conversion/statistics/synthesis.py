@@ -20,6 +20,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Pr
 
 from ...languages import find_prefixes
 from ...loading import position_limit
+from ...processors import keep_large
 from ..steps import Step
 from ..teacher import Teacher
 from ..workers import cast_weights, fast_products, own_share
@@ -37,6 +38,7 @@ TOKEN_RULES = (
 )  # fmt: skip
 
 
+@keep_large()
 def synthetic_batches(
     model: PreTrainedModel, teacher: Teacher, samples: int | None, seed: int, *, progress: bool
 ) -> list[dict[str, Tensor]]:
@@ -108,6 +110,7 @@ def random_texts(
     return _decoded(sources, tokenizer, find_prefixes(config, *languages))
 
 
+@keep_large()
 def translated_batches(
     model: PreTrainedModel, teacher: Teacher, texts: list[str], *, progress: bool
 ) -> list[dict[str, Tensor]]:
