@@ -72,8 +72,9 @@ def test_conversions_leave_busy_cores_alone(machine, tiny_marian, tmp_path, monk
 
 FAULTS = """
 import resource
+import sys
 import torch
-from lightformers_hf.processors import keep_memory
+from lightformers_hf.processors import keep_large, keep_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -81,20 +82,36 @@ def faults():
         torch.ones(2**24)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-before = faults()
-keep_memory()
-faults()
-print(before, faults())
+if sys.argv[1] == "all":
+    before = faults()
+    keep_memory()
+    faults()
+    print(before, faults())
+else:
+    keep_memory(largest=2**20, end=2**20)
+    before = faults()
+    with keep_large():
+        faults()
+        inside = faults()
+    print(before, inside, faults())
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep memory")
 def test_freed_tensors_are_kept_for_the_next_ones():
     """64 MiB of new pages are 16,384 faults, or 32 of huge ones. In a process of its own, since it is for good."""
-    run = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    run = subprocess.run([sys.executable, "-c", FAULTS, "all"], capture_output=True, text=True, check=True)
     new, kept = map(int, run.stdout.split())
     assert new >= 20 * 32
     assert kept < 20
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep memory")
+def test_large_tensors_are_kept_for_a_while():
+    run = subprocess.run([sys.executable, "-c", FAULTS, "large"], capture_output=True, text=True, check=True)
+    before, inside, afterwards = map(int, run.stdout.split())
+    assert min(before, afterwards) >= 20 * 32
+    assert inside < 20
 
 
 PROGRAMS = """

@@ -314,6 +314,28 @@ def test_a_shelf_gives_back_what_it_got():
     assert shelf.room == 100
 
 
+@pytest.mark.parametrize("room", [0, 100, 10**9])
+def test_tensors_that_are_changed_in_turn_are_kept_apart(room):
+    """In memory or in the file, with sizes and types of their own; what was read before stays as it was."""
+    shelf, expected = Shelf(room=room), {}
+    for turn in range(3):
+        for key, dtype in ((3, torch.float32), (40, torch.float64), (7, torch.int64)):
+            with shelf.changing(key, lambda key=key, dtype=dtype: torch.zeros(key, dtype=dtype)) as tensor:
+                tensor += turn * key + 1
+            expected[key] = expected.get(key, torch.zeros(key, dtype=dtype)) + turn * key + 1
+        if turn == 1:
+            shelf.settle()
+            seen = shelf[40].clone() if room > 100 else shelf[40]
+            before = seen.clone()
+    for key, tensor in expected.items():
+        assert torch.equal(shelf[key], tensor)
+        assert shelf[key].dtype == tensor.dtype
+    assert torch.equal(seen, before)
+    with pytest.raises(ZeroDivisionError), shelf.changing(3, lambda: torch.zeros(3)):
+        1 / 0  # noqa: B018, whatever fails inside
+    assert torch.equal(shelf[3], expected[3])
+
+
 def test_sums_do_not_depend_on_where_they_are_kept():
     rows = [torch.randn(20, 700) for _ in range(3)]
     for room in (0, 10**9):
