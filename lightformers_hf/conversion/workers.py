@@ -20,7 +20,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 
 from ..loading import check_device
-from ..processors import bf16_is_faster, rounded_products, rounding_is_faster
+from ..processors import bf16_is_faster, rounded_products, rounding_is_faster, use_threads
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -229,7 +229,8 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], devi
         with torch.set_grad_enabled(recorded):  # of each thread its own
             return function(item)
 
-    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads // workers,)) as pool:
+    each = threads // workers
+    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(each,)) as pool, use_threads(each):
         ahead = deque(pool.submit(work, item) for item in islice(items, workers))
         while ahead:
             result = ahead.popleft().result()
