@@ -19,7 +19,6 @@ from .workers import algebra_device, cast_weights, fail_together, fast_products,
 BALANCED, BALANCING, SMOOTHING, WORTH_BALANCING = 8192, 4, 0.5, 0.04
 
 
-@keep_large()
 @torch.no_grad()
 def balance(
     student: PreTrainedModel,
@@ -42,9 +41,10 @@ def balance(
     tokens = torch.tensor(sum(int((batch["labels"] != -100).sum()) for batch in batches))
     every = max(1, int(sum_over_all(tokens)) // BALANCED)
     target = torch.zeros(student.final_logits_bias.numel(), dtype=torch.float64, device=device)
-    with fail_together(), cast_weights(teacher.lm_head):
+    rows = torch.empty(LOGIT_ROWS, len(target), device=student.device)  # for all: the largest thing besides the models
+    with fail_together(), cast_weights(teacher.lm_head), keep_large():
         for states in _target_states("teacher", batches, shelf, every):
-            target += _probabilities(teacher, states).sum(0).to(device)
+            target += _probabilities(teacher, states, rows).sum(0).to(device)
     target = sum_over_all(target)
     shift = torch.zeros_like(target)
     held: dict[int, Tensor] = {}
@@ -55,12 +55,12 @@ def balance(
             continue
         own, log = torch.zeros_like(target), target.new_zeros(1)
         scale = shift.exp().float().to(student.device)
-        with fail_together(), cast_weights(student.lm_head):
+        with fail_together(), cast_weights(student.lm_head), keep_large():
             for number, states in enumerate(_target_states("student", batches, shelf, every)):
                 if (weights := held.get(number)) is None:
-                    weights = _probabilities(student, states)
+                    weights = _probabilities(student, states, rows)
                     if (room := room - weights.nbytes) >= 0:
-                        held[number] = weights
+                        held[number] = weights.clone()
                 sums = weights @ scale
                 log += sums.log().sum().to(device)
                 own += (sums.reciprocal() @ weights).mul_(scale).to(device)
@@ -83,7 +83,10 @@ def _target_states(who: str, batches: Sequence[dict[str, Tensor]], shelf: Shelf,
         yield from states[(batch["labels"] != -100).to(states.device)][::every].split(LOGIT_ROWS)
 
 
-def _probabilities(model: PreTrainedModel, states: Tensor) -> Tensor:
-    """Of every token behind decoder states (tokens×d), tokens×V."""
+def _probabilities(model: PreTrainedModel, states: Tensor, rows: Tensor) -> Tensor:
+    """Of every token behind decoder states (tokens×d), tokens×V, in the first of these `rows`."""
+    likely = rows[: len(states)]
     with fast_products(states.device):
-        return model.logits_of(states).float().softmax(-1)
+        likely.copy_(model.logits_of(states))
+    likely.sub_(likely.amax(-1, keepdim=True)).exp_()
+    return likely.div_(likely.sum(-1, keepdim=True))
