@@ -68,19 +68,23 @@ def fast_sums(device: torch.device) -> AbstractContextManager:
 def cast_weights(module: nn.Module) -> Iterator[None]:
     """Inside, the matrices of a module are in the type that `fast_products` multiplies, not cast for every product.
 
-    A product of few rows takes less than casting its matrix does. Tables to look up in stay as they are, unless an
-    output layer has them, too.
+    A product of few rows takes less than casting its matrix does. Tables to look up in stay as they are, also where an
+    output layer multiplies by the same.
     """
     owners = [owner for owner in module.modules() if not isinstance(owner, nn.Embedding)]
-    own = {id(one): (one, one.data) for owner in owners for one in owner.parameters(recurse=False) if one.ndim == 2}
-    fast = all(data.device.type == "cpu" for _, data in own.values()) and bf16_is_faster()
+    own = [(owner, name, one) for owner in owners for name, one in owner.named_parameters(recurse=False)]
+    own = [(owner, name, one) for owner, name, one in own if one.ndim == 2]
+    fast = all(one.device.type == "cpu" for _, _, one in own) and bf16_is_faster()
+    cast: dict[int, nn.Parameter] = {}
     try:
-        for parameter, data in own.values() if fast else ():
-            parameter.data = data.bfloat16()
+        for owner, name, one in own if fast else ():
+            if id(one) not in cast:
+                cast[id(one)] = nn.Parameter(one.detach().bfloat16(), requires_grad=one.requires_grad)
+            setattr(owner, name, cast[id(one)])
         yield
     finally:
-        for parameter, data in own.values() if fast else ():
-            parameter.data = data
+        for owner, name, one in own if fast else ():
+            setattr(owner, name, one)
 
 
 def is_distributed() -> bool:

@@ -251,7 +251,8 @@ def test_weights_are_cast_for_a_while(able, monkeypatch):
         return {name for name, parameter in model.named_parameters() if parameter.dtype == torch.bfloat16}
 
     with workers.cast_weights(model):
-        assert types() == ({"table.weight", "layer.weight"} if able else set())
+        assert types() == ({"output.weight", "layer.weight"} if able else set())
+    assert model.output.weight is model.table.weight
     with pytest.raises(ZeroDivisionError), workers.cast_weights(model):
         1 / 0  # noqa: B018, whatever fails inside
     assert not types()

@@ -69,7 +69,7 @@ class Calibration:
         watched = {**dict.fromkeys(linear, "linear"), **dict.fromkeys(tables, "table"), self.output_name: "output"}
         hooks = [self._watch(name, kind) for name, kind in watched.items()]
         try:
-            with fail_together(), cast_weights(self.model.model), fast_sums(self.device):
+            with fail_together(), cast_weights(self.model), fast_sums(self.device):
                 for batch in Step("calibrating", self.batches, unit="batch", shown=progress):
                     self._accumulate(self.moved(batch))
         finally:
@@ -129,8 +129,7 @@ class Calibration:
             states = self.model.model(**inputs, use_cache=False).last_hidden_state[kept]
             keys = token_keys(batch)[kept]
             parts = zip(states.detach().split(LOGIT_ROWS), keys.split(LOGIT_ROWS), strict=True)
-            with cast_weights(self.model.lm_head):  # not around the rest: it may have the table's weights
-                gradients = torch.cat([self._gradient(*part) for part in parts])
+            gradients = torch.cat([self._gradient(*part) for part in parts])
             torch.autograd.grad(states, self._vectors, gradients)
         self.target_tokens += int(kept.sum())
 

@@ -59,10 +59,11 @@ def synthetic_batches(
     drawn = [sources[start : start + size] for start in range(0, number, size)]
     prefixes = find_prefixes(model.config, *teacher.languages)
     batches = []
-    for some in Step("making text", own_share(drawn), unit="batch", shown=progress):
-        # Random tokens may have translations without end.
-        generation = _greedy(teacher, min(2 * max(map(len, some)), limit - 1))
-        batches.append(_with_targets(model, *_padded(some, tokenizer, model.config, prefixes), generation))
+    with cast_weights(model):
+        for some in Step("making text", own_share(drawn), unit="batch", shown=progress):
+            # Random tokens may have translations without end.
+            generation = _greedy(teacher, min(2 * max(map(len, some)), limit - 1))
+            batches.append(_with_targets(model, *_padded(some, tokenizer, model.config, prefixes), generation))
     return batches
 
 
@@ -125,10 +126,11 @@ def translated_batches(
     sources = sorted(filter(str.strip, texts), key=len)
     drawn = [sources[start : start + BATCH] for start in range(0, len(sources), BATCH)]
     batches = []
-    for some in Step("translating", own_share(drawn), unit="batch", shown=progress):
-        inputs = tokenizer(some, padding=True, return_tensors="pt", **limit)
-        generation = _greedy(teacher, min(2 * inputs["input_ids"].shape[1] + 10, positions - 1))
-        batches.append(_with_targets(model, inputs["input_ids"], inputs["attention_mask"], generation))
+    with cast_weights(model):
+        for some in Step("translating", own_share(drawn), unit="batch", shown=progress):
+            inputs = tokenizer(some, padding=True, return_tensors="pt", **limit)
+            generation = _greedy(teacher, min(2 * inputs["input_ids"].shape[1] + 10, positions - 1))
+            batches.append(_with_targets(model, inputs["input_ids"], inputs["attention_mask"], generation))
     return batches
 
 
@@ -137,7 +139,7 @@ def _with_targets(
 ) -> dict[str, Tensor]:
     """A batch as `Calibration` takes it: sources, and what the model makes of them."""
     settings = {"attention_mask": mask.to(model.device), "generation_config": generation}
-    with cast_weights(model), fast_products(model.device), torch.inference_mode():
+    with fast_products(model.device), torch.inference_mode():
         targets = model.generate(inputs.to(model.device), **settings)
     targets = targets.to("cpu", copy=True)  # out of inference mode: gradients are taken with them
     labels = targets[:, 1:].masked_fill(targets[:, 1:] == model.config.pad_token_id, -100)
