@@ -85,8 +85,9 @@ def _target_states(who: str, batches: Sequence[dict[str, Tensor]], shelf: Shelf,
 
 def _probabilities(model: PreTrainedModel, states: Tensor, rows: Tensor) -> Tensor:
     """Of every token behind decoder states (tokens×d), tokens×V, in the first of these `rows`."""
-    likely = rows[: len(states)]
     with fast_products(states.device):
-        likely.copy_(model.logits_of(states))
-    likely.sub_(likely.amax(-1, keepdim=True)).exp_()
-    return likely.div_(likely.sum(-1, keepdim=True))
+        logits = model.logits_of(states)
+    likely = rows[: len(states)]
+    for own, row in zip(logits, likely, strict=True):  # one by one, in the processor's cache
+        torch.softmax(own.float(), -1, out=row)
+    return likely
