@@ -13,8 +13,8 @@ from .sharing.groups import find_matrices
 
 # Seconds of one core for 10⁹ of: multiplications of layers with tokens, of the output layer with target tokens, cubes
 # of the longer sides of matrices. From `lightformers benchmark conversion --whole` for four shapes of 74M to 615M,
-# within an eighth of each, where a product of two matrices 512×512 in float32 took so many seconds.
-LAYERS, LOGITS, ALGEBRA, PRODUCT = 0.31, 0.35, 0.145, 1.9e-3
+# within a quarter of each, where a product of two matrices 512×512 in float32 took so many seconds.
+LAYERS, LOGITS, ALGEBRA, PRODUCT = 0.33, 0.33, 0.09, 1.9e-3
 # Of what tokens take, the part of those that the model need not write first: measured 0.52 and 0.76.
 GIVEN = 0.6
 # Bytes of the libraries and of what is kept beside models; the model's in float32 so many times: the teacher, the
