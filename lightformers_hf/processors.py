@@ -17,7 +17,8 @@ import torch
 
 # Names of <malloc.h>.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-# What `keep_memory` has set of them, in bytes.
+# The largest tensors of few sizes that are kept, and what `keep_memory` has set, in bytes.
+LARGE = 2**25
 _kept: dict[int, int] = {}
 # What oneDNN and PyTorch's layer over it read, once, before their first product: how many programs they keep at most.
 CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 512, "LRU_CACHE_CAPACITY": 128}
@@ -90,9 +91,9 @@ def keep_large() -> Iterator[None]:
     """Inside, the room of large tensors is kept, too, where `keep_memory` has said to keep that of smaller ones.
 
     For what has few sizes, so that each finds the room that another left: logits, over and over. What is free then
-    goes back at the end.
+    goes back at the end. Not above 32 MiB: what is free is often too small by what alignment takes, and grows.
     """
-    _set_malloc(dict.fromkeys(_kept, 2**30))
+    _set_malloc({option: max(size, LARGE) for option, size in _kept.items()})
     try:
         yield
     finally:
