@@ -38,7 +38,6 @@ TOKEN_RULES = (
 )  # fmt: skip
 
 
-@keep_large()
 def synthetic_batches(
     model: PreTrainedModel, teacher: Teacher, samples: int | None, seed: int, *, progress: bool
 ) -> list[dict[str, Tensor]]:
@@ -59,7 +58,7 @@ def synthetic_batches(
     drawn = [sources[start : start + size] for start in range(0, number, size)]
     prefixes = find_prefixes(model.config, *teacher.languages)
     batches = []
-    with cast_weights(model):
+    with cast_weights(model), keep_large():
         for some in Step("making text", own_share(drawn), unit="batch", shown=progress):
             # Random tokens may have translations without end.
             generation = _greedy(teacher, min(2 * max(map(len, some)), limit - 1))
@@ -111,7 +110,6 @@ def random_texts(
     return _decoded(sources, tokenizer, find_prefixes(config, *languages))
 
 
-@keep_large()
 def translated_batches(
     model: PreTrainedModel, teacher: Teacher, texts: list[str], *, progress: bool
 ) -> list[dict[str, Tensor]]:
@@ -126,7 +124,7 @@ def translated_batches(
     sources = sorted(filter(str.strip, texts), key=len)
     drawn = [sources[start : start + BATCH] for start in range(0, len(sources), BATCH)]
     batches = []
-    with cast_weights(model):
+    with cast_weights(model), keep_large():
         for some in Step("translating", own_share(drawn), unit="batch", shown=progress):
             inputs = tokenizer(some, padding=True, return_tensors="pt", **limit)
             generation = _greedy(teacher, min(2 * inputs["input_ids"].shape[1] + 10, positions - 1))
