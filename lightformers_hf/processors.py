@@ -16,7 +16,7 @@ import psutil
 import torch
 
 # Names of <malloc.h>.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 # The largest tensors of few sizes that are kept, and what `keep_memory` has set, in bytes.
 LARGE = 2**25
 _kept: dict[int, int] = {}
@@ -74,7 +74,7 @@ def keep_memory(largest: int = 2**30, end: int = 2**30, programs: int | None = N
     one: a tenth of a training step, a sixth of a conversion. Of programs of products few are kept (`keep_programs`).
 
     Where sizes differ much from one tensor to the next, both are to be smaller, or a peak gets higher: what was freed
-    has no room for the next one.
+    has no room for the next one. What one thread frees is for all that begin later.
 
     Args:
         largest: bytes of the largest tensor whose room is kept.
@@ -82,7 +82,7 @@ def keep_memory(largest: int = 2**30, end: int = 2**30, programs: int | None = N
         programs: of products, as `keep_programs` takes them.
     """
     _kept.update({M_MMAP_THRESHOLD: largest, M_TRIM_THRESHOLD: end})
-    _set_malloc(_kept)
+    _set_malloc({**_kept, M_ARENA_MAX: 1})
     keep_programs(programs)
 
 
@@ -106,7 +106,7 @@ def keep_programs(most: int | None = None) -> None:
 
     A processor's product in bfloat16 is a program written for its shapes, up to half a megabyte, and 1024 of them are
     kept, where few batches of sentences have as many tokens as another. Writing one takes a millisecond. A training
-    needs some 300 again and again (`recovery.products`); what a batch of a conversion needs is needed by its other
+    needs some 300 again and again (`products`); what a batch of a conversion needs is needed by its other
     layers, and then hardly again: 64 do. To be called before the first such product.
     """
     for name, capacity in CACHES.items():

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from .statistics.calibration import stream_of, token_mask
 from .statistics.shelf import ROOM, Shelf
-from .workers import cast_weights, fast_products, map_in_order
+from .workers import cast_weights, fast_passes, map_in_order
 
 ENCODED = object()  # in place of the encoder's states, which the shelf has
 
@@ -95,7 +95,7 @@ class Walk:
         """What the layer's sublayers, those up to `end`, make of the states of a batch where they are."""
         args, kwargs = self._arguments(index)
         states = self.shelf[self.who, self.name, index]
-        with fast_products(self.device):
+        with fast_passes(self.device):
             return self.stack.layers[depth](states, *args, **kwargs, sublayers=slice(self._passed, end))
 
     def advance(self, depth: int, end: int | None = None) -> None:

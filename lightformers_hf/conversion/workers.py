@@ -7,11 +7,12 @@ is what takes long. No process goes on where another failed.
 from __future__ import annotations
 
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
+from threading import Condition
 from typing import TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from ..loading import check_device
 from ..processors import bf16_is_faster, rounded_products, rounding_is_faster, use_threads
+from ..products import EvenProducts
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -53,6 +55,13 @@ def fast_products(device: torch.device) -> AbstractContextManager:
     For passes whose results are summed over many tokens, in fp32.
     """
     return torch.autocast("cpu", torch.bfloat16, enabled=device.type == "cpu" and bf16_is_faster())
+
+
+@contextmanager
+def fast_passes(device: torch.device) -> Iterator[None]:
+    """`fast_products` of few shapes, for passes of a model's layers over batches of many."""
+    with fast_products(device), EvenProducts(shapes=0):
+        yield
 
 
 def fast_sums(device: torch.device) -> AbstractContextManager:
@@ -215,15 +224,17 @@ def map_in_threads(
                 yield result
 
 
-def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], device: torch.device) -> Iterator[Result]:
-    """Results of `function` in the order of `items`, on a CPU side by side in worker threads, `AT_ONCE` at most.
+def map_in_order(
+    function: Callable[[Item], Result], items: Iterable[Item], device: torch.device, at_once: int = AT_ONCE
+) -> Iterator[Result]:
+    """Results of `function` in the order of `items`, on a CPU side by side in worker threads, `at_once` at most.
 
     Passes of a model over few tokens share little out among threads, passes over several batches all. Torch's threads
     are shared out among the workers. Results are computed ahead of the one that is taken, one for each worker.
     Gradients are recorded if they are here.
     """
     threads = torch.get_num_threads()
-    workers = min(threads, AT_ONCE) if device.type == "cpu" else 1
+    workers = min(threads, at_once) if device.type == "cpu" else 1
     if workers == 1:
         yield from map(function, items)
         return
@@ -240,3 +251,32 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], devi
             result = ahead.popleft().result()
             ahead.extend(pool.submit(work, item) for item in islice(items, 1))
             yield result
+
+
+class Turns:
+    """Stages of work on items side by side: one item at a time is in a stage, and all go through it in their order."""
+
+    def __init__(self) -> None:
+        self._passed: Counter[str] = Counter()
+        self._changed, self._failed = Condition(), False
+
+    @contextmanager
+    def take(self, stage: str, number: int) -> Iterator[None]:
+        """Wait until the items before this number, which count from 0, have left the stage.
+
+        Raises:
+            RuntimeError: one of them failed, and never will.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed or self._passed[stage] == number)
+            if self._failed:
+                raise RuntimeError(f"what came before number {number} has failed")
+        try:
+            yield
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            with self._changed:
+                self._passed[stage] += 1
+                self._changed.notify_all()

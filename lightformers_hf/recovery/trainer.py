@@ -15,10 +15,10 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import ModelOutput
 
 from ..processors import keep_memory
+from ..products import EvenProducts, cast_once, has_many_shapes, without_plans
 from .ahead import Ahead, take
 from .batching import EpochCallback, TokenBatchSampler
 from .losses import IGNORED, hidden_loss, training_loss
-from .products import EvenProducts, cast_once, has_many_shapes, without_plans
 from .rates import slow_queries
 
 

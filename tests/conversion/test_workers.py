@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from statistics import fmean
 
@@ -12,14 +13,17 @@ import pytest
 import torch
 from conversion.pretended import ELSEWHERE, accelerator
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForSeq2SeqLM
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 import lightformers_hf
 from lightformers_hf import StudyOptions, convert
 from lightformers_hf.conversion import workers
-from lightformers_hf.conversion.statistics.moments import Moments
-from lightformers_hf.conversion.statistics.shelf import Shelf
-from lightformers_hf.conversion.workers import AT_ONCE, map_in_order, map_in_threads
+from lightformers_hf.conversion.options import CompressionOptions
+from lightformers_hf.conversion.sharing.groups import find_matrices
+from lightformers_hf.conversion.statistics.calibration import Calibration
+from lightformers_hf.conversion.statistics.samples import parallel_batches, sample_pairs
+from lightformers_hf.conversion.teacher import Teacher
+from lightformers_hf.conversion.workers import AT_ONCE, Turns, map_in_order, map_in_threads
 from lightformers_hf.processors import factor_rows, use_threads
 
 
@@ -91,6 +95,43 @@ def test_an_error_is_raised_in_its_turn():
     with use_threads(2):
         assert [next(results) for _ in range(3)] == [0, 1, 2]
         with pytest.raises(ValueError, match="batch 3"):
+            next(results)
+
+
+def test_stages_are_passed_one_at_a_time_and_in_order():
+    """Whatever each item takes: the first of two stages is longer for even ones, the second for odd ones."""
+    turns, within, passed = Turns(), {"first": 0, "second": 0}, {"first": [], "second": []}
+
+    def work(index):
+        for stage, parity in (("first", 0), ("second", 1)):
+            with turns.take(stage, index):
+                within[stage] += 1
+                assert within[stage] == 1
+                time.sleep(0.01 * (index % 2 == parity))
+                passed[stage].append(index)
+                within[stage] -= 1
+        return index
+
+    with use_threads(3):
+        assert list(map_in_order(work, range(12), torch.device("cpu"))) == list(range(12))
+    assert passed == {"first": list(range(12)), "second": list(range(12))}
+
+
+def test_none_waits_for_one_that_failed():
+    turns = Turns()
+
+    def work(index):
+        with turns.take("first", index):
+            pass
+        with turns.take("second", index):
+            if index == 1:
+                raise ValueError("batch 1")
+        return index
+
+    with use_threads(3):
+        results = map_in_order(work, range(10), torch.device("cpu"))
+        assert next(results) == 0
+        with pytest.raises(ValueError, match="batch 1"):
             next(results)
 
 
@@ -291,63 +332,24 @@ def test_a_device_that_is_not_there(tiny_marian, tmp_path, name):
     assert not (tmp_path / "light").exists()
 
 
-def test_a_shelf_gives_back_what_it_got():
-    """Whether it is in memory or in the file, after changes of values and of sizes."""
-    shelf = Shelf(room=100)
-    tensors = {key: torch.randn(key + 1, 3) for key in range(8)}
-    tensors["mask"] = torch.ones(300, dtype=torch.bool)
-    for key, tensor in tensors.items():
-        shelf[key] = tensor
-    for key in (0, 3, 5):
-        tensors[key] = torch.randn(tensors[key].shape).T
-        shelf[key] = tensors[key]
-    tensors[4] = torch.arange(1000)
-    shelf[4] = tensors[4]
-    for key, tensor in tensors.items():
-        assert key in shelf
-        assert torch.equal(shelf[key], tensor)
-        assert shelf[key].dtype == tensor.dtype
-    assert "other" not in shelf
-    assert shelf.room < 100
-    for key in tensors:
-        del shelf[key]
-        assert key not in shelf
-    assert shelf.room == 100
-
-
-@pytest.mark.parametrize("room", [0, 100, 10**9])
-def test_tensors_that_are_changed_in_turn_are_kept_apart(room):
-    """In memory or in the file, with sizes and types of their own; what was read before stays as it was."""
-    shelf, expected = Shelf(room=room), {}
-    for turn in range(3):
-        for key, dtype in ((3, torch.float32), (40, torch.float64), (7, torch.int64)):
-            with shelf.changing(key, lambda key=key, dtype=dtype: torch.zeros(key, dtype=dtype)) as tensor:
-                tensor += turn * key + 1
-            expected[key] = expected.get(key, torch.zeros(key, dtype=dtype)) + turn * key + 1
-        if turn == 1:
-            shelf.settle()
-            seen = shelf[40].clone() if room > 100 else shelf[40]
-            before = seen.clone()
-    for key, tensor in expected.items():
-        assert torch.equal(shelf[key], tensor)
-        assert shelf[key].dtype == tensor.dtype
-    assert torch.equal(seen, before)
-    with pytest.raises(ZeroDivisionError), shelf.changing(3, lambda: torch.zeros(3)):
-        1 / 0  # noqa: B018, whatever fails inside
-    assert torch.equal(shelf[3], expected[3])
-
-
-def test_sums_do_not_depend_on_where_they_are_kept():
-    rows = [torch.randn(20, 700) for _ in range(3)]
-    for room in (0, 10**9):
-        moments = Moments("fc1", Shelf(room=room))
-        for some in rows:
-            moments.add_inputs(some)
-        together = torch.cat(rows)
-        torch.testing.assert_close(moments.inputs.float(), together.T @ together, atol=1e-4, rtol=1e-4)
-        moments.inputs = torch.diag(torch.arange(700.0))
-        assert torch.equal(moments.inputs.float(), torch.diag(torch.arange(700.0)))
-        moments.forget("inputs")
-        assert moments.finite("inputs")
-        moments.add_inputs(torch.ones(1, 700))
-        assert torch.equal(moments.inputs.float(), torch.ones(700, 700))
+def test_batches_side_by_side_have_the_sums_of_one_after_another(tiny_marian, text):
+    """Bit for bit, whichever is where at the same time."""
+    model = Teacher(tiny_marian, str(tiny_marian)).load()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_marian)
+    options = CompressionOptions(calibration=text, source_lang="de", target_lang="en", calibration_samples=100)
+    batches = parallel_batches(model, tokenizer, sample_pairs(model.config, tokenizer, options, StudyOptions()))
+    linear = [name for name, kind in find_matrices(model) if kind != "embedding"]
+    sums = []
+    for threads in (1, 2):
+        with use_threads(threads):
+            calibration = Calibration(model, linear, batches, progress=False)
+        assert len(calibration.batches) > 3
+        sums.append((calibration.target_tokens, calibration.moments))
+    assert sums[0][0] == sums[1][0]
+    for name, alone in sums[0][1].items():
+        beside = sums[1][1][name]
+        assert (alone.count, alone.sizes) == (beside.count, beside.sizes)
+        for what in alone.sizes:
+            assert torch.equal(getattr(alone, what), getattr(beside, what)), (name, what)
+        for what, vector in alone.vectors.items():
+            assert torch.equal(vector, beside.vectors[what]), (name, what)

@@ -2,11 +2,13 @@
 
 import math
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
+from lightformers_hf import products
 from lightformers_hf.processors import CACHES
 from lightformers_hf.recovery import (
     find_last_checkpoint,
@@ -238,3 +240,58 @@ def test_attention_is_planned_for_no_batch(build_trainer, before):
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
     assert seen == {(True, False), (False, False)}
+
+
+def test_models_whose_layers_are_alike_multiply_as_ever(build_trainer):
+    assert isinstance(build_trainer(bf16=True).even_products(), nullcontext)
+
+
+def test_layers_that_are_computed_again_for_their_gradients(build_trainer, monkeypatch):
+    """PyTorch compares what a forward pass keeps with what its repetition does."""
+    monkeypatch.setattr(products, "MANY_SHAPES", 0)
+    build_trainer("lightformer", max_steps=1, bf16=True, gradient_checkpointing=True).train()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_teacher_is_cast_once_and_given_back(build_trainer, monkeypatch, fails):
+    """While a student learns, to the same outputs, whatever ends the training; tables stay."""
+    trainer = build_trainer(with_teacher=True, max_tokens=64, max_steps=2, bf16=True, hidden_weight=1.0)
+    before = {name: (parameter.dtype, parameter.data_ptr()) for name, parameter in trainer.teacher.named_parameters()}
+    ask, seen = trainer.teacher.forward, []
+
+    def forward(**inputs):
+        cast = {name for name, parameter in trainer.teacher.named_parameters() if parameter.dtype == torch.bfloat16}
+        outputs = ask(**inputs)
+        with torch.no_grad():
+            for parameter in trainer.teacher.parameters():
+                parameter.data = parameter.data.float()
+            expected = ask(**inputs)
+        torch.testing.assert_close(outputs.logits, expected.logits, atol=1e-6, rtol=1e-6)
+        seen.append(cast)
+        if fails:
+            raise RuntimeError("out of paper")
+        return outputs
+
+    monkeypatch.setattr(trainer.teacher, "forward", forward)
+    with pytest.raises(RuntimeError, match="out of paper") if fails else nullcontext():
+        trainer.train()
+    matrices = {name for name in before if name.endswith(("_proj.weight", "fc1.weight", "fc2.weight"))}
+    assert seen[0] == matrices
+    assert before == {name: (each.dtype, each.data_ptr()) for name, each in trainer.teacher.named_parameters()}
+
+
+@pytest.mark.parametrize("model", ["marian", "lightformer"])
+def test_a_training_is_the_same(build_trainer, monkeypatch, model):
+    """In bfloat16, with a teacher and its states: the losses of plain autocast."""
+    monkeypatch.setattr(products, "MANY_SHAPES", 0)
+
+    def losses(even):
+        if not even:
+            monkeypatch.setattr("lightformers_hf.recovery.trainer.EvenProducts", nullcontext)
+        options = {"with_teacher": True, "max_tokens": 64, "max_steps": 4, "bf16": True}
+        trainer = build_trainer(model, rows=10, distillation_alpha=0.5, hidden_weight=1.0, **options)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    even = losses(True)
+    assert even == pytest.approx(losses(False), rel=0.02)

@@ -20,13 +20,16 @@ from transformers import PreTrainedModel
 
 from ..steps import Step
 from ..workers import (
+    Turns,
     algebra_device,
     cast_weights,
     fail_together,
+    fast_passes,
     fast_products,
     fast_sums,
     gather_from_all,
     is_distributed,
+    map_in_order,
     sum_over_all,
 )
 from .metric import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric, damped_weights
@@ -38,6 +41,8 @@ from .shelf import Shelf
 TOKEN_DAMPING = 1e-2
 # Tokens of a batch at most, on both sides with padding; of those, target tokens whose logits are held together.
 TOKENS, LOGIT_ROWS = 512, 64
+# Batches that pass the model at once: more need memory, and wait for one another in its three stages.
+AT_ONCE = 2
 
 
 class Calibration:
@@ -65,13 +70,15 @@ class Calibration:
         self._shelf = Shelf(algebra_device(model.device))
         self._masks: dict[str, Tensor] = {}
         self._probes: Probes | None = None
+        self._turns = Turns()
         tables = [f"model.{stack}.embed_tokens" for stack in ("encoder", "decoder")]
         watched = {**dict.fromkeys(linear, "linear"), **dict.fromkeys(tables, "table"), self.output_name: "output"}
         hooks = [self._watch(name, kind) for name, kind in watched.items()]
         try:
             with fail_together(), cast_weights(self.model), fast_sums(self.device):
-                for batch in Step("calibrating", self.batches, unit="batch", shown=progress):
-                    self._accumulate(self.moved(batch))
+                passes = map_in_order(self._accumulate, range(len(self.batches)), model.device, at_once=AT_ONCE)
+                for _ in Step("calibrating", passes, total=len(self.batches), unit="batch", shown=progress):
+                    pass
         finally:
             for hook in hooks:
                 hook.remove()
@@ -120,18 +127,22 @@ class Calibration:
 
         return self.model.get_submodule(name).register_forward_hook(see)
 
-    def _accumulate(self, batch: dict[str, Tensor]) -> None:
-        self._masks = {stream: token_mask(batch, stream) for stream in ("source", "target")}
-        kept = self._masks["target"]
+    def _accumulate(self, index: int) -> None:
+        """Add a batch to the sums, each of which only one stage adds to: so they do not depend on what is at once."""
+        batch, turns = self.moved(self.batches[index]), self._turns
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        self._vectors = []
         with torch.enable_grad(), fast_products(self.model.device):
-            states = self.model.model(**inputs, use_cache=False).last_hidden_state[kept]
-            keys = token_keys(batch)[kept]
-            parts = zip(states.detach().split(LOGIT_ROWS), keys.split(LOGIT_ROWS), strict=True)
-            gradients = torch.cat([self._gradient(*part) for part in parts])
-            torch.autograd.grad(states, self._vectors, gradients)
-        self.target_tokens += int(kept.sum())
+            with turns.take("forward", index), fast_passes(self.model.device):
+                self._masks = {stream: token_mask(batch, stream) for stream in ("source", "target")}
+                kept, self._vectors = self._masks["target"], (vectors := [])
+                states = self.model.model(**inputs, use_cache=False).last_hidden_state[kept]
+            with turns.take("logits", index):
+                keys = token_keys(batch)[kept]
+                parts = zip(states.detach().split(LOGIT_ROWS), keys.split(LOGIT_ROWS), strict=True)
+                gradients = torch.cat([self._gradient(*part) for part in parts])
+            with turns.take("backward", index):
+                torch.autograd.grad(states, vectors, gradients)
+                self.target_tokens += int(kept.sum())
 
     def _gradient(self, states: Tensor, keys: Tensor) -> Tensor:
         """At decoder states (tokens×d) what `Probes` are at the logits, which are as wide as the vocabulary."""

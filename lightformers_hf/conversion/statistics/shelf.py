@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import tempfile
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from io import FileIO
-from threading import Lock
+from threading import Lock, get_ident
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class Shelf:
         self._places: dict[Hashable, tuple[int, torch.dtype, torch.Size]] = {}
         self._file: FileIO | None = None
         self._end, self._lock = 0, Lock()
-        self._again = torch.empty(0, dtype=torch.uint8)  # what `changing` reads the file into
+        self._rooms: dict[int, Tensor] = {}  # of each thread, what `changing` reads the file into
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._held or key in self._places
@@ -50,8 +51,21 @@ class Shelf:
             OSError: the disk is full.
         """
         with self._lock:
-            if key in self._places or not self._hold(key, tensor):
-                self._write(key, tensor)
+            if key not in self._places and self._hold(key, tensor):
+                return
+            offset = self._find_place(key, tensor)
+        left = _bytes(tensor.detach().cpu().contiguous())
+        try:
+            while left:  # one call writes 2 GiB at most
+                count = self._write(left, offset)
+                left, offset = left[count:], offset + count
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise OSError(
+                f"the disk of {tempfile.gettempdir()} is full, where calibration puts what would fill the memory: "
+                "set TMPDIR to a folder with more room"
+            ) from error
 
     def _hold(self, key: Hashable, tensor: Tensor) -> bool:
         """Whether there is room in memory for a tensor, which then has it."""
@@ -63,27 +77,32 @@ class Shelf:
         self.room = room - size if fits else room
         return fits
 
-    def _write(self, key: Hashable, tensor: Tensor) -> None:
-        """Write a tensor to the file, over another of the same size."""
+    def _find_place(self, key: Hashable, tensor: Tensor) -> int:
+        """Where in the file a tensor is to be: in place of another of the same size, or behind all."""
         offset, dtype, shape = self._places.get(key, (self._end, tensor.dtype, tensor.shape))
         if (dtype, math.prod(shape)) != (tensor.dtype, tensor.numel()):
             offset = self._end
         self._places[key] = offset, tensor.dtype, tensor.shape
-        try:
-            if self._file is None:
-                self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, open as long as the shelf
+        self._end = max(self._end, offset + tensor.nbytes)
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, open as long as the shelf
+        return offset
+
+    def _write(self, data: memoryview, offset: int) -> int:
+        """Write to a place of the file, threads at once where the system can; how much it was."""
+        if hasattr(os, "pwrite"):
+            return os.pwrite(self._file.fileno(), data, offset)
+        with self._lock:
             self._file.seek(offset)
-            left = _bytes(tensor.detach().cpu().contiguous())
-            while left:  # one call writes 2 GiB at most
-                left = left[self._file.write(left) :]
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            raise OSError(
-                f"the disk of {tempfile.gettempdir()} is full, where calibration puts what would fill the memory: "
-                "set TMPDIR to a folder with more room"
-            ) from error
-        self._end = max(self._end, self._file.tell())
+            return self._file.write(data)
+
+    def _read_into(self, data: memoryview, offset: int) -> int:
+        """Likewise read."""
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file.fileno(), [data], offset)
+        with self._lock:
+            self._file.seek(offset)
+            return self._file.readinto(data)
 
     def __delitem__(self, key: Hashable) -> None:
         """Forget a tensor; room in memory is free again, that in the file is not."""
@@ -101,26 +120,26 @@ class Shelf:
 
     def _read(self, key: Hashable, tensor: Tensor) -> Tensor:
         """The tensor, filled with that of the file."""
-        with self._lock:
-            self._file.seek(self._places[key][0])
-            left = _bytes(tensor)
-            while left:
-                left = left[self._file.readinto(left) :]
+        offset, left = self._places[key][0], _bytes(tensor)
+        while left:
+            count = self._read_into(left, offset)
+            left, offset = left[count:], offset + count
         return tensor
 
     @contextmanager
     def changing(self, key: Hashable, fresh: Callable[[], Tensor]) -> Iterator[Tensor]:
         """The tensor of a key, or what `fresh` makes where there is none: put aside as what becomes of it in here.
 
-        One at a time: from the file, they all come into the same room, where pages of a new tensor would have to be
-        filled with zeros first. That room stays until `settle`.
+        One at a time in a thread, and no key in two: from the file, all of a thread come into the same room, where
+        pages of a new tensor would have to be filled with zeros first. That room stays until `settle`.
         """
         if key in self._places:
             _, dtype, shape = self._places[key]
             size = math.prod(shape) * dtype.itemsize
-            if size > len(self._again):
-                self._again = torch.empty(size, dtype=torch.uint8)
-            tensor = self._read(key, self._again[:size].view(dtype).view(shape)).to(self.device)
+            room = self._rooms.get(get_ident())
+            if room is None or size > len(room):
+                room = self._rooms[get_ident()] = torch.empty(size, dtype=torch.uint8)
+            tensor = self._read(key, room[:size].view(dtype).view(shape)).to(self.device)
         else:
             tensor = self._held[key] if key in self._held else fresh()
         yield tensor
@@ -128,7 +147,7 @@ class Shelf:
 
     def settle(self) -> None:
         """Give back the room of what was `changing`."""
-        self._again = torch.empty(0, dtype=torch.uint8)
+        self._rooms.clear()
 
 
 def _bytes(tensor: Tensor) -> memoryview:

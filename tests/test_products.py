@@ -1,7 +1,5 @@
 """Products with sizes filled up are the products: against plain autocast, and against float32."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,8 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from lightformers_hf.recovery import products
-from lightformers_hf.recovery.products import FIRST_SHAPES, MANY_SHAPES, EvenProducts, cast_once, has_many_shapes
+from lightformers_hf import products
+from lightformers_hf.products import FIRST_SHAPES, MANY_SHAPES, EvenProducts, cast_once, has_many_shapes
 
 
 def gradients(function, *tensors):
@@ -21,6 +19,25 @@ def gradients(function, *tensors):
     weights = torch.linspace(0.1, 1, output.numel()).view(output.shape)
     (output.float() * weights).sum().backward()
     return output, *(copy.grad for copy in copies)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_states_are_kept_for_weights_that_learn_alone(learns):
+    kept = []
+    layer = nn.Linear(40, 24).requires_grad_(learns)
+    states = torch.rand(3, 50, 40, requires_grad=True)
+    with (
+        EvenProducts(),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda each: kept.append(tuple(each.shape)) or each, lambda each: each
+        ),
+    ):
+        output = layer(states)
+    output.float().sum().backward()
+    assert kept == [(256, 64), (32, 64)][0 if learns else 1 :]
+    expected = layer.weight.detach().sum(0).expand_as(states)
+    torch.testing.assert_close(states.grad, expected, rtol=0.02, atol=0.02)
 
 
 @settings(max_examples=30, deadline=None)
@@ -111,46 +128,6 @@ def test_weights_of_their_own_kind_are_left_alone(monkeypatch):
         assert F.linear(torch.randn(0, 3), torch.randn(4, 3)).shape == (0, 4)
 
 
-def test_models_whose_layers_are_alike_are_left_alone(build_trainer):
-    assert not has_many_shapes(nn.ModuleList(nn.Linear(5, 3) for _ in range(50)))
-    assert has_many_shapes(nn.ModuleList(nn.Linear(5, 1 + n) for n in range(MANY_SHAPES + 1)))
-    assert isinstance(build_trainer(bf16=True).even_products(), nullcontext)
-
-
-def test_layers_that_are_computed_again_for_their_gradients(build_trainer, monkeypatch):
-    """PyTorch compares what a forward pass keeps with what its repetition does."""
-    monkeypatch.setattr(products, "MANY_SHAPES", 0)
-    build_trainer("lightformer", max_steps=1, bf16=True, gradient_checkpointing=True).train()
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_teacher_is_cast_once_and_given_back(build_trainer, monkeypatch, fails):
-    """While a student learns, to the same outputs, whatever ends the training; tables stay."""
-    trainer = build_trainer(with_teacher=True, max_tokens=64, max_steps=2, bf16=True, hidden_weight=1.0)
-    before = {name: (parameter.dtype, parameter.data_ptr()) for name, parameter in trainer.teacher.named_parameters()}
-    ask, seen = trainer.teacher.forward, []
-
-    def forward(**inputs):
-        cast = {name for name, parameter in trainer.teacher.named_parameters() if parameter.dtype == torch.bfloat16}
-        outputs = ask(**inputs)
-        with torch.no_grad():
-            for parameter in trainer.teacher.parameters():
-                parameter.data = parameter.data.float()
-            expected = ask(**inputs)
-        torch.testing.assert_close(outputs.logits, expected.logits, atol=1e-6, rtol=1e-6)
-        seen.append(cast)
-        if fails:
-            raise RuntimeError("out of paper")
-        return outputs
-
-    monkeypatch.setattr(trainer.teacher, "forward", forward)
-    with pytest.raises(RuntimeError, match="out of paper") if fails else nullcontext():
-        trainer.train()
-    matrices = {name for name in before if name.endswith(("_proj.weight", "fc1.weight", "fc2.weight"))}
-    assert seen[0] == matrices
-    assert before == {name: (each.dtype, each.data_ptr()) for name, each in trainer.teacher.named_parameters()}
-
-
 def test_only_matrices_of_numbers_are_cast():
     layers = nn.ModuleList([nn.Linear(3, 4), nn.Embedding(5, 3), nn.Linear(3, 5), nn.LayerNorm(3)])
     layers[2].weight = layers[1].weight
@@ -162,18 +139,11 @@ def test_only_matrices_of_numbers_are_cast():
     assert {layer.weight.dtype for layer in layers} == {torch.float32}
 
 
-@pytest.mark.parametrize("model", ["marian", "lightformer"])
-def test_a_training_is_the_same(build_trainer, monkeypatch, model):
-    """In bfloat16, with a teacher and its states: the losses of plain autocast."""
-    monkeypatch.setattr(products, "MANY_SHAPES", 0)
+def test_attention_of_no_shape_is_in_bfloat16_where_none_is_to_be():
+    with EvenProducts(shapes=0), torch.autocast("cpu", torch.bfloat16):
+        assert torch.matmul(torch.randn(2, 3, 5, 8), torch.randn(2, 3, 8, 5)).dtype == torch.float32
 
-    def losses(even):
-        if not even:
-            monkeypatch.setattr("lightformers_hf.recovery.trainer.EvenProducts", nullcontext)
-        options = {"with_teacher": True, "max_tokens": 64, "max_steps": 4, "bf16": True}
-        trainer = build_trainer(model, rows=10, distillation_alpha=0.5, hidden_weight=1.0, **options)
-        trainer.train()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
-    even = losses(True)
-    assert even == pytest.approx(losses(False), rel=0.02)
+def test_models_whose_layers_are_alike_have_few_shapes():
+    assert not has_many_shapes(nn.ModuleList(nn.Linear(5, 3) for _ in range(50)))
+    assert has_many_shapes(nn.ModuleList(nn.Linear(5, 1 + n) for n in range(MANY_SHAPES + 1)))

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..processors import ROWS
+from .processors import ROWS
 
 # A product's sizes are made multiples of these: tokens, and both sides of a weight.
 TOKENS, FEATURES = ROWS, 32
@@ -33,15 +33,19 @@ class EvenProducts(TorchFunctionMode):
 
     - linear layers are multiplied with rows and columns of zeros that make their sizes multiples of `TOKENS` and
       `FEATURES`: the same numbers, up to rounding;
-    - of attention's products the first `FIRST_SHAPES` are made as they are, which is all there are where layers are
+    - of attention's products those of the first shapes are made as they are, which is all there are where layers are
       alike; small ones of other shapes (`SMALL_HEAD`) are made in float32, which needs no programs.
 
     Elsewhere, and without autocast, nothing changes. Layers that are computed again for their gradients would be
     computed otherwise: PyTorch leaves the context for a backward pass.
+
+    Args:
+        shapes: of attention's products, how many are the first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shapes: int = FIRST_SHAPES) -> None:
         super().__init__()
+        self.most = shapes
         self.shapes: set[tuple[torch.Size, torch.Size]] = set()
 
     def __torch_function__(
@@ -59,7 +63,7 @@ class EvenProducts(TorchFunctionMode):
         if left.dim() != 4 or right.dim() != 4:
             return torch.matmul(left, right)
         shapes = (left.shape, right.shape)
-        if len(self.shapes) < FIRST_SHAPES:
+        if len(self.shapes) < self.most:
             self.shapes.add(shapes)
         if shapes in self.shapes or left.shape[-2] * left.shape[-1] * right.shape[-1] > SMALL_HEAD:
             return torch.matmul(left, right)
@@ -138,7 +142,8 @@ class _EvenLinear(torch.autograd.Function):
         x = _fill_up(flat, _next(len(flat), TOKENS), _next(m, FEATURES))
         w = _fill_up(weight, _next(n, FEATURES), x.shape[1])
         b = None if bias is None else F.pad(bias.to(torch.bfloat16), (0, len(w) - n))
-        ctx.save_for_backward(x, w)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w)
+        ctx.rows = len(x)
         ctx.states, ctx.weight, ctx.bias = (
             None if part is None else (part.shape, part.dtype) for part in (states, weight, bias)
         )
@@ -150,7 +155,7 @@ class _EvenLinear(torch.autograd.Function):
         x, w = ctx.saved_tensors
         (shape, dtype), (n, m) = ctx.states, ctx.weight[0]
         upstream = upstream.reshape(-1, n)
-        g = _fill_up(upstream, len(x), len(w))
+        g = _fill_up(upstream, ctx.rows, len(w))
         states = weight = bias = None
         if ctx.needs_input_grad[0]:
             states = torch.mm(g, w)[: len(upstream), :m].to(dtype).reshape(shape)
