@@ -95,7 +95,7 @@ def solve(x, y, own):
 
 
 def in_float32(monkeypatch):
-    for place, name in ((walk, "fast_products"), (walk, "cast_weights"), (module, "cast_weights")):
+    for place, name in ((walk, "fast_passes"), (walk, "cast_weights"), (module, "cast_weights")):
         monkeypatch.setattr(place, name, lambda _: nullcontext())
 
 

@@ -13,16 +13,11 @@ import pytest
 import torch
 from conversion.pretended import ELSEWHERE, accelerator
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoModelForSeq2SeqLM
 
 import lightformers_hf
 from lightformers_hf import StudyOptions, convert
 from lightformers_hf.conversion import workers
-from lightformers_hf.conversion.options import CompressionOptions
-from lightformers_hf.conversion.sharing.groups import find_matrices
-from lightformers_hf.conversion.statistics.calibration import Calibration
-from lightformers_hf.conversion.statistics.samples import parallel_batches, sample_pairs
-from lightformers_hf.conversion.teacher import Teacher
 from lightformers_hf.conversion.workers import AT_ONCE, Turns, map_in_order, map_in_threads
 from lightformers_hf.processors import factor_rows, use_threads
 
@@ -330,26 +325,3 @@ def test_a_device_that_is_not_there(tiny_marian, tmp_path, name):
     with pytest.raises(ValueError, match=rf"device is '{name}', which can't be used here"):
         convert(tiny_marian, tmp_path / "light", device=name, progress=False)
     assert not (tmp_path / "light").exists()
-
-
-def test_batches_side_by_side_have_the_sums_of_one_after_another(tiny_marian, text):
-    """Bit for bit, whichever is where at the same time."""
-    model = Teacher(tiny_marian, str(tiny_marian)).load()
-    tokenizer = AutoTokenizer.from_pretrained(tiny_marian)
-    options = CompressionOptions(calibration=text, source_lang="de", target_lang="en", calibration_samples=100)
-    batches = parallel_batches(model, tokenizer, sample_pairs(model.config, tokenizer, options, StudyOptions()))
-    linear = [name for name, kind in find_matrices(model) if kind != "embedding"]
-    sums = []
-    for threads in (1, 2):
-        with use_threads(threads):
-            calibration = Calibration(model, linear, batches, progress=False)
-        assert len(calibration.batches) > 3
-        sums.append((calibration.target_tokens, calibration.moments))
-    assert sums[0][0] == sums[1][0]
-    for name, alone in sums[0][1].items():
-        beside = sums[1][1][name]
-        assert (alone.count, alone.sizes) == (beside.count, beside.sizes)
-        for what in alone.sizes:
-            assert torch.equal(getattr(alone, what), getattr(beside, what)), (name, what)
-        for what, vector in alone.vectors.items():
-            assert torch.equal(vector, beside.vectors[what]), (name, what)

@@ -24,6 +24,7 @@ from lightformers_hf.conversion.statistics.samples import parallel_batches, samp
 from lightformers_hf.conversion.statistics.synthesis import translated_batches
 from lightformers_hf.conversion.tables import print_report
 from lightformers_hf.conversion.teacher import Teacher
+from lightformers_hf.processors import use_threads
 
 REFIT = StudyOptions(refit=True)
 
@@ -94,6 +95,29 @@ def test_moments_are_those_of_sentences_alone(calibrated, tiny_marian, parallel_
     table = calibration.moments["model.decoder.embed_tokens"]
     assert torch.equal(table.vectors["tokens"], torch.bincount(ids, minlength=model.config.vocab_size))
     torch.testing.assert_close(table.gradients.float(), gradients.T @ gradients, rtol=1e-3, atol=1e-6)
+
+
+def test_batches_side_by_side_have_the_sums_of_one_after_another(calibrated, monkeypatch):
+    """Bit for bit, whichever is where at the same time."""
+    model, calibration = calibrated
+    pairs = [
+        {name: tensor[row : row + 1] for name, tensor in batch.items()}
+        for batch in calibration.batches
+        for row in range(len(batch["labels"]))
+    ]
+    monkeypatch.setattr("lightformers_hf.conversion.statistics.calibration.cut_batches", list)
+    linear = [name for name, kind in find_matrices(model) if kind != "embedding"]
+    with use_threads(1):
+        alone = Calibration(model, linear, pairs, progress=False)
+    with use_threads(2):
+        beside = Calibration(model, linear, pairs, progress=False)
+    assert len(pairs) == 10
+    assert alone.target_tokens == beside.target_tokens == calibration.target_tokens
+    for name, one in alone.moments.items():
+        other = beside.moments[name]
+        assert (one.count, one.sizes) == (other.count, other.sizes)
+        assert all(torch.equal(getattr(one, what), getattr(other, what)) for what in one.sizes), name
+        assert all(torch.equal(vector, other.vectors[what]) for what, vector in one.vectors.items()), name
 
 
 def test_a_tables_two_jobs_are_one_metric(calibrated):
