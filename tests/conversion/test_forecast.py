@@ -11,6 +11,7 @@ from lightformers_hf.conversion.forecast import Forecast, forecast
 from lightformers_hf.conversion.options import CompressionOptions
 from lightformers_hf.conversion.teacher import Teacher
 from lightformers_hf.loading import unique_parameters
+from lightformers_hf.processors import use_threads
 
 pytestmark = pytest.mark.quick
 
@@ -47,6 +48,8 @@ def test_it_is_the_work_of_layers_logits_and_algebra(tiny_marian, machine):
     assert given.seconds - 8 == pytest.approx(work / 1e9)
     machine.setattr(module, "product_seconds", lambda dtype: 3 * module.PRODUCT)
     assert forecast(model, 40 * 25, given=False).seconds - 8 == pytest.approx(3 * (found.seconds - 8))
+    with use_threads(4):  # which wait for one another
+        assert forecast(model, 40 * 25, given=False).seconds - 8 == pytest.approx(3 / 2 * (found.seconds - 8))
 
 
 def test_it_is_said_before_the_work_and_with_it_that_memory_is_short(tiny_marian, tmp_path, machine, capsys):
