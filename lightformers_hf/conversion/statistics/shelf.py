@@ -50,15 +50,12 @@ class Shelf:
         Raises:
             OSError: the disk is full.
         """
-        with self._lock:
-            if key not in self._places and self._hold(key, tensor):
-                return
-            offset = self._find_place(key, tensor)
-        left = _bytes(tensor.detach().cpu().contiguous())
         try:
-            while left:  # one call writes 2 GiB at most
-                count = self._write(left, offset)
-                left, offset = left[count:], offset + count
+            with self._lock:
+                if key not in self._places and self._hold(key, tensor):
+                    return
+                offset = self._find_place(key, tensor)
+            _move(self._write, tensor.detach().cpu().contiguous(), offset)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -120,10 +117,7 @@ class Shelf:
 
     def _read(self, key: Hashable, tensor: Tensor) -> Tensor:
         """The tensor, filled with that of the file."""
-        offset, left = self._places[key][0], _bytes(tensor)
-        while left:
-            count = self._read_into(left, offset)
-            left, offset = left[count:], offset + count
+        _move(self._read_into, tensor, self._places[key][0])
         return tensor
 
     @contextmanager
@@ -150,5 +144,9 @@ class Shelf:
         self._rooms.clear()
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+def _move(part: Callable[[memoryview, int], int], tensor: Tensor, offset: int) -> None:
+    """A whole tensor, to or from a place, by what moves 2 GiB at most in one call."""
+    left = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    while left:
+        count = part(left, offset)
+        left, offset = left[count:], offset + count
