@@ -244,7 +244,8 @@ def measure(
     calibration = None
     if calibrates:
         linear = [name for name, kind in find_matrices(shorter) if kind != "embedding"]
-        calibration = Calibration(shorter, linear, batches, progress=progress)
+        alike = study.weighting != "loss"
+        calibration = Calibration(shorter, linear, batches, progress=progress, alike=alike)
     sentences = set() if pairs is None else {fingerprint(sentence) for sentence in pairs["source"]}
     return Measured(teacher, model, calibration, sorted(sentences))
 

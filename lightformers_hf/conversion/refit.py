@@ -24,7 +24,7 @@ from .forms.form import Built, Form, all_forms, find_form
 from .options import StudyOptions
 from .sharing.groups import find_matrices
 from .sharing.originals import short_name
-from .statistics.calibration import Calibration, cut_batches, stream_of
+from .statistics.calibration import Calibration, cut_batches, stream_of, token_mask
 from .statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric
 from .statistics.moments import PairMoments
 from .statistics.shelf import Shelf
@@ -147,7 +147,7 @@ class Regression:
     the next ones make up for: all of it (β = 1) where layers were left out, half of it where matrices got smaller.
     W* = (E[xᵀx] + ρI)⁻¹ (E[xᵀy] + ρW), all centred, truncated in the metric of the calibration; the bias makes the
     means agree (without one, nothing is centred). W is the layer as it was in the teacher, ρ = 0.01 · the mean
-    variance of x.
+    variance of x. Tokens have the weights of the calibration, or without one all the same.
 
     Norms put states that have lost something back to their full size, errors with them. The gain g of each becomes
     g + β(g* − g), g* regressed likewise on what the teacher's gives, each feature by itself, and its bias makes the
@@ -234,17 +234,27 @@ class Regression:
             width = layers[group[0]].in_features
             inputs = PairMoments(width, width, self.device)
             added_to = student.added_to(group[0])
+            weights = self._token_weights(group)
             look = partial(self._look, student, teacher, depth, group, added_to)
             with fail_together(), cast_weights(student.stack.layers[depth]), fast_sums(self.shelf.device):
-                for x, aims in map_in_order(look, range(len(self.batches)), self.shelf.device):
-                    inputs.add(x, x)
+                looks = map_in_order(look, range(len(self.batches)), self.shelf.device)
+                for (x, aims), felt in zip(looks, weights, strict=True):
+                    inputs.add(x, x, felt)
                     for sums, aim in zip(outputs.values(), aims, strict=True):
-                        sums.add(x, aim)
+                        sums.add(x, aim, felt)
             give_back_memory()
             for sums in (inputs, *outputs.values()):
                 sums.sum_over_all()
             self._solve(layers, inputs, outputs)
         give_back_memory()
+
+    def _token_weights(self, group: list[str]) -> Sequence[Tensor]:
+        """Of each batch, the weights of its tokens in the regression of layers with one input."""
+        stream = stream_of(group[0])
+        counts = [int(token_mask(batch, stream).sum()) for batch in self.batches]
+        if self.calibration is None:
+            return [torch.ones(count) for count in counts]
+        return self.calibration.token_weights(group).split(counts)
 
     def _look(
         self, student: Walk, teacher: Walk, depth: int, group: list[str], added_to: str | None, index: int

@@ -3,12 +3,15 @@
 Let y = x·W. To second order, and treating x and the gradient g at y as independent (K-FAC, Martens and Grosse 2015),
 replacing W by Ŵ costs ½ tr(Δᵀ C Δ G) nats a target token, Δ = W − Ŵ, C = E[xᵀx] and G = Σ gᵀg / target tokens: so far
 predictions move from the model's own (`Probes`). So errors of different matrices are in one unit, and compare.
+
+They are not independent: of some tokens the loss feels much, of others nothing. So C is a mean with weights |g|², which
+with G is the first step towards the product C ⊗ G that is nearest to E[xᵀx ⊗ gᵀg] (Van Loan and Pitsianis 1993).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import EllipsisType
 
@@ -45,6 +48,17 @@ TOKENS, LOGIT_ROWS = 512, 64
 AT_ONCE = 2
 
 
+@dataclass(eq=False)
+class Passed:
+    """What passes a layer: its name and inputs, where they hold tokens, where errors count, and Σ g² of each token."""
+
+    name: str
+    states: Tensor
+    tokens: Tensor | EllipsisType
+    mask: Tensor | EllipsisType
+    weights: Tensor | None = None
+
+
 class Calibration:
     """The moments of every matrix of a model, from sentence pairs: sums, for which memory is bounded (see `Shelf`).
 
@@ -54,17 +68,27 @@ class Calibration:
         batches: `input_ids`, `attention_mask`, `labels` (−100 is padding) and `decoder_input_ids`. Larger ones than
             `TOKENS` are cut. Each of several processes has its own; sums are over all.
         progress: show a progress bar.
+        alike: whether all tokens have the same weight in C; for comparison.
 
     Raises:
         ValueError: no token to predict; states or gradients that are not finite, with the module's name.
     """
 
     def __init__(
-        self, model: PreTrainedModel, linear: list[str], batches: Sequence[dict[str, Tensor]], *, progress: bool
+        self,
+        model: PreTrainedModel,
+        linear: list[str],
+        batches: Sequence[dict[str, Tensor]],
+        *,
+        progress: bool,
+        alike: bool = False,
     ):
         self.batches = cut_batches(batches)
         self.model = model.eval().requires_grad_(False)
         self._vectors: list[Tensor] = []  # of a batch's tokens: gradients flow from the loss to here
+        self._passed: list[Passed] = []  # what a batch has brought to each layer of the stacks
+        self._weights: dict[str, list[Tensor]] = {}  # of each batch's tokens at each of these
+        self._alike = alike
         self.moments: dict[str, Moments] = {}
         self.target_tokens = 0
         self._shelf = Shelf(algebra_device(model.device))
@@ -112,20 +136,38 @@ class Calibration:
 
         def see(module: nn.Module, arguments: tuple, output: Tensor) -> Tensor | None:
             # Behind the decoder's states there are the tokens that count alone.
-            mask = ... if name.startswith("lm_head") else self._masks[stream_of(name)]
-            mask = _where_errors_count(module, kind, arguments[0], output, mask)
-            states = arguments[0].detach()[mask]
+            tokens = ... if name.startswith("lm_head") else self._masks[stream_of(name)]
+            mask = _where_errors_count(module, kind, arguments[0], output, tokens)
             if kind == "table":
+                states = arguments[0].detach()[mask]
                 moments.add("tokens", torch.bincount(states, minlength=module.num_embeddings))
                 moments.count += states.numel()
                 output = output.detach().requires_grad_()
                 self._vectors.append(output)
             else:
-                moments.add_inputs(states.flatten(0, -2))
+                passed = Passed(name, arguments[0].detach(), tokens, mask)
+                output.register_hook(partial(self._weigh, passed, None if tokens is ... else self._passed))
             output.register_hook(partial(_add_gradients, moments, mask, kind))
             return output if kind == "table" else None
 
         return self.model.get_submodule(name).register_forward_hook(see)
+
+    def _weigh(self, passed: Passed, later: list[Passed] | None, gradient: Tensor) -> None:
+        """Find out how much the loss feels of a module's tokens, and add its inputs, now or later."""
+        passed.weights = gradient.float().square().sum(-1)
+        if later is None:
+            self._add_inputs(passed)
+        else:
+            later.append(passed)
+
+    def _add_inputs(self, passed: Passed) -> None:
+        weights = torch.ones_like(passed.weights) if self._alike else passed.weights
+        if passed.mask is not ...:
+            weights = weights.where(passed.mask, 0)
+        weights = weights[passed.tokens].flatten()
+        self.moments[passed.name].add_inputs(passed.states[passed.tokens].flatten(0, -2), weights)
+        if passed.tokens is not ...:
+            self._weights.setdefault(passed.name, []).append(weights.to(self.device))
 
     def _accumulate(self, index: int) -> None:
         """Add a batch to the sums, each of which only one stage adds to: so they do not depend on what is at once."""
@@ -134,7 +176,7 @@ class Calibration:
         with torch.enable_grad(), fast_products(self.model.device):
             with turns.take("forward", index), fast_passes(self.model.device):
                 self._masks = {stream: token_mask(batch, stream) for stream in ("source", "target")}
-                kept, self._vectors = self._masks["target"], (vectors := [])
+                kept, self._vectors, self._passed = self._masks["target"], (vectors := []), (layers := [])
                 states = self.model.model(**inputs, use_cache=False).last_hidden_state[kept]
             with turns.take("logits", index):
                 keys = token_keys(batch)[kept]
@@ -143,6 +185,9 @@ class Calibration:
             with turns.take("backward", index):
                 torch.autograd.grad(states, vectors, gradients)
                 self.target_tokens += int(kept.sum())
+            with turns.take("inputs", index):
+                while layers:
+                    self._add_inputs(layers.pop())
 
     def _gradient(self, states: Tensor, keys: Tensor) -> Tensor:
         """At decoder states (tokens×d) what `Probes` are at the logits, which are as wide as the vocabulary."""
@@ -162,10 +207,19 @@ class Calibration:
     def inputs(self, names: list[str]) -> tuple[Tensor, Tensor]:
         """E[xᵀx] and E[x] of one matrix that serves as each of the modules `names`."""
         parts = [self.moments[name] for name in names]
-        counts = [max(1, part.count) for part in parts]  # none where all inputs are zero (`_where_errors_count`)
+        counts = [part.count or 1 for part in parts]  # none where all inputs or gradients are zero
         second = _mean([part.inputs.div_(count) for part, count in zip(parts, counts, strict=True)])
         mean = _mean([part.vectors["mean"].double() / count for part, count in zip(parts, counts, strict=True)])
         return second, mean
+
+    def token_weights(self, names: list[str]) -> Tensor:
+        """How much the loss feels of each of this process's tokens, in their order, at layers of one input.
+
+        The root of Σ |g|² / E[|g|²]: the errors that are left in the end are not those by which it was measured, and
+        all of it would have few tokens decide (RESULTS.md, "Tokens").
+        """
+        felt = [(torch.cat(self._weights[name]), self.moments[name].count) for name in names]
+        return sum(weights / count if count else torch.ones_like(weights) for weights, count in felt).sqrt()
 
     def forget(self, what: str) -> None:
         """Let go of the second moments of `inputs` or `gradients`, each half of all that is kept: choosing and

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...processors import factor_rows
@@ -18,24 +19,24 @@ STRIP = 256
 
 
 class Moments:
-    """Sums over samples at one module; divided by `count`, those of the inputs x are means.
+    """Sums over samples at one module, of weight w each; divided by `count`, those of the inputs x are means.
 
     Attributes:
-        count: samples.
-        vectors: `mean`, Σ x (m); at an output layer `squares`, Σ g² (n); at a table `tokens`, how often each token was
+        count: Σ w.
+        vectors: `mean`, Σ w x (m); at an output layer `squares`, Σ g² (n); at a table `tokens`, how often each token was
             looked up (V).
-        sizes: of `inputs`, Σ xᵀx (m×m), and `gradients`, Σ gᵀg (n×n).
+        sizes: of `inputs`, Σ w xᵀx (m×m), and `gradients`, Σ gᵀg (n×n).
     """
 
     def __init__(self, name: str, shelf: Shelf):
-        self.count = 0
+        self.count = 0.0
         self.vectors: dict[str, Tensor] = {}
         self.sizes: dict[str, int] = {}
         self._name, self._shelf = name, shelf
 
     @property
     def inputs(self) -> Tensor:
-        """Σ xᵀx, m×m, double."""
+        """Σ w xᵀx, m×m, double."""
         return self._square("inputs")
 
     @inputs.setter
@@ -51,11 +52,11 @@ class Moments:
     def gradients(self, matrix: Tensor) -> None:
         self._put("gradients", matrix)
 
-    def add_inputs(self, rows: Tensor) -> None:
-        """Add to `count`, `mean` and `inputs`."""
-        self.count += len(rows)
-        rows = factor_rows(rows.to(self._shelf.device))
-        self.add("mean", rows.sum(0))
+    def add_inputs(self, rows: Tensor, weights: Tensor) -> None:
+        """Add rows x, tokens×m, and their weights w to `count`, `mean` and `inputs`."""
+        self.count += weights.sum().item()
+        rows, roots = weighed_rows(rows.to(self._shelf.device), weights.to(self._shelf.device))
+        self.add("mean", (roots[:, None] * rows).sum(0))
         self._add_square("inputs", rows)
 
     def add_gradients(self, rows: Tensor) -> None:
@@ -97,7 +98,7 @@ class Moments:
             own = self.vectors.get(what)
             own = torch.zeros(shape, dtype=dtype, device=self._shelf.device) if own is None else own
             self.vectors[what] = sum_over_all(own)
-        self.count = int(sum_over_all(torch.tensor(self.count)))
+        self.count = sum_over_all(torch.tensor(self.count, dtype=torch.float64)).item()
 
     def _flat(self, what: str) -> Tensor:
         """The strips of a sum, one behind the other."""
@@ -127,25 +128,26 @@ class Moments:
 
 
 class PairMoments:
-    """Means and second moments of pairs of rows, m and n wide, in double precision.
+    """Means and second moments of pairs of rows, m and n wide, each pair of some weight, in double precision.
 
     Until `sum_over_all` they are sums, those of products in float32, and where both of a pair are the same rows, only
     the lower half is there.
     """
 
     def __init__(self, m: int, n: int, device: torch.device):
-        self.count, self.symmetric, self._centred = 0, False, False
+        self.count, self.symmetric, self._centred = 0.0, False, False
         self.left, self.right = (torch.zeros(size, dtype=torch.float64, device=device) for size in (m, n))
         self.product = torch.zeros(m, n, device=device)
 
-    def add(self, left: Tensor, right: Tensor) -> None:
-        """Add rows, tokens×m and tokens×n."""
+    def add(self, left: Tensor, right: Tensor, weights: Tensor) -> None:
+        """Add rows, tokens×m and tokens×n, and the weight of each pair."""
         self.symmetric = left is right
-        self.count += len(left)
-        left = factor_rows(left.to(self.product.device))
-        right = left if self.symmetric else factor_rows(right.to(self.product.device))
-        self.left += left.sum(0)
-        self.right += right.sum(0)
+        self.count += weights.sum().item()
+        weights = weights.to(self.product.device)
+        left, roots = weighed_rows(left.to(self.product.device), weights)
+        right = left if self.symmetric else weighed_rows(right.to(self.product.device), weights)[0]
+        self.left += (roots[:, None] * left).sum(0)
+        self.right += (roots[:, None] * right).sum(0)
         for start in range(0, left.shape[1], STRIP):
             rows, columns = slice(start, start + STRIP), slice(start + STRIP if self.symmetric else None)
             self.product[rows, columns].addmm_(left[:, rows].T, right[:, columns])
@@ -155,7 +157,7 @@ class PairMoments:
         if self.symmetric:
             for start in range(STRIP, len(self.product), STRIP):
                 self.product[:start, start : start + STRIP] = self.product[start : start + STRIP, :start].T
-        self.count = int(sum_over_all(torch.tensor(self.count)))
+        self.count = sum_over_all(torch.tensor(self.count, dtype=torch.float64)).item()
         sums = (self.left, self.right, self.product)
         self.left, self.right, self.product = (sum_over_all(each).double().div_(self.count) for each in sums)
 
@@ -169,6 +171,13 @@ class PairMoments:
             self.product.addr_(*self.means(), alpha=-1 if centred else 1)
             self._centred = centred
         return self.product
+
+
+def weighed_rows(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """√w x of rows x, as `factor_rows` has them, and √w of as many: products of the two are weighed sums."""
+    roots = weights.float().sqrt()
+    factors = factor_rows(rows.float() * roots[:, None])
+    return factors, F.pad(roots, (0, len(factors) - len(roots)))
 
 
 def _strips(flat: Tensor, size: int) -> Iterator[tuple[int, int, Tensor]]:

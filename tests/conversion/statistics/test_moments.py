@@ -25,15 +25,32 @@ def test_moments_are_those_of_all_rows(sizes, m, n, centred):
     generator = torch.Generator().manual_seed(m)
     lefts = [torch.randn(size, m, generator=generator) + 1 for size in sizes]
     rights = lefts if n is None else [torch.randn(size, n, generator=generator) for size in sizes]
+    weights = [torch.rand(size, generator=generator) + 0.1 for size in sizes]
     sums = PairMoments(m, n or m, torch.device("cpu"))
-    for left, right in zip(lefts, rights, strict=True):
-        sums.add(left, right)
+    for some in zip(lefts, rights, weights, strict=True):
+        sums.add(*some)
     sums.sum_over_all()
 
-    x, y = (np.concatenate([rows.double().numpy() for rows in side]) for side in (lefts, rights))
-    expected = x.T @ y / len(x) - (np.outer(x.mean(0), y.mean(0)) if centred else 0)
+    x, y, w = (np.concatenate([rows.double().numpy() for rows in side]) for side in (lefts, rights, weights))
+    x_mean, y_mean = (np.average(side, axis=0, weights=w) for side in (x, y))
+    expected = x.T @ np.diag(w) @ y / w.sum() - (np.outer(x_mean, y_mean) if centred else 0)
     np.testing.assert_allclose(sums.moment(centred=centred).numpy(), expected, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(sums.means()[1].numpy(), y.mean(0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(sums.means()[1].numpy(), y_mean, rtol=1e-5, atol=1e-6)
+
+
+@given(sizes=st.lists(st.integers(1, 90), min_size=1, max_size=3), seed=st.integers(0, 10_000))
+@settings(max_examples=20, deadline=None)
+def test_weights_are_how_often_rows_come(sizes, seed):
+    """Inputs of weights 0, 1, 2 … have the sums of as many copies."""
+    generator = torch.Generator().manual_seed(seed)
+    weighed, repeated = Moments("fc1", Shelf()), Moments("fc1", Shelf())
+    for size in sizes:
+        rows, times = torch.randn(size, 5, generator=generator), torch.randint(4, (size,), generator=generator)
+        weighed.add_inputs(rows, times.float())
+        repeated.add_inputs(rows.repeat_interleave(times, 0), torch.ones(int(times.sum())))
+    assert weighed.count == repeated.count
+    torch.testing.assert_close(weighed.inputs, repeated.inputs, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(weighed.vectors["mean"], repeated.vectors["mean"], atol=1e-4, rtol=1e-4)
 
 
 def test_rounded_rows_have_the_moments_of_their_means():
@@ -43,7 +60,7 @@ def test_rounded_rows_have_the_moments_of_their_means():
     with rounded_products():
         rounded = factor_rows(rows)[: len(rows)].double()
         for some in rows.split(70):
-            moments.add_inputs(some)
+            moments.add_inputs(some, torch.ones(len(some)))
         moments.add_gradients(rows)
     assert moments.count == len(rows)
     mean = moments.vectors["mean"].double() / moments.count
