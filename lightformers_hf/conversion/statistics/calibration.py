@@ -4,8 +4,8 @@ Let y = x·W. To second order, and treating x and the gradient g at y as indepen
 replacing W by Ŵ costs ½ tr(Δᵀ C Δ G) nats a target token, Δ = W − Ŵ, C = E[xᵀx] and G = Σ gᵀg / target tokens: so far
 predictions move from the model's own (`Probes`). So errors of different matrices are in one unit, and compare.
 
-They are not independent: of some tokens the loss feels much, of others nothing. So C is a mean with weights |g|², which
-with G is the first step towards the product C ⊗ G that is nearest to E[xᵀx ⊗ gᵀg] (Van Loan and Pitsianis 1993).
+They are not independent: of some tokens the loss feels much, of others nothing. So C is a mean with weights |g|²,
+which with G is the first step towards the product C ⊗ G that is nearest to E[xᵀx ⊗ gᵀg] (Van Loan and Pitsianis 1993).
 """
 
 from __future__ import annotations

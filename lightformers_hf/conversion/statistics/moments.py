@@ -23,8 +23,8 @@ class Moments:
 
     Attributes:
         count: Σ w.
-        vectors: `mean`, Σ w x (m); at an output layer `squares`, Σ g² (n); at a table `tokens`, how often each token was
-            looked up (V).
+        vectors: `mean`, Σ w x (m); at an output layer `squares`, Σ g² (n); at a table `tokens`, how often each token
+            was looked up (V).
         sizes: of `inputs`, Σ w xᵀx (m×m), and `gradients`, Σ gᵀg (n×n).
     """
 
