@@ -154,7 +154,7 @@ class Calibration:
 
     def _weigh(self, passed: Passed, later: list[Passed] | None, gradient: Tensor) -> None:
         """Find out how much the loss feels of a module's tokens, and add its inputs, now or later."""
-        passed.weights = gradient.float().square().sum(-1)
+        passed.weights = torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32).square_()
         if later is None:
             self._add_inputs(passed)
         else:
