@@ -162,9 +162,9 @@ class Calibration:
 
     def _add_inputs(self, passed: Passed) -> None:
         weights = torch.ones_like(passed.weights) if self._alike else passed.weights
-        if passed.mask is not ...:
-            weights = weights.where(passed.mask, 0)
-        weights = weights[passed.tokens].flatten()
+        counted = torch.zeros_like(weights)
+        counted[passed.mask] = weights[passed.mask]
+        weights = counted[passed.tokens].flatten()
         self.moments[passed.name].add_inputs(passed.states[passed.tokens].flatten(0, -2), weights)
         if passed.tokens is not ...:
             self._weights.setdefault(passed.name, []).append(weights.to(self.device))
