@@ -194,6 +194,7 @@ workers.bf16_is_faster = lambda: False
 tiny, text, output = sys.argv[1:]
 convert(tiny, f"{output}/paper", ratio=2, method="paper", progress=False)
 convert(tiny, f"{output}/calibrated", ratio=3, calibration=text, progress=False)
+convert(tiny, f"{output}/single", ratio=2, calibration=text, calibration_samples=1, progress=False)  # one batch
 decompose = low_rank.decompose
 def broken(weight, *, name, rank=None, metric=None):
     if os.environ["RANK"] == "1" and rank is not None:
@@ -230,10 +231,12 @@ def test_two_processes_give_what_one_gives(tiny_marian, text, tmp_path):
     messages = {line for line in done.stdout.splitlines() if line.startswith("process ")}
     assert len(messages) == 2
     assert all("out of memory at " in message for message in messages)
-    assert {path.name for path in (tmp_path / "two").iterdir()} == {"paper", "calibrated"}
+    assert {path.name for path in (tmp_path / "two").iterdir()} == {"paper", "calibrated", "single"}
 
     convert(tiny_marian, tmp_path / "one" / "paper", ratio=2, method="paper", progress=False)
     convert(tiny_marian, tmp_path / "one" / "calibrated", ratio=3, calibration=text, progress=False)
+    single = {"ratio": 2, "calibration": text, "calibration_samples": 1, "progress": False}
+    convert(tiny_marian, tmp_path / "one" / "single", **single)
     one, two = ((tmp_path / name / "paper" / "model.safetensors").read_bytes() for name in ("one", "two"))
     assert one == two
     reports = [
@@ -243,10 +246,11 @@ def test_two_processes_give_what_one_gives(tiny_marian, text, tmp_path):
         assert one["setting"] == two["setting"]
         assert one["relative_error"] == pytest.approx(two["relative_error"], abs=1e-4)
     batch = {"input_ids": torch.arange(3, 23)[None], "decoder_input_ids": torch.arange(30, 50)[None]}
-    models = [AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name / "calibrated").eval() for name in ("one", "two")]
-    with torch.no_grad():
-        logits = [model(**batch).logits for model in models]
-    torch.testing.assert_close(*logits, atol=1e-2, rtol=1e-2)
+    for folder in ("calibrated", "single"):
+        models = [AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name / folder).eval() for name in ("one", "two")]
+        with torch.no_grad():
+            logits = [model(**batch).logits for model in models]
+        torch.testing.assert_close(*logits, atol=1e-2, rtol=1e-2)
 
 
 def test_products_in_bfloat16_only_where_the_processor_multiplies_it(monkeypatch):

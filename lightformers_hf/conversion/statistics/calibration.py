@@ -218,7 +218,8 @@ class Calibration:
         The root of Σ |g|² / E[|g|²]: the errors that are left in the end are not those by which it was measured, and
         all of it would have few tokens decide (RESULTS.md, "Tokens").
         """
-        felt = [(torch.cat(self._weights[name]), self.moments[name].count) for name in names]
+        none = torch.zeros(0, device=self.device)  # of a process without text
+        felt = [(torch.cat([none, *self._weights.get(name, ())]), self.moments[name].count) for name in names]
         return sum(weights / count if count else torch.ones_like(weights) for weights, count in felt).sqrt()
 
     def forget(self, what: str) -> None:
