@@ -111,8 +111,8 @@ class Calibration:
             self._add_up()
         if not self.target_tokens:
             raise ValueError("calibration: the text has no token to predict; give other text with --calibration")
-        for name, moments in self.moments.items():
-            for what in ("inputs", "gradients", "squares"):
+        for what in ("inputs", "gradients", "squares"):  # what is not finite somewhere makes all gradients so
+            for name, moments in self.moments.items():
                 if not moments.finite(what):
                     what = "gradients" if what == "squares" else what
                     raise ValueError(f"calibration: the {what} at {name} hold NaN or infinite values")
@@ -162,6 +162,7 @@ class Calibration:
 
     def _add_inputs(self, passed: Passed) -> None:
         weights = torch.ones_like(passed.weights) if self._alike else passed.weights
+        weights = weights.where(weights.isfinite(), 1)  # gradients that are not are found by their own sums
         counted = torch.zeros_like(weights)
         counted[passed.mask] = weights[passed.mask]
         weights = counted[passed.tokens].flatten()

@@ -367,6 +367,9 @@ def test_states_that_are_not_finite_are_named(calibrated, tiny_marian):
         model.model.encoder.layers[1].fc2.weight[0, 0] = 1e38
     with pytest.raises(ValueError, match=r"at model\.decoder\.\S+ hold NaN or infinite values"):
         Calibration(model, ["model.decoder.layers.0.encoder_attn.k_proj"], calibrated[1].batches, progress=False)
+    linear = [name for name, kind in find_matrices(model) if kind != "embedding"]
+    with pytest.raises(ValueError, match=r"the inputs at model\.encoder\.layers\.1\.fc2 hold NaN or infinite values"):
+        Calibration(model, linear, calibrated[1].batches, progress=False)
 
 
 def test_refit_leaves_balance_where_it_wins_little(tiny_marian, text, tmp_path):
