@@ -206,7 +206,7 @@ class Calibration:
         self.target_tokens = int(sum_over_all(torch.tensor(self.target_tokens)))
 
     def inputs(self, names: list[str]) -> tuple[Tensor, Tensor]:
-        """E[xᵀx] and E[x] of one matrix that serves as each of the modules `names`."""
+        """E[xᵀx] and E[x], tokens weighed, of one matrix that serves as each of the modules `names`."""
         parts = [self.moments[name] for name in names]
         counts = [part.count or 1 for part in parts]  # none where all inputs or gradients are zero
         second = _mean([part.inputs.div_(count) for part, count in zip(parts, counts, strict=True)])
