@@ -24,6 +24,8 @@ _kept: dict[int, int] = {}
 CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 512, "LRU_CACHE_CAPACITY": 128}
 # Rows of products that sum over them come in multiples of this.
 ROWS = 128
+# Rows that are scaled and rounded together, so that what lies between is in the processor's cache.
+CACHED_ROWS = 64
 
 
 @contextmanager
@@ -186,17 +188,22 @@ def rounded_products() -> Iterator[None]:
         settings.fp32_precision = before
 
 
-def factor_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Rows in float32 for a product that sums over them, and for their own sum.
+def factor_rows(rows: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
+    """Rows in float32, each times one of `scales`, for a product that sums over them, and for their own sum.
 
     Within `rounded_products` these are the numbers that are multiplied, so that means fit second moments, with zeros
     below up to a multiple of `ROWS`: a product is a program, written for its sizes, in more time than it takes.
     """
     settings = _product_settings()
     if settings is None or settings.fp32_precision != "bf16" or rows.device.type != "cpu":
-        return rows.float()
-    factors = torch.zeros(-(-len(rows) // ROWS) * ROWS, *rows.shape[1:])
-    factors[: len(rows)] = rows.bfloat16()
+        return rows.float() if scales is None else rows.float() * scales[:, None]
+    factors = torch.empty(-(-len(rows) // ROWS) * ROWS, *rows.shape[1:])
+    factors[len(rows) :] = 0
+    for start in range(0, len(rows), CACHED_ROWS):
+        part, some = factors[start : min(start + CACHED_ROWS, len(rows))], rows[start : start + CACHED_ROWS]
+        if scales is not None:
+            some = torch.mul(some, scales[start : start + CACHED_ROWS, None], out=part)
+        part.copy_(some.bfloat16())
     return factors
 
 

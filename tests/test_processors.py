@@ -155,6 +155,21 @@ def test_the_user_s_own_limit_stays(monkeypatch):
     assert [os.environ[name] for name in CACHES] == ["7", "128"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scaled_rows_are_rounded_once(dtype):
+    """Of 1, 2 and 3 parts that the processor's cache holds, and the last of them not full."""
+    for count in (1, 64, 100, 150):
+        rows, scales = torch.randn(count, 30).to(dtype), torch.rand(count)
+        expected = rows.float() * scales[:, None]
+        assert torch.equal(processors.factor_rows(rows, scales), expected)
+        with processors.rounded_products():
+            factors = processors.factor_rows(rows, scales)
+        if hasattr(torch.backends.mkldnn, "matmul"):
+            expected = expected.bfloat16().float()
+        assert torch.equal(factors[:count], expected)
+        assert not factors[count:].any()
+
+
 def test_products_that_may_round_give_what_rounded_factors_do():
     rows = torch.randn(200, 30)
     assert torch.equal(processors.factor_rows(rows), rows)

@@ -176,7 +176,7 @@ class PairMoments:
 def weighed_rows(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """√w x of rows x, as `factor_rows` has them, and √w of as many: products of the two are weighed sums."""
     roots = weights.float().sqrt()
-    factors = factor_rows(rows.float() * roots[:, None])
+    factors = factor_rows(rows, roots)
     return factors, F.pad(roots, (0, len(factors) - len(roots)))
 
 
