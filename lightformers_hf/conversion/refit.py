@@ -6,7 +6,7 @@ loses, the next ones make up for. In the same way the layers that stay learn to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,6 +21,7 @@ from ..models.matrices import bias_of, product_of
 from ..processors import give_back_memory
 from .balance import balance
 from .forms.form import Built, Form, all_forms, find_form
+from .linear import solved
 from .options import StudyOptions
 from .sharing.groups import find_matrices
 from .sharing.originals import short_name
@@ -31,6 +32,7 @@ from .statistics.shelf import Shelf
 from .steps import Step
 from .walk import Walk
 from .workers import (
+    Turns,
     algebra_device,
     cast_weights,
     fail_together,
@@ -228,25 +230,36 @@ class Regression:
                     self._fit_norm(group[0], partial(_outputs, student, teacher, group[0], depth))
                 continue
             layers = {name: self.student.get_submodule(name) for name in group}
-            outputs = {
-                name: PairMoments(layer.in_features, layer.out_features, self.device) for name, layer in layers.items()
-            }
-            width = layers[group[0]].in_features
-            inputs = PairMoments(width, width, self.device)
-            added_to = student.added_to(group[0])
-            weights = self._token_weights(group)
-            look = partial(self._look, student, teacher, depth, group, added_to)
             with fail_together(), cast_weights(student.stack.layers[depth]), fast_sums(self.shelf.device):
-                looks = map_in_order(look, range(len(self.batches)), self.shelf.device)
-                for (x, aims), felt in zip(looks, weights, strict=True):
-                    inputs.add(x, x, felt)
-                    for sums, aim in zip(outputs.values(), aims, strict=True):
-                        sums.add(x, aim, felt)
+                inputs, outputs = self._sums(student, teacher, depth, layers)
             give_back_memory()
             for sums in (inputs, *outputs.values()):
                 sums.sum_over_all()
             self._solve(layers, inputs, outputs)
         give_back_memory()
+
+    def _sums(
+        self, student: Walk, teacher: Walk, depth: int, layers: dict[str, nn.Module]
+    ) -> tuple[PairMoments, dict[str, PairMoments]]:
+        """Over all batches, of what goes into layers of one input, and of that with what is to come out of each."""
+        group, width = list(layers), next(iter(layers.values())).in_features
+        inputs = PairMoments(width, width, self.device)
+        outputs = {name: PairMoments(width, layer.out_features, self.device) for name, layer in layers.items()}
+        weights, added_to = self._token_weights(group), student.added_to(group[0])
+        turns = Turns()  # each is added to by one batch after the other: so it does not depend on what is at once
+
+        def add_up(index: int) -> None:
+            with turns.noticing():
+                x, aims = self._look(student, teacher, depth, group, added_to, index)
+            with turns.take("inputs", index):
+                inputs.add(x, x, weights[index])
+            for name, aim in zip(group, aims, strict=True):
+                with turns.take(name, index):
+                    outputs[name].add(x, aim, weights[index])
+
+        for _ in map_in_order(add_up, range(len(self.batches)), self.shelf.device):
+            pass
+        return inputs, outputs
 
     def _token_weights(self, group: list[str]) -> Sequence[Tensor]:
         """Of each batch, the weights of its tokens in the regression of layers with one input."""
@@ -320,7 +333,7 @@ class Regression:
                 rights = [
                     (name, outputs[name].moment(centred=centred) + ridge * own) for name, own in matrices.items()
                 ]
-                matrices = dict(_solved(covariance, ridge, rights))
+                matrices = dict(solved(covariance, ridge, rights))
             for name, layer in some.items():
                 metric = partial(self._metric, name, covariance, matrices[name].shape[1])
                 form = self._form(name, layer)
@@ -350,22 +363,6 @@ class Regression:
             if report.name == short_name(name):
                 return find_form(report.form)
         return next((form for form in all_forms() if form.holds(layer)), Form)
-
-
-def _solved(covariance: Tensor, ridge: Tensor, rights: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """(covariance + ridge·I)⁻¹ · each of the matrices under their names, which are let go one by one."""
-    diagonal = covariance.diagonal()  # damped for a while: a second covariance is as large as the first
-    own_diagonal = diagonal.clone()
-    diagonal.add_(ridge)
-    root, failed = torch.linalg.cholesky_ex(covariance)
-    while rights:
-        name, right = rights.pop(0)
-        if failed:
-            yield name, torch.linalg.solve(covariance, right)
-        else:  # as `cholesky_solve`, which copies the root
-            right = torch.linalg.solve_triangular(root, right, upper=False)
-            yield name, torch.linalg.solve_triangular(root.mT, right, upper=True)
-    diagonal.copy_(own_diagonal)
 
 
 def _outputs(student: Walk, teacher: Walk, name: str, depth: int, index: int) -> tuple[Tensor, Tensor]:

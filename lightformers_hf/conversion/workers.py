@@ -272,11 +272,20 @@ class Turns:
             if self._failed:
                 raise RuntimeError(f"what came before number {number} has failed")
         try:
-            yield
-        except BaseException:
-            self._failed = True
-            raise
+            with self.noticing():
+                yield
         finally:
             with self._changed:
                 self._passed[stage] += 1
                 self._changed.notify_all()
+
+    @contextmanager
+    def noticing(self) -> Iterator[None]:
+        """Let nobody wait for what fails inside, between stages."""
+        try:
+            yield
+        except BaseException:
+            with self._changed:
+                self._failed = True
+                self._changed.notify_all()
+            raise

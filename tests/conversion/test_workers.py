@@ -112,15 +112,19 @@ def test_stages_are_passed_one_at_a_time_and_in_order():
     assert passed == {"first": list(range(12)), "second": list(range(12))}
 
 
-def test_none_waits_for_one_that_failed():
+@pytest.mark.parametrize("within", [True, False])
+def test_none_waits_for_one_that_failed(within):
+    """In a stage, or between two."""
     turns = Turns()
 
     def work(index):
         with turns.take("first", index):
             pass
-        with turns.take("second", index):
+        with turns.take("second", index) if within else turns.noticing():
             if index == 1:
                 raise ValueError("batch 1")
+        with turns.take("third", index):
+            pass
         return index
 
     with use_threads(3):

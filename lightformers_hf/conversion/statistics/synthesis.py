@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import cycle
 
 import sentencepiece
@@ -23,13 +23,14 @@ from ...loading import position_limit
 from ...processors import keep_large
 from ..steps import Step
 from ..teacher import Teacher
-from ..workers import cast_weights, fast_products, own_share
+from ..workers import cast_weights, fast_products, map_in_order, own_share
 from .samples import BATCH
 from .samples import LONGEST as MOST
 
 # Sources, unless told otherwise, of a large model, and the tokens that each has.
 SOURCES, SHORTEST, LONGEST = 256, 5, 30
 SMALL, MOST_TIMES = 20_000_000, 4  # parameters of models that take more, and how many times as many
+AT_ONCE = 2  # batches that are translated at once: a pass of one token each shares little out among threads
 # Of the teacher's own way to generate: which tokens begin and end a text, and which may not follow.
 TOKEN_RULES = (
     "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_bos_token_id",
@@ -55,15 +56,12 @@ def synthetic_batches(
     limit = position_limit(model.config) or MOST
     number, size = (samples, BATCH) if samples else own_sources(model)
     sources = random_sources(tokenizer, model.config, number, seed, name=teacher.name)
-    drawn = [sources[start : start + size] for start in range(0, number, size)]
     prefixes = find_prefixes(model.config, *teacher.languages)
-    batches = []
-    with cast_weights(model), keep_large():
-        for some in Step("making text", own_share(drawn), unit="batch", shown=progress):
-            # Random tokens may have translations without end.
-            generation = _greedy(teacher, min(2 * max(map(len, some)), limit - 1))
-            batches.append(_with_targets(model, *_padded(some, tokenizer, model.config, prefixes), generation))
-    return batches
+    shares = own_share([sources[start : start + size] for start in range(0, number, size)])
+    # Random tokens may have translations without end.
+    most = [min(2 * max(map(len, some)), limit - 1) for some in shares]
+    padded = (_padded(some, tokenizer, model.config, prefixes) for some in shares)
+    return _with_targets("making text", model, teacher, padded, most, progress=progress)
 
 
 def own_sources(model: PreTrainedModel) -> tuple[int, int]:
@@ -122,26 +120,41 @@ def translated_batches(
     positions = position_limit(model.config) or MOST
     limit = {"truncation": True, "max_length": min(positions, tokenizer.model_max_length)}
     sources = sorted(filter(str.strip, texts), key=len)
-    drawn = [sources[start : start + BATCH] for start in range(0, len(sources), BATCH)]
-    batches = []
-    with cast_weights(model), keep_large():
-        for some in Step("translating", own_share(drawn), unit="batch", shown=progress):
-            inputs = tokenizer(some, padding=True, return_tensors="pt", **limit)
-            generation = _greedy(teacher, min(2 * inputs["input_ids"].shape[1] + 10, positions - 1))
-            batches.append(_with_targets(model, inputs["input_ids"], inputs["attention_mask"], generation))
-    return batches
+    shares = own_share([sources[start : start + BATCH] for start in range(0, len(sources), BATCH)])
+    encoded = [tokenizer(some, padding=True, return_tensors="pt", **limit) for some in shares]
+    most = [min(2 * one["input_ids"].shape[1] + 10, positions - 1) for one in encoded]
+    padded = ((one["input_ids"], one["attention_mask"]) for one in encoded)
+    return _with_targets("translating", model, teacher, padded, most, progress=progress)
 
 
 def _with_targets(
-    model: PreTrainedModel, inputs: Tensor, mask: Tensor, generation: GenerationConfig
-) -> dict[str, Tensor]:
-    """A batch as `Calibration` takes it: sources, and what the model makes of them."""
-    settings = {"attention_mask": mask.to(model.device), "generation_config": generation}
-    with fast_products(model.device), torch.inference_mode():
-        targets = model.generate(inputs.to(model.device), **settings)
-    targets = targets.to("cpu", copy=True)  # out of inference mode: gradients are taken with them
-    labels = targets[:, 1:].masked_fill(targets[:, 1:] == model.config.pad_token_id, -100)
-    return {"input_ids": inputs, "attention_mask": mask, "labels": labels, "decoder_input_ids": targets[:, :-1]}
+    what: str,
+    model: PreTrainedModel,
+    teacher: Teacher,
+    padded: Iterable[tuple[Tensor, Tensor]],
+    most: Sequence[int],
+    *,
+    progress: bool,
+) -> list[dict[str, Tensor]]:
+    """Batches as `Calibration` takes them: sources, and what the model makes of them.
+
+    Args:
+        padded: ids and masks; read by one thread, as several can't share a tokenizer.
+        most: of each batch, how many tokens the model makes at most.
+    """
+
+    def make(batch: tuple[tuple[Tensor, Tensor], int]) -> dict[str, Tensor]:
+        (inputs, mask), longest = batch
+        settings = {"attention_mask": mask.to(model.device), "generation_config": _greedy(teacher, longest)}
+        with fast_products(model.device), torch.inference_mode():
+            targets = model.generate(inputs.to(model.device), **settings)
+        targets = targets.to("cpu", copy=True)  # out of inference mode: gradients are taken with them
+        labels = targets[:, 1:].masked_fill(targets[:, 1:] == model.config.pad_token_id, -100)
+        return {"input_ids": inputs, "attention_mask": mask, "labels": labels, "decoder_input_ids": targets[:, :-1]}
+
+    with cast_weights(model), keep_large():
+        made = map_in_order(make, zip(padded, most, strict=True), model.device, at_once=AT_ONCE)
+        return list(Step(what, made, total=len(most), unit="batch", shown=progress))
 
 
 def token_frequencies(tokenizer: PreTrainedTokenizerBase | None, config: PreTrainedConfig) -> Tensor:
