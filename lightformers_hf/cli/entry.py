@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -89,4 +90,6 @@ def main() -> None:
     """Run the command line, under the same name however it was started."""
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "30")  # seconds: bars fill no log
+    # An error, as Ctrl-C is, so that what is begun is removed, and processes that work for this one end with it.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     app(prog_name=NAME)

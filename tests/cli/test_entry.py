@@ -7,15 +7,18 @@ import dataclasses
 import importlib.metadata
 import json
 import logging
+import os
 import re
 import runpy
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import click
+import psutil
 import pytest
 from huggingface_hub import constants
 from test_hub import hub  # noqa: F401, a fixture
@@ -450,3 +453,29 @@ def test_the_folder_one_is_in_has_its_name(lightformers, workplace, monkeypatch)
     code, out, _ = lightformers("plan", ".", "--rank", "8", "--method", "paper", "--json", "-")
     assert code == 0
     assert json.loads(out)["source"] == "dense"
+
+
+@pytest.mark.parametrize("words", ["convert TEACHER light --rank 4 --method paper", "benchmark conversion --whole"])
+def test_told_to_end_leaves_nothing_behind(words, tiny_marian, tmp_path):
+    """As by `kill`, a scheduler or a container's end: no hidden folder, and no process of its own that works on."""
+    script = f"""
+import importlib, sys
+from transformers import AutoModelForSeq2SeqLM
+from lightformers_hf.cli import main
+from lightformers_hf.evaluation.benchmarks import conversion
+writing = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+importlib.import_module("lightformers_hf.conversion.convert").write_report = lambda *_: exec(writing)
+conversion.random_teacher = lambda _: AutoModelForSeq2SeqLM.from_pretrained({str(tiny_marian)!r})
+conversion._CONVERT, conversion.subprocess.PIPE = writing, None  # in a process whose output is this one's
+main()
+"""
+    command = [sys.executable, "-c", script, *words.replace("TEACHER", str(tiny_marian)).split()]
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, **streams) as process:
+        at_work = int(process.stdout.readline())
+        assert (at_work == process.pid) == words.startswith("convert")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+    assert not psutil.pid_exists(at_work)
+    assert list(tmp_path.iterdir()) == []
