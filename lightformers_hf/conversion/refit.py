@@ -6,7 +6,7 @@ loses, the next ones make up for. In the same way the layers that stay learn to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,7 +27,7 @@ from .sharing.groups import find_matrices
 from .sharing.originals import short_name
 from .statistics.calibration import Calibration, cut_batches, stream_of, token_mask
 from .statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric
-from .statistics.moments import PairMoments
+from .statistics.moments import PairMoments, weigh
 from .statistics.shelf import Shelf
 from .steps import Step
 from .walk import Walk
@@ -250,12 +250,13 @@ class Regression:
 
         def add_up(index: int) -> None:
             with turns.noticing():
-                x, aims = self._look(student, teacher, depth, group, added_to, index)
+                looked = self._look(student, teacher, depth, group, added_to, index)
+                x, *aims = (weigh(rows, weights[index], self.device) for rows in looked)
             with turns.take("inputs", index):
-                inputs.add(x, x, weights[index])
+                inputs.add(x, x)
             for name, aim in zip(group, aims, strict=True):
                 with turns.take(name, index):
-                    outputs[name].add(x, aim, weights[index])
+                    outputs[name].add(x, aim)
 
         for _ in map_in_order(add_up, range(len(self.batches)), self.shelf.device):
             pass
@@ -271,14 +272,14 @@ class Regression:
 
     def _look(
         self, student: Walk, teacher: Walk, depth: int, group: list[str], added_to: str | None, index: int
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Of a batch, what goes into the layers of a group, tokens×m, and for each what is to come out, tokens×n."""
+    ) -> Iterator[Tensor]:
+        """Of a batch, what goes into the layers of a group, tokens×m, then for each what is to come out, tokens×n."""
         mask = student.mask(stream_of(group[0]), index)
         seen = student.inputs(depth, index, [group[0]] if added_to is None else [group[0], added_to])
-        aims = [self.built.of_teacher(name, teacher.output(name, index)) for name in group]
-        if added_to is not None:
-            aims = [aim - self.share * seen[added_to][mask] for aim in aims]
-        return seen[group[0]][mask], aims
+        yield seen[group[0]][mask]
+        for name in group:
+            aim = self.built.of_teacher(name, teacher.output(name, index))
+            yield aim if added_to is None else aim - self.share * seen[added_to][mask]
 
     def _changes(self, name: str) -> bool:
         """Whether there is a norm of that name, and it is to be regressed."""

@@ -102,10 +102,10 @@ def in_float32(monkeypatch):
 class ExactMoments(PairMoments):
     """Sums in float64: where inputs hardly vary, what float32 rounds decides, otherwise on every processor."""
 
-    def add(self, left, right, weights):
-        assert torch.equal(weights, torch.ones(len(left)))
-        self.count += len(left)
-        left, right = left.double(), right.double()
+    def add(self, left, right):
+        assert torch.equal(left.roots, torch.ones(len(left.rows)))
+        self.count += left.count
+        left, right = left.rows.double(), right.rows.double()
         self.left += left.sum(0)
         self.right += right.sum(0)
         self.product = self.product + left.T @ right

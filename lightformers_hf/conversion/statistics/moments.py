@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,6 +17,26 @@ from .shelf import Shelf
 
 # Rows of a symmetric sum that are computed and kept together, up to its diagonal.
 STRIP = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Weighed:
+    """Rows x of some weight w each: products of two such are weighed sums."""
+
+    rows: Tensor  # √w x, tokens×m, as `factor_rows` has them
+    roots: Tensor  # √w, of as many
+    count: float  # Σ w
+
+    def sum(self) -> Tensor:
+        """Σ w x, m."""
+        return (self.roots[:, None] * self.rows).sum(0)
+
+
+def weigh(rows: Tensor, weights: Tensor, device: torch.device) -> Weighed:
+    """Rows x, tokens×m, and their weights w, on a device."""
+    roots = weights.to(device).float().sqrt()
+    factors = factor_rows(rows.to(device), roots)
+    return Weighed(factors, F.pad(roots, (0, len(factors) - len(roots))), weights.sum().item())
 
 
 class Moments:
@@ -54,10 +75,10 @@ class Moments:
 
     def add_inputs(self, rows: Tensor, weights: Tensor) -> None:
         """Add rows x, tokens×m, and their weights w to `count`, `mean` and `inputs`."""
-        self.count += weights.sum().item()
-        rows, roots = weighed_rows(rows.to(self._shelf.device), weights.to(self._shelf.device))
-        self.add("mean", (roots[:, None] * rows).sum(0))
-        self._add_square("inputs", rows)
+        weighed = weigh(rows, weights, self._shelf.device)
+        self.count += weighed.count
+        self.add("mean", weighed.sum())
+        self._add_square("inputs", weighed.rows)
 
     def add_gradients(self, rows: Tensor) -> None:
         """Add to `gradients`."""
@@ -139,18 +160,15 @@ class PairMoments:
         self.left, self.right = (torch.zeros(size, dtype=torch.float64, device=device) for size in (m, n))
         self.product = torch.zeros(m, n, device=device)
 
-    def add(self, left: Tensor, right: Tensor, weights: Tensor) -> None:
-        """Add rows, tokens×m and tokens×n, and the weight of each pair."""
+    def add(self, left: Weighed, right: Weighed) -> None:
+        """Add rows, tokens×m and tokens×n, each pair of one weight."""
         self.symmetric = left is right
-        self.count += weights.sum().item()
-        weights = weights.to(self.product.device)
-        left, roots = weighed_rows(left.to(self.product.device), weights)
-        right = left if self.symmetric else weighed_rows(right.to(self.product.device), weights)[0]
-        self.left += (roots[:, None] * left).sum(0)
-        self.right += (roots[:, None] * right).sum(0)
-        for start in range(0, left.shape[1], STRIP):
+        self.count += left.count
+        self.left += left.sum()
+        self.right += right.sum()
+        for start in range(0, left.rows.shape[1], STRIP):
             rows, columns = slice(start, start + STRIP), slice(start + STRIP if self.symmetric else None)
-            self.product[rows, columns].addmm_(left[:, rows].T, right[:, columns])
+            self.product[rows, columns].addmm_(left.rows[:, rows].T, right.rows[:, columns])
 
     def sum_over_all(self) -> None:
         """Sum over all processes, fill the upper half where only the lower one was computed, and divide."""
@@ -171,13 +189,6 @@ class PairMoments:
             self.product.addr_(*self.means(), alpha=-1 if centred else 1)
             self._centred = centred
         return self.product
-
-
-def weighed_rows(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """√w x of rows x, as `factor_rows` has them, and √w of as many: products of the two are weighed sums."""
-    roots = weights.float().sqrt()
-    factors = factor_rows(rows, roots)
-    return factors, F.pad(roots, (0, len(factors) - len(roots)))
 
 
 def _strips(flat: Tensor, size: int) -> Iterator[tuple[int, int, Tensor]]:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightformers_hf.conversion.statistics.moments import STRIP, Moments, PairMoments
+from lightformers_hf.conversion.statistics.moments import STRIP, Moments, PairMoments, weigh
 from lightformers_hf.conversion.statistics.shelf import Shelf
 from lightformers_hf.processors import factor_rows, rounded_products
 
@@ -27,8 +27,9 @@ def test_moments_are_those_of_all_rows(sizes, m, n, centred):
     rights = lefts if n is None else [torch.randn(size, n, generator=generator) for size in sizes]
     weights = [torch.rand(size, generator=generator) + 0.1 for size in sizes]
     sums = PairMoments(m, n or m, torch.device("cpu"))
-    for some in zip(lefts, rights, weights, strict=True):
-        sums.add(*some)
+    for left, right, felt in zip(lefts, rights, weights, strict=True):
+        weighed = weigh(left, felt, torch.device("cpu"))
+        sums.add(weighed, weighed if n is None else weigh(right, felt, torch.device("cpu")))
     sums.sum_over_all()
 
     x, y, w = (np.concatenate([rows.double().numpy() for rows in side]) for side in (lefts, rights, weights))
