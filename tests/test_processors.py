@@ -38,6 +38,22 @@ def test_what_a_product_takes_is_not_what_other_programs_take(monkeypatch):
     assert 0 < processors.product_seconds(torch.float32) < 0.5
 
 
+def test_a_product_is_timed_on_one_core(monkeypatch):
+    """However many threads there are: some clocks know nothing of what others than this one did."""
+    seen, ones = [], torch.ones
+
+    class Watched(torch.Tensor):
+        def __matmul__(self, other):
+            seen.append(torch.get_num_threads())
+            return super().__matmul__(other)
+
+    monkeypatch.setattr(torch, "ones", lambda *size, **options: ones(*size, **options).as_subclass(Watched))
+    with processors.use_threads(2):
+        processors.product_seconds(torch.float32)
+        assert torch.get_num_threads() == 2
+    assert set(seen) == {1}
+
+
 @pytest.mark.parametrize(("busy", "left"), [(0, 3), (1, 3), (2.1, 2), (3, 1), (4, 1)])
 def test_as_many_as_others_leave_and_as_are_allowed(machine, busy, left):
     machine["busy"] = busy
