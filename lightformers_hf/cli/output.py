@@ -1,7 +1,7 @@
 """What all commands of the command line have alike: help, options, output for people and for machines, errors.
 
 Exit codes are 0; 1 for what the user can mend, said in one message; 2 for words that the command does not know; 130
-for Ctrl-C.
+for Ctrl-C, 143 for SIGTERM.
 """
 
 from __future__ import annotations
@@ -134,6 +134,16 @@ class Group(click.Group):
     def __init__(self, name: str, *, examples: str, commands: Sequence[click.Command], **settings: Any):
         super().__init__(name, commands=commands, no_args_is_help=True, context_settings=SETTINGS, **settings)
         self.examples = examples
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click, which says of a command's options before its name only that there are none such."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            own = {name for command in self.commands.values() for key in command.params for name in key.opts}
+            if error.option_name in own:
+                error.message = f"{error.option_name} is an option of commands: give it behind a command's name."
+            raise
 
     def list_commands(self, _: click.Context) -> list[str]:
         """In the order given, not of the alphabet."""

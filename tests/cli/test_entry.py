@@ -455,6 +455,17 @@ def test_the_folder_one_is_in_has_its_name(lightformers, workplace, monkeypatch)
     assert json.loads(out)["source"] == "dense"
 
 
+@pytest.mark.parametrize("words", ["-q convert dense light", "benchmark --runs 1 conversion", "--ratio=2 plan dense"])
+def test_options_before_a_command_are_sent_behind_it(lightformers, words):
+    code, _, err = lightformers(*words.split())
+    name = next(word for word in words.split() if word.startswith("-")).partition("=")[0]
+    assert code == 2
+    assert f"Error: {name} is an option of commands: give it behind a command's name." in err
+    code, _, err = lightformers("--nonsense", "plan")
+    assert code == 2
+    assert "No such option" in err
+
+
 @pytest.mark.parametrize("words", ["convert TEACHER light --rank 4 --method paper", "benchmark conversion --whole"])
 def test_told_to_end_leaves_nothing_behind(words, tiny_marian, tmp_path):
     """As by `kill`, a scheduler or a container's end: no hidden folder, and no process of its own that works on."""
