@@ -11,6 +11,9 @@ from typing import Any
 
 import psutil
 
+# Of a process of ours: files of the folder that the user is in are no modules, whatever they are called.
+OWN_MODULES = {"PYTHONSAFEPATH": "1"}
+
 
 def peak_memory() -> int:
     """The largest resident memory this process ever had, in bytes, mapped files included.
@@ -41,7 +44,7 @@ def translation_memory(name: str | os.PathLike, sentences: list[str], **generati
         input=task,
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **OWN_MODULES, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
     )
     if child.returncode:
         raise ValueError(f"{name} could not be measured in a process of its own: {child.stderr.strip()[-500:]}")

@@ -24,6 +24,7 @@ from ...export.engines import CHECKPOINTS, deployment_names, load_engine_file, s
 from ...loading import load_pretrained, load_teacher, weight_bytes
 from ...text import load_parallel
 from ..evaluate import find_columns
+from ..memory import OWN_MODULES
 from ..quality import translation_quality
 from ..speed import speed_of, speed_ratio, take_turns, typical_sentences
 from ..translate import translate
@@ -241,6 +242,7 @@ def _measure_speed(deployed: list[Deployed], inputs: dict, cores: int, settings:
     }
     # Waiting threads that spin take the core from the engine whose turn it is.
     environment = {
+        **OWN_MODULES,
         "OMP_NUM_THREADS": str(cores),
         "OMP_WAIT_POLICY": "PASSIVE",
         "PYTHONPATH": os.pathsep.join(sys.path),

@@ -22,6 +22,7 @@ from tqdm.auto import tqdm
 from transformers import MarianConfig, MarianMTModel, MarianTokenizer
 
 from ...loading import hide_bars, resolve_source
+from ..memory import OWN_MODULES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -159,7 +160,7 @@ def processor_seconds(words: Sequence[str], variables: dict[str, str], code: int
     before = _children_seconds()
     done = subprocess.run(
         [sys.executable, *words],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | variables,
+        env={**os.environ, **OWN_MODULES, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables},
         input=f"{SENTENCE}\n".encode(),
         capture_output=True,
         check=False,

@@ -20,6 +20,12 @@ def test_processor_time_is_finer_than_the_system_s_clock_ticks():
     assert any(abs(count - round(count)) > 1e-3 for count in hundredths)
 
 
+def test_files_where_the_user_is_are_no_modules(tmp_path, monkeypatch):
+    (tmp_path / "random.py").write_text("raise ImportError('not that one')")
+    monkeypatch.chdir(tmp_path)
+    assert processor_seconds(["-c", "import random"], {}, 0) > 0
+
+
 def test_a_process_that_fails_is_named():
     with pytest.raises(ValueError, match=r"ended with 3, expected 0: reason"):
         processor_seconds(["-c", "import sys; print('reason', file=sys.stderr); sys.exit(3)"], {}, 0)
