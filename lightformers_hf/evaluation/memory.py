@@ -11,9 +11,6 @@ from typing import Any
 
 import psutil
 
-# Of a process of ours: files of the folder that the user is in are no modules, whatever they are called.
-OWN_MODULES = {"PYTHONSAFEPATH": "1"}
-
 
 def peak_memory() -> int:
     """The largest resident memory this process ever had, in bytes, mapped files included.
@@ -31,6 +28,11 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
+def child_environment(**variables: str) -> dict[str, str]:
+    """Environment of a Python process that finds the modules that this one does: no files of the user's folder are."""
+    return {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(sys.path), **variables}
+
+
 def translation_memory(name: str | os.PathLike, sentences: list[str], **generation: Any) -> tuple[int, int]:
     """Peak memory in bytes of a fresh process that loads a checkpoint and translates, and the libraries' part of it.
 
@@ -44,7 +46,7 @@ def translation_memory(name: str | os.PathLike, sentences: list[str], **generati
         input=task,
         capture_output=True,
         text=True,
-        env={**os.environ, **OWN_MODULES, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        env=child_environment(OMP_NUM_THREADS="1"),
     )
     if child.returncode:
         raise ValueError(f"{name} could not be measured in a process of its own: {child.stderr.strip()[-500:]}")

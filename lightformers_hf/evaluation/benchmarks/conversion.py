@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from transformers import PreTrainedModel
 from ...conversion.choosing.rules import rank_for_ratio
 from ...conversion.forms.svd import decompose
 from ...conversion.workers import map_in_threads
-from ..memory import OWN_MODULES
+from ..memory import child_environment
 from .shapes import teacher_class
 
 RATIO = 4.0
@@ -235,9 +234,7 @@ def time_conversion(shapes: str, **options: object) -> WholeConversion:
         del model
         size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
         command = [sys.executable, "-c", _CONVERT, str(source), str(Path(folder, "output")), json.dumps(options)]
-        done = subprocess.run(
-            command, env={**os.environ, **OWN_MODULES}, stdout=subprocess.PIPE, text=True, check=False
-        )
+        done = subprocess.run(command, env=child_environment(), stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise ValueError(f"the conversion of {shapes} failed: see above")
     found, total, peak, libraries = json.loads(done.stdout.splitlines()[-1])

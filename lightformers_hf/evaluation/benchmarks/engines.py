@@ -24,7 +24,7 @@ from ...export.engines import CHECKPOINTS, deployment_names, load_engine_file, s
 from ...loading import load_pretrained, load_teacher, weight_bytes
 from ...text import load_parallel
 from ..evaluate import find_columns
-from ..memory import OWN_MODULES
+from ..memory import child_environment
 from ..quality import translation_quality
 from ..speed import speed_of, speed_ratio, take_turns, typical_sentences
 from ..translate import translate
@@ -241,18 +241,13 @@ def _measure_speed(deployed: list[Deployed], inputs: dict, cores: int, settings:
         "new_tokens": settings.new_tokens,
     }
     # Waiting threads that spin take the core from the engine whose turn it is.
-    environment = {
-        **OWN_MODULES,
-        "OMP_NUM_THREADS": str(cores),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
+    environment = child_environment(OMP_NUM_THREADS=str(cores), OMP_WAIT_POLICY="PASSIVE")
     command = "from lightformers_hf.evaluation.benchmarks.engines import _measure; _measure()"
     with tempfile.TemporaryFile("w+") as work, tempfile.TemporaryFile("w+") as errors:
         json.dump(task, work)
         work.seek(0)
         streams: dict[str, Any] = {"stdin": work, "stdout": subprocess.PIPE, "stderr": errors, "text": True}
-        with subprocess.Popen([sys.executable, "-c", command], env={**os.environ, **environment}, **streams) as child:
+        with subprocess.Popen([sys.executable, "-c", command], env=environment, **streams) as child:
             found = ""
             for line in child.stdout:
                 bar.update(line == RUN_DONE)

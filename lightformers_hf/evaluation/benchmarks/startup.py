@@ -7,7 +7,6 @@ does hardly matters to it. The medians of one machine compare with each other, n
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from tqdm.auto import tqdm
 from transformers import MarianConfig, MarianMTModel, MarianTokenizer
 
 from ...loading import hide_bars, resolve_source
-from ..memory import OWN_MODULES
+from ..memory import child_environment
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -160,7 +159,7 @@ def processor_seconds(words: Sequence[str], variables: dict[str, str], code: int
     before = _children_seconds()
     done = subprocess.run(
         [sys.executable, *words],
-        env={**os.environ, **OWN_MODULES, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables},
+        env=child_environment(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", **variables),
         input=f"{SENTENCE}\n".encode(),
         capture_output=True,
         check=False,
