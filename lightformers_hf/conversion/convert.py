@@ -160,8 +160,7 @@ def compress(
     calibrates = will_calibrate(teacher, options, start)
     originals = Originals(teacher, dense, start, device=algebra_device(device))
     units = find_units(originals, options, study)
-    if calibrates:
-        check_choices(units, originals, options, study)
+    removed = check_choices(units, originals, options, study) if calibrates else 0.0
     will_refit = can_refit(dense.config, study) and calibrates
     will_bridge = teacher is not whole and can_bridge(teacher, study)
     check_needs(teacher, options, study, reads_text=calibrates or will_bridge)
@@ -172,7 +171,7 @@ def compress(
     seen = Measured(teacher)
     if calibrates or (will_bridge and not dry):
         steps = {"bridges": will_bridge, "calibrates": calibrates}
-        seen = measure(whole, teacher, options, study, device=device, progress=progress, **steps)
+        seen = measure(whole, teacher, options, study, removed, device=device, progress=progress, **steps)
     originals = merge_layers(replace(originals, teacher=seen.teacher), seen.calibration, study)
     units = find_units(originals, options, study)
     places, setting = choose(units, originals, options, study, progress=progress)
@@ -219,6 +218,7 @@ def measure(
     teacher: Teacher,
     options: CompressionOptions,
     study: StudyOptions,
+    removed: float,
     *,
     bridges: bool,
     calibrates: bool,
@@ -230,6 +230,7 @@ def measure(
 
     Args:
         whole: the teacher with all its layers.
+        removed: as of `Calibration`.
         device: where models run.
     """
     pairs = draw_pairs(whole, options, study)
@@ -245,7 +246,7 @@ def measure(
     if calibrates:
         linear = [name for name, kind in find_matrices(shorter) if kind != "embedding"]
         alike = study.weighting != "loss"
-        calibration = Calibration(shorter, linear, batches, progress=progress, alike=alike)
+        calibration = Calibration(shorter, linear, batches, progress=progress, removed=removed, alike=alike)
     sentences = set() if pairs is None else {fingerprint(sentence) for sentence in pairs["source"]}
     return Measured(teacher, model, calibration, sorted(sentences))
 

@@ -14,7 +14,7 @@ from ..steps import Step
 from ..workers import share_work
 from .budget import Choices
 from .limits import find_budget
-from .rules import RankPolicy
+from .rules import RankPolicy, Ratio
 
 Result = TypeVar("Result")
 # Forms of a place, of which one is chosen: all decide over the same matrices.
@@ -147,8 +147,12 @@ def choose(
 
 def check_choices(
     units: Sequence[Unit], originals: Originals, options: CompressionOptions, study: StudyOptions
-) -> None:
-    """Raise `ValueError` where a rule or a budget cannot be met, or asks for nothing: before anything takes long."""
+) -> float:
+    """Return the share of the matrices' parameters that is removed, about: one half where each follows a rule.
+
+    Raises:
+        ValueError: a rule or a budget cannot be met, or asks for nothing. Known before anything takes long.
+    """
     policy = options.policy()
 
     def fewest(place: Form) -> Setting:
@@ -157,11 +161,13 @@ def check_choices(
 
     if spends_budget(options, study):
         given, free = split_units(units, policy)
-        find_budget(originals, options, {place: fewest(place) for place in given}, free).check()
-        return
+        budget = find_budget(originals, options, {place: fewest(place) for place in given}, free)
+        budget.check()
+        return budget.removed
     for place in (place for alternative, *_ in units for place, *_ in alternative):
         if place.is_usual:  # the others need statistics
             fewest(place)
+    return 1 - 1 / policy.default.ratio if isinstance(policy.default, Ratio) else 0.5
 
 
 def split_units(units: Sequence[Unit], policy: RankPolicy) -> tuple[list[Form], list[Unit]]:

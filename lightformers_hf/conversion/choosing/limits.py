@@ -48,6 +48,11 @@ class Budget(ABC):
     def check(self) -> None:
         """Raise `ValueError` where the budget cannot be met, or asks for nothing. Needs no statistics."""
 
+    @property
+    def removed(self) -> float:
+        """Share of the free places' parameters that is removed, as far as it is known before anything is measured."""
+        return 0.5
+
     @abstractmethod
     def spend(self, choices: Mapping[Form, Choices]) -> dict[Form, Setting]:
         """The settings of the free places that lose least within the budget. Needs `check` before.
@@ -87,13 +92,22 @@ class ParameterBudget(Budget):
         """Parameters that the free places may have."""
         name = self.options.budget
         if name == "ratio":
-            dense = sum(max(_dense(slots) for slots in unit) for unit in self.free)
-            return dense / self._ratio
+            return self._dense / self._ratio
         asked = read_quantity(name, getattr(self.options, name))
         fixed, _ = self._total(count_parameters)
         if name == "params":
             return asked - self._besides - fixed
         return (asked - self._overhead) / self._itemsize - self._besides - fixed
+
+    @property
+    def _dense(self) -> float:
+        """Parameters of the free places as they are."""
+        return sum(max(_dense(slots) for slots in unit) for unit in self.free)
+
+    @property
+    def removed(self) -> float:
+        """As `Budget.removed`."""
+        return max(0.0, 1 - self.available / self._dense)
 
     @property
     def _ratio(self) -> float:

@@ -37,13 +37,15 @@ from ..workers import (
 )
 from .metric import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric, damped_weights
 from .moments import Moments
-from .probes import Probes, token_keys
+from .probes import Probes, logit_variance, temperature_of, token_keys
 from .shelf import Shelf
 
 # Added to every token's weight, relative to their mean: so that tokens without a sample keep something.
 TOKEN_DAMPING = 1e-2
 # Tokens of a batch at most, on both sides with padding; of those, target tokens whose logits are held together.
 TOKENS, LOGIT_ROWS = 512, 64
+# Target tokens, about, by which the spread of logits is known, of so many batches.
+SPREAD_TOKENS, SPREAD_BATCHES = 256, 4
 # Batches that pass the model at once: more need memory, and wait for one another in its three stages.
 AT_ONCE = 2
 
@@ -68,6 +70,7 @@ class Calibration:
         batches: `input_ids`, `attention_mask`, `labels` (−100 is padding) and `decoder_input_ids`. Larger ones than
             `TOKENS` are cut. Each of several processes has its own; sums are over all.
         progress: show a progress bar.
+        removed: share of the parameters that compression removes, which `temperature_of` takes.
         alike: whether all tokens have the same weight in C; for comparison.
 
     Raises:
@@ -81,6 +84,7 @@ class Calibration:
         batches: Sequence[dict[str, Tensor]],
         *,
         progress: bool,
+        removed: float = 0.5,
         alike: bool = False,
     ):
         self.batches = cut_batches(batches)
@@ -93,7 +97,11 @@ class Calibration:
         self.target_tokens = 0
         self._shelf = Shelf(algebra_device(model.device))
         self._masks: dict[str, Tensor] = {}
-        self._probes: Probes | None = None
+        with fail_together():
+            states = self._sample_states()
+        size = model.config.decoder_vocab_size
+        self.temperature = temperature_of(logit_variance(model.logits_of, states, size), removed)
+        self._probes = Probes(size, model.device, self.temperature)
         self._turns = Turns()
         tables = [f"model.{stack}.embed_tokens" for stack in ("encoder", "decoder")]
         watched = {**dict.fromkeys(linear, "linear"), **dict.fromkeys(tables, "table"), self.output_name: "output"}
@@ -130,6 +138,18 @@ class Calibration:
     def moved(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """A batch, where the model is."""
         return {name: tensor.to(self.model.device) for name, tensor in batch.items()}
+
+    @torch.no_grad()
+    def _sample_states(self) -> list[Tensor]:
+        """Decoder states at some target tokens, from batches of all lengths."""
+        states = []
+        for batch in self.batches[:: max(1, -(-len(self.batches) // SPREAD_BATCHES))]:
+            batch = self.moved(batch)
+            inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+            with fast_products(self.model.device):
+                found = self.model.model(**inputs, use_cache=False).last_hidden_state[token_mask(batch, "target")]
+            states.append(found[:: max(1, len(found) * SPREAD_BATCHES // SPREAD_TOKENS)])
+        return states
 
     def _watch(self, name: str, kind: str) -> RemovableHandle:
         moments = self.moments[name] = Moments(name, self._shelf)
@@ -194,8 +214,6 @@ class Calibration:
         """At decoder states (tokens×d) what `Probes` are at the logits, which are as wide as the vocabulary."""
         states = states.requires_grad_()
         logits = self.model.logits_of(states).float()
-        if self._probes is None:
-            self._probes = Probes(logits.shape[-1], logits.device)
         return torch.autograd.grad(logits, states, self._probes.draw(logits.detach(), keys))[0]
 
     def _add_up(self) -> None:

@@ -33,7 +33,9 @@ def measure(units, picks) -> tuple[float, float]:
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 10_000), st.floats(0.05, 1.1))
-def test_no_other_choice_of_so_much_is_cheaper(seed, share):
+def test_only_choices_within_reach_of_a_larger_budget_are_cheaper(seed, share):
+    """The price alone is optimal for the size that it comes to, which one unit's range, at most, keeps from the
+    budget: so no choice that takes that much less than the budget is cheaper."""
     generator = torch.Generator().manual_seed(seed)
     units = [
         [[{"heads": part(generator, 4)}], [{"q": part(generator, 3)}, {"k": part(generator, 3)}]],
@@ -74,7 +76,20 @@ def test_no_other_choice_of_so_much_is_cheaper(seed, share):
     assert len(chosen) == sum(len(units[index][which]) for index, (which, _) in enumerate(picks))
     size, cost = measure(units, picks)
     assert size <= budget
-    assert all(other_size > size or other_cost >= cost - 1e-9 for other_size, other_cost in every)
+    ranges = [
+        max(sizes) - min(sizes)
+        for sizes in (
+            [measure([unit], [pick])[0] for pick in picks] for unit, picks in zip(units, options, strict=True)
+        )
+    ]
+    assert all(other_size > budget - max(ranges) or other_cost >= cost - 1e-9 for other_size, other_cost in every)
+
+
+def test_what_a_price_leaves_of_a_budget_is_spent():
+    """Below the price of 1 the first part takes 10 more: a budget of 9 would stay unspent, were the second not there."""
+    first = Choices([1, 2], torch.tensor([10.0, 0.0]).double(), torch.tensor([1.0, 11.0]).double())
+    second = Choices([1, 2, 3], torch.tensor([4.0, 2.0, 0.5]).double(), torch.tensor([1.0, 5.0, 9.0]).double())
+    assert allocate([[[{"first": first}]], [[{"second": second}]]], 11.0) == {"first": 1, "second": 3}
 
 
 def test_a_budget_for_everything_loses_nothing():

@@ -47,9 +47,9 @@ def calibrated(tiny_marian, text):
     return model, Calibration(model, linear, batches, progress=False)
 
 
-def one_by_one(model, folder, parallel_sentences, watch):
+def one_by_one(model, folder, parallel_sentences, watch, temperature=1.0):
     """Inputs and gradients at modules, from one sentence pair at a time: no padding, no masks."""
-    probes = Probes(model.config.vocab_size, torch.device("cpu"))
+    probes = Probes(model.config.vocab_size, torch.device("cpu"), temperature)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     seen = {name: ([], []) for name in watch}
     table = model.model.encoder.embed_tokens.weight.requires_grad_()
@@ -77,7 +77,8 @@ def test_moments_are_those_of_sentences_alone(calibrated, tiny_marian, parallel_
     names = ["encoder.layers.0.fc1", "encoder.layers.1.self_attn.v_proj", "decoder.layers.0.fc2"]
     names += ["decoder.layers.1.encoder_attn.k_proj", "decoder.layers.1.encoder_attn.q_proj"]
     names = [f"model.{name}" for name in names]
-    expected = one_by_one(model, tiny_marian, parallel_sentences, [*names, "lm_head", "model.decoder.embed_tokens"])
+    watch, temperature = [*names, "lm_head", "model.decoder.embed_tokens"], calibration.temperature
+    expected = one_by_one(model, tiny_marian, parallel_sentences, watch, temperature)
     for name in names:
         inputs, gradients = expected[name]
         moments, weights = calibration.moments[name], gradients.square().sum(1)
@@ -216,7 +217,9 @@ def test_refit_leaves_alone_what_lost_nothing(tiny_marian, text, tmp_path):
             torch.testing.assert_close(state[name], tensor, atol=2e-4, rtol=1e-3)
 
 
-def test_a_refitted_layer_is_the_regression_of_the_teachers(tiny_marian, text, parallel_sentences, tmp_path):
+def test_a_refitted_layer_is_the_regression_of_the_teachers(
+    tiny_marian, text, calibrated, parallel_sentences, tmp_path
+):
     """The first layer's queries, whose inputs the compressed token table makes: against a direct solution, in which
     tokens have the root of what the loss feels of them at queries, keys and values, relative to the mean of each.
     """
@@ -227,7 +230,7 @@ def test_a_refitted_layer_is_the_regression_of_the_teachers(tiny_marian, text, p
     rows = {}
     for key, model in (("teacher", teacher), ("light", light)):
         model.model.encoder.embed_tokens.weight.requires_grad_(True)
-        rows[key] = one_by_one(model.eval(), tiny_marian, parallel_sentences, names)
+        rows[key] = one_by_one(model.eval(), tiny_marian, parallel_sentences, names, calibrated[1].temperature)
     felt = [rows["teacher"][each][1].double().square().sum(1) for each in names]
     w = sum(weights / weights.sum() for weights in felt).sqrt()[:, None]
     w = w / w.sum()
