@@ -225,6 +225,9 @@ other languages is written character by character, if at all.{% endif %}
 | megabytes | {{ "%.1f" | format(report.bytes_before / 1e6) }} | {{ "%.1f" | format(model.bytes / 1e6) }} | {{
 "%.2f" | format(report.bytes_before / model.bytes) }} |
 
+{% if report.agreement %}
+As converted, it {{ report.agreement }}.
+{% endif %}
 {% if steps %}
 It was trained for {{ "{:,}".format(steps) }} steps after that.
 {% elif report.loses %}

@@ -6,7 +6,7 @@ load → trim → shorten → share → bridge → measure → choose → build 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,11 +19,12 @@ from transformers import PreTrainedModel
 
 from ..data_files import check_data
 from ..folders import atomic_output, check_output
-from ..loading import load_tensors, resolve_source, skeleton
+from ..loading import assemble, load_tensors, resolve_source, skeleton
 from ..models.configuration_base import FactorizedConfig
 from ..models.lm_heads import ConditionalGenerationHead
 from ..processors import IdleThreads, keep_memory
 from ..text import fingerprint
+from .agreement import hold_out, predict_tokens, share_of_equal
 from .card import write_card
 from .choosing.choose import check_choices, choose, find_units, work_on_places
 from .choosing.limits import estimate_speedup
@@ -33,7 +34,7 @@ from .linear import all_finite
 from .options import CompressionOptions, StudyOptions, needs_calibration, settle
 from .others import other_tensors
 from .refit import bridge, can_refit, refit
-from .report import OWN_TEXT, CompressionReport, MatrixReport, write_report
+from .report import OWN_TEXT, Agreement, CompressionReport, MatrixReport, write_report
 from .sharing.groups import change_moments, find_bases, find_matrices, find_start, new_groups, share_layers
 from .sharing.originals import Originals, short_name
 from .statistics.calibration import Calibration
@@ -175,13 +176,15 @@ def compress(
     originals = merge_layers(replace(originals, teacher=seen.teacher), seen.calibration, study)
     units = find_units(originals, options, study)
     places, setting = choose(units, originals, options, study, progress=progress)
-    built, reports = build(places, setting, originals, keep=not dry and (is_main() or will_refit), progress=progress)
+    keep = not dry and (is_main() or seen.whole is not None)
+    built, reports = build(places, setting, originals, keep=keep, progress=progress)
     model = skeleton(teacher.model_class, find_config(dense, reports))
     if tensors := built.tensors:
         tensors |= other_tensors(model, originals, tensors)
-    if tensors and will_refit and any(report.relative_error for report in reports):
-        seen.calibration.forget("inputs")
-        tensors = refit(model, seen.whole, teacher.depths, seen.calibration, tensors, built, progress=progress)
+    agreement = None
+    if tensors and seen.whole is not None:
+        will_refit = will_refit and any(report.relative_error for report in reports)
+        agreement = fit(model, teacher, seen, tensors, built if will_refit else None, progress=progress)
     report = CompressionReport.of(
         checkpoint,
         model,
@@ -190,6 +193,7 @@ def compress(
         study=asked_study,
         calibration=(options.calibration or OWN_TEXT) if calibrates or (will_bridge and not dry) else None,
         calibrated_on=seen.sentences,
+        agreement=agreement,
         estimated_speedup=estimate_speedup(teacher.timed_config, model.config) if options.speedup else None,
         trimmed=whole if options.vocabulary else None,
     )
@@ -204,12 +208,15 @@ class Measured:
         teacher: it, its layers bridged where others are left out.
         whole: the model with all layers, where it runs; `None` without text.
         calibration: the moments of the teacher's matrices, if errors are weighed.
+        compared: batches on which the result is compared with the teacher; `held_out` says of which text.
         sentences: fingerprints of those of the user.
     """
 
     teacher: Teacher
     whole: PreTrainedModel | None = None
     calibration: Calibration | None = None
+    compared: Sequence[dict[str, Tensor]] = ()
+    held_out: bool = False
     sentences: list[str] = field(default_factory=list)
 
 
@@ -238,7 +245,7 @@ def measure(
         given = pairs is not None and "target" in pairs.column_names
         tqdm.write(str(forecast(whole.model, count_tokens(whole, options, pairs), given=given)), file=sys.stderr)
     model = whole.load().to(device)
-    batches = sample_text(model, whole, options, study, pairs, progress=progress)
+    batches, held = hold_out(sample_text(model, whole, options, study, pairs, progress=progress))
     shorter = model if teacher is whole else teacher.load().to(device)
     if bridges:
         teacher = teacher.change(bridge(shorter, model, teacher.depths, batches, progress=progress))
@@ -248,7 +255,40 @@ def measure(
         alike = study.weighting != "loss"
         calibration = Calibration(shorter, linear, batches, progress=progress, removed=removed, alike=alike)
     sentences = set() if pairs is None else {fingerprint(sentence) for sentence in pairs["source"]}
-    return Measured(teacher, model, calibration, sorted(sentences))
+    return Measured(teacher, model, calibration, held or batches, bool(held), sorted(sentences))
+
+
+def fit(
+    model: PreTrainedModel,
+    teacher: Teacher,
+    seen: Measured,
+    tensors: dict[str, Tensor],
+    built: Built | None,
+    *,
+    progress: bool,
+) -> Agreement:
+    """Refit the layers of a smaller model to its teacher's outputs, and compare what the two predict.
+
+    Args:
+        model: skeleton of the result.
+        teacher: with the layers that stay.
+        tensors: the result's, which are replaced by the refitted ones.
+        built: what its matrices have become; `None` where nothing is to be refitted.
+    """
+    names = list(tensors)
+    # Taken out one by one: the model and all tensors that it is made of need not be there together.
+    values = {name: (tensors.pop(name) if built else tensors[name]).float() for name in names}
+    student = assemble(type(model), model.config, values).to(seen.whole.device)
+    expected = predict_tokens(seen.whole, seen.compared)
+    before = None
+    if built is not None:
+        before, _ = share_of_equal(predict_tokens(student, seen.compared), expected)
+        seen.calibration.forget("inputs")
+        refit(student, seen.whole, teacher.depths, seen.calibration, built, progress=progress)
+        state = student.state_dict()
+        tensors.update({name: state[name].cpu() for name in names})
+    share, tokens = share_of_equal(predict_tokens(student, seen.compared), expected)
+    return Agreement(share=share, before_refit=before, tokens=tokens, held_out=seen.held_out)
 
 
 def will_calibrate(teacher: Teacher, options: CompressionOptions, start: str) -> bool:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..loading import assemble
 from ..models.configuration_base import FactorizedConfig
 from ..models.configuration_lightformer import LightFormerConfig
 from ..models.matrices import bias_of, product_of
@@ -72,36 +71,29 @@ def can_refit(config: FactorizedConfig, study: StudyOptions) -> bool:
 
 @torch.no_grad()
 def refit(
-    model: PreTrainedModel,
+    student: PreTrainedModel,
     teacher: PreTrainedModel,
     depths: Depths,
     calibration: Calibration,
-    tensors: dict[str, Tensor],
     built: Built,
     *,
     progress: bool,
-) -> dict[str, Tensor]:
-    """The tensors of a smaller model, its layers regressed on the teacher's outputs, and its logits balanced.
+) -> None:
+    """Refit the layers of a smaller model to the teacher's outputs by least squares, in place, and balance its logits.
 
     Args:
-        model: its skeleton.
+        student: in float32, where the teacher is. Its matrices, norms and the bias of its logits are replaced.
         teacher: with all its layers.
-        depths: which of them the model's stand for, see `Regression`.
-        calibration: of the teacher, or of one with as many layers as the model.
-        tensors: before; those of its matrices, norms and logits are changed.
+        depths: which of them the student's stand for, see `Regression`.
+        calibration: of the teacher, or of one with as many layers as the student.
         built: what its matrices have become.
     """
-    names = list(tensors)
-    student = assemble(type(model), model.config, {name: tensors.pop(name).float() for name in names})
-    student.to(teacher.device)
     shelf = Shelf(teacher.device)
     batches = cut_batches(calibration.batches, TOKENS)
     regression = Regression(student, teacher, depths, batches, shelf, built, MADE_UP_FOR, calibration)
     regression.run(tuple(depths), "refitting", progress=progress)
     calibration.forget("gradients")
     balance(student, teacher, batches, shelf, progress=progress)
-    state = student.state_dict()
-    return {name: state[name].cpu() for name in names}
 
 
 @torch.no_grad()

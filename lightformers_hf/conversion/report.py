@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 OWN_TEXT = "text that the model made itself"
 DENSE = "dense"
 STACKS = ("encoder", "decoder")
+# Below this share, sentences differ from the teacher's (measured: RESULTS.md, "Over-confident teachers").
+CLIFF = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,28 @@ class MatrixReport:
     def parameters_before(self) -> int:
         """Parameters of the dense matrix, mn."""
         return self.m * self.n
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """Share of target tokens at which the likeliest token of a model is its teacher's, each after the text's tokens.
+
+    Attributes:
+        share: of the result, from 0 to 1.
+        before_refit: of the result before its layers were refitted; `None` where they were not.
+        tokens: the number of target tokens.
+        held_out: whether the text was held out of the calibration; short texts are not.
+    """
+
+    share: float
+    before_refit: float | None
+    tokens: int
+    held_out: bool
+
+    def __str__(self) -> str:
+        before = "" if self.before_refit is None else f" ({self.before_refit:.1%} before the refit)"
+        text = "held-out tokens" if self.held_out else "tokens of the calibration text"
+        return f"agrees with its teacher on {self.share:.1%} of {self.tokens:,} {text}{before}"
 
 
 @dataclass(frozen=True)
@@ -99,6 +123,7 @@ class CompressionReport:
         options: the options that were set, and the switches of a study.
         calibration: the text that errors were weighed on, and layers regressed; `None`: neither was done.
         calibrated_on: fingerprints of its sentences, so that an evaluation can tell whether it sees them again.
+        agreement: how often the result predicts its teacher's token; `None` where no text was read.
         estimated_speedup: how many times as fast as the teacher, where that was asked for: on the machine of the
             conversion, one core, batch 1, greedy, through `generate()`.
         layers: layers of the result and of the source, {stack: [kept, before]}.
@@ -128,6 +153,7 @@ class CompressionReport:
     bytes_before: int
     bytes_after: int
     inherited: dict[str, Any]
+    agreement: Agreement | None = None
     vocabulary: dict[str, list[int]] = field(default_factory=dict)
     languages: list[str] = field(default_factory=list)
 
@@ -142,6 +168,7 @@ class CompressionReport:
         study: StudyOptions | None = None,
         calibration: str | None,
         calibrated_on: list[str],
+        agreement: Agreement | None,
         estimated_speedup: float | None,
         trimmed: Teacher | None = None,
     ) -> CompressionReport:
@@ -177,6 +204,7 @@ class CompressionReport:
             options=chosen,
             calibration=calibration,
             calibrated_on=calibrated_on,
+            agreement=agreement,
             estimated_speedup=estimated_speedup,
             layers=layers,
             groups=groups,
@@ -280,7 +308,7 @@ def read_report(file: Path) -> CompressionReport | None:
         return None
     try:
         # Reports from before vocabularies could be trimmed say nothing of it.
-        report = as_kind({"vocabulary": {}} | content, CompressionReport, "the report")
+        report = as_kind({"vocabulary": {}, "agreement": None} | content, CompressionReport, "the report")
         pairs = [report.layers.get(stack, []) for stack in STACKS] + [report.groups.get(stack, []) for stack in STACKS]
         if any(len(pair) != len(STACKS) for pair in pairs) or len(report.layers) + len(report.groups) != len(pairs):
             raise ValueError("layers and groups hold two numbers for each stack")

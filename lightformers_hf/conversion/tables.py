@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .report import OWN_TEXT, CompressionReport
+from .report import CLIFF, OWN_TEXT, CompressionReport
 
 
 def print_report(report: CompressionReport, console: Console, *, matrices: bool = True) -> None:
@@ -83,6 +83,13 @@ def remarks(report: CompressionReport) -> Iterator[str]:
     yield f"Of {len(report.matrices)} matrices: {report.outcome}."
     if len(report.smaller) < len(report.matrices):
         yield "Those stay dense for which nothing smaller was asked, or whose factors would hold as many parameters."
+    if report.agreement is not None:
+        yield f"{report.agreement}.".capitalize()
+        if report.agreement.share < CLIFF:
+            remedies = ["train it with `lightformers recover`", "choose a smaller ratio"]
+            if report.calibration == OWN_TEXT:
+                remedies.append("give text like that it is for with --calibration")
+            yield f"Below {CLIFF:.0%}, outputs differ from the teacher's: {', or '.join(remedies)}."
     if report.calibration is None and report.smaller:
         yield (
             "Without calibration every entry of a matrix counts alike, which costs most of the quality until the "

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # text of a model's own making needs none of it
 # (RESULTS.md, "Probes").
 SAMPLES, TOKENS_PER_FEATURE, MOST_TOKENS = 1000, 64, 2**15
 BATCH = 32  # pairs of a batch at most
+HELD_OUT = 10  # every tenth sentence is held out of the calibration
 # Tokens of a text, of models that take any number.
 LONGEST = 512
 
@@ -88,6 +89,7 @@ def sample_pairs(
     if samples is None:
         wanted = min(TOKENS_PER_FEATURE * config.hidden_size, MOST_TOKENS)
         samples = max(SAMPLES, math.ceil(wanted / max(1, mean_tokens(config, tokenizer, pairs))))
+        samples += math.ceil(samples / (HELD_OUT - 1))  # which are held out
     pairs = pairs.select(range(min(samples, len(pairs))))
     for side in pairs.column_names:
         if not any(text.strip() for text in pairs[side]):

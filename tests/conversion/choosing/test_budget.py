@@ -86,7 +86,7 @@ def test_only_choices_within_reach_of_a_larger_budget_are_cheaper(seed, share):
 
 
 def test_what_a_price_leaves_of_a_budget_is_spent():
-    """Below the price of 1 the first part takes 10 more: a budget of 9 would stay unspent, were the second not there."""
+    """Below the price of 1 the first part takes 10 more, and the 9 that are left go to the second part."""
     first = Choices([1, 2], torch.tensor([10.0, 0.0]).double(), torch.tensor([1.0, 11.0]).double())
     second = Choices([1, 2, 3], torch.tensor([4.0, 2.0, 0.5]).double(), torch.tensor([1.0, 5.0, 9.0]).double())
     assert allocate([[[{"first": first}]], [[{"second": second}]]], 11.0) == {"first": 1, "second": 3}

@@ -60,8 +60,9 @@ def test_the_variance_of_logits_is_that_of_what_probabilities_depend_on():
 
 @pytest.mark.parametrize("gap", [0.5, 4.0, 10.0])
 def test_a_temperature_stands_for_noise_of_the_logits(gap):
-    """The curvature p(1 − p) of two tokens, expected under Gaussian noise: nearer to that at the temperature than to that
-    of the exact logits, by which a confident model has none left."""
+    """The curvature p(1 − p) of two tokens, expected under Gaussian noise, is near the curvature at the temperature.
+
+    By the exact logits, a confident model has no curvature left."""
     variance, removed = 9.0, 0.5
     noise = torch.randn(400_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     noisy = torch.sigmoid(gap + math.sqrt(2 * removed * variance) * noise)
