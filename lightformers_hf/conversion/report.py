@@ -109,6 +109,7 @@ class CompressionReport:
         vocabulary: where it was trimmed, the tokens of `source` and `target`, and with all layers the `parameters`
             of the whole model: [kept, before] each.
         languages: the codes of the languages that it has left, where some of its tokenizer's are gone.
+        processor: the number of worker `threads`, whether models multiplied in `bf16`, and the `reason`.
         inherited: what the result's card takes over from the source's: licence, languages, task, its name on the Hub.
     """
 
@@ -130,6 +131,7 @@ class CompressionReport:
     inherited: dict[str, Any]
     vocabulary: dict[str, list[int]] = field(default_factory=dict)
     languages: list[str] = field(default_factory=list)
+    processor: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -144,12 +146,14 @@ class CompressionReport:
         calibrated_on: list[str],
         estimated_speedup: float | None,
         trimmed: Teacher | None = None,
+        processor: dict[str, Any],
     ) -> CompressionReport:
         """The report of compressing `teacher` into `model`, whose skeletons give the totals.
 
         Args:
             options, study: what was asked for; what differs from its default is kept.
             trimmed: the teacher with the tokens that stay, where not all do.
+            processor: as the field.
         """
         config = model.config
         given: list[CompressionOptions | StudyOptions] = [options] if study is None else [options, study]
@@ -187,6 +191,7 @@ class CompressionReport:
             bytes_after=facts.bytes,
             inherited=_metadata(teacher),
             vocabulary=_sizes(teacher, trimmed) if trimmed is not None else {},
+            processor=processor,
             languages=list(trimmed.kept.languages) if trimmed is not None and trimmed.kept is not None else [],
         )
 
@@ -279,8 +284,8 @@ def read_report(file: Path) -> CompressionReport | None:
     if not content:
         return None
     try:
-        # Reports from before vocabularies could be trimmed say nothing of it.
-        report = as_kind({"vocabulary": {}} | content, CompressionReport, "the report")
+        # Reports of earlier versions lack these fields.
+        report = as_kind({"vocabulary": {}, "processor": {}} | content, CompressionReport, "the report")
         pairs = [report.layers.get(stack, []) for stack in STACKS] + [report.groups.get(stack, []) for stack in STACKS]
         if any(len(pair) != len(STACKS) for pair in pairs) or len(report.layers) + len(report.groups) != len(pairs):
             raise ValueError("layers and groups hold two numbers for each stack")

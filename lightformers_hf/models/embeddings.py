@@ -9,7 +9,6 @@ from transformers import initialization as init
 from transformers.utils import is_torchdynamo_compiling
 
 from .configuration_lightformer import RELATIVE_POSITIONS
-from .matrices import few_rows_linear
 from .transformers_internals import is_loaded
 
 
@@ -190,7 +189,7 @@ class AdaptiveOutput(nn.Module):
         self.classes = nn.Linear(d_model, len(cutoffs), bias=False)
 
     def _band(self, states: torch.Tensor, band: int) -> torch.Tensor:
-        return few_rows_linear(self.tables[band], self.projections[band](states))
+        return self.tables[band](self.projections[band](states))
 
     def _first(self, states: torch.Tensor) -> torch.Tensor:
         return _log_softmax(torch.cat([self._band(states, 0), self.classes(states)], dim=-1))

@@ -19,7 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import can_return_tuple
 
 from .embeddings import AdaptiveEmbedding, AdaptiveOutput, adaptive_ties
-from .matrices import few_rows_linear, make_output, module_rank, table_parameters, warn_of_patterns
+from .matrices import make_output, module_rank, table_parameters, warn_of_patterns
 from .stacks import make_table
 
 
@@ -53,7 +53,7 @@ class ProjectedOutput(nn.Module):
         self.projection, self.output = projection, output
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return few_rows_linear(self.output, self.projection(hidden_states))
+        return self.output(self.projection(hidden_states))
 
 
 class Vocabulary:
@@ -234,7 +234,7 @@ class ConditionalGenerationHead(LanguageModelHead):
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
         """What the output layer makes of the decoder's states: (…, d) → (…, V)."""
-        logits = few_rows_linear(self.lm_head, self.before_output(states))
+        logits = self.lm_head(self.before_output(states))
         return logits if self.final_logits_bias is None else logits + self.final_logits_bias.to(logits.device)
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
@@ -345,7 +345,7 @@ class CausalLMHead(LanguageModelHead):
             loss = self.lm_head.loss(states[:, :-1], labels[:, 1:], kwargs.get("num_items_in_batch"))
         else:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = few_rows_linear(self.lm_head, states[:, kept])
+            logits = self.lm_head(states[:, kept])
         if labels is not None and loss is None:
             loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **kwargs)
         return CausalLMOutputWithCrossAttentions(

@@ -34,7 +34,7 @@ from ..files import RECORD_FILE, read_json, write_json
 from ..folders import lock, parents
 from ..languages import named_columns, set_languages
 from ..loading import hide_bars, load_pretrained, resolve_source, unique_parameters
-from ..processors import IdleThreads, bf16_is_faster
+from ..processors import IdleThreads, has_fast_bf16
 from ..recovery import RecoveryTrainer, ScoredPart, find_last_checkpoint, load_distiller, load_trainable, train
 from ..recovery.pace import Pace
 from ..recovery.progress import Clock, Progress, hush_trainer
@@ -146,7 +146,7 @@ class Run:
         self.tokenizer: PreTrainedTokenizerBase = load_pretrained(AutoTokenizer, self.folder)
         # Attention written out: on a CPU, with sentences, it trains faster than the fused kernel.
         self.attention = "eager" if self.threads else None
-        self.bf16 = bf16_is_faster() if self.threads else torch.cuda.is_bf16_supported(including_emulation=False)
+        self.bf16 = has_fast_bf16() if self.threads else torch.cuda.is_bf16_supported(including_emulation=False)
         self.model = self.load_light(dropout=False)
         self.distiller = load_distiller(str(resolve_source(self.teacher)), self.tokenizer, self.attention)
         if self.threads is None:

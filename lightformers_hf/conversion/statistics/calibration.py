@@ -44,8 +44,6 @@ from .shelf import Shelf
 TOKEN_DAMPING = 1e-2
 # Tokens of a batch at most, on both sides with padding; of those, target tokens whose logits are held together.
 TOKENS, LOGIT_ROWS = 512, 64
-# Batches that pass the model at once: more need memory, and wait for one another in its three stages.
-AT_ONCE = 2
 
 
 @dataclass(eq=False)
@@ -100,7 +98,7 @@ class Calibration:
         hooks = [self._watch(name, kind) for name, kind in watched.items()]
         try:
             with fail_together(), cast_weights(self.model), fast_sums(self.device):
-                passes = map_in_order(self._accumulate, range(len(self.batches)), model.device, at_once=AT_ONCE)
+                passes = map_in_order(self._accumulate, range(len(self.batches)), model.device)
                 for _ in Step("calibrating", passes, total=len(self.batches), unit="batch", shown=progress):
                     pass
         finally:
