@@ -17,8 +17,9 @@ def position_ids_from(
 ) -> torch.Tensor:
     """Positions of the last `length` tokens, counted over the tokens that `attention_mask` keeps.
 
-    With a 2-D mask, shape (B, past + length), a sentence gets the same positions however it is padded, and with a 4-D
-    one (B, 1, length, cache), which `generate` makes for a static cache; without one they are past, past + 1, ….
+    With a 2-D mask, shape (B, past + length), a sentence gets the same positions however it is padded, and with a
+    causal 4-D one (B, 1, length, cache), which `generate` makes for a static cache. Without a mask they are past,
+    past + 1, ….
     Shape: (B, length) or (1, length).
     """
     if attention_mask is not None and attention_mask.dim() == 2:
