@@ -176,13 +176,20 @@ class LanguageModelHead(Vocabulary):
             bands = (config.vocab_size, config.d_model, config.adaptive_cutoffs, config.adaptive_factor)
             self.lm_head = AdaptiveOutput(*bands)
             self._tied_weights_keys = adaptive_ties(table_name, len(table.tables)) if tie else {}
+            self._keep_whole(table, self.lm_head)
             return
         name = "lm_head" if projection is None else "lm_head.output"
         rank = module_rank(config, table_name.removeprefix("model.") if tie else name, "embedding")
         output = make_output(config.embedding_width, config.decoder_vocab_size, rank, name=name)
         self.lm_head = output if projection is None else ProjectedOutput(projection, output)
+        if rank is not None:
+            self._keep_whole(output)
         parameters = table_parameters(table) if tie else {}
         self._tied_weights_keys = {f"{name}.{there}": f"{table_name}.{here}" for here, there in parameters.items()}
+
+    def _keep_whole(self, *modules: nn.Module) -> None:
+        """Have `device_map="auto"` put each module on one device: accelerate cannot part tied tensors within it."""
+        self._no_split_modules = {*self._no_split_modules, *(type(module).__name__ for module in modules)}
 
     def before_output(self, states: torch.Tensor) -> torch.Tensor:
         """What the output layer takes of the decoder's states: (…, d) → (…, d)."""
