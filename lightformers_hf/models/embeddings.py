@@ -9,6 +9,7 @@ from transformers import initialization as init
 from transformers.utils import is_torchdynamo_compiling
 
 from .configuration_lightformer import RELATIVE_POSITIONS
+from .matrices import WeightLayer
 from .transformers_internals import is_loaded
 
 
@@ -164,7 +165,7 @@ class AdaptiveEmbedding(nn.Module):
         return vectors
 
 
-class TransposedLinear(nn.Linear):
+class TransposedLinear(WeightLayer):
     """The weight of an `nn.Linear` used the other way: (…, out_features) → (…, in_features)."""
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:

@@ -134,6 +134,12 @@ class EncoderDecoder(Vocabulary):
         `encoder_outputs` replaces the encoder's pass. `inputs_embeds` are unscaled: what `get_input_embeddings()`
         returns for ids.
         """
+        if decoder_input_ids is None and decoder_inputs_embeds is None:
+            raise ValueError(
+                "decoder_input_ids is missing: give decoder_input_ids, or labels to a model with a head. A Trainer "
+                "with label smoothing passes no labels: its collator must be "
+                "DataCollatorForSeq2Seq(tokenizer, model=model), which makes decoder_input_ids."
+            )
         if encoder_outputs is None:
             encoded = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         elif isinstance(encoder_outputs, BaseModelOutput):
@@ -194,6 +200,16 @@ class LanguageModelHead(Vocabulary):
     def before_output(self, states: torch.Tensor) -> torch.Tensor:
         """What the output layer takes of the decoder's states: (…, d) → (…, d)."""
         return states if self.output_scale is None else states * self.output_scale
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """As the base class. The configuration says that the output layer is tied, if it is.
+
+        peft says otherwise when it merges adapters, where the output layer is tied to the table of the decoder alone.
+        """
+        ties = self._tied_weights_keys.items()
+        if ties and all(self.get_parameter(name) is self.get_parameter(stored) for name, stored in ties):
+            self.config.tie_word_embeddings = True
+        super().save_pretrained(*args, **kwargs)
 
     def get_output_embeddings(self) -> nn.Module:
         layer = self.lm_head

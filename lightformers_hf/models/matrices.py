@@ -83,7 +83,9 @@ class LowRankLinear(nn.Module):
         return state if bias is None else {**state, "v.bias": bias}
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}"
+        # peft prints this text where `target_modules` names the pair, which it cannot adapt.
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}"
+        return f"{sizes}; for adapters, target_modules are its layers u and v, as in 'q_proj.u'"
 
 
 def make_linear(in_features: int, out_features: int, rank: int | None, *, name: str, bias: bool = True) -> nn.Module:
@@ -92,6 +94,30 @@ def make_linear(in_features: int, out_features: int, rank: int | None, *, name: 
         return nn.Linear(in_features, out_features, bias=bias)
     _check_rank(rank, in_features, out_features, name)
     return LowRankLinear(in_features, out_features, rank, bias=bias)
+
+
+class WeightLayer(nn.Module):
+    """Weight (n×m) and bias (n) of an `nn.Linear`, in a layer that computes something else with them.
+
+    Not a subclass of `nn.Linear`: libraries put layers of their own in the place of every such module (bitsandbytes,
+    peft).
+    """
+
+    product_rank = None  # a matrix that is drawn as that of a linear layer
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        nn.init.normal_(self.weight)
+
+    def factors(self) -> tuple[torch.Tensor]:
+        """W (m×n)."""
+        return (self.weight.T,)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
 class Parts(nn.Module):

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from .attention import cached_states
 from .configuration_partialformer import PartialFormerConfig
-from .matrices import Projection, projections
+from .matrices import Projection, WeightLayer, projections
 from .starts import draw, draw_copies, draw_parts, set_start, xavier_std
 from .transformer_layer import add_feed_forward, drop
 
@@ -27,7 +27,7 @@ def split_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
     return states.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-class HeadLinear(nn.Linear):
+class HeadLinear(WeightLayer):
     """A linear layer over the head axis: (B, h, N) → (B, H, N), by one matrix product and without moving the axis."""
 
     def forward(self, logits: torch.Tensor) -> torch.Tensor:
