@@ -43,7 +43,7 @@ class Forecast:
     def __str__(self) -> str:
         tens = max(1, round(self.seconds / 10)) * 10
         time = f"{self.seconds / 60:.0f} minutes" if self.seconds > 90 else f"{tens} seconds"
-        line = f"This takes about {time} and {self.bytes / 1e9:.1f} GB of memory."
+        line = f"This takes at least {time}, on idle cores, and about {self.bytes / 1e9:.1f} GB of memory."
         if self.bytes <= self.free:
             return line
         return (

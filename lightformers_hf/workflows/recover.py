@@ -29,7 +29,7 @@ from ..conversion import copy_report
 from ..conversion.statistics.synthesis import random_texts
 from ..evaluation.evaluate import choose_columns
 from ..evaluation.quality import translation_quality
-from ..evaluation.translate import translate
+from ..evaluation.translate import longest_input, translate
 from ..files import RECORD_FILE, read_json, write_json
 from ..folders import lock, parents
 from ..languages import named_columns, set_languages
@@ -191,11 +191,15 @@ class Run:
         return texts.select(kept), held_out
 
     def read_texts(self) -> Dataset:
-        """All text: what the user has, or random tokens."""
+        """All text: what the user has, or random tokens, without texts that would be cut.
+
+        The text of random tokens may have more tokens than were drawn.
+        """
         if self.data is None:
             config, name = self.distiller.config, str(self.teacher)
             texts = random_texts(self.tokenizer, config, self.languages, RANDOM_TEXTS, self.seed, name=name)
-            return Dataset.from_dict({"source": texts})
+            most, lengths = longest_input(self.distiller, self.tokenizer), map(len, self.tokenizer(texts)["input_ids"])
+            return Dataset.from_dict({"source": [text for text, n in zip(texts, lengths, strict=True) if n <= most]})
         source, target = self.named
         return load_text(self.data, source=source and self.columns[0], target=target, default=self.columns)
 
