@@ -336,10 +336,17 @@ def learned_parameters(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.P
     """Name and tensor of every parameter that was learned, a shared or tied one once.
 
     Tables that the class computes instead of storing them (Marian's sinusoidal positions are `nn.Parameter`s) are not
-    among them, so that two ways of holding the same positions give the same number.
+    among them, so that two ways of holding the same positions give the same number. Nor are copies of token tables:
+    without ties, transformers has one of each stack, and a shared one that no stack reads.
     """
-    computed = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    yield from ((name, parameter) for name, parameter in model.named_parameters() if name not in computed)
+    named = dict(model.named_parameters())
+    left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    endings = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+    shared, *own = (next((name for name in named if name.endswith(ending)), None) for ending in endings)
+    if all(own):
+        first, second = (named[name] for name in own)
+        left_out |= {shared} | ({own[1]} if not first.is_meta and torch.equal(first, second) else set())
+    yield from ((name, parameter) for name, parameter in named.items() if name not in left_out)
 
 
 def weight_bytes(name: str | os.PathLike) -> int:

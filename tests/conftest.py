@@ -56,7 +56,7 @@ def pytest_collection_finish() -> None:
 def exact_products():
     """Passes of conversion in fp32 on every processor: tests compare numbers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightformers_hf.conversion.workers.bf16_is_faster", lambda: False)
+        patch.setattr("lightformers_hf.conversion.workers.has_fast_bf16", lambda: False)
         yield
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightformers_hf import convert, processors
+from lightformers_hf.conversion.workers import count_workers
 from lightformers_hf.processors import CACHES, IdleThreads, keep_programs
 
 pytestmark = pytest.mark.quick
@@ -54,6 +55,40 @@ def test_a_product_is_timed_on_one_core(monkeypatch):
     assert set(seen) == {1}
 
 
+@pytest.mark.parametrize(
+    ("instructions", "limit", "bf16", "reason"),
+    [
+        ({"avx512_bf16": True, "amx_bf16": False}, "", True, "the processor has avx512_bf16"),
+        ({"avx512_bf16": True, "amx_bf16": True}, "", True, "the processor has amx_bf16"),
+        ({"avx512_bf16": True, "amx_bf16": True}, "avx512_core_bf16", True, "the processor has avx512_bf16"),
+        ({"avx512_bf16": True, "amx_bf16": True}, "AVX512_CORE_AMX", True, "the processor has amx_bf16"),
+        ({"avx512_bf16": True}, "AVX2", False, "ONEDNN_MAX_CPU_ISA is AVX2"),
+        ({"neon": True, "bf16": True}, "", True, "the processor has bf16"),
+        ({"avx512_f": True}, "", False, "the processor has none of amx_bf16, avx512_bf16, bf16"),
+    ],
+)
+def test_instructions_decide_whether_bfloat16_is_fast(monkeypatch, instructions, limit, bf16, reason):
+    """No clock is read: the same processor and settings give the same answer every time."""
+    monkeypatch.setattr(processors, "_instructions", lambda: instructions)
+    monkeypatch.setattr(processors, "time", None)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert processors.bf16_support() == (bf16, reason)
+    assert processors.has_fast_bf16() == bf16
+    assert processors.has_fast_rounding() == reason.endswith("has amx_bf16")
+
+
+def test_the_names_of_instructions_are_those_of_pytorch_and_of_the_kernel(monkeypatch, tmp_path):
+    known = processors._instructions()
+    if platform.machine() == "x86_64" and hasattr(torch.cpu, "get_capabilities"):
+        assert {"avx512_bf16", "amx_bf16"} <= set(known)
+    processors._instructions.cache_clear()
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    cpuinfo = "processor : 0\nflags\t\t: fpu avx512_bf16 amx_bf16\n"
+    monkeypatch.setattr(processors.Path, "read_text", lambda path, **options: cpuinfo)
+    assert processors.bf16_support() == (True, "the processor has amx_bf16")
+    processors._instructions.cache_clear()
+
+
 @pytest.mark.parametrize(("busy", "left"), [(0, 3), (1, 3), (2.1, 2), (3, 1), (4, 1)])
 def test_as_many_as_others_leave_and_as_are_allowed(machine, busy, left):
     machine["busy"] = busy
@@ -75,15 +110,18 @@ def test_one_thread_needs_no_look(machine, monkeypatch):
 
 
 def test_conversions_leave_busy_cores_alone(machine, tiny_marian, tmp_path, monkeypatch):
+    """As many workers as cores are idle, and one thread in each."""
     seen = []
     monkeypatch.setattr(
-        "lightformers_hf.conversion.convert.compress", lambda *_, **__: seen.append(torch.get_num_threads()) or 1 / 0
+        "lightformers_hf.conversion.convert.compress",
+        lambda *_, **__: seen.append((count_workers(), torch.get_num_threads())) or 1 / 0,
     )
-    machine["busy"] = 4
-    with pytest.raises(ZeroDivisionError):
-        convert(tiny_marian, tmp_path / "out", rank=2)
-    assert seen == [1]
-    assert torch.get_num_threads() == 3
+    for busy in (4, 2, 0):
+        machine["busy"] = busy
+        with pytest.raises(ZeroDivisionError):
+            convert(tiny_marian, tmp_path / "out", rank=2)
+        assert torch.get_num_threads() == 3
+    assert seen == [(1, 1), (2, 1), (3, 1)]
 
 
 FAULTS = """

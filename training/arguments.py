@@ -18,7 +18,7 @@ from rich.markup import escape
 from transformers import CONFIG_MAPPING, HfArgumentParser, SchedulerType, get_scheduler
 
 import lightformers_hf  # noqa: F401  registers the architectures, whose fields recipes name
-from lightformers_hf.processors import bf16_is_faster
+from lightformers_hf.processors import has_fast_bf16
 
 NO_BF16 = (
     "bf16 is left out, training is in float32: this processor multiplies matrices no faster in bfloat16 than in "
@@ -104,7 +104,7 @@ class OutputArguments:
                 check_seed(value, f"--{name.replace('_', '-')} is ")
         # Without it, --bf16 is refused on a machine that has nothing but its CPU.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
-        in_software = self.bf16 and self.use_cpu and not bf16_is_faster()
+        in_software = self.bf16 and self.use_cpu and not has_fast_bf16()
         self.bf16 = self.bf16 and not in_software
         super().__post_init__()
         self._check_schedule()

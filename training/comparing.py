@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from lightformers_hf.evaluation.memory import PARENT
 from lightformers_hf.evaluation.quality import Difference, bleu_difference
 from lightformers_hf.recovery import find_last_checkpoint, remove_checkpoints
 
@@ -85,7 +86,7 @@ def run_once(script: Path, options: list[str], folder: Path, *, one_thread: bool
         record.write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")
         how = ["--resume-from-checkpoint"] if begun else ["--overwrite-output"]
         command = [sys.executable, str(script), *options, "--output-dir", str(folder), *how]
-        environment = os.environ | ({"OMP_NUM_THREADS": "1"} if one_thread else {})
+        environment = os.environ | {PARENT: str(os.getpid())} | ({"OMP_NUM_THREADS": "1"} if one_thread else {})
         with open(folder.parent / f"{folder.name}.log", "a" if begun else "w", encoding="utf-8") as log:
             done = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False)
         if done.returncode:

@@ -22,7 +22,7 @@ from ..folders import atomic_output, check_output
 from ..loading import assemble, load_tensors, resolve_source, skeleton
 from ..models.configuration_base import FactorizedConfig
 from ..models.lm_heads import ConditionalGenerationHead
-from ..processors import IdleThreads, keep_memory
+from ..processors import keep_memory
 from ..text import fingerprint
 from .agreement import hold_out, predict_tokens, share_of_equal
 from .card import write_card
@@ -41,7 +41,7 @@ from .statistics.calibration import Calibration
 from .statistics.text import count_tokens, draw_pairs, sample_text
 from .teacher import Teacher
 from .vocabulary.choose import choose_tokens
-from .workers import algebra_device, end_together, find_device, is_main
+from .workers import algebra_device, describe_work, end_together, find_device, is_main, share_cores
 
 
 def plan(
@@ -58,7 +58,7 @@ def plan(
     Raises:
         ValueError, FileNotFoundError: as `convert`.
     """
-    with end_together(), IdleThreads():
+    with end_together(), share_cores():
         asked = CompressionOptions(**options)
         check_texts(asked)
         return compress(resolve_source(source), str(source), asked, study, dry=True, progress=progress).report
@@ -98,7 +98,7 @@ def convert(
         FileNotFoundError: the source, its weights or one of its shards is not there.
         FileExistsError, BlockingIOError: see `folders.atomic_output`.
     """
-    with end_together(), IdleThreads():
+    with end_together(), share_cores():
         asked = CompressionOptions(**options)
         settle(asked, study)
         check_texts(asked)
@@ -196,6 +196,7 @@ def compress(
         agreement=agreement,
         estimated_speedup=estimate_speedup(teacher.timed_config, model.config) if options.speedup else None,
         trimmed=whole if options.vocabulary else None,
+        processor=describe_work(device),
     )
     return Compressed(teacher, model, tensors, report)
 

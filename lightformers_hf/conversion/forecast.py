@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from ..models.matrices import product_of
 from ..processors import free_memory, product_seconds
 from .sharing.groups import find_matrices
+from .workers import AT_ONCE, count_workers
 
 # Seconds of one core for 10⁹ of: multiplications of layers with tokens, of the output layer with target tokens, cubes
 # of the longer sides of matrices. From `lightformers benchmark conversion --whole` for four shapes of 74M to 615M,
@@ -42,7 +43,7 @@ class Forecast:
     def __str__(self) -> str:
         tens = max(1, round(self.seconds / 10)) * 10
         time = f"{self.seconds / 60:.0f} minutes" if self.seconds > 90 else f"{tens} seconds"
-        line = f"This takes about {time} and {self.bytes / 1e9:.1f} GB of memory."
+        line = f"This takes at least {time}, on idle cores, and about {self.bytes / 1e9:.1f} GB of memory."
         if self.bytes <= self.free:
             return line
         return (
@@ -67,6 +68,6 @@ def forecast(teacher: PreTrainedModel, tokens: float, *, given: bool) -> Forecas
         layers += m * n
         cubes += max(m, n) ** 3
     work = (LAYERS * layers + LOGITS * logits) * tokens * (GIVEN if given else 1) + ALGEBRA * cubes
-    work *= product_seconds(torch.float32) / PRODUCT / torch.get_num_threads() ** SHARED
+    work *= product_seconds(torch.float32) / PRODUCT / min(count_workers(), AT_ONCE) ** SHARED
     seconds = BEGINNING + work / 1e9
     return Forecast(seconds, LIBRARIES + COPIES * 4 * (layers + logits), free_memory())

@@ -134,6 +134,7 @@ class CompressionReport:
         vocabulary: where it was trimmed, the tokens of `source` and `target`, and with all layers the `parameters`
             of the whole model: [kept, before] each.
         languages: the codes of the languages that it has left, where some of its tokenizer's are gone.
+        processor: the number of worker `threads`, whether models multiplied in `bf16`, and the `reason`.
         inherited: what the result's card takes over from the source's: licence, languages, task, its name on the Hub.
     """
 
@@ -156,6 +157,7 @@ class CompressionReport:
     agreement: Agreement | None = None
     vocabulary: dict[str, list[int]] = field(default_factory=dict)
     languages: list[str] = field(default_factory=list)
+    processor: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -171,12 +173,14 @@ class CompressionReport:
         agreement: Agreement | None,
         estimated_speedup: float | None,
         trimmed: Teacher | None = None,
+        processor: dict[str, Any],
     ) -> CompressionReport:
         """The report of compressing `teacher` into `model`, whose skeletons give the totals.
 
         Args:
             options, study: what was asked for; what differs from its default is kept.
             trimmed: the teacher with the tokens that stay, where not all do.
+            processor: as the field.
         """
         config = model.config
         given: list[CompressionOptions | StudyOptions] = [options] if study is None else [options, study]
@@ -215,6 +219,7 @@ class CompressionReport:
             bytes_after=facts.bytes,
             inherited=_metadata(teacher),
             vocabulary=_sizes(teacher, trimmed) if trimmed is not None else {},
+            processor=processor,
             languages=list(trimmed.kept.languages) if trimmed is not None and trimmed.kept is not None else [],
         )
 
@@ -307,8 +312,8 @@ def read_report(file: Path) -> CompressionReport | None:
     if not content:
         return None
     try:
-        # Reports from before vocabularies could be trimmed say nothing of it.
-        report = as_kind({"vocabulary": {}, "agreement": None} | content, CompressionReport, "the report")
+        # Reports of earlier versions lack these fields.
+        report = as_kind({"vocabulary": {}, "processor": {}, "agreement": None} | content, CompressionReport, "the report")
         pairs = [report.layers.get(stack, []) for stack in STACKS] + [report.groups.get(stack, []) for stack in STACKS]
         if any(len(pair) != len(STACKS) for pair in pairs) or len(report.layers) + len(report.groups) != len(pairs):
             raise ValueError("layers and groups hold two numbers for each stack")

@@ -28,7 +28,7 @@ from ..loading import (
 from ..models.configuration_lightformer import LightFormerConfig
 from ..models.matrices import bias_of, factors_of, product_of
 from ..vocabularies import check_ids, renumber_generation
-from .families import find_family
+from .families import SHARED, STACKS, find_family
 from .linear import Linear, all_finite
 from .vocabulary.kept import KeptTokens
 
@@ -110,17 +110,21 @@ class Teacher:
         ties = self.model.get_expanded_tied_weights_keys(all_submodels=True)
         names: dict[str, str] = {}
         repeats: dict[str, list[str]] = {}
-        unknown = []
+        unknown, shared = [], None
         for key in self.reader.keys():  # noqa: SIM118, a reader is no dict
             name = self.family.own_name(key)
             if name is None:
                 continue
-            if name in ties:
+            if name == SHARED and not self.config.share_encoder_decoder_embeddings:
+                shared = key  # read by a stack without a table of its own
+            elif name in ties:
                 repeats.setdefault(ties[name], []).append(key)
             elif name in expected:
                 names[name] = key
             else:
                 unknown.append(key)
+        for name in (f"model.{stack}.embed_tokens.weight" for stack in STACKS if shared):
+            names.setdefault(name, shared)
         for name, keys in repeats.items():
             # A checkpoint may keep any one name of a tied tensor, or several.
             names.setdefault(name, keys[0])

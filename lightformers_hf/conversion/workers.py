@@ -21,13 +21,37 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 
 from ..loading import check_device
-from ..processors import bf16_is_faster, rounded_products, rounding_is_faster, use_threads
+from ..processors import IdleThreads, bf16_support, has_fast_bf16, has_fast_rounding, rounded_products, use_threads
 from ..products import EvenProducts
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 # Batches that models pass at the same time: each needs room for what a layer computes of it.
 AT_ONCE = 4
+# Worker threads of the conversion that runs; `None` outside `share_cores`.
+_worker_count: int | None = None
+
+
+@contextmanager
+def share_cores() -> Iterator[None]:
+    """Inside, every thread computes alone, and as many workers share the items as other programs leave cores.
+
+    The number of threads that share a matrix multiplication or a sum decides the order of the additions, and so the
+    rounding. One thread for each makes the results independent of the number of cores and of their load.
+    """
+    global _worker_count
+    with IdleThreads():
+        before, _worker_count = _worker_count, torch.get_num_threads()
+        try:
+            with use_threads(1):
+                yield
+        finally:
+            _worker_count = before
+
+
+def count_workers() -> int:
+    """Return the number of worker threads: that of `share_cores`, or of PyTorch's threads outside it."""
+    return _worker_count or torch.get_num_threads()
 
 
 def find_device(name: str) -> torch.device:
@@ -49,12 +73,20 @@ def algebra_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "mps" else device
 
 
+def describe_work(device: torch.device) -> dict[str, bool | int | str]:
+    """Return what decides the rounding and the time of a conversion: worker threads, bfloat16 or not, and why."""
+    threads = {"threads": count_workers()}
+    if device.type != "cpu":
+        return {**threads, "bf16": False, "reason": f"models run on {device.type}"}
+    return {**threads, "bf16": has_fast_bf16(), "reason": bf16_support()[1]}
+
+
 def fast_products(device: torch.device) -> AbstractContextManager:
     """Products of a model in bfloat16 where the processor multiplies it faster than fp32; else nothing.
 
     For passes whose results are summed over many tokens, in fp32.
     """
-    return torch.autocast("cpu", torch.bfloat16, enabled=device.type == "cpu" and bf16_is_faster())
+    return torch.autocast("cpu", torch.bfloat16, enabled=device.type == "cpu" and has_fast_bf16())
 
 
 @contextmanager
@@ -69,8 +101,7 @@ def fast_sums(device: torch.device) -> AbstractContextManager:
 
     Around the work of all threads, so that none multiplies otherwise than without the others.
     """
-    faster = device.type == "cpu" and bf16_is_faster() and rounding_is_faster()
-    return rounded_products() if faster else nullcontext()
+    return rounded_products() if device.type == "cpu" and has_fast_rounding() else nullcontext()
 
 
 @contextmanager
@@ -83,7 +114,7 @@ def cast_weights(module: nn.Module) -> Iterator[None]:
     owners = [owner for owner in module.modules() if not isinstance(owner, nn.Embedding)]
     own = [(owner, name, one) for owner in owners for name, one in owner.named_parameters(recurse=False)]
     own = [(owner, name, one) for owner, name, one in own if one.ndim == 2]
-    fast = all(one.device.type == "cpu" for _, _, one in own) and bf16_is_faster()
+    fast = all(one.device.type == "cpu" for _, _, one in own) and has_fast_bf16()
     cast: dict[int, nn.Parameter] = {}
     try:
         for owner, name, one in own if fast else ():
@@ -210,9 +241,9 @@ def map_in_threads(
     Give the largest first, so that none is left for the end.
 
     Args:
-        workers: number of threads; as many as torch has threads unless given.
+        workers: number of threads; `count_workers` unless given.
     """
-    workers = workers or torch.get_num_threads()
+    workers = workers or count_workers()
     items = iter(items)
     with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         running = {pool.submit(function, item) for item in islice(items, workers)}
@@ -224,19 +255,16 @@ def map_in_threads(
                 yield result
 
 
-def map_in_order(
-    function: Callable[[Item], Result], items: Iterable[Item], device: torch.device, at_once: int = AT_ONCE
-) -> Iterator[Result]:
-    """Results of `function` in the order of `items`, on a CPU side by side in worker threads, `at_once` at most.
+def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], device: torch.device) -> Iterator[Result]:
+    """Results of `function` in the order of `items`, on a CPU side by side in worker threads, `AT_ONCE` at most.
 
-    Passes of a model over few tokens share little out among threads, passes over several batches all. Torch's threads
-    are shared out among the workers. Results are computed ahead of the one that is taken, one for each worker.
+    Every worker has one BLAS thread. Results are computed ahead of the one that is taken, one for each worker.
     Gradients are recorded if they are here.
     """
-    threads = torch.get_num_threads()
-    workers = min(threads, at_once) if device.type == "cpu" else 1
+    workers = min(count_workers(), AT_ONCE) if device.type == "cpu" else 1
     if workers == 1:
-        yield from map(function, items)
+        with use_threads(1) if device.type == "cpu" else nullcontext():
+            yield from map(function, items)
         return
     recorded, items = torch.is_grad_enabled(), iter(items)
 
@@ -244,8 +272,7 @@ def map_in_order(
         with torch.set_grad_enabled(recorded):  # of each thread its own
             return function(item)
 
-    each = threads // workers
-    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(each,)) as pool, use_threads(each):
+    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool, use_threads(1):
         ahead = deque(pool.submit(work, item) for item in islice(items, workers))
         while ahead:
             result = ahead.popleft().result()

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from lightformers_hf.loading import build_network, load_pretrained
-from lightformers_hf.processors import IdleThreads, bf16_is_faster
+from lightformers_hf.processors import IdleThreads, has_fast_bf16
 from lightformers_hf.recovery import RecoveryTrainer
 from lightformers_hf.recovery.progress import Clock, Progress
 from lightformers_hf.text import load_parallel, tokenize_pairs
@@ -154,7 +154,7 @@ def train_model(
         arguments = Seq2SeqTrainingArguments(
             output_dir=scratch,
             use_cpu=True,
-            bf16=bf16_is_faster(),
+            bf16=has_fast_bf16(),
             seed=settings.seed,
             max_steps=steps,
             # Not batches of one length by a token budget: in this corpus, sentences of one length are often of one

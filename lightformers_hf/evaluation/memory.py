@@ -1,4 +1,4 @@
-"""How large a checkpoint is: parameters, bytes on disk, memory while it translates."""
+"""Memory of a checkpoint while it translates, and processes of their own to measure in."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+# Variable of the environment: id of the process that a measuring process works for.
+PARENT = "LIGHTFORMERS_PARENT"
 
 
 def peak_memory() -> int:
@@ -30,7 +35,29 @@ def peak_memory() -> int:
 
 def child_environment(**variables: str) -> dict[str, str]:
     """Environment of a Python process that finds the modules that this one does: no files of the user's folder are."""
-    return {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(sys.path), **variables}
+    own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(sys.path), PARENT: str(os.getpid())}
+    return {**os.environ, **own, **variables}
+
+
+def child_command(code: str, *arguments: str) -> list[str]:
+    """Return the command of a Python process that runs `code` in `child_environment` and ends with this process."""
+    guard = "from lightformers_hf.evaluation.memory import end_with_parent\nend_with_parent()\n"
+    return [sys.executable, "-c", guard + code, *arguments]
+
+
+def end_with_parent() -> None:
+    """Have this process end as soon as the one that started it has ended, also by SIGKILL.
+
+    Without `LIGHTFORMERS_PARENT` in the environment, nothing is done.
+    """
+    if parent := os.environ.pop(PARENT, None):  # processes that this one starts have another parent
+
+        def wait() -> None:
+            with suppress(psutil.NoSuchProcess):
+                psutil.Process(int(parent)).wait()
+            psutil.Process().kill()
+
+        threading.Thread(target=wait, daemon=True).start()
 
 
 def translation_memory(name: str | os.PathLike, sentences: list[str], **generation: Any) -> tuple[int, int]:
@@ -42,7 +69,7 @@ def translation_memory(name: str | os.PathLike, sentences: list[str], **generati
     program = "from lightformers_hf.evaluation.memory import _measure; _measure()"
     task = json.dumps({"name": os.fspath(name), "sentences": sentences, "generation": generation})
     child = subprocess.run(
-        [sys.executable, "-c", program],
+        child_command(program),
         input=task,
         capture_output=True,
         text=True,

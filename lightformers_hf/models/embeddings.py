@@ -9,7 +9,7 @@ from transformers import initialization as init
 from transformers.utils import is_torchdynamo_compiling
 
 from .configuration_lightformer import RELATIVE_POSITIONS
-from .matrices import few_rows_linear
+from .matrices import WeightLayer
 from .transformers_internals import is_loaded
 
 
@@ -18,8 +18,9 @@ def position_ids_from(
 ) -> torch.Tensor:
     """Positions of the last `length` tokens, counted over the tokens that `attention_mask` keeps.
 
-    With a 2-D mask, shape (B, past + length), a sentence gets the same positions however it is padded, and with a 4-D
-    one (B, 1, length, cache), which `generate` makes for a static cache; without one they are past, past + 1, ….
+    With a 2-D mask, shape (B, past + length), a sentence gets the same positions however it is padded, and with a
+    causal 4-D one (B, 1, length, cache), which `generate` makes for a static cache. Without a mask they are past,
+    past + 1, ….
     Shape: (B, length) or (1, length).
     """
     if attention_mask is not None and attention_mask.dim() == 2:
@@ -164,7 +165,7 @@ class AdaptiveEmbedding(nn.Module):
         return vectors
 
 
-class TransposedLinear(nn.Linear):
+class TransposedLinear(WeightLayer):
     """The weight of an `nn.Linear` used the other way: (…, out_features) → (…, in_features)."""
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
@@ -190,7 +191,7 @@ class AdaptiveOutput(nn.Module):
         self.classes = nn.Linear(d_model, len(cutoffs), bias=False)
 
     def _band(self, states: torch.Tensor, band: int) -> torch.Tensor:
-        return few_rows_linear(self.tables[band], self.projections[band](states))
+        return self.tables[band](self.projections[band](states))
 
     def _first(self, states: torch.Tensor) -> torch.Tensor:
         return _log_softmax(torch.cat([self._band(states, 0), self.classes(states)], dim=-1))

@@ -19,7 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import can_return_tuple
 
 from .embeddings import AdaptiveEmbedding, AdaptiveOutput, adaptive_ties
-from .matrices import few_rows_linear, make_output, module_rank, table_parameters, warn_of_patterns
+from .matrices import make_output, module_rank, table_parameters, warn_of_patterns
 from .stacks import make_table
 
 
@@ -53,7 +53,7 @@ class ProjectedOutput(nn.Module):
         self.projection, self.output = projection, output
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return few_rows_linear(self.output, self.projection(hidden_states))
+        return self.output(self.projection(hidden_states))
 
 
 class Vocabulary:
@@ -134,6 +134,12 @@ class EncoderDecoder(Vocabulary):
         `encoder_outputs` replaces the encoder's pass. `inputs_embeds` are unscaled: what `get_input_embeddings()`
         returns for ids.
         """
+        if decoder_input_ids is None and decoder_inputs_embeds is None:
+            raise ValueError(
+                "decoder_input_ids is missing: give decoder_input_ids, or labels to a model with a head. A Trainer "
+                "with label smoothing passes no labels: its collator must be "
+                "DataCollatorForSeq2Seq(tokenizer, model=model), which makes decoder_input_ids."
+            )
         if encoder_outputs is None:
             encoded = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         elif isinstance(encoder_outputs, BaseModelOutput):
@@ -176,17 +182,34 @@ class LanguageModelHead(Vocabulary):
             bands = (config.vocab_size, config.d_model, config.adaptive_cutoffs, config.adaptive_factor)
             self.lm_head = AdaptiveOutput(*bands)
             self._tied_weights_keys = adaptive_ties(table_name, len(table.tables)) if tie else {}
+            self._keep_whole(table, self.lm_head)
             return
         name = "lm_head" if projection is None else "lm_head.output"
         rank = module_rank(config, table_name.removeprefix("model.") if tie else name, "embedding")
         output = make_output(config.embedding_width, config.decoder_vocab_size, rank, name=name)
         self.lm_head = output if projection is None else ProjectedOutput(projection, output)
+        if rank is not None:
+            self._keep_whole(output)
         parameters = table_parameters(table) if tie else {}
         self._tied_weights_keys = {f"{name}.{there}": f"{table_name}.{here}" for here, there in parameters.items()}
+
+    def _keep_whole(self, *modules: nn.Module) -> None:
+        """Have `device_map="auto"` put each module on one device: accelerate cannot part tied tensors within it."""
+        self._no_split_modules = {*self._no_split_modules, *(type(module).__name__ for module in modules)}
 
     def before_output(self, states: torch.Tensor) -> torch.Tensor:
         """What the output layer takes of the decoder's states: (…, d) → (…, d)."""
         return states if self.output_scale is None else states * self.output_scale
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """As the base class. The configuration says that the output layer is tied, if it is.
+
+        peft says otherwise when it merges adapters, where the output layer is tied to the table of the decoder alone.
+        """
+        ties = self._tied_weights_keys.items()
+        if ties and all(self.get_parameter(name) is self.get_parameter(stored) for name, stored in ties):
+            self.config.tie_word_embeddings = True
+        super().save_pretrained(*args, **kwargs)
 
     def get_output_embeddings(self) -> nn.Module:
         layer = self.lm_head
@@ -234,7 +257,7 @@ class ConditionalGenerationHead(LanguageModelHead):
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
         """What the output layer makes of the decoder's states: (…, d) → (…, V)."""
-        logits = few_rows_linear(self.lm_head, self.before_output(states))
+        logits = self.lm_head(self.before_output(states))
         return logits if self.final_logits_bias is None else logits + self.final_logits_bias.to(logits.device)
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
@@ -345,7 +368,7 @@ class CausalLMHead(LanguageModelHead):
             loss = self.lm_head.loss(states[:, :-1], labels[:, 1:], kwargs.get("num_items_in_batch"))
         else:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = few_rows_linear(self.lm_head, states[:, kept])
+            logits = self.lm_head(states[:, kept])
         if labels is not None and loss is None:
             loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **kwargs)
         return CausalLMOutputWithCrossAttentions(

@@ -4,9 +4,7 @@ Symbols are the paper's: a weight W is m×n with y = x·W, U is m×r, V is r×n,
 """
 
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,17 +13,8 @@ from transformers.utils import logging
 
 from .configuration_base import FactorizedConfig
 from .starts import layer_start, set_start
-from .torch_internals import is_plain
 
 logger = logging.get_logger(__name__)
-
-# Where `few_rows_linear` pays, if it does (fp32, a core of AMD's, weights from memory: 1.2 to 3 times): what the rows
-# hold stays in its nearest cache, a matrix that does not passes by; other rows BLAS does as well by itself.
-MOST_NUMBERS = 4096
-FEWEST_WEIGHTS = 2**15
-WIDTHS = range(96, 1025)
-# Numbers of a matrix that no cache of a core holds.
-FROM_MEMORY = 2**23
 
 # (name of a linear layer, input width, output width) → the module: dense or low-rank, the configuration decides.
 Projection = Callable[[str, int, int], nn.Module]
@@ -94,7 +83,9 @@ class LowRankLinear(nn.Module):
         return state if bias is None else {**state, "v.bias": bias}
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}"
+        # peft prints this text where `target_modules` names the pair, which it cannot adapt.
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}"
+        return f"{sizes}; for adapters, target_modules are its layers u and v, as in 'q_proj.u'"
 
 
 def make_linear(in_features: int, out_features: int, rank: int | None, *, name: str, bias: bool = True) -> nn.Module:
@@ -103,6 +94,30 @@ def make_linear(in_features: int, out_features: int, rank: int | None, *, name: 
         return nn.Linear(in_features, out_features, bias=bias)
     _check_rank(rank, in_features, out_features, name)
     return LowRankLinear(in_features, out_features, rank, bias=bias)
+
+
+class WeightLayer(nn.Module):
+    """Weight (n×m) and bias (n) of an `nn.Linear`, in a layer that computes something else with them.
+
+    Not a subclass of `nn.Linear`: libraries put layers of their own in the place of every such module (bitsandbytes,
+    peft).
+    """
+
+    product_rank = None  # a matrix that is drawn as that of a linear layer
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        nn.init.normal_(self.weight)
+
+    def factors(self) -> tuple[torch.Tensor]:
+        """W (m×n)."""
+        return (self.weight.T,)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
 class Parts(nn.Module):
@@ -200,7 +215,7 @@ class LowRankOutput(nn.Module):
         self.product_rank = self.output.product_rank = rank
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return few_rows_linear(self.output, nn.functional.linear(hidden_states, self.basis))
+        return self.output(nn.functional.linear(hidden_states, self.basis))
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """E_a (V×r) and E_b (r×d), as the table has them: the layer multiplies by their product transposed."""
@@ -329,59 +344,3 @@ def low_rank_state(
     if bias is not None and low_rank_class is not LowRankLinear:
         raise ValueError(f"a bias of {len(bias)} numbers is given for a {low_rank_class.__name__}, which has none")
     return low_rank_class.state_of(left, right, bias)
-
-
-@cache
-def columns_are_faster(rows: int) -> bool:
-    """Whether this machine multiplies a matrix from memory by so many columns faster than as many rows by it.
-
-    With MKL, AMD's processors do; Intel's take twice as long for one row or two, and gain little from more. It is
-    measured in some forty milliseconds, once for each number of rows.
-    """
-    width = min(WIDTHS[-1], MOST_NUMBERS // rows)
-    states, weight = (torch.ones(n, width, device="cpu", dtype=torch.float32) for n in (rows, FROM_MEMORY // width))
-    seconds: dict[Callable, float] = {}
-    for multiply in (nn.functional.linear, _multiply_columns) * 3:
-        start = time.perf_counter()
-        multiply(states, weight)
-        seconds[multiply] = min(time.perf_counter() - start, seconds.get(multiply, float("inf")))
-    return seconds[_multiply_columns] < 0.9 * seconds[nn.functional.linear]
-
-
-def _multiply_columns(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x·Wᵀ as (W·xᵀ)ᵀ, (rows, m) → (rows, n). A single row goes through as two, faster than as one."""
-    rows = len(states)
-    columns = states.expand(max(rows, 2), -1).contiguous()
-    return torch.mm(weight, columns.t()).t()[:rows]
-
-
-def few_rows_linear(layer: nn.Module, states: torch.Tensor) -> torch.Tensor:
-    """`layer(states)`, (…, m) → (…, n), as fast as few rows can be: those of a token in decoding.
-
-    On some processors BLAS reads W at half the memory's speed when it multiplies a few rows by Wᵀ, and at full speed
-    when it multiplies W by as many columns (`columns_are_faster`). Only an `nn.Linear` with nothing attached
-    to it, without gradients, in fp32 and on a CPU, takes this route; the numbers are the same up to rounding.
-    """
-    if torch.compiler.is_compiling():  # sizes that are looked at would become the graph's
-        return layer(states)
-    width = states.shape[-1]
-    other_route = (
-        0 < states.numel() <= MOST_NUMBERS
-        and width in WIDTHS
-        and type(layer) is nn.Linear
-        and type(layer.weight) is nn.Parameter  # not a quantized one, which multiplies in its own way
-        and layer.weight.numel() >= FEWEST_WEIGHTS
-        and states.dtype == layer.weight.dtype == torch.float32
-        and states.device.type == "cpu"
-        and layer.weight.device == states.device  # a weight that is loaded for each call is not
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cpu")
-        and is_plain(layer)
-        and columns_are_faster(states.numel() // width)
-    )
-    if not other_route:
-        return layer(states)
-    output = _multiply_columns(states.reshape(-1, width), layer.weight)
-    if layer.bias is not None:
-        output = output + layer.bias
-    return output.reshape(*states.shape[:-1], layer.out_features)

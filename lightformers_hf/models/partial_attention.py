@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from .attention import cached_states
 from .configuration_partialformer import PartialFormerConfig
-from .matrices import Projection, few_rows_linear, projections
+from .matrices import Projection, WeightLayer, projections
 from .starts import draw, draw_copies, draw_parts, set_start, xavier_std
 from .transformer_layer import add_feed_forward, drop
 
@@ -27,7 +27,7 @@ def split_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
     return states.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-class HeadLinear(nn.Linear):
+class HeadLinear(WeightLayer):
     """A linear layer over the head axis: (B, h, N) → (B, H, N), by one matrix product and without moving the axis."""
 
     def forward(self, logits: torch.Tensor) -> torch.Tensor:
@@ -123,12 +123,12 @@ class PartialAttention(nn.Module):
         `attention_mask` (B, 1 or H, T, S) is added to the logits: masks and A^G alike (Eq. 6).
         """
         if self.is_cross_attention:
-            query, gate = few_rows_linear(self.query_proj, hidden_states).split(self.parts, dim=-1)
+            query, gate = self.query_proj(hidden_states).split(self.parts, dim=-1)
 
             def memory() -> tuple[torch.Tensor, ...]:
                 return self.memory_proj(key_value_states).unsqueeze(1).split(self.memory_parts, dim=-1)
         else:
-            query, *new, gate = few_rows_linear(self.in_proj, hidden_states).split(self.parts, dim=-1)
+            query, *new, gate = self.in_proj(hidden_states).split(self.parts, dim=-1)
 
             def memory() -> tuple[torch.Tensor, ...]:
                 return new[0].unsqueeze(1), new[1].unsqueeze(1)
@@ -146,7 +146,7 @@ class PartialAttention(nn.Module):
         states = torch.matmul(weights, split_heads(values.squeeze(1), self.heads)).transpose(1, 2)
         if self.has_ffn:
             states = self._feed_forward(states) * self.gate_activation(gate).view(states.shape)
-        return few_rows_linear(self.out_proj, states.flatten(2)), weights
+        return self.out_proj(states.flatten(2)), weights
 
     def _scale_heads(self, logits: torch.Tensor) -> torch.Tensor:
         """Attention maps of h heads to those of H (§3.4): (B, h, T, S) → (B, H, T, S)."""
@@ -191,7 +191,7 @@ class GlobalAttention(nn.Module):
         layer_idx: int | None = None,
     ) -> torch.Tensor:
         """Embeddings (B, T, d) and mask (B, 1, T, S) → A^G and mask in one sum (B, H, T, S), for every layer."""
-        query, key = few_rows_linear(self.in_proj, self.layer_norm(hidden_states)).split(self.parts, dim=-1)
+        query, key = self.in_proj(self.layer_norm(hidden_states)).split(self.parts, dim=-1)
         query = split_heads(query * self.scaling, self.heads)
         if self.distances is not None:
             positions = torch.arange(query.shape[2], device=query.device)

@@ -161,8 +161,12 @@ class EncoderStack(Stack):
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutput:
-        """Ids (B, S) → states (B, S, d); `attention_mask` (B, S) is 0 where a token is padding."""
-        hidden_states = self.embed(input_ids, inputs_embeds, attention_mask)
+        """Ids (B, S) → states (B, S, d); `attention_mask` (B, S) is 0 where a token is padding.
+
+        With a mask of pairs of tokens (B, 1, S, S), which gives no order, positions are 0 to S − 1.
+        """
+        padding = attention_mask if attention_mask is None or attention_mask.dim() == 2 else None
+        hidden_states = self.embed(input_ids, inputs_embeds, padding)
         mask = create_bidirectional_mask(
             config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
         )
@@ -189,12 +193,14 @@ class DecoderStack(Stack):
         """Ids (B, T), and the encoder's states (B, S, d) → states (B, T, d)."""
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-            if self.config.is_encoder_decoder:
-                past_key_values = EncoderDecoderCache(past_key_values, DynamicCache(config=self.config))
+        is_pair = isinstance(past_key_values, EncoderDecoderCache)
+        if past_key_values is not None and self.config.is_encoder_decoder and not is_pair:
+            # Cross-attention needs slots of its own, also beside a cache that the caller made.
+            past_key_values = EncoderDecoderCache(past_key_values, DynamicCache(config=self.config))
+            is_pair = True
         past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
         hidden_states = self.embed(input_ids, inputs_embeds, attention_mask, position_ids, past_length)
 
-        is_pair = isinstance(past_key_values, EncoderDecoderCache)
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=hidden_states,

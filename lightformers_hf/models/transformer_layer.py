@@ -48,6 +48,18 @@ class Dropout(nn.Dropout):
         return drop(states, self.p, self.training)
 
 
+def cast_for(layer: nn.Module, states: torch.Tensor) -> torch.Tensor:
+    """Return fp16 `states` in fp32 if `layer` is kept in fp32 beside a model in fp16, as T5's is; else unchanged.
+
+    The weight of a quantized layer has another type, or is no parameter. Such a layer takes the states as they are.
+    """
+    weight = getattr(getattr(layer, "u", layer), "weight", None)
+    in_fp32 = isinstance(weight, nn.Parameter) and weight.dtype == torch.float32
+    if in_fp32 and states.dtype == torch.float16 and not torch.is_autocast_enabled(states.device.type):
+        return states.float()
+    return states
+
+
 def add_layer_norms(
     module: nn.Module,
     width: int,
@@ -155,9 +167,7 @@ class TransformerLayer(GradientCheckpointingLayer):
             else:
                 inner = self.activation(inner)
             inner = drop(inner, self.activation_dropout, self.training)
-            if inner.dtype == torch.float16:  # `fc2` may be kept in fp32
-                inner = inner.to(next(ffn.fc2.parameters()).dtype)
-            return apply_with_residual(ffn, "fc2", inner, residuals)
+            return apply_with_residual(ffn, "fc2", cast_for(ffn.fc2, inner), residuals)
 
         steps = [(norms.self_attn_layer_norm, self_attention), (norms.final_layer_norm, feed_forward)]
         if encoder_hidden_states is not None:

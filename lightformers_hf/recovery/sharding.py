@@ -18,7 +18,8 @@ def prepare_sharding(trainer: Trainer) -> None:
     if not trainer.accelerator.is_fsdp2:
         return
     plugin, model = trainer.accelerator.state.fsdp_plugin, trainer.model
-    classes = {type(module).__name__ for module in model.modules()}
+    tables = {model.get_input_embeddings(), *getattr(model, "lm_head", torch.nn.Module()).modules()}
+    classes = {type(module).__name__ for module in model.modules() if module not in tables}
     if plugin.transformer_cls_names_to_wrap is None:
         plugin.transformer_cls_names_to_wrap = sorted(classes & set(model._no_split_modules or ()))
     model.is_remote_code = lambda: False  # checkpoints would take torch's code of the sharded class for the model's

@@ -29,12 +29,12 @@ from ..conversion import copy_report
 from ..conversion.statistics.synthesis import random_texts
 from ..evaluation.evaluate import choose_columns
 from ..evaluation.quality import translation_quality
-from ..evaluation.translate import translate
+from ..evaluation.translate import longest_input, translate
 from ..files import RECORD_FILE, read_json, write_json
 from ..folders import lock, parents
 from ..languages import named_columns, set_languages
 from ..loading import hide_bars, load_pretrained, resolve_source, unique_parameters
-from ..processors import IdleThreads, bf16_is_faster
+from ..processors import IdleThreads, has_fast_bf16
 from ..recovery import RecoveryTrainer, ScoredPart, find_last_checkpoint, load_distiller, load_trainable, train
 from ..recovery.pace import Pace
 from ..recovery.progress import Clock, Progress, hush_trainer
@@ -146,7 +146,7 @@ class Run:
         self.tokenizer: PreTrainedTokenizerBase = load_pretrained(AutoTokenizer, self.folder)
         # Attention written out: on a CPU, with sentences, it trains faster than the fused kernel.
         self.attention = "eager" if self.threads else None
-        self.bf16 = bf16_is_faster() if self.threads else torch.cuda.is_bf16_supported(including_emulation=False)
+        self.bf16 = has_fast_bf16() if self.threads else torch.cuda.is_bf16_supported(including_emulation=False)
         self.model = self.load_light(dropout=False)
         self.distiller = load_distiller(str(resolve_source(self.teacher)), self.tokenizer, self.attention)
         if self.threads is None:
@@ -191,11 +191,15 @@ class Run:
         return texts.select(kept), held_out
 
     def read_texts(self) -> Dataset:
-        """All text: what the user has, or random tokens."""
+        """All text: what the user has, or random tokens, without texts that would be cut.
+
+        The text of random tokens may have more tokens than were drawn.
+        """
         if self.data is None:
             config, name = self.distiller.config, str(self.teacher)
             texts = random_texts(self.tokenizer, config, self.languages, RANDOM_TEXTS, self.seed, name=name)
-            return Dataset.from_dict({"source": texts})
+            most, lengths = longest_input(self.distiller, self.tokenizer), map(len, self.tokenizer(texts)["input_ids"])
+            return Dataset.from_dict({"source": [text for text, n in zip(texts, lengths, strict=True) if n <= most]})
         source, target = self.named
         return load_text(self.data, source=source and self.columns[0], target=target, default=self.columns)
 

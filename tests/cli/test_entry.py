@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -466,9 +467,19 @@ def test_options_before_a_command_are_sent_behind_it(lightformers, words):
     assert "No such option" in err
 
 
-@pytest.mark.parametrize("words", ["convert TEACHER light --rank 4 --method paper", "benchmark conversion --whole"])
-def test_told_to_end_leaves_nothing_behind(words, tiny_marian, tmp_path):
-    """As by `kill`, a scheduler or a container's end: no hidden folder, and no process of its own that works on."""
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [
+        ("convert TEACHER light --rank 4 --method paper", signal.SIGTERM),
+        ("benchmark conversion --whole", signal.SIGTERM),
+        ("benchmark conversion --whole", signal.SIGKILL),
+    ],
+)
+def test_told_to_end_leaves_nothing_behind(words, number, tiny_marian, tmp_path):
+    """As by `kill`, a scheduler or a container's end: no hidden folder, and no process of its own that works on.
+
+    SIGKILL leaves the folder for temporary files, and no process.
+    """
     script = f"""
 import importlib, sys
 from transformers import AutoModelForSeq2SeqLM
@@ -486,7 +497,10 @@ main()
     with subprocess.Popen(command, cwd=tmp_path, env=environment, **streams) as process:
         at_work = int(process.stdout.readline())
         assert (at_work == process.pid) == words.startswith("convert")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 143
+        process.send_signal(number)
+        assert process.wait(60) == (143 if number == signal.SIGTERM else -signal.SIGKILL)
+    end = time.monotonic() + 20 * (number == signal.SIGKILL)
+    while psutil.pid_exists(at_work) and time.monotonic() < end:
+        time.sleep(0.1)
     assert not psutil.pid_exists(at_work)
-    assert list(tmp_path.iterdir()) == []
+    assert number == signal.SIGKILL or list(tmp_path.iterdir()) == []

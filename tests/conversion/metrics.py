@@ -15,6 +15,25 @@ def weigh(metric, matrix):
     return rows @ matrix.double() @ metric.right
 
 
+# Unit roundoff of float32; matrix multiplications from the first layer of the tiny models to the last, forwards and
+# backwards; terms of each of their sums at most; how many standard deviations of rounding are allowed.
+ROUNDOFF, PRODUCTS, TERMS, DEVIATIONS = 2**-24, 2 * 2 * 10, 64, 4
+
+
+def assert_sums_close(found, left, right):
+    """Sums over tokens of products of two columns, `left.T @ right`, up to what float32 leaves of them.
+
+    Rounding errors of a sum of n terms add up as a random walk does, to √n roundings (Higham and Mary 2019). So every
+    number that a network of such sums computes has an error of `error` times the largest column's norm, and by Cauchy
+    and Schwarz a sum of products one of that times the norms of both columns, on either side.
+    """
+    left, right = left.double(), right.double()
+    error = DEVIATIONS * (PRODUCTS * TERMS + len(left)) ** 0.5 * ROUNDOFF
+    norms, others = left.norm(dim=0), right.norm(dim=0)
+    bound = error * (norms.max() * others + norms[:, None] * others.max())
+    assert ((found - left.T @ right).abs() <= bound).all()
+
+
 def loss(folder, teacher, parallel_sentences) -> float:
     """Cross-entropy of the sentences, nats a token."""
     tokenizer = AutoTokenizer.from_pretrained(teacher)

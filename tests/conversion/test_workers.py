@@ -13,10 +13,10 @@ import pytest
 import torch
 from conversion.pretended import ELSEWHERE, accelerator
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForSeq2SeqLM
+from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
 import lightformers_hf
-from lightformers_hf import StudyOptions, convert
+from lightformers_hf import StudyOptions, convert, processors
 from lightformers_hf.conversion import workers
 from lightformers_hf.conversion.workers import AT_ONCE, Turns, map_in_order, map_in_threads
 from lightformers_hf.processors import factor_rows, use_threads
@@ -75,7 +75,7 @@ def test_results_come_in_order_from_side_by_side_and_few_are_ahead(threads, reco
             seen.append(result)
             assert len(begun) <= len(seen) + min(threads, AT_ONCE)
     assert [index for index, *_ in seen] == list(range(20))
-    assert {used for _, used, *_ in seen} == {max(1, threads // AT_ONCE)}
+    assert {used for _, used, *_ in seen} == {1}
     assert {enabled for *_, enabled, _ in seen} == {recorded}
     assert (threading.get_ident() in {who for *_, who in seen}) == (threads == 1)
 
@@ -168,8 +168,11 @@ def test_everything_is_computed_on_the_device(tiny_marian, text, tmp_path, monke
         with accelerator() as device:
             convert(tiny_marian, tmp_path / "device", **options)
     torch.set_num_threads(threads)
-    for name in ("model.safetensors", "config.json", "compression.json"):
+    for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "cpu" / name).read_bytes() == (tmp_path / "device" / name).read_bytes()
+    reports = [json.loads((tmp_path / name / "compression.json").read_text()) for name in ("cpu", "device")]
+    assert [report.pop("processor")["bf16"] for report in reports] == [False, False]
+    assert reports[0] == reports[1]
     assert not [name for name in device.here if any(heavy in name for heavy in HEAVY)]
     assert any("_linalg_eigh" in name for name in device.there)
 
@@ -194,7 +197,7 @@ import os, sys
 from lightformers_hf import convert
 from lightformers_hf.conversion import workers
 from lightformers_hf.conversion.forms import low_rank
-workers.bf16_is_faster = lambda: False
+workers.has_fast_bf16 = lambda: False
 tiny, text, output = sys.argv[1:]
 convert(tiny, f"{output}/paper", ratio=2, method="paper", progress=False)
 convert(tiny, f"{output}/calibrated", ratio=3, calibration=text, progress=False)
@@ -257,22 +260,65 @@ def test_two_processes_give_what_one_gives(tiny_marian, text, tmp_path):
         torch.testing.assert_close(*logits, atol=1e-2, rtol=1e-2)
 
 
+@pytest.fixture(scope="module")
+def wide_marian(tmp_path_factory):
+    """Random weights, d_model 192: two threads together give other eigenvectors of such matrices than one."""
+    folder = tmp_path_factory.mktemp("wide-marian")
+    sizes = {
+        "vocab_size": 100,
+        "d_model": 192,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "max_position_embeddings": 64,
+    }
+    sizes |= {
+        f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("attention_heads", 4), ("ffn_dim", 32))
+    }
+    torch.manual_seed(0)
+    MarianMTModel(MarianConfig(**sizes, pad_token_id=99, decoder_start_token_id=99, init_std=0.2)).save_pretrained(
+        folder
+    )
+    return folder
+
+
+def test_neither_threads_nor_load_change_a_byte(wide_marian, tmp_path, monkeypatch):
+    """One thread and two, on idle cores and on busy ones, in the processor's fastest arithmetic."""
+    monkeypatch.setattr(workers, "has_fast_bf16", processors.has_fast_bf16)
+    monkeypatch.setattr(processors.psutil, "cpu_count", lambda: 2)
+    written, worked = [], []
+    for threads, busy in ((1, 0), (2, 0), (2, 1), (1, 1)):
+        monkeypatch.setattr(processors, "_clocks", lambda busy=busy: (time.monotonic(), busy * time.monotonic(), 0.0))
+        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * busy)]
+        try:
+            with use_threads(threads):
+                convert(
+                    wide_marian, tmp_path / "light", ratio=3, calibration_samples=16, progress=False, overwrite=True
+                )
+        finally:
+            for process in others:
+                process.kill()
+        written.append((tmp_path / "light" / "model.safetensors").read_bytes())
+        worked.append(json.loads((tmp_path / "light" / "compression.json").read_text())["processor"])
+    assert written == written[:1] * 4
+    bf16, reason = processors.bf16_support()
+    assert worked == [{"threads": count, "bf16": bf16, "reason": reason} for count in (1, 2, 1, 1)]
+
+
 def test_products_in_bfloat16_only_where_the_processor_multiplies_it(monkeypatch):
     states, weight = torch.ones(2, 4), torch.ones(3, 4)
     for able, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(workers, "bf16_is_faster", lambda able=able: able)
+        monkeypatch.setattr(workers, "has_fast_bf16", lambda able=able: able)
         with workers.fast_products(torch.device("cpu")):
             assert torch.nn.functional.linear(states, weight).dtype == dtype
 
 
-@pytest.mark.parametrize(("able", "faster"), [(True, True), (True, False), (False, True)])
-def test_sums_of_rounded_rows_only_where_those_are_faster(able, faster, monkeypatch):
-    monkeypatch.setattr(workers, "bf16_is_faster", lambda: able)
-    monkeypatch.setattr(workers, "rounding_is_faster", lambda: faster)
+@pytest.mark.parametrize("faster", [True, False])
+def test_sums_of_rounded_rows_only_where_those_are_faster(faster, monkeypatch):
+    monkeypatch.setattr(workers, "has_fast_rounding", lambda: faster)
     rows = torch.full((3, 4), 1 + 2**-12)
     with workers.fast_sums(torch.device("cpu")):
         rounds = not torch.equal(factor_rows(rows), rows)
-    assert rounds == (able and faster and hasattr(torch.backends.mkldnn, "matmul"))
+    assert rounds == (faster and hasattr(torch.backends.mkldnn, "matmul"))
 
 
 class Tied(torch.nn.Module):
@@ -287,7 +333,7 @@ class Tied(torch.nn.Module):
 
 @pytest.mark.parametrize("able", [True, False])
 def test_weights_are_cast_for_a_while(able, monkeypatch):
-    monkeypatch.setattr(workers, "bf16_is_faster", lambda: able)
+    monkeypatch.setattr(workers, "has_fast_bf16", lambda: able)
     model = Tied()
     before = {name: (parameter.data_ptr(), parameter.clone()) for name, parameter in model.named_parameters()}
 
@@ -308,7 +354,7 @@ def test_weights_are_cast_for_a_while(able, monkeypatch):
 
 
 def test_weights_cast_once_give_the_products_of_weights_cast_each_time(monkeypatch):
-    monkeypatch.setattr(workers, "bf16_is_faster", lambda: True)
+    monkeypatch.setattr(workers, "has_fast_bf16", lambda: True)
     layer, states = torch.nn.Linear(40, 30), torch.randn(7, 40)
     with workers.fast_products(states.device):
         each = layer(states)
@@ -321,7 +367,7 @@ def test_weights_cast_once_give_the_products_of_weights_cast_each_time(monkeypat
 def test_a_conversion_in_bfloat16_is_nearly_that_in_fp32(tiny_marian, text, tmp_path, monkeypatch):
     errors = []
     for able in (False, True):
-        monkeypatch.setattr(workers, "bf16_is_faster", lambda able=able: able)
+        monkeypatch.setattr(workers, "has_fast_bf16", lambda able=able: able)
         report = convert(tiny_marian, tmp_path / str(able), ratio=3, calibration=text, progress=False)
         errors.append([matrix.relative_error for matrix in report.matrices])
     assert errors[0] != errors[1]

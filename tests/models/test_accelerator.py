@@ -6,7 +6,8 @@ import pytest
 import torch
 from models.cases import GENERATING, every_attention, make_model, padded, run_model, sentences
 
-pytestmark = pytest.mark.skipif(not torch.accelerator.is_available(), reason="this machine has no GPU")
+if not torch.accelerator.is_available():
+    pytest.skip("this machine has no GPU", allow_module_level=True)
 
 
 def on_accelerator(model):

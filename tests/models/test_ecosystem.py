@@ -1,16 +1,20 @@
 """What other tools of the ecosystem do with these models, as their users write it."""
 
 import importlib.util
+import re
 
 import pytest
 import torch
 from datasets import Dataset
+from models.cases import every, make_model, padded, run_model, sentences
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
     Trainer,
     TrainingArguments,
 )
@@ -71,6 +75,19 @@ def test_a_classifier_trains_in_trainer(tmp_path):
     assert model.eval()(input_ids=tokens).logits.argmax(-1).tolist() == [0, 1]
 
 
+def test_label_smoothing_needs_a_collator_that_knows_the_model(pair, tmp_path):
+    """The Trainer then takes the labels from the batch."""
+    _, light, tokenizer = pair
+    rows = Dataset.from_list([dict(tokenizer("Der Hund.", text_target="The dog."))] * 4)
+    settings = arguments(tmp_path, label_smoothing_factor=0.1, max_steps=1)
+    with pytest.raises(
+        ValueError, match=r"decoder_input_ids is missing.*DataCollatorForSeq2Seq\(tokenizer, model=model\)"
+    ):
+        Trainer(light, settings, train_dataset=rows, data_collator=DataCollatorForSeq2Seq(tokenizer)).train()
+    collator = DataCollatorForSeq2Seq(tokenizer, model=light)
+    assert Trainer(light, settings, train_dataset=rows, data_collator=collator).train().training_loss > 0
+
+
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 def test_adapters_of_peft_train_and_merge(pair, tmp_path):
     from peft import LoraConfig, get_peft_model
@@ -85,6 +102,39 @@ def test_adapters_of_peft_train_and_merge(pair, tmp_path):
     torch.testing.assert_close(
         adapted.merge_and_unload()(input_ids=tokens, decoder_input_ids=tokens).logits, expected, atol=1e-5, rtol=1e-4
     )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
+@every(("ConditionalGeneration", "CausalLM"))
+def test_adapters_of_peft_on_attention(head, variant, tmp_path):
+    """Those of docs/how-to/lora.md: gradients reach all of them. Merging and saving change nothing but rounding."""
+    from peft import LoraConfig, get_peft_model
+
+    model = make_model(head, variant, spread=0.3).double()
+    projections = re.compile(r"\.(q_proj|v_proj|qkv_proj|in_proj|query_proj|memory_proj)(\.[uv])?$")
+    targets = [
+        name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and projections.search(name)
+    ]
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False)).eval()
+    ids, mask = padded(sentences())
+    logits = run_model(adapted, ids, mask)[0]
+    logits.square().mean().backward()
+    assert all(weight.grad is not None for weight in adapted.parameters() if weight.requires_grad)
+    with torch.no_grad(), adapted.disable_adapter():
+        assert not torch.allclose(run_model(adapted, ids, mask)[0], logits, rtol=0.01)
+    adapted.merge_and_unload().save_pretrained(tmp_path)
+    merged = type(model).from_pretrained(tmp_path, dtype=torch.float64).eval()
+    torch.testing.assert_close(run_model(merged, ids, mask)[0], logits)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
+@pytest.mark.parametrize("variant", ["lightformer-low-rank", "subformer-low-rank"])
+def test_an_adapter_on_a_low_rank_projection_is_told_where_to_go(variant):
+    from peft import LoraConfig, get_peft_model
+
+    with pytest.raises(ValueError, match="not supported") as error:
+        get_peft_model(make_model("ConditionalGeneration", variant), LoraConfig(target_modules=["q_proj", "v_proj"]))
+    assert "target_modules are its layers u and v, as in 'q_proj.u'" in str(error.value)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")

@@ -36,17 +36,20 @@ def batch_for(model, lengths=(9, 5, 7)) -> tuple[torch.Tensor, torch.Tensor]:
 @every_attention(["ConditionalGeneration"])
 @torch.no_grad()
 def test_every_cached_step_equals_the_whole_sequence(head, variant, attention):
+    """Also with a cache of self-attention alone that the caller makes, and gives again at every step."""
     model = make_single_model(head, variant, attn_implementation=attention, spread=0.3)
     ids, mask = batch_for(model)
     target = torch.randint(4, 32, (3, 9))
     whole = model(ids, mask, decoder_input_ids=target, use_cache=False)
     assert whole.past_key_values is None
-    cache, steps = None, []
+    cache, steps, own, own_steps = None, [], DynamicCache(), []
     for part in target.split([1, 1, 3, 1, 2, 1], dim=1):
         out = model(ids, mask, decoder_input_ids=part, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         steps.append(out.logits)
+        own_steps.append(model(ids, mask, decoder_input_ids=part, past_key_values=own, use_cache=True).logits)
     torch.testing.assert_close(torch.cat(steps, dim=1), whole.logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.cat(own_steps, dim=1), whole.logits, atol=1e-5, rtol=1e-5)
     assert cache.get_seq_length() == 9
     slots = model.config.decoder_layers + model.config.extra_cache_slots
     assert len(cache.self_attention_cache.layers) == slots

@@ -81,6 +81,18 @@ def test_logits(pair, attention):
     assert torch.allclose(logits[0][kept], logits[1][kept], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("sizes", [(9,), (4, 5)])
+@torch.no_grad()
+def test_encoder_states_with_a_mask_of_blocks(pair, sizes, dtype):
+    """Sentences side by side in one row, each of which sees itself alone."""
+    ids = torch.cat([torch.randint(4, 40, (2, size)) for size in sizes], dim=1)
+    blocks = torch.block_diag(*(torch.ones(size, size) for size in sizes)).bool().expand(2, 1, -1, -1)
+    mask = blocks if dtype == torch.bool else torch.zeros(blocks.shape).masked_fill(~blocks, torch.finfo(dtype).min)
+    expected, states = (model.get_encoder()(ids, mask).last_hidden_state for model in pair)
+    torch.testing.assert_close(states, expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("beams", [1, 4])
 @pytest.mark.parametrize("use_cache", [True, False])
 @torch.no_grad()

@@ -301,6 +301,21 @@ def test_depths_are_on_the_device_of_their_layers(variant):
     assert not [name for name in split if re.search(r"coder\.(layers|depths)", name)]
 
 
+@every(GENERATING)
+@torch.no_grad()
+def test_maps_for_any_memory(head, variant, tmp_path):
+    """`device_map="auto"` with a tenth of the memory to nearly all; the rest lies on disk."""
+    model = make_model(head, variant)
+    model.save_pretrained(tmp_path)
+    size, places = sum(parameter.nbytes for parameter in model.parameters()), set()
+    for share in (0.1, 0.3, 0.5, 0.7, 0.9, 0.99):
+        memory = {"max_memory": {"cpu": int(share * size)}, "offload_folder": tmp_path / "disk"}
+        loaded = type(model).from_pretrained(tmp_path, device_map="auto", **memory)
+        torch.testing.assert_close(outputs(loaded), outputs(model))
+        places.update(map(str, loaded.hf_device_map.values()))
+    assert "disk" in places
+
+
 @every(GENERATING, SPECIAL)
 @torch.no_grad()
 def test_weights_that_are_loaded_for_each_call(head, variant):

@@ -1,7 +1,5 @@
 """Factors act as their product does, and say what they are."""
 
-import time
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,14 +7,13 @@ from hypothesis import strategies as st
 from models.cases import TINY, make_model
 from torch import nn
 
-from lightformers_hf.models import LightFormerConfig, LightFormerForConditionalGeneration, matrices
+from lightformers_hf.models import LightFormerConfig, LightFormerForConditionalGeneration
 from lightformers_hf.models.matrices import (
     LowRankEmbedding,
     LowRankLinear,
     LowRankOutput,
     bias_of,
     factors_of,
-    few_rows_linear,
     from_pattern,
     low_rank_state,
     make_embedding,
@@ -272,94 +269,6 @@ def test_a_low_rank_model_is_the_dense_one_of_its_products():
     torch.testing.assert_close(
         dense(ids, decoder_input_ids=ids).logits, low_rank(ids, decoder_input_ids=ids).logits, atol=1e-4, rtol=1e-4
     )
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    rows=st.lists(st.integers(0, 4), min_size=0, max_size=2),
-    in_features=st.integers(1, 9),
-    out_features=st.integers(1, 160),
-    bias=st.booleans(),
-)
-def test_few_rows_give_the_same_numbers(rows, in_features, out_features, bias):
-    layer = nn.Linear(in_features, out_features, bias=bias)
-    states = torch.randn(*rows, in_features)
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(matrices, "FEWEST_WEIGHTS", 1)
-        patch.setattr(matrices, "WIDTHS", range(2, 9))
-        patch.setattr(matrices, "columns_are_faster", lambda rows: True)
-        output = few_rows_linear(layer, states)
-        expected = states.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
-    assert output.shape == expected.shape
-    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
-
-
-def product_calls(layer, states, monkeypatch, faster=lambda rows: True) -> int:
-    """How often the other route is taken."""
-    calls = []
-    real = torch.mm
-    monkeypatch.setattr(matrices, "columns_are_faster", faster)
-    for name, value in {"FEWEST_WEIGHTS": 500, "WIDTHS": range(8, 33), "MOST_NUMBERS": 64}.items():
-        monkeypatch.setattr(matrices, name, value)
-    monkeypatch.setattr(matrices.torch, "mm", lambda *arguments: calls.append(1) or real(*arguments))
-    few_rows_linear(layer, states)
-    return len(calls)
-
-
-def test_the_other_route_is_for_plain_layers_alone(monkeypatch):
-    """Not where a layer was replaced or watched, nor where gradients or half precision need the usual."""
-    states = torch.randn(3, 8)
-    with torch.no_grad():
-        assert product_calls(nn.Linear(8, 64), states, monkeypatch) == 1
-        assert product_calls(nn.Linear(32, 16), torch.randn(1, 2, 32), monkeypatch) == 1
-        assert product_calls(nn.Linear(8, 64), states, monkeypatch, lambda rows: rows != 3) == 0  # slower by columns
-        assert product_calls(nn.Linear(8, 62), states, monkeypatch) == 0  # small
-        assert product_calls(nn.Linear(7, 80), torch.randn(3, 7), monkeypatch) == 0  # short rows
-        assert product_calls(nn.Linear(33, 64), torch.randn(1, 33), monkeypatch) == 0  # long ones
-        assert product_calls(nn.Linear(8, 64), torch.randn(9, 8), monkeypatch) == 0  # many
-        assert product_calls(nn.Linear(8, 64).bfloat16(), states.bfloat16(), monkeypatch) == 0
-
-        class Quantized(nn.Linear):
-            def forward(self, states):
-                return torch.zeros(3, 64)
-
-        assert torch.equal(few_rows_linear(Quantized(8, 64), states), torch.zeros(3, 64))
-        watched = nn.Linear(8, 64)
-        seen = []
-        watched.register_forward_hook(lambda layer, inputs, output: seen.append(output))
-        assert product_calls(watched, states, monkeypatch) == 0
-        assert len(seen) == 1
-
-        class Int8(torch.Tensor):
-            """As libraries that quantize keep a weight in its layer: products are their own."""
-
-        packed = nn.Linear(8, 64)
-        packed.weight = nn.Parameter(torch.randn(64, 8).as_subclass(Int8))
-        assert product_calls(packed, states, monkeypatch) == 0
-        replaced = nn.Linear(8, 64)
-        replaced.forward = lambda states: torch.ones(3, 64)  # as accelerate does to load weights for each call
-        assert torch.equal(few_rows_linear(replaced, states), torch.ones(3, 64))
-    assert product_calls(nn.Linear(8, 64), states, monkeypatch) == 0
-
-
-@pytest.mark.parametrize("slower", ["linear", "mm"])
-def test_what_is_faster_is_measured(slower, monkeypatch):
-    owner = torch if slower == "mm" else nn.functional
-    real = getattr(owner, slower)
-
-    def multiply(*operands):
-        time.sleep(0.2)
-        return real(*operands)
-
-    monkeypatch.setattr(matrices, "FROM_MEMORY", 2**14)
-    monkeypatch.setattr(owner, slower, multiply)
-    assert matrices.columns_are_faster.__wrapped__(3) == (slower == "linear")
-
-
-def test_gradients_of_a_layer_with_few_rows():
-    layer, states = nn.Linear(8, 64), torch.randn(2, 8, requires_grad=True)
-    few_rows_linear(layer, states).sum().backward()
-    torch.testing.assert_close(states.grad, layer.weight.sum(0).expand(2, 8))
 
 
 def test_a_pattern_of_no_module_is_told(caplog):

@@ -12,7 +12,6 @@ from lightformers_hf.models import (
     PartialFormerConfig,
     PartialFormerForCausalLM,
     PartialFormerForConditionalGeneration,
-    matrices,
 )
 from lightformers_hf.models.partial_attention import GlobalAttention, PartialAttention
 
@@ -285,20 +284,3 @@ def test_dropout_behind_the_heads_network():
         model(input_ids=torch.tensor([SOURCES[0]]), labels=torch.tensor([TARGETS[0]])).loss.backward()
         gradient = model.model.encoder.layers[0].self_attn.fc2.weight.grad
         assert bool(gradient is not None and gradient.any()) is reached
-
-
-@pytest.mark.parametrize("variant", ["default", "without_head_scaling", "low_rank"])
-@torch.no_grad()
-def test_a_token_takes_the_route_of_few_rows(variant, monkeypatch):
-    """The same logits as in float64, which does not; layers of two factors do not either."""
-    model = make(VARIANTS[variant]).float().eval()
-    ids = {"input_ids": torch.tensor([[5, 7]]), "decoder_input_ids": torch.tensor([[3]])}
-    expected = make(VARIANTS[variant]).double().eval()(**ids).logits
-    taken, real = [], torch.mm
-    monkeypatch.setattr(matrices, "FEWEST_WEIGHTS", 1)
-    monkeypatch.setattr(matrices, "WIDTHS", range(1, 100))
-    monkeypatch.setattr(matrices, "columns_are_faster", lambda rows: True)
-    monkeypatch.setattr(matrices.torch, "mm", lambda *operands: taken.append(operands[0].shape) or real(*operands))
-    torch.testing.assert_close(model(**ids).logits.double(), expected, atol=1e-4, rtol=1e-4)
-    layers = 0 if variant == "low_rank" else 2 * 2 + 2 * 4 + 2  # in and out, of the decoder twice, of A^G in alone
-    assert len(taken) == layers + 1  # and that of the logits

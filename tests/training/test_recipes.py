@@ -170,7 +170,7 @@ def parse(tmp_path):
 
 
 def test_the_command_line_wins_over_the_recipe_and_that_over_its_base(parse, monkeypatch):
-    monkeypatch.setattr(arguments, "bf16_is_faster", lambda: True)
+    monkeypatch.setattr(arguments, "has_fast_bf16", lambda: True)
     base = "model: {model_type: lightformer, d_model: 64, ffn_rank: 8}\nlearning_rate: 1e-3\nmax_tokens: 7\nbf16: true"
     recipe = (
         "base: base.yaml\nmodel: {d_model: 32, ffn_rank: null}\nmax_tokens: 8\nseed: 5\nlogging_nan_inf_filter: false"
@@ -187,7 +187,7 @@ def test_the_command_line_wins_over_the_recipe_and_that_over_its_base(parse, mon
 
 @pytest.mark.parametrize("able", [True, False])
 def test_bfloat16_only_where_the_processor_multiplies_it(parse, monkeypatch, capsys, able):
-    monkeypatch.setattr(arguments, "bf16_is_faster", lambda: able)
+    monkeypatch.setattr(arguments, "has_fast_bf16", lambda: able)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     *_, args = parse("bf16: true")
     assert (args.bf16, "bf16 is left out" in capsys.readouterr().err) == (able, not able)

@@ -220,14 +220,17 @@ def test_without_pairs_the_teacher_is_the_reference(place, tiny_marian, tmp_path
         recover(place / "light", tmp_path / "none", translations=False, **asked)
 
 
-def test_random_texts_recover_a_teacher_without_names_of_languages(place, tiny_marian, tmp_path):
+def test_random_texts_recover_a_teacher_without_names_of_languages(place, tiny_marian, tmp_path, caplog):
+    """And without texts that are longer than what the model reads: nobody could split them."""
     for name in ("teacher", "light"):
         shutil.copytree(tiny_marian if name == "teacher" else place / "light", tmp_path / name)
         file = tmp_path / name / "tokenizer_config.json"
         told = json.loads(file.read_text())
-        file.write_text(json.dumps({key: value for key, value in told.items() if not key.endswith("_lang")}))
+        told = {key: value for key, value in told.items() if not key.endswith("_lang")}
+        file.write_text(json.dumps(told | {"model_max_length": 20}))
     found = recover(tmp_path / "light", tmp_path / "out", **options(tmp_path, tmp_path / "teacher", data=None))
     assert found.with_teacher
+    assert "split them" not in caplog.text
 
 
 def test_what_is_refused(place, tiny_marian, tmp_path):

@@ -129,7 +129,6 @@ class SentenceCosts:
     Attributes:
         machine: costs of products.
         layers: the model's matrices.
-        own: it is a model of this package, whose output layers take a faster route.
         source_tokens, target_tokens: lengths of the sentence.
         working_set: bytes of weights that a token reads. A model that is yet to be made smaller should be given what
             will be left (`replace(costs, working_set=…)`), as it decides what stays in the cache.
@@ -138,7 +137,6 @@ class SentenceCosts:
 
     machine: MachineCosts
     layers: dict[str, Layer]
-    own: bool
     source_tokens: float
     target_tokens: float
     working_set: float
@@ -174,8 +172,8 @@ class SentenceCosts:
                 if layer.token:
                     total = total + layer.token * tokens * one(m, n)
         if layer.kind in ("output", "tied"):  # the same matrices, from the other side
-            last = self.machine.output(width, vocabulary) if self.own else one(width, vocabulary)
-            total = total + tokens * (sum((one(n, m) for m, n in computed), total.new_zeros(())) + last)
+            products = [*((n, m) for m, n in computed), (width, vocabulary)]
+            total = total + tokens * sum(one(*shape) for shape in products)
         return total
 
     def bytes_read(self, name: str, *shapes: tuple[Number, Number]) -> Number:
@@ -240,8 +238,7 @@ def _costs(
     overhead: float,
 ) -> SentenceCosts:
     working_set = sum(layer.bytes_read for layer in layers.values())
-    own = isinstance(model.config, FactorizedConfig)
-    return SentenceCosts(machine, layers, own, source_tokens, target_tokens, working_set, overhead)
+    return SentenceCosts(machine, layers, source_tokens, target_tokens, working_set, overhead)
 
 
 def narrow_config(config: PreTrainedConfig, encoder_layers: int, decoder_layers: int) -> PreTrainedConfig:

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from ... import __version__
 from ...files import write_whole
-from ...models.matrices import few_rows_linear
 from ...processors import use_threads
 
 Number: TypeAlias = int | float | Tensor
@@ -34,14 +33,12 @@ Timer = Callable[[Callable[[], object]], float]
 
 CACHED_WIDTHS = (8, 64, 256, 512)
 WIDTHS = (*CACHED_WIDTHS, 2048)
-OUTPUT_WIDTHS = (8, 128, 512)
-VOCABULARIES = (8192, 32768)
 CACHED, UNCACHED = 3e6, 80e6  # bytes of weights that are in the cache of any machine, and of none
 BETWEEN = (6e6, 10e6, 14e6, 20e6, 28e6, 40e6)
 SENTENCE_ROWS = 24  # rows of the products of a whole sentence; longer and shorter ones are proportional
 MOST_MATRICES = 2000
 ROUNDS, LEAST_SECONDS = 7, 2e-3
-VERSION = 3  # of the file, and of how products are timed
+VERSION = 4  # of the file, and of how products are timed
 
 
 # The processor's time, where the system counts it finely: while other work has the core, it stands still.
@@ -70,28 +67,14 @@ def one_core() -> Iterator[None]:
         yield
 
 
-def time_product(
-    m: int, n: int, working_set: float, *, rows: int = 1, output: bool = False, timer: Timer = median_seconds
-) -> float:
-    """Microseconds of (rows×m)·(m×n), going round as many matrices as fill `working_set` bytes.
-
-    `output` takes the route that output layers of this package take.
-    """
+def time_product(m: int, n: int, working_set: float, *, rows: int = 1, timer: Timer = median_seconds) -> float:
+    """Microseconds of (rows×m)·(m×n), going round as many matrices as fill `working_set` bytes."""
     count = min(max(1, int(working_set / (4 * m * n))), MOST_MATRICES)
     states, weights = torch.ones(rows, m), torch.full((count, n, m), 0.01).unbind()
-    if output:
-        layers = [nn.Linear(m, n, bias=False, device="meta") for _ in weights]
-        for layer, weight in zip(layers, weights, strict=True):
-            layer.weight = nn.Parameter(weight, requires_grad=False)
 
-        def run() -> None:
-            for layer in layers:
-                few_rows_linear(layer, states)
-    else:
-
-        def run() -> None:
-            for weight in weights:
-                nn.functional.linear(states, weight)
+    def run() -> None:
+        for weight in weights:
+            nn.functional.linear(states, weight)
 
     return timer(run) / count * 1e6
 
@@ -126,7 +109,6 @@ class MachineCosts:
 
     Attributes:
         cached, uncached: of one row.
-        output: of one row in an output layer of this package.
         sentence: of `SENTENCE_ROWS` rows, whose weights are not in the cache.
         working_sets, misses: a model that reads so many bytes for a token is so far from `cached` to `uncached`.
         overheads: kind of model → what is no product (`sentence_costs`).
@@ -134,7 +116,6 @@ class MachineCosts:
 
     cached: Table
     uncached: Table
-    output: Table
     sentence: Table
     working_sets: Sequence[float]
     misses: Sequence[float]
@@ -171,7 +152,6 @@ def measure_machine(timer: Timer = median_seconds) -> MachineCosts:
         return MachineCosts(
             cached,
             uncached,
-            output=table(OUTPUT_WIDTHS, VOCABULARIES, UNCACHED, output=True),
             sentence=table(WIDTHS, WIDTHS, UNCACHED, rows=SENTENCE_ROWS),
             working_sets=(CACHED, *BETWEEN, UNCACHED),
             misses=(0.0, *misses, 1.0),
@@ -218,7 +198,7 @@ def machine_costs(file: Path | None = None, *, timer: Timer = median_seconds) ->
     """This machine's costs from `file` (default: `costs_file()`), measured and kept there if it lacks them."""
     stored = _read(file or costs_file()).get(machine_name())
     if stored is not None:
-        tables = {name: Table(**stored[name]) for name in ("cached", "uncached", "output", "sentence")}
+        tables = {name: Table(**stored[name]) for name in ("cached", "uncached", "sentence")}
         return MachineCosts(**(stored | tables))
     costs = measure_machine(timer)
     store_costs(costs, file)

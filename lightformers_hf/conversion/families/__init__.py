@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from transformers import PreTrainedConfig
 
 from ...checkpoint import CheckpointReader
@@ -26,6 +27,8 @@ SHARED_FIELDS = (
     "tie_word_embeddings use_cache pad_token_id bos_token_id eos_token_id decoder_start_token_id "
     "forced_eos_token_id"
 ).split()
+STACKS = ("encoder", "decoder")
+SHARED = "model.shared.weight"  # the token table of both stacks
 POSITION_TABLES = r"(en|de)coder\.embed_positions\.weights?"  # of sinusoids, which are computed here
 
 
@@ -51,6 +54,18 @@ class Family:
     @classmethod
     def fit_weights(cls, config: FactorizedConfig, reader: CheckpointReader) -> FactorizedConfig:
         """`own_config` as the checkpoint's tensors have it, where the source's configuration does not tell."""
+        return config if config.tie_word_embeddings else cls.fit_tables(config, reader)
+
+    @classmethod
+    def fit_tables(cls, config: FactorizedConfig, reader: CheckpointReader) -> FactorizedConfig:
+        """Let each stack have its own token table if the checkpoint holds two that differ.
+
+        Of these families, Marian alone has a field for it: in the others transformers unties all tables or none.
+        """
+        stored = {cls.own_name(key): key for key in reader.keys()}  # noqa: SIM118, a reader is no dict
+        first, second = (stored.get(f"model.{stack}.embed_tokens.weight", stored.get(SHARED)) for stack in STACKS)
+        if first and second and first != second and not torch.equal(reader.read(first), reader.read(second)):
+            config.share_encoder_decoder_embeddings = False
         return config
 
     @classmethod

@@ -95,7 +95,8 @@ class T5(Family):
         No configuration tells: v1.1 and mT5 have `tie_word_embeddings` false, and true once transformers 5 saved them,
         which ties what is alike alone.
         """
-        names, tables = reader.keys(), ("shared.weight", "decoder.embed_tokens.weight", "encoder.embed_tokens.weight")
+        config = cls.fit_tables(config, reader)
+        names, tables = reader.keys(), ["decoder.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight"]
         table = next((name for name in tables if name in names), None)
         if "lm_head.weight" not in names or table is None:
             return config

@@ -46,8 +46,6 @@ TOKEN_DAMPING = 1e-2
 TOKENS, LOGIT_ROWS = 512, 64
 # Target tokens, about, by which the spread of logits is known, of so many batches.
 SPREAD_TOKENS, SPREAD_BATCHES = 256, 4
-# Batches that pass the model at once: more need memory, and wait for one another in its three stages.
-AT_ONCE = 2
 
 
 @dataclass(eq=False)
@@ -108,7 +106,7 @@ class Calibration:
         hooks = [self._watch(name, kind) for name, kind in watched.items()]
         try:
             with fail_together(), cast_weights(self.model), fast_sums(self.device):
-                passes = map_in_order(self._accumulate, range(len(self.batches)), model.device, at_once=AT_ONCE)
+                passes = map_in_order(self._accumulate, range(len(self.batches)), model.device)
                 for _ in Step("calibrating", passes, total=len(self.batches), unit="batch", shown=progress):
                     pass
         finally:

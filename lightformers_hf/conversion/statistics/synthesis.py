@@ -30,7 +30,6 @@ from .samples import LONGEST as MOST
 # Sources, unless told otherwise, of a large model, and the tokens that each has.
 SOURCES, SHORTEST, LONGEST = 256, 5, 30
 SMALL, MOST_TIMES = 20_000_000, 4  # parameters of models that take more, and how many times as many
-AT_ONCE = 2  # batches that are translated at once: a pass of one token each shares little out among threads
 # Of the teacher's own way to generate: which tokens begin and end a text, and which may not follow.
 TOKEN_RULES = (
     "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_bos_token_id",
@@ -153,7 +152,7 @@ def _with_targets(
         return {"input_ids": inputs, "attention_mask": mask, "labels": labels, "decoder_input_ids": targets[:, :-1]}
 
     with cast_weights(model), keep_large():
-        made = map_in_order(make, zip(padded, most, strict=True), model.device, at_once=AT_ONCE)
+        made = map_in_order(make, zip(padded, most, strict=True), model.device)
         return list(Step(what, made, total=len(most), unit="batch", shown=progress))
 
 

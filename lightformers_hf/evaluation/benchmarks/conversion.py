@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel
 from ...conversion.choosing.rules import rank_for_ratio
 from ...conversion.forms.svd import decompose
 from ...conversion.workers import map_in_threads
-from ..memory import child_environment
+from ..memory import child_command, child_environment
 from .shapes import teacher_class
 
 RATIO = 4.0
@@ -233,7 +232,7 @@ def time_conversion(shapes: str, **options: object) -> WholeConversion:
         model.save_pretrained(source)
         del model
         size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-        command = [sys.executable, "-c", _CONVERT, str(source), str(Path(folder, "output")), json.dumps(options)]
+        command = child_command(_CONVERT, str(source), str(Path(folder, "output")), json.dumps(options))
         done = subprocess.run(command, env=child_environment(), stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise ValueError(f"the conversion of {shapes} failed: see above")

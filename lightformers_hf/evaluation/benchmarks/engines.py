@@ -24,7 +24,7 @@ from ...export.engines import CHECKPOINTS, deployment_names, load_engine_file, s
 from ...loading import load_pretrained, load_teacher, weight_bytes
 from ...text import load_parallel
 from ..evaluate import find_columns
-from ..memory import child_environment
+from ..memory import child_command, child_environment
 from ..quality import translation_quality
 from ..speed import speed_of, speed_ratio, take_turns, typical_sentences
 from ..translate import translate
@@ -247,11 +247,15 @@ def _measure_speed(deployed: list[Deployed], inputs: dict, cores: int, settings:
         json.dump(task, work)
         work.seek(0)
         streams: dict[str, Any] = {"stdin": work, "stdout": subprocess.PIPE, "stderr": errors, "text": True}
-        with subprocess.Popen([sys.executable, "-c", command], env=environment, **streams) as child:
+        with subprocess.Popen(child_command(command), env=environment, **streams) as child:
             found = ""
-            for line in child.stdout:
-                bar.update(line == RUN_DONE)
-                found = line
+            try:
+                for line in child.stdout:
+                    bar.update(line == RUN_DONE)
+                    found = line
+            except BaseException:
+                child.kill()
+                raise
         if child.returncode == -signal.SIGKILL:
             raise ValueError(
                 f"the process that measures was killed, most likely for memory: it holds {len(deployed)} models, the "

@@ -27,7 +27,6 @@ from lightformers_hf.conversion.choosing.machine import (
 from lightformers_hf.models import (
     LightFormerConfig,
     LightFormerForConditionalGeneration,
-    matrices,
     modeling_lightformer,
 )
 
@@ -49,7 +48,6 @@ def machine():
     return MachineCosts(
         cached=table(1, 0.01),
         uncached=table(1, 0.05),
-        output=table(2, 0.02),
         sentence=table(3, 0.1),
         working_sets=(1e6, 10e6, 20e6),
         misses=(0.0, 0.5, 1.0),
@@ -83,23 +81,19 @@ def test_many_sizes_at_once(machine):
     assert together.tolist() == pytest.approx(one_by_one)
 
 
-@pytest.mark.parametrize("output", [False, True])
-def test_a_product_is_timed_over_the_whole_working_set(output, monkeypatch):
+def test_a_product_is_timed_over_the_whole_working_set(monkeypatch):
     seen = []
 
     def weights_of(run):
-        calls = []
-        name = "few_rows_linear" if output else "linear"
-        owner = products if output else torch.nn.functional
+        weights = []
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, lambda first, second: calls.append(first if output else second))
+            patch.setattr(torch.nn.functional, "linear", lambda states, weight: weights.append(weight))
             run()
-        weights = [call.weight if output else call for call in calls]
         seen.append(len({weight.data_ptr() for weight in weights}))
         assert {tuple(weight.shape) for weight in weights} == {(30, 20)}
         return 2e-3
 
-    microseconds = time_product(20, 30, 24_000, output=output, timer=weights_of)
+    microseconds = time_product(20, 30, 24_000, timer=weights_of)
     assert seen == [10]
     assert microseconds == pytest.approx(200)
 
@@ -111,8 +105,7 @@ def test_costs_are_measured_once_and_kept(tmp_path, monkeypatch):
         timed.append(run)
         return 1e-3
 
-    monkeypatch.setattr(products, "CACHED_WIDTHS", (8, 16))
-    for name in ("WIDTHS", "OUTPUT_WIDTHS", "VOCABULARIES"):
+    for name in ("CACHED_WIDTHS", "WIDTHS"):
         monkeypatch.setattr(products, name, (8, 16))
     monkeypatch.setattr(products, "UNCACHED", 4e6)
     monkeypatch.setattr(products, "BETWEEN", (3.5e6,))
@@ -141,20 +134,6 @@ def test_costs_of_other_versions_are_no_use(version, monkeypatch):
         assert products.machine_name() != name
         assert "0.0.1" in products.machine_name()
     products.machine_name.cache_clear()
-
-
-def test_output_layers_are_timed_by_the_code_that_runs_them(monkeypatch):
-    """A wide one takes the route of few rows, in the tables as in a model that generates."""
-    taken, real = [], torch.mm
-    monkeypatch.setattr(matrices, "columns_are_faster", lambda rows: True)
-    monkeypatch.setattr(matrices.torch, "mm", lambda *operands: taken.append(operands[0].shape) or real(*operands))
-    with products.one_core():
-        time_product(128, 16384, 1.0, output=True, timer=lambda run: run() or 1.0)
-        assert taken == [(16384, 128)]
-        taken.clear()
-        wide = light(vocab_size=16384, d_model=128)
-        wide.generate(torch.tensor([[5, 6]]), max_new_tokens=2, min_new_tokens=2)
-    assert taken == [(16384, 128)] * 2
 
 
 @torch.no_grad()
@@ -268,9 +247,9 @@ def test_a_sentence_costs_the_sum_of_its_products(machine):
 def test_the_embedding_is_read_and_written(machine):
     costs = sentence_costs(light(**RANKS), 12, 10, machine=machine)
     looked_up = (3 + 0.1 * 10 * 32) / 2 + 10 * (1 + 0.01 * 10 * 32)
-    written = 10 * (1 + 0.01 * 32 * 10 + 2 + 0.02 * 10 * 50)
+    written = 10 * (1 + 0.01 * 32 * 10 + 1 + 0.01 * 10 * 50)
     assert costs("shared", (50, 10), (10, 32)).item() == pytest.approx(looked_up + written)
-    assert costs("model.shared", (50, 32)).item() == pytest.approx(10 * (2 + 0.02 * 32 * 50))
+    assert costs("model.shared", (50, 32)).item() == pytest.approx(10 * (1 + 0.01 * 32 * 50))
     apart = sentence_costs(light(**RANKS, tie_word_embeddings=False), 12, 10, machine=machine)
     assert apart("shared", (50, 10), (10, 32)).item() == pytest.approx(looked_up)
     assert apart("lm_head", (50, 10), (10, 32)).item() == pytest.approx(written)
