@@ -133,7 +133,7 @@ def _explain_full_disk(error: BaseException, temporary: Path, target: Path) -> N
 def check_file(file: str | Path, inputs: Iterable[str | os.PathLike | None]) -> None:
     """Raise `ValueError` where writing `file` would write over an input, or over a model's file in an input folder;
     and `OSError` where it cannot be written: a folder, or a file in one that is not there or takes none."""
-    resolved = Path(file).expanduser().resolve()
+    resolved = Path(os.path.expanduser(file)).resolve()
     if resolved.is_dir():
         raise IsADirectoryError(f"{file} is a folder: give a file")
     if not resolved.parent.is_dir():

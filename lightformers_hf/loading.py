@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import RepositoryNotFoundError, StrictDataclassError
 from transformers import (
     AutoConfig,
@@ -26,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from . import models
 from .checkpoint import CheckpointReader, check_config, check_sizes, check_tokenizer, find_architecture, read_index
-from .files import EXPORT_FILE, TOKENIZER_FILES, WEIGHT_FILES
+from .files import EXPORT_FILE, TOKENIZER_FILES, WEIGHT_FILES, explain_unwritable
 from .languages import set_languages
 from .models.configuration_base import FactorizedConfig
 from .models.embeddings import SinusoidalPositions
@@ -48,7 +49,7 @@ def resolve_source(source: str | Path) -> Path:
         FileNotFoundError: no such folder, no such model, or the Hub is out of reach.
         ValueError: a file instead of a folder.
     """
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if path.is_dir():
         return path
     if path.exists():
@@ -65,6 +66,8 @@ def resolve_source(source: str | Path) -> Path:
             f"{source} is neither a folder here nor a model on the Hub (or it is private: log in with `hf auth login`)"
         ) from error
     except OSError as error:
+        if trouble := explain_unwritable(error, "Hub", HF_HUB_CACHE):
+            raise trouble from error
         reason = str(error).partition("\n")[0]
         raise FileNotFoundError(
             f"{source} is no folder here, and the Hub could not be asked for it ({reason}). "
@@ -111,7 +114,7 @@ def printable_name(name: str | os.PathLike) -> str:
 
     A name on the Hub stays whole.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     return "".join(c for c in (path.resolve().name if path.exists() else str(name)) if c.isprintable())
 
 

@@ -145,17 +145,33 @@ def _shorten(name: str) -> str:
 
 def _check_text(pairs: Dataset, data: str, names: dict[str, str]) -> None:
     """Raise a ValueError that names the first row where a column holds something else than text."""
+    import pyarrow
     import pyarrow.compute as pc
     from datasets import Value
 
     for column, name in names.items():
         values = pairs.data.column(column)
+        try:
+            values.validate(full=True)
+        except pyarrow.ArrowInvalid:
+            row = next(i for i, value in enumerate(values.cast("large_binary")) if not _is_utf8(value.as_py()))
+            raise ValueError(f"{data}, row {row + 1}, {name!r}: the text is not UTF-8: write it anew") from None
         if pairs.features[column] in (Value("string"), Value("large_string")):
             bad = pc.index(pc.is_null(values), True).as_py() if values.null_count else None
         else:
             bad = next((i for i, value in enumerate(pairs[column]) if not isinstance(value, str)), None)
+        if bad is not None and pairs[bad][column] is None:
+            raise ValueError(f"{data}, row {bad + 1} has no {name!r}: expected text in every row.")
         if bad is not None:
             raise ValueError(f"{data}, row {bad + 1}, {name!r}: expected text, found {pairs[bad][column]!r}.")
+
+
+def _is_utf8(text: bytes | None) -> bool:
+    try:
+        (text or b"").decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def fingerprint(sentence: str) -> str:

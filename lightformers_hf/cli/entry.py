@@ -38,7 +38,7 @@ def install_completion(context: click.Context, _: click.Parameter, wanted: bool)
     completes = get_completion_class(shell) if shell in STARTUP_FILES else None
     if completes is None:
         raise click.ClickException(f"the shell is {shell!r}, expected one of {', '.join(STARTUP_FILES)}: set SHELL")
-    file, script = (Path(name).expanduser() for name in (STARTUP_FILES[shell], COMPLETIONS + shell))
+    file, script = (Path(os.path.expanduser(name)) for name in (STARTUP_FILES[shell], COMPLETIONS + shell))
     functions = completes(app, {}, NAME, f"_{NAME.upper()}_COMPLETE").source()
     startup_line = f"source {COMPLETIONS}{shell}"
     try:

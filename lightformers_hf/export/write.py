@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -171,7 +172,7 @@ def export(
         difference = measure_difference(source, engine, temporary, quantization)
         report = ExportReport.of(to, quantization, source, expansion, written, difference, listed)
         write_json(asdict(report), temporary / EXPORT_FILE)
-        hub_name = None if Path(model).expanduser().is_dir() else str(model)
+        hub_name = None if Path(os.path.expanduser(model)).is_dir() else str(model)
         inherited = inherited_metadata(folder, hub_name)
         lines = report.lines(Path(output).name)
         write_export_card(temporary, inherited, engine=to, form=quantization or "float32", lines=lines)

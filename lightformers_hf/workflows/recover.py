@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -111,7 +112,7 @@ def recover(
     check_minutes(minutes)
     asked: dict[str, Any] = {"light": str(light), "teacher": str(teacher), "data": data, "validation": validation}
     asked |= {"minutes": minutes, "source": source, "target": target, "translations": translations, "seed": seed}
-    output, inputs = Path(output).expanduser(), [light, teacher, data, validation]
+    output, inputs = Path(os.path.expanduser(output)), [light, teacher, data, validation]
     record = claim(output, asked, overwrite=overwrite, inputs=inputs)
     set_seed(seed)
     idle = nullcontext() if torch.accelerator.is_available() else IdleThreads()
