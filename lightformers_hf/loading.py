@@ -17,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -27,7 +28,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from . import models
 from .checkpoint import CheckpointReader, check_config, check_sizes, check_tokenizer, find_architecture, read_index
-from .files import EXPORT_FILE, TOKENIZER_FILES, WEIGHT_FILES, explain_unwritable
+from .files import EXPORT_FILE, TOKENIZER_FILES, WEIGHT_FILES, explain_unwritable, read_json
 from .languages import set_languages
 from .models.configuration_base import FactorizedConfig
 from .models.embeddings import SinusoidalPositions
@@ -135,6 +136,9 @@ def load_pretrained(auto: AutoClass, name: str | os.PathLike, **options: Any) ->
                 check_config(loaded, name)
             if isinstance(loaded, PreTrainedTokenizerBase):
                 check_tokenizer(loaded, name)
+            model = loaded[0] if isinstance(loaded, tuple) else loaded
+            if isinstance(model, PreTrainedModel) and model.can_generate():
+                take_forced_start(model.generation_config, name)
             return loaded
     except (OSError, ValueError) as error:
         if auto is AutoTokenizer and Path(name).is_dir() and not has_tokenizer(Path(name)):
@@ -146,6 +150,22 @@ def load_pretrained(auto: AutoClass, name: str | os.PathLike, **options: Any) ->
             reason = str(error).partition("\n")[0]
             raise OSError(f"{name} is no folder here, and the Hub does not give it: {reason}") from error
         raise
+
+
+def take_forced_start(generation: GenerationConfig, name: str | os.PathLike) -> None:
+    """Let translations begin with `forced_bos_token_id` of config.json where generation_config.json does not name it.
+
+    Transformers reads the second file alone, if there is one. Raises `ValueError` for a value that is no number.
+    """
+    if generation.forced_bos_token_id is not None:
+        return
+    first = PreTrainedConfig.get_config_dict(name)[0].get("forced_bos_token_id")
+    said = cached_file(name, "generation_config.json", _raise_exceptions_for_missing_entries=False)
+    if first is None or (said and "forced_bos_token_id" in read_json(Path(said))):
+        return
+    if type(first) is not int:
+        raise ValueError(f"forced_bos_token_id in config.json of {name} is {first!r}: expected the number of a token")
+    generation.forced_bos_token_id = first
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -181,11 +201,22 @@ def _no_strange_code(name: str | os.PathLike) -> Iterator[None]:
 
 
 def load_model(
-    name: str | os.PathLike, *, device: str | torch.device = "cpu"
+    name: str | os.PathLike,
+    *,
+    device: str | torch.device = "cpu",
+    source: str | None = None,
+    target: str | None = None,
+    columns: bool = True,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a sequence-to-sequence checkpoint and its tokenizer from a folder or from the Hub: see `load_network`."""
+    """Load a sequence-to-sequence checkpoint and its tokenizer from a folder or from the Hub: see `load_network`.
+
+    Args:
+        source, target, columns: languages that a multilingual one translates between, as of `set_language_codes`.
+    """
     folder = _find_checkpoint(name)
-    return load_network(folder, device=device), load_pretrained(AutoTokenizer, folder)
+    model, tokenizer = load_network(folder, device=device), load_pretrained(AutoTokenizer, folder)
+    set_languages(model, tokenizer, source, target, columns=columns)
+    return model, tokenizer
 
 
 def load_network(name: str | os.PathLike, *, device: str | torch.device = "cpu") -> PreTrainedModel:
@@ -233,15 +264,40 @@ def _find_checkpoint(name: str | os.PathLike) -> str:
     return os.fspath(resolve_source(name))
 
 
+def load_pair(
+    name: str | os.PathLike,
+    teacher: str | os.PathLike | None,
+    *,
+    device: str | torch.device = "cpu",
+    source: str | None = None,
+    target: str | None = None,
+) -> dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
+    """{`model` and, if there is one, `teacher`: network and tokenizer}, between the same languages: see `load_model`.
+
+    Where the model knows one pair of languages alone, codes are its teacher's.
+    """
+    found = {"model": load_model(name, device=device)}
+    light = found["model"][1]
+    if teacher is None or hasattr(light, "src_lang"):
+        set_languages(*found["model"], source, target)
+    if teacher is not None:
+        found["teacher"] = load_teacher(teacher, light, device=device, source=source, target=target)
+    return found
+
+
 def load_teacher(
-    name: str | os.PathLike, light: PreTrainedTokenizerBase, *, device: str | torch.device = "cpu"
+    name: str | os.PathLike,
+    light: PreTrainedTokenizerBase,
+    *,
+    device: str | torch.device = "cpu",
+    source: str | None = None,
+    target: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """As `load_model`; a multilingual teacher translates between the languages of `light`, its student's tokenizer."""
-    model, tokenizer = load_model(name, device=device)
-    source, target = (getattr(light, side, None) for side in ("src_lang", "tgt_lang"))
-    if source and target and hasattr(tokenizer, "src_lang"):
-        set_languages(model, tokenizer, source, target)
-    return model, tokenizer
+    own = [getattr(light, side, None) for side in ("src_lang", "tgt_lang")]
+    if all(own):
+        source, target = own
+    return load_model(name, device=device, source=source, target=target)
 
 
 def is_export(name: str | os.PathLike) -> bool:

@@ -10,7 +10,7 @@ from ..conversion.options import METHODS
 from ..evaluation.benchmarks.shapes import TEACHERS, VOCABULARY_ROWS
 from ..export.engines import deployment_names
 from .output import PLACE, Answer, Argument, Group, command, join_names, option
-from .use import AT_LEAST_ONE, MAX_SAMPLES, SOURCE_LANG, TARGET_LANG, columns
+from .use import AT_LEAST_ONE, MAX_SAMPLES, SOURCE_LANG, TARGET_LANG, languages
 
 RUNS_HELP = "Interleaved runs; medians are shown."
 
@@ -121,7 +121,7 @@ def engines(
         cores=list(cores or range(1, min(2, os.cpu_count() or 1) + 1)),
         batch_sizes=list(batch_size or (1, 32)),
         beams=list(num_beams or (1, 4)),
-        **columns(source_lang, target_lang),
+        **languages(source_lang, target_lang),
         **options,
         progress=True,
     )

@@ -18,8 +18,8 @@ from .use import (
     SOURCE_LANG,
     SPLIT,
     TARGET_LANG,
-    columns,
     generation_options,
+    languages,
 )
 
 
@@ -61,7 +61,7 @@ def analyze(
         check_installed("matplotlib", "demo", "--output")
     inputs = [*models, data]
     with atomic_output(output, overwrite=overwrite, inputs=inputs) if output else nullcontext() as folder:
-        analyses = run(list(models), data, **columns(source_lang, target_lang), **options, progress=True)
+        analyses = run(list(models), data, **languages(source_lang, target_lang), **options, progress=True)
         if folder:
             from ..evaluation.pages.plots import draw_analyses
 
@@ -117,7 +117,7 @@ def report(
 
     check_file(output, [model, *(options[name] for name in ("teacher", "data")), *options["results"]])
     generation = generation_options(num_beams=num_beams, max_new_tokens=max_new_tokens)
-    page = report_page(model, **columns(source_lang, target_lang), **options, progress=True, **generation)
+    page = report_page(model, **languages(source_lang, target_lang), **options, progress=True, **generation)
     with write_whole(output) as file:
         file.write(page.encode())
     return Answer({"output": str(output)}, [f"Written to {output}: open it in a browser."])

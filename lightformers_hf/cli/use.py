@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import click
 
-from ..languages import named_columns
 from .output import PLACE, SEED, Answer, Argument, check_installed, command, make_console, option
 
 if TYPE_CHECKING:
@@ -27,9 +26,9 @@ DEVICE = option("--device", default="cpu", help="Where to compute: cpu, cuda, cu
 SOURCE_LANG = option(
     "--source-lang",
     metavar="de",
-    help="Column of the source, or language in 'translation'. T5: de='a prefix: ' goes before each.",
+    help="Its column, or language in 'translation'; of multilingual models and the code: de=de_DE. T5: de='prefix: '.",
 )
-TARGET_LANG = option("--target-lang", metavar="en", help="Column of the reference, or language likewise.")
+TARGET_LANG = option("--target-lang", metavar="en", help="The same of the reference.")
 SPLIT = option("--split", default="test", help="Split of a dataset on the Hub.")
 MAX_SAMPLES = option("--max-samples", type=AT_LEAST_ONE, help="Use the first so many pairs. Default: all.")
 
@@ -41,8 +40,8 @@ class Generation(TypedDict, total=False):
     max_new_tokens: int
 
 
-class Columns(TypedDict):
-    """The columns to read, as the package's functions take them."""
+class Languages(TypedDict):
+    """The two languages, as the package's functions take them."""
 
     source: str | None
     target: str | None
@@ -58,10 +57,9 @@ def generation_options(*, num_beams: int | None, max_new_tokens: int | None) -> 
     return given
 
 
-def columns(source_lang: str | None, target_lang: str | None) -> Columns:
-    """The columns that the two options name, as the package's functions take them."""
-    source, target = named_columns(source_lang, target_lang)
-    return {"source": source, "target": target}
+def languages(source_lang: str | None, target_lang: str | None) -> Languages:
+    """What the two options name, as the package's functions take it."""
+    return {"source": source_lang, "target": target_lang}
 
 
 @command(
@@ -71,6 +69,12 @@ def columns(source_lang: str | None, target_lang: str | None) -> Columns:
     BATCH_SIZE,
     NUM_BEAMS,
     MAX_NEW_TOKENS,
+    option(
+        "--source-lang",
+        metavar="de_DE",
+        help="The source's language: of multilingual models its code; T5: en, or en='a prefix: '.",
+    ),
+    option("--target-lang", metavar="en_XX", help="The same of the language to translate into."),
     DEVICE,
 )
 def translate(
@@ -80,6 +84,8 @@ def translate(
     batch_size: int,
     num_beams: int | None,
     max_new_tokens: int | None,
+    source_lang: str | None,
+    target_lang: str | None,
     device: str,
 ) -> None:
     """Translate (or summarize) text, one sentence a line in, one line out.
@@ -105,11 +111,12 @@ def translate(
         from ..evaluation.translate import load_translator, translate_stream
         from ..files import write_whole
 
-        network, tokenizer = load_translator(model, device=device)
+        network, tokenizer, prefix = load_translator(model, device=device, **languages(source_lang, target_lang))
         sink = stack.enter_context(write_whole(output)) if output else sys.stdout.buffer
         bar = stack.enter_context(tqdm(unit="text", disable=None))
-        options = generation_options(num_beams=num_beams, max_new_tokens=max_new_tokens)
-        translate_stream(source, sink, network, tokenizer, batch_size=batch_size, progress=bar, **options)
+        options = {"batch_size": batch_size, "prefix": prefix, "progress": bar}
+        generation = generation_options(num_beams=num_beams, max_new_tokens=max_new_tokens)
+        translate_stream(source, sink, network, tokenizer, **options, **generation)
 
 
 @command(
@@ -152,8 +159,8 @@ def evaluate(
     from ..evaluation.evaluate import evaluate_model
 
     generation = generation_options(num_beams=num_beams, max_new_tokens=max_new_tokens)
-    languages = columns(source_lang, target_lang)
-    evaluation = evaluate_model(model, data, teacher, progress=True, **languages, **options, **generation)
+    options |= languages(source_lang, target_lang)
+    evaluation = evaluate_model(model, data, teacher, progress=True, **options, **generation)
     return Answer(evaluation.to_dict(), draw=lambda console: console.print(evaluation.table()))
 
 

@@ -24,6 +24,7 @@ from ..loading import (
     printable_name,
     skeleton,
     stored_tensors,
+    take_forced_start,
 )
 from ..models.configuration_lightformer import LightFormerConfig
 from ..models.matrices import bias_of, factors_of, product_of
@@ -307,6 +308,7 @@ class Teacher:
         if (self.folder / "generation_config.json").is_file():
             try:
                 config = transformers.GenerationConfig.from_pretrained(self.folder)
+                take_forced_start(config, self.folder)
             except (OSError, *DAMAGED) as error:
                 raise ValueError(f"{self.folder / 'generation_config.json'} cannot be read: {error}") from error
         else:

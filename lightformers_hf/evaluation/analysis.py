@@ -283,7 +283,8 @@ def analyze(
         names: folders or Hub names of sequence-to-sequence checkpoints. The loss is that of a `trainer_state.json` in
             a folder, where there is one.
         data, split, max_samples: as for `load_parallel`.
-        source, target: names of columns, or languages in a column `translation`; by default the tokenizer's own.
+        source, target: names of columns, or languages in a column `translation`; by default the tokenizer's own. Of
+            multilingual checkpoints also the codes, `de=deu_Latn` (`set_language_codes`).
         device: where a model runs over the text; the peak memory is that of translating on the CPU.
         progress: show a bar on stderr.
 
@@ -294,7 +295,7 @@ def analyze(
     labels = short if len(set(short)) == len(short) else names
     analyses = []
     for name, label in zip(names, labels, strict=True):
-        model, tokenizer = load_model(name, device=device)
+        model, tokenizer = load_model(name, device=device, source=source, target=target)
         columns = dict(zip(("source", "target"), choose_columns(name, model, tokenizer, source, target), strict=True))
         pairs = load_parallel(data, **columns, split=split, max_samples=max_samples)
         found = behaviour(model, parallel_batches(model, tokenizer, pairs), progress=progress)

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from ..export import Engine, load_engine
+from ..languages import choose_prefix, set_language_codes, split_prefix
 from ..loading import DAMAGED, is_export, is_out_of_memory, load_model, load_pretrained, position_limit
 
 if TYPE_CHECKING:
@@ -33,18 +34,34 @@ class ByteSource(Protocol):
 
 
 def load_translator(
-    name: str | os.PathLike, *, device: str | torch.device = "cpu"
-) -> tuple[PreTrainedModel | Engine, PreTrainedTokenizerBase]:
+    name: str | os.PathLike,
+    *,
+    device: str | torch.device = "cpu",
+    source: str | None = None,
+    target: str | None = None,
+    columns: bool = False,
+) -> tuple[PreTrainedModel | Engine, PreTrainedTokenizerBase, str]:
     """As `load_model`, but also what `lightformers export` wrote, which runs on as many CPU cores as PyTorch would.
 
+    Returns: the model, its tokenizer, and the prefix that every source is to begin with, which is empty for most.
+
+    Args:
+        source, target, columns: languages, as of `set_language_codes`. A T5 has the prefix of the two
+            (`choose_prefix`), or the one that stands behind `source`, as in `en=translate English to German: `.
+
     Raises:
-        ValueError: the engine is not installed, or it should run elsewhere than on the CPU.
+        ValueError: the engine is not installed, or it should run elsewhere than on the CPU; languages that the model
+            does not know, or that it was not exported for.
     """
     if not is_export(name):
-        return load_model(name, device=device)
+        model, tokenizer = load_model(name, device=device, source=source, target=target, columns=columns)
+        return model, tokenizer, choose_prefix(model.config, source, target, name=str(name), columns=columns)
     if str(device) != "cpu":
         raise ValueError(f"{name} was exported to run on the CPU, not on {device}")
-    return load_engine(name, threads=torch.get_num_threads()), load_pretrained(AutoTokenizer, name)
+    engine, tokenizer = load_engine(name, threads=torch.get_num_threads()), load_pretrained(AutoTokenizer, name)
+    if set_language_codes(tokenizer, source, target, columns=columns) not in (None, engine.search.forced_start):
+        raise ValueError(f"{name} was exported for another target language than {target}: give its checkpoint")
+    return engine, tokenizer, split_prefix(source or "")[1] or engine.prefix
 
 
 def longest_input(model: PreTrainedModel | Engine, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -59,6 +76,7 @@ def translate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     batch_size: int = 32,
+    prefix: str = "",
     progress: bool | tqdm = False,
     **generation: Any,
 ) -> list[str]:
@@ -71,6 +89,8 @@ def translate(
         model: a sequence-to-sequence model or an exported one (`load_engine`), or the folder or Hub name of either
             (its tokenizer then comes with it).
         tokenizer: the model's tokenizer; needed with a model object.
+        prefix: stands before every text that does not begin with it, as of `load_translator`, which is asked for it
+            where the model is a name.
         progress: show a bar on stderr; or a bar to move on by one for each text.
         generation: arguments of `generate()`: `num_beams`, `max_new_tokens`, … What is not given is the checkpoint's.
 
@@ -78,14 +98,15 @@ def translate(
         ValueError: a model object without its tokenizer, or a batch size below 1.
     """
     if not hasattr(model, "generate"):
-        model, default_tokenizer = load_translator(model)
-        tokenizer = tokenizer or default_tokenizer
+        model, default_tokenizer, default_prefix = load_translator(model)
+        tokenizer, prefix = tokenizer or default_tokenizer, prefix or default_prefix
     if tokenizer is None:
         raise ValueError("translate() got a model object without its tokenizer: pass both, or the checkpoint's name.")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: expected 1 or more.")
     outputs = [""] * len(texts)
     filled = [i for i, text in enumerate(texts) if text.strip()]
+    texts = [text if not text.strip() or text.startswith(prefix) else prefix + text for text in texts]
     check_generation(model, generation)
     limit = longest_input(model, tokenizer)
     token_ids = dict(zip(filled, _tokenize([texts[i] for i in filled], tokenizer, limit), strict=True))

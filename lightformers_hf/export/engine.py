@@ -26,10 +26,12 @@ class Engine:
         model: what that file loaded.
         search: how it generates where a call says nothing else.
         longest_input: most tokens of a source, and of an output; `None` where nothing limits them.
+        prefix: what stands before every source, as T5 asks for.
     """
 
-    def __init__(self, name: str, model: RunningModel, search: Search, longest_input: int | None):
-        self.name, self.model, self.search, self.longest_input = name, model, search, longest_input
+    def __init__(self, name: str, model: RunningModel, search: Search, longest_input: int | None, prefix: str = ""):
+        self.name, self.model, self.search = name, model, search
+        self.longest_input, self.prefix = longest_input, prefix
 
     def generate(
         self,
@@ -109,4 +111,5 @@ def load_engine(folder: str | os.PathLike, threads: int = 1) -> Engine:
     check_shortlist(Path(folder), description.get("shortlist"))
     search = Search.of(GenerationConfig.from_pretrained(folder))
     model = load_engine_file(description["engine"]).load(Path(folder), search, threads)
-    return Engine(description["engine"], model, search, description["max_position_embeddings"])
+    limit, prefix = description["max_position_embeddings"], description.get("prefix") or ""
+    return Engine(description["engine"], model, search, limit, prefix)

@@ -23,7 +23,6 @@ from transformers import (
 )
 
 from lightformers_hf import StudyOptions, convert
-from lightformers_hf.cli import main
 from lightformers_hf.evaluation.analysis import Activation, _training, analysis_table, analyze, behaviour
 from lightformers_hf.evaluation.macs import generation_macs
 from lightformers_hf.evaluation.measures import head_diversity
@@ -244,23 +243,6 @@ def checkpoints(tmp_path_factory, tiny_marian, parallel_sentences):
     text = "".join(json.dumps({"translation": pair}) + "\n" for pair in parallel_sentences)
     (folder / "text.jsonl").write_text(text)
     return folder
-
-
-@pytest.fixture
-def lightformers(monkeypatch, capsys):
-    """Run the command line; gives exit code, stdout and stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["lightformers", *map(str, arguments)])
-        capsys.readouterr()
-        code = 0
-        try:
-            main()
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        return code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture
