@@ -29,6 +29,14 @@ SOURCE_LANG = option(
     help="Its column, or language in 'translation'; of multilingual models and the code: de=de_DE. T5: de='prefix: '.",
 )
 TARGET_LANG = option("--target-lang", metavar="en", help="The same of the reference.")
+TRANSLATED = (
+    option(
+        "--source-lang",
+        metavar="de_DE",
+        help="The source's language: of multilingual models its code; T5: en, or en='a prefix: '.",
+    ),
+    option("--target-lang", metavar="en_XX", help="The same of the language to translate into."),
+)
 SPLIT = option("--split", default="test", help="Split of a dataset on the Hub.")
 MAX_SAMPLES = option("--max-samples", type=AT_LEAST_ONE, help="Use the first so many pairs. Default: all.")
 
@@ -69,12 +77,7 @@ def languages(source_lang: str | None, target_lang: str | None) -> Languages:
     BATCH_SIZE,
     NUM_BEAMS,
     MAX_NEW_TOKENS,
-    option(
-        "--source-lang",
-        metavar="de_DE",
-        help="The source's language: of multilingual models its code; T5: en, or en='a prefix: '.",
-    ),
-    option("--target-lang", metavar="en_XX", help="The same of the language to translate into."),
+    *TRANSLATED,
     DEVICE,
 )
 def translate(
@@ -169,6 +172,7 @@ def evaluate(
     Argument("light", type=PLACE, about="The smaller one; like the teacher, it may be an export."),
     option("--num-beams", type=AT_LEAST_ONE, help="Beams of both. Default: the light model's."),
     MAX_NEW_TOKENS,
+    *TRANSLATED,
     option("--port", type=click.IntRange(1, 65535), help="Where to serve. Default: the first free one from 7860."),
     option(
         "--host",
@@ -182,6 +186,8 @@ def compare(
     light: str,
     num_beams: int | None,
     max_new_tokens: int | None,
+    source_lang: str | None,
+    target_lang: str | None,
     port: int | None,
     host: str,
     browser: bool,
@@ -194,13 +200,14 @@ def compare(
     Example: lightformers compare opus-mt-de-en opus-mt-de-en-light --open
     """
     check_installed("gradio", "app", "compare")
-    from ..app import build, check_address, serve
+    from ..app import build, check_address, serve, wait
 
     check_address(host, port)
-    page = build(teacher, light, num_beams=num_beams, max_new_tokens=max_new_tokens)
+    pair = languages(source_lang, target_lang)
+    page = build(teacher, light, **pair, num_beams=num_beams, max_new_tokens=max_new_tokens)
     address = serve(page, host=host, port=port, browser=browser)
     click.echo(f"Both models are at {address} until Ctrl-C.")
-    page.block_thread()
+    wait(page)
 
 
 @command(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..files import EXPORT_FILE, read_json
 from ..loading import load_network, position_limit
@@ -89,6 +89,12 @@ class Engine:
         return sentences
 
 
+def wrap_network(network: PreTrainedModel, threads: int = 1) -> Engine:
+    """A model of transformers as an engine that computes with so many cores."""
+    search = Search.of(network.generation_config)
+    return Engine(CHECKPOINTS, TransformersModel(network, search, threads), search, position_limit(network.config))
+
+
 def load_engine(folder: str | os.PathLike, threads: int = 1) -> Engine:
     """Load what `export` wrote, or any sequence-to-sequence checkpoint under transformers, on the CPU.
 
@@ -103,9 +109,7 @@ def load_engine(folder: str | os.PathLike, threads: int = 1) -> Engine:
     """
     description = read_json(Path(folder) / EXPORT_FILE)
     if not description:
-        network = load_network(folder)
-        search = Search.of(network.generation_config)
-        return Engine(CHECKPOINTS, TransformersModel(network, search, threads), search, position_limit(network.config))
+        return wrap_network(load_network(folder), threads)
     if missing := [name for name in ("engine", "max_position_embeddings") if name not in description]:
         raise ValueError(f"{Path(folder) / EXPORT_FILE} is damaged: it lacks {missing[0]!r}; export the model again")
     check_shortlist(Path(folder), description.get("shortlist"))
