@@ -27,7 +27,17 @@ from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from . import models
-from .checkpoint import CheckpointReader, check_config, check_sizes, check_tokenizer, find_architecture, read_index
+from .checkpoint import (
+    CheckpointReader,
+    check_config,
+    check_folder,
+    check_stored,
+    check_tokenizer,
+    check_vocabulary,
+    find_architecture,
+    no_tokenizer,
+    read_index,
+)
 from .files import EXPORT_FILE, TOKENIZER_FILES, WEIGHT_FILES, explain_unwritable, read_json
 from .languages import set_languages
 from .models.configuration_base import FactorizedConfig
@@ -129,6 +139,8 @@ def load_pretrained(auto: AutoClass, name: str | os.PathLike, **options: Any) ->
         ValueError: a model or tokenizer that only its own code can load, a folder without any tokenizer; else as
             `from_pretrained`.
     """
+    if auto is AutoTokenizer and Path(name).is_dir() and not has_tokenizer(Path(name)):
+        raise no_tokenizer(name)  # transformers would make one of nothing
     try:
         with _no_strange_code(name):
             loaded = auto.from_pretrained(name, trust_remote_code=False, **options)
@@ -141,11 +153,6 @@ def load_pretrained(auto: AutoClass, name: str | os.PathLike, **options: Any) ->
                 take_forced_start(model.generation_config, name)
             return loaded
     except (OSError, ValueError) as error:
-        if auto is AutoTokenizer and Path(name).is_dir() and not has_tokenizer(Path(name)):
-            raise ValueError(
-                f"{name} holds no tokenizer (tokenizer_config.json and what it needs): give a folder with one, or put "
-                "its files there"
-            ) from error
         if isinstance(error, OSError) and not Path(name).exists() and str(name) not in str(error):
             reason = str(error).partition("\n")[0]
             raise OSError(f"{name} is no folder here, and the Hub does not give it: {reason}") from error
@@ -215,6 +222,7 @@ def load_model(
     """
     folder = _find_checkpoint(name)
     model, tokenizer = load_network(folder, device=device), load_pretrained(AutoTokenizer, folder)
+    check_vocabulary(tokenizer, model.config, folder)
     set_languages(model, tokenizer, source, target, columns=columns)
     return model, tokenizer
 
@@ -229,20 +237,7 @@ def load_network(name: str | os.PathLike, *, device: str | torch.device = "cpu")
         ValueError: the checkpoint is not a sequence-to-sequence model, or lacks weights that would come out random.
     """
     name, device = _find_checkpoint(name), check_device(device)
-    check_no_export(name)
-    try:
-        config = load_pretrained(AutoConfig, name)
-    except OSError as error:
-        raise FileNotFoundError(
-            f"{name} is neither a checkpoint folder nor a reachable model on the Hub: {error}"
-        ) from error
-    if type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
-        raise ValueError(
-            f"{name} is a {config.model_type!r} model: expected a sequence-to-sequence model such as Marian, BART or "
-            "LightFormer."
-        )
-    with CheckpointReader(_fetch_weights(name)[0].parent) as reader:
-        check_sizes(config, reader.shapes(), name)
+    config = check_checkpoint(Path(name), translates=True)
     model, loading = load_pretrained(
         AutoModelForSeq2SeqLM, name, config=config, dtype=torch.float32, output_loading_info=True
     )
@@ -251,6 +246,32 @@ def load_network(name: str | os.PathLike, *, device: str | torch.device = "cpu")
             f"{name} lacks the weights {', '.join(sorted(loading['missing_keys']))}: get the whole checkpoint."
         )
     return model.to(device).eval()
+
+
+def check_checkpoint(folder: Path, *, translates: bool = False) -> PreTrainedConfig:
+    """The configuration of a checkpoint folder that can be loaded as it is stored.
+
+    Args:
+        translates: whether it has to be a sequence-to-sequence model.
+
+    Raises:
+        ValueError: an export, an adapter, a wrapped model, quantized weights, sizes that do not belong together.
+        FileNotFoundError: no configuration, or no weights.
+    """
+    check_no_export(folder)
+    check_folder(folder)
+    try:
+        config = load_pretrained(AutoConfig, folder)
+    except OSError as error:
+        raise FileNotFoundError(f"{folder} is no folder of a checkpoint: {error}") from error
+    if translates and type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"{folder} is a {config.model_type!r} model: expected a sequence-to-sequence model such as Marian, BART "
+            "or LightFormer."
+        )
+    with CheckpointReader(folder) as reader:
+        check_stored(config, reader, folder)
+    return config
 
 
 def _find_checkpoint(name: str | os.PathLike) -> str:
@@ -340,9 +361,7 @@ def load_skeleton(folder: Path) -> PreTrainedModel:
         FileNotFoundError: no weights there.
         ValueError: another model, or files that are damaged.
     """
-    config = load_pretrained(AutoConfig, folder)
-    with CheckpointReader(folder) as reader:
-        check_sizes(config, reader.shapes(), folder)
+    config = check_checkpoint(folder)
     architecture = find_architecture(config, folder)
     if not isinstance(config, FactorizedConfig) or architecture not in models.__all__:
         raise ValueError(f"{folder} holds a {architecture}, no model of this package: convert it first")

@@ -2,16 +2,21 @@
 
 import errno
 import gzip
+import io
 import json
 import os
 
 import pandas
 import pyarrow
 import pytest
+from datasets import Dataset
 from pyarrow import parquet
 from transformers import MarianTokenizer
 
+from lightformers_hf import translate
 from lightformers_hf.data_files import load_lines
+from lightformers_hf.evaluation.translate import translate_stream
+from lightformers_hf.loading import load_model
 from lightformers_hf.text import load_parallel, load_rows, load_text, tokenize_pairs
 
 pytestmark = pytest.mark.quick
@@ -203,6 +208,20 @@ def test_text_that_is_neither_pairs_nor_sources(tmp_path, name, content, columns
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         load_text(str(tmp_path / name), source=columns[0], target=columns[1], default=("de", "en"))
+
+
+def test_a_tokenizer_that_does_not_know_the_text_ends_it(tiny_marian):
+    model, tokenizer = load_model(tiny_marian)
+    text = ["日本語", "今日は寒い。"] * 4
+    with pytest.raises(ValueError, match=r"maps (\d+) of \1 tokens of the text to its unknown token '<unk>'"):
+        translate(text, model, tokenizer)
+    pairs = Dataset.from_dict({"source": ["Ein Hund."] * 8, "target": text})
+    with pytest.raises(ValueError, match="unknown token"):
+        tokenize_pairs(pairs, tokenizer, max_source_length=9, max_target_length=7)
+    assert len(translate(["Zwei Hunde spielen.", text[0]], model, tokenizer, max_new_tokens=3)) == 2
+    source, sink = io.BytesIO(f"Ein Hund.\n{text[1]}\n".encode()), io.BytesIO()
+    source.read1 = lambda _size: source.readline()  # line by line, as from a terminal
+    assert translate_stream(source, sink, model, tokenizer, max_new_tokens=3) == 2
 
 
 def test_a_missing_file_is_not_taken_for_a_hub_name(tmp_path):

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from ..export import Engine, load_engine
 from ..languages import choose_prefix, set_language_codes, split_prefix
 from ..loading import DAMAGED, is_export, is_out_of_memory, load_model, load_pretrained, position_limit
+from ..text import check_known
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -78,6 +79,7 @@ def translate(
     batch_size: int = 32,
     prefix: str = "",
     progress: bool | tqdm = False,
+    check: bool = True,
     **generation: Any,
 ) -> list[str]:
     """Translate (or summarize) `texts` with `generate()`, and return one output a text, in the order of `texts`.
@@ -92,10 +94,11 @@ def translate(
         prefix: stands before every text that does not begin with it, as of `load_translator`, which is asked for it
             where the model is a name.
         progress: show a bar on stderr; or a bar to move on by one for each text.
+        check: raise an error where the tokenizer does not know most of the text.
         generation: arguments of `generate()`: `num_beams`, `max_new_tokens`, … What is not given is the checkpoint's.
 
     Raises:
-        ValueError: a model object without its tokenizer, or a batch size below 1.
+        ValueError: a model object without its tokenizer, a batch size below 1, or as of `check`.
     """
     if not hasattr(model, "generate"):
         model, default_tokenizer, default_prefix = load_translator(model)
@@ -110,6 +113,8 @@ def translate(
     check_generation(model, generation)
     limit = longest_input(model, tokenizer)
     token_ids = dict(zip(filled, _tokenize([texts[i] for i in filled], tokenizer, limit), strict=True))
+    if check:
+        check_known(token_ids.values(), tokenizer)
     longest_first = sorted(filled, key=lambda i: -len(token_ids[i]))
     with ExitStack() as stack:
         bar = progress
@@ -216,7 +221,7 @@ def translate_stream(
     Args:
         options: as for `translate`.
     """
-    done, rest = 0, b""
+    done, rest, checked = 0, b"", False
     while True:
         read = source.read1(READ_BYTES)
         *lines, rest = (rest + read).split(b"\n")
@@ -228,9 +233,10 @@ def translate_stream(
                 texts.append(line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\r"))
             except UnicodeDecodeError as error:
                 raise ValueError(f"line {number} of the input is not UTF-8 text: {error}") from error
-        for text in translate(texts, model, tokenizer, **options):
+        for text in translate(texts, model, tokenizer, check=not checked, **options):
             output.write(" ".join(text.splitlines()).encode("utf-8") + b"\n")
         output.flush()
+        checked = checked or any(map(str.strip, texts))  # a line in another script ends no stream
         done += len(lines)
         if not read:
             return done

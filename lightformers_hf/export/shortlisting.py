@@ -12,7 +12,7 @@ from sacrebleu import BLEU
 from ..data_files import is_lines, load_lines
 from ..languages import add_prefix, split_prefix
 from ..loading import position_limit, printable_name
-from ..text import load_parallel, load_rows
+from ..text import check_known, load_parallel, load_rows
 from .engines import EngineFile, RunningModel
 from .lexicon import LONGEST, learn_lexicon
 from .search import Search
@@ -88,6 +88,7 @@ def add_shortlist(
     search = Search.of(source.generation)
     limit = min(position_limit(source.model.config) or LONGEST, LONGEST)
     ids = source.tokenizer(sources, truncation=True, max_length=limit)["input_ids"]
+    check_known(ids, source.tokenizer)
     running = engine.load(folder, search, torch.get_num_threads())
     held = max(2, min(HELD_OUT, int(SHARE * len(ids))))
     made_from, checked = ids[:-held], ids[-held:]

@@ -26,6 +26,7 @@ from transformers import (
     set_seed,
 )
 
+from ..checkpoint import check_vocabulary
 from ..conversion import copy_report
 from ..conversion.statistics.synthesis import random_texts
 from ..evaluation.evaluate import choose_columns
@@ -149,7 +150,8 @@ class Run:
         self.attention = "eager" if self.threads else None
         self.bf16 = bf16_is_faster() if self.threads else torch.cuda.is_bf16_supported(including_emulation=False)
         self.model = self.load_light(dropout=False)
-        self.distiller = load_distiller(str(resolve_source(self.teacher)), self.tokenizer, self.attention)
+        check_vocabulary(self.tokenizer, self.model.config, self.light)
+        self.distiller = load_distiller(str(self.teacher), self.tokenizer, self.attention)
         if self.threads is None:
             self.distiller.to(torch.accelerator.current_accelerator())
         self.ratio = unique_parameters(self.distiller) / unique_parameters(self.model)
