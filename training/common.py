@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from arguments import DataArguments, ModelArguments, check_model_fields, dash_option
+from arguments import DataArguments, ModelArguments, dash_option
 from datasets import Dataset, Value, concatenate_datasets
 from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
@@ -36,6 +36,7 @@ import lightformers_hf  # noqa: F401  registers the architectures with the Auto 
 from lightformers_hf.conversion import copy_report
 from lightformers_hf.data_files import load_lines
 from lightformers_hf.loading import build_network, load_pretrained, unique_parameters
+from lightformers_hf.recipes import check_model_fields
 from lightformers_hf.recovery import find_last_checkpoint, load_trainable, remove_checkpoints
 from lightformers_hf.recovery import train as train_model
 from lightformers_hf.text import load_rows, take_rows

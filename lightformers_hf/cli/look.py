@@ -123,14 +123,36 @@ def report(
     return Answer({"output": str(output)}, [f"Written to {output}: open it in a browser."])
 
 
-@command(option("--table", default="", help="Only rows whose name contains this, e.g. 'Subformer T2'."))
-def parameters(table: str) -> Answer:
-    """Print the parameter tables of the papers: the printed count, ours, and the difference.
+@command(
+    Argument(
+        "models", type=PLACE, nargs=-1, about="Recipes (.yaml), folders or Hub names. Default: the papers' tables."
+    ),
+    option(
+        "--vocab-size", type=AT_LEAST_ONE, help="Tokens of recipes' models. Default: their tokenizer's, or head's."
+    ),
+    option("--table", default="", help="Only rows whose name contains this, e.g. 'Subformer T2'."),
+)
+def parameters(models: tuple[str, ...], vocab_size: int | None, table: str) -> Answer:
+    """Count the parameters of recipes and models, without training or loading them; or print the papers' tables.
 
-    Exits with 1 where a row differs by more than its tolerance.
+    Shared and tied parameters count once. A table has the printed count, ours, and the difference; the command exits
+    with 1 where a row differs by more than its tolerance.
 
-    Example: lightformers parameters --table PartialFormer
+    Examples:
+
+        lightformers parameters training/recipes/multi30k/lightformer.yaml --vocab-size 8000
+
+        lightformers parameters --table PartialFormer
     """
+    if models:
+        if table:
+            raise ValueError("--table is of the papers' tables: leave it out, or the models")
+        from ..evaluation.parameters import model_parameters
+
+        found = {place: model_parameters(place, vocab_size) for place in models}
+        return Answer(found, [f"{count:15,}  {place}" for place, count in found.items()])
+    if vocab_size is not None:
+        raise ValueError("--vocab-size is of a recipe's model: name a recipe")
     from ..evaluation.parameters import count_parameters, parameter_table
 
     counts = count_parameters(table)
