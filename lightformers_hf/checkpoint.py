@@ -166,18 +166,6 @@ def _open_index(path: Path) -> dict[str, Stored]:
     return stored
 
 
-def check_folder(folder: Path) -> None:
-    """Raise `ValueError` where a folder holds an adapter, which transformers loads with the model if peft is there."""
-    if (folder / "adapter_config.json").is_file():
-        beside = any((folder / name).is_file() for name in WEIGHT_FILES)
-        raise ValueError(
-            f"{folder} holds an adapter (adapter_config.json) "
-            + ("beside a model: remove the files of the adapter, or" if beside else "and no whole model:")
-            + " merge it into its base with merge_and_unload() of peft, and give the folder where save_pretrained "
-            "writes the result"
-        )
-
-
 def check_stored(config: PreTrainedConfig, reader: CheckpointReader, name: str | os.PathLike) -> None:
     """Raise `ValueError` for weights that are quantized, or a wrapped model's; and as `check_sizes`."""
     names = reader.keys()
@@ -280,7 +268,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str | os.PathLike)
 
     Makes 5.0 the number 5.
     """
-    if len(tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}) < 2:
+    if not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab(), "▁", "Ġ"}:
         raise no_tokenizer(name)
     for side in ("source_lang", "target_lang"):
         if not isinstance(language := getattr(tokenizer, side, None), str | None):

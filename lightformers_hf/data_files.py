@@ -83,7 +83,7 @@ def _load(path: Path, suffix: str) -> Dataset:
             raise trouble from error
         if suffix in (".json", ".jsonl") and isinstance(error, DatasetGenerationError):
             reason = _explain_json(path, str(reason))
-        raise ValueError(f"{path} cannot be read as {suffix[1:]}: {reason}") from error
+        raise ValueError(f"{path} cannot be read as {'text' if suffix == '.txt' else suffix[1:]}: {reason}") from error
 
 
 def _read(path: Path, suffix: str) -> Dataset:
@@ -237,8 +237,9 @@ def _check_encoding(path: Path) -> None:
     """Raise a `ValueError` that names the first line that is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with _open(path) as file:
-        start = file.read(2)
-        if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or b"\0" in start:
+        start = file.read(8)
+        marked = start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        if marked or (len(start) >= 4 and not (any(start[::2]) and any(start[1::2]))):
             raise ValueError(f"it is in UTF-16, expected UTF-8: save it as UTF-8 (iconv -f UTF-16 -t UTF-8 {path})")
         file.seek(0)
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +29,6 @@ from . import models
 from .checkpoint import (
     CheckpointReader,
     check_config,
-    check_folder,
     check_stored,
     check_tokenizer,
     check_vocabulary,
@@ -39,6 +37,7 @@ from .checkpoint import (
     read_index,
 )
 from .files import EXPORT_FILE, TOKENIZER_FILES, WEIGHT_FILES, explain_unwritable, read_json
+from .folders import check_folder, find_folder
 from .languages import set_languages
 from .models.configuration_base import FactorizedConfig
 from .models.embeddings import SinusoidalPositions
@@ -50,7 +49,7 @@ DAMAGED = (
 )
 
 
-def resolve_source(source: str | Path) -> Path:
+def resolve_source(source: str | os.PathLike) -> Path:
     """The local folder of a checkpoint: `source` itself, or the snapshot of a Hub model of that name.
 
     Of a Hub model only configuration, tokenizer, card and weights are fetched, and `.bin` weights only where there
@@ -60,13 +59,8 @@ def resolve_source(source: str | Path) -> Path:
         FileNotFoundError: no such folder, no such model, or the Hub is out of reach.
         ValueError: a file instead of a folder.
     """
-    path = Path(os.path.expanduser(source))
-    if path.is_dir():
+    if path := find_folder(source):
         return path
-    if path.exists():
-        raise ValueError(f"{source} is a file, expected the folder of a checkpoint")
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(source)):
-        raise FileNotFoundError(f"{source} is no folder: expected the folder of a checkpoint, or a model's Hub name")
     wanted = ["*.json", "model*.safetensors", "*.spm", "*.model", "*.txt", "README.md"]
     try:
         folder = Path(snapshot_download(str(source), allow_patterns=wanted))
@@ -220,7 +214,7 @@ def load_model(
     Args:
         source, target, columns: languages that a multilingual one translates between, as of `set_language_codes`.
     """
-    folder = _find_checkpoint(name)
+    folder = resolve_source(name)
     model, tokenizer = load_network(folder, device=device), load_pretrained(AutoTokenizer, folder)
     check_vocabulary(tokenizer, model.config, folder)
     set_languages(model, tokenizer, source, target, columns=columns)
@@ -236,8 +230,8 @@ def load_network(name: str | os.PathLike, *, device: str | torch.device = "cpu")
         FileNotFoundError: no such folder, and no such model on the Hub.
         ValueError: the checkpoint is not a sequence-to-sequence model, or lacks weights that would come out random.
     """
-    name, device = _find_checkpoint(name), check_device(device)
-    config = check_checkpoint(Path(name), translates=True)
+    name, device = resolve_source(name), check_device(device)
+    config = check_checkpoint(name, translates=True)
     model, loading = load_pretrained(
         AutoModelForSeq2SeqLM, name, config=config, dtype=torch.float32, output_loading_info=True
     )
@@ -272,17 +266,6 @@ def check_checkpoint(folder: Path, *, translates: bool = False) -> PreTrainedCon
     with CheckpointReader(folder) as reader:
         check_stored(config, reader, folder)
     return config
-
-
-def _find_checkpoint(name: str | os.PathLike) -> str:
-    """The folder of a checkpoint. Of a Hub model it is fetched as a whole: file by file, each would wait for a Hub
-    that is out of reach."""
-    name = os.path.expanduser(name)
-    if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
-        raise FileNotFoundError(
-            f"No model folder {name}: give a folder that holds a checkpoint, or a name on the Hub."
-        )
-    return os.fspath(resolve_source(name))
 
 
 def load_pair(

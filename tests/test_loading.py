@@ -77,7 +77,7 @@ def test_the_hub_out_of_reach(monkeypatch):
 
 
 def test_models_that_are_not_there_or_not_fit(tmp_path):
-    with pytest.raises(FileNotFoundError, match="No model folder"):
+    with pytest.raises(FileNotFoundError, match="is no folder: expected the folder of a checkpoint"):
         load_model(tmp_path / "missing")
     BertConfig(num_hidden_layers=1).save_pretrained(tmp_path / "bert")
     with pytest.raises(ValueError, match="is a 'bert' model: expected a sequence-to-sequence model"):

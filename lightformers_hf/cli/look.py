@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from .output import PLACE, Answer, Argument, check_installed, command, option
+from .output import CHECKPOINT, DATA, PLACE, Answer, Argument, check_installed, check_new_folder, command, option
 from .use import (
     AT_LEAST_ONE,
     DATA_HELP,
@@ -25,9 +25,13 @@ from .use import (
 
 @command(
     Argument(
-        "models", type=PLACE, nargs=-1, required=True, about="Folders or Hub names of checkpoints, shown side by side."
+        "models",
+        type=CHECKPOINT,
+        nargs=-1,
+        required=True,
+        about="Folders or Hub names of checkpoints, shown side by side.",
     ),
-    option("--data", type=PLACE, required=True, help=DATA_HELP),
+    option("--data", type=DATA, required=True, help=DATA_HELP),
     option("--output", "-o", type=FILE, help="Folder for a picture of every measure, for light and for dark pages."),
     option("--overwrite", is_flag=True, help="Replace what the folder holds, if a command wrote it."),
     SOURCE_LANG,
@@ -53,13 +57,14 @@ def analyze(
 
     Example: lightformers analyze ./teacher ./small --data test.jsonl --output inside
     """
+    inputs = [*models, data]
+    if output is not None:
+        check_installed("matplotlib", "demo", "--output")
+        check_new_folder(output, overwrite, inputs)
     from ..evaluation.analysis import analysis_table
     from ..evaluation.analysis import analyze as run
     from ..folders import atomic_output
 
-    if output is not None:
-        check_installed("matplotlib", "demo", "--output")
-    inputs = [*models, data]
     with atomic_output(output, overwrite=overwrite, inputs=inputs) if output else nullcontext() as folder:
         analyses = run(list(models), data, **languages(source_lang, target_lang), **options, progress=True)
         if folder:
@@ -72,14 +77,14 @@ def analyze(
 
 
 @command(
-    Argument("model", type=PLACE, about="What convert or a training run wrote: folder, or Hub name."),
+    Argument("model", type=CHECKPOINT, about="What convert or a training run wrote: folder, or Hub name."),
     option("--output", "-o", type=FILE, default="report.html", help="The page to write, in place of what is there."),
     option(
         "--teacher",
-        type=PLACE,
+        type=CHECKPOINT,
         help="What it was made of: adds singular values with the chosen ranks, and its translations.",
     ),
-    option("--data", type=PLACE, help="Parallel text, as for evaluate: adds sample translations."),
+    option("--data", type=DATA, help="Parallel text, as for evaluate: adds sample translations."),
     option(
         "--results",
         type=FILE,
@@ -111,11 +116,12 @@ def report(
     Example: lightformers report ./small --teacher ./teacher --data test.jsonl --results results.json
     """
     check_installed("matplotlib", "demo", "report")
-    from ..evaluation.pages.page import report_page
-    from ..files import write_whole
     from ..folders import check_file
 
     check_file(output, [model, *(options[name] for name in ("teacher", "data")), *options["results"]])
+    from ..evaluation.pages.page import report_page
+    from ..files import write_whole
+
     generation = generation_options(num_beams=num_beams, max_new_tokens=max_new_tokens)
     page = report_page(model, **languages(source_lang, target_lang), **options, progress=True, **generation)
     with write_whole(output) as file:

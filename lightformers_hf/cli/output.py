@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 LIBRARIES = ("transformers", "datasets", "huggingface_hub")  # each has levels and handlers of its own
 SETTINGS = {"help_option_names": ["-h", "--help"]}
-# A file or a folder, which the shell completes, or a name on the Hub.
-PLACE = click.Path()
+# Files or folders, which the shell completes, or names on the Hub. Of models and data, what is not there is refused
+# before torch is imported.
+PLACE, CHECKPOINT, DATA = click.Path(), click.Path(), click.Path()
 ROOM = 120  # columns of a table in a file or a pipe
 SEED = click.IntRange(0, 2**32 - 1)  # what numpy takes
 
@@ -191,7 +192,7 @@ def command(*parameters: click.Parameter, name: str | None = None) -> Callable[[
             examples=f"{word.strip()}{examples}",
             params=params,
             shared=shared,
-            callback=functools.partial(run, function, answers, typed),
+            callback=functools.partial(run, function, answers, typed, {key.name: key.type for key in parameters}),
         )
 
     return make
@@ -201,6 +202,7 @@ def run(
     function: Callable,
     answers: bool,
     typed: Mapping[str, str],
+    types: Mapping[str, click.ParamType],
     *,
     quiet: bool,
     verbose: bool,
@@ -213,6 +215,7 @@ def run(
     try:
         if json_file is not None and not to_stdout:
             check_answer_file(json_file, arguments)
+        check_places(types, arguments)
         with loudness(quiet, verbose, chatter=sys.stderr if to_stdout else None, hush=quiet and answers):
             answer = function(**arguments)
         if not answers or not speaks:
@@ -310,6 +313,31 @@ def loudness(quiet: bool, verbose: bool, *, chatter: Any, hush: bool) -> Iterato
 def _direct(logger: logging.Logger, level: int, propagate: bool, handlers: list[logging.Handler]) -> None:
     logger.setLevel(level)
     logger.propagate, logger.handlers = propagate, handlers
+
+
+def check_places(types: Mapping[str, click.ParamType], arguments: Mapping[str, Any]) -> None:
+    """Raise an error where a model's folder or a file of data that is named is not there."""
+    from ..data_files import check_data
+    from ..folders import check_folder, find_folder
+
+    def named(kind: click.ParamType) -> Iterator[str]:
+        for name, value in arguments.items():
+            if types[name] is kind:
+                yield from filter(None, value if isinstance(value, tuple) else (value,))
+
+    for place in named(CHECKPOINT):
+        if folder := find_folder(place):
+            check_folder(folder)
+    for place in named(DATA):
+        check_data(place)
+
+
+def check_new_folder(output: Path, overwrite: bool, inputs: Sequence[str | None]) -> None:
+    """As `check_output`, by the first of several processes: before torch is imported."""
+    from ..folders import check_output
+
+    if os.environ.get("RANK", "0") == "0":
+        check_output(output, overwrite=overwrite, inputs=inputs)
 
 
 def check_answer_file(file: Path, arguments: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import click
 
-from .output import PLACE, SEED, Answer, Argument, check_installed, command, make_console, option
+from .output import CHECKPOINT, DATA, PLACE, SEED, Answer, Argument, check_installed, command, make_console, option
 
 if TYPE_CHECKING:
     from ..evaluation.translate import ByteSource
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 AT_LEAST_ONE = click.IntRange(min=1)
 FILE = click.Path(path_type=Path)
 
-MODEL = Argument("model", type=PLACE, about="Folder or Hub name of a checkpoint.")
+MODEL = Argument("model", type=CHECKPOINT, about="Folder or Hub name of a checkpoint.")
 DATA_HELP = "Parallel text: a .jsonl, .json, .csv, .tsv or .parquet file, or a Hub name."
 BATCH_SIZE = option("--batch-size", type=AT_LEAST_ONE, default=32, help="Sentences translated at once.")
 NUM_BEAMS = option("--num-beams", type=AT_LEAST_ONE, help="Beams; 1 is greedy. Default: the checkpoint's.")
@@ -124,8 +124,8 @@ def translate(
 
 @command(
     MODEL,
-    option("--data", type=PLACE, required=True, help=DATA_HELP),
-    option("--teacher", type=PLACE, help="The dense checkpoint to compare with."),
+    option("--data", type=DATA, required=True, help=DATA_HELP),
+    option("--teacher", type=CHECKPOINT, help="The dense checkpoint to compare with."),
     SOURCE_LANG,
     TARGET_LANG,
     SPLIT,
@@ -168,8 +168,8 @@ def evaluate(
 
 
 @command(
-    Argument("teacher", type=PLACE, about="Folder or Hub name of the dense checkpoint."),
-    Argument("light", type=PLACE, about="The smaller one; like the teacher, it may be an export."),
+    Argument("teacher", type=CHECKPOINT, about="Folder or Hub name of the dense checkpoint."),
+    Argument("light", type=CHECKPOINT, about="The smaller one; like the teacher, it may be an export."),
     option("--num-beams", type=AT_LEAST_ONE, help="Beams of both. Default: the light model's."),
     MAX_NEW_TOKENS,
     *TRANSLATED,
@@ -238,6 +238,9 @@ def push(folder: Path, name: str, results: tuple[Path, ...], dry_run: bool, **op
 
         lightformers push recovered opus-mt-de-en-light --private --revision v2 --message "Trained longer"
     """
+    from ..folders import check_folder
+
+    check_folder(folder)
     from ..hub import preview_push, push_to_hub
 
     if dry_run:

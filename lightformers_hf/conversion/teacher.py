@@ -13,7 +13,8 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import models
-from ..checkpoint import CheckpointReader, check_folder, check_stored, check_vocabulary, find_architecture
+from ..checkpoint import CheckpointReader, check_stored, check_vocabulary, find_architecture
+from ..folders import check_folder
 from ..languages import keep_prefix, set_language_codes
 from ..loading import (
     DAMAGED,
@@ -60,8 +61,6 @@ class Teacher:
     def __init__(self, folder: Path, source: str, languages: tuple[str | None, str | None] = (None, None)):
         check_folder(folder)
         check_no_export(folder)
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(f"{folder} holds no config.json: a checkpoint folder written by save_pretrained")
         try:
             self.source_config = load_pretrained(AutoConfig, folder)
         except (KeyError, ValueError) as error:
@@ -253,10 +252,7 @@ class Teacher:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The checkpoint's tokenizer. Raises `ValueError` where it has none, one too large, or lacks a language."""
         if self._tokenizer is None:
-            try:
-                tokenizer = load_pretrained(AutoTokenizer, self.folder)
-            except (OSError, ValueError) as error:
-                raise ValueError(f"{self.folder} has no tokenizer, which calibration needs: {error}") from None
+            tokenizer = load_pretrained(AutoTokenizer, self.folder)
             check_vocabulary(tokenizer, self.config, self.folder)
             set_language_codes(tokenizer, *self.languages)
             self._tokenizer = tokenizer

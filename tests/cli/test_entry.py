@@ -391,6 +391,40 @@ def test_bad_options_are_one_message_and_leave_no_output(lightformers, tiny_mari
     assert not list(tmp_path.iterdir())
 
 
+def test_what_is_not_there_is_refused_before_torch_is_imported(tiny_marian, tmp_path):
+    for name in ("full", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    (tmp_path / "x.jsonl").write_text("{}\n")
+    commands = f"""
+        convert ./none out
+        convert {tiny_marian} {tmp_path}/full
+        convert {tiny_marian} {tiny_marian}
+        plan {tmp_path}/x.jsonl
+        plan {tiny_marian} --calibration none.txt
+        export {tiny_marian} out --to tensorrt
+        translate a/b/c
+        evaluate {tiny_marian} --data none.jsonl
+        analyze ./none --data {tmp_path}/x.jsonl
+        report {tmp_path}/empty
+        compare ./none ./none
+        push ./none a/b
+        recover ./none --teacher ./none -o out
+        recover {tiny_marian} --teacher {tiny_marian} -o out --data none.csv
+        compress {tiny_marian} out --ratio 0.5
+        benchmark engines {tiny_marian} --engine tensorrt
+        benchmark startup ./none"""
+    words = [command.split() for command in commands.strip().splitlines()]
+    script = (
+        f"import sys\nfrom lightformers_hf.cli import app\nfor words in {words}:\n"
+        "    try: app(words)\n    except SystemExit as end: assert end.code == 1, words\n"
+        "assert not {'torch', 'transformers', 'datasets'} & {*sys.modules}"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr.count("error:")) == (0, len(words)), done.stderr
+
+
 def test_names_from_a_checkpoint_cannot_style_the_terminal(lightformers, tiny_marian, tmp_path):
     shutil.copytree(tiny_marian, tmp_path / "[red]model")
     code, out, _ = lightformers("plan", tmp_path / "[red]model", "--rank", "3")

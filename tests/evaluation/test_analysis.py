@@ -311,7 +311,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(lightformers, checkpoints, 
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for arguments, message in (
-        ((tmp_path / "missing", "--data", text), "No model folder"),
+        ((tmp_path / "missing", "--data", text), "is no folder"),
         ((teacher, "--data", tmp_path / "missing.jsonl"), "missing.jsonl"),
         ((teacher, "--data", text, "--source-lang", "fr"), "'fr'"),
         ((teacher, "--data", text, "--output", tmp_path / "full"), "is not empty"),

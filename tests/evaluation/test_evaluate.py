@@ -126,7 +126,7 @@ def test_a_model_that_is_not_there(lightformers, tmp_path, command):
     code, printed, error = lightformers(*command, tmp_path / "missing")
     assert code == 1
     assert not printed
-    assert "No model folder" in error.replace("\n", " ")
+    assert "is no folder" in error.replace("\n", " ")
     assert "Traceback" not in error
 
 
