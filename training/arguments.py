@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,8 +107,8 @@ class OutputArguments:
         self.bf16 = self.bf16 and not in_software
         super().__post_init__()
         self._check_schedule()
-        if in_software and self.should_log:
-            Console(stderr=True).print("[yellow]note:[/yellow]", escape(NO_BF16), highlight=False, soft_wrap=True)
+        if in_software:
+            note(NO_BF16)
 
     def _check_schedule(self) -> None:
         """Make the schedule once for nothing: kinds differ in what else they need or take."""
@@ -133,6 +134,12 @@ class OutputArguments:
         self.save_total_limit = self.save_total_limit or 1
         self.load_best_model_at_end = True
         self.restore_callback_states_from_checkpoint = True  # how many found nothing better so far
+
+
+def note(text: str) -> None:
+    """Print what a user should know, but need not mend, on stderr; of several processes the first prints it."""
+    if os.environ.get("RANK", "0") == "0":
+        Console(stderr=True).print("[yellow]note:[/yellow]", escape(text), highlight=False, soft_wrap=True)
 
 
 class _DashedOptions:

@@ -261,7 +261,7 @@ def training_speed(
     with use_threads(1):
         for step in steps.values():  # the first also makes AdamW's moments
             step()
-        timed = take_turns(steps, runs=runs, progress=progress)
+        timed = take_turns(steps, runs=runs, progress=progress, what="training steps")
     return {name: speed_of(results) for name, results in timed.items()}
 
 
