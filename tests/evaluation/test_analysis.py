@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -304,6 +305,9 @@ def test_folders_of_the_same_name_are_told_apart(checkpoints, tmp_path):
     printed = io.StringIO()
     Console(file=printed, width=400).print(analysis_table(analyses))
     assert all(name in printed.getvalue() for name in names)
+    first = replace(analyses[0], loss_name="loss", loss_curve=[(1, 3.0), (2, 2.0)])
+    Console(file=printed, width=400).print(analysis_table([first, analyses[1]]))
+    assert re.search(r"steps to convergence\W+not converged", printed.getvalue())
 
 
 def test_bad_input_is_one_message_and_leaves_nothing(lightformers, checkpoints, tmp_path):
@@ -354,7 +358,7 @@ def test_a_training_log_without_losses_is_as_none(tmp_path):
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [{"train_runtime": 3.0, "step": 2}]}))
     assert _training(tmp_path) == {}
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [{"loss": 3.0, "step": 2}]}))
-    assert _training(tmp_path)["convergence_step"] == 2
+    assert _training(tmp_path)["convergence_step"] is None  # of one loss nothing is known
 
 
 @pytest.mark.parametrize("curves", [2, 16])
