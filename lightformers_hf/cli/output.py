@@ -59,10 +59,25 @@ class Answer:
 
 
 def make_console() -> Console:
-    """Where tables are printed: as wide as the terminal, wide in a file or a pipe."""
-    from rich.console import Console
+    """Where tables are printed: as wide as the terminal, wide in a file or a pipe.
 
-    console = Console()
+    Titles and captions are lines above and below a table. Rich would fold them to the table's width, within words.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    class TableConsole(Console):
+        def print(self, *objects: Any, **options: Any) -> None:
+            if not objects or not all(isinstance(one, Table) for one in objects):
+                return super().print(*objects, **options)
+            for table in objects:
+                title, caption, table.title, table.caption = table.title, table.caption, None, None
+                lines = {"soft_wrap": not self.is_terminal, "highlight": False}
+                for part in (title, table, caption):
+                    if part is not None:
+                        super().print(part, **options, **({} if part is table else lines))
+
+    console = TableConsole()
     if not (console.is_terminal or "COLUMNS" in os.environ):
         console.width = ROOM
     return console

@@ -23,7 +23,7 @@ from ..loading import (
 )
 from ..text import fingerprint, load_parallel
 from .memory import translation_memory
-from .quality import Difference, bleu_difference, comet_score, translation_quality
+from .quality import Difference, bleu_difference, comet_score, signed, translation_quality
 from .speed import speed_ratio, tokens_per_second, typical_sentences
 from .translate import translate
 
@@ -80,7 +80,9 @@ class Evaluation:
 
     def table(self) -> Table:
         """A rich table: one row a measure, the teacher beside the model, and how they compare."""
-        title = f"{self.sentences} sentences of {self.data}, {self.source} → {self.target}"
+        title = (
+            f"{self.sentences:,} sentence{'s' * (self.sentences != 1)} of {self.data}, {self.source} → {self.target}"
+        )
         notes = [self.model.bleu_signature, self.model.chrf_signature]
         if self.difference:
             notes.append("in brackets: 95 % of test sets like this one (paired bootstrap)")
@@ -98,20 +100,22 @@ class Evaluation:
                 table.add_row(label, *cells)
 
         def above(model: float, teacher: float) -> str:
-            return str(self.difference or f"{model - teacher:+.1f}")
+            return str(self.difference or signed(model - teacher))
 
         def smaller(model: float, teacher: float) -> str:
             return f"{teacher / model:.2f}x smaller"
 
         row("BLEU", "bleu", "{:.1f}".format, above)
-        row("chrF", "chrf", "{:.1f}".format, lambda model, teacher: f"{model - teacher:+.1f}")
-        row("COMET", "comet", "{:.4f}".format, lambda model, teacher: f"{model - teacher:+.4f}")
+        row("chrF", "chrf", "{:.1f}".format, lambda model, teacher: signed(model - teacher))
+        row("COMET", "comet", "{:.4f}".format, lambda model, teacher: signed(model - teacher, 4))
         row("unique parameters", "parameters", "{:,}".format, smaller)
         row("weights on disk", "disk_bytes", _megabytes, smaller)
         row("peak memory", "memory_bytes", _megabytes, smaller)
         row("  beyond libraries", "own_memory_bytes", _megabytes, smaller)
         ratio = self.speed_ratio
-        row("tokens/s, one core", "tokens_per_second", "{:.1f}".format, lambda model, teacher: f"{ratio:.2f}x as fast")
+        row(
+            "tokens/s, one core", "tokens_per_second", "{:,.1f}".format, lambda model, teacher: f"{ratio:.2f}x as fast"
+        )
         return table
 
 

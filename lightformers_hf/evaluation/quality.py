@@ -84,7 +84,13 @@ class Difference:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.bleu:+.1f} ({self.low:+.1f} to {self.high:+.1f})"
+        return f"{signed(self.bleu)} ({signed(self.low)} to {signed(self.high)})"
+
+
+def signed(value: float, decimals: int = 1) -> str:
+    """A difference as text: `+1.2`, `-0.3`, and `0.0` of what rounds to nothing."""
+    text = f"{value:+.{decimals}f}"
+    return text if float(text) else text[1:]
 
 
 def bleu_difference(

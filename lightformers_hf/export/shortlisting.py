@@ -163,7 +163,8 @@ def read_pairs(
     others = references or sources
     kept = [index for index, pair in enumerate(zip(sources, others, strict=True)) if all(map(str.strip, pair))]
     if len(kept) < FEWEST:
-        raise ValueError(f"shortlist {text} holds {len(kept)} sentences: give thousands like those to be translated")
+        held = f"{len(kept)} sentence{'s' * (len(kept) != 1)}"
+        raise ValueError(f"shortlist {text} holds {held}: give thousands like those to be translated")
     prefixed = [prefix + sources[index] for index in kept]
     return prefixed, None if references is None else [references[index] for index in kept]
 

@@ -97,7 +97,7 @@ class ExportReport:
         """The same as sentences, and how to load the folder."""
         form = self.quantization or "float32"
         lines = [
-            f"{self.source}: {self.parameters:,} parameters, {self.weight_bytes / 1e6:.1f} MB in {output} "
+            f"{self.source}: {self.parameters:,} parameters, {self.weight_bytes / 1e6:,.1f} MB in {output} "
             f"({self.engine}, {form}).",
             f"Its log-probabilities differ from the checkpoint's by {self.difference:.2g} "
             f"({'at most' if self.quantization in (None, 'float32') else 'on average'}, in nats).",
@@ -110,7 +110,7 @@ class ExportReport:
         if self.encoder_table:
             bits = {"int8": 8, "int16": 16, "float16": 16, "bfloat16": 16}.get(form.partition("_")[0], 32)
             lines.append(
-                f"{self.encoder_table * bits / 8e6:.1f} MB of it are the encoder's token table, a product in the "
+                f"{self.encoder_table * bits / 8e6:,.1f} MB of it are the encoder's token table, a product in the "
                 "checkpoint: convert --vocabulary keeps fewer tokens, export --to onnx both factors."
             )
         if self.narrowed_attentions:

@@ -181,7 +181,8 @@ class Run:
         else:
             size = min(HELD_OUT if "target" in texts.column_names else COMPARED, len(texts) // 10)
             if not size:
-                raise ValueError(f"{self.data} holds {len(texts)} texts: ten and more are needed, or a validation")
+                held = f"{len(texts)} text{'s' * (len(texts) != 1)}"
+                raise ValueError(f"{self.data} holds {held}: ten and more are needed, or a validation")
             held_out, texts = texts.select(range(size)), texts.select(range(size, len(texts)))
             if "target" not in texts.column_names:
                 sources = held_out["source"][:]

@@ -63,6 +63,7 @@ def test_the_interval_tells_chance_from_difference():
     worse = [text if place % 3 else text.replace("some", "few") for place, text in enumerate(references)]
     other = [text if (place + 1) % 3 else text.replace("some", "few") for place, text in enumerate(references)]
     assert bleu_difference(references, references, references) == Difference(0, 0, 0)
+    assert str(Difference(-0.04, -1.26, 0.049)) == "0.0 (-1.3 to 0.0)"
     for one, two, differ in ((worse, references, True), (worse, other, False)):
         found = bleu_difference(one, two, references)
         assert found.low <= found.bleu <= found.high

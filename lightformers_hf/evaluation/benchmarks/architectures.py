@@ -284,7 +284,7 @@ def comparison_table(comparisons: list[Comparison]) -> Table:
             if measure == TRAINING:
                 cells = [f"{speed.tokens / rate:.2f} s/step" for speed, rate in zip(speeds, rates, strict=True)]
             else:
-                cells = [f"{rate:.1f} tokens/s" for rate in rates]
+                cells = [f"{rate:,.1f} tokens/s" for rate in rates]
             low, high = comparison.quartiles(measure)
             ratio = f"{speed_ratio(*speeds):.2f}x ({low:.2f}–{high:.2f})"
             printed = comparison.paper_ratio if measure != TRAINING else None
