@@ -30,6 +30,7 @@ SETTINGS = {"help_option_names": ["-h", "--help"]}
 # Files or folders, which the shell completes, or names on the Hub. Of models and data, what is not there is refused
 # before torch is imported.
 PLACE, CHECKPOINT, DATA = click.Path(), click.Path(), click.Path()
+CLOSED = set[str]()  # standard streams that were closed when the process began
 ROOM = 120  # columns of a table in a file or a pipe
 SEED = click.IntRange(0, 2**32 - 1)  # what numpy takes
 
@@ -228,7 +229,9 @@ def run(
     to_stdout = str(json_file) == "-"
     speaks = os.environ.get("RANK", "0") == "0"  # of several processes, the first
     try:
-        if json_file is not None and not to_stdout:
+        if to_stdout:
+            check_open("stdout", "give --json a file")
+        elif json_file is not None:
             check_answer_file(json_file, arguments)
         check_places(types, arguments)
         with loudness(quiet, verbose, chatter=sys.stderr if to_stdout else None, hush=quiet and answers):
@@ -256,6 +259,8 @@ def run(
             reason = "the disk is full: make room, then give the same command again"
         elif is_out_of_memory(error):
             reason = "there is not enough memory for what was asked for"
+        elif isinstance(error, ImportError) and "socksio" in str(error):
+            reason = "a SOCKS proxy is set (ALL_PROXY), for which socksio is missing: pip install 'httpx[socks]'"
         else:
             raise
         if verbose:
@@ -370,6 +375,28 @@ def write_answer(content: dict | list, file: Path) -> None:
 
     text = json_text(content, "--json")
     sys.stdout.write(text) if str(file) == "-" else file.write_text(text, encoding="utf-8")
+
+
+def open_streams() -> None:
+    """Give a process whose standard streams are closed, as by `2>&-`, ones that go nowhere.
+
+    Otherwise Python has `None` for them, and the next files that are opened take their numbers.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            CLOSED.add(name)
+            nowhere = os.open(os.devnull, os.O_RDWR)  # which takes the lowest free number
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115, for good
+
+
+def check_open(name: str, remedy: str) -> None:
+    """Raise `ValueError` where a standard stream is closed that is needed."""
+    if name in CLOSED:
+        raise ValueError(f"standard {'input' if name == 'stdin' else 'output'} is closed: {remedy}")
 
 
 def check_installed(module: str, extra: str, what: str) -> None:

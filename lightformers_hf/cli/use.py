@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import click
 
-from .output import CHECKPOINT, DATA, PLACE, SEED, Answer, Argument, check_installed, command, make_console, option
+from .output import (
+    CHECKPOINT,
+    DATA,
+    PLACE,
+    SEED,
+    Answer,
+    Argument,
+    check_installed,
+    check_open,
+    command,
+    make_console,
+    option,
+)
 
 if TYPE_CHECKING:
     from ..evaluation.translate import ByteSource
@@ -101,7 +113,11 @@ def translate(
 
         lightformers translate ./small news.de --output news.en --num-beams 4
     """
-    if output is not None:
+    if file is None:
+        check_open("stdin", "name a file to translate")
+    if output is None:
+        check_open("stdout", "give --output a file")
+    else:
         from ..folders import check_file
 
         check_file(output, [model, file])

@@ -67,7 +67,9 @@ def translation_quality(predictions: list[str], references: list[str]) -> Transl
     Raises `ValueError` for lists of different lengths and for empty ones.
     """
     _check_counts(predictions, references)
-    return TranslationQuality(keep_in_memory=True).compute(predictions=predictions, references=references)
+    with tempfile.TemporaryDirectory() as folder:  # it makes one, even if the cache of the libraries takes none
+        metric = TranslationQuality(keep_in_memory=True, cache_dir=folder)
+        return metric.compute(predictions=predictions, references=references)
 
 
 @dataclass(frozen=True)

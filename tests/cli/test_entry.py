@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import click
@@ -423,6 +424,38 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(tiny_marian, tmp_
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr.count("error:")) == (0, len(words)), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "closed", "code", "message"),
+    [
+        ("--help", 2, 0, ""),
+        ("translate MODEL", 0, 1, "standard input is closed: name a file to translate"),
+        ("translate MODEL in.txt", 1, 1, "standard output is closed: give --output a file"),
+        ("parameters --json -", 1, 1, "standard output is closed: give --json a file"),
+        ("translate MODEL in.txt --output out.txt --max-new-tokens 2", 0, 0, ""),
+    ],
+)
+def test_closed_streams_end_only_what_needs_them(words, closed, code, message, tiny_marian, tmp_path):
+    (tmp_path / "in.txt").write_text("Ein Hund.\n")
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    command = [sys.executable, "-m", "lightformers_hf", *words.replace("MODEL", str(tiny_marian)).split()]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    close = partial(os.close, closed)
+    done = subprocess.run(command, preexec_fn=close, cwd=tmp_path, env=environment, **pipes)
+    assert (done.returncode, message in done.stderr) == (code, True), done.stderr
+    assert ("Usage:" in done.stdout) == (words == "--help")
+    if "--output" in words:
+        assert (tmp_path / "out.txt").read_text().strip()
+
+
+def test_a_socks_proxy_without_its_library_is_one_message(lightformers, monkeypatch, tiny_marian):
+    def fail(*_args, **_options):
+        raise ImportError("Using SOCKS proxy, but the 'socksio' package is not installed.")
+
+    monkeypatch.setattr("lightformers_hf.loading.snapshot_download", fail)
+    code, _, error = lightformers("plan", "some/model")
+    assert (code, "pip install 'httpx[socks]'" in error) == (1, True)
 
 
 def test_names_from_a_checkpoint_cannot_style_the_terminal(lightformers, tiny_marian, tmp_path):

@@ -17,6 +17,11 @@ PREDICTIONS = ["The dog is sleeping under the bed.", "A man walks over the stree
 REFERENCES = ["The dog is sleeping under the table.", "A man is walking across the street.", "Two dogs are playing."]
 
 
+def test_a_cache_that_takes_nothing_does_no_harm(monkeypatch):
+    monkeypatch.setattr("evaluate.config.HF_METRICS_CACHE", "/dev/null/metrics")
+    assert translation_quality(["a b c d"], ["a b c d"])["bleu"] == pytest.approx(100)
+
+
 def test_scores_and_signatures_are_sacrebleus(monkeypatch):
     monkeypatch.setattr("socket.socket.connect", None)  # no network
     scores = translation_quality(PREDICTIONS, REFERENCES)

@@ -12,7 +12,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -221,5 +221,6 @@ def machine_costs(file: Path | None = None, *, timer: Timer = median_seconds) ->
         tables = {name: Table(**stored[name]) for name in ("cached", "uncached", "output", "sentence")}
         return MachineCosts(**(stored | tables))
     costs = measure_machine(timer)
-    store_costs(costs, file)
+    with suppress(OSError):  # they can be measured again
+        store_costs(costs, file)
     return costs
