@@ -280,7 +280,7 @@ def push(folder: Path, name: str, results: tuple[Path, ...], dry_run: bool, **op
     option("--fresh", is_flag=True, help="Remove what an earlier demo made there; start over."),
 )
 def demo(output: Path, seed: int, fresh: bool) -> Answer:
-    """See it all work in five minutes, offline: train a teacher, compress it, win its quality back, measure.
+    """See it all work in five to seven minutes, offline: train a teacher, compress it, win its quality back, measure.
 
     An interrupted demo goes on where it stopped; needs pip install 'lightformers_hf[demo]'.
 
