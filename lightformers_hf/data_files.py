@@ -127,16 +127,17 @@ def _read_json(path: Path, name: str, identity: str) -> Dataset:
             error = raised
         if rows is not None and isinstance(rows.features.get("translation", {}), dict):
             return rows
-        if features := _find_features(path):
-            columns = hashlib.sha256(repr(features).encode()).hexdigest()[:16]
-            return Dataset.from_json(name, config_id=f"{identity}-{columns}", features=features)
+        with suppress(json.JSONDecodeError, DatasetGenerationError):
+            if features := _find_features(path):
+                columns = hashlib.sha256(repr(features).encode()).hexdigest()[:16]
+                return Dataset.from_json(name, config_id=f"{identity}-{columns}", features=features)
     if error is not None:
         raise error
     return rows
 
 
 def _find_features(path: Path) -> Features | None:
-    """The columns of all rows of JSON, and all languages inside `translation`; `None` where a line is no object.
+    """The columns of all rows of JSON, and all languages inside `translation`; `None` where one is no object.
 
     Raises:
         ValueError: `translation` holds something else than texts; names the row.
@@ -149,7 +150,7 @@ def _find_features(path: Path) -> Features | None:
         whole = file.read(1) == b"["
         file.seek(0)
         for number, row in enumerate(json.load(file) if whole else map(json.loads, filter(bytes.strip, file)), 1):
-            if not isinstance(row, dict):
+            if not isinstance(row, dict) or not isinstance(row.get("translation"), dict | None):
                 return None
             for column, value in row.items():
                 kinds.setdefault(column, set()).add(type(value))

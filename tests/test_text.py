@@ -139,6 +139,17 @@ def test_rows_may_have_languages_that_others_lack(tmp_path, late, inside):
         load_parallel(path, source="de", target="fr")
 
 
+@pytest.mark.parametrize("translation", ["a text", ["a"], {"de": {"x": 1}}, 10**40])
+def test_a_translation_that_is_no_pair_is_one_message(tmp_path, translation):
+    rows = [{"translation": {"de": "a", "en": "b"}}, {"translation": translation}, {"translation": {"fr": "c"}}]
+    with pytest.raises(ValueError, match=r"x\.jsonl"):
+        load_parallel(write(tmp_path, "x.jsonl", [{"id": 10**40, **row} for row in rows]), source="de", target="en")
+    text = "\n\n" + json.dumps([{"translation": {"de": "a", "en": "b"}}, {"translation": {"de": "c", "fr": "d"}}])
+    (tmp_path / "y.json").write_text(text)
+    with pytest.raises(ValueError, match=r"y\.json"):
+        load_parallel(str(tmp_path / "y.json"), source="de", target="en")
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".tsv.gz", ".parquet", ".txt"])
 def test_the_file_that_is_named_is_read_whatever_its_name(tmp_path, monkeypatch, suffix):
     monkeypatch.chdir(tmp_path)

@@ -157,7 +157,7 @@ class FactorizedConfig(PreTrainedConfig):
         known = [*type(self).__dataclass_fields__, *self.attribute_map]
         for name in names:
             near = difflib.get_close_matches(name, known, 1, cutoff=0.85)
-            if near and not name.endswith("_token_id"):  # those of generation are like the fields
+            if near and near[0] != name and not name.endswith("_token_id"):  # those of generation are like the fields
                 logger.warning(f"{type(self).__name__} has no field {name!r}, which has no effect: {near[0]!r} is one")
 
     @property

@@ -77,5 +77,6 @@ def test_a_misspelt_field_is_named(name, near, monkeypatch, tmp_path):
         known = json.loads((tmp_path / variant / "config.json").read_text())
         others = {"num_labels": 3, "forced_bos_token_id": 1, "num_beams": 4, "max_length": 9, "torch_dtype": "float32"}
         AutoConfig.for_model(**known | others)
+        type(make_config(variant))(**make_config(variant).to_dict() | others)
     assert len(said) == 1, said
     assert config.attention_rank is None
