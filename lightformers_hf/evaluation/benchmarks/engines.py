@@ -117,11 +117,13 @@ def _tell_languages(names: dict[str, str], source: str | None, target: str | Non
         light = tokenizers[students[0]] if label == teacher and students else None
         own = [getattr(light, side, None) for side in ("src_lang", "tgt_lang")]
         first_tokens[label] = set_language_codes(tokenizers[label], *(own if all(own) else (source, target)))
-    copies = {label: work / f"told-{number}" for number, label in enumerate(names) if first_tokens.get(label)}
+    told = [label for label, token in first_tokens.items() if token is not None]
+    copies = {label: work / f"told-{number}" for number, label in enumerate(told)}
     for label, copy in copies.items():
         network = load_network(names[label])
         network.generation_config.forced_bos_token_id = first_tokens[label]
-        network.save_pretrained(copy)
+        stored = load_pretrained(AutoConfig, names[label]).dtype or torch.float32
+        network.to(stored).save_pretrained(copy)  # as large as it is
         tokenizers[label].save_pretrained(copy)
     return names | {label: str(copy) for label, copy in copies.items()}
 
