@@ -14,8 +14,10 @@ import json
 import os
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,12 +29,12 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lightformers_hf.evaluation.translate import longest_input
-from lightformers_hf.export import Engine, export, load_engine
+from lightformers_hf.evaluation.translate import load_translator, longest_input
+from lightformers_hf.export import Engine, export
+from lightformers_hf.export.engine import wrap_network
 from lightformers_hf.export.engines import CHECKPOINTS
-from lightformers_hf.export.engines.transformers import TransformersModel
 from lightformers_hf.files import EXPORT_FILE, read_json
-from lightformers_hf.loading import is_export, load_pretrained, printable_name, unique_parameters
+from lightformers_hf.loading import is_export, load_pretrained, printable_name, resolve_source, unique_parameters
 
 # Nothing leaves the machine: no analytics, no tunnel, and fonts that the reader has.
 FONTS = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
@@ -48,21 +50,31 @@ LOCAL = ("127.0.0.1", "localhost", "[::1]")
 
 @dataclass(frozen=True)
 class Translator:
-    """A loaded model, of this package, of transformers or exported, and what the page calls it."""
+    """A loaded model, of this package, of transformers or exported, and what the page calls it.
 
+    Attributes:
+        role: `teacher` or `light`.
+        label: role, name, form and size.
+        prefix: what every line is to begin with.
+    """
+
+    role: str
     label: str
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
+    prefix: str = ""
 
     @classmethod
-    def load(cls, role: str, name: str) -> Translator:
-        """Load a folder or Hub name."""
-        engine = load_engine(name, threads=torch.get_num_threads())
+    def load(
+        cls, role: str, name: str, source: str | None = None, target: str | None = None, *, columns: bool = False
+    ) -> Translator:
+        """Load a folder or Hub name, for two languages as of `load_translator`."""
+        model, tokenizer, prefix = load_translator(name, source=source, target=target, columns=columns)
+        engine = model if isinstance(model, Engine) else wrap_network(model, torch.get_num_threads())
         form = " ".join(filter(None, [engine.name, read_form(name)[1]]))
-        if engine.name == CHECKPOINTS and isinstance(engine.model, TransformersModel):
-            form = f"{unique_parameters(engine.model.network) / 1e6:,.1f}M parameters, {form}"
-        short = printable_name(name)
-        return cls(f"{role}: {short}, {form}", engine, load_pretrained(AutoTokenizer, name))
+        if not isinstance(model, Engine):
+            form = f"{unique_parameters(model) / 1e6:,.1f}M parameters, {form}"
+        return cls(role, f"{role}: {printable_name(name)}, {form}", engine, tokenizer, prefix)
 
     def warm_up(self, **generation: int) -> None:
         """Translate until it is as fast as it will be: the first sentences are slower than all others."""
@@ -84,9 +96,12 @@ class Translator:
                 outputs.append("")
                 continue
             start = time.perf_counter()
+            line = line if line.startswith(self.prefix) else self.prefix + line
             ids = self.tokenizer(line, verbose=False)["input_ids"]
             if len(ids) > limit:
-                gr.Warning(f"Line {number} has {len(ids)} tokens and was cut: {self.label} reads {limit}.")
+                gr.Warning(
+                    f"Line {number} has {len(ids)} tokens. The {self.role} model reads the first {limit}: split it."
+                )
                 ids = self.tokenizer(line, truncation=True, max_length=limit)["input_ids"]
             (generated,) = self.engine.generate([ids], **generation)
             outputs.append(self.tokenizer.decode(generated, skip_special_tokens=True))
@@ -175,8 +190,13 @@ def read_form(name: str) -> tuple[str, str | None]:
     return written["engine"], written["quantization"]
 
 
-def deploy_alike(teacher: str, light: str, folder: Path) -> tuple[str, str]:
+def deploy_alike(
+    teacher: str, light: str, folder: Path, source: str | None = None, target: str | None = None
+) -> tuple[str, str]:
     """Both in one engine, so that their times compare: beside an export, a checkpoint is exported, too, into `folder`.
+
+    Args:
+        source, target: languages that a multilingual checkpoint is exported for.
 
     Where they cannot be alike, both stay as they are; the page says what each is.
     """
@@ -186,28 +206,44 @@ def deploy_alike(teacher: str, light: str, folder: Path) -> tuple[str, str]:
     checkpoint, engine, quantization = (teacher, second, other) if first == CHECKPOINTS else (light, first, one)
     exported = folder / (Path(checkpoint).name if Path(checkpoint).is_dir() else checkpoint.rpartition("/")[2])
     try:
-        export(checkpoint, exported, to=engine, quantization=quantization)
+        export(checkpoint, exported, to=engine, quantization=quantization, source_lang=source, target_lang=target)
     except ValueError as error:
         gr.Warning(f"{checkpoint} stays as it is: {error}")
         return teacher, light
     return (str(exported), light) if first == CHECKPOINTS else (teacher, str(exported))
 
 
-def build(teacher: str, light: str, *, num_beams: int | None = None, max_new_tokens: int | None = None) -> gr.Blocks:
+def build(
+    teacher: str,
+    light: str,
+    *,
+    source: str | None = None,
+    target: str | None = None,
+    num_beams: int | None = None,
+    max_new_tokens: int | None = None,
+) -> gr.Blocks:
     """The page, to be served with `serve`, or with `launch()` of its own.
 
     Args:
         teacher, light: folders or Hub names of sequence-to-sequence checkpoints, or what `lightformers export` wrote.
             Both compute on the CPU; beside an export the other is exported for the same engine first.
+        source, target: languages, as of `load_translator`. A multilingual teacher takes those of the light model, if
+            that has been told its pair.
         num_beams: of both; by default the light model's own.
         max_new_tokens: longest output; by default each model's own.
 
     Raises:
         FileNotFoundError, ValueError: a model that is not there or does not translate.
     """
+    own = load_pretrained(AutoTokenizer, resolve_source(light))
+    pair = [getattr(own, side, None) for side in ("src_lang", "tgt_lang")]
+    pair = pair if all(pair) and not (source or target) else [source, target]
     with tempfile.TemporaryDirectory() as folder:
-        places = deploy_alike(teacher, light, Path(folder))
-        models = [Translator.load(role, place) for role, place in zip(("teacher", "light"), places, strict=True)]
+        places = deploy_alike(teacher, light, Path(folder), *pair)
+        models = [
+            Translator.load("teacher", places[0], *pair, columns=True),
+            Translator.load("light", places[1], source, target),
+        ]
     generation = {"num_beams": num_beams or models[1].engine.search.num_beams}
     generation |= {"max_new_tokens": max_new_tokens} if max_new_tokens else {}
     for model in models:
@@ -235,7 +271,6 @@ def build(teacher: str, light: str, *, num_beams: int | None = None, max_new_tok
         text = gr.Textbox(
             label="Text, one sentence a line",
             lines=3,
-            max_length=CHARACTERS,
             autofocus=True,
             elem_id="text",
             info=f"Shift+Enter translates. Both search with {generation['num_beams']} beams, one sentence at a time.",
@@ -281,7 +316,16 @@ def serve(page: gr.Blocks, *, host: str | None = None, port: int | None = None, 
     return page.launch(server_name=host, server_port=port, **options)[1]
 
 
+def wait(page: gr.Blocks) -> None:
+    """Serve until this process is interrupted, and then end the server. Gradio's own wait returns at Ctrl-C."""
+    try:
+        threading.Event().wait()
+    finally:
+        page.close()
+
+
 if __name__ == "__main__":
     space = build(os.environ["TEACHER"], os.environ["LIGHT"])
     serve(space)
-    space.block_thread()
+    with suppress(KeyboardInterrupt):
+        wait(space)

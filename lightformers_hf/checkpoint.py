@@ -21,6 +21,13 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from .files import WEIGHT_FILES
 
+# What tensors' names begin with where a wrapped model was saved: by what, and where the model itself is.
+WRAPPERS = {
+    "_orig_mod.": ("torch.compile", "model._orig_mod"),
+    "module.": ("DataParallel", "model.module"),
+    "base_model.model.": ("peft", "model.merge_and_unload()"),
+}
+QUANTIZED = (".SCB", ".absmax", ".quant_map", ".qweight", ".weight_format")  # what libraries add to their weights
 POSITIONS, DEPTHS = 1 << 15, 1 << 8  # believed where no tensor is as long, or where layers are shared
 
 
@@ -159,6 +166,25 @@ def _open_index(path: Path) -> dict[str, Stored]:
     return stored
 
 
+def check_stored(config: PreTrainedConfig, reader: CheckpointReader, name: str | os.PathLike) -> None:
+    """Raise `ValueError` for weights that are quantized, or a wrapped model's; and as `check_sizes`."""
+    names = reader.keys()
+    said = getattr(config, "quantization_config", None)
+    if said or any(key.endswith(QUANTIZED) for key in names):
+        method = said.get("quant_method") if isinstance(said, dict) else None
+        raise ValueError(
+            f"{name} holds weights that were quantized{f' by {method}' if method else ''}: give the checkpoint before "
+            "it was quantized"
+        )
+    for prefix, (wrapper, inner) in WRAPPERS.items():
+        if 2 * sum(key.startswith(prefix) for key in names) > len(names):
+            raise ValueError(
+                f"the names of the tensors of {name} begin with {prefix!r}, because a model wrapped by {wrapper} was "
+                f"saved. Save the model inside, with {inner}.save_pretrained(folder), and give that folder"
+            )
+    check_sizes(config, reader.shapes(), name)
+
+
 def check_sizes(config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]], name: str | os.PathLike) -> None:
     """Raise `ValueError` where a configuration has a size that no tensor of its checkpoint has.
 
@@ -214,11 +240,36 @@ def check_config(config: PreTrainedConfig, name: str | os.PathLike) -> None:
     find_architecture(config, name)
 
 
+def no_tokenizer(name: str | os.PathLike) -> ValueError:
+    """The error where a checkpoint comes without a tokenizer."""
+    return ValueError(
+        f"{name} holds no tokenizer, or one without words (tokenizer_config.json and the files that it needs): give a "
+        "folder with one, or put its files there"
+    )
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, name: str | os.PathLike) -> None:
+    """Raise `ValueError` where a token has no row in the embedding matrix that it is looked up in."""
+    tables = {"vocab_size": tokenizer.get_vocab()}
+    if getattr(config, "decoder_vocab_size", None) not in (None, config.vocab_size):
+        tables["decoder_vocab_size"] = getattr(tokenizer, "target_encoder", tables["vocab_size"])
+    for field, tokens in tables.items():
+        last = max(tokens, key=tokens.get, default=None)
+        if last is not None and tokens[last] >= (size := getattr(config, field)):
+            raise ValueError(
+                f"the tokenizer of {name} gives {last!r} the number {tokens[last]}, but {field} is {size}: give the "
+                "checkpoint its own tokenizer, or a row for every token (resize_token_embeddings)"
+            )
+
+
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str | os.PathLike) -> None:
-    """Raise `ValueError` for ids, or a number of tokens, that are not whole, and languages that are no text.
+    """Raise `ValueError` for a tokenizer without words, which transformers makes of nothing; for ids, or a number of
+    tokens, that are not whole, and languages that are no text.
 
     Makes 5.0 the number 5.
     """
+    if not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab(), "▁", "Ġ"}:
+        raise no_tokenizer(name)
     for side in ("source_lang", "target_lang"):
         if not isinstance(language := getattr(tokenizer, side, None), str | None):
             raise ValueError(f"tokenizer_config.json of {name} names {language!r} as a language: expected a word")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -37,6 +38,7 @@ TOKENIZER_FILES = (
     "*.model",
 )
 MANIFEST_FILE = ".lightformers.json"  # in every folder that the package wrote: the names of what it wrote there
+UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)  # of a folder: nothing goes into it
 LARGEST = 2.0**63  # of what is measured, nothing is more
 LONGEST_NAME = 255  # bytes, of a file's name
 
@@ -69,6 +71,16 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def explain_unwritable(error: BaseException, library: str, folder: str | os.PathLike) -> OSError | None:
+    """The error to raise where a library's cache in `folder` takes nothing more; `None` for any other `error`."""
+    if not isinstance(error, OSError) or error.errno not in UNWRITABLE:
+        return None
+    return OSError(
+        f"the cache of the {library}, {folder}, cannot be written ({error.strerror}): make room or give rights there, "
+        "or let the environment variable HF_HOME name another folder"
+    )
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -15,11 +15,13 @@ from pathlib import Path
 
 from .files import (
     CARD_FILE,
+    EXPORT_FILE,
     LONGEST_NAME,
     MANIFEST_FILE,
     REPORT_FILE,
     STATE_FILE,
     TOKENIZER_FILES,
+    WEIGHT_FILES,
     beside,
     read_json,
     write_json,
@@ -36,6 +38,44 @@ MODEL_FILES = (
     *("*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json"),
     *(*TOKENIZER_FILES, CARD_FILE, REPORT_FILE, STATE_FILE),
 )
+
+
+def find_folder(source: str | os.PathLike) -> Path | None:
+    """The folder of a model by what a user calls it; `None` where that is a name on the Hub.
+
+    Raises:
+        FileNotFoundError: no such folder, and no name that the Hub could have.
+        ValueError: a file instead of a folder.
+    """
+    path = Path(os.path.expanduser(source))
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ValueError(f"{source} is a file, expected the folder of a checkpoint")
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", os.fspath(source)):
+        raise FileNotFoundError(f"{source} is no folder: expected the folder of a checkpoint, or a model's Hub name")
+    return None
+
+
+def check_folder(folder: Path) -> None:
+    """Raise an error where a folder holds no checkpoint and no export, or an adapter.
+
+    Transformers loads an adapter together with the model beside it, if peft is installed, and ignores it otherwise.
+
+    Raises:
+        FileNotFoundError: no `config.json`.
+        ValueError: an adapter.
+    """
+    if (folder / "adapter_config.json").is_file():
+        beside = any((folder / name).is_file() for name in WEIGHT_FILES)
+        raise ValueError(
+            f"{folder} holds an adapter (adapter_config.json) "
+            + ("beside a model: remove the files of the adapter, or" if beside else "and no whole model:")
+            + " merge it into its base with merge_and_unload() of peft, and give the folder where save_pretrained "
+            "writes the result"
+        )
+    if not any((folder / name).is_file() for name in ("config.json", EXPORT_FILE)):
+        raise FileNotFoundError(f"{folder} holds no config.json: give the folder of a checkpoint")
 
 
 def check_output(
@@ -133,7 +173,7 @@ def _explain_full_disk(error: BaseException, temporary: Path, target: Path) -> N
 def check_file(file: str | Path, inputs: Iterable[str | os.PathLike | None]) -> None:
     """Raise `ValueError` where writing `file` would write over an input, or over a model's file in an input folder;
     and `OSError` where it cannot be written: a folder, or a file in one that is not there or takes none."""
-    resolved = Path(file).expanduser().resolve()
+    resolved = Path(os.path.expanduser(file)).resolve()
     if resolved.is_dir():
         raise IsADirectoryError(f"{file} is a folder: give a file")
     if not resolved.parent.is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -91,7 +92,7 @@ def push_to_hub(
         ConnectionError: the Hub was out of reach, or the connection broke.
         OSError: the Hub answered something else.
     """
-    folder = Path(folder).expanduser()
+    folder = Path(os.path.expanduser(folder))
     if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
         raise ValueError(f"revision {revision} is a commit, which nothing can be added to: give the name of a branch")
     model, files, measured = _collect(folder, name, results)
@@ -114,7 +115,7 @@ def push_to_hub(
 
 def preview_push(folder: str | Path, name: str, *, results: Sequence[str | Path] = ()) -> dict[str, int]:
     """{file: bytes} of all that `push_to_hub` would upload; the Hub is not asked. Args, Raises: see there."""
-    folder = Path(folder).expanduser()
+    folder = Path(os.path.expanduser(folder))
     model, files, measured = _collect(folder, name, results)
     sizes = {path.name: path.stat().st_size for path in files}
     return sizes | {CARD_FILE: len(_card(folder, model, name, measured).encode())}

@@ -6,10 +6,14 @@ Importing this file imports nothing else: whoever reads options needs no library
 from __future__ import annotations
 
 import difflib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+OTHER_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # special tokens that are no language
 
 
 def split_language(text: str | None) -> tuple[str | None, str | None]:
@@ -33,23 +37,59 @@ def named_columns(source: str | None, target: str | None) -> tuple[str | None, s
     return source if has_prefix else split_language(source)[0], split_language(target)[0]
 
 
-def add_prefix(config: object, source: str, target: str | None) -> str:
-    """`source` as it is if it says a prefix, else with that which a configuration has for the two languages.
+def task_prefixes(config: object) -> dict[str, str]:
+    """{task: what stands before its sources} of a configuration.
 
     `task_specific_params` of a T5 has `{"translation_en_to_de": {"prefix": "translate English to German: "}}`.
     """
+    tasks = getattr(config, "task_specific_params", None)
+    named = tasks.items() if isinstance(tasks, dict) else ()
+    found = {name: task.get("prefix") for name, task in named if isinstance(task, dict)}
+    return {name: prefix for name, prefix in found.items() if prefix and isinstance(prefix, str)}
+
+
+def add_prefix(config: object, source: str, target: str | None) -> str:
+    """`source` as it is if it says a prefix, else with that which a configuration has for the two languages."""
     if split_prefix(source)[1]:
         return source
     column, goal = split_language(source)[0], split_language(target)[0]
-    found = (getattr(config, "task_specific_params", None) or {}).get(f"translation_{column}_to_{goal}", {})
-    return f"{column}={found['prefix']}" if found.get("prefix") else source
+    prefix = task_prefixes(config).get(f"translation_{column}_to_{goal}")
+    return f"{column}={prefix}" if prefix else source
 
 
 def find_prefixes(config: object, source: str | None, target: str | None) -> list[str]:
     """What stands before sources: of the two languages, if they are known, else of every task; at least ""."""
     prefix = split_prefix(add_prefix(config, source, target))[1] if source else ""
-    tasks = (getattr(config, "task_specific_params", None) or {}).values()
-    return [prefix] if prefix else [task["prefix"] for task in tasks if task.get("prefix")] or [""]
+    return [prefix] if prefix else list(task_prefixes(config).values()) or [""]
+
+
+def choose_prefix(config: object, source: str | None, target: str | None, *, name: str, columns: bool = True) -> str:
+    """What stands before every source: that of the two languages; without languages the only one that there is.
+
+    Args:
+        name: of the model, for messages.
+        columns: whether the two can be columns alone.
+
+    Raises:
+        ValueError: the configuration has prefixes, but none for these languages.
+    """
+    prefixes = task_prefixes(config)
+    prefix = split_prefix(add_prefix(config, source or "", target))[1]
+    if prefix or not prefixes or (columns and source):
+        return prefix
+    known = ", ".join(prefixes)
+    if source or target:
+        raise ValueError(
+            f"source_lang and target_lang are {source!r} and {target!r}, for which {name} has no prefix; it has those "
+            f"of {known}. Give the languages of one of them, or a prefix that ends with a space: 'en=translate it: '"
+        )
+    if len(prefixes) == 1:
+        return next(iter(prefixes.values()))
+    logger.warning(
+        f"{name} has a prefix for each of its tasks ({known}), and none is added: give source_lang and target_lang, "
+        "or write a prefix before every text"
+    )
+    return ""
 
 
 def keep_prefix(config: Any, source: str | None, target: str | None) -> None:
@@ -60,13 +100,16 @@ def keep_prefix(config: Any, source: str | None, target: str | None) -> None:
         config.task_specific_params = tasks | {f"translation_{column}_to_{goal}": {"prefix": prefix}}
 
 
-def set_language_codes(tokenizer: PreTrainedTokenizerBase, source: str | None, target: str | None) -> int | None:
+def set_language_codes(
+    tokenizer: PreTrainedTokenizerBase, source: str | None, target: str | None, *, columns: bool = True
+) -> int | None:
     """Tell a multilingual tokenizer the codes of its languages, and return the token that a translation begins with.
 
     Args:
         source, target: codes as the tokenizer has them, such as `de_DE` (mBART-50), `deu_Latn` (NLLB) or `de`
             (M2M100), or `COLUMN=CODE`. Without either nothing is done, and `None` returned. So it is where a plain
             name can be a column alone: the tokenizer has one pair of languages, or its pair was set before.
+        columns: whether plain names can be columns. Otherwise they are languages, which the tokenizer must have.
 
     Raises:
         ValueError: one code alone, a code that is not known, or one for a tokenizer that takes none.
@@ -83,17 +126,24 @@ def set_language_codes(tokenizer: PreTrainedTokenizerBase, source: str | None, t
                 "tokenizer only: give columns alone, or before = that of the source and behind it a prefix that ends "
                 "with a space"
             )
+        own = [getattr(tokenizer, side, None) for side in ("source_lang", "target_lang")]
+        if not columns and all(own) and [source or own[0], target or own[1]] != own:
+            raise ValueError(
+                f"source_lang and target_lang are {source!r} and {target!r}, but {tokenizer.name_or_path} translates "
+                f"from {own[0]} to {own[1]}: leave both out"
+            )
         return None
     token_of = getattr(tokenizer, "lang_code_to_token", {})  # M2M100's codes are no tokens
-    known = [*token_of, *tokenizer.all_special_tokens]
+    others = {getattr(tokenizer, f"{kind}_token", None) for kind in OTHER_TOKENS}
+    known = [*token_of] or [token for token in tokenizer.all_special_tokens if token not in others]
     codes = {name: split_language(text)[1] for name, text in (("source_lang", source), ("target_lang", target))}
-    if not explicit and tokenizer.tgt_lang is not None and not set(codes.values()) <= set(known):
+    if columns and not explicit and tokenizer.tgt_lang is not None and not set(codes.values()) <= set(known):
         return None
     for name, code in codes.items():
         if code is None:
             raise ValueError(f"{name} is missing: the codes of a multilingual tokenizer's languages go together")
         if code not in known:
-            near = difflib.get_close_matches(code, known)
+            near = difflib.get_close_matches(code, known) or [one for one in known if one[:2] == code[:2]][:5]
             raise ValueError(
                 f"{name} is {code!r}, which {tokenizer.name_or_path} does not know; there is "
                 f"{' or '.join(near or known[-5:])} (where the data's column has another name, COLUMN=CODE)"
@@ -103,9 +153,14 @@ def set_language_codes(tokenizer: PreTrainedTokenizerBase, source: str | None, t
 
 
 def set_languages(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str | None, target: str | None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    source: str | None,
+    target: str | None,
+    *,
+    columns: bool = True,
 ) -> None:
     """As `set_language_codes`, and let the model's translations begin in the target language."""
-    first = set_language_codes(tokenizer, source, target)
+    first = set_language_codes(tokenizer, source, target, columns=columns)
     if first is not None:
         model.generation_config.forced_bos_token_id = first

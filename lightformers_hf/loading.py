@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,11 +10,13 @@ from typing import Any, Protocol
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import RepositoryNotFoundError, StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -25,8 +26,18 @@ from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from . import models
-from .checkpoint import CheckpointReader, check_config, check_sizes, check_tokenizer, find_architecture, read_index
-from .files import EXPORT_FILE, TOKENIZER_FILES, WEIGHT_FILES
+from .checkpoint import (
+    CheckpointReader,
+    check_config,
+    check_stored,
+    check_tokenizer,
+    check_vocabulary,
+    find_architecture,
+    no_tokenizer,
+    read_index,
+)
+from .files import EXPORT_FILE, TOKENIZER_FILES, WEIGHT_FILES, explain_unwritable, read_json
+from .folders import check_folder, find_folder
 from .languages import set_languages
 from .models.configuration_base import FactorizedConfig
 from .models.embeddings import SinusoidalPositions
@@ -38,7 +49,7 @@ DAMAGED = (
 )
 
 
-def resolve_source(source: str | Path) -> Path:
+def resolve_source(source: str | os.PathLike) -> Path:
     """The local folder of a checkpoint: `source` itself, or the snapshot of a Hub model of that name.
 
     Of a Hub model only configuration, tokenizer, card and weights are fetched, and `.bin` weights only where there
@@ -48,13 +59,8 @@ def resolve_source(source: str | Path) -> Path:
         FileNotFoundError: no such folder, no such model, or the Hub is out of reach.
         ValueError: a file instead of a folder.
     """
-    path = Path(source).expanduser()
-    if path.is_dir():
+    if path := find_folder(source):
         return path
-    if path.exists():
-        raise ValueError(f"{source} is a file, expected the folder of a checkpoint")
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(source)):
-        raise FileNotFoundError(f"{source} is no folder: expected the folder of a checkpoint, or a model's Hub name")
     wanted = ["*.json", "model*.safetensors", "*.spm", "*.model", "*.txt", "README.md"]
     try:
         folder = Path(snapshot_download(str(source), allow_patterns=wanted))
@@ -65,6 +71,8 @@ def resolve_source(source: str | Path) -> Path:
             f"{source} is neither a folder here nor a model on the Hub (or it is private: log in with `hf auth login`)"
         ) from error
     except OSError as error:
+        if trouble := explain_unwritable(error, "Hub", HF_HUB_CACHE):
+            raise trouble from error
         reason = str(error).partition("\n")[0]
         raise FileNotFoundError(
             f"{source} is no folder here, and the Hub could not be asked for it ({reason}). "
@@ -111,7 +119,7 @@ def printable_name(name: str | os.PathLike) -> str:
 
     A name on the Hub stays whole.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     return "".join(c for c in (path.resolve().name if path.exists() else str(name)) if c.isprintable())
 
 
@@ -125,6 +133,8 @@ def load_pretrained(auto: AutoClass, name: str | os.PathLike, **options: Any) ->
         ValueError: a model or tokenizer that only its own code can load, a folder without any tokenizer; else as
             `from_pretrained`.
     """
+    if auto is AutoTokenizer and Path(name).is_dir() and not has_tokenizer(Path(name)):
+        raise no_tokenizer(name)  # transformers would make one of nothing
     try:
         with _no_strange_code(name):
             loaded = auto.from_pretrained(name, trust_remote_code=False, **options)
@@ -132,17 +142,31 @@ def load_pretrained(auto: AutoClass, name: str | os.PathLike, **options: Any) ->
                 check_config(loaded, name)
             if isinstance(loaded, PreTrainedTokenizerBase):
                 check_tokenizer(loaded, name)
+            model = loaded[0] if isinstance(loaded, tuple) else loaded
+            if isinstance(model, PreTrainedModel) and model.can_generate():
+                take_forced_start(model.generation_config, name)
             return loaded
     except (OSError, ValueError) as error:
-        if auto is AutoTokenizer and Path(name).is_dir() and not has_tokenizer(Path(name)):
-            raise ValueError(
-                f"{name} holds no tokenizer (tokenizer_config.json and what it needs): give a folder with one, or put "
-                "its files there"
-            ) from error
         if isinstance(error, OSError) and not Path(name).exists() and str(name) not in str(error):
             reason = str(error).partition("\n")[0]
             raise OSError(f"{name} is no folder here, and the Hub does not give it: {reason}") from error
         raise
+
+
+def take_forced_start(generation: GenerationConfig, name: str | os.PathLike) -> None:
+    """Let translations begin with `forced_bos_token_id` of config.json where generation_config.json does not name it.
+
+    Transformers reads the second file alone, if there is one. Raises `ValueError` for a value that is no number.
+    """
+    if generation.forced_bos_token_id is not None:
+        return
+    first = PreTrainedConfig.get_config_dict(name)[0].get("forced_bos_token_id")
+    said = cached_file(name, "generation_config.json", _raise_exceptions_for_missing_entries=False)
+    if first is None or (said and "forced_bos_token_id" in read_json(Path(said))):
+        return
+    if type(first) is not int:
+        raise ValueError(f"forced_bos_token_id in config.json of {name} is {first!r}: expected the number of a token")
+    generation.forced_bos_token_id = first
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -178,11 +202,23 @@ def _no_strange_code(name: str | os.PathLike) -> Iterator[None]:
 
 
 def load_model(
-    name: str | os.PathLike, *, device: str | torch.device = "cpu"
+    name: str | os.PathLike,
+    *,
+    device: str | torch.device = "cpu",
+    source: str | None = None,
+    target: str | None = None,
+    columns: bool = True,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a sequence-to-sequence checkpoint and its tokenizer from a folder or from the Hub: see `load_network`."""
-    folder = _find_checkpoint(name)
-    return load_network(folder, device=device), load_pretrained(AutoTokenizer, folder)
+    """Load a sequence-to-sequence checkpoint and its tokenizer from a folder or from the Hub: see `load_network`.
+
+    Args:
+        source, target, columns: languages that a multilingual one translates between, as of `set_language_codes`.
+    """
+    folder = resolve_source(name)
+    model, tokenizer = load_network(folder, device=device), load_pretrained(AutoTokenizer, folder)
+    check_vocabulary(tokenizer, model.config, folder)
+    set_languages(model, tokenizer, source, target, columns=columns)
+    return model, tokenizer
 
 
 def load_network(name: str | os.PathLike, *, device: str | torch.device = "cpu") -> PreTrainedModel:
@@ -194,21 +230,8 @@ def load_network(name: str | os.PathLike, *, device: str | torch.device = "cpu")
         FileNotFoundError: no such folder, and no such model on the Hub.
         ValueError: the checkpoint is not a sequence-to-sequence model, or lacks weights that would come out random.
     """
-    name, device = _find_checkpoint(name), check_device(device)
-    check_no_export(name)
-    try:
-        config = load_pretrained(AutoConfig, name)
-    except OSError as error:
-        raise FileNotFoundError(
-            f"{name} is neither a checkpoint folder nor a reachable model on the Hub: {error}"
-        ) from error
-    if type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
-        raise ValueError(
-            f"{name} is a {config.model_type!r} model: expected a sequence-to-sequence model such as Marian, BART or "
-            "LightFormer."
-        )
-    with CheckpointReader(_fetch_weights(name)[0].parent) as reader:
-        check_sizes(config, reader.shapes(), name)
+    name, device = resolve_source(name), check_device(device)
+    config = check_checkpoint(name, translates=True)
     model, loading = load_pretrained(
         AutoModelForSeq2SeqLM, name, config=config, dtype=torch.float32, output_loading_info=True
     )
@@ -219,26 +242,66 @@ def load_network(name: str | os.PathLike, *, device: str | torch.device = "cpu")
     return model.to(device).eval()
 
 
-def _find_checkpoint(name: str | os.PathLike) -> str:
-    """The folder of a checkpoint. Of a Hub model it is fetched as a whole: file by file, each would wait for a Hub
-    that is out of reach."""
-    name = os.path.expanduser(name)
-    if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
-        raise FileNotFoundError(
-            f"No model folder {name}: give a folder that holds a checkpoint, or a name on the Hub."
+def check_checkpoint(folder: Path, *, translates: bool = False) -> PreTrainedConfig:
+    """The configuration of a checkpoint folder that can be loaded as it is stored.
+
+    Args:
+        translates: whether it has to be a sequence-to-sequence model.
+
+    Raises:
+        ValueError: an export, an adapter, a wrapped model, quantized weights, sizes that do not belong together.
+        FileNotFoundError: no configuration, or no weights.
+    """
+    check_no_export(folder)
+    check_folder(folder)
+    try:
+        config = load_pretrained(AutoConfig, folder)
+    except OSError as error:
+        raise FileNotFoundError(f"{folder} is no folder of a checkpoint: {error}") from error
+    if translates and type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"{folder} is a {config.model_type!r} model: expected a sequence-to-sequence model such as Marian, BART "
+            "or LightFormer."
         )
-    return os.fspath(resolve_source(name))
+    with CheckpointReader(folder) as reader:
+        check_stored(config, reader, folder)
+    return config
+
+
+def load_pair(
+    name: str | os.PathLike,
+    teacher: str | os.PathLike | None,
+    *,
+    device: str | torch.device = "cpu",
+    source: str | None = None,
+    target: str | None = None,
+) -> dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
+    """{`model` and, if there is one, `teacher`: network and tokenizer}, between the same languages: see `load_model`.
+
+    Where the model knows one pair of languages alone, codes are its teacher's.
+    """
+    found = {"model": load_model(name, device=device)}
+    light = found["model"][1]
+    if teacher is None or hasattr(light, "src_lang"):
+        set_languages(*found["model"], source, target)
+    if teacher is not None:
+        found["teacher"] = load_teacher(teacher, light, device=device, source=source, target=target)
+    return found
 
 
 def load_teacher(
-    name: str | os.PathLike, light: PreTrainedTokenizerBase, *, device: str | torch.device = "cpu"
+    name: str | os.PathLike,
+    light: PreTrainedTokenizerBase,
+    *,
+    device: str | torch.device = "cpu",
+    source: str | None = None,
+    target: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """As `load_model`; a multilingual teacher translates between the languages of `light`, its student's tokenizer."""
-    model, tokenizer = load_model(name, device=device)
-    source, target = (getattr(light, side, None) for side in ("src_lang", "tgt_lang"))
-    if source and target and hasattr(tokenizer, "src_lang"):
-        set_languages(model, tokenizer, source, target)
-    return model, tokenizer
+    own = [getattr(light, side, None) for side in ("src_lang", "tgt_lang")]
+    if all(own):
+        source, target = own
+    return load_model(name, device=device, source=source, target=target)
 
 
 def is_export(name: str | os.PathLike) -> bool:
@@ -281,9 +344,7 @@ def load_skeleton(folder: Path) -> PreTrainedModel:
         FileNotFoundError: no weights there.
         ValueError: another model, or files that are damaged.
     """
-    config = load_pretrained(AutoConfig, folder)
-    with CheckpointReader(folder) as reader:
-        check_sizes(config, reader.shapes(), folder)
+    config = check_checkpoint(folder)
     architecture = find_architecture(config, folder)
     if not isinstance(config, FactorizedConfig) or architecture not in models.__all__:
         raise ValueError(f"{folder} holds a {architecture}, no model of this package: convert it first")

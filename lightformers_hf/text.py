@@ -6,6 +6,7 @@ The libraries that read it are imported when something is read: translating need
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from .languages import split_language, split_prefix
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
+
+CHECKED = 1000  # pairs whose tokens are looked at
 
 
 def load_parallel(
@@ -145,17 +148,33 @@ def _shorten(name: str) -> str:
 
 def _check_text(pairs: Dataset, data: str, names: dict[str, str]) -> None:
     """Raise a ValueError that names the first row where a column holds something else than text."""
+    import pyarrow
     import pyarrow.compute as pc
     from datasets import Value
 
     for column, name in names.items():
         values = pairs.data.column(column)
+        try:
+            values.validate(full=True)
+        except pyarrow.ArrowInvalid:
+            row = next(i for i, value in enumerate(values.cast("large_binary")) if not _is_utf8(value.as_py()))
+            raise ValueError(f"{data}, row {row + 1}, {name!r}: the text is not UTF-8: write it anew") from None
         if pairs.features[column] in (Value("string"), Value("large_string")):
             bad = pc.index(pc.is_null(values), True).as_py() if values.null_count else None
         else:
             bad = next((i for i, value in enumerate(pairs[column]) if not isinstance(value, str)), None)
+        if bad is not None and pairs[bad][column] is None:
+            raise ValueError(f"{data}, row {bad + 1} has no {name!r}: expected text in every row.")
         if bad is not None:
             raise ValueError(f"{data}, row {bad + 1}, {name!r}: expected text, found {pairs[bad][column]!r}.")
+
+
+def _is_utf8(text: bytes | None) -> bool:
+    try:
+        (text or b"").decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def fingerprint(sentence: str) -> str:
@@ -180,8 +199,11 @@ def tokenize_pairs(
         max_source_length, max_target_length: tokens, end-of-sentence token included, which always stays; longer texts
             are cut.
         num_proc: worker processes (default: none, in this process).
+
+    Raises:
+        ValueError: the tokenizer does not know most of the text.
     """
-    return pairs.map(
+    tokens = pairs.map(
         _tokenize,
         fn_kwargs={"tokenizer": tokenizer, "limits": (max_source_length, max_target_length)},
         batched=True,
@@ -189,6 +211,27 @@ def tokenize_pairs(
         num_proc=num_proc,
         desc="Tokenizing",
     )
+    for column in ("input_ids", "labels"):
+        check_known(tokens[:CHECKED][column], tokenizer)
+    return tokens
+
+
+def check_known(token_ids: Iterable[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `ValueError` where a tokenizer maps most of a text to its unknown token.
+
+    Args:
+        token_ids: ids of texts. Special tokens and spaces do not count.
+    """
+    unknown = tokenizer.unk_token_id
+    if unknown is None:
+        return
+    others = {*tokenizer.all_special_ids, *tokenizer.convert_tokens_to_ids(["▁", "Ġ"])} - {unknown}
+    words = [token for ids in token_ids for token in ids if token not in others]
+    if (count := words.count(unknown)) > len(words) / 2:
+        raise ValueError(
+            f"the tokenizer of {tokenizer.name_or_path} maps {count:,} of {len(words):,} tokens of the text to its "
+            f"unknown token {tokenizer.unk_token!r}: give text in its languages, or the checkpoint its own tokenizer"
+        )
 
 
 def cut_texts(tokens: Dataset, limit: int) -> list[str]:

@@ -1,6 +1,7 @@
 """What tests share: a small Marian checkpoint, made from nothing in a few seconds."""
 
 import gc
+import io
 import os
 import re
 import shutil
@@ -58,6 +59,26 @@ def exact_products():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightformers_hf.conversion.workers.has_fast_bf16", lambda: False)
         yield
+
+
+@pytest.fixture
+def lightformers(monkeypatch, capsys):
+    """Run the command line; gives exit code, stdout and stderr."""
+
+    from lightformers_hf.cli import main
+
+    def run(*arguments, stdin=b""):
+        monkeypatch.setattr(sys, "argv", ["lightformers", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        capsys.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        return code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="session")

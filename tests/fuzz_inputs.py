@@ -137,6 +137,8 @@ CONFIG_EXTRA = (
     "auto_map",
     "quantization_config",
     "rank_pattern",
+    "task_specific_params",
+    "forced_bos_token_id",
     "encoder_groups",
     "bad_words_ids",
     "id2label",
@@ -226,10 +228,13 @@ def data_cases(draw: st.DrawFn, base: Path) -> Case:
         return Case({"text": content}, ["translate", draw(models()), "text"])
     name = draw(st.sampled_from(["data.jsonl", "data.jsonl", "data.json", "data.csv", "data.tsv", "data.parquet"]))
     whole = (base / name).read_bytes()
-    rows = st.dictionaries(st.sampled_from(["de", "en", "translation", ""]), json_values(), max_size=3)
+    pairs = st.dictionaries(st.sampled_from(["de", "en", "fr", ""]), st.sampled_from(["Ein Hund", "", None, 3]))
+    columns = st.sampled_from(["de", "en", "translation", ""])
+    rows = st.dictionaries(columns, st.one_of(json_values(), pairs), max_size=3)
     lines = st.lists(rows, max_size=3).map(lambda found: "\n".join(map(json.dumps, found)).encode())
     cells = st.text(alphabet='de,en\t"\n\r; é\0', max_size=60).map(str.encode)
     content = draw(st.one_of(damaged_bytes(whole), lines if "json" in name else cells))
+    name = draw(st.sampled_from(["", "", "", "x[1]", "a?*", "c::d", "$HOME", "~e"])) + name
     packed = draw(st.sampled_from(["no", "no", "no", "gz", "cut"]))
     if packed != "no":
         name, content = f"{name}.gz", gzip.compress(content, mtime=0)

@@ -65,7 +65,24 @@ def test_a_line_too_long_is_cut_and_said_so(tiny_marian, monkeypatch):
     translator = app.Translator.load("teacher", str(tiny_marian))
     assert translator("Hund " * 100)[1] > 0
     assert len(said) == 1
-    assert re.match(r"Line 1 has \d+ tokens and was cut: teacher: .* reads 64\.", said[0])
+    assert re.fullmatch(r"Line 1 has \d+ tokens\. The teacher model reads the first 64: split it\.", said[0])
+
+
+def test_both_models_are_told_their_languages(tiny_mbart50, tmp_path):
+    languages = {"source_lang": "de_DE", "target_lang": "fr_XX"}
+    convert(tiny_mbart50, tmp_path / "light", method="paper", rank=4, progress=False, **languages)
+    first = load_model(tmp_path / "light")[0].generation_config.forced_bos_token_id
+    for light in ("light", "deployed"):
+        if light == "deployed":
+            export(tmp_path / "light", tmp_path / "deployed", to="onnx")
+        page = app.build(str(tiny_mbart50), str(tmp_path / light), max_new_tokens=4)
+        models = next(
+            cell.cell_contents for cell in page.fns[0].fn.__closure__ if isinstance(cell.cell_contents, list)
+        )
+        assert [model.engine.search.forced_start for model in models] == [first, first]
+        assert {model.tokenizer.src_lang for model in models} == {"de_DE"}
+    with pytest.raises(ValueError, match="exported for another target language than en_XX"):
+        app.build(str(tiny_mbart50), str(tmp_path / "deployed"), source="de_DE", target="en_XX")
 
 
 def test_a_model_that_names_no_number_of_positions(tiny_marian, tmp_path):
@@ -173,6 +190,9 @@ def test_both_translations_in_a_browser(how, serve, browser, light, tiny_marian)
     }
     assert listening == {"127.0.0.1"}
     page.close()
-    if how == "command":
-        process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE) == 0
+
+
+def test_ctrl_c_ends_it(serve):
+    _, process = serve("command")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE) == 130

@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig, MarianConfig, MarianMTModel
 
-from lightformers_hf import loading
+from lightformers_hf import convert, loading
 from lightformers_hf.loading import (
     assemble,
     load_model,
+    load_skeleton,
     load_tensors,
     resolve_source,
     skeleton,
@@ -25,6 +26,7 @@ from lightformers_hf.loading import (
     weight_bytes,
 )
 from lightformers_hf.models import LightFormerConfig, LightFormerForConditionalGeneration
+from lightformers_hf.recovery import load_distiller, load_trainable
 
 pytestmark = pytest.mark.quick
 
@@ -75,17 +77,72 @@ def test_the_hub_out_of_reach(monkeypatch):
 
 
 def test_models_that_are_not_there_or_not_fit(tmp_path):
-    with pytest.raises(FileNotFoundError, match="No model folder"):
+    with pytest.raises(FileNotFoundError, match="is no folder: expected the folder of a checkpoint"):
         load_model(tmp_path / "missing")
     BertConfig(num_hidden_layers=1).save_pretrained(tmp_path / "bert")
     with pytest.raises(ValueError, match="is a 'bert' model: expected a sequence-to-sequence model"):
         load_model(tmp_path / "bert")
 
 
-def test_a_folder_without_a_tokenizer_is_said_to_be_one(tmp_path, tiny_marian):
-    shutil.copy(tiny_marian / "config.json", tmp_path)
-    with pytest.raises(ValueError, match=r"holds no tokenizer \(tokenizer_config.json"):
+@pytest.mark.parametrize("kind", ["bart", "mbart", "t5", "nllb-moe", "marian"])
+@pytest.mark.parametrize("said", [None, {}, {"model_max_length": 512}])
+def test_a_folder_without_a_tokenizer_is_said_to_be_one(tmp_path, kind, said):
+    """Of most kinds transformers makes a tokenizer without words."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    if said is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=r"holds no tokenizer|cannot be loaded"):
         loading.load_pretrained(AutoTokenizer, tmp_path)
+
+
+def wrap(folder, prefix):
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {prefix + key: tensor for key, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+
+
+def add_row(folder):
+    path = folder / "vocab.json"
+    words = json.loads(path.read_text())
+    path.write_text(json.dumps(words | {"<tag>": len(words)}))
+
+
+def quantize(folder):
+    path = folder / "config.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "bitsandbytes"}})
+    )
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda folder: wrap(folder, "_orig_mod."),
+            r"'_orig_mod\.'.* torch.compile.*model\._orig_mod\.save_pretrained",
+        ),
+        (lambda folder: wrap(folder, "module."), r"'module\.'.*model\.module\.save_pretrained"),
+        (lambda folder: wrap(folder, "base_model.model."), r"'base_model\.model\.'.* peft .*merge_and_unload\(\)"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{}"), "an adapter .* beside a model: remove"),
+        (lambda folder: shutil.move(folder / "config.json", folder / "adapter_config.json"), "an adapter"),
+        (quantize, "quantized by bitsandbytes: give the checkpoint before it was quantized"),
+        (add_row, "gives '<tag>' the number 120, but vocab_size is 120"),
+    ],
+)
+def test_what_cannot_be_loaded_as_it_is_has_one_answer(tmp_path, tiny_marian, spoil, message):
+    folder = shutil.copytree(tiny_marian, tmp_path / "model")
+    spoil(folder)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_marian)
+    loaders = [load_model, lambda name: convert(name, tmp_path / "out", method="paper", progress=False)]
+    own = [] if "tag" in message else [lambda name: load_trainable(str(name)), load_skeleton]
+    for load in [*loaders, *own]:
+        with pytest.raises(ValueError, match=message):
+            load(folder)
+    if "tag" in message:
+        with pytest.raises(ValueError, match=message):
+            load_distiller(str(folder), tokenizer)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_checkpoint_with_missing_weights_is_refused(tmp_path, tiny_marian):

@@ -1,14 +1,22 @@
 """Parallel data: every file type gives the same pairs, and unusable data says what is wrong with it."""
 
+import errno
 import gzip
+import io
 import json
 import os
 
 import pandas
+import pyarrow
 import pytest
+from datasets import Dataset
+from pyarrow import parquet
 from transformers import MarianTokenizer
 
+from lightformers_hf import translate
 from lightformers_hf.data_files import load_lines
+from lightformers_hf.evaluation.translate import translate_stream
+from lightformers_hf.loading import load_model
 from lightformers_hf.text import load_parallel, load_rows, load_text, tokenize_pairs
 
 pytestmark = pytest.mark.quick
@@ -27,7 +35,8 @@ def write(folder, name, rows=ROWS):
     if name.endswith(".parquet"):
         frame.to_parquet(path)
     elif ".tsv" in name:
-        path.write_text("\n".join("\t".join(line) for line in [rows[0], *(row.values() for row in rows)]) + "\n")
+        text = "\n".join("\t".join(line) for line in [rows[0], *(row.values() for row in rows)]) + "\n"
+        path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
     elif ".csv" in name:
         frame.to_csv(path, index=False)
     else:
@@ -58,12 +67,23 @@ def test_languages_inside_translation(tmp_path, name):
         ("header.csv", "de,en\n", "no rows"),
         ("other.csv", "de,fr\na,b\n", "no column 'en': it has 'de', 'fr'"),
         ("other.jsonl", '{"translation": {"de": "a", "fr": "b"}}\n', "no column 'en': it has 'de', 'fr'"),
-        ("null.jsonl", '{"de": "a", "en": "b"}\n{"de": "a", "en": null}\n', "row 2, 'en': expected text, found None"),
+        ("null.jsonl", '{"de": "a", "en": "b"}\n{"de": "a", "en": null}\n', "row 2 has no 'en': expected text"),
         ("number.jsonl", '{"de": 1, "en": "b"}\n', "row 1, 'de': expected text, found 1"),
         ("mixed.jsonl", '{"de": "a", "en": "b"}\n{"de": "a", "en": 3}\n', "row 2, 'en': expected text, found 3"),
         ("broken.jsonl", '{"de": "a", "en": "b"}\n\n{"de": "a", "en"\n', "line 3 is no JSON object: Expecting ':'"),
         ("headless.tsv", f"{'Ein Hund' * 9}\tA dog\nb\tc\n", "Ein Hund.{5}…', 'A dog'. Its first line must name"),
         ("ragged.csv", "de,en\na,b\na,b,c\n", "cannot be read"),
+        ("return.tsv", "de\ten\na\tb\nEin\rHund\tA dog\n", r"return.tsv .*: line 3 holds a carriage return \(\\r\)"),
+        (
+            "half.jsonl",
+            '{"de": "a", "en": "b"}\n{"de": "\\ud83d", "en": "b"}\n',
+            r"line 2 holds the lone surrogate \\ud83d",
+        ),
+        (
+            "lacks.jsonl",
+            '{"translation": {"de": "a", "en": "b"}}\n{"translation": {"de": "a"}}\n',
+            "row 2 has no 'en'",
+        ),
         ("broken.parquet", "no parquet", "cannot be read"),
         ("text.docx", "a", "unknown type '.docx'"),
     ],
@@ -72,6 +92,88 @@ def test_unusable_files_say_why(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         load_parallel(str(tmp_path / name), source="de", target="en")
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.csv", "x.tsv", "x.txt"])
+def test_text_that_is_not_utf8_names_its_file_and_line(tmp_path, name):
+    rows = [f"de{i},en{i}" for i in range(300)]
+    if ".jsonl" in name:
+        rows = [json.dumps(dict(zip(["de", "en"], row.split(","), strict=True))) for row in rows]
+    elif name == "x.tsv":
+        rows = [row.replace(",", "\t") for row in rows]
+    for encoding, message in (
+        ("latin-1", r"line 201 is not UTF-8 \(byte 0xdf at character \d+\): save it as UTF-8"),
+        ("utf-16", "UTF-16, expected UTF-8: save it as UTF-8"),
+        ("utf-16-le", "UTF-16, expected UTF-8"),
+    ):
+        text = "\n".join([*rows[:200], rows[200].replace("de", "ß"), *rows[201:], ""])
+        content = text.encode(encoding)
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+        with pytest.raises(ValueError, match=rf"{name} cannot be read as \w+: .*{message}"):
+            load_text(str(tmp_path / name), source=None, target=None, default=("de", "en"))
+
+
+def test_parquet_that_is_not_utf8_names_its_row(tmp_path):
+    table = pyarrow.table({"de": pyarrow.array([b"a", b"Stra\xdfe"]).cast("string", safe=False), "en": ["a", "b"]})
+    parquet.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match=r"x.parquet, row 2, 'de': the text is not UTF-8"):
+        load_parallel(str(tmp_path / "x.parquet"), source="de", target="en")
+
+
+def test_parquet_without_a_row(tmp_path):
+    parquet.write_table(pyarrow.table({"de": pyarrow.array([], "string")}), tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match="no rows"):
+        load_rows(str(tmp_path / "x.parquet"))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("inside", [True, False])
+def test_rows_may_have_languages_that_others_lack(tmp_path, late, inside):
+    rows = [{"de": f"Hund {i}" + " und" * 999, "en": f"dog {i}"} for i in range(3000)]  # 10 MB are read together
+    rows[2900 if late else 1] |= {"fr": "chien"}
+    path = write(tmp_path, "x.jsonl", [{"translation": row} if inside else row for row in rows])
+    pairs = load_parallel(path, source="de", target="en")
+    assert pairs["source"][:] == [row["de"] for row in rows]
+    assert pairs["target"][2900] == "dog 2900"
+    with pytest.raises(ValueError, match="row 1 has no 'fr': expected text"):
+        load_parallel(path, source="de", target="fr")
+
+
+@pytest.mark.parametrize("translation", ["a text", ["a"], {"de": {"x": 1}}, 10**40])
+def test_a_translation_that_is_no_pair_is_one_message(tmp_path, translation):
+    rows = [{"translation": {"de": "a", "en": "b"}}, {"translation": translation}, {"translation": {"fr": "c"}}]
+    with pytest.raises(ValueError, match=r"x\.jsonl"):
+        load_parallel(write(tmp_path, "x.jsonl", [{"id": 10**40, **row} for row in rows]), source="de", target="en")
+    text = "\n\n" + json.dumps([{"translation": {"de": "a", "en": "b"}}, {"translation": {"de": "c", "fr": "d"}}])
+    (tmp_path / "y.json").write_text(text)
+    with pytest.raises(ValueError, match=r"y\.json"):
+        load_parallel(str(tmp_path / "y.json"), source="de", target="en")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".tsv.gz", ".parquet", ".txt"])
+def test_the_file_that_is_named_is_read_whatever_its_name(tmp_path, monkeypatch, suffix):
+    monkeypatch.chdir(tmp_path)
+    names = ["train[1]", "a?", "b*", "c::d", "$HOME", "~e", "f[!x]", "[en-de]", "**", "~"]
+    for name in [*names, "train1", "ab", "b2", "d", "f2", "e"]:
+        rows = [{"de": f"{name} {i}", "en": "x"} for i in range(2)]
+        if suffix == ".txt":
+            (tmp_path / f"{name}{suffix}").write_text("".join(row["de"] + "\n" for row in rows))
+        else:
+            write(tmp_path, f"{name}{suffix}", rows)
+    for name in [*names, *names]:  # read, and from the cache
+        text = load_text(f"{name}{suffix}", source=None, target=None, default=("de", "en"))
+        assert text["source"][:] == [f"{name} {i}" for i in range(2)]
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
+def test_a_cache_that_takes_nothing_is_told_from_data_that_cannot_be_read(tmp_path, monkeypatch, number):
+    def fail(*_args, **_options):
+        raise OSError(number, os.strerror(number), "some.lock")
+
+    path = write(tmp_path, "x.jsonl")
+    monkeypatch.setattr("datasets.builder.FileLock", fail)
+    with pytest.raises(OSError, match=r"the cache .* cannot be written .*HF_HOME"):
+        load_rows(path)
 
 
 def test_of_damaged_json_nothing_is_said_but_the_error(tmp_path, caplog, capsys):
@@ -117,6 +219,20 @@ def test_text_that_is_neither_pairs_nor_sources(tmp_path, name, content, columns
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         load_text(str(tmp_path / name), source=columns[0], target=columns[1], default=("de", "en"))
+
+
+def test_a_tokenizer_that_does_not_know_the_text_ends_it(tiny_marian):
+    model, tokenizer = load_model(tiny_marian)
+    text = ["日本語", "今日は寒い。"] * 4
+    with pytest.raises(ValueError, match=r"maps (\d+) of \1 tokens of the text to its unknown token '<unk>'"):
+        translate(text, model, tokenizer)
+    pairs = Dataset.from_dict({"source": ["Ein Hund."] * 8, "target": text})
+    with pytest.raises(ValueError, match="unknown token"):
+        tokenize_pairs(pairs, tokenizer, max_source_length=9, max_target_length=7)
+    assert len(translate(["Zwei Hunde spielen.", text[0]], model, tokenizer, max_new_tokens=3)) == 2
+    source, sink = io.BytesIO(f"Ein Hund.\n{text[1]}\n".encode()), io.BytesIO()
+    source.read1 = lambda _size: source.readline()  # line by line, as from a terminal
+    assert translate_stream(source, sink, model, tokenizer, max_new_tokens=3) == 2
 
 
 def test_a_missing_file_is_not_taken_for_a_hub_name(tmp_path):

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
-import yaml
 from rich.console import Console
 from rich.markup import escape
-from transformers import CONFIG_MAPPING, HfArgumentParser, SchedulerType, get_scheduler
+from transformers import HfArgumentParser, SchedulerType, get_scheduler
 
 import lightformers_hf  # noqa: F401  registers the architectures, whose fields recipes name
 from lightformers_hf.processors import has_fast_bf16
+from lightformers_hf.recipes import check_model_fields, check_names, load_recipe, read_value
 
 NO_BF16 = (
     "bf16 is left out, training is in float32: this processor multiplies matrices no faster in bfloat16 than in "
@@ -108,8 +107,8 @@ class OutputArguments:
         self.bf16 = self.bf16 and not in_software
         super().__post_init__()
         self._check_schedule()
-        if in_software and self.should_log:
-            Console(stderr=True).print("[yellow]note:[/yellow]", escape(NO_BF16), highlight=False, soft_wrap=True)
+        if in_software:
+            note(NO_BF16)
 
     def _check_schedule(self) -> None:
         """Make the schedule once for nothing: kinds differ in what else they need or take."""
@@ -135,6 +134,12 @@ class OutputArguments:
         self.save_total_limit = self.save_total_limit or 1
         self.load_best_model_at_end = True
         self.restore_callback_states_from_checkpoint = True  # how many found nothing better so far
+
+
+def note(text: str) -> None:
+    """Print what a user should know, but need not mend, on stderr; of several processes the first prints it."""
+    if os.environ.get("RANK", "0") == "0":
+        Console(stderr=True).print("[yellow]note:[/yellow]", escape(text), highlight=False, soft_wrap=True)
 
 
 class _DashedOptions:
@@ -252,42 +257,3 @@ def as_options(named: Mapping[str, object]) -> list[str]:
             values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
             words += [f"--{name}", *map(str, values)]
     return words
-
-
-def read_value(text: str, what: str) -> object:
-    """The value that YAML reads in a text. Raises `ValueError` naming `what` it is of where that is no YAML."""
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{what}: {' '.join(str(error).split())}") from None
-
-
-def load_recipe(path: str | Path) -> dict[str, object]:
-    """The options of a recipe, its `model` a mapping of its own, laid over those of its `base`."""
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"No recipe {path}: give an existing .yaml file.")
-    try:
-        recipe = read_value(Path(path).read_text(encoding="utf-8"), f"{path} is not YAML")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
-    if not isinstance(recipe, dict) or not isinstance(recipe.get("model", {}), dict):
-        raise ValueError(f"{path}: expected a mapping of options, and below model: a mapping of fields.")
-    base = recipe.pop("base", None)
-    below = load_recipe(Path(path).parent / base) if base else {}
-    return below | recipe | {"model": below.get("model", {}) | recipe.get("model", {})}
-
-
-def check_model_fields(fields: Iterable[str], model_type: str, source: str) -> None:
-    """Raise a `ValueError` that begins with `source` if there is no such type, or one of `fields` is not of its."""
-    check_names([model_type], list(CONFIG_MAPPING), f"{source}: no model_type")
-    config = CONFIG_MAPPING[model_type]
-    names = ["model_type", "num_labels", *(f.name for f in dataclasses.fields(config)), *config.attribute_map]
-    check_names(fields, names, f"{source}: no field of a {model_type}'s configuration is named")
-
-
-def check_names(names: Iterable[str], known: list[str], what: str) -> None:
-    """Raise a `ValueError` that begins with `what` at the first of `names` that is not `known`."""
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known)
-            raise ValueError(f"{what} {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else "."))

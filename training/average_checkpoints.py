@@ -76,7 +76,8 @@ def choose(run: str | Path, *, last: int | None = None, best: int | None = None,
         steps = sorted(found.keys() & values.keys(), key=lambda step: sign * values[step])
     if len(steps) < wanted:
         kind = "complete and evaluated" if best else "complete"
-        raise ValueError(f"{run} has {len(steps)} {kind} checkpoints: cannot average {wanted} (--save-total-limit?).")
+        found_ones = f"{len(steps)} {kind} checkpoint{'s' * (len(steps) != 1)}"
+        raise ValueError(f"{run} has {found_ones}: cannot average {wanted} (--save-total-limit?).")
     return [found[step] for step in steps[:wanted]]
 
 

@@ -5,6 +5,7 @@ The scripts are run as `python training/run_….py`, which puts this folder on t
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from arguments import DataArguments, ModelArguments, check_model_fields, dash_option
+from arguments import DataArguments, ModelArguments, dash_option, note
 from datasets import Dataset, Value, concatenate_datasets
 from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
@@ -30,6 +31,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
+    TrainerCallback,
+    TrainerState,
 )
 
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
@@ -37,6 +40,7 @@ from lightformers_hf.conversion import copy_report
 from lightformers_hf.data_files import load_lines
 from lightformers_hf.evaluation.memory import end_with_parent
 from lightformers_hf.loading import build_network, load_pretrained, unique_parameters
+from lightformers_hf.recipes import check_model_fields
 from lightformers_hf.recovery import find_last_checkpoint, load_trainable, remove_checkpoints
 from lightformers_hf.recovery import train as train_model
 from lightformers_hf.text import load_rows, take_rows
@@ -91,6 +95,8 @@ def check_output(args: transformers.TrainingArguments, models: list[str | None])
             f"output_dir {output} is not empty ({', '.join(sorted(files)[:3])}) and {remedy}: "
             "choose another folder, or write over it with --overwrite-output."
         )
+    if goes_on and not last:
+        note(f"{output} holds no complete checkpoint: the training begins at its first step.")
     return last if goes_on else resume
 
 
@@ -311,6 +317,18 @@ def _text_column(rows: Dataset, column: str, data: str) -> Dataset:
     return text if name == "text" else text.rename_column(name, "text")
 
 
+class WarmUpCallback(TrainerCallback):
+    """Print a note where the learning rate would rise until after the end of the training."""
+
+    def on_train_begin(self, args: transformers.TrainingArguments, state: TrainerState, *_: object, **__: object):
+        """Compare the steps, which are known now."""
+        if state.max_steps <= (steps := args.get_warmup_steps(state.max_steps)):
+            note(
+                f"The warm-up of {steps:,} steps is no shorter than the training of {state.max_steps:,}: the learning "
+                f"rate does not stay at {args.learning_rate:g}. Lower --warmup-steps, or train longer."
+            )
+
+
 def train(trainer: Trainer, checkpoint: str | None, model_args: ModelArguments) -> dict[str, object]:
     """Train from the beginning, or from `checkpoint`; save model and state; return what the summary says of it.
 
@@ -321,14 +339,26 @@ def train(trainer: Trainer, checkpoint: str | None, model_args: ModelArguments) 
         remove_results(args.output_dir)
     if args.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
+    trainer.add_callback(WarmUpCallback())
+    state = Path(checkpoint, "trainer_state.json") if checkpoint else None
+    begun = json.loads(state.read_text(encoding="utf-8"))["global_step"] if state else 0
     result = train_model(trainer, checkpoint)
+    steps = trainer.state.global_step
+    if steps > begun:
+        trainer.save_metrics("train", result.metrics)
+    else:
+        note(
+            f"{checkpoint} has all {steps:,} steps: nothing was trained, and options that were changed had no effect. "
+            "Begin anew with --overwrite-output instead of --resume-from-checkpoint."
+        )
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    mean = {} if steps == begun else {"training loss, mean of all steps": result.training_loss}
     if args.should_save and model_args.model_name_or_path and not model_args.from_scratch:
         copy_report(model_args.model_name_or_path, args.output_dir)
     return {
-        "steps": trainer.state.global_step,
+        "steps": steps,
         "time": f"{result.metrics['train_runtime']:.0f} s" + (" since the resume" if checkpoint else ""),
-        "last training loss": losses[-1] if losses else result.training_loss,
+        **({"last training loss": losses[-1]} if losses else mean),
     }
 
 

@@ -24,7 +24,8 @@ on with one that was interrupted where `--save-strategy` made it write checkpoin
 
 Besides the scores the table has unique parameters, and for translation two speeds on one core as ratios to the first
 model, all models taking turns within the same runs: of decoding, over test sentences of average length, each
-generating that length, and of a training step in fp32 on 16 test pairs. For translation each model's BLEU is compared
+generating that length, and of a training step in fp32 on 16 test pairs. `--speed-runs 0` measures no speeds, and keeps
+those that `results.json` has of the same first model. For translation each model's BLEU is compared
 with the first one's, with the interval of the paired bootstrap (first seed). `results.json` has every run, and
 `curves.png` (`curves-dark.png`, for dark pages) the validation loss of those that were evaluated on the way.
 """
@@ -40,7 +41,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, stdev
 
-from arguments import ScriptParser, dash_option, seed_number
+from arguments import ScriptParser, dash_option, note, seed_number
 from common import run_script, test_names
 from comparing import compare_outputs, run_all, save_pictures, score_key, show
 from rich.markup import escape
@@ -61,6 +62,8 @@ SCORES = {
     "summarization": {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"},
     "clm": {"perplexity": "perplexity"},
 }
+
+SPEEDS = ("tokens_per_second", "speed_ratio", "step_speed_ratio")
 
 
 @dataclass(frozen=True)
@@ -220,10 +223,19 @@ def step_speed(models: dict[str, tuple], args: argparse.Namespace) -> dict[str, 
     return {name: speed_ratio(speed, first) for name, speed in speeds.items()}
 
 
+def measured_speeds(results: Path, first: str) -> dict[str, dict[str, float]]:
+    """{model: its speeds} of the results of an earlier call whose first model, which ratios are to, was the same."""
+    rows = json.loads(results.read_text(encoding="utf-8")) if results.is_file() else []
+    if not rows or rows[0]["name"] != first:
+        return {}
+    measured = {row["name"]: {key: row[key] for key in SPEEDS if key in row} for row in rows}
+    return {name: speeds for name, speeds in measured.items() if speeds}
+
+
 def tabulate(rows: list[dict], args: argparse.Namespace, differences: dict[str, list[Difference]]) -> Table:
     """A line for every model and test: means over its seeds, with the standard deviation of the scores."""
     speeds = {"speed_ratio": "decoding", "step_speed_ratio": "training"}
-    speeds = {key: title for key, title in speeds.items() if key in rows[0]}
+    speeds = {key: title for key, title in speeds.items() if any(key in row for row in rows)}
     tests = test_names(args.test_file)
     titles = ["model", *(["rate"] if args.learning_rates else []), "parameters", *speeds.values()]
     titles += ["test"] if len(tests) > 1 else []
@@ -231,7 +243,7 @@ def tabulate(rows: list[dict], args: argparse.Namespace, differences: dict[str, 
     for name, test in itertools.product(dict.fromkeys(row["name"] for row in rows), tests):
         runs = [row for row in rows if row["name"] == name]
         cells = [escape(name), *([f"{runs[0]['rate']:g}"] if args.learning_rates else [])]
-        cells += [f"{runs[0]['parameters']:,}", *(f"{runs[0][key]:.2f}x" for key in speeds)]
+        cells += [f"{runs[0]['parameters']:,}", *(f"{runs[0][key]:.2f}x" if key in runs[0] else "" for key in speeds)]
         cells = ([""] * len(cells) if test != tests[0] else cells) + ([escape(test)] if len(tests) > 1 else [])
         for score in SCORES[args.task]:
             values = [run[score_key(test, score)] for run in runs]
@@ -267,6 +279,15 @@ def main(argv: list[str] | None = None) -> None:
         steps = step_speed(trained, args)
         for row in rows:
             row["step_speed_ratio"] = steps[row["name"]]
+    elif args.task == "translation":
+        known = measured_speeds(Path(args.output_dir, "results.json"), rows[0]["name"])
+        rows = [row | known.get(row["name"], {}) for row in rows]
+        lacking = [name for name in models if name not in known]
+        note(
+            "Speeds were not measured (--speed-runs 0)."
+            + (" Those of an earlier call are kept." if known else "")
+            + (f" None are known of {', '.join(lacking)}." if known and lacking else "")
+        )
     compared = differences(list(results), args) if args.task == "translation" else {}
     for row in rows:
         if row["name"] in compared and row["seed"] == args.seeds[0]:

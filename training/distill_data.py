@@ -35,7 +35,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lightformers_hf import translate
 from lightformers_hf.evaluation.translate import load_translator
 from lightformers_hf.export import Engine
-from lightformers_hf.languages import add_prefix, set_language_codes, set_languages, split_language, split_prefix
+from lightformers_hf.languages import split_language
 from lightformers_hf.loading import is_export
 
 CHUNK = 2048  # texts that are sorted by length together, and written together
@@ -77,13 +77,8 @@ def prepare_teacher(
     Raises `ValueError` for an exported model that translates into another language.
     """
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    model, tokenizer = load_translator(name, device="cpu" if is_export(name) else device)
-    if isinstance(model, Engine):
-        if set_language_codes(tokenizer, source, target) not in (None, model.search.forced_start):
-            raise ValueError(f"{name} was exported for another target language than {target}: give its checkpoint.")
-        return model, tokenizer, split_prefix(source)[1]
-    set_languages(model, tokenizer, source, target)
-    return model, tokenizer, split_prefix(add_prefix(model.config, source, target))[1]
+    device = "cpu" if is_export(name) else device
+    return load_translator(name, device=device, source=source, target=target, columns=True)
 
 
 def distill(options: dict, sources: list[str], output: Path, columns: tuple[str, str]) -> int:

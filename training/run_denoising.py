@@ -50,6 +50,7 @@ from transformers import (
     set_seed,
 )
 
+from lightformers_hf.data_files import exact_name
 from lightformers_hf.recovery import RecoveryTrainer
 
 BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -209,7 +210,9 @@ def load_stream(names: list[str], column: str, *, hub: bool = False, split: str 
             raise ValueError(
                 f"{', '.join(names)}: expected files of one kind, of {', '.join(BUILDERS)} (.gz allowed)."
             )
-        rows = load_dataset(kinds.pop(), data_files=names, split="train", streaming=True)
+        rows = load_dataset(
+            kinds.pop(), data_files=[exact_name(Path(name)) for name in names], split="train", streaming=True
+        )
         column = "text" if Path(names[0].removesuffix(".gz")).suffix == ".txt" else column
     first = next(iter(rows), None)
     if first is None:

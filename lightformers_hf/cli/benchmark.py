@@ -8,9 +8,9 @@ from typing import Any
 
 from ..conversion.options import METHODS
 from ..evaluation.benchmarks.shapes import TEACHERS, VOCABULARY_ROWS
-from ..export.engines import deployment_names
-from .output import PLACE, Answer, Argument, Group, command, join_names, option
-from .use import AT_LEAST_ONE, MAX_SAMPLES, SOURCE_LANG, TARGET_LANG, columns
+from ..export.engines import deployment_names, split_deployment
+from .output import CHECKPOINT, DATA, Answer, Argument, Group, command, join_names, option
+from .use import AT_LEAST_ONE, MAX_SAMPLES, SOURCE_LANG, TARGET_LANG, languages
 
 RUNS_HELP = "Interleaved runs; medians are shown."
 
@@ -74,8 +74,8 @@ def architectures(pair: tuple[str, ...], **options: Any) -> Answer:
 
 
 @command(
-    Argument("teacher", type=PLACE, about="Folder or Hub name of the dense checkpoint."),
-    Argument("students", type=PLACE, nargs=-1, about="Folders or Hub names of checkpoints made from it."),
+    Argument("teacher", type=CHECKPOINT, about="Folder or Hub name of the dense checkpoint."),
+    Argument("students", type=CHECKPOINT, nargs=-1, about="Folders or Hub names of checkpoints made from it."),
     option(
         "--engine",
         multiple=True,
@@ -88,8 +88,8 @@ def architectures(pair: tuple[str, ...], **options: Any) -> Answer:
     option("--runs", type=AT_LEAST_ONE, default=5, help=RUNS_HELP),
     option("--sentences", type=AT_LEAST_ONE, default=10, help="Sentences of a run at batch size 1."),
     option("--new-tokens", type=AT_LEAST_ONE, default=25, help="Tokens generated for every sentence."),
-    option("--data", type=PLACE, help="Parallel text to measure BLEU and chrF on, too."),
-    option("--shortlist", type=PLACE, help="Text, as for export: adds every engine with a shortlist made from it."),
+    option("--data", type=DATA, help="Parallel text to measure BLEU and chrF on, too."),
+    option("--shortlist", type=DATA, help="Text, as for export: adds every engine with a shortlist made from it."),
     SOURCE_LANG,
     TARGET_LANG,
     MAX_SAMPLES,
@@ -112,6 +112,8 @@ def engines(
 
     Example: lightformers benchmark engines opus-mt-de-en recovered --data test.jsonl --cores 1 --batch-size 1
     """
+    for name in engine:
+        split_deployment(name)  # which refuses unknown ones
     from ..evaluation.benchmarks.engines import compare_engines
 
     comparison = compare_engines(
@@ -121,7 +123,7 @@ def engines(
         cores=list(cores or range(1, min(2, os.cpu_count() or 1) + 1)),
         batch_sizes=list(batch_size or (1, 32)),
         beams=list(num_beams or (1, 4)),
-        **columns(source_lang, target_lang),
+        **languages(source_lang, target_lang),
         **options,
         progress=True,
     )
@@ -149,9 +151,7 @@ def vocabulary(shapes: str, **options: Any) -> Answer:
 
 
 @command(
-    Argument(
-        "model", type=PLACE, required=False, about="Checkpoint for `translate`. Default: a tiny Marian made up for it."
-    ),
+    Argument("model", type=CHECKPOINT, required=False, about="Checkpoint to translate with. Default: a tiny Marian."),
     option("--runs", type=AT_LEAST_ONE, default=5, help=RUNS_HELP),
 )
 def startup(model: str | None, runs: int) -> Answer:

@@ -9,10 +9,10 @@ from typing import Any
 import click
 
 from ..conversion.options import METHODS, CompressionOptions, read_pattern
-from ..export.engines import engine_names
-from .output import PLACE, Answer, Argument, command, join_names, option
+from ..export.engines import check_engine_name, engine_names
+from .output import CHECKPOINT, DATA, Answer, Argument, check_new_folder, command, join_names, option
 
-SOURCE = Argument("source", about="A checkpoint folder, or a name on the Hub.", type=PLACE)
+SOURCE = Argument("source", about="A checkpoint folder, or a name on the Hub.", type=CHECKPOINT)
 OUTPUT = Argument("output", about="The folder to write.", type=click.Path(path_type=Path))
 OVERWRITE = option("--overwrite", is_flag=True, help="Replace what a command wrote there.")
 
@@ -59,7 +59,7 @@ def compression_options() -> list[click.Option]:
     made = []
     for name, (metavar, help_text) in OPTIONS_HELP.items():
         kind = {"float": float, "int": int}.get(str(types[name]).partition(" ")[0], str)
-        kind = PLACE if name in ("calibration", "vocabulary") else kind
+        kind = DATA if name in ("calibration", "vocabulary") else kind
         settings: dict[str, Any] = {"metavar": metavar, "help": help_text, "type": kind}
         settings |= {"multiple": name in REPEATABLE, "values": METHODS if name == "method" else ()}
         made.append(option(f"--{name.replace('_', '-')}", **settings))
@@ -97,6 +97,7 @@ def convert(source: str, output: Path, overwrite: bool, **options: Any) -> Answe
     Example: lightformers convert Helsinki-NLP/opus-mt-de-en opus-light --ratio 2
     """
     given = read_options(options)
+    check_new_folder(output, overwrite, [source, given.get("calibration"), *given.get("vocabulary", ())])
     from ..conversion.convert import convert as run
     from ..conversion.tables import print_report
     from ..loading import has_tokenizer
@@ -123,7 +124,7 @@ def convert(source: str, output: Path, overwrite: bool, **options: Any) -> Answe
     ),
     option(
         "--shortlist",
-        type=PLACE,
+        type=DATA,
         metavar="PATH",
         help="Text, parallel or of the source alone: only tokens that go with the source's are then computed.",
     ),
@@ -139,6 +140,8 @@ def export(source: str, output: Path, to: str, quantization: str | None, overwri
 
     Example: lightformers export opus-mt-de-en-light opus-mt-de-en-int8 --to ctranslate2 --quantization int8
     """
+    check_engine_name(to)
+    check_new_folder(output, overwrite, [source, options["shortlist"]])
     from ..export import export as run
 
     report = run(source, output, to=to, quantization=quantization, overwrite=overwrite, **options)

@@ -12,7 +12,7 @@ from click.shell_completion import get_completion_class
 
 from .. import __version__
 from . import benchmark, compress, look, use, whole
-from .output import Group
+from .output import Group, open_streams
 
 NAME = "lightformers"
 # Where a shell reads what to do first.
@@ -38,7 +38,7 @@ def install_completion(context: click.Context, _: click.Parameter, wanted: bool)
     completes = get_completion_class(shell) if shell in STARTUP_FILES else None
     if completes is None:
         raise click.ClickException(f"the shell is {shell!r}, expected one of {', '.join(STARTUP_FILES)}: set SHELL")
-    file, script = (Path(name).expanduser() for name in (STARTUP_FILES[shell], COMPLETIONS + shell))
+    file, script = (Path(os.path.expanduser(name)) for name in (STARTUP_FILES[shell], COMPLETIONS + shell))
     functions = completes(app, {}, NAME, f"_{NAME.upper()}_COMPLETE").source()
     startup_line = f"source {COMPLETIONS}{shell}"
     try:
@@ -88,6 +88,7 @@ app = Group(
 
 def main() -> None:
     """Run the command line, under the same name however it was started."""
+    open_streams()
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "30")  # seconds: bars fill no log
     # An error, as Ctrl-C is, so that what is begun is removed, and processes that work for this one end with it.

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from .output import PLACE, Answer, Argument, check_installed, command, option
+from .output import CHECKPOINT, DATA, PLACE, Answer, Argument, check_installed, check_new_folder, command, option
 from .use import (
     AT_LEAST_ONE,
     DATA_HELP,
@@ -18,16 +18,20 @@ from .use import (
     SOURCE_LANG,
     SPLIT,
     TARGET_LANG,
-    columns,
     generation_options,
+    languages,
 )
 
 
 @command(
     Argument(
-        "models", type=PLACE, nargs=-1, required=True, about="Folders or Hub names of checkpoints, shown side by side."
+        "models",
+        type=CHECKPOINT,
+        nargs=-1,
+        required=True,
+        about="Folders or Hub names of checkpoints, shown side by side.",
     ),
-    option("--data", type=PLACE, required=True, help=DATA_HELP),
+    option("--data", type=DATA, required=True, help=DATA_HELP),
     option("--output", "-o", type=FILE, help="Folder for a picture of every measure, for light and for dark pages."),
     option("--overwrite", is_flag=True, help="Replace what the folder holds, if a command wrote it."),
     SOURCE_LANG,
@@ -53,15 +57,16 @@ def analyze(
 
     Example: lightformers analyze ./teacher ./small --data test.jsonl --output inside
     """
+    inputs = [*models, data]
+    if output is not None:
+        check_installed("matplotlib", "demo", "--output")
+        check_new_folder(output, overwrite, inputs)
     from ..evaluation.analysis import analysis_table
     from ..evaluation.analysis import analyze as run
     from ..folders import atomic_output
 
-    if output is not None:
-        check_installed("matplotlib", "demo", "--output")
-    inputs = [*models, data]
     with atomic_output(output, overwrite=overwrite, inputs=inputs) if output else nullcontext() as folder:
-        analyses = run(list(models), data, **columns(source_lang, target_lang), **options, progress=True)
+        analyses = run(list(models), data, **languages(source_lang, target_lang), **options, progress=True)
         if folder:
             from ..evaluation.pages.plots import draw_analyses
 
@@ -72,14 +77,14 @@ def analyze(
 
 
 @command(
-    Argument("model", type=PLACE, about="What convert or a training run wrote: folder, or Hub name."),
+    Argument("model", type=CHECKPOINT, about="What convert or a training run wrote: folder, or Hub name."),
     option("--output", "-o", type=FILE, default="report.html", help="The page to write, in place of what is there."),
     option(
         "--teacher",
-        type=PLACE,
+        type=CHECKPOINT,
         help="What it was made of: adds singular values with the chosen ranks, and its translations.",
     ),
-    option("--data", type=PLACE, help="Parallel text, as for evaluate: adds sample translations."),
+    option("--data", type=DATA, help="Parallel text, as for evaluate: adds sample translations."),
     option(
         "--results",
         type=FILE,
@@ -111,26 +116,49 @@ def report(
     Example: lightformers report ./small --teacher ./teacher --data test.jsonl --results results.json
     """
     check_installed("matplotlib", "demo", "report")
-    from ..evaluation.pages.page import report_page
-    from ..files import write_whole
     from ..folders import check_file
 
     check_file(output, [model, *(options[name] for name in ("teacher", "data")), *options["results"]])
+    from ..evaluation.pages.page import report_page
+    from ..files import write_whole
+
     generation = generation_options(num_beams=num_beams, max_new_tokens=max_new_tokens)
-    page = report_page(model, **columns(source_lang, target_lang), **options, progress=True, **generation)
+    page = report_page(model, **languages(source_lang, target_lang), **options, progress=True, **generation)
     with write_whole(output) as file:
         file.write(page.encode())
     return Answer({"output": str(output)}, [f"Written to {output}: open it in a browser."])
 
 
-@command(option("--table", default="", help="Only rows whose name contains this, e.g. 'Subformer T2'."))
-def parameters(table: str) -> Answer:
-    """Print the parameter tables of the papers: the printed count, ours, and the difference.
+@command(
+    Argument(
+        "models", type=PLACE, nargs=-1, about="Recipes (.yaml), folders or Hub names. Default: the papers' tables."
+    ),
+    option(
+        "--vocab-size", type=AT_LEAST_ONE, help="Tokens of recipes' models. Default: their tokenizer's, or head's."
+    ),
+    option("--table", default="", help="Only rows whose name contains this, e.g. 'Subformer T2'."),
+)
+def parameters(models: tuple[str, ...], vocab_size: int | None, table: str) -> Answer:
+    """Count the parameters of recipes and models, without training or loading them; or print the papers' tables.
 
-    Exits with 1 where a row differs by more than its tolerance.
+    Shared and tied parameters count once. A table has the printed count, ours, and the difference; the command exits
+    with 1 where a row differs by more than its tolerance.
 
-    Example: lightformers parameters --table PartialFormer
+    Examples:
+
+        lightformers parameters training/recipes/multi30k/lightformer.yaml --vocab-size 8000
+
+        lightformers parameters --table PartialFormer
     """
+    if models:
+        if table:
+            raise ValueError("--table is of the papers' tables: leave it out, or the models")
+        from ..evaluation.parameters import model_parameters
+
+        found = {place: model_parameters(place, vocab_size) for place in models}
+        return Answer(found, [f"{count:15,}  {place}" for place, count in found.items()])
+    if vocab_size is not None:
+        raise ValueError("--vocab-size is of a recipe's model: name a recipe")
     from ..evaluation.parameters import count_parameters, parameter_table
 
     counts = count_parameters(table)

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
 LIBRARIES = ("transformers", "datasets", "huggingface_hub")  # each has levels and handlers of its own
 SETTINGS = {"help_option_names": ["-h", "--help"]}
-# A file or a folder, which the shell completes, or a name on the Hub.
-PLACE = click.Path()
+# Files or folders, which the shell completes, or names on the Hub. Of models and data, what is not there is refused
+# before torch is imported.
+PLACE, CHECKPOINT, DATA = click.Path(), click.Path(), click.Path()
+CLOSED = set[str]()  # standard streams that were closed when the process began
 ROOM = 120  # columns of a table in a file or a pipe
 SEED = click.IntRange(0, 2**32 - 1)  # what numpy takes
 
@@ -58,10 +60,25 @@ class Answer:
 
 
 def make_console() -> Console:
-    """Where tables are printed: as wide as the terminal, wide in a file or a pipe."""
-    from rich.console import Console
+    """Where tables are printed: as wide as the terminal, wide in a file or a pipe.
 
-    console = Console()
+    Titles and captions are lines above and below a table. Rich would fold them to the table's width, within words.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    class TableConsole(Console):
+        def print(self, *objects: Any, **options: Any) -> None:
+            if not objects or not all(isinstance(one, Table) for one in objects):
+                return super().print(*objects, **options)
+            for table in objects:
+                title, caption, table.title, table.caption = table.title, table.caption, None, None
+                lines = {"soft_wrap": not self.is_terminal, "highlight": False}
+                for part in (title, table, caption):
+                    if part is not None:
+                        super().print(part, **options, **({} if part is table else lines))
+
+    console = TableConsole()
     if not (console.is_terminal or "COLUMNS" in os.environ):
         console.width = ROOM
     return console
@@ -191,7 +208,7 @@ def command(*parameters: click.Parameter, name: str | None = None) -> Callable[[
             examples=f"{word.strip()}{examples}",
             params=params,
             shared=shared,
-            callback=functools.partial(run, function, answers, typed),
+            callback=functools.partial(run, function, answers, typed, {key.name: key.type for key in parameters}),
         )
 
     return make
@@ -201,6 +218,7 @@ def run(
     function: Callable,
     answers: bool,
     typed: Mapping[str, str],
+    types: Mapping[str, click.ParamType],
     *,
     quiet: bool,
     verbose: bool,
@@ -211,8 +229,11 @@ def run(
     to_stdout = str(json_file) == "-"
     speaks = os.environ.get("RANK", "0") == "0"  # of several processes, the first
     try:
-        if json_file is not None and not to_stdout:
+        if to_stdout:
+            check_open("stdout", "give --json a file")
+        elif json_file is not None:
             check_answer_file(json_file, arguments)
+        check_places(types, arguments)
         with loudness(quiet, verbose, chatter=sys.stderr if to_stdout else None, hush=quiet and answers):
             answer = function(**arguments)
         if not answers or not speaks:
@@ -238,6 +259,8 @@ def run(
             reason = "the disk is full: make room, then give the same command again"
         elif is_out_of_memory(error):
             reason = "there is not enough memory for what was asked for"
+        elif isinstance(error, ImportError) and "socksio" in str(error):
+            reason = "a SOCKS proxy is set (ALL_PROXY), for which socksio is missing: pip install 'httpx[socks]'"
         else:
             raise
         if verbose:
@@ -312,6 +335,31 @@ def _direct(logger: logging.Logger, level: int, propagate: bool, handlers: list[
     logger.propagate, logger.handlers = propagate, handlers
 
 
+def check_places(types: Mapping[str, click.ParamType], arguments: Mapping[str, Any]) -> None:
+    """Raise an error where a model's folder or a file of data that is named is not there."""
+    from ..data_files import check_data
+    from ..folders import check_folder, find_folder
+
+    def named(kind: click.ParamType) -> Iterator[str]:
+        for name, value in arguments.items():
+            if types[name] is kind:
+                yield from filter(None, value if isinstance(value, tuple) else (value,))
+
+    for place in named(CHECKPOINT):
+        if folder := find_folder(place):
+            check_folder(folder)
+    for place in named(DATA):
+        check_data(place)
+
+
+def check_new_folder(output: Path, overwrite: bool, inputs: Sequence[str | None]) -> None:
+    """As `check_output`, by the first of several processes: before torch is imported."""
+    from ..folders import check_output
+
+    if os.environ.get("RANK", "0") == "0":
+        check_output(output, overwrite=overwrite, inputs=inputs)
+
+
 def check_answer_file(file: Path, arguments: Mapping[str, Any]) -> None:
     """Raise `ValueError` where `file` is, or belongs to, what a command's arguments name; its output may hold it."""
     from ..folders import check_file
@@ -327,6 +375,28 @@ def write_answer(content: dict | list, file: Path) -> None:
 
     text = json_text(content, "--json")
     sys.stdout.write(text) if str(file) == "-" else file.write_text(text, encoding="utf-8")
+
+
+def open_streams() -> None:
+    """Give a process whose standard streams are closed, as by `2>&-`, ones that go nowhere.
+
+    Otherwise Python has `None` for them, and the next files that are opened take their numbers.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            CLOSED.add(name)
+            nowhere = os.open(os.devnull, os.O_RDWR)  # which takes the lowest free number
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115, for good
+
+
+def check_open(name: str, remedy: str) -> None:
+    """Raise `ValueError` where a standard stream is closed that is needed."""
+    if name in CLOSED:
+        raise ValueError(f"standard {'input' if name == 'stdin' else 'output'} is closed: {remedy}")
 
 
 def check_installed(module: str, extra: str, what: str) -> None:

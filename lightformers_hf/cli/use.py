@@ -9,8 +9,19 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import click
 
-from ..languages import named_columns
-from .output import PLACE, SEED, Answer, Argument, check_installed, command, make_console, option
+from .output import (
+    CHECKPOINT,
+    DATA,
+    PLACE,
+    SEED,
+    Answer,
+    Argument,
+    check_installed,
+    check_open,
+    command,
+    make_console,
+    option,
+)
 
 if TYPE_CHECKING:
     from ..evaluation.translate import ByteSource
@@ -18,7 +29,7 @@ if TYPE_CHECKING:
 AT_LEAST_ONE = click.IntRange(min=1)
 FILE = click.Path(path_type=Path)
 
-MODEL = Argument("model", type=PLACE, about="Folder or Hub name of a checkpoint.")
+MODEL = Argument("model", type=CHECKPOINT, about="Folder or Hub name of a checkpoint.")
 DATA_HELP = "Parallel text: a .jsonl, .json, .csv, .tsv or .parquet file, or a Hub name."
 BATCH_SIZE = option("--batch-size", type=AT_LEAST_ONE, default=32, help="Sentences translated at once.")
 NUM_BEAMS = option("--num-beams", type=AT_LEAST_ONE, help="Beams; 1 is greedy. Default: the checkpoint's.")
@@ -27,9 +38,17 @@ DEVICE = option("--device", default="cpu", help="Where to compute: cpu, cuda, cu
 SOURCE_LANG = option(
     "--source-lang",
     metavar="de",
-    help="Column of the source, or language in 'translation'. T5: de='a prefix: ' goes before each.",
+    help="Its column, or language in 'translation'; of multilingual models and the code: de=de_DE. T5: de='prefix: '.",
 )
-TARGET_LANG = option("--target-lang", metavar="en", help="Column of the reference, or language likewise.")
+TARGET_LANG = option("--target-lang", metavar="en", help="The same of the reference.")
+TRANSLATED = (
+    option(
+        "--source-lang",
+        metavar="de_DE",
+        help="The source's language: of multilingual models its code; T5: en, or en='a prefix: '.",
+    ),
+    option("--target-lang", metavar="en_XX", help="The same of the language to translate into."),
+)
 SPLIT = option("--split", default="test", help="Split of a dataset on the Hub.")
 MAX_SAMPLES = option("--max-samples", type=AT_LEAST_ONE, help="Use the first so many pairs. Default: all.")
 
@@ -41,8 +60,8 @@ class Generation(TypedDict, total=False):
     max_new_tokens: int
 
 
-class Columns(TypedDict):
-    """The columns to read, as the package's functions take them."""
+class Languages(TypedDict):
+    """The two languages, as the package's functions take them."""
 
     source: str | None
     target: str | None
@@ -58,10 +77,9 @@ def generation_options(*, num_beams: int | None, max_new_tokens: int | None) -> 
     return given
 
 
-def columns(source_lang: str | None, target_lang: str | None) -> Columns:
-    """The columns that the two options name, as the package's functions take them."""
-    source, target = named_columns(source_lang, target_lang)
-    return {"source": source, "target": target}
+def languages(source_lang: str | None, target_lang: str | None) -> Languages:
+    """What the two options name, as the package's functions take it."""
+    return {"source": source_lang, "target": target_lang}
 
 
 @command(
@@ -71,6 +89,7 @@ def columns(source_lang: str | None, target_lang: str | None) -> Columns:
     BATCH_SIZE,
     NUM_BEAMS,
     MAX_NEW_TOKENS,
+    *TRANSLATED,
     DEVICE,
 )
 def translate(
@@ -80,6 +99,8 @@ def translate(
     batch_size: int,
     num_beams: int | None,
     max_new_tokens: int | None,
+    source_lang: str | None,
+    target_lang: str | None,
     device: str,
 ) -> None:
     """Translate (or summarize) text, one sentence a line in, one line out.
@@ -92,7 +113,11 @@ def translate(
 
         lightformers translate ./small news.de --output news.en --num-beams 4
     """
-    if output is not None:
+    if file is None:
+        check_open("stdin", "name a file to translate")
+    if output is None:
+        check_open("stdout", "give --output a file")
+    else:
         from ..folders import check_file
 
         check_file(output, [model, file])
@@ -105,17 +130,18 @@ def translate(
         from ..evaluation.translate import load_translator, translate_stream
         from ..files import write_whole
 
-        network, tokenizer = load_translator(model, device=device)
+        network, tokenizer, prefix = load_translator(model, device=device, **languages(source_lang, target_lang))
         sink = stack.enter_context(write_whole(output)) if output else sys.stdout.buffer
         bar = stack.enter_context(tqdm(unit="text", disable=None))
-        options = generation_options(num_beams=num_beams, max_new_tokens=max_new_tokens)
-        translate_stream(source, sink, network, tokenizer, batch_size=batch_size, progress=bar, **options)
+        options = {"batch_size": batch_size, "prefix": prefix, "progress": bar}
+        generation = generation_options(num_beams=num_beams, max_new_tokens=max_new_tokens)
+        translate_stream(source, sink, network, tokenizer, **options, **generation)
 
 
 @command(
     MODEL,
-    option("--data", type=PLACE, required=True, help=DATA_HELP),
-    option("--teacher", type=PLACE, help="The dense checkpoint to compare with."),
+    option("--data", type=DATA, required=True, help=DATA_HELP),
+    option("--teacher", type=CHECKPOINT, help="The dense checkpoint to compare with."),
     SOURCE_LANG,
     TARGET_LANG,
     SPLIT,
@@ -152,16 +178,17 @@ def evaluate(
     from ..evaluation.evaluate import evaluate_model
 
     generation = generation_options(num_beams=num_beams, max_new_tokens=max_new_tokens)
-    languages = columns(source_lang, target_lang)
-    evaluation = evaluate_model(model, data, teacher, progress=True, **languages, **options, **generation)
+    options |= languages(source_lang, target_lang)
+    evaluation = evaluate_model(model, data, teacher, progress=True, **options, **generation)
     return Answer(evaluation.to_dict(), draw=lambda console: console.print(evaluation.table()))
 
 
 @command(
-    Argument("teacher", type=PLACE, about="Folder or Hub name of the dense checkpoint."),
-    Argument("light", type=PLACE, about="The smaller one; like the teacher, it may be an export."),
+    Argument("teacher", type=CHECKPOINT, about="Folder or Hub name of the dense checkpoint."),
+    Argument("light", type=CHECKPOINT, about="The smaller one; like the teacher, it may be an export."),
     option("--num-beams", type=AT_LEAST_ONE, help="Beams of both. Default: the light model's."),
     MAX_NEW_TOKENS,
+    *TRANSLATED,
     option("--port", type=click.IntRange(1, 65535), help="Where to serve. Default: the first free one from 7860."),
     option(
         "--host",
@@ -175,6 +202,8 @@ def compare(
     light: str,
     num_beams: int | None,
     max_new_tokens: int | None,
+    source_lang: str | None,
+    target_lang: str | None,
     port: int | None,
     host: str,
     browser: bool,
@@ -187,13 +216,14 @@ def compare(
     Example: lightformers compare opus-mt-de-en opus-mt-de-en-light --open
     """
     check_installed("gradio", "app", "compare")
-    from ..app import build, check_address, serve
+    from ..app import build, check_address, serve, wait
 
     check_address(host, port)
-    page = build(teacher, light, num_beams=num_beams, max_new_tokens=max_new_tokens)
+    pair = languages(source_lang, target_lang)
+    page = build(teacher, light, **pair, num_beams=num_beams, max_new_tokens=max_new_tokens)
     address = serve(page, host=host, port=port, browser=browser)
     click.echo(f"Both models are at {address} until Ctrl-C.")
-    page.block_thread()
+    wait(page)
 
 
 @command(
@@ -224,6 +254,9 @@ def push(folder: Path, name: str, results: tuple[Path, ...], dry_run: bool, **op
 
         lightformers push recovered opus-mt-de-en-light --private --revision v2 --message "Trained longer"
     """
+    from ..folders import check_folder
+
+    check_folder(folder)
     from ..hub import preview_push, push_to_hub
 
     if dry_run:
@@ -247,7 +280,7 @@ def push(folder: Path, name: str, results: tuple[Path, ...], dry_run: bool, **op
     option("--fresh", is_flag=True, help="Remove what an earlier demo made there; start over."),
 )
 def demo(output: Path, seed: int, fresh: bool) -> Answer:
-    """See it all work in five minutes, offline: train a teacher, compress it, win its quality back, measure.
+    """See it all work in five to seven minutes, offline: train a teacher, compress it, win its quality back, measure.
 
     An interrupted demo goes on where it stopped; needs pip install 'lightformers_hf[demo]'.
 

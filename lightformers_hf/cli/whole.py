@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..export.engines import engine_names
-from .output import PLACE, SEED, Answer, Argument, command, join_names, option
+from ..conversion.options import CompressionOptions
+from ..export.engines import check_engine_name, engine_names
+from .output import CHECKPOINT, DATA, SEED, Answer, Argument, command, join_names, option
 
 FILE = click.Path(path_type=Path)
 TEXT_HELP = (
@@ -20,9 +22,15 @@ LANGUAGES = (
     option("--target-lang", metavar="en", help="The same of the target."),
 )
 TRAINING = (
-    option("--data", type=PLACE, help=TEXT_HELP),
-    option("--validation", type=PLACE, help="Other pairs, to choose the best model by. Default: a part of --data."),
-    option("--minutes", type=float, default=30.0, metavar="M", help="Time to measure, translate and train in."),
+    option("--data", type=DATA, help=TEXT_HELP),
+    option("--validation", type=DATA, help="Other pairs, to choose the best model by. Default: a part of --data."),
+    option(
+        "--minutes",
+        type=click.FloatRange(min=0, min_open=True),
+        default=30.0,
+        metavar="M",
+        help="Time to measure, translate and train in.",
+    ),
     *LANGUAGES,
     option(
         "--translations/--no-translations",
@@ -36,8 +44,8 @@ TRAINING = (
 
 
 @command(
-    Argument("light", type=PLACE, about="Folder or Hub name of the compressed checkpoint."),
-    option("--teacher", type=PLACE, required=True, help="The checkpoint that it was made from."),
+    Argument("light", type=CHECKPOINT, about="Folder or Hub name of the compressed checkpoint."),
+    option("--teacher", type=CHECKPOINT, required=True, help="The checkpoint that it was made from."),
     option("--output", "-o", type=FILE, required=True, help="The folder to write."),
     *TRAINING,
 )
@@ -57,7 +65,7 @@ def recover(light: str, source_lang: str | None, target_lang: str | None, **opti
 
 
 @command(
-    Argument("teacher", type=PLACE, about="Folder or Hub name of the trained checkpoint."),
+    Argument("teacher", type=CHECKPOINT, about="Folder or Hub name of the trained checkpoint."),
     Argument("output", type=FILE, about="The folder for everything that is made."),
     option("--size", metavar="40MB", help="Bytes of the small model's weights at most, before they are quantized."),
     option("--params", metavar="20M", help="Instead: parameters at most."),
@@ -69,7 +77,7 @@ def recover(light: str, source_lang: str | None, target_lang: str | None, **opti
     ),
     option("--speedup", type=float, metavar="S", help="Instead: times as fast, estimated on this machine."),
     option("--decoder-layers", type=int, help="Decoder layers that are kept; they cost most time."),
-    option("--test", type=PLACE, help="Pairs to measure with at last. Default: a part of --data, if pairs."),
+    option("--test", type=DATA, help="Pairs to measure with at last. Default: a part of --data, if pairs."),
     option("--to", default="ctranslate2", values=engine_names, help=f"Deploy for {join_names(engine_names())}."),
     option("--quantization", default="int8", help="Of the deployed model: int8, float32, …."),
     *TRAINING,
@@ -82,9 +90,12 @@ def compress(teacher: str, output: Path, **options: Any) -> Answer:
 
     Example: lightformers compress opus-mt-de-en small --data train.jsonl --ratio 4
     """
+    given = {name: value for name, value in options.items() if value is not None}
+    check_engine_name(options["to"])
+    named = {field.name for field in fields(CompressionOptions)}
+    CompressionOptions(**{name: value for name, value in given.items() if name in named})
     from ..workflows.compress import compress as run
 
-    given = {name: value for name, value in options.items() if value is not None}
     found, tables = run(teacher, output, **given)
     lines = [f"Deployed: {output / 'deployed'}. To push: {output / 'recovered'}."]
     if "report.html" in found["files"]:

@@ -65,7 +65,7 @@ def _rows(results: dict) -> list[list[str]]:
         ("unique parameters", "parameters", "{:,}".format),
         ("megabytes on disk", "disk_bytes", lambda size: f"{size / 1e6:,.1f}"),
         ("peak memory, megabytes", "memory_bytes", lambda size: f"{size / 1e6:,.0f}"),
-        ("tokens/s, one core", "tokens_per_second", "{:.1f}".format),
+        ("tokens/s, one core", "tokens_per_second", "{:,.1f}".format),
     )
     head = ["", "this model"] + ([_code(Path(results["teacher"]["name"]).name)] if results["teacher"] else [])
     rows = [

@@ -313,7 +313,8 @@ def read_report(file: Path) -> CompressionReport | None:
         return None
     try:
         # Reports of earlier versions lack these fields.
-        report = as_kind({"vocabulary": {}, "processor": {}, "agreement": None} | content, CompressionReport, "the report")
+        later = {"vocabulary": {}, "processor": {}, "agreement": None}
+        report = as_kind(later | content, CompressionReport, "the report")
         pairs = [report.layers.get(stack, []) for stack in STACKS] + [report.groups.get(stack, []) for stack in STACKS]
         if any(len(pair) != len(STACKS) for pair in pairs) or len(report.layers) + len(report.groups) != len(pairs):
             raise ValueError("layers and groups hold two numbers for each stack")

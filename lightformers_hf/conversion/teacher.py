@@ -13,7 +13,8 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import models
-from ..checkpoint import CheckpointReader, check_sizes, find_architecture
+from ..checkpoint import CheckpointReader, check_stored, check_vocabulary, find_architecture
+from ..folders import check_folder
 from ..languages import keep_prefix, set_language_codes
 from ..loading import (
     DAMAGED,
@@ -24,6 +25,7 @@ from ..loading import (
     printable_name,
     skeleton,
     stored_tensors,
+    take_forced_start,
 )
 from ..models.configuration_lightformer import LightFormerConfig
 from ..models.matrices import bias_of, factors_of, product_of
@@ -57,14 +59,8 @@ class Teacher:
     """
 
     def __init__(self, folder: Path, source: str, languages: tuple[str | None, str | None] = (None, None)):
-        if (folder / "adapter_config.json").is_file():
-            raise ValueError(
-                f"{folder} holds an adapter (adapter_config.json), no whole model: merge it into its base with "
-                "merge_and_unload() of peft, and give the folder where save_pretrained writes the result"
-            )
+        check_folder(folder)
         check_no_export(folder)
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(f"{folder} holds no config.json: a checkpoint folder written by save_pretrained")
         try:
             self.source_config = load_pretrained(AutoConfig, folder)
         except (KeyError, ValueError) as error:
@@ -74,7 +70,7 @@ class Teacher:
         architecture = find_architecture(self.source_config, folder)
         self.family = find_family(self.source_config)
         self.reader = CheckpointReader(folder)
-        check_sizes(self.source_config, self.reader.shapes(), folder)
+        check_stored(self.source_config, self.reader, folder)
         try:
             self.config = self.family.fit_weights(self.family.own_config(self.source_config), self.reader)
             if self.config.dtype is None and (stored := self.reader.main_dtype()) in WEIGHT_TYPES:
@@ -260,27 +256,11 @@ class Teacher:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The checkpoint's tokenizer. Raises `ValueError` where it has none, one too large, or lacks a language."""
         if self._tokenizer is None:
-            try:
-                tokenizer = load_pretrained(AutoTokenizer, self.folder)
-            except (OSError, ValueError) as error:
-                raise ValueError(f"{self.folder} has no tokenizer, which calibration needs: {error}") from None
-            self._check_vocabulary(tokenizer)
+            tokenizer = load_pretrained(AutoTokenizer, self.folder)
+            check_vocabulary(tokenizer, self.config, self.folder)
             set_language_codes(tokenizer, *self.languages)
             self._tokenizer = tokenizer
         return self._tokenizer
-
-    def _check_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raise a `ValueError` where a token has no row in the tables."""
-        tables = {"vocab_size": tokenizer.get_vocab()}
-        if self.config.decoder_vocab_size != self.config.vocab_size:
-            tables["decoder_vocab_size"] = getattr(tokenizer, "target_encoder", tables["vocab_size"])
-        for field, tokens in tables.items():
-            last = max(tokens, key=tokens.get, default=None)
-            if last is not None and tokens[last] >= (size := getattr(self.config, field)):
-                raise ValueError(
-                    f"the tokenizer of {self.folder} gives {last!r} the number {tokens[last]}, but {field} is {size}: "
-                    "give the checkpoint its own tokenizer, or a row for every token (resize_token_embeddings)"
-                )
 
     def module(self, name: str) -> nn.Module:
         """A module with its own tensors, as they are stored."""
@@ -311,6 +291,7 @@ class Teacher:
         if (self.folder / "generation_config.json").is_file():
             try:
                 config = transformers.GenerationConfig.from_pretrained(self.folder)
+                take_forced_start(config, self.folder)
             except (OSError, *DAMAGED) as error:
                 raise ValueError(f"{self.folder / 'generation_config.json'} cannot be read: {error}") from error
         else:

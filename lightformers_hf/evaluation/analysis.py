@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 from rich.markup import escape
@@ -84,7 +85,9 @@ class Behaviour:
 
 @dataclass(frozen=True)
 class Analysis(Behaviour):
-    """All measures of one checkpoint; loss and step are `None` where it has no `trainer_state.json`."""
+    """All measures of one checkpoint; loss and step are `None` where it has no `trainer_state.json`, and the step also
+    where the loss had not converged.
+    """
 
     name: str
     label: str  # in tables and pictures
@@ -146,7 +149,7 @@ def behaviour(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]], *, p
         stack.callback(model.train, training)
         stack.callback(meter.remove)
         model.eval()
-        for batch in tqdm(batches, desc="looking inside", disable=not progress, unit="batch"):
+        for batch in tqdm(batches, desc="looking inside", disable=not progress, unit="batch", leave=False):
             batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
             meter.start({"encoder": batch["attention_mask"] != 0, "decoder": batch["labels"] != -100})
             # Without the head: logits are the largest tensor of all, and nobody looks at them.
@@ -283,7 +286,8 @@ def analyze(
         names: folders or Hub names of sequence-to-sequence checkpoints. The loss is that of a `trainer_state.json` in
             a folder, where there is one.
         data, split, max_samples: as for `load_parallel`.
-        source, target: names of columns, or languages in a column `translation`; by default the tokenizer's own.
+        source, target: names of columns, or languages in a column `translation`; by default the tokenizer's own. Of
+            multilingual checkpoints also the codes, `de=deu_Latn` (`set_language_codes`).
         device: where a model runs over the text; the peak memory is that of translating on the CPU.
         progress: show a bar on stderr.
 
@@ -292,26 +296,35 @@ def analyze(
     """
     short = [printable_name(name) for name in names]
     labels = short if len(set(short)) == len(short) else names
+    languages: dict[str, Any] = {"source": source, "target": target}
     analyses = []
-    for name, label in zip(names, labels, strict=True):
-        model, tokenizer = load_model(name, device=device)
-        columns = dict(zip(("source", "target"), choose_columns(name, model, tokenizer, source, target), strict=True))
-        pairs = load_parallel(data, **columns, split=split, max_samples=max_samples)
-        found = behaviour(model, parallel_batches(model, tokenizer, pairs), progress=progress)
-        memory, libraries = translation_memory(name, pairs[:MEMORY_SENTENCES]["source"])
-        analysis = Analysis(
-            **vars(found),
-            **_training(Path(name)),
-            name=printable_name(name),
-            label=label,
-            macs=generation_macs(model.config),
-            macs_cached=generation_macs(model.config, use_cache=True),
-            footprint=memory_footprint(model),
-            memory_bytes=memory,
-            libraries_bytes=libraries,
-            spectra={matrix: values.tolist() for matrix, values in matrix_spectra(model)},
-        )
-        analyses.append(analysis)
+    with tqdm(total=4 * len(names), disable=not progress, unit="step") as bar:
+        for name, label in zip(names, labels, strict=True):
+            bar.set_description(f"{label}: reading text")
+            model, tokenizer = load_model(name, device=device, **languages)
+            columns = dict(zip(("source", "target"), choose_columns(name, model, tokenizer, **languages), strict=True))
+            pairs = load_parallel(data, **columns, split=split, max_samples=max_samples)
+            bar.update()
+            found = behaviour(model, parallel_batches(model, tokenizer, pairs), progress=progress)
+            bar.update()
+            bar.set_description(f"{label}: measuring memory in a process of its own")
+            memory, libraries = translation_memory(name, pairs[:MEMORY_SENTENCES]["source"])
+            bar.update()
+            bar.set_description(f"{label}: singular values")
+            analysis = Analysis(
+                **vars(found),
+                **_training(Path(name)),
+                name=printable_name(name),
+                label=label,
+                macs=generation_macs(model.config),
+                macs_cached=generation_macs(model.config, use_cache=True),
+                footprint=memory_footprint(model),
+                memory_bytes=memory,
+                libraries_bytes=libraries,
+                spectra={matrix: values.tolist() for matrix, values in matrix_spectra(model)},
+            )
+            bar.update()
+            analyses.append(analysis)
     return analyses
 
 
@@ -360,5 +373,8 @@ def analysis_table(analyses: list[Analysis]) -> Table:
     row("peak memory beyond libraries, MB", [one.own_memory_bytes / 1e6 for one in analyses], "{:,.1f}")
     for kind in ("embedding", "attention", "feed-forward"):
         row(f"rank of 90 % energy, {kind}", [one.energy_rank(kind) for one in analyses], "{:.0f}")
-    row("steps to convergence", [one.convergence_step for one in analyses], "{:,}")
+    if any(one.loss_curve for one in analyses):
+        ends = ["not converged" if one.convergence_step is None else f"{one.convergence_step:,}" for one in analyses]
+        shown = [end if one.loss_curve else "" for one, end in zip(analyses, ends, strict=True)]
+        table.add_row("steps to convergence", *shown)
     return table

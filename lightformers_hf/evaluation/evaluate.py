@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -14,9 +14,8 @@ from transformers import AutoConfig, AutoTokenizer
 from ..files import REPORT_FILE, read_json
 from ..languages import add_prefix, split_language
 from ..loading import (
-    load_model,
+    load_pair,
     load_pretrained,
-    load_teacher,
     printable_name,
     resolve_source,
     unique_parameters,
@@ -24,7 +23,7 @@ from ..loading import (
 )
 from ..text import fingerprint, load_parallel
 from .memory import translation_memory
-from .quality import Difference, bleu_difference, comet_score, translation_quality
+from .quality import Difference, bleu_difference, comet_score, signed, translation_quality
 from .speed import speed_ratio, tokens_per_second, typical_sentences
 from .translate import translate
 
@@ -81,7 +80,9 @@ class Evaluation:
 
     def table(self) -> Table:
         """A rich table: one row a measure, the teacher beside the model, and how they compare."""
-        title = f"{self.sentences} sentences of {self.data}, {self.source} → {self.target}"
+        title = (
+            f"{self.sentences:,} sentence{'s' * (self.sentences != 1)} of {self.data}, {self.source} → {self.target}"
+        )
         notes = [self.model.bleu_signature, self.model.chrf_signature]
         if self.difference:
             notes.append("in brackets: 95 % of test sets like this one (paired bootstrap)")
@@ -99,20 +100,22 @@ class Evaluation:
                 table.add_row(label, *cells)
 
         def above(model: float, teacher: float) -> str:
-            return str(self.difference or f"{model - teacher:+.1f}")
+            return str(self.difference or signed(model - teacher))
 
         def smaller(model: float, teacher: float) -> str:
             return f"{teacher / model:.2f}x smaller"
 
         row("BLEU", "bleu", "{:.1f}".format, above)
-        row("chrF", "chrf", "{:.1f}".format, lambda model, teacher: f"{model - teacher:+.1f}")
-        row("COMET", "comet", "{:.4f}".format, lambda model, teacher: f"{model - teacher:+.4f}")
+        row("chrF", "chrf", "{:.1f}".format, lambda model, teacher: signed(model - teacher))
+        row("COMET", "comet", "{:.4f}".format, lambda model, teacher: signed(model - teacher, 4))
         row("unique parameters", "parameters", "{:,}".format, smaller)
         row("weights on disk", "disk_bytes", _megabytes, smaller)
         row("peak memory", "memory_bytes", _megabytes, smaller)
         row("  beyond libraries", "own_memory_bytes", _megabytes, smaller)
         ratio = self.speed_ratio
-        row("tokens/s, one core", "tokens_per_second", "{:.1f}".format, lambda model, teacher: f"{ratio:.2f}x as fast")
+        row(
+            "tokens/s, one core", "tokens_per_second", "{:,.1f}".format, lambda model, teacher: f"{ratio:.2f}x as fast"
+        )
         return table
 
 
@@ -142,8 +145,9 @@ def evaluate_model(
     Args:
         model, teacher: folders or Hub names of sequence-to-sequence checkpoints.
         data, split, max_samples: as for `load_parallel`.
-        source, target: names of columns, or languages in a column `translation`; by default the tokenizer's own. The
-            source's may bring a prefix (`load_parallel`); one that the configuration has for the two is used.
+        source, target: names of columns, or languages in a column `translation`; by default the tokenizer's own. Of
+            a multilingual checkpoint also the codes, `de=deu_Latn` (`set_language_codes`). The source's may bring a
+            prefix (`load_parallel`); one that the configuration has for the two is used.
         device: where the quality is measured; speed and memory are measured on one CPU core.
         speed: measure tokens/s and peak memory, too (minutes).
         runs: of the speed measurement.
@@ -155,9 +159,7 @@ def evaluate_model(
         FileNotFoundError, ValueError: a checkpoint or data that is not there or not fit, each with what to do.
     """
     names = {"model": model} | ({"teacher": teacher} if teacher else {})
-    loaded = {"model": load_model(model, device=device)}
-    if teacher:
-        loaded["teacher"] = load_teacher(teacher, loaded["model"][1], device=device)
+    loaded = load_pair(model, teacher, device=device, source=source, target=target)
     # The teacher searches with the model's number of beams, whatever its own checkpoint says.
     generation = {"num_beams": loaded["model"][0].generation_config.num_beams or 1} | generation
     source, target = choose_columns(model, *loaded["model"], source, target)
@@ -165,7 +167,7 @@ def evaluate_model(
     sources, references = list(pairs["source"]), list(pairs["target"])
     warn_of_overlap(model, data, sources)
 
-    settings = {"batch_size": batch_size, "progress": progress} | generation
+    settings: dict[str, Any] = {"batch_size": batch_size, "progress": progress} | generation
     outputs = {role: translate(sources, *loaded[role], **settings) for role in names}
     measured = {
         role: _measure_quality(name, loaded[role][0], outputs[role], sources, references, comet)
@@ -176,7 +178,7 @@ def evaluate_model(
     if speed:
         sentences = typical_sentences(sources, references, loaded.get("teacher", loaded["model"])[1])
         ratio = _measure_speed(measured, loaded, sentences, runs=runs, progress=progress, **generation)
-    columns = split_language(source)[0], target
+    columns = split_language(source)[0], split_language(target)[0]
     both = measured["model"], measured.get("teacher")
     return Evaluation(*both, ratio, data, *columns, len(sources), generation, difference)
 
@@ -213,8 +215,9 @@ def _measure_speed(
         network.to("cpu")
     speeds = tokens_per_second(loaded, sentences, runs=runs, progress=progress, **generation)
     for role, one in measured.items():
+        first = {"forced_bos_token_id": loaded[role][0].generation_config.forced_bos_token_id}
         one.memory_bytes, one.libraries_bytes = translation_memory(
-            one.name, sentences[:MEMORY_SENTENCES], **generation
+            one.name, sentences[:MEMORY_SENTENCES], **first | generation
         )
         one.tokens_per_second, one.tokens = speeds[role].tokens_per_second, speeds[role].tokens
     return speed_ratio(speeds["model"], speeds["teacher"]) if "teacher" in speeds else None

@@ -117,10 +117,11 @@ def loss_curve(log_history: Sequence[dict]) -> tuple[str, list[tuple[int, float]
     raise ValueError("the training log has neither eval_loss nor loss: train with --logging-steps or --eval-steps")
 
 
-def iterations_to_convergence(curve: Sequence[tuple[int, float]], *, tolerance: float = 0.01) -> int:
+def iterations_to_convergence(curve: Sequence[tuple[int, float]], *, tolerance: float = 0.01) -> int | None:
     """The first step whose loss is within `tolerance`, relatively, of the lowest (Subformer, Table 7).
 
-    The paper does not say when a model has converged: here the rest of the training wins less than one percent.
+    The paper does not say when a model has converged: here the rest of the training wins less than one percent. `None`
+    where that step is the last one, so that the loss may still fall.
 
     Raises:
         ValueError: an empty curve, or one without a finite value.
@@ -129,4 +130,5 @@ def iterations_to_convergence(curve: Sequence[tuple[int, float]], *, tolerance: 
     if not finite:
         raise ValueError("no finite loss was logged: expected one at least")
     best = min(loss for _, loss in finite)
-    return next(step for step, loss in finite if loss <= best + tolerance * abs(best))
+    step = next(step for step, loss in finite if loss <= best + tolerance * abs(best))
+    return step if step < finite[-1][0] else None

@@ -1,4 +1,4 @@
-"""The papers' printed parameter counts beside what their configurations give here.
+"""Parameters of models and recipes; the papers' printed counts beside what their configurations give here.
 
 `parameter_tables.json` has one entry for each row: the configuration in this package's fields, the printed millions,
 the tolerance that the row is held to, and a note where the paper leaves something open.
@@ -7,19 +7,35 @@ the tolerance that the row is held to, and a note where the paper leaves somethi
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 
 import torch
+import transformers
 from rich import box
 from rich.markup import escape
 from rich.table import Table
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from lightformers_hf import models
 
-from ..loading import unique_parameters
+from ..checkpoint import find_architecture
+from ..files import WEIGHT_FILES
+from ..loading import DAMAGED, build_network, check_checkpoint, load_pretrained, unique_parameters
+from ..recipes import recipe_config, recipe_task
+
+# Of a recipe whose script is not for sequence-to-sequence models.
+AUTO_CLASSES = {"clm": AutoModelForCausalLM, "classification": AutoModelForSequenceClassification}
 
 
 @dataclass(frozen=True)
@@ -103,6 +119,39 @@ def count_parameters(table: str = "") -> list[ParameterCount]:
         raise ValueError(f"no row of the papers' tables contains {table!r}; there are rows of {names}")
     with torch.device("meta"):
         return [ParameterCount(row, unique_parameters(row.build()) / 1e6) for row in rows]
+
+
+def model_parameters(place: str, vocab_size: int | None = None) -> int:
+    """Learned parameters of a checkpoint, or of the model that a recipe trains, without memory for weights.
+
+    Args:
+        place: a recipe (`.yaml`); or a folder, or a name on the Hub, of which `config.json` is read.
+        vocab_size: tokens of a recipe's model; see `recipe_config`.
+
+    Raises:
+        ValueError: no model of a kind that is known, or a vocabulary for a checkpoint, or a recipe without one.
+        FileNotFoundError: no such recipe or checkpoint.
+    """
+    is_recipe = place.endswith((".yaml", ".yml"))
+    if is_recipe:
+        config = recipe_config(place, vocab_size)
+        auto = AUTO_CLASSES.get(recipe_task(place), AutoModelForSeq2SeqLM)
+    elif vocab_size is not None:
+        raise ValueError(f"vocab_size is given, but {place} is no recipe: leave vocab_size out")
+    else:
+        folder = Path(os.path.expanduser(place))
+        stored = any((folder / name).is_file() for name in WEIGHT_FILES)
+        config = check_checkpoint(folder) if stored else load_pretrained(AutoConfig, place)
+        name = find_architecture(config, place)
+        found = getattr(models, str(name), None) or getattr(transformers, str(name), None)
+        auto = found if isinstance(found, type) and issubclass(found, PreTrainedModel) else AutoModelForSeq2SeqLM
+    try:
+        with torch.device("meta"):
+            return unique_parameters(
+                auto(config) if issubclass(auto, PreTrainedModel) else build_network(auto, config)
+            )
+    except DAMAGED as error:
+        raise ValueError(f"{place} describes no model: {error}") from error
 
 
 def parameter_table(counts: list[ParameterCount]) -> Table:

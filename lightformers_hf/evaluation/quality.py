@@ -67,7 +67,9 @@ def translation_quality(predictions: list[str], references: list[str]) -> Transl
     Raises `ValueError` for lists of different lengths and for empty ones.
     """
     _check_counts(predictions, references)
-    return TranslationQuality(keep_in_memory=True).compute(predictions=predictions, references=references)
+    with tempfile.TemporaryDirectory() as folder:  # it makes one, even if the cache of the libraries takes none
+        metric = TranslationQuality(keep_in_memory=True, cache_dir=folder)
+        return metric.compute(predictions=predictions, references=references)
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,13 @@ class Difference:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.bleu:+.1f} ({self.low:+.1f} to {self.high:+.1f})"
+        return f"{signed(self.bleu)} ({signed(self.low)} to {signed(self.high)})"
+
+
+def signed(value: float, decimals: int = 1) -> str:
+    """A difference as text: `+1.2`, `-0.3`, and `0.0` of what rounds to nothing."""
+    text = f"{value:+.{decimals}f}"
+    return text if float(text) else text[1:]
 
 
 def bleu_difference(

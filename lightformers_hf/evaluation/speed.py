@@ -120,17 +120,22 @@ def generation_speed(
             actions = {
                 name: partial(_time_translation, model, inputs[name], generation) for name, model in models.items()
             }
-            timed = take_turns(actions, runs=runs, progress=progress)
+            timed = take_turns(actions, runs=runs, progress=progress, what="decoding")
         finally:
             for name, model in models.items():
                 model.train(training[name])
     return {name: speed_of(results) for name, results in timed.items()}
 
 
-def take_turns(actions: Mapping[str, Callable[[], T]], *, runs: int, progress: bool = False) -> dict[str, list[T]]:
+def take_turns(
+    actions: Mapping[str, Callable[[], T]], *, runs: int, progress: bool = False, what: str = "measuring"
+) -> dict[str, list[T]]:
     """What each action returns in each of the runs.
 
     In a run each action is called once; the one that begins changes from run to run.
+
+    Args:
+        what: of a model is measured, for the bar.
     """
     names = list(actions)
     results: dict[str, list[T]] = {name: [] for name in names}
@@ -138,7 +143,7 @@ def take_turns(actions: Mapping[str, Callable[[], T]], *, runs: int, progress: b
         for run in range(runs):
             first = run % len(names)
             for name in names[first:] + names[:first]:
-                bar.set_description(f"measuring {name}", refresh=False)
+                bar.set_description(f"{what}, {name}", refresh=False)
                 results[name].append(actions[name]())
                 bar.update()
     return results

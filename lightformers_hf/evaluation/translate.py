@@ -14,7 +14,9 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from ..export import Engine, load_engine
+from ..languages import choose_prefix, set_language_codes, split_prefix
 from ..loading import DAMAGED, is_export, is_out_of_memory, load_model, load_pretrained, position_limit
+from ..text import check_known
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -33,18 +35,34 @@ class ByteSource(Protocol):
 
 
 def load_translator(
-    name: str | os.PathLike, *, device: str | torch.device = "cpu"
-) -> tuple[PreTrainedModel | Engine, PreTrainedTokenizerBase]:
+    name: str | os.PathLike,
+    *,
+    device: str | torch.device = "cpu",
+    source: str | None = None,
+    target: str | None = None,
+    columns: bool = False,
+) -> tuple[PreTrainedModel | Engine, PreTrainedTokenizerBase, str]:
     """As `load_model`, but also what `lightformers export` wrote, which runs on as many CPU cores as PyTorch would.
 
+    Returns: the model, its tokenizer, and the prefix that every source is to begin with, which is empty for most.
+
+    Args:
+        source, target, columns: languages, as of `set_language_codes`. A T5 has the prefix of the two
+            (`choose_prefix`), or the one that stands behind `source`, as in `en=translate English to German: `.
+
     Raises:
-        ValueError: the engine is not installed, or it should run elsewhere than on the CPU.
+        ValueError: the engine is not installed, or it should run elsewhere than on the CPU; languages that the model
+            does not know, or that it was not exported for.
     """
     if not is_export(name):
-        return load_model(name, device=device)
+        model, tokenizer = load_model(name, device=device, source=source, target=target, columns=columns)
+        return model, tokenizer, choose_prefix(model.config, source, target, name=str(name), columns=columns)
     if str(device) != "cpu":
         raise ValueError(f"{name} was exported to run on the CPU, not on {device}")
-    return load_engine(name, threads=torch.get_num_threads()), load_pretrained(AutoTokenizer, name)
+    engine, tokenizer = load_engine(name, threads=torch.get_num_threads()), load_pretrained(AutoTokenizer, name)
+    if set_language_codes(tokenizer, source, target, columns=columns) not in (None, engine.search.forced_start):
+        raise ValueError(f"{name} was exported for another target language than {target}: give its checkpoint")
+    return engine, tokenizer, split_prefix(source or "")[1] or engine.prefix
 
 
 def longest_input(model: PreTrainedModel | Engine, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -59,7 +77,9 @@ def translate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     batch_size: int = 32,
+    prefix: str = "",
     progress: bool | tqdm = False,
+    check: bool = True,
     **generation: Any,
 ) -> list[str]:
     """Translate (or summarize) `texts` with `generate()`, and return one output a text, in the order of `texts`.
@@ -71,24 +91,30 @@ def translate(
         model: a sequence-to-sequence model or an exported one (`load_engine`), or the folder or Hub name of either
             (its tokenizer then comes with it).
         tokenizer: the model's tokenizer; needed with a model object.
+        prefix: stands before every text that does not begin with it, as of `load_translator`, which is asked for it
+            where the model is a name.
         progress: show a bar on stderr; or a bar to move on by one for each text.
+        check: raise an error where the tokenizer does not know most of the text.
         generation: arguments of `generate()`: `num_beams`, `max_new_tokens`, … What is not given is the checkpoint's.
 
     Raises:
-        ValueError: a model object without its tokenizer, or a batch size below 1.
+        ValueError: a model object without its tokenizer, a batch size below 1, or as of `check`.
     """
     if not hasattr(model, "generate"):
-        model, default_tokenizer = load_translator(model)
-        tokenizer = tokenizer or default_tokenizer
+        model, default_tokenizer, default_prefix = load_translator(model)
+        tokenizer, prefix = tokenizer or default_tokenizer, prefix or default_prefix
     if tokenizer is None:
         raise ValueError("translate() got a model object without its tokenizer: pass both, or the checkpoint's name.")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: expected 1 or more.")
     outputs = [""] * len(texts)
     filled = [i for i, text in enumerate(texts) if text.strip()]
+    texts = [text if not text.strip() or text.startswith(prefix) else prefix + text for text in texts]
     check_generation(model, generation)
     limit = longest_input(model, tokenizer)
     token_ids = dict(zip(filled, _tokenize([texts[i] for i in filled], tokenizer, limit), strict=True))
+    if check:
+        check_known(token_ids.values(), tokenizer)
     longest_first = sorted(filled, key=lambda i: -len(token_ids[i]))
     with ExitStack() as stack:
         bar = progress
@@ -195,7 +221,7 @@ def translate_stream(
     Args:
         options: as for `translate`.
     """
-    done, rest = 0, b""
+    done, rest, checked = 0, b"", False
     while True:
         read = source.read1(READ_BYTES)
         *lines, rest = (rest + read).split(b"\n")
@@ -207,9 +233,10 @@ def translate_stream(
                 texts.append(line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\r"))
             except UnicodeDecodeError as error:
                 raise ValueError(f"line {number} of the input is not UTF-8 text: {error}") from error
-        for text in translate(texts, model, tokenizer, **options):
+        for text in translate(texts, model, tokenizer, check=not checked, **options):
             output.write(" ".join(text.splitlines()).encode("utf-8") + b"\n")
         output.flush()
+        checked = checked or any(map(str.strip, texts))  # a line in another script ends no stream
         done += len(lines)
         if not read:
             return done

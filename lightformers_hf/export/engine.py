@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..files import EXPORT_FILE, read_json
 from ..loading import load_network, position_limit
@@ -26,10 +26,12 @@ class Engine:
         model: what that file loaded.
         search: how it generates where a call says nothing else.
         longest_input: most tokens of a source, and of an output; `None` where nothing limits them.
+        prefix: what stands before every source, as T5 asks for.
     """
 
-    def __init__(self, name: str, model: RunningModel, search: Search, longest_input: int | None):
-        self.name, self.model, self.search, self.longest_input = name, model, search, longest_input
+    def __init__(self, name: str, model: RunningModel, search: Search, longest_input: int | None, prefix: str = ""):
+        self.name, self.model, self.search = name, model, search
+        self.longest_input, self.prefix = longest_input, prefix
 
     def generate(
         self,
@@ -87,6 +89,12 @@ class Engine:
         return sentences
 
 
+def wrap_network(network: PreTrainedModel, threads: int = 1) -> Engine:
+    """A model of transformers as an engine that computes with so many cores."""
+    search = Search.of(network.generation_config)
+    return Engine(CHECKPOINTS, TransformersModel(network, search, threads), search, position_limit(network.config))
+
+
 def load_engine(folder: str | os.PathLike, threads: int = 1) -> Engine:
     """Load what `export` wrote, or any sequence-to-sequence checkpoint under transformers, on the CPU.
 
@@ -101,12 +109,11 @@ def load_engine(folder: str | os.PathLike, threads: int = 1) -> Engine:
     """
     description = read_json(Path(folder) / EXPORT_FILE)
     if not description:
-        network = load_network(folder)
-        search = Search.of(network.generation_config)
-        return Engine(CHECKPOINTS, TransformersModel(network, search, threads), search, position_limit(network.config))
+        return wrap_network(load_network(folder), threads)
     if missing := [name for name in ("engine", "max_position_embeddings") if name not in description]:
         raise ValueError(f"{Path(folder) / EXPORT_FILE} is damaged: it lacks {missing[0]!r}; export the model again")
     check_shortlist(Path(folder), description.get("shortlist"))
     search = Search.of(GenerationConfig.from_pretrained(folder))
     model = load_engine_file(description["engine"]).load(Path(folder), search, threads)
-    return Engine(description["engine"], model, search, description["max_position_embeddings"])
+    limit, prefix = description["max_position_embeddings"], description.get("prefix") or ""
+    return Engine(description["engine"], model, search, limit, prefix)

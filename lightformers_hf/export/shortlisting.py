@@ -12,7 +12,7 @@ from sacrebleu import BLEU
 from ..data_files import is_lines, load_lines
 from ..languages import add_prefix, split_prefix
 from ..loading import position_limit, printable_name
-from ..text import load_parallel, load_rows
+from ..text import check_known, load_parallel, load_rows
 from .engines import EngineFile, RunningModel
 from .lexicon import LONGEST, learn_lexicon
 from .search import Search
@@ -88,6 +88,7 @@ def add_shortlist(
     search = Search.of(source.generation)
     limit = min(position_limit(source.model.config) or LONGEST, LONGEST)
     ids = source.tokenizer(sources, truncation=True, max_length=limit)["input_ids"]
+    check_known(ids, source.tokenizer)
     running = engine.load(folder, search, torch.get_num_threads())
     held = max(2, min(HELD_OUT, int(SHARE * len(ids))))
     made_from, checked = ids[:-held], ids[-held:]
@@ -162,7 +163,8 @@ def read_pairs(
     others = references or sources
     kept = [index for index, pair in enumerate(zip(sources, others, strict=True)) if all(map(str.strip, pair))]
     if len(kept) < FEWEST:
-        raise ValueError(f"shortlist {text} holds {len(kept)} sentences: give thousands like those to be translated")
+        held = f"{len(kept)} sentence{'s' * (len(kept) != 1)}"
+        raise ValueError(f"shortlist {text} holds {held}: give thousands like those to be translated")
     prefixed = [prefix + sources[index] for index in kept]
     return prefixed, None if references is None else [references[index] for index in kept]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -12,7 +13,7 @@ from ..conversion.card import write_export_card
 from ..conversion.inheritance import inherited_metadata
 from ..files import EXPORT_FILE, write_json
 from ..folders import atomic_output, check_output
-from ..languages import named_columns
+from ..languages import find_prefixes, named_columns
 from ..loading import position_limit, printable_name, resolve_source, unique_parameters
 from .engines import EngineFile, load_engine_file
 from .engines.transformers import TransformersModel
@@ -44,6 +45,7 @@ class ExportReport:
         max_position_embeddings: most tokens of an input; `None` where nothing limits them.
         encoder_table: numbers of the encoder's token table, where it was multiplied out.
         shortlist: what is known of it, where there is one.
+        prefix: what stands before every source, as T5 asks for: that of its two languages, or the only one.
     """
 
     engine: str
@@ -59,6 +61,7 @@ class ExportReport:
     max_position_embeddings: int | None
     encoder_table: int = 0
     shortlist: ShortlistReport | None = None
+    prefix: str = ""
 
     @classmethod
     def of(
@@ -70,6 +73,7 @@ class ExportReport:
         weight_bytes: int,
         difference: float,
         shortlist: ShortlistReport | None,
+        prefix: str,
     ) -> ExportReport:
         """What is known of an export."""
         return cls(
@@ -86,13 +90,14 @@ class ExportReport:
             max_position_embeddings=source.model.config.max_position_embeddings,
             encoder_table=expansion.encoder_table,
             shortlist=shortlist,
+            prefix=prefix,
         )
 
     def lines(self, output: str | Path) -> list[str]:
         """The same as sentences, and how to load the folder."""
         form = self.quantization or "float32"
         lines = [
-            f"{self.source}: {self.parameters:,} parameters, {self.weight_bytes / 1e6:.1f} MB in {output} "
+            f"{self.source}: {self.parameters:,} parameters, {self.weight_bytes / 1e6:,.1f} MB in {output} "
             f"({self.engine}, {form}).",
             f"Its log-probabilities differ from the checkpoint's by {self.difference:.2g} "
             f"({'at most' if self.quantization in (None, 'float32') else 'on average'}, in nats).",
@@ -105,7 +110,7 @@ class ExportReport:
         if self.encoder_table:
             bits = {"int8": 8, "int16": 16, "float16": 16, "bfloat16": 16}.get(form.partition("_")[0], 32)
             lines.append(
-                f"{self.encoder_table * bits / 8e6:.1f} MB of it are the encoder's token table, a product in the "
+                f"{self.encoder_table * bits / 8e6:,.1f} MB of it are the encoder's token table, a product in the "
                 "checkpoint: convert --vocabulary keeps fewer tokens, export --to onnx both factors."
             )
         if self.narrowed_attentions:
@@ -169,9 +174,11 @@ def export(
             source.tokenizer.save_pretrained(temporary)
         source.generation.save_pretrained(temporary)
         difference = measure_difference(source, engine, temporary, quantization)
-        report = ExportReport.of(to, quantization, source, expansion, written, difference, listed)
+        prefixes = find_prefixes(source.model.config, source_lang, target_lang)
+        prefix = prefixes[0] if len(prefixes) == 1 else ""
+        report = ExportReport.of(to, quantization, source, expansion, written, difference, listed, prefix)
         write_json(asdict(report), temporary / EXPORT_FILE)
-        hub_name = None if Path(model).expanduser().is_dir() else str(model)
+        hub_name = None if Path(os.path.expanduser(model)).is_dir() else str(model)
         inherited = inherited_metadata(folder, hub_name)
         lines = report.lines(Path(output).name)
         write_export_card(temporary, inherited, engine=to, form=quantization or "float32", lines=lines)

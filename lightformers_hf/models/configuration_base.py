@@ -1,6 +1,7 @@
 """What the configurations of all architectures have in common: sizes, ranks, token ids, and their checks."""
 
 import copy
+import difflib
 import json
 import re
 from collections.abc import Callable, Collection, Iterable
@@ -19,6 +20,9 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < tuple(map(int, OLD
 from huggingface_hub.dataclasses import strict  # noqa: E402
 from transformers import PreTrainedConfig  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
+from transformers.utils.logging import get_logger  # noqa: E402
+
+logger = get_logger(__name__)
 
 RANK_FIELDS = ("attention_rank", "ffn_rank", "embedding_rank", "decoder_attention_rank", "decoder_ffn_rank")
 
@@ -143,9 +147,18 @@ class FactorizedConfig(PreTrainedConfig):
             self.decoder_vocab_size = None  # as files of before have it: it goes along with the other
         for field in self.patterns:
             setattr(self, field, getattr(self, field) or {})
+        self.warn_of_misspelt(kwargs)
         kwargs.setdefault("auto_map", dict(self.auto_classes))
         super().__post_init__(**kwargs)
         self.check()
+
+    def warn_of_misspelt(self, names: Iterable[str]) -> None:
+        """Log a warning for every name that is no field, but nearly one: it would have no effect."""
+        known = [*type(self).__dataclass_fields__, *self.attribute_map]
+        for name in names:
+            near = difflib.get_close_matches(name, known, 1, cutoff=0.85)
+            if near and near[0] != name and not name.endswith("_token_id"):  # those of generation are like the fields
+                logger.warning(f"{type(self).__name__} has no field {name!r}, which has no effect: {near[0]!r} is one")
 
     @property
     def patterns(self) -> tuple[str, ...]:

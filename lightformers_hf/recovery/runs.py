@@ -25,7 +25,8 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
-from ..loading import AutoClass, load_pretrained
+from ..checkpoint import check_vocabulary
+from ..loading import AutoClass, check_checkpoint, load_pretrained, resolve_source
 from ..processors import keep_memory
 from ..vocabularies import keep_tokens, match_tokens
 from .sharding import gather_model, prepare_sharding
@@ -42,8 +43,10 @@ def load_trainable(
     """A checkpoint in fp32, whatever it is stored in: fp16 weights do not train. Every weight must be there.
 
     Its configuration is `config`, or its own; without `dropout` nothing is dropped, whatever that says. Raises
-    `ValueError` if its weights are not those of the configuration.
+    `ValueError` if its weights are not those of the configuration, or as `check_checkpoint`.
     """
+    name = str(resolve_source(name))
+    check_checkpoint(Path(name))
     if not dropout:
         config = copy.deepcopy(config or load_pretrained(AutoConfig, name))
         for kind in [name for name in vars(config) if "dropout" in name]:
@@ -70,8 +73,11 @@ def load_trainable(
 
 def load_distiller(name: str, tokenizer: PreTrainedTokenizerBase, attention: str | None = None) -> PreTrainedModel:
     """The teacher to distil from, with the words of `tokenizer` alone. Raises `ValueError` if it lacks one."""
-    matched = match_tokens(tokenizer, load_pretrained(AutoTokenizer, name))
+    name = str(resolve_source(name))
+    own = load_pretrained(AutoTokenizer, name)
+    matched = match_tokens(tokenizer, own)
     teacher = load_trainable(name, attention)
+    check_vocabulary(own, teacher.config, name)
     return teacher if matched is None else keep_tokens(teacher, **matched)
 
 

@@ -62,6 +62,7 @@ class RecoveryTrainer(Seq2SeqTrainer):
         self.max_tokens = max_tokens
         self.alpha, self.temperature = distillation_alpha, distillation_temperature
         self.hidden_weight, self.teacher, self.ahead = hidden_weight, None, None
+        self.seen = 0  # samples that were trained on
         if hidden_weight < 0 or (hidden_weight and teacher is None):
             raise ValueError(f"hidden_weight is {hidden_weight}: expected 0 or more, and a teacher.")
         if teacher is not None:
@@ -75,6 +76,7 @@ class RecoveryTrainer(Seq2SeqTrainer):
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As in `Seq2SeqTrainer`; what a step frees is kept for the next one (`keep_memory`)."""
         keep_memory()
+        self.seen = 0
         with cast_once(self.teacher) if self.teacher is not None and self.casts_on_cpu else nullcontext():
             return super().train(*args, **kwargs)
 
@@ -132,8 +134,15 @@ class RecoveryTrainer(Seq2SeqTrainer):
         with torch.inference_mode(), self.accelerator.autocast(), self.even_products():
             return self.teacher(**asked, use_cache=False, output_hidden_states=self.hidden_weight > 0)
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As in `Seq2SeqTrainer`; samples a second are those of the batches that were trained on."""
+        if "train_samples_per_second" in logs:
+            logs["train_samples_per_second"] = round(self.seen / max(logs["train_runtime"], 1e-9), 3)
+        super().log(logs, start_time)
+
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As in `Seq2SeqTrainer`, while the teacher reads the next batch."""
+        self.seen += len(args[1]["labels"]) * self.accelerator.num_processes
         ahead = nullcontext() if self.ahead is None else self.ahead.share()
         with ahead, self.even_products(), without_plans():
             return super().training_step(*args, **kwargs)

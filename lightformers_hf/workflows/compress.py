@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ def compress(
     CompressionOptions(**options, **languages)
     check_engine(to, quantization)
     check_minutes(minutes)
-    output, given = Path(output).expanduser(), Texts(data, validation, test or "")
+    output, given = Path(os.path.expanduser(output)), Texts(data, validation, test or "")
     training = {"minutes": minutes, "translations": translations, "seed": seed}
     asked = {"teacher": str(teacher), "data": data, "validation": validation, "test": test, "to": to}
     asked = json.loads(json.dumps(asked | {"quantization": quantization} | training | languages | options))  # as read

@@ -113,7 +113,9 @@ def claim(
         return record
     if not record and output.exists():
         check_output(output, inputs=inputs)
-    there = [path.resolve() for name in inputs if name is not None and (path := Path(name).expanduser()).exists()]
+    there = [
+        path.resolve() for name in inputs if name is not None and (path := Path(os.path.expanduser(name))).exists()
+    ]
     place = output.resolve()
     if any(place in (path, *path.parents) or (path in place.parents and path.is_dir()) for path in there):
         raise ValueError(f"output {output} is, holds, or lies in, what is read: give another folder")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +26,7 @@ from transformers import (
     set_seed,
 )
 
+from ..checkpoint import check_vocabulary
 from ..conversion import copy_report
 from ..conversion.statistics.synthesis import random_texts
 from ..evaluation.evaluate import choose_columns
@@ -111,7 +113,7 @@ def recover(
     check_minutes(minutes)
     asked: dict[str, Any] = {"light": str(light), "teacher": str(teacher), "data": data, "validation": validation}
     asked |= {"minutes": minutes, "source": source, "target": target, "translations": translations, "seed": seed}
-    output, inputs = Path(output).expanduser(), [light, teacher, data, validation]
+    output, inputs = Path(os.path.expanduser(output)), [light, teacher, data, validation]
     record = claim(output, asked, overwrite=overwrite, inputs=inputs)
     set_seed(seed)
     idle = nullcontext() if torch.accelerator.is_available() else IdleThreads()
@@ -148,7 +150,8 @@ class Run:
         self.attention = "eager" if self.threads else None
         self.bf16 = has_fast_bf16() if self.threads else torch.cuda.is_bf16_supported(including_emulation=False)
         self.model = self.load_light(dropout=False)
-        self.distiller = load_distiller(str(resolve_source(self.teacher)), self.tokenizer, self.attention)
+        check_vocabulary(self.tokenizer, self.model.config, self.light)
+        self.distiller = load_distiller(str(self.teacher), self.tokenizer, self.attention)
         if self.threads is None:
             self.distiller.to(torch.accelerator.current_accelerator())
         self.ratio = unique_parameters(self.distiller) / unique_parameters(self.model)
@@ -178,7 +181,8 @@ class Run:
         else:
             size = min(HELD_OUT if "target" in texts.column_names else COMPARED, len(texts) // 10)
             if not size:
-                raise ValueError(f"{self.data} holds {len(texts)} texts: ten and more are needed, or a validation")
+                held = f"{len(texts)} text{'s' * (len(texts) != 1)}"
+                raise ValueError(f"{self.data} holds {held}: ten and more are needed, or a validation")
             held_out, texts = texts.select(range(size)), texts.select(range(size, len(texts)))
             if "target" not in texts.column_names:
                 sources = held_out["source"][:]

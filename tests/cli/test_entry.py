@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import click
@@ -390,6 +391,72 @@ def test_bad_options_are_one_message_and_leave_no_output(lightformers, tiny_mari
     assert message in err
     assert "Traceback" not in err
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_not_there_is_refused_before_torch_is_imported(tiny_marian, tmp_path):
+    for name in ("full", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    (tmp_path / "x.jsonl").write_text("{}\n")
+    commands = f"""
+        convert ./none out
+        convert {tiny_marian} {tmp_path}/full
+        convert {tiny_marian} {tiny_marian}
+        plan {tmp_path}/x.jsonl
+        plan {tiny_marian} --calibration none.txt
+        export {tiny_marian} out --to tensorrt
+        translate a/b/c
+        evaluate {tiny_marian} --data none.jsonl
+        analyze ./none --data {tmp_path}/x.jsonl
+        report {tmp_path}/empty
+        compare ./none ./none
+        push ./none a/b
+        recover ./none --teacher ./none -o out
+        recover {tiny_marian} --teacher {tiny_marian} -o out --data none.csv
+        compress {tiny_marian} out --ratio 0.5
+        benchmark engines {tiny_marian} --engine tensorrt
+        benchmark startup ./none"""
+    words = [command.split() for command in commands.strip().splitlines()]
+    script = (
+        f"import sys\nfrom lightformers_hf.cli import app\nfor words in {words}:\n"
+        "    try: app(words)\n    except SystemExit as end: assert end.code == 1, words\n"
+        "assert not {'torch', 'transformers', 'datasets'} & {*sys.modules}"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr.count("error:")) == (0, len(words)), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "closed", "code", "message"),
+    [
+        ("--help", 2, 0, ""),
+        ("translate MODEL", 0, 1, "standard input is closed: name a file to translate"),
+        ("translate MODEL in.txt", 1, 1, "standard output is closed: give --output a file"),
+        ("parameters --json -", 1, 1, "standard output is closed: give --json a file"),
+        ("translate MODEL in.txt --output out.txt --max-new-tokens 2", 0, 0, ""),
+    ],
+)
+def test_closed_streams_end_only_what_needs_them(words, closed, code, message, tiny_marian, tmp_path):
+    (tmp_path / "in.txt").write_text("Ein Hund.\n")
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    command = [sys.executable, "-m", "lightformers_hf", *words.replace("MODEL", str(tiny_marian)).split()]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    close = partial(os.close, closed)
+    done = subprocess.run(command, preexec_fn=close, cwd=tmp_path, env=environment, **pipes)
+    assert (done.returncode, message in done.stderr) == (code, True), done.stderr
+    assert ("Usage:" in done.stdout) == (words == "--help")
+    if "--output" in words:
+        assert (tmp_path / "out.txt").read_text().strip()
+
+
+def test_a_socks_proxy_without_its_library_is_one_message(lightformers, monkeypatch, tiny_marian):
+    def fail(*_args, **_options):
+        raise ImportError("Using SOCKS proxy, but the 'socksio' package is not installed.")
+
+    monkeypatch.setattr("lightformers_hf.loading.snapshot_download", fail)
+    code, _, error = lightformers("plan", "some/model")
+    assert (code, "pip install 'httpx[socks]'" in error) == (1, True)
 
 
 def test_names_from_a_checkpoint_cannot_style_the_terminal(lightformers, tiny_marian, tmp_path):

@@ -1,9 +1,10 @@
 """What commands have alike: messages name options as they are typed."""
 
 import pytest
+from rich.table import Table
 
 from lightformers_hf.cli.entry import app
-from lightformers_hf.cli.output import as_typed, join_names, name_options
+from lightformers_hf.cli.output import as_typed, join_names, make_console, name_options
 
 TYPED = {name: f"--{name.replace('_', '-')}" for name in "ratio rank size params encoder_groups source_lang".split()}
 
@@ -62,3 +63,12 @@ def test_every_option_says_what_it_is_for():
 
 def test_names_are_joined():
     assert [join_names(names) for names in (["a"], ["a", "b"], ["a", "b", "c"])] == ["a", "a or b", "a, b or c"]
+
+
+def test_titles_and_captions_stay_whole_off_a_terminal(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    table = Table(title="10 sentences of test.jsonl, de → en", caption="nrefs:1|case:mixed|tok:13a|" * 9)
+    table.add_row("BLEU", "12.3")
+    make_console().print(table)
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert (first, last) == ("10 sentences of test.jsonl, de → en", "nrefs:1|case:mixed|tok:13a|" * 9)

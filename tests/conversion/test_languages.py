@@ -1,6 +1,7 @@
 """Multilingual checkpoints: what is made of one translates between the two languages that were asked for."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,8 +9,11 @@ from transformers import AutoTokenizer, M2M100Tokenizer, MBartForConditionalGene
 
 from lightformers_hf import convert, translate
 from lightformers_hf.evaluation.evaluate import evaluate_model
+from lightformers_hf.evaluation.translate import load_translator
+from lightformers_hf.export import export, load_engine
 from lightformers_hf.languages import set_language_codes
-from lightformers_hf.loading import load_model, load_teacher
+from lightformers_hf.loading import load_model, load_pair, load_teacher
+from lightformers_hf.recovery import load_trainable
 
 pytestmark = pytest.mark.quick
 
@@ -63,6 +67,98 @@ def test_a_text_of_two_languages_needs_their_codes(tiny_mbart50, data, tmp_path)
     with pytest.raises(ValueError, match="many languages: give source_lang and target_lang"):
         convert(tiny_mbart50, tmp_path / "light", ratio=1.2, progress=False, calibration=data)
     assert not (tmp_path / "light").exists()
+
+
+def first_token(model):
+    return model.generation_config.forced_bos_token_id
+
+
+def test_every_command_sets_the_languages_alike(tiny_mbart50, data, tmp_path, lightformers, monkeypatch):
+    """`convert`, `export`, `evaluate`, `analyze` and `translate` with codes write what `generate()` does with them."""
+    given = ["--source-lang", "de=de_DE", "--target-lang", "en=fr_XX"]
+    reference = MBartForConditionalGeneration.from_pretrained(tiny_mbart50).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_mbart50, src_lang="de_DE")
+    first = tokenizer.convert_tokens_to_ids("fr_XX")
+    text, options = "Zwei Hunde spielen im Schnee.", {"num_beams": 1, "max_new_tokens": 6}
+    source = tokenizer(text, return_tensors="pt")
+    ids = reference.generate(**source, forced_bos_token_id=first, max_length=None, **options)
+    wanted = tokenizer.decode(ids[0], skip_special_tokens=True)
+    (tmp_path / "in.txt").write_text(text)
+    limits = ["--num-beams", "1", "--max-new-tokens", "6"]
+    code, said, _ = lightformers("translate", tiny_mbart50, tmp_path / "in.txt", *given, *limits)
+    assert (code, said) == (0, wanted + "\n")
+    export(tiny_mbart50, tmp_path / "onnx", to="onnx", source_lang="de=de_DE", target_lang="en=fr_XX")
+    assert translate([text], tmp_path / "onnx", **options) == [wanted]
+    model, _, _ = load_translator(tmp_path / "onnx", source="de_DE", target="fr_XX")
+    assert model.search.forced_start == first
+    with pytest.raises(ValueError, match="exported for another target language than en_XX"):
+        load_translator(tmp_path / "onnx", source="de_DE", target="en_XX")
+
+    asked = []
+    monkeypatch.setattr(
+        "lightformers_hf.evaluation.evaluate.translate",
+        lambda texts, model, tokenizer, **_: asked.append((tokenizer.src_lang, first_token(model))) or texts,
+    )
+    languages = {"source": "de=de_DE", "target": "en=fr_XX"}
+    found = evaluate_model(str(tiny_mbart50), data, str(tiny_mbart50), speed=False, **languages)
+    assert asked == [("de_DE", first)] * 2
+    assert (found.source, found.target) == ("de", "en")
+    for command in (["evaluate", tiny_mbart50, "--data", data, "--no-speed"], ["translate", tiny_mbart50, data]):
+        code, _, error = lightformers(*command, "--source-lang", "de=de_De", "--target-lang", "en=en_XX")
+        assert (code, "--source-lang is 'de_De', which" in error, "there is de_DE" in error) == (1, True, True)
+    code, _, error = lightformers("translate", tiny_mbart50, data, "--source-lang", "de_DE", "--target-lang", "</s>")
+    assert (code, "--target-lang is '</s>', which" in error) == (1, True)
+
+
+def test_a_teacher_alone_may_be_multilingual(tiny_mbart50, tiny_marian):
+    pair = load_pair(tiny_marian, tiny_mbart50, source="de=de_DE", target="en=fr_XX")
+    assert first_token(pair["teacher"][0]) == pair["teacher"][1].convert_tokens_to_ids("fr_XX")
+    with pytest.raises(ValueError, match="with a multilingual tokenizer only"):
+        load_pair(tiny_marian, tiny_marian, source="de=de_DE", target="en=fr_XX")
+    with pytest.raises(ValueError, match="translates from de to en: leave both out"):
+        load_translator(tiny_marian, source="de", target="fr")
+    load_translator(tiny_marian, source="de", target="en")
+
+
+@pytest.mark.parametrize("said", [{}, {"forced_bos_token_id": 7}, {"forced_bos_token_id": None}])
+def test_the_first_token_of_a_configuration_is_every_commands(tiny_marian, tmp_path, said):
+    """Older checkpoints have it in config.json, which transformers no longer reads where there are two files."""
+    shutil.copytree(tiny_marian, tmp_path / "model")
+    for file, fields in {"config": {"forced_bos_token_id": 5}, "generation_config": said}.items():
+        path = tmp_path / "model" / f"{file}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    wanted = said.get("forced_bos_token_id", 5)
+    loaded = [load_model(tmp_path / "model")[0], load_trainable(str(tmp_path / "model"))]
+    convert(tmp_path / "model", tmp_path / "light", ratio=1.2, method="paper", progress=False)
+    assert [first_token(model) for model in (*loaded, load_model(tmp_path / "light")[0])] == [wanted] * 3
+    assert load_engine(tmp_path / "model").search.forced_start == wanted
+
+
+def test_the_prefix_of_a_task_is_every_commands(tiny_marian, tmp_path, caplog):
+    convert(tiny_marian, tmp_path / "model", pattern={".*": "dense"}, progress=False)
+
+    def tell(tasks):
+        path = tmp_path / "model" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"task_specific_params": tasks}))
+        return tmp_path / "model"
+
+    options = {"num_beams": 1, "max_new_tokens": 12}
+    text, prefix = "Zwei Hunde spielen im Schnee.", "Ein Mann liest: "
+    (wanted,) = translate([prefix + text], *load_model(tiny_marian), **options)
+    tasks = {"translation_de_to_en": {"prefix": prefix}, "odd": 3, "summarization": {"num_beams": 2}}
+    assert translate([text, prefix + text, " "], tell(tasks), **options) == [wanted, wanted, ""]
+    export(tmp_path / "model", tmp_path / "onnx", to="onnx")
+    assert translate([text], tmp_path / "onnx", **options) == [wanted]
+    tell(tasks | {"translation_en_to_de": {"prefix": "Zwei: "}})
+    assert load_translator(tmp_path / "model", source="de", target="en")[2] == prefix
+    assert load_translator(tmp_path / "model")[2] == ""
+    assert "translation_de_to_en, translation_en_to_de" in caplog.text
+    assert load_translator(tmp_path / "model", source="de=say it: ")[2] == "say it: "
+    path = tmp_path / "model" / "tokenizer_config.json"  # a T5's names no languages
+    said = json.loads(path.read_text())
+    path.write_text(json.dumps({name: said[name] for name in said.keys() - {"source_lang", "target_lang"}}))
+    with pytest.raises(ValueError, match="has no prefix; it has those of translation_de_to_en, translation_en_to_de"):
+        load_translator(tmp_path / "model", source="de", target="fr")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +24,6 @@ from transformers import (
 )
 
 from lightformers_hf import StudyOptions, convert
-from lightformers_hf.cli import main
 from lightformers_hf.evaluation.analysis import Activation, _training, analysis_table, analyze, behaviour
 from lightformers_hf.evaluation.macs import generation_macs
 from lightformers_hf.evaluation.measures import head_diversity
@@ -247,23 +247,6 @@ def checkpoints(tmp_path_factory, tiny_marian, parallel_sentences):
 
 
 @pytest.fixture
-def lightformers(monkeypatch, capsys):
-    """Run the command line; gives exit code, stdout and stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["lightformers", *map(str, arguments)])
-        capsys.readouterr()
-        code = 0
-        try:
-            main()
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        return code, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
 def no_process(monkeypatch):
     """Peak memory is not measured, which takes seconds (`test_size` does)."""
     monkeypatch.setattr("lightformers_hf.evaluation.analysis.translation_memory", lambda *_: (3_000_000, 1_000_000))
@@ -322,6 +305,9 @@ def test_folders_of_the_same_name_are_told_apart(checkpoints, tmp_path):
     printed = io.StringIO()
     Console(file=printed, width=400).print(analysis_table(analyses))
     assert all(name in printed.getvalue() for name in names)
+    first = replace(analyses[0], loss_name="loss", loss_curve=[(1, 3.0), (2, 2.0)])
+    Console(file=printed, width=400).print(analysis_table([first, analyses[1]]))
+    assert re.search(r"steps to convergence\W+not converged", printed.getvalue())
 
 
 def test_bad_input_is_one_message_and_leaves_nothing(lightformers, checkpoints, tmp_path):
@@ -329,7 +315,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(lightformers, checkpoints, 
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for arguments, message in (
-        ((tmp_path / "missing", "--data", text), "No model folder"),
+        ((tmp_path / "missing", "--data", text), "is no folder"),
         ((teacher, "--data", tmp_path / "missing.jsonl"), "missing.jsonl"),
         ((teacher, "--data", text, "--source-lang", "fr"), "'fr'"),
         ((teacher, "--data", text, "--output", tmp_path / "full"), "is not empty"),
@@ -372,7 +358,7 @@ def test_a_training_log_without_losses_is_as_none(tmp_path):
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [{"train_runtime": 3.0, "step": 2}]}))
     assert _training(tmp_path) == {}
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [{"loss": 3.0, "step": 2}]}))
-    assert _training(tmp_path)["convergence_step"] == 2
+    assert _training(tmp_path)["convergence_step"] is None  # of one loss nothing is known
 
 
 @pytest.mark.parametrize("curves", [2, 16])

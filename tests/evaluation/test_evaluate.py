@@ -2,14 +2,12 @@
 
 import io
 import json
-import sys
 
 import pytest
 import sacrebleu
 from rich.console import Console
 
 from lightformers_hf import StudyOptions, convert
-from lightformers_hf.cli import main
 from lightformers_hf.evaluation.evaluate import evaluate_model
 from lightformers_hf.evaluation.quality import Difference
 from lightformers_hf.evaluation.translate import translate
@@ -21,24 +19,6 @@ def data(tmp_path_factory, parallel_sentences):
     path = tmp_path_factory.mktemp("data") / "test.jsonl"
     path.write_text("".join(json.dumps({"translation": pair}) + "\n" for pair in parallel_sentences))
     return str(path)
-
-
-@pytest.fixture
-def lightformers(monkeypatch, capsys):
-    """Run the command line; gives exit code, stdout and stderr."""
-
-    def run(*arguments, stdin=b""):
-        monkeypatch.setattr(sys, "argv", ["lightformers", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        capsys.readouterr()
-        code = 0
-        try:
-            main()
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def test_everything_beside_a_teacher(tiny_marian, data, parallel_sentences):
@@ -65,7 +45,7 @@ def test_everything_beside_a_teacher(tiny_marian, data, parallel_sentences):
     for expected in (
         "BLEU",
         f"{bleu:.1f}",
-        "+0.0 (+0.0 to +0.0)",
+        "0.0 (0.0 to 0.0)",
         "paired bootstrap",
         "tokens/s",
         "x as fast",
@@ -146,7 +126,7 @@ def test_a_model_that_is_not_there(lightformers, tmp_path, command):
     code, printed, error = lightformers(*command, tmp_path / "missing")
     assert code == 1
     assert not printed
-    assert "No model folder" in error.replace("\n", " ")
+    assert "is no folder" in error.replace("\n", " ")
     assert "Traceback" not in error
 
 

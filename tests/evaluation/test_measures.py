@@ -112,5 +112,6 @@ def test_convergence_is_the_first_step_near_the_lowest_loss():
     assert iterations_to_convergence(curve) == 300
     assert iterations_to_convergence(curve, tolerance=0.001) == 500
     assert iterations_to_convergence(curve, tolerance=1) == 200
+    assert iterations_to_convergence([(100, 3.0), (200, 2.5), (300, 2.0)]) is None  # it still falls
     with pytest.raises(ValueError, match="finite"):
         iterations_to_convergence([(1, math.inf)])

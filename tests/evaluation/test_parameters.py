@@ -5,10 +5,12 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import cli, models
 from lightformers_hf.evaluation import parameters
 from lightformers_hf.evaluation.parameters import ParameterCount, ParameterRow, count_parameters, parameter_rows
+from lightformers_hf.loading import unique_parameters
 
 pytestmark = pytest.mark.quick
 
@@ -54,6 +56,35 @@ def test_the_command_counts_the_rows_asked_for(tmp_path):
     assert row["table"] == "LightFormer T6 r4"
     assert row["within"] is True
     assert row["ours"] == pytest.approx(14.6, abs=0.05)
+
+
+def test_a_recipe_and_a_model_are_counted_without_weights(tmp_path, tiny_marian):
+    shapes = "d_model: 8, encoder_layers: 1, decoder_layers: 1, encoder_ffn_dim: 16, decoder_ffn_dim: 16"
+    shapes += ", encoder_attention_heads: 2, decoder_attention_heads: 2, max_position_embeddings: 64"
+    recipe = tmp_path / "small.yaml"
+    recipe.write_text(f"# A head (vocabulary 40).\nmodel: {{model_type: lightformer, {shapes}}}\n")
+    attention, network, norm = 4 * (8 * 8 + 8), 2 * 8 * 16 + 8 + 16, 2 * 8
+    layers = 3 * attention + 2 * network + 5 * norm
+
+    def count(*words):
+        found = CliRunner().invoke(cli.app, ["parameters", *map(str, words), "--json", "-"])
+        return json.loads(found.stdout) if found.exit_code == 0 else found.stderr
+
+    marian = unique_parameters(AutoModelForSeq2SeqLM.from_pretrained(tiny_marian))
+    assert count(recipe, tiny_marian) == {str(recipe): layers + 40 * 8, str(tiny_marian): marian}
+    assert count(recipe, "--vocab-size", 50) == {str(recipe): layers + 50 * 8}
+    recipe.write_text(f"tokenizer_name: {tiny_marian}\nmodel: {{model_type: lightformer, {shapes}}}\n")
+    assert count(recipe) == {str(recipe): layers + 8 * len(AutoTokenizer.from_pretrained(tiny_marian))}
+    head = "# python training/run_clm.py\n"
+    recipe.write_text(f"{head}model: {{model_type: lightformer, {shapes}}}\n")
+    assert "--vocab-size" in count(recipe)
+    decoder = 2 * attention - attention + network + 2 * norm
+    assert count(recipe, "--vocab-size", 50) == {str(recipe): decoder + 50 * 8}
+    recipe.write_text("model: {model_type: lightformer, d_modle: 8}\n")
+    assert "'d_modle'; did you mean d_model" in count(recipe)
+    assert "No recipe none.yaml" in count("none.yaml")
+    for words in (["--vocab-size", 5], [tiny_marian, "--vocab-size", 5], [tiny_marian, "--table", "T2"]):
+        assert "leave" in count(*words) or "name a recipe" in count(*words)
 
 
 def test_the_command_fails_where_a_row_is_out_of_tolerance(monkeypatch):

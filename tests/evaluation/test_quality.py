@@ -17,6 +17,11 @@ PREDICTIONS = ["The dog is sleeping under the bed.", "A man walks over the stree
 REFERENCES = ["The dog is sleeping under the table.", "A man is walking across the street.", "Two dogs are playing."]
 
 
+def test_a_cache_that_takes_nothing_does_no_harm(monkeypatch):
+    monkeypatch.setattr("evaluate.config.HF_METRICS_CACHE", "/dev/null/metrics")
+    assert translation_quality(["a b c d"], ["a b c d"])["bleu"] == pytest.approx(100)
+
+
 def test_scores_and_signatures_are_sacrebleus(monkeypatch):
     monkeypatch.setattr("socket.socket.connect", None)  # no network
     scores = translation_quality(PREDICTIONS, REFERENCES)
@@ -63,6 +68,7 @@ def test_the_interval_tells_chance_from_difference():
     worse = [text if place % 3 else text.replace("some", "few") for place, text in enumerate(references)]
     other = [text if (place + 1) % 3 else text.replace("some", "few") for place, text in enumerate(references)]
     assert bleu_difference(references, references, references) == Difference(0, 0, 0)
+    assert str(Difference(-0.04, -1.26, 0.049)) == "0.0 (-1.3 to 0.0)"
     for one, two, differ in ((worse, references, True), (worse, other, False)):
         found = bleu_difference(one, two, references)
         assert found.low <= found.bleu <= found.high

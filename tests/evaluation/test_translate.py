@@ -125,7 +125,9 @@ def test_a_byte_order_mark_is_no_text(loaded, german):
 
 
 def test_newlines_in_outputs_become_spaces(loaded, monkeypatch):
-    monkeypatch.setattr("lightformers_hf.evaluation.translate.translate", lambda texts, *_: ["a\nb\r\nc"] * len(texts))
+    monkeypatch.setattr(
+        "lightformers_hf.evaluation.translate.translate", lambda texts, *_, **__: ["a\nb\r\nc"] * len(texts)
+    )
     sink = io.BytesIO()
     translate_stream(io.BytesIO(b"x\ny"), sink, *loaded)
     assert sink.getvalue() == b"a b c\na b c\n"

@@ -61,3 +61,22 @@ def test_what_was_changed_is_checked_when_a_model_is_made(variant):
     config.dropout = 7.0
     with pytest.raises(ValueError, match=r"dropout is 7.0"):
         model_class("ConditionalGeneration", variant.partition("-")[0])(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("attention_ranks", "attention_rank"), ("d_modle", "d_model"), ("num_decoder_layers", "decoder_layers")],
+)
+def test_a_misspelt_field_is_named(name, near, monkeypatch, tmp_path):
+    said = []
+    monkeypatch.setattr("lightformers_hf.models.configuration_base.logger.warning", said.append)
+    config = config_class("lightformer")(**{name: 3})
+    assert said == [f"LightFormerConfig has no field {name!r}, which has no effect: {near!r} is one"]
+    for variant in ("lightformer", "subformer-sandwich", "partialformer"):
+        make_config(variant).save_pretrained(tmp_path / variant)
+        known = json.loads((tmp_path / variant / "config.json").read_text())
+        others = {"num_labels": 3, "forced_bos_token_id": 1, "num_beams": 4, "max_length": 9, "torch_dtype": "float32"}
+        AutoConfig.for_model(**known | others)
+        type(make_config(variant))(**make_config(variant).to_dict() | others)
+    assert len(said) == 1, said
+    assert config.attention_rank is None

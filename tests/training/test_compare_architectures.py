@@ -48,6 +48,16 @@ def test_translation(tmp_path, tiny_marian, parallel_sentences, capsys):
     assert interval["bleu"] == pytest.approx(taught["bleu"] - first["bleu"])
     assert interval["low"] <= interval["bleu"] <= interval["high"]
 
+    capsys.readouterr()
+    quiet = [*options[: options.index("--speed-runs")], *options[options.index("--speed-runs") + 2 :]]
+    run(*quiet, "--speed-runs", 0)
+    assert rows(out) == [first, taught]  # with the speeds that were measured
+    printed = capsys.readouterr()
+    assert "Speeds were not measured (--speed-runs 0). Those of an earlier call are kept." in " ".join(
+        printed.err.split()
+    )
+    assert f"{taught['speed_ratio']:.2f}x" in printed.out
+
     scores = out / "first" / "test_results.json"
     scores.write_text(json.dumps({"test_bleu": 12.5, "test_chrf": 3.0}))
     run(*options)

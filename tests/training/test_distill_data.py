@@ -100,7 +100,7 @@ def test_a_t5_is_told_its_task(known, data, tmp_path):
     told, plain = (
         translate(
             [start + text if text.strip() else text for text in texts],
-            tmp_path / "teacher",
+            *load_model(tmp_path / "teacher"),
             num_beams=1,
             max_new_tokens=12,
         )

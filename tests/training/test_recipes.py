@@ -10,6 +10,7 @@ import arguments
 import build_tokenizer
 import pytest
 import torch
+import yaml
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -68,6 +69,23 @@ def test_the_true_shape_has_the_parameters_of_its_head(path):
     assert unique_parameters(model) / 1e6 == pytest.approx(float(printed), abs=tolerance)
 
 
+def table():
+    """The list of all recipes: what the heads of the files say before their commands."""
+    rows = ["| recipe | model | parameters and figures |", "|---|---|---|"]
+    for path in RECIPES:
+        head = re.match(r"((# .*\n)+?)#   python", path.read_text(encoding="utf-8"))[1]
+        head = re.sub(r"(?<=\w-) (?=\w)", "", " ".join(head.replace("# ", "").split()))
+        title, figures = re.split(r" (?=Paper: |[\d.]+M parameters \()", head, maxsplit=1)
+        name = path.relative_to(TRAINING / "recipes").as_posix()
+        rows.append(f"| [{name}]({name}) | {title} | {figures} |")
+    return "# Recipes\n\n" + "\n".join(rows) + "\n"
+
+
+def test_the_list_of_recipes_is_that_of_the_files():
+    """`python tests/training/test_recipes.py`, with `training` in PYTHONPATH, writes it."""
+    assert (TRAINING / "recipes" / "README.md").read_text(encoding="utf-8") == table()
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory, parallel_sentences, tiny_marian):
     """Options of each script: data that its recipes' columns fit, and a tokenizer."""
@@ -111,7 +129,7 @@ def trains(path):
 
     Where these stand in a file without a model, one of the models below it is taken.
     """
-    recipe = arguments.yaml.safe_load(path.read_text())
+    recipe = yaml.safe_load(path.read_text())
     return bool(recipe.keys() - {"base", "model"}) or (recipe.get("base"), path.stem) == (
         "training.yaml",
         "transformer",
@@ -237,3 +255,7 @@ def test_help_spells_options_with_dashes(script, capsys):
 def test_what_is_unknown_is_named_with_its_file_and_what_is_like_it(parse, recipe, argv, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         parse(recipe, *argv)
+
+
+if __name__ == "__main__":
+    (TRAINING / "recipes" / "README.md").write_text(table(), encoding="utf-8")

@@ -243,6 +243,12 @@ def test_two_processes_share_the_blocks(base, tmp_path):
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "out"), rel=1e-4)
 
 
+def test_the_files_that_are_named_are_streamed(tmp_path):
+    for name in ("a[1].txt", "a1.txt"):
+        (tmp_path / name).write_text(f"{name}\n")
+    assert list(script.load_stream([str(tmp_path / "a[1].txt")], "text")) == [{"text": "a[1].txt"}]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -361,8 +361,39 @@ def test_files_are_written_over_only_when_asked(base, tmp_path):
     assert (out / "notes.txt").read_text() == "mine"
     assert not (out / "checkpoint-7").exists()
     assert not (out / "flickr_translations.txt").exists()
-    assert not (out / "all_results.json").exists()
+    assert "eval_loss" not in json.loads((out / "all_results.json").read_text())
     assert (out / "model.safetensors").is_file()
+
+
+def test_what_a_run_does_otherwise_than_asked_is_noted(base, tmp_path, capsys):
+    resume = ["--resume-from-checkpoint"]
+
+    def run(*words, **options):
+        capsys.readouterr()
+        script.main([*command(base, **options), *words])
+        printed = capsys.readouterr()
+        return " ".join(printed.err.split()), " ".join(printed.out.split())
+
+    steps = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 500}
+    said, shown = run(*resume, **steps)
+    assert f"note: {tmp_path / 'out'} holds no complete checkpoint: the training begins at its first step" in said
+    assert "training loss, mean of all steps" in shown
+    assert "last training loss" not in shown
+    said, _ = run(*resume, **steps, learning_rate=1e-4)
+    assert "checkpoint-2 has all 2 steps: nothing was trained, and options that were changed had no effect" in said
+    said, shown = run(max_steps=3, warmup_steps=3, output_dir=tmp_path / "warm")
+    assert "The warm-up of 3 steps is no shorter than the training of 3" in said
+    assert "last training loss" in shown
+    said, _ = run(max_steps=3, warmup_steps=2, output_dir=tmp_path / "short")
+    assert "note:" not in said
+
+
+def test_samples_a_second_are_those_that_were_trained_on(base, tmp_path):
+    script.main(command(base, max_steps=4, max_tokens=60))
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    figures = json.loads((tmp_path / "out" / "all_results.json").read_text())
+    samples = 10 * state["epoch"]  # of ten sentences
+    assert samples == pytest.approx(figures["train_samples_per_second"] * figures["train_runtime"], rel=0.02)
 
 
 def test_a_prefix_behind_the_source_is_told_and_kept(base, tmp_path):

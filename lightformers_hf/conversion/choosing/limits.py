@@ -146,7 +146,7 @@ class ParameterBudget(Budget):
             return
         held = dense.num_parameters() if name == "params" else tensor_bytes(dense)
         if read_quantity(name, asked) >= held:
-            has = f"{held:,} parameters" if name == "params" else f"{held / 1e6:.1f} MB"
+            has = f"{held:,} parameters" if name == "params" else f"{held / 1e6:,.1f} MB"
             raise ValueError(
                 f"{name} is {asked}, and {self.originals.teacher.name} has {has} already: give less than that"
             )

@@ -12,7 +12,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -186,12 +186,13 @@ def _read(file: Path) -> dict:
 
 
 def store_costs(costs: MachineCosts, file: Path | None = None) -> None:
-    """Keep this machine's costs in `file` (default: `costs_file()`), beside those of others."""
+    """Keep this machine's costs in `file` (default: `costs_file()`), beside those of others, if it can be written."""
     file = file or costs_file()
-    file.parent.mkdir(parents=True, exist_ok=True)
     machines = _read(file) | {machine_name(): asdict(costs)}
-    with write_whole(file) as opened:
-        opened.write(json.dumps({"version": VERSION, "machines": machines}).encode())
+    with suppress(OSError):  # they can be measured again
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with write_whole(file) as opened:
+            opened.write(json.dumps({"version": VERSION, "machines": machines}).encode())
 
 
 def machine_costs(file: Path | None = None, *, timer: Timer = median_seconds) -> MachineCosts:

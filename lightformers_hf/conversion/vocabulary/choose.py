@@ -126,12 +126,13 @@ def count_tokens(
         sample += [(side if side != BOTH else "source", text) for text in texts[: CHECKED - len(sample)]]
     for side, found in counts.items():
         known = (vocabularies[side].get(token) for token in SPACES)
-        for token in (*tokenizer.all_special_ids, tokenizer.unk_token_id, *known):
+        unknown = found.pop(tokenizer.unk_token_id, 0)
+        for token in (*tokenizer.all_special_ids, *known):
             found.pop(token, None)
-        if not found:
+        if not found or unknown > found.total():
             raise ValueError(
-                f"vocabulary {', '.join(options.vocabulary or ())} holds no {side} text of which the tokenizer knows "
-                "a token: give text in the languages of the model"
+                f"vocabulary {', '.join(options.vocabulary or ())}: the tokenizer knows {found.total():,} of "
+                f"{found.total() + unknown:,} tokens of the {side} text: give text in the languages of the model"
             )
     return counts, sample
 

@@ -261,7 +261,7 @@ def training_speed(
     with use_threads(1):
         for step in steps.values():  # the first also makes AdamW's moments
             step()
-        timed = take_turns(steps, runs=runs, progress=progress)
+        timed = take_turns(steps, runs=runs, progress=progress, what="training steps")
     return {name: speed_of(results) for name, results in timed.items()}
 
 
@@ -284,7 +284,7 @@ def comparison_table(comparisons: list[Comparison]) -> Table:
             if measure == TRAINING:
                 cells = [f"{speed.tokens / rate:.2f} s/step" for speed, rate in zip(speeds, rates, strict=True)]
             else:
-                cells = [f"{rate:.1f} tokens/s" for rate in rates]
+                cells = [f"{rate:,.1f} tokens/s" for rate in rates]
             low, high = comparison.quartiles(measure)
             ratio = f"{speed_ratio(*speeds):.2f}x ({low:.2f}–{high:.2f})"
             printed = comparison.paper_ratio if measure != TRAINING else None

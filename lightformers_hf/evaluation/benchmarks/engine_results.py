@@ -93,7 +93,7 @@ class EngineComparison:
             ratios = [timing.to_teacher, *((timing.to_baseline,) if self.has_baseline else ())]
             row = [timing.form, timing.model, f"{timing.speed.tokens_per_second:,.0f}"]
             row += ["" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
-            row += [f"{place.disk_bytes / 1e6:.1f}"]
+            row += [f"{place.disk_bytes / 1e6:,.1f}"]
             row += [f"{score:.1f}" for score in (place.bleu, place.chrf) if score is not None]
             cores = f"{timing.cores} core{'s' * (timing.cores > 1)}"
             found.setdefault(f"{cores}, batch {timing.batch_size}, beam {timing.beams}", [head]).append(row)

@@ -21,7 +21,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 from ...export import Engine, export, load_engine
 from ...export.engines import CHECKPOINTS, deployment_names, load_engine_file, split_deployment
-from ...loading import load_pretrained, load_teacher, weight_bytes
+from ...languages import set_language_codes
+from ...loading import load_network, load_pretrained, weight_bytes
 from ...text import load_parallel
 from ..evaluate import find_columns
 from ..memory import child_command, child_environment
@@ -68,6 +69,7 @@ def compare_engines(
         cores, batch_sizes, beams: every combination is a setting. A run of batch size 1 translates `sentences`, one at
             a time; of more, one batch.
         data, source, target, max_samples: parallel text to measure BLEU and chrF on as well, with the most of `beams`.
+            Of multilingual models, source and target are also the codes, `de=deu_Latn` (`set_language_codes`).
         shortlist: text from which `export` makes a shortlist; every engine is then timed without and with one.
         progress: show a bar on stderr.
 
@@ -79,14 +81,14 @@ def compare_engines(
     forms = _choose_forms(forms, shortlist)
     settings = Settings(tuple(cores), tuple(batch_sizes), tuple(beams), runs, sentences, new_tokens)
     names = dict(zip(_labels([teacher, *students]), [teacher, *students], strict=True))
-    pairs = None
+    pairs, languages = None, (source, target)
     if data is not None:
         source, target = find_columns(teacher, source, target)
         pairs = load_parallel(data, source=source, target=target, split="test", max_samples=max_samples)
     steps = len(names) * len(forms) * ((1 if pairs is None else 2) + len(cores) * settings.runs_of_each)
     with tempfile.TemporaryDirectory() as work, tqdm(total=steps, disable=not progress, unit="step") as bar:
-        if pairs is not None:
-            names = _tell_languages(names, Path(work))
+        if pairs is not None or any(languages):
+            names = _tell_languages(names, *languages, Path(work))
         text = (shortlist, source, target)
         deployed = [_deploy(label, names[label], form, Path(work), text, bar) for label in names for form in forms]
         comparison = EngineComparison(list(names), deployed, [], new_tokens, sentences, data)
@@ -100,17 +102,30 @@ def compare_engines(
     return comparison
 
 
-def _tell_languages(names: dict[str, str], work: Path) -> dict[str, str]:
-    """The models; instead of a multilingual teacher one in `work` that translates as its first student does."""
-    (label, teacher), *students = names.items()
-    if not students:
-        return names
-    light, own = (load_pretrained(AutoTokenizer, name) for name in (students[0][1], teacher))
-    if not all(getattr(light, side, None) for side in ("src_lang", "tgt_lang")) or not hasattr(own, "src_lang"):
-        return names
-    for part in load_teacher(teacher, light):
-        part.save_pretrained(work / "told")
-    return names | {label: str(work / "told")}
+def _tell_languages(names: dict[str, str], source: str | None, target: str | None, work: Path) -> dict[str, str]:
+    """The models; instead of multilingual ones copies in `work` that translate between these languages.
+
+    A teacher translates as its first student does, if that has a pair of languages.
+    """
+    tokenizers = {label: load_pretrained(AutoTokenizer, name) for label, name in names.items()}
+    several = [label for label, tokenizer in tokenizers.items() if hasattr(tokenizer, "src_lang")]
+    if not several:
+        set_language_codes(next(iter(tokenizers.values())), source, target)  # which refuses codes
+    teacher, *students = names
+    first_tokens: dict[str, int | None] = {}
+    for label in sorted(several, key=lambda label: label == teacher):
+        light = tokenizers[students[0]] if label == teacher and students else None
+        own = [getattr(light, side, None) for side in ("src_lang", "tgt_lang")]
+        first_tokens[label] = set_language_codes(tokenizers[label], *(own if all(own) else (source, target)))
+    told = [label for label, token in first_tokens.items() if token is not None]
+    copies = {label: work / f"told-{number}" for number, label in enumerate(told)}
+    for label, copy in copies.items():
+        network = load_network(names[label])
+        network.generation_config.forced_bos_token_id = first_tokens[label]
+        stored = load_pretrained(AutoConfig, names[label]).dtype or torch.float32
+        network.to(stored).save_pretrained(copy)  # as large as it is
+        tokenizers[label].save_pretrained(copy)
+    return names | {label: str(copy) for label, copy in copies.items()}
 
 
 def _choose_forms(forms: Sequence[str] | None, shortlist: str | None) -> list[str]:

@@ -162,7 +162,7 @@ def vocabulary_table(rows: Sequence[VocabularyRow]) -> Table:
     table = Table("", *(Column(name, justify="right", no_wrap=True) for name in names))
     for row in rows:
         cells = [_compare(row, size, timed[0]) for size in (row.tokens, *few)]
-        size = "" if row.disk_bytes is None else f"{row.disk_bytes / 1e6:.1f}"
+        size = "" if row.disk_bytes is None else f"{row.disk_bytes / 1e6:,.1f}"
         table.add_row(row.name, f"{row.tokens:,}", f"{row.parameters:,}", size, *cells)
     table.caption = (
         f"CTranslate2 int8, one core, one sentence at a time, greedy; tokens a second, times {timed[0].name!r} with "

@@ -21,7 +21,7 @@ from ...conversion.sharing.merging import source_names
 from ...conversion.teacher import Teacher
 from ...conversion.vocabulary.kept import KeptTokens
 from ...files import REPORT_FILE, STATE_FILE, as_kind
-from ...loading import load_model, load_pretrained, load_teacher, printable_name, resolve_source
+from ...loading import load_pair, load_pretrained, printable_name, resolve_source
 from ...text import load_parallel
 from ...vocabularies import match_tokens
 from ..benchmarks.engine_results import EngineComparison
@@ -364,11 +364,13 @@ def _translate_samples(
     *,
     count: int,
     progress: bool,
-    **generation: int,
+    **generation: Any,
 ) -> list[Sample]:
     """Sentences evenly spread over the data, translated by the model and, as it searches, by its teacher."""
-    model, tokenizer = load_model(name)
-    source, target = choose_columns(name, model, tokenizer, columns["source"], columns["target"])
+    languages = {side: columns[side] for side in ("source", "target")}
+    loaded = load_pair(name, teacher, **languages)
+    model, tokenizer = loaded["model"]
+    source, target = choose_columns(name, model, tokenizer, **languages)
     pairs = load_parallel(data, source=source, target=target, split=columns["split"])
     count = min(count, len(pairs))
     pairs = pairs.select([i * len(pairs) // count for i in range(count)])
@@ -378,7 +380,7 @@ def _translate_samples(
     outputs = translate(sources, model, tokenizer, progress=progress, **generation)
     theirs: Sequence[str | None] = [None] * count
     if teacher:
-        theirs = translate(sources, *load_teacher(teacher, tokenizer), progress=progress, **generation)
+        theirs = translate(sources, *loaded["teacher"], progress=progress, **generation)
     return [
         Sample(text, reference, before, _mark_differences(before, after))
         for text, reference, before, after in zip(sources, pairs["target"], theirs, outputs, strict=True)

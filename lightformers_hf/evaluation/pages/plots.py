@@ -238,7 +238,10 @@ def _spectra(panels: list[Axes], analyses: list[Analysis]) -> None:
 def _convergence(panels: list[Axes], analyses: list[Analysis]) -> None:
     for color, analysis in enumerate(analyses):
         panels[0].plot(*zip(*analysis.loss_curve, strict=True), color=f"C{color}", label=as_text(analysis.label))
-        reached = dict(analysis.loss_curve)[analysis.convergence_step]
-        panels[0].plot(analysis.convergence_step, reached, "o", color=f"C{color}", markersize=8)
+        if analysis.convergence_step is not None:
+            reached = dict(analysis.loss_curve)[analysis.convergence_step]
+            panels[0].plot(analysis.convergence_step, reached, "o", color=f"C{color}", markersize=8)
     names = " or ".join(dict.fromkeys(analysis.loss_name for analysis in analyses))
-    panels[0].set(xlabel="step", ylabel=f"{names}, nats a token", title="Dot: within 1 % of the lowest")
+    panels[0].set(
+        xlabel="step", ylabel=f"{names}, nats a token", title="Dot: within 1 % of the lowest, before the end"
+    )

@@ -76,14 +76,19 @@ def split_deployment(name: str) -> tuple[str, str | None]:
     return engine, quantization or None
 
 
+def check_engine_name(name: str) -> None:
+    """Raise `ValueError` for the name of no engine that models are exported to."""
+    if name not in engine_names():
+        raise ValueError(f"unknown engine {name!r}: models are exported to {' or '.join(engine_names())}")
+
+
 def load_engine_file(name: str) -> EngineFile:
     """The file of an engine that models are exported to.
 
     Raises:
         ValueError: an unknown engine, one that is not installed, or a file here that lacks a part.
     """
-    if name not in engine_names():
-        raise ValueError(f"unknown engine {name!r}: models are exported to {' or '.join(engine_names())}")
+    check_engine_name(name)
     try:
         module: ModuleType = importlib.import_module(f".{name}", __name__)
     except ModuleNotFoundError as error:

@@ -122,6 +122,7 @@ def test_costs_are_measured_once_and_kept(tmp_path, monkeypatch):
     file.write_text("{")  # a file cut short
     machine_costs(file, timer=timer)
     assert len(timed) == 3 * measured
+    assert machine_costs(Path(os.devnull, "costs.json"), timer=timer)  # they are kept only where they can be
 
 
 @pytest.mark.parametrize("version", ["torch.__version__", "transformers.__version__", "__version__"])

@@ -144,11 +144,24 @@ def test_a_multilingual_teacher_is_told_its_students_languages(tmp_path, tiny_ma
     languages = {"source_lang": "de=de_DE", "target_lang": "en=en_XX"}
     convert(tmp_path / "teacher", tmp_path / "light", rank=4, method="paper", progress=False, **languages)
     names = {"teacher": str(tmp_path / "teacher"), "light": str(tmp_path / "light")}
-    told = _tell_languages(names, tmp_path)
+    told = _tell_languages(names, None, None, tmp_path)
     assert told["light"] == names["light"]
     tokenizer = AutoTokenizer.from_pretrained(told["teacher"])
     assert (tokenizer.src_lang, tokenizer.tgt_lang) == ("de_DE", "en_XX")
     first = GenerationConfig.from_pretrained(told["teacher"]).forced_bos_token_id
     assert first == tokenizer.convert_tokens_to_ids("en_XX")
     plain = {"teacher": str(tiny_marian), "light": str(tiny_marian)}
-    assert _tell_languages(plain, tmp_path) == plain
+    assert _tell_languages(plain, "de", "en", tmp_path) == plain
+    with pytest.raises(ValueError, match="codes go with a multilingual tokenizer only"):
+        _tell_languages(plain, "de=de_DE", "en=en_XX", tmp_path)
+
+
+def test_multilingual_models_without_students_are_told_their_languages(tmp_path):
+    make_checkpoint("mbart50", tmp_path / "teacher")
+    names = {"teacher": str(tmp_path / "teacher")}
+    told = _tell_languages(names, "de=de_DE", "en=fr_XX", tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(told["teacher"])
+    first = GenerationConfig.from_pretrained(told["teacher"]).forced_bos_token_id
+    assert (tokenizer.src_lang, first) == ("de_DE", tokenizer.convert_tokens_to_ids("fr_XX"))
+    with pytest.raises(ValueError, match=r"source_lang is 'de_X', which .* there is .*de_DE"):
+        _tell_languages(names, "de=de_X", "en=fr_XX", tmp_path)
