@@ -253,8 +253,15 @@ def measure(
     calibration = None
     if calibrates:
         linear = [name for name, kind in find_matrices(shorter) if kind != "embedding"]
-        alike = study.weighting != "loss"
-        calibration = Calibration(shorter, linear, batches, progress=progress, removed=removed, alike=alike)
+        calibration = Calibration(
+            shorter,
+            linear,
+            batches,
+            progress=progress,
+            removed=removed,
+            self_generated=pairs is None,
+            alike=study.weighting != "loss",
+        )
     sentences = set() if pairs is None else {fingerprint(sentence) for sentence in pairs["source"]}
     return Measured(teacher, model, calibration, held or batches, bool(held), sorted(sentences))
 

@@ -24,8 +24,8 @@ from .linear import solved
 from .options import StudyOptions
 from .sharing.groups import find_matrices
 from .sharing.originals import short_name
-from .statistics.calibration import Calibration, cut_batches, stream_of, token_mask
-from .statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric
+from .statistics.calibration import SHRINKAGE, Calibration, cut_batches, stream_of, token_mask
+from .statistics.metric import GRADIENT_DAMPING, Damped, Metric
 from .statistics.moments import PairMoments, weigh
 from .statistics.shelf import Shelf
 from .steps import Step
@@ -41,8 +41,9 @@ from .workers import (
     sum_over_all,
 )
 
-# Weight of the layer's own matrix in the regression, relative to the mean variance of its inputs.
-RIDGE = 1e-2
+# Weight of the layer's own matrix in the regression, relative to the mean variance of its inputs, which are of sample
+# sentences or of self-generated text.
+RIDGE, SELF_GENERATED_RIDGE = 1e-2, 0.1
 # Of what states lack, so much is made up for: more helps on the sample alone (RESULTS.md, "What states lack").
 MADE_UP_FOR = 0.5
 # At least this share of their mean square: what rounding in float32 may leave of the variance of constant inputs.
@@ -140,8 +141,8 @@ class Regression:
     where that is added to states r, of which the student's r' lack some, y + β(r − r'). So what one sublayer loses,
     the next ones make up for: all of it (β = 1) where layers were left out, half of it where matrices got smaller.
     W* = (E[xᵀx] + ρI)⁻¹ (E[xᵀy] + ρW), all centred, truncated in the metric of the calibration; the bias makes the
-    means agree (without one, nothing is centred). W is the layer as it was in the teacher, ρ = 0.01 · the mean
-    variance of x. Tokens have the weights of the calibration, or without one all the same.
+    means agree (without one, nothing is centred). W is the layer as it was in the teacher, ρ = `ridge` ·
+    the mean variance of x. Tokens have the weights of the calibration, or without one all the same.
 
     Norms put states that have lost something back to their full size, errors with them. The gain g of each becomes
     g + β(g* − g), g* regressed likewise on what the teacher's gives, each feature by itself, and its bias makes the
@@ -171,6 +172,11 @@ class Regression:
     def device(self) -> torch.device:
         """Where sums are, and what is solved."""
         return algebra_device(self.shelf.device)
+
+    @property
+    def ridge(self) -> float:
+        """ρ, relative to the mean variance of a layer's inputs."""
+        return SELF_GENERATED_RIDGE if self.calibration and self.calibration.self_generated else RIDGE
 
     def run(self, stacks: Sequence[str], what: str, *, progress: bool) -> None:
         """Regress the layers of these stacks; the others' states are computed."""
@@ -300,7 +306,7 @@ class Regression:
             mean_in, mean_out = torch.zeros_like(mean_in), torch.zeros_like(mean_out)
         variance, covariance = square - mean_in**2, product - mean_in * mean_out
         # Of what the norm gave: so that features count alike, whatever their gain.
-        scale = (covariance / variance + RIDGE) / (1 + RIDGE)
+        scale = (covariance / variance + self.ridge) / (1 + self.ridge)
         scale = 1 + self.share * (torch.where(variance > CONSTANT * square, scale, 1) - 1)
         scale, shift = (each.float().to(norm.weight.device) for each in (scale, mean_out - mean_in * scale))
         new = {"weight": norm.weight * scale} | ({"bias": norm.bias * scale + shift} if centred else {})
@@ -320,7 +326,7 @@ class Regression:
             # Inputs that hardly vary leave a covariance of rounding; those always zero, behind what was pruned, none.
             seen = inputs.moment(centred=False).diagonal().mean()
             covariance = inputs.moment(centred=centred)
-            ridge = max(RIDGE * covariance.diagonal().mean(), CONSTANT * seen)
+            ridge = max(self.ridge * covariance.diagonal().mean(), CONSTANT * seen)
             matrices = {name: self._own_matrix(name, layer, len(covariance)) for name, layer in some.items()}
             if ridge > 0:
                 rights = [
@@ -345,10 +351,14 @@ class Regression:
     def _metric(self, name: str, covariance: Tensor, width: int) -> Metric:
         """What errors of a matrix with such inputs and so many outputs cost."""
         if self.calibration is None:
-            columns = Damped(torch.eye(width, dtype=covariance.dtype, device=covariance.device), 0.0)
+            columns, damping = (
+                Damped(torch.eye(width, dtype=covariance.dtype, device=covariance.device), 0.0),
+                SHRINKAGE,
+            )
         else:
             columns = Damped(self.calibration.gradients([name]), GRADIENT_DAMPING)
-        return Metric(Damped(covariance, INPUT_DAMPING), columns)
+            damping = self.calibration.shrinkage
+        return Metric(Damped(covariance, damping), columns)
 
     def _form(self, name: str, layer: nn.Module) -> type[Form]:
         """What a layer has become, or was before."""

@@ -40,6 +40,9 @@ from .moments import Moments
 from .probes import Probes, logit_variance, temperature_of, token_keys
 from .shelf import Shelf
 
+# Share of the mean variance of inputs by which C is shrunk towards a multiple of the identity: a sample does not show
+# all inputs, and random tokens show other inputs than real text (RESULTS.md, "Over-confident teachers").
+SHRINKAGE, SELF_GENERATED_SHRINKAGE = 1e-2, 0.3
 # Added to every token's weight, relative to their mean: so that tokens without a sample keep something.
 TOKEN_DAMPING = 1e-2
 # Tokens of a batch at most, on both sides with padding; of those, target tokens whose logits are held together.
@@ -69,6 +72,7 @@ class Calibration:
             `TOKENS` are cut. Each of several processes has its own; sums are over all.
         progress: show a progress bar.
         removed: share of the parameters that compression removes, which `temperature_of` takes.
+        self_generated: whether the text is of random tokens.
         alike: whether all tokens have the same weight in C; for comparison.
 
     Raises:
@@ -83,6 +87,7 @@ class Calibration:
         *,
         progress: bool,
         removed: float = 0.5,
+        self_generated: bool = False,
         alike: bool = False,
     ):
         self.batches = cut_batches(batches)
@@ -91,6 +96,7 @@ class Calibration:
         self._passed: list[Passed] = []  # what a batch has brought to each layer of the stacks
         self._weights: dict[str, list[Tensor]] = {}  # of each batch's tokens at each of these
         self._alike = alike
+        self.self_generated = self_generated
         self.moments: dict[str, Moments] = {}
         self.target_tokens = 0
         self._shelf = Shelf(algebra_device(model.device))
@@ -127,6 +133,11 @@ class Calibration:
     def device(self) -> torch.device:
         """Where moments and metrics are."""
         return self._shelf.device
+
+    @property
+    def shrinkage(self) -> float:
+        """Share of the mean variance of inputs that is added to each."""
+        return SELF_GENERATED_SHRINKAGE if self.self_generated else SHRINKAGE
 
     @property
     def output_name(self) -> str:
@@ -222,11 +233,12 @@ class Calibration:
         self.target_tokens = int(sum_over_all(torch.tensor(self.target_tokens)))
 
     def inputs(self, names: list[str]) -> tuple[Tensor, Tensor]:
-        """E[xᵀx] and E[x], tokens weighed, of one matrix that serves as each of the modules `names`."""
+        """E[xᵀx], shrunk, and E[x], tokens weighted, of one matrix that serves as each of the modules `names`."""
         parts = [self.moments[name] for name in names]
         counts = [part.count or 1 for part in parts]  # none where all inputs or gradients are zero
         second = _mean([part.inputs.div_(count) for part, count in zip(parts, counts, strict=True)])
         mean = _mean([part.vectors["mean"].double() / count for part, count in zip(parts, counts, strict=True)])
+        second.diagonal().add_(self.shrinkage * second.diagonal().mean())
         return second, mean
 
     def token_weights(self, names: list[str]) -> Tensor:
@@ -296,7 +308,7 @@ class Calibration:
         rows = sum(weights * matrix.trace() for weights, matrix in jobs)
         columns = sum(weights.sum() * matrix for weights, matrix in jobs)
         columns = columns / columns.trace() if columns.trace() > 0 else columns
-        return Metric(damped_weights(rows, TOKEN_DAMPING), Damped(columns, INPUT_DAMPING))
+        return Metric(damped_weights(rows, TOKEN_DAMPING), Damped(columns, self.shrinkage))
 
     @staticmethod
     def _stored(module_name: str, tied: dict[str, str]) -> str:

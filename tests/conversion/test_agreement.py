@@ -1,0 +1,167 @@
+"""How often a compressed model predicts its teacher's token, and what a teacher that is sure of its text keeps."""
+
+import io
+import json
+import random
+
+import pytest
+import torch
+from conversion.reports import matrix, report_of
+from rich.console import Console
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoModelForSeq2SeqLM, BartConfig, BartForConditionalGeneration, PreTrainedTokenizerFast
+
+from lightformers_hf import convert
+from lightformers_hf.conversion.agreement import hold_out, predict_tokens, share_of_equal
+from lightformers_hf.conversion.card import model_card
+from lightformers_hf.conversion.report import OWN_TEXT, Agreement, ModelFacts, read_report, write_report
+from lightformers_hf.conversion.statistics import calibration
+from lightformers_hf.conversion.tables import print_report
+from lightformers_hf.conversion.teacher import Teacher
+
+FACTS = ModelFacts(architecture="lightformer", auto_class="AutoModelForSeq2SeqLM", parameters=60, bytes=240)
+PAD, END, FIRST, ALPHABET = 1, 2, 4, 24
+
+
+@pytest.mark.parametrize("sizes", [[99], [100], [64, 37, 32], [1] * 250])
+def test_every_tenth_sentence_is_held_out(sizes):
+    rows = torch.arange(sum(sizes))
+    batches = [{"input_ids": part[:, None], "labels": part[:, None]} for part in rows.split(sizes)]
+    kept, held = hold_out(batches)
+    found = [torch.cat([batch["labels"] for batch in part]).flatten() if part else rows[:0] for part in (kept, held)]
+    assert torch.equal(torch.cat(found).sort().values, rows)
+    assert len(found[1]) == (0 if len(rows) < 100 else pytest.approx(len(rows) / 10, abs=1))
+    assert all(torch.equal(batch["input_ids"], batch["labels"]) for batch in kept + held)
+
+
+def letters(rows: list[list[int]]) -> torch.Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([row + [PAD] * (width - len(row)) for row in rows])
+
+
+def words() -> tuple[list[list[int]], list[list[int]]]:
+    """Random words and what a teacher is to learn of them by heart; the last 30 words have two outputs each."""
+    rng = random.Random(0)
+
+    def draw(least: int, most: int) -> list[int]:
+        return [rng.randrange(FIRST, FIRST + ALPHABET) for _ in range(rng.randint(least, most))]
+
+    sources = [draw(3, 6) for _ in range(150)]
+    targets = [draw(2, 4) for _ in sources]
+    other = [[*target[:-1], draw(1, 1)[0]] for target in targets[-30:]]
+    return sources + sources[-30:], targets + other
+
+
+@pytest.fixture(scope="module")
+def sure_teacher(tmp_path_factory):
+    """A BART that knows words by heart, each output nearly certain but the last letters of 30 words, and the words."""
+    folder = tmp_path_factory.mktemp("sure")
+    sources, targets = words()
+    vocabulary = {"<s>": 0, "<pad>": PAD, "</s>": END, "<unk>": 3}
+    vocabulary |= {chr(ord("a") + index): FIRST + index for index in range(ALPHABET)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", END)])
+    names = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+
+    def text(ids: list[int]) -> str:
+        return " ".join(chr(ord("a") + token - FIRST) for token in ids)
+
+    pairs = [{"source": text(one), "target": text(other)} for one, other in zip(sources, targets, strict=True)]
+    data = folder / "train.jsonl"
+    data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+
+    torch.manual_seed(0)
+    sizes = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = BartConfig(
+        vocab_size=FIRST + ALPHABET, d_model=32, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=16,
+        dropout=0.0, pad_token_id=PAD, bos_token_id=0, eos_token_id=END, decoder_start_token_id=END,
+        forced_eos_token_id=None, **sizes,
+    )  # fmt: skip
+    model = BartForConditionalGeneration(config)
+    inputs = letters([[*source, END] for source in sources])
+    labels = letters([[*target, END] for target in targets])
+    batch = {
+        "input_ids": inputs,
+        "attention_mask": (inputs != PAD).long(),
+        "labels": labels.where(labels != PAD, -100),
+    }
+    optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=350)
+    for _ in range(350):
+        loss = model(**batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    with torch.no_grad():  # logits are multiplied: outputs stay as they are, and get sure
+        norm = model.model.decoder.layers[-1].final_layer_norm
+        norm.weight *= 6
+        norm.bias *= 6
+    model.eval().save_pretrained(folder)
+    return folder, data, batch
+
+
+def kept_words(folder, batch) -> float:
+    """Share of the words with one output whose output is right."""
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder)
+    sources = {name: batch[name][:120] for name in ("input_ids", "attention_mask")}
+    made = model.generate(**sources, num_beams=1, do_sample=False, max_new_tokens=6)[:, 1:]
+    wanted = [[token for token in row if token != -100] for row in batch["labels"][:120].tolist()]
+    return sum(row[: len(right)] == right for row, right in zip(made.tolist(), wanted, strict=True)) / len(wanted)
+
+
+def test_a_teacher_that_is_sure_keeps_its_outputs(sure_teacher, tmp_path, monkeypatch):
+    """The weighting by exact probabilities loses most words at the same size."""
+    folder, data, batch = sure_teacher
+    options = {"ratio": 2, "calibration": str(data), "source_lang": "source", "target_lang": "target"}
+    report = convert(folder, tmp_path / "new", progress=False, **options)
+    monkeypatch.setattr(calibration, "temperature_of", lambda variance, removed: 1.0)
+    exact = convert(folder, tmp_path / "exact", progress=False, **options)
+    teacher, new, old = (kept_words(path, batch) for path in (folder, tmp_path / "new", tmp_path / "exact"))
+    print(teacher, new, old, report.agreement, exact.agreement)
+    assert teacher > 0.9
+    assert new > teacher - 0.1
+    assert old < new - 0.2
+    assert report.agreement.share > exact.agreement.share
+    assert report.agreement.held_out
+
+
+def test_agreement_is_that_of_the_likeliest_tokens(sure_teacher, tmp_path):
+    """As transformers' models find it from whole batches, whatever batches the text is cut into."""
+    folder, _, batch = sure_teacher
+    convert(folder, tmp_path / "light", method="paper", rank=8, progress=False)
+    labels, start = batch["labels"], torch.full((len(batch["labels"]), 1), END)
+    batch = batch | {"decoder_input_ids": torch.cat([start, labels[:, :-1].where(labels[:, :-1] >= 0, PAD)], dim=1)}
+    loaded = [AutoModelForSeq2SeqLM.from_pretrained(path).eval() for path in (folder, tmp_path / "light")]
+    with torch.no_grad():
+        likeliest = [model(**batch).logits.argmax(-1)[labels >= 0] for model in loaded]
+    parts = [{name: tensor[rows] for name, tensor in batch.items()} for rows in (slice(50), slice(50, None))]
+    models = [Teacher(path, "sure").load() for path in (folder, tmp_path / "light")]
+    share, tokens = share_of_equal(*(predict_tokens(model, parts) for model in models))
+    assert tokens == len(likeliest[0])
+    assert share == pytest.approx((likeliest[0] == likeliest[1]).double().mean().item(), abs=2 / tokens)
+    assert 0.05 < share < 0.95
+
+
+def test_the_summary_and_the_card_say_how_often_tokens_agree(tmp_path):
+    def summary(share: float, **changed) -> str:
+        agreement = Agreement(share=share, before_refit=0.5, tokens=1234, held_out=True)
+        report = report_of(matrix(form="low-rank", size=1, setting="rank 1"), agreement=agreement, **changed)
+        write_report(report, tmp_path)
+        assert read_report(tmp_path / "compression.json") == report
+        assert f"As converted, it {agreement}." in " ".join(model_card(FACTS, report).split())
+        file = io.StringIO()
+        print_report(report, Console(file=file, width=120))
+        return " ".join(file.getvalue().split())
+
+    sure = summary(0.941, calibration="train.jsonl")
+    assert "Agrees with its teacher on 94.1% of 1,234 held-out tokens (50.0% before the refit)." in sure
+    assert "lightformers recover" not in sure
+    lost = summary(0.79, calibration="train.jsonl")
+    assert "Below 80%" in lost
+    assert "lightformers recover" in lost
+    assert "smaller ratio" in lost
+    assert "--calibration" not in lost
+    assert "--calibration" in summary(0.79, calibration=OWN_TEXT)
