@@ -56,8 +56,8 @@ def recover(light: str, source_lang: str | None, target_lang: str | None, **opti
 
     Settings follow from how far it was compressed and from the time, which the first steps measure. The model with the
     best validation score is kept, without pairs against the teacher's own translations. The score is the first
-    --metric; by default chrF, for outputs of one word the character error rate, for summaries ROUGE-L. The same command
-    goes on where it was interrupted.
+    --metric; by default chrF, for outputs of one word the character error rate, for summaries ROUGE-L. The same
+    command goes on where it was interrupted.
 
     Example: lightformers recover light --teacher opus-mt-de-en --data train.jsonl --output recovered --minutes 30
     """

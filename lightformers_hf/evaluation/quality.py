@@ -129,7 +129,7 @@ def _multi_bleu(references: Texts, language: str | None, *, compounds: bool = Fa
         tokens = moses.tokenize(text, escape=False, return_str=True)
         return re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", tokens) if compounds else tokens
 
-    signature = f"multi-bleu, Moses tokens (sacremoses {version('sacremoses')}, lang:{language}), not smoothed"
+    signature = f"Moses tokens (sacremoses {version('sacremoses')}, lang:{language}), not smoothed"
     signature += ", compounds split at hyphens" * compounds
     return _sacrebleu(BLEU(tokenize="none", smooth_method="none", force=True), prepare, signature)
 

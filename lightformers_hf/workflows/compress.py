@@ -97,7 +97,7 @@ def compress(
     metrics = check_metrics(metrics)
     output, given = Path(os.path.expanduser(output)), Texts(data, validation, test or "")
     training: dict[str, Any] = {"minutes": minutes, "translations": translations, "seed": seed}
-    asked = {"teacher": str(teacher), "data": data, "validation": validation, "test": test, "to": to}
+    asked: dict[str, Any] = {"teacher": str(teacher), "data": data, "validation": validation, "test": test, "to": to}
     asked |= {"quantization": quantization, "metrics": metrics or None}
     asked = json.loads(json.dumps(asked | training | languages | options))  # as read
     overwrite = overwrite or is_only_planned(output)

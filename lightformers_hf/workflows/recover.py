@@ -31,7 +31,7 @@ from ..checkpoint import check_vocabulary
 from ..conversion import copy_report
 from ..conversion.statistics.synthesis import random_texts
 from ..evaluation.evaluate import choose_columns
-from ..evaluation.quality import METRICS, check_metrics, choose_metrics, labels, selection_metric
+from ..evaluation.quality import METRICS, check_metrics, choose_metrics, labels, score, selection_metric
 from ..evaluation.translate import longest_input, translate
 from ..files import RECORD_FILE, read_json, write_json
 from ..folders import lock, parents
@@ -288,8 +288,8 @@ class Run:
         self.say(
             f"before: {show_scores(before)}; the teacher: {show_scores(teacher)}"
             + ", whose translations are the references" * self.compares_with_teacher,
-            f"{settings.steps:,} steps, {step_seconds:.2f} s each, learning rate {settings.learning_rate:.2g}, dropout "
-            f"{settings.dropout:g}; the best is kept by {labels([self.best_by])[self.best_by]}",
+            f"{settings.steps:,} steps, {step_seconds:.2f} s each, learning rate {settings.learning_rate:.2g}, "
+            f"dropout {settings.dropout:g}; the best is kept by {labels([self.best_by])[self.best_by]}",
         )
         scores = {"before": before, "teacher": teacher}
         chosen = {"settings": asdict(settings), "translations": count, "sentences": len(self.held_out)}

@@ -327,8 +327,8 @@ def _draw_trade_off(results: Sequence[Result], metrics: list[str]) -> Picture:
     shared = [name for name in results[0].model.scores if all(name in result.model.scores for result in results)]
     if missing := [name for name in metrics if name not in shared] or ([] if shared else ["any metric"]):
         raise ValueError(
-            f"results do not all have {missing[0]}, only {', '.join(shared) or 'different ones'}: evaluate all with the "
-            "same --metric"
+            f"results do not all have {missing[0]}, only {', '.join(shared) or 'different ones'}: evaluate all with "
+            "the same --metric"
         )
     metrics = metrics or shared
     names = labels(metrics)
