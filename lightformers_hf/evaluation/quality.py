@@ -148,7 +148,7 @@ def _character_error_rate(references: Texts, language: str | None) -> Counter:
         pairs = [[" ".join(text.split()) for text in pair] for pair in zip(predictions, references, strict=True)]
         return np.array([[edit_distance(text, other), len(other)] for text, other in pairs])
 
-    return Counter(count, _percentage, "edits / characters of the references, in percent")
+    return Counter(count, _percentage, "edits / characters of the references, in percent; lower is better")
 
 
 def _rouge(references: Texts, language: str | None, *, kind: str) -> Counter:

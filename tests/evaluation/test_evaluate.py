@@ -29,7 +29,7 @@ def test_everything_beside_a_teacher(tiny_marian, data, parallel_sentences):
     pairs = parallel_sentences[:8]
     outputs = translate([pair["de"] for pair in pairs], model, tokenizer, num_beams=1, max_new_tokens=20)
     bleu = sacrebleu.corpus_bleu(outputs, [[pair["en"] for pair in pairs]]).score
-    assert evaluation.model.bleu == evaluation.teacher.bleu == pytest.approx(bleu)
+    assert evaluation.model.scores["bleu"] == evaluation.teacher.scores["bleu"] == pytest.approx(bleu)
     assert evaluation.model.parameters == unique_parameters(model)
     assert evaluation.model.disk_bytes == (tiny_marian / "model.safetensors").stat().st_size
     assert evaluation.model.memory_bytes > evaluation.model.libraries_bytes > 0
@@ -40,8 +40,8 @@ def test_everything_beside_a_teacher(tiny_marian, data, parallel_sentences):
 
     printed = io.StringIO()
     Console(file=printed, width=200).print(evaluation.table())
-    assert evaluation.difference == Difference(0, 0, 0)
-    assert evaluation.to_dict()["difference"] == {"bleu": 0, "low": 0, "high": 0}
+    assert evaluation.differences == dict.fromkeys(("bleu", "chrf"), Difference(0, 0, 0))
+    assert evaluation.to_dict()["differences"]["chrf"] == {"value": 0, "low": 0, "high": 0}
     for expected in (
         "BLEU",
         f"{bleu:.1f}",
@@ -90,7 +90,7 @@ def test_named_columns(lightformers, tiny_marian, tmp_path, parallel_sentences):
     common = ("evaluate", tiny_marian, "--data", table, "--no-speed", "--json", "-")
     code, printed, _ = lightformers(*common, "--source-lang", "german", "--target-lang", "english")
     assert code == 0
-    assert json.loads(printed)["model"]["bleu"] > 10  # it was trained on these sentences
+    assert json.loads(printed)["model"]["scores"]["bleu"] > 10  # it was trained on these sentences
 
     code, printed, error = lightformers(*common)
     assert code == 1

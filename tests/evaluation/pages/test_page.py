@@ -46,8 +46,7 @@ def data(tmp_path_factory, parallel_sentences):
 def results_file(path, name, bleu, parameters, speed, *, teacher=None, **changed):
     def measured(name, bleu, parameters, speed):
         return {
-            "name": f"/somebody/secret/{name}", "bleu": bleu, "bleu_signature": "nrefs:1", "chrf": bleu + 10,
-            "chrf_signature": "", "comet": None, "parameters": parameters, "disk_bytes": 4 * parameters,
+            "name": f"/somebody/secret/{name}", "scores": {"bleu": bleu, "chrf": bleu + 10}, "parameters": parameters, "disk_bytes": 4 * parameters,
             "memory_bytes": None, "libraries_bytes": None, "tokens_per_second": speed, "tokens": None,
         }  # fmt: skip
 
@@ -56,7 +55,7 @@ def results_file(path, name, bleu, parameters, speed, *, teacher=None, **changed
         "model": measured(name, bleu, parameters, speed),
         "teacher": measured("teacher", 40.0, 9_000_000, 50.0) if teacher else None,
         "speed_ratio": ratio, "data": "/somebody/test.jsonl", "source": "de", "target": "en", "sentences": 11,
-        "generation": {"num_beams": 4},
+        "generation": {"num_beams": 4}, "signatures": {"bleu": "nrefs:1"}, "labels": {"bleu": "BLEU", "chrf": "chrF"},
     }  # fmt: skip
     path.write_text(json.dumps(content | changed))
     return path
