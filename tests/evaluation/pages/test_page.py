@@ -46,7 +46,8 @@ def data(tmp_path_factory, parallel_sentences):
 def results_file(path, name, bleu, parameters, speed, *, teacher=None, **changed):
     def measured(name, bleu, parameters, speed):
         return {
-            "name": f"/somebody/secret/{name}", "scores": {"bleu": bleu, "chrf": bleu + 10}, "parameters": parameters, "disk_bytes": 4 * parameters,
+            "name": f"/somebody/secret/{name}", "scores": {"bleu": bleu, "chrf": bleu + 10},
+            "parameters": parameters, "disk_bytes": 4 * parameters,
             "memory_bytes": None, "libraries_bytes": None, "tokens_per_second": speed, "tokens": None,
         }  # fmt: skip
 
@@ -162,7 +163,9 @@ def test_results_become_a_table_with_the_teacher_once(page):
 
 def test_engines_become_a_table(light, tmp_path):
     names, forms = ["teacher", "a/<b>"], ["ctranslate2", "ctranslate2-int8"]
-    deployed = [Deployed(name, form, "/somebody", 4_000_000, 30.0, 50.0) for name in names for form in forms]
+    deployed = [
+        Deployed(name, form, "/somebody", 4_000_000, {"bleu": 30.0, "chrf": 50.0}) for name in names for form in forms
+    ]
     timings = [Timing(place.model, place.form, 1, 1, 1, Speed(90.0, [90.0] * 3, 9), 2.0, 3.0) for place in deployed]
     found = EngineComparison(names, deployed, timings, 25, 9, "/somebody/test.jsonl", 1, 11, ["nrefs:1"])
     file = tmp_path / "engines.json"
