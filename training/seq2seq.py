@@ -35,7 +35,7 @@ from transformers import (
     set_seed,
 )
 
-from lightformers_hf.evaluation.quality import METRICS, choose_metrics, metric_names, score, signatures
+from lightformers_hf.evaluation.quality import METRICS, choose_metrics, describe, metric_names, score, signatures
 from lightformers_hf.languages import add_prefix, keep_prefix, language_code, split_prefix
 from lightformers_hf.loading import load_pretrained
 from lightformers_hf.recovery import RecoveryTrainer, ScoredPart, load_distiller
@@ -201,10 +201,11 @@ def run(
     scored = {part: ScoredPart(parts[part], tokens[part], tokenizer) for part in tokens if part != "train"}
 
     language = language_code(target, tokenizer)
+    measure = partial(score, metrics=metrics, language=language)
 
     def score_validation(prediction: EvalPrediction) -> dict[str, float]:
         part = scored["validation"]
-        return score(part.decode(prediction.predictions), part.references, metrics, language=language)
+        return measure(part.decode(prediction.predictions), part.references)
 
     trainer = RecoveryTrainer(
         model,
@@ -224,19 +225,20 @@ def run(
     if "train" in tokens:
         rows |= train(trainer, checkpoint, model_args)
     if "validation" in tokens:
-        metrics = trainer.evaluate()
-        trainer.save_metrics("eval", metrics)
-        rows |= {f"validation {k}": metrics[f"eval_{k}"] for k in ("loss", *metrics) if f"eval_{k}" in metrics}
+        found = trainer.evaluate()
+        trainer.save_metrics("eval", found)
+        rows |= {f"validation {k}": found[f"eval_{k}"] for k in ("loss", *metrics) if f"eval_{k}" in found}
         rows["checkpoint"] = checkpoint_name(trainer)
     if tests := parts_of_tests(tokens):
-        scores = {}
+        results = {}
         for name in tests:
             texts, references = generate_test(trainer, task.outputs, scored[name], name), scored[name].references
-            variants = signatures(metrics, references, language=language)
-            scores[name] = score(texts, references, metrics, language=language)
-            scores[name] |= {f"{metric}_signature": variant for metric, variant in variants.items()}
-        trainer.save_metrics("test", {f"{name}_{key}": score for name in tests for key, score in scores[name].items()})
-        rows |= {f"{name} {key}": score for name in tests for key, score in scores[name].items()}
+            scores, variants = measure(texts, references), signatures(metrics, references, language=language)
+            results |= {f"{name}_{metric}": value for metric, value in scores.items()}
+            results |= {f"{name}_{metric}_signature": variant for metric, variant in variants.items()}
+            rows |= {f"{name} {metric}": value for metric, value in scores.items()}
+            rows["scored by"] = "; ".join(describe(variants))
+        trainer.save_metrics("test", results)
     if "train" in tokens:
         rows["saved in"] = args.output_dir
     summarize(rows, console)

@@ -359,10 +359,8 @@ class Run:
         """A trainer with these settings; `saves`: it validates, logs, and writes checkpoints."""
 
         def score_validation(prediction: EvalPrediction) -> dict[str, float]:
-            texts, language = (
-                self.scored.decode(prediction.predictions),
-                language_code(self.columns[1], self.tokenizer),
-            )
+            texts = self.scored.decode(prediction.predictions)
+            language = language_code(self.languages[1], self.tokenizer)
             return score(texts, self.scored.references, self.measured, language=language)
 
         arguments = training_arguments(

@@ -84,6 +84,28 @@ def test_json_alone_on_stdout(lightformers, tiny_marian, data, tmp_path):
     assert json.loads((tmp_path / "numbers.json").read_text())["sentences"] == 2
 
 
+def test_metrics_fit_the_data_or_are_chosen(lightformers, tiny_marian, tmp_path, parallel_sentences):
+    """Of references of one word, nobody wants to see their BLEU first."""
+    file, words = tmp_path / "words.jsonl", [pair["en"].split()[1] for pair in parallel_sentences]
+    rows = [{"de": pair["de"], "en": word} for pair, word in zip(parallel_sentences, words, strict=True)]
+    file.write_text("".join(json.dumps({"translation": row}) + "\n" for row in rows))
+    command = ("evaluate", tiny_marian, "--data", file, "--no-speed", "--num-beams", 1, "--json", tmp_path / "r.json")
+    code, printed, _ = lightformers(*command)
+    assert code == 0
+    first, second = (printed.index(label) for label in ("exact match", "character error rate"))
+    assert first < second < printed.index("BLEU")
+
+    assert lightformers(*command, "--metric", "multi-bleu", "--metric", "CER")[0] == 0
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found["labels"] == {"multi-bleu": "multi-bleu", "cer": "character error rate"}
+    assert found["signatures"]["multi-bleu"].startswith("Moses tokens (sacremoses")
+    assert "lang:en" in found["signatures"]["multi-bleu"]
+
+    code, printed, error = lightformers(*command, "--metric", "multibleu")
+    assert (code, printed) == (1, "")
+    assert "no metric 'multibleu'; did you mean multi-bleu" in error
+
+
 def test_named_columns(lightformers, tiny_marian, tmp_path, parallel_sentences):
     table = tmp_path / "test.tsv"
     table.write_text("german\tenglish\n" + "".join(f"{pair['de']}\t{pair['en']}\n" for pair in parallel_sentences))

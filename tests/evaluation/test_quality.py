@@ -130,6 +130,9 @@ def test_the_edit_distance_is_its_recursion(text, other):
 
 
 def test_rouge_is_that_of_rouge_score():
+    # By hand: stems {cat, sat, on, the, mat}; 1-grams 3 of 4 and of 6, 2-grams 2 of 3 and of 5, subsequence 3.
+    found = score(["The cats sat there"], ["the cat sat on the mat"], ["rouge1", "rouge2", "rougeL"])
+    assert found == pytest.approx({"rouge1": 100 * 6 / 10, "rouge2": 100 * 4 / 8, "rougeL": 100 * 6 / 10})
     names = ["rouge1", "rouge2", "rougeL", "rougeLsum"]
     split = [re.sub(r"(?<=[.!]) ", "\n", text) for text in (OTHER, SUMMARY)]  # as its Lsum wants sentences
     expected = {name: 100 * pair.fmeasure for name, pair in RougeScorer(names, use_stemmer=True).score(*split).items()}

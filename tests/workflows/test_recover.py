@@ -170,16 +170,25 @@ def test_settings_are_those_of_what_was_lost(place, tiny_marian, tmp_path, monke
     assert {file.stat().st_mode for file in (tmp_path / "out").iterdir()} == {mode}
 
 
-def test_a_training_that_does_harm_is_not_kept(place, tiny_marian, tmp_path, monkeypatch):
-    best = {"bleu": 0.0, "chrf": 101.0}  # better than any by chrF, which counts
+@pytest.mark.parametrize(
+    ("metrics", "best"),
+    [
+        ([], {"bleu": 0.0, "chrf": 101.0}),  # better than any by chrF, which counts
+        (["CER", "bleu"], {"cer": -1.0, "bleu": 0.0, "chrf": 0.0}),  # and here by the lowest error rate
+    ],
+)
+def test_a_training_that_does_harm_is_not_kept(place, tiny_marian, tmp_path, monkeypatch, metrics, best):
     monkeypatch.setattr(Run, "measure", lambda *_: (best, 0.01))
-    found = recover(place / "light", tmp_path / "out", **options(place, tiny_marian))
+    found = recover(place / "light", tmp_path / "out", metrics=metrics, **options(place, tiny_marian))
+    assert found.best_by == ("cer" if metrics else "chrf")
     assert (found.after, found.best_step) == (best, 0)
     written, before = (AutoModelForSeq2SeqLM.from_pretrained(path) for path in (tmp_path / "out", place / "light"))
     torch.testing.assert_close(written.state_dict(), before.state_dict())
     console = Console(record=True, file=io.StringIO(), width=160)
     console.print(found.table())
-    assert "none better than it was" in console.export_text()
+    printed = console.export_text()
+    assert "none better than it was" in printed
+    assert "character error rate -1.0, BLEU 0.0" in printed or not metrics
 
 
 def test_no_engine_is_loaded_where_nothing_is_to_be_translated(place, tiny_marian, tmp_path, monkeypatch):
@@ -272,6 +281,7 @@ def test_a_multilingual_teacher_translates_into_the_light_models_language(tiny_m
         None,
         None,
         (None, None),
+        [],
         (),
         0,
         False,
@@ -311,7 +321,7 @@ def test_what_is_cut_is_said(place, tiny_marian, tmp_path, capsys):
 def test_a_prefix_that_is_given_stands_before_the_sources(place, tiny_marian, tmp_path):
     languages = ("de=translate: ", "en")
     data = str(place / "pairs.jsonl")
-    run = Run(place / "light", tmp_path / "out", tiny_marian, data, None, languages, (), 0, False, IdleThreads())
+    run = Run(place / "light", tmp_path / "out", tiny_marian, data, None, languages, [], (), 0, False, IdleThreads())
     assert all(text.startswith("translate: ") for text in [*run.pairs["source"], *run.held_out["source"]])
 
 
