@@ -19,7 +19,7 @@ from ..conversion.options import CompressionOptions
 from ..evaluation.benchmarks.engine_results import EngineComparison
 from ..evaluation.benchmarks.engines import compare_engines
 from ..evaluation.evaluate import evaluate_model, find_columns
-from ..evaluation.quality import check_metrics
+from ..evaluation.quality import check_metrics, choose_metrics
 from ..export import export
 from ..export.engines import deployment_names
 from ..export.write import check_engine
@@ -106,21 +106,15 @@ def compress(
         check_parts(output)
     columns = plain_columns(teacher, languages)
     texts = read_texts(given, columns, seed)
+    tested = load_parallel(test, source=columns[0], target=columns[1])["target"][:] if test else [b for _, b in texts]
+    choose_metrics(metrics, tested, tested)  # which refuses those that mean nothing, before the work begins
     if overwrite or not (output / PLAN_FILE).exists():
         begin(output, record)
     files = split_texts(texts, output / "data", columns, given)
     form = (to, quantization if quantization != "float32" else None)
     options |= {name: value for name, value in languages.items() if value is not None}
-    work = Work(
-        str(teacher),
-        output,
-        files,
-        columns,
-        form,
-        options,
-        training | {"metrics": metrics, "report_to": report_to},
-        progress,
-    )
+    training |= {"metrics": metrics, "report_to": report_to}
+    work = Work(str(teacher), output, files, columns, form, options, training, progress)
     with hide_bars():
         work.do()
     return work.results()
@@ -185,7 +179,8 @@ class Work:
     @property
     def named(self) -> dict[str, Any]:
         """What measurements are told alike."""
-        return {"source": self.columns[0], "target": self.columns[1], "progress": self.progress}
+        metrics = self.training["metrics"]
+        return {"source": self.columns[0], "target": self.columns[1], "progress": self.progress, "metrics": metrics}
 
     def convert(self) -> None:
         """Make the teacher smaller."""
@@ -203,8 +198,7 @@ class Work:
         """Score it beside its teacher on the test."""
         device = str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
         settings: dict[str, Any] = {"device": device, "speed": False, "num_beams": 1}
-        settings |= self.named | {"metrics": self.training["metrics"]}
-        found = evaluate_model(self.light, self.files.test, self.teacher, **settings)
+        found = evaluate_model(self.light, self.files.test, self.teacher, **self.named, **settings)
         write_json(found.to_dict(), self.output / "results.json")
 
     def deploy(self) -> None:
@@ -217,7 +211,7 @@ class Work:
         forms = ["transformers", deployed if deployed in deployment_names() else self.form[0]]
         settings: dict[str, Any] = {"cores": (1,), "batch_sizes": (1,), "beams": (1,), "max_samples": SCORED}
         source, target = find_columns(self.light, *self.columns)  # which keeps a prefix that was given
-        settings |= self.named | {"source": source, "target": target, "metrics": self.training["metrics"]}
+        settings |= self.named | {"source": source, "target": target}
         found = compare_engines(self.teacher, [self.light], forms=forms, data=self.files.test, **settings)
         write_json(found.to_dict(), self.output / "engines.json")
 
