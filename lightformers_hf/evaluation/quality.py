@@ -30,11 +30,9 @@ if TYPE_CHECKING:
 
 Texts = Sequence[str]
 
+HAN = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # Chinese characters
 # Scripts without spaces between words: Thai, Lao, Tibetan, Burmese, Khmer, Kana, Chinese characters.
-UNSPACED = re.compile(
-    "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
-)
-KANA, HAN = re.compile("[\u3040-\u30ff]"), re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
+UNSPACED = re.compile(f"[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff{HAN}]")
 SENTENCE_END = re.compile(r"(?<=[.!?。！？])\s+")
 WORDS, SUMMARIES, SENTENCES = "words", "summaries", "sentences"  # what the references are
 ONE_WORD = 0.9  # share of references of one word from which the data are words
@@ -96,8 +94,7 @@ def bleu_tokenizer(references: Texts) -> str:
     """
     if not is_unspaced(references):
         return "13a"
-    kana, han = (sum(len(script.findall(text)) for text in references) for script in (KANA, HAN))
-    return "zh" if han > 10 * kana else "char"
+    return "zh" if _share_of_letters(re.compile(f"[{HAN}]"), references) > 0.9 else "char"
 
 
 def _bleu(references: Texts, language: str | None) -> Counter:
@@ -148,7 +145,9 @@ def _character_error_rate(references: Texts, language: str | None) -> Counter:
         pairs = [[" ".join(text.split()) for text in pair] for pair in zip(predictions, references, strict=True)]
         return np.array([[edit_distance(text, other), len(other)] for text, other in pairs])
 
-    return Counter(count, _percentage, "edits / characters of the references, in percent; lower is better")
+    return Counter(
+        count, _percentage, "character error rate, edits / characters of the references in percent; lower is better"
+    )
 
 
 def _rouge(references: Texts, language: str | None, *, kind: str) -> Counter:
@@ -212,7 +211,7 @@ def edit_distance(text: str, other: str) -> int:
 
 METRICS = {
     "exact-match": Metric("exact match", _exact_match, (WORDS,)),
-    "cer": Metric("character error rate", _character_error_rate, (WORDS,), higher_is_better=False),
+    "cer": Metric("CER", _character_error_rate, (WORDS,), higher_is_better=False),
     "bleu": Metric("BLEU", _bleu, (SENTENCES, WORDS)),
     "multi-bleu": Metric("multi-bleu", _multi_bleu),
     "multi-bleu-compounds": Metric("multi-bleu, compounds split", partial(_multi_bleu, compounds=True)),

@@ -92,12 +92,12 @@ def test_metrics_fit_the_data_or_are_chosen(lightformers, tiny_marian, tmp_path,
     command = ("evaluate", tiny_marian, "--data", file, "--no-speed", "--num-beams", 1, "--json", tmp_path / "r.json")
     code, printed, _ = lightformers(*command)
     assert code == 0
-    first, second = (printed.index(label) for label in ("exact match", "character error rate"))
+    first, second = (printed.index(label) for label in ("exact match", "CER"))
     assert first < second < printed.index("BLEU")
 
     assert lightformers(*command, "--metric", "multi-bleu", "--metric", "CER")[0] == 0
     found = json.loads((tmp_path / "r.json").read_text())
-    assert found["labels"] == {"multi-bleu": "multi-bleu", "cer": "character error rate"}
+    assert found["labels"] == {"multi-bleu": "multi-bleu", "cer": "CER"}
     assert found["signatures"]["multi-bleu"].startswith("Moses tokens (sacremoses")
     assert "lang:en" in found["signatures"]["multi-bleu"]
 
