@@ -94,7 +94,8 @@ def bleu_tokenizer(references: Texts) -> str:
     """
     if not is_unspaced(references):
         return "13a"
-    return "zh" if _share_of_letters(re.compile(f"[{HAN}]"), references) > 0.9 else "char"
+    han, unspaced = (_share_of_letters(script, references) for script in (re.compile(f"[{HAN}]"), UNSPACED))
+    return "zh" if han > 0.9 * unspaced else "char"
 
 
 def _bleu(references: Texts, language: str | None) -> Counter:

@@ -78,7 +78,7 @@ def test_scores_and_signatures_are_sacrebleus():
     ("tokenizer", "reference", "output"),
     [
         ("13a", REFERENCES[0], PREDICTIONS[0]),
-        ("zh", "两只狗在雪地里玩耍。", "两只小狗在雪地里玩耍。"),
+        ("zh", "两只狗在 Berlin 雪地里玩耍。", "两只小狗在 Berlin 雪地里玩耍。"),
         ("char", "犬は雪の中で遊んでいます。", "犬が雪の中で遊んでいます。"),
     ],
 )
