@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,6 +21,18 @@ def split_language(text: str | None) -> tuple[str | None, str | None]:
     """(column of the data, code of a multilingual tokenizer) of an option: `de=de_DE`, or `de` for both."""
     column, separator, code = (text or "").partition("=")
     return column or None, (code if separator else column) or None
+
+
+def language_code(text: str | None, tokenizer: PreTrainedTokenizerBase | None = None) -> str | None:
+    """The two-letter language (`de`) of an option or of a tokenizer's target; `None` if neither names one."""
+    for name in (
+        split_language(text)[1],
+        getattr(tokenizer, "target_lang", None),
+        getattr(tokenizer, "tgt_lang", None),
+    ):
+        if found := re.fullmatch(r"([a-z]{2})([_-].*)?", name or ""):
+            return found[1]
+    return None
 
 
 def split_prefix(text: str) -> tuple[str, str]:

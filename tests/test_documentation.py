@@ -44,6 +44,7 @@ SMALLER = {
     r"--(warmup|eval|save)-steps \d+": r"--\1-steps 1",
     r"--max-tokens \d+": "--max-tokens 200",
     r"compare_starts.py": "compare_starts.py --steps 1 2",
+    r"--output-dir tested": "--output-dir tested --max-source-length 48 --max-target-length 48",
     r"--ratios 2 4": "--ratios 2 --methods paper --trainings",
     r"fc1=64": "fc1=8",
     r"--vocab-size 8000": "--vocab-size 90",

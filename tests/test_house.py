@@ -15,6 +15,7 @@ PACKAGE = ROOT / "lightformers_hf"
 # Who may use names with a leading underscore of other projects: one file a project, with the reasons. loading.py reads
 # the attribute by which a transformers model class says what it does not store.
 INTERNALS = {
+    "evaluation/quality.py",
     "export/engines/ctranslate2.py",
     "loading.py",
     "models/torch_internals.py",

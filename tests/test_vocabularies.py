@@ -65,6 +65,6 @@ def test_training_evaluation_and_report_know_it(trimmed, tiny_marian, tmp_path, 
     assert found[-1] < found[0]
     names = {"source": "source", "target": "target"}
     result = evaluate_model(str(tmp_path / "out"), str(data), str(tiny_marian), speed=False, **names)
-    assert result.teacher.bleu > 50  # it has all its tokens
+    assert result.teacher.scores["bleu"] > 50  # it has all its tokens
     page = report_page(str(light), teacher=str(tiny_marian), data=str(data), samples=2, **names)
     assert "Singular values of the teacher" in page

@@ -25,12 +25,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from lightformers_hf.conversion import CheckpointReader
+from lightformers_hf.evaluation.quality import METRICS
 from lightformers_hf.files import WEIGHT_FILES
 from lightformers_hf.folders import atomic_output
 
 TRAINING_STATE = ("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "trainer_state.json", "training_args.bin")
 WEIGHTS = (*WEIGHT_FILES, "model-*.safetensors", "pytorch_model-*.bin")
-RISING = ("bleu", "chrf", "rouge", "accuracy")  # measures of which more is better, the others are losses
+RISING = ("accuracy", *(name for name, metric in METRICS.items() if metric.higher_is_better))
 
 
 def checkpoints_of(run: str | Path) -> dict[int, Path]:
@@ -72,7 +73,7 @@ def choose(run: str | Path, *, last: int | None = None, best: int | None = None,
     wanted, steps = last or best, list(found)
     if best and found:
         values = scores(found[steps[0]], metric)
-        sign = -1 if metric.removeprefix("eval_").startswith(RISING) else 1
+        sign = -1 if metric.removeprefix("eval_") in RISING else 1
         steps = sorted(found.keys() & values.keys(), key=lambda step: sign * values[step])
     if len(steps) < wanted:
         kind = "complete and evaluated" if best else "complete"

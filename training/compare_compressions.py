@@ -244,7 +244,7 @@ def draw(rows: list[dict], folder: Path, tests: list[str]) -> None:
                 for row in sorted(points, key=lambda row: row["parameters"]):
                     bleu.setdefault(row["parameters"], []).append(row[score])
                 axes.plot([size / 1e6 for size in bleu], [fmean(scores) for scores in bleu.values()], "o-", label=name)
-            teacher = rows[0][score] - rows[0][score_key(test, "bleu_to_teacher")]["bleu"]
+            teacher = rows[0][score] - rows[0][score_key(test, "bleu_to_teacher")]["value"]
             axes.axhline(teacher, color="0.5", linestyle="--", linewidth=1, label=TEACHER)
             axes.set(xlabel="parameters, millions", xscale="log", title=test if len(tests) > 1 else "")
         panels[0].set(ylabel="BLEU")
@@ -258,7 +258,7 @@ def deploy(rows: list[dict], args: argparse.Namespace) -> EngineComparison:
     runs = [Run(**{field.name: row[field.name] for field in fields(Run)}) for row in rows]
     places = [folder / (run.folder if run.trained else f"{run.conversion_folder}/model") for run in runs]
     found = compare_engines(
-        args.teacher, list(map(str, places)), forms=args.engines, data=args.test_file[0],
+        args.teacher, list(map(str, places)), forms=args.engines, data=args.test_file[0], metrics=SCORES,
         source=args.source_lang, target=args.target_lang, cores=(1,), batch_sizes=(1,), beams=(1,), progress=True,
     )  # fmt: skip
     (folder / "engines.json").write_text(json.dumps(found.to_dict(), indent=1) + "\n", encoding="utf-8")
@@ -271,7 +271,7 @@ def deploy(rows: list[dict], args: argparse.Namespace) -> EngineComparison:
 
 def draw_engines(found: EngineComparison, curves: dict[str, list[str]], engines: list[str], picture: Path) -> None:
     """BLEU against tokens a second and against megabytes, of {curve: its models}: a row of panels for each engine."""
-    sizes = {(place.model, place.form): (place.disk_bytes / 1e6, place.bleu) for place in found.deployed}
+    sizes = {(place.model, place.form): (place.disk_bytes / 1e6, place.scores["bleu"]) for place in found.deployed}
     speeds = {(timing.model, timing.form): timing.speed.tokens_per_second for timing in found.timings}
 
     def paint(panels: list) -> None:

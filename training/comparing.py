@@ -16,7 +16,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from lightformers_hf.evaluation.memory import PARENT
-from lightformers_hf.evaluation.quality import Difference, bleu_difference
+from lightformers_hf.evaluation.quality import Difference, difference
 from lightformers_hf.recovery import find_last_checkpoint, remove_checkpoints
 
 ROOM = 160  # columns of a table in a file or a pipe
@@ -35,7 +35,7 @@ def compare_outputs(folder: Path, other: Path, name: str, references: list[str])
     outputs = [
         Path(run, f"{name}_translations.txt").read_text(encoding="utf-8").split("\n")[:-1] for run in (folder, other)
     ]
-    return bleu_difference(*outputs, references)
+    return difference(*outputs, references)
 
 
 def score_key(test: str, score: str) -> str:

@@ -10,8 +10,8 @@
 
 Data: JSON lines `{"document": "…", "summary": "…"}`, or two columns of a CSV or Parquet file or of a Hub dataset. All
 else is as in `run_translation.py`: what data is given for is done, all options of `Seq2SeqTrainingArguments` work, the
-teacher may be left out, an interrupted run goes on with `--resume-from-checkpoint`. Measured by ROUGE-1, ROUGE-2 and
-ROUGE-L (F1).
+teacher may be left out, an interrupted run goes on with `--resume-from-checkpoint`. Measured by ROUGE-1, ROUGE-2,
+ROUGE-L and ROUGE-Lsum (F1), or by what `--metric` names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from arguments import ModelArguments, parse_arguments
 from common import run_script
 from seq2seq import DistillationArguments, GenerationArguments, Task, TrainingArguments
 
-from lightformers_hf.evaluation.quality import summary_quality
+from lightformers_hf.evaluation.quality import SUMMARIES
 
 
 @dataclass(kw_only=True)
@@ -41,8 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(classes, argv)
     data = arguments[2]
     columns = (data.text_column, data.summary_column)
-    measures = ("rouge1", "rouge2", "rougeL")
-    seq2seq.run(Task(columns, outputs="summaries", score=summary_quality, measures=measures), *arguments)
+    seq2seq.run(Task(columns, outputs="summaries", default=SUMMARIES), *arguments)
 
 
 if __name__ == "__main__":

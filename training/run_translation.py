@@ -8,7 +8,8 @@
         --learning-rate 3e-4 --lr-scheduler-type inverse_sqrt --warmup-steps 500 --eval-strategy epoch \
         --save-strategy epoch --load-best-model-at-end --metric-for-best-model bleu
 
-What data is given for is done: training, evaluation, test. All options of `Seq2SeqTrainingArguments` work.
+What data is given for is done: training, evaluation, test. Outputs are scored by metrics that fit the data, or by
+those that `--metric multi-bleu chrf` names. All options of `Seq2SeqTrainingArguments` work.
 An interrupted run goes on with `--resume-from-checkpoint` added to the same command.
 
 Any architecture trains from random weights: `--config-name shapes.json --tokenizer-name opus-mt-de-en`, where the file
@@ -26,7 +27,6 @@ from arguments import ModelArguments, parse_arguments
 from common import run_script
 from seq2seq import DistillationArguments, GenerationArguments, Task, TrainingArguments
 
-from lightformers_hf.evaluation.quality import translation_quality
 from lightformers_hf.languages import named_columns, set_languages
 
 
@@ -53,8 +53,6 @@ def main(argv: list[str] | None = None) -> None:
     task = Task(
         columns=named_columns(data.source_lang, data.target_lang),
         outputs="translations",
-        score=translation_quality,
-        measures=("bleu", "chrf"),
         prepare=partial(set_languages, source=data.source_lang, target=data.target_lang),
     )
     seq2seq.run(task, *arguments)

@@ -35,7 +35,8 @@ from transformers import (
     set_seed,
 )
 
-from lightformers_hf.languages import add_prefix, keep_prefix, split_prefix
+from lightformers_hf.evaluation.quality import METRICS, choose_metrics, describe, metric_names, score, signatures
+from lightformers_hf.languages import add_prefix, keep_prefix, language_code, split_prefix
 from lightformers_hf.loading import load_pretrained
 from lightformers_hf.recovery import RecoveryTrainer, ScoredPart, load_distiller
 from lightformers_hf.text import load_parallel, tokenize_pairs
@@ -48,15 +49,13 @@ class Task:
     Attributes:
         columns: names of the columns of source and target, or languages within a column `translation`.
         outputs: what the generated texts are called; those of the test go to `test_<outputs>.txt`, a line each.
-        score: measures of generated texts against one reference each.
-        measures: those of them that are shown of the validation.
+        default: the kind of references whose metrics are the default (`choose_metrics`); `None`: as the data are.
         prepare: last changes to model and tokenizer.
     """
 
     columns: tuple[str, str]
     outputs: str
-    score: Callable[[list[str], list[str]], dict[str, float | str]]
-    measures: tuple[str, ...]
+    default: str | None = None
     prepare: Callable[[PreTrainedModel, PreTrainedTokenizerBase], None] | None = None
 
 
@@ -91,6 +90,13 @@ class DataArguments(arguments.DataArguments):
         metadata={
             "help": "Budget of a batch of one process: rows x (longest source + longest target) tokens, padding "
             "counted. Replaces --per-device-train-batch-size."
+        },
+    )
+    metric: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": f"One or several of {', '.join(metric_names())}. Default: BLEU and chrF; for references of one "
+            "word exact match and character error rate first; for summaries ROUGE."
         },
     )
     preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
@@ -166,7 +172,14 @@ def run(
     parts = load_parts(data_args, partial(load_parallel, source=source, target=target))
     if args.eval_strategy != "no" and "validation" not in parts:
         raise ValueError(f"eval_strategy is {args.eval_strategy}: give --validation-file.")
-    check_metric(args, task.measures if args.predict_with_generate else ())
+    scored_pairs = parts[next((part for part in parts if part != "train"), "train")]
+    metrics = choose_metrics(
+        data_args.metric or (), scored_pairs["source"][:], scored_pairs["target"][:], default=task.default
+    )
+    check_metric(args, metrics if args.predict_with_generate else ())
+    best_by = (args.metric_for_best_model or "").removeprefix("eval_")
+    if best_by in METRICS:
+        args.greater_is_better = METRICS[best_by].higher_is_better
     set_seed(args.seed)
     tokenizer = load_tokenizer(model_args)
     model = build_model(model_args, tokenizer, AutoModelForSeq2SeqLM)
@@ -187,10 +200,12 @@ def run(
         tokens = {part: tokenize_pairs(pairs, tokenizer, num_proc=workers, **lengths) for part, pairs in parts.items()}
     scored = {part: ScoredPart(parts[part], tokens[part], tokenizer) for part in tokens if part != "train"}
 
+    language = language_code(target, tokenizer)
+    measure = partial(score, metrics=metrics, language=language)
+
     def score_validation(prediction: EvalPrediction) -> dict[str, float]:
         part = scored["validation"]
-        scores = task.score(part.decode(prediction.predictions), part.references)
-        return {name: scores[name] for name in task.measures}
+        return measure(part.decode(prediction.predictions), part.references)
 
     trainer = RecoveryTrainer(
         model,
@@ -210,25 +225,31 @@ def run(
     if "train" in tokens:
         rows |= train(trainer, checkpoint, model_args)
     if "validation" in tokens:
-        metrics = trainer.evaluate()
-        trainer.save_metrics("eval", metrics)
-        rows |= {f"validation {k}": metrics[f"eval_{k}"] for k in ("loss", *task.measures) if f"eval_{k}" in metrics}
+        found = trainer.evaluate()
+        trainer.save_metrics("eval", found)
+        rows |= {f"validation {k}": found[f"eval_{k}"] for k in ("loss", *metrics) if f"eval_{k}" in found}
         rows["checkpoint"] = checkpoint_name(trainer)
     if tests := parts_of_tests(tokens):
-        scores = {name: score_test(trainer, task, scored[name], name) for name in tests}
-        trainer.save_metrics("test", {f"{name}_{key}": score for name in tests for key, score in scores[name].items()})
-        rows |= {f"{name} {key}": score for name in tests for key, score in scores[name].items()}
+        results = {}
+        for name in tests:
+            texts, references = generate_test(trainer, task.outputs, scored[name], name), scored[name].references
+            scores, variants = measure(texts, references), signatures(metrics, references, language=language)
+            results |= {f"{name}_{metric}": value for metric, value in scores.items()}
+            results |= {f"{name}_{metric}_signature": variant for metric, variant in variants.items()}
+            rows |= {f"{name} {metric}": value for metric, value in scores.items()}
+            rows["scored by"] = "; ".join(describe(variants))
+        trainer.save_metrics("test", results)
     if "train" in tokens:
         rows["saved in"] = args.output_dir
     summarize(rows, console)
 
 
-def score_test(trainer: RecoveryTrainer, task: Task, part: ScoredPart, name: str) -> dict[str, float | str]:
-    """Generate the texts of the test `name`, write them in the data's order, and score them."""
+def generate_test(trainer: RecoveryTrainer, outputs: str, part: ScoredPart, name: str) -> list[str]:
+    """Generate the texts of the test `name`, write them in the data's order, and return them in that of `part`."""
     args = trainer.args
     args.predict_with_generate, trainer.compute_metrics = True, None
     texts = part.decode(trainer.predict(part.tokens, metric_key_prefix=name).predictions)
     if args.should_save:
         lines = "".join(f"{' '.join(texts[i].splitlines())}\n" for i in np.argsort(part.order))
-        Path(args.output_dir, f"{name}_{task.outputs}.txt").write_text(lines, encoding="utf-8")
-    return task.score(texts, part.references)
+        Path(args.output_dir, f"{name}_{outputs}.txt").write_text(lines, encoding="utf-8")
+    return texts

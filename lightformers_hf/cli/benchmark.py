@@ -10,7 +10,7 @@ from ..conversion.options import METHODS
 from ..evaluation.benchmarks.shapes import TEACHERS, VOCABULARY_ROWS
 from ..export.engines import deployment_names, split_deployment
 from .output import CHECKPOINT, DATA, Answer, Argument, Group, command, join_names, option
-from .use import AT_LEAST_ONE, MAX_SAMPLES, SOURCE_LANG, TARGET_LANG, languages
+from .use import AT_LEAST_ONE, MAX_SAMPLES, METRIC, SOURCE_LANG, TARGET_LANG, languages
 
 RUNS_HELP = "Interleaved runs; medians are shown."
 
@@ -88,7 +88,8 @@ def architectures(pair: tuple[str, ...], **options: Any) -> Answer:
     option("--runs", type=AT_LEAST_ONE, default=5, help=RUNS_HELP),
     option("--sentences", type=AT_LEAST_ONE, default=10, help="Sentences of a run at batch size 1."),
     option("--new-tokens", type=AT_LEAST_ONE, default=25, help="Tokens generated for every sentence."),
-    option("--data", type=DATA, help="Parallel text to measure BLEU and chrF on, too."),
+    option("--data", type=DATA, help="Parallel text to measure the quality on, too."),
+    METRIC,
     option("--shortlist", type=DATA, help="Text, as for export: adds every engine with a shortlist made from it."),
     SOURCE_LANG,
     TARGET_LANG,

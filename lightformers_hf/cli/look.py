@@ -14,6 +14,7 @@ from .use import (
     FILE,
     MAX_NEW_TOKENS,
     MAX_SAMPLES,
+    METRIC,
     NUM_BEAMS,
     SOURCE_LANG,
     SPLIT,
@@ -92,6 +93,7 @@ def analyze(
         help="What evaluate --json wrote, of this model or others: adds quality against size and speed; or "
         "benchmark engines --json. Repeatable.",
     ),
+    METRIC,
     option("--samples", type=AT_LEAST_ONE, default=8, help="Translations shown, evenly spread over the data."),
     SOURCE_LANG,
     TARGET_LANG,

@@ -234,6 +234,10 @@ def run(
         elif json_file is not None:
             check_answer_file(json_file, arguments)
         check_places(types, arguments)
+        if arguments.get("metrics"):
+            from ..evaluation.quality import check_metrics
+
+            check_metrics(arguments["metrics"])
         with loudness(quiet, verbose, chatter=sys.stderr if to_stdout else None, hush=quiet and answers):
             answer = function(**arguments)
         if not answers or not speaks:

@@ -53,6 +53,23 @@ SPLIT = option("--split", default="test", help="Split of a dataset on the Hub.")
 MAX_SAMPLES = option("--max-samples", type=AT_LEAST_ONE, help="Use the first so many pairs. Default: all.")
 
 
+def metric_names() -> list[str]:
+    """What `--metric` takes."""
+    from ..evaluation.quality import metric_names
+
+    return metric_names()
+
+
+METRIC = option(
+    "--metric",
+    "metrics",
+    metavar="NAME",
+    multiple=True,
+    values=metric_names,
+    help="exact-match, cer, bleu, multi-bleu, chrf, rouge, …. Repeatable. Default: what fits the data.",
+)
+
+
 class Generation(TypedDict, total=False):
     """Arguments of `generate()` that were given."""
 
@@ -151,6 +168,7 @@ def translate(
     MAX_NEW_TOKENS,
     DEVICE,
     option("--speed/--no-speed", default=True, help="Measure tokens/s and peak memory on one core (minutes)."),
+    METRIC,
     option("--comet", type=PLACE, help="Local COMET checkpoint (.ckpt); needs the command comet-score."),
 )
 def evaluate(
@@ -163,7 +181,10 @@ def evaluate(
     max_new_tokens: int | None,
     **options: Any,
 ) -> Answer:
-    """Measure a checkpoint, beside its teacher if there is one: BLEU, chrF, parameters, bytes, speed, memory.
+    """Measure a checkpoint, beside its teacher if there is one: quality, parameters, bytes, speed, memory.
+
+    Quality is BLEU and chrF; for outputs of one word exact match and character error rate come first, for summaries
+    it is ROUGE. --metric chooses.
 
     Without column names, the languages that the tokenizer names are read from the data's column 'translation'.
 

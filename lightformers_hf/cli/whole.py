@@ -11,6 +11,7 @@ import click
 from ..conversion.options import CompressionOptions
 from ..export.engines import check_engine_name, engine_names
 from .output import CHECKPOINT, DATA, SEED, Answer, Argument, command, join_names, option
+from .use import METRIC
 
 FILE = click.Path(path_type=Path)
 TEXT_HELP = (
@@ -37,6 +38,7 @@ TRAINING = (
         default=None,
         help="Learn from the teacher's own translations, too. Default: where that pays.",
     ),
+    METRIC,
     option("--report-to", multiple=True, help="Log to tensorboard, trackio, wandb, … as well. Repeatable."),
     option("--seed", type=SEED, default=0, help="Of everything that is drawn."),
     option("--overwrite", is_flag=True, help="Begin anew where an earlier call wrote."),
@@ -53,8 +55,9 @@ def recover(light: str, source_lang: str | None, target_lang: str | None, **opti
     """Win a compressed model's quality back: train it with its teacher for so many minutes.
 
     Settings follow from how far it was compressed and from the time, which the first steps measure. The model with the
-    best validation chrF is kept; without pairs, against the teacher's own translations. The same command goes on where
-    it was interrupted.
+    best validation score is kept, without pairs against the teacher's own translations. The score is the first
+    --metric; by default chrF, for outputs of one word the character error rate, for summaries ROUGE-L. The same
+    command goes on where it was interrupted.
 
     Example: lightformers recover light --teacher opus-mt-de-en --data train.jsonl --output recovered --minutes 30
     """

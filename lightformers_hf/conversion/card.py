@@ -21,7 +21,6 @@ from .report import CompressionReport, ModelFacts
 TRANSLATORS = ("marian", "m2m_100")  # families that do nothing else
 # A card with this line is written anew by every push.
 MARK = "<!-- Written by lightformers. Remove this line to keep your changes when you push again. -->"
-METRICS = {"bleu": "BLEU", "chrf": "chrF", "comet": "COMET"}
 TASKS = {
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForSequenceClassification": "text-classification",
@@ -39,14 +38,23 @@ def read_results(file: Path, parameters: int) -> dict:
     try:
         results = json.loads(Path(file).read_text(encoding="utf-8"))
         measured = results["model"]["parameters"]
-        shown = {key: results[key] for key in ("model", "data", "source", "target", "sentences", "generation")}
+        keys = ("model", "data", "source", "target", "sentences", "generation", "labels")
+        shown = {key: results[key] for key in keys}
+        shown["variants"] = {
+            ", ".join(
+                results["labels"][name] for name, other in results["signatures"].items() if other == variant
+            ): variant
+            for variant in dict.fromkeys(results["signatures"].values())
+        }
         # A path of this machine is nobody's business; a data set on the Hub has an owner.
         data = results["data"]
         shown |= {"data": Path(data).name if is_file_name(data) else data, "rows": _rows(results)}
     except FileNotFoundError:
         raise FileNotFoundError(f"{file} is not there: `lightformers evaluate … --json {file}` writes it") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
-        raise ValueError(f"{file} holds no results, as `lightformers evaluate … --json FILE` writes them") from None
+        raise ValueError(
+            f"{file} holds no results, as `lightformers evaluate … --json {file}` writes them: evaluate again"
+        ) from None
     if measured != parameters:
         raise ValueError(
             f"{file} measures a model of {measured:,} parameters, this one has {parameters:,}: evaluate this one"
@@ -59,9 +67,6 @@ def _rows(results: dict) -> list[list[str]]:
     columns = [results["model"]] + ([results["teacher"]] if results["teacher"] else [])
     ratio = f" ({results['speed_ratio']:.2f}x)" if results.get("speed_ratio") else ""
     measures = (
-        ("BLEU", "bleu", "{:.1f}".format),
-        ("chrF", "chrf", "{:.1f}".format),
-        ("COMET", "comet", "{:.4f}".format),
         ("unique parameters", "parameters", "{:,}".format),
         ("megabytes on disk", "disk_bytes", lambda size: f"{size / 1e6:,.1f}"),
         ("peak memory, megabytes", "memory_bytes", lambda size: f"{size / 1e6:,.0f}"),
@@ -69,6 +74,10 @@ def _rows(results: dict) -> list[list[str]]:
     )
     head = ["", "this model"] + ([_code(Path(results["teacher"]["name"]).name)] if results["teacher"] else [])
     rows = [
+        [_plain(results["labels"][name]), *(f"{column['scores'][name]:.1f}" for column in columns)]
+        for name in results["model"]["scores"]
+    ]
+    rows += [
         [label, *(show(column[field]) for column in columns)]
         for label, field, show in measures
         if all(column.get(field) is not None for column in columns)
@@ -85,12 +94,11 @@ def evaluation_results(results: Sequence[dict], task: str) -> list[EvalResult]:
             dataset_type=result["data"].partition(":")[0],
             dataset_name=f"{result['data']} ({result['source']}-{result['target']})",
             metric_type=metric,
-            metric_name=METRICS[metric],
-            metric_value=round(result["model"][metric], 4),
+            metric_name=result["labels"][metric],
+            metric_value=round(value, 4),
         )
         for result in results
-        for metric in METRICS
-        if result["model"].get(metric) is not None
+        for metric, value in result["model"]["scores"].items()
     ]
 
 
@@ -162,7 +170,6 @@ def model_card(
         place="".join(c for c in name or place or "PATH" if c.isalnum() or c in "._-/ "),
         steps=steps,
         results=results,
-        labels=METRICS,
     )
 
 
@@ -253,8 +260,8 @@ A `{{ model.architecture }}` model of {{ "{:,}".format(model.parameters) }} uniq
 {% endif %}
 {% endfor %}
 
-{% for metric in ("bleu", "chrf") if result.model[metric ~ "_signature"] %}
-{{ labels[metric] }}: {{ result.model[metric ~ "_signature"] | replace("|", " ") | code }}.
+{% for metrics, variant in result.variants.items() %}
+{{ metrics | plain }}: {{ variant | replace("|", " ") | code }}.
 {% endfor %}
 
 {% endfor %}

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from ..conversion.convert import convert
 from ..evaluation.benchmarks.engines import compare_engines
-from ..evaluation.quality import translation_quality
+from ..evaluation.quality import score, signatures
 from ..evaluation.speed import speed_ratio
 from ..evaluation.translate import translate
 from ..export import export
@@ -205,7 +205,7 @@ def _measure(output: Path, settings: DemoSettings) -> dict:
         model, tokenizer = load_model(output / name)
         with IdleThreads():
             outputs[name] = translate(sources, model, tokenizer, batch_size=100, progress=True)
-        rows[name] = translation_quality(outputs[name], references) | {
+        rows[name] = score(outputs[name], references) | {
             "parameters": unique_parameters(model),
             "bytes": weight_bytes(output / name),
         }
@@ -216,7 +216,8 @@ def _measure(output: Path, settings: DemoSettings) -> dict:
     ]
     for name, fields in _deployed_rows(output, data, settings).items():
         rows[name] = rows.get(name, {}) | fields
-    return {"test_pairs": len(sources), "models": rows, "samples": samples}
+    signature = signatures(["bleu"], references)["bleu"]
+    return {"test_pairs": len(sources), "bleu_signature": signature, "models": rows, "samples": samples}
 
 
 def _deployed_rows(output: Path, data: str, settings: DemoSettings) -> dict[str, dict[str, float]]:
@@ -235,6 +236,7 @@ def _deployed_rows(output: Path, data: str, settings: DemoSettings) -> dict[str,
         runs=settings.speed_runs,
         sentences=settings.speed_sentences,
         data=data,
+        metrics=("bleu", "chrf"),
         source="de",
         target="en",
         progress=True,
@@ -249,7 +251,7 @@ def _deployed_rows(output: Path, data: str, settings: DemoSettings) -> dict[str,
             "tokens_per_second": timing.speed.tokens_per_second,
             "speed_ratio": speed_ratio(timing.speed, baseline),
         }
-        size = {"bleu": places[key].bleu, "chrf": places[key].chrf, "bytes": places[key].disk_bytes}
+        size = places[key].scores | {"bytes": places[key].disk_bytes}
         rows[names.get(key, timing.model)] = speed | (size if key in names else {})
     return rows
 
@@ -258,7 +260,7 @@ def _show(results: dict, output: Path, console: Console) -> None:
     """Print the table, sample translations and what to do next."""
     teacher = results["models"]["teacher"]
     table = Table(
-        title=f"{results['test_pairs']} held-out sentences, German → English", caption=teacher["bleu_signature"]
+        title=f"{results['test_pairs']} held-out sentences, German → English", caption=results["bleu_signature"]
     )
     table.add_column("")
     for column in ("BLEU", "chrF", "parameters", "MB", "speed"):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
@@ -12,7 +12,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoTokenizer
 
 from ..files import REPORT_FILE, read_json
-from ..languages import add_prefix, split_language
+from ..languages import add_prefix, language_code, split_language
 from ..loading import (
     load_pair,
     load_pretrained,
@@ -23,7 +23,18 @@ from ..loading import (
 )
 from ..text import fingerprint, load_parallel
 from .memory import translation_memory
-from .quality import Difference, bleu_difference, comet_score, signed, translation_quality
+from .quality import (
+    Difference,
+    check_metrics,
+    choose_metrics,
+    comet_score,
+    describe,
+    difference,
+    labels,
+    score,
+    signatures,
+    signed,
+)
 from .speed import speed_ratio, tokens_per_second, typical_sentences
 from .translate import translate
 
@@ -39,11 +50,7 @@ class Measurements:
     """What one checkpoint is and does; None where it was not measured. Memory and sizes in bytes."""
 
     name: str
-    bleu: float
-    bleu_signature: str
-    chrf: float
-    chrf_signature: str
-    comet: float | None
+    scores: dict[str, float]  # {metric: 0 to 100}, the most important one first
     parameters: int
     disk_bytes: int
     memory_bytes: int | None = None  # peak of a process that loads the checkpoint and translates
@@ -69,22 +76,28 @@ class Evaluation:
     target: str
     sentences: int
     generation: dict[str, int]
-    difference: Difference | None = None  # of BLEU, model above teacher, with its bootstrap interval
+    signatures: dict[str, str]  # {metric: the variant of it that was computed}
+    differences: dict[str, Difference] = field(default_factory=dict)  # model above teacher, with bootstrap intervals
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """{metric: its name in tables}."""
+        return labels(self.model.scores)
 
     def to_dict(self) -> dict:
         """The same as nested dictionaries of strings and numbers, for JSON; of paths their last parts."""
         content = asdict(self)
         for one in filter(None, (content["model"], content["teacher"])):
             one["name"] = printable_name(one["name"])
-        return content | {"data": printable_name(self.data)}
+        return content | {"data": printable_name(self.data), "labels": self.labels}
 
     def table(self) -> Table:
         """A rich table: one row a measure, the teacher beside the model, and how they compare."""
         title = (
             f"{self.sentences:,} sentence{'s' * (self.sentences != 1)} of {self.data}, {self.source} → {self.target}"
         )
-        notes = [self.model.bleu_signature, self.model.chrf_signature]
-        if self.difference:
+        notes = describe(self.signatures)
+        if self.differences:
             notes.append("in brackets: 95 % of test sets like this one (paired bootstrap)")
         table = Table(title=escape(title), caption=escape("\n".join(notes)))
         table.add_column("")
@@ -99,15 +112,15 @@ class Evaluation:
                 cells = [show(model)] + ([show(teacher), compare(model, teacher)] if self.teacher else [])
                 table.add_row(label, *cells)
 
-        def above(model: float, teacher: float) -> str:
-            return str(self.difference or signed(model - teacher))
-
         def smaller(model: float, teacher: float) -> str:
             return f"{teacher / model:.2f}x smaller"
 
-        row("BLEU", "bleu", "{:.1f}".format, above)
-        row("chrF", "chrf", "{:.1f}".format, lambda model, teacher: signed(model - teacher))
-        row("COMET", "comet", "{:.4f}".format, lambda model, teacher: signed(model - teacher, 4))
+        for name, value in self.model.scores.items():
+            cells = [f"{value:.1f}"]
+            if self.teacher:
+                other = self.teacher.scores[name]
+                cells += [f"{other:.1f}", str(self.differences.get(name, signed(value - other)))]
+            table.add_row(self.labels[name], *cells)
         row("unique parameters", "parameters", "{:,}".format, smaller)
         row("weights on disk", "disk_bytes", _megabytes, smaller)
         row("peak memory", "memory_bytes", _megabytes, smaller)
@@ -136,6 +149,7 @@ def evaluate_model(
     device: str = "cpu",
     speed: bool = True,
     runs: int = 10,
+    metrics: Iterable[str] = (),
     comet: str | None = None,
     progress: bool = False,
     **generation: int,
@@ -151,6 +165,7 @@ def evaluate_model(
         device: where the quality is measured; speed and memory are measured on one CPU core.
         speed: measure tokens/s and peak memory, too (minutes).
         runs: of the speed measurement.
+        metrics: names of `METRICS`; by default those that fit the references (`choose_metrics`).
         comet: a local COMET checkpoint to score with as well.
         generation: `num_beams`, `max_new_tokens` and other numbers for `generate()`, for quality and speed alike;
             what is not given is the checkpoint's (the number of beams: the model's, for the teacher too).
@@ -158,6 +173,7 @@ def evaluate_model(
     Raises:
         FileNotFoundError, ValueError: a checkpoint or data that is not there or not fit, each with what to do.
     """
+    metrics = check_metrics(metrics)
     names = {"model": model} | ({"teacher": teacher} if teacher else {})
     loaded = load_pair(model, teacher, device=device, source=source, target=target)
     # The teacher searches with the model's number of beams, whatever its own checkpoint says.
@@ -165,40 +181,30 @@ def evaluate_model(
     source, target = choose_columns(model, *loaded["model"], source, target)
     pairs = load_parallel(data, source=source, target=target, split=split, max_samples=max_samples)
     sources, references = list(pairs["source"]), list(pairs["target"])
+    metrics = choose_metrics(metrics, sources, references)
     warn_of_overlap(model, data, sources)
 
     settings: dict[str, Any] = {"batch_size": batch_size, "progress": progress} | generation
     outputs = {role: translate(sources, *loaded[role], **settings) for role in names}
-    measured = {
-        role: _measure_quality(name, loaded[role][0], outputs[role], sources, references, comet)
-        for role, name in names.items()
-    }
-    difference = bleu_difference(outputs["model"], outputs["teacher"], references) if teacher else None
+    language = language_code(target, loaded["model"][1])
+    measured = {}
+    for role, name in names.items():
+        scores = score(outputs[role], references, metrics, language=language)
+        if comet:
+            scores["comet"] = 100 * comet_score(sources, outputs[role], references, comet)
+        measured[role] = Measurements(name, scores, unique_parameters(loaded[role][0]), weight_bytes(name))
+    differences = {}
+    if teacher:
+        texts = outputs["model"], outputs["teacher"], references
+        differences = {name: difference(*texts, metric=name, language=language) for name in metrics}
     ratio = None
     if speed:
         sentences = typical_sentences(sources, references, loaded.get("teacher", loaded["model"])[1])
         ratio = _measure_speed(measured, loaded, sentences, runs=runs, progress=progress, **generation)
     columns = split_language(source)[0], split_language(target)[0]
+    variants = signatures(metrics, references, language=language)
     both = measured["model"], measured.get("teacher")
-    return Evaluation(*both, ratio, data, *columns, len(sources), generation, difference)
-
-
-def _measure_quality(
-    name: str,
-    network: PreTrainedModel,
-    outputs: list[str],
-    sources: list[str],
-    references: list[str],
-    comet: str | None,
-) -> Measurements:
-    """Size and scores of a checkpoint, without its speed. Args: of `evaluate_model`; `outputs`: of `translate`."""
-    return Measurements(
-        name=name,
-        comet=comet_score(sources, outputs, references, comet) if comet else None,
-        parameters=unique_parameters(network),
-        disk_bytes=weight_bytes(name),
-        **translation_quality(outputs, references),
-    )
+    return Evaluation(*both, ratio, data, *columns, len(sources), generation, variants, differences)
 
 
 def _measure_speed(

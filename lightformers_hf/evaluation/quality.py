@@ -1,92 +1,407 @@
-"""How good outputs are: sacreBLEU and chrF through `evaluate`, COMET where it is installed; ROUGE of summaries.
+"""Metrics of generated texts: one registry, the choice for the data at hand, scores, and intervals of differences.
 
-`evaluate.load("sacrebleu")` fetches a script from the Hub, so the metric is defined here and works with no network.
+Each metric counts something in each pair of texts. The score is a function of the sums of these counts, which also
+gives the bootstrap interval of a difference. `evaluate.load("bleu")` fetches a script from the Hub; `load_metric`
+returns an `evaluate.Metric` without network.
+
+The libraries that compute are imported when a metric is computed: the command line needs the names alone.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 import shutil
 import subprocess
 import tempfile
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from importlib.metadata import version
 from pathlib import Path
-from statistics import fmean
-from typing import TypedDict
+from typing import TYPE_CHECKING
 
-import datasets
-import evaluate
 import numpy as np
-import torch
-from sacrebleu.metrics import BLEU, CHRF
+
+if TYPE_CHECKING:
+    import evaluate
+    from sacrebleu.metrics.base import Metric as SacreMetric
+
+Texts = Sequence[str]
+
+HAN = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # Chinese characters
+# Scripts without spaces between words: Thai, Lao, Tibetan, Burmese, Khmer, Kana, Chinese characters.
+UNSPACED = re.compile(f"[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff{HAN}]")
+SENTENCE_END = re.compile(r"(?<=[.!?。！？])\s+")
+WORDS, SUMMARIES, SENTENCES = "words", "summaries", "sentences"  # what the references are
+ONE_WORD = 0.9  # share of references of one word from which the data are words
+SHORTENED = 0.5  # share of the sources' length, in words and in characters, up to which references are summaries
 
 
-class TranslationScores(TypedDict):
-    """From 0 to 100, with the sacreBLEU signature of either."""
+@dataclass(frozen=True)
+class Counter:
+    """How one metric is computed for one set of references.
 
-    bleu: float
-    bleu_signature: str
-    chrf: float
-    chrf_signature: str
-
-
-class TranslationQuality(evaluate.Metric):
-    """Corpus-level BLEU (13a tokenization, mixed case) and chrF2 of one reference a sentence, as `evaluate.Metric`.
-
-    `compute(predictions=…, references=…)` gives `bleu` and `chrf` (0 to 100), and the sacreBLEU signature of either
-    (Post, "A Call for Clarity in Reporting BLEU Scores", 2018) as `bleu_signature` and `chrf_signature`.
+    Attributes:
+        count: counts of each pair of prediction and reference, (pairs, counts).
+        score: the metric of the sums of counts (counts).
+        signature: the variant that is computed.
     """
 
-    def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description="Corpus-level sacreBLEU (13a) and chrF2 with their signatures.",
-            citation="",
-            inputs_description="predictions, references: lists of detokenized sentences, one reference each.",
-            features=datasets.Features(
-                {"predictions": datasets.Value("string"), "references": datasets.Value("string")}
-            ),
+    count: Callable[[Texts, Texts], np.ndarray]
+    score: Callable[[np.ndarray], float]
+    signature: str
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One entry of `METRICS`; scores are from 0 to 100.
+
+    Attributes:
+        label: its name in tables.
+        counter: the `Counter` for references in a language (a code, `de`, or `None`).
+        default_for: kinds of references for which it is a default.
+        higher_is_better: whether a higher score is better.
+    """
+
+    label: str
+    counter: Callable[[Texts, str | None], Counter]
+    default_for: tuple[str, ...] = ()
+    higher_is_better: bool = True
+
+
+def _sacrebleu(metric: SacreMetric, prepare: Callable[[str], str] | None = None, signature: str = "") -> Counter:
+    """The `Counter` of a metric of sacreBLEU.
+
+    sacreBLEU shows the counts of sentences for BLEU alone, so its private methods are called, which `corpus_score`
+    and its own paired test call as well.
+    """
+
+    def count(predictions: Texts, references: Texts) -> np.ndarray:
+        texts = [[prepare(text) for text in side] if prepare else list(side) for side in (predictions, references)]
+        return np.array(metric._extract_corpus_statistics(texts[0], [texts[1]]))
+
+    metric.num_refs = 1
+    score = lambda sums: float(metric._compute_score_from_stats(list(sums)).score)  # noqa: E731
+    return Counter(count, score, signature or str(metric.get_signature()))
+
+
+def bleu_tokenizer(references: Texts) -> str:
+    """sacreBLEU's tokenizer for the script of the references: `zh` for Chinese, `char` for others without spaces.
+
+    Japanese is split into characters, too: words need `ja-mecab`, which is not installed everywhere.
+    """
+    if not is_unspaced(references):
+        return "13a"
+    han, unspaced = (_share_of_letters(script, references) for script in (re.compile(f"[{HAN}]"), UNSPACED))
+    return "zh" if han > 0.9 * unspaced else "char"
+
+
+def _bleu(references: Texts, language: str | None) -> Counter:
+    from sacrebleu.metrics import BLEU
+
+    # `force`: outputs that look tokenized are scored as they are; the library's warning would name no remedy here.
+    return _sacrebleu(BLEU(tokenize=bleu_tokenizer(references), force=True))
+
+
+def _chrf(references: Texts, language: str | None) -> Counter:
+    from sacrebleu.metrics import CHRF
+
+    return _sacrebleu(CHRF())
+
+
+def _multi_bleu(references: Texts, language: str | None, *, compounds: bool = False) -> Counter:
+    """Tokenized BLEU, as `multi-bleu.perl` computes it: tokens of Moses, case-sensitive, not smoothed.
+
+    `compounds`: hyphens between two characters become tokens of their own, as in the script
+    `compound_split_bleu.sh` of fairseq (Vaswani et al. 2017).
+    """
+    from sacrebleu.metrics import BLEU
+    from sacremoses import MosesTokenizer
+
+    language = language or "en"
+    moses = MosesTokenizer(lang=language)  # which has the rules of English for a language that it does not know
+
+    def prepare(text: str) -> str:
+        tokens = moses.tokenize(text, escape=False, return_str=True)
+        return re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", tokens) if compounds else tokens
+
+    signature = f"Moses tokens (sacremoses {version('sacremoses')}, lang:{language}), not smoothed"
+    signature += ", compounds split at hyphens" * compounds
+    return _sacrebleu(BLEU(tokenize="none", smooth_method="none", force=True), prepare, signature)
+
+
+def _exact_match(references: Texts, language: str | None) -> Counter:
+    def count(predictions: Texts, references: Texts) -> np.ndarray:
+        return np.array(
+            [[text.split() == other.split(), 1] for text, other in zip(predictions, references, strict=True)]
         )
 
-    def _compute(self, predictions: list[str], references: list[str]) -> TranslationScores:
-        # `force`: outputs that look tokenized are scored as they are; the library's warning would name no remedy here.
-        bleu, chrf = BLEU(force=True), CHRF()
-        bleu_score, chrf_score = (
-            metric.corpus_score(list(predictions), [list(references)]).score for metric in (bleu, chrf)
-        )
-        return {
-            "bleu": bleu_score,
-            "bleu_signature": str(bleu.get_signature()),
-            "chrf": chrf_score,
-            "chrf_signature": str(chrf.get_signature()),
-        }
+    return Counter(count, _percentage, "equal but for spaces")
 
 
-def translation_quality(predictions: list[str], references: list[str]) -> TranslationScores:
-    """Corpus-level sacreBLEU (13a) and chrF2 of `predictions` against one reference each, with their signatures.
+def _character_error_rate(references: Texts, language: str | None) -> Counter:
+    def count(predictions: Texts, references: Texts) -> np.ndarray:
+        pairs = [[" ".join(text.split()) for text in pair] for pair in zip(predictions, references, strict=True)]
+        return np.array([[edit_distance(text, other), len(other)] for text, other in pairs])
 
-    Raises `ValueError` for lists of different lengths and for empty ones.
+    return Counter(
+        count, _percentage, "character error rate, edits / characters of the references in percent; lower is better"
+    )
+
+
+def _rouge(references: Texts, language: str | None, *, kind: str) -> Counter:
+    """ROUGE (Lin 2004): F1 of one reference, mean over the texts, with Porter's stems.
+
+    References in Latin letters have the words of Google's rouge-score, `[a-z0-9]+`; others have words of all letters,
+    and single characters where a script has no spaces. Sentences of rougeLsum end at line breaks and after `.`, `!`
+    and `?`.
+    """
+    from rouge_score.rouge_scorer import RougeScorer  # brings all of nltk along, which takes a second or two
+
+    latin = _share_of_letters(re.compile("[a-zA-Z]"), references) > 0.5
+    scorer = RougeScorer([kind], tokenizer=_Words(latin=latin))
+
+    def count(predictions: Texts, references: Texts) -> np.ndarray:
+        if kind == "rougeLsum":
+            predictions, references = (
+                [SENTENCE_END.sub("\n", text) for text in side] for side in (predictions, references)
+            )
+        pairs = zip(predictions, references, strict=True)
+        return np.array([[scorer.score(other, text)[kind].fmeasure, 1] for text, other in pairs])
+
+    words = "" if latin else ", words of all letters"
+    return Counter(count, _percentage, f"rouge-score {version('rouge-score')}, Porter's stems{words}, mean F1")
+
+
+class _Words:
+    """The tokenizer that `RougeScorer` takes."""
+
+    def __init__(self, *, latin: bool) -> None:
+        from nltk.stem.porter import PorterStemmer
+
+        self.latin, self.stem = latin, lru_cache(100_000)(PorterStemmer().stem)
+
+    def tokenize(self, text: str) -> list[str]:
+        words = re.findall("[a-z0-9]+", text.lower()) if self.latin else _all_words(text)
+        return [self.stem(word) if len(word) > 3 else word for word in words]
+
+
+def _all_words(text: str) -> list[str]:
+    """Words of letters, marks and digits; a character of a script without spaces is a word."""
+    kept = "".join(c if c.isalnum() or unicodedata.category(c)[0] == "M" else " " for c in text.lower())
+    return UNSPACED.sub(r" \g<0> ", kept).split()
+
+
+def _percentage(sums: np.ndarray) -> float:
+    return 100 * float(sums[0]) / max(float(sums[1]), 1)
+
+
+def edit_distance(text: str, other: str) -> int:
+    """The least number of insertions, deletions and substitutions of characters (Levenshtein 1966)."""
+    places = np.arange(len(other) + 1)
+    characters = np.array([ord(c) for c in other], dtype=np.int64)
+    row = places
+    for number, character in enumerate(text, start=1):
+        best = np.minimum(row[1:] + 1, row[:-1] + (characters != ord(character)))  # deletion, substitution
+        best = np.concatenate(([number], best))
+        row = np.minimum.accumulate(best - places) + places  # insertions, one after another
+    return int(row[-1])
+
+
+METRICS = {
+    "exact-match": Metric("exact match", _exact_match, (WORDS,)),
+    "cer": Metric("CER", _character_error_rate, (WORDS,), higher_is_better=False),
+    "bleu": Metric("BLEU", _bleu, (SENTENCES, WORDS)),
+    "multi-bleu": Metric("multi-bleu", _multi_bleu),
+    "multi-bleu-compounds": Metric("multi-bleu, compounds split", partial(_multi_bleu, compounds=True)),
+    "chrf": Metric("chrF", _chrf, (SENTENCES, WORDS)),
+    "rouge1": Metric("ROUGE-1", partial(_rouge, kind="rouge1"), (SUMMARIES,)),
+    "rouge2": Metric("ROUGE-2", partial(_rouge, kind="rouge2"), (SUMMARIES,)),
+    "rougeL": Metric("ROUGE-L", partial(_rouge, kind="rougeL"), (SUMMARIES,)),
+    "rougeLsum": Metric("ROUGE-Lsum", partial(_rouge, kind="rougeLsum"), (SUMMARIES,)),
+}
+GROUPS = {"rouge": [name for name in METRICS if name.startswith("rouge")]}
+# Of the defaults for each kind of references, the metric that distinguishes similar models best.
+FINEST = ("cer", "rougeL", "chrf")
+
+
+def metric_names() -> list[str]:
+    """All names that `--metric` takes."""
+    return [*METRICS, *GROUPS]
+
+
+def check_metrics(names: Iterable[str]) -> list[str]:
+    """The metrics of these names as `METRICS` spells them, each once; `rouge` is all of ROUGE.
+
+    Raises:
+        ValueError: a name that is not known; the message has those that are near.
+    """
+    known = {name.lower(): [name] for name in METRICS} | GROUPS
+    found: dict[str, None] = {}
+    for name in names:
+        key = name.lower().replace("_", "-")
+        if key not in known:
+            near = difflib.get_close_matches(key, known)
+            near = [known[one][0] if one not in GROUPS else one for one in near]
+            raise ValueError(
+                f"There is no metric {name!r}; "
+                + (f"did you mean {' or '.join(near)}?" if near else f"there is {', '.join(metric_names())}.")
+            )
+        found |= dict.fromkeys(known[key])
+    return list(found)
+
+
+def choose_metrics(
+    names: Iterable[str], sources: Texts, references: Texts, *, default: str | None = None
+) -> list[str]:
+    """The metrics that are asked for, or the defaults for the data.
+
+    Args:
+        names: as of `check_metrics`.
+        sources, references: the data, from whose texts the kind of references follows (`kind_of`).
+        default: this kind instead.
+
+    Raises:
+        ValueError: an unknown name, or multi-bleu for references without spaces.
+    """
+    chosen = check_metrics(names)
+    if not chosen:
+        kind = default or kind_of(sources, references)
+        chosen = [name for name, metric in METRICS.items() if kind in metric.default_for]
+    for name in chosen:
+        if name.startswith("multi-bleu") and is_unspaced(references):
+            raise ValueError(
+                f"{name} counts words between spaces, and the references have none, for example "
+                f"{references[0][:40]!r}, so the score would mean nothing. Use bleu, which splits this script into "
+                "characters, or chrf."
+            )
+    return chosen
+
+
+def selection_metric(metrics: Sequence[str], asked: Iterable[str]) -> str:
+    """The metric by which checkpoints are chosen: the first that is asked for, or the finest of the defaults."""
+    return metrics[0] if list(asked) else next(name for name in FINEST if name in metrics)
+
+
+def kind_of(sources: Texts, references: Texts) -> str:
+    """What the references are: `words` if nine of ten have no space inside, `summaries` if they are at most half as
+    long as the sources, in words and in characters, otherwise `sentences`. A script without spaces has no words."""
+    unspaced = is_unspaced(references)
+    if not unspaced and sum(len(text.split()) <= 1 for text in references) >= ONE_WORD * len(references):
+        return WORDS
+    characters, words = (
+        [sum(len(measure(text)) for text in side) for side in (sources, references)]
+        for measure in (str.strip, str.split)
+    )
+    if unspaced != is_unspaced(sources):  # a translation; lengths do not compare
+        return SENTENCES
+    lengths = [characters] if unspaced else [characters, words]
+    return SUMMARIES if all(short <= SHORTENED * long for long, short in lengths) else SENTENCES
+
+
+def is_unspaced(texts: Texts) -> bool:
+    """Whether most letters are of a script that writes no spaces between words."""
+    return _share_of_letters(UNSPACED, texts) > 0.5
+
+
+def _share_of_letters(script: re.Pattern, texts: Texts) -> float:
+    letters = sum(sum(map(str.isalpha, text)) for text in texts)
+    return sum(len(script.findall(text)) for text in texts) / max(letters, 1)
+
+
+def score(
+    predictions: Texts, references: Texts, metrics: Iterable[str] = ("bleu", "chrf"), *, language: str | None = None
+) -> dict[str, float]:
+    """Scores of `predictions` against one reference each, from 0 to 100.
+
+    Args:
+        metrics: names of `METRICS`.
+        language: of the references, a code (`de`): multi-bleu tokenizes by it.
+
+    Raises:
+        ValueError: lists of different lengths, or empty ones; an unknown metric.
     """
     _check_counts(predictions, references)
-    with tempfile.TemporaryDirectory() as folder:  # it makes one, even if the cache of the libraries takes none
-        metric = TranslationQuality(keep_in_memory=True, cache_dir=folder)
-        return metric.compute(predictions=predictions, references=references)
+    names, found = check_metrics(metrics), {}
+    with tempfile.TemporaryDirectory() as folder:  # the library makes one, even if its cache cannot be written
+        for name in names:
+            metric = load_metric(name, language=language, keep_in_memory=True, cache_dir=folder)
+            found |= metric.compute(predictions=list(predictions), references=list(references))
+    return found
+
+
+def load_metric(name: str, *, language: str | None = None, **options: object) -> evaluate.Metric:
+    """A metric of `METRICS` as `evaluate.Metric`, without network: `load_metric("cer").compute(predictions=…, …)`.
+
+    Args:
+        language: as for `score`.
+        options: of `evaluate.Metric`.
+    """
+    (name,) = check_metrics([name])
+    return _metric_class()(name, language, **options)
+
+
+@cache
+def _metric_class() -> type[evaluate.Metric]:
+    import datasets
+    import evaluate  # takes seconds
+
+    class TextMetric(evaluate.Metric):
+        def __init__(self, name: str, language: str | None = None, **options: object) -> None:
+            self.language = language
+            super().__init__(config_name=name, **options)
+
+        def _info(self) -> evaluate.MetricInfo:
+            columns = {"predictions": datasets.Value("string"), "references": datasets.Value("string")}
+            return evaluate.MetricInfo(
+                description=METRICS[self.config_name].label,
+                citation="",
+                inputs_description="predictions, references: lists of detokenized texts, one reference each.",
+                features=datasets.Features(columns),
+            )
+
+        def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
+            counter = METRICS[self.config_name].counter(references, self.language)
+            return {self.config_name: counter.score(counter.count(predictions, references).sum(axis=0))}
+
+    return TextMetric
+
+
+def signatures(metrics: Iterable[str], references: Texts, *, language: str | None = None) -> dict[str, str]:
+    """{metric: the variant that is computed for these references}, for sacreBLEU's metrics its signature."""
+    return {name: METRICS[name].counter(references, language).signature for name in metrics}
+
+
+def labels(metrics: Iterable[str]) -> dict[str, str]:
+    """{metric: its name in tables}, of metrics that are not in the registry (`comet`) in capitals."""
+    return {name: METRICS[name].label if name in METRICS else name.upper() for name in metrics}
+
+
+def describe(signatures: dict[str, str]) -> list[str]:
+    """One line for each signature, with the labels of the metrics that have it."""
+    return [
+        f"{', '.join(labels(name for name, other in signatures.items() if other == signature).values())}: {signature}"
+        for signature in dict.fromkeys(signatures.values())
+    ]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How much higher one system's BLEU is than another's on the same sentences, and where chance may have put it.
+    """How much higher the score of one system is than that of another on the same texts, and its interval.
 
     Attributes:
-        bleu: the difference of the two corpus scores.
-        low, high: what 95 % of all test sets like this one would show.
+        value: the difference of the two corpus scores.
+        low, high: the range of 95 % of all test sets like this one.
     """
 
-    bleu: float
+    value: float
     low: float
     high: float
 
     def __str__(self) -> str:
-        return f"{signed(self.bleu)} ({signed(self.low)} to {signed(self.high)})"
+        return f"{signed(self.value)} ({signed(self.low)} to {signed(self.high)})"
 
 
 def signed(value: float, decimals: int = 1) -> str:
@@ -95,59 +410,40 @@ def signed(value: float, decimals: int = 1) -> str:
     return text if float(text) else text[1:]
 
 
-def bleu_difference(
-    predictions: list[str], others: list[str], references: list[str], *, resamples: int = 1000, seed: int = 12345
+def difference(
+    predictions: Texts,
+    others: Texts,
+    references: Texts,
+    *,
+    metric: str = "bleu",
+    language: str | None = None,
+    resamples: int = 1000,
+    seed: int = 12345,
 ) -> Difference:
-    """BLEU of `predictions` above that of `others`, with its paired bootstrap interval (Koehn 2004, section 4).
+    """Score of `predictions` above that of `others`, with its paired bootstrap interval (Koehn 2004, section 4).
 
-    Sentences are drawn anew, with replacement, for both systems alike; the interval holds the middle 95 % of the
-    differences. What chance other random seeds of a training bring is not in it.
+    Texts are drawn again, with replacement, for both systems alike; the interval holds the middle 95 % of the
+    differences. It does not include the variation between random seeds of a training.
 
     Raises:
         ValueError: lists of different lengths, or empty ones.
     """
     _check_counts(predictions, references)
     _check_counts(others, references)
-    draws = np.random.default_rng(seed).multinomial(
-        len(references), [1 / len(references)] * len(references), resamples
-    )
-    counted = np.concatenate([np.ones((1, len(references)), dtype=int), draws])  # the set itself comes first
-    scores = [_bleu_of_sums(counted @ _bleu_statistics(outputs, references)) for outputs in (predictions, others)]
-    difference = scores[0] - scores[1]
-    low, high = np.quantile(difference[1:], (0.025, 0.975))
-    return Difference(difference[0].item(), low.item(), high.item())
+    size = len(references)
+    draws = np.random.default_rng(seed).multinomial(size, [1 / size] * size, resamples)
+    sets = np.concatenate([np.ones((1, size), dtype=int), draws])  # the test set itself comes first
+    counter = METRICS[metric].counter(references, language)
+    scores = [
+        np.array([counter.score(sums) for sums in sets @ counter.count(outputs, references)])
+        for outputs in (predictions, others)
+    ]
+    differences = scores[0] - scores[1]
+    low, high = np.quantile(differences[1:], (0.025, 0.975))
+    return Difference(differences[0].item(), low.item(), high.item())
 
 
-def _bleu_statistics(predictions: list[str], references: list[str]) -> np.ndarray:
-    """Of every sentence: matches and n-grams of lengths 1 to 4, tokens of output and reference (sentences, 10)."""
-    bleu = BLEU(force=True, effective_order=True)  # which changes sentences' scores, not what they count
-    scores = [bleu.sentence_score(text, [reference]) for text, reference in zip(predictions, references, strict=True)]
-    return np.array([[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in scores])
-
-
-def _bleu_of_sums(sums: np.ndarray) -> np.ndarray:
-    """Corpus BLEU of sums of `_bleu_statistics` (sets, 10)."""
-    return np.array(
-        [BLEU.compute_bleu(list(row[:4]), list(row[4:8]), *row[8:], smooth_method="exp").score for row in sums]
-    )
-
-
-def summary_quality(predictions: list[str], references: list[str]) -> dict[str, float]:
-    """ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004) of `predictions` against one reference each: mean F1, from 0 to 100.
-
-    Google's `rouge_score`: lower-cased words of a-z and 0-9 only, Porter's stems; the L is that of the whole text.
-    Returns `rouge1`, `rouge2`, `rougeL`. Raises `ValueError` for lists of different lengths and for empty ones.
-    """
-    from rouge_score.rouge_scorer import RougeScorer  # brings all of nltk along, which takes a second or two
-
-    _check_counts(predictions, references)
-    names = ["rouge1", "rouge2", "rougeL"]
-    scorer = RougeScorer(names, use_stemmer=True)
-    scores = [scorer.score(reference, text) for text, reference in zip(predictions, references, strict=True)]
-    return {name: 100 * fmean(score[name].fmeasure for score in scores) for name in names}
-
-
-def _check_counts(predictions: list[str], references: list[str]) -> None:
+def _check_counts(predictions: Texts, references: Texts) -> None:
     if len(predictions) != len(references):
         raise ValueError(f"{len(predictions)} predictions for {len(references)} references: give one reference each")
     if not predictions:
@@ -177,6 +473,8 @@ def comet_score(sources: list[str], predictions: list[str], references: list[str
             "COMET needs the command comet-score, which is not on PATH. It asks for transformers below 5, so give it "
             "an environment of its own: pipx install unbabel-comet"
         )
+    import torch
+
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["--model", str(checkpoint), "--gpus", "1" if torch.cuda.is_available() else "0"]
         for name, texts in {"sources": sources, "translations": predictions, "references": references}.items():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from sacrebleu import BLEU
+from sacrebleu import CHRF
 
 from ..data_files import is_lines, load_lines
 from ..languages import add_prefix, split_prefix
@@ -36,7 +36,7 @@ class ShortlistReport:
         coverage: share of the tokens of the model's own outputs among these.
         sentences: held out for this.
         same: share of them whose translation stays the same.
-        bleu, bleu_without: with the shortlist and with all tokens; `None` without references.
+        chrf, chrf_without: with the shortlist and with all tokens; `None` without references.
         sha256: of its file.
     """
 
@@ -49,13 +49,13 @@ class ShortlistReport:
     coverage: float
     sentences: int
     same: float
-    bleu: float | None
-    bleu_without: float | None
+    chrf: float | None
+    chrf_without: float | None
     sha256: str
 
     def lines(self) -> list[str]:
         """The same as sentences."""
-        scores = "" if self.bleu is None else f"; BLEU {self.bleu:.1f}, {self.bleu_without:.1f} with all tokens"
+        scores = "" if self.chrf is None else f"; chrF {self.chrf:.1f}, {self.chrf_without:.1f} with all tokens"
         return [
             f"Shortlist from {self.pairs:,} pairs of {self.text}: {self.candidates:,.0f} of {self.vocabulary:,} "
             f"tokens for a sentence. Of {self.sentences} sentences held out it has {self.coverage:.2%} of the tokens "
@@ -120,18 +120,18 @@ def add_shortlist(
         coverage=coverage,
         sentences=len(checked),
         same=same / len(checked),
-        bleu=scores[0],
-        bleu_without=scores[1],
+        chrf=scores[0],
+        chrf_without=scores[1],
         sha256=digest(file),
     )
 
 
 def score(source: Source, outputs: list[list[int]], references: list[str] | None) -> float | None:
-    """BLEU of translations in ids; `None` without references."""
+    """chrF of translations in ids; `None` without references."""
     if references is None:
         return None
     texts = source.tokenizer.batch_decode(outputs, skip_special_tokens=True)
-    return BLEU(force=True).corpus_score(texts, [references]).score
+    return CHRF().corpus_score(texts, [references]).score
 
 
 def read_pairs(

@@ -34,10 +34,11 @@ class Progress(TrainerCallback):
     Args:
         bar: of as many steps as are trained.
         threads: of PyTorch; `None` where an accelerator computes.
+        labels: {metric: its name in a line}.
     """
 
-    def __init__(self, bar: tqdm, threads: IdleThreads | None) -> None:
-        self.bar, self.threads, self.start = bar, threads, time.monotonic()
+    def __init__(self, bar: tqdm, threads: IdleThreads | None, labels: dict[str, str] | None = None) -> None:
+        self.bar, self.threads, self.labels, self.start = bar, threads, labels or {}, time.monotonic()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Move the bar on; how many steps there are may change."""
@@ -57,12 +58,12 @@ class Progress(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **_: Any
     ) -> None:
         """Print a line."""
-        if not self.bar.disable and metrics and "eval_chrf" in metrics:
+        if not self.bar.disable and metrics and self.labels and all(f"eval_{name}" in metrics for name in self.labels):
             minutes = (time.monotonic() - self.start) / 60
-            bleu, chrf, loss = (metrics[f"eval_{name}"] for name in ("bleu", "chrf", "loss"))
+            scores = [f"{label} {metrics[f'eval_{name}']:.1f}" for name, label in self.labels.items()]
             self.bar.write(
-                f"step {state.global_step:,} of {self.bar.total:,}, {minutes:.1f} min: validation BLEU {bleu:.1f}, "
-                f"chrF {chrf:.1f}, loss {loss:.3f}"
+                f"step {state.global_step:,} of {self.bar.total:,}, {minutes:.1f} min: "
+                f"validation {', '.join(scores)}, loss {metrics['eval_loss']:.3f}"
             )
 
 

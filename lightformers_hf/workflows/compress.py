@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,7 @@ from ..conversion.options import CompressionOptions
 from ..evaluation.benchmarks.engine_results import EngineComparison
 from ..evaluation.benchmarks.engines import compare_engines
 from ..evaluation.evaluate import evaluate_model, find_columns
+from ..evaluation.quality import check_metrics, choose_metrics
 from ..export import export
 from ..export.engines import deployment_names
 from ..export.write import check_engine
@@ -63,6 +64,7 @@ def compress(
     source_lang: str | None = None,
     target_lang: str | None = None,
     translations: bool | None = None,
+    metrics: Iterable[str] = (),
     report_to: tuple[str, ...] = (),
     seed: int = 0,
     overwrite: bool = False,
@@ -79,6 +81,7 @@ def compress(
         data: sentence pairs, or with `test` text of one language or none: see `recover`.
         validation, test: pairs that the best model is chosen by, and those that are looked at last.
         to, quantization: of `export`; source_lang, target_lang: as of `CompressionOptions`.
+        metrics: names of `METRICS` for every measurement; `recover` chooses the best model by the first.
         minutes, translations, report_to, seed: of `recover`.
         options: how far: `size`, `params`, `ratio` or `speedup`, and other fields of `CompressionOptions`.
 
@@ -91,22 +94,27 @@ def compress(
     CompressionOptions(**options, **languages)
     check_engine(to, quantization)
     check_minutes(minutes)
+    metrics = check_metrics(metrics)
     output, given = Path(os.path.expanduser(output)), Texts(data, validation, test or "")
-    training = {"minutes": minutes, "translations": translations, "seed": seed}
-    asked = {"teacher": str(teacher), "data": data, "validation": validation, "test": test, "to": to}
-    asked = json.loads(json.dumps(asked | {"quantization": quantization} | training | languages | options))  # as read
+    training: dict[str, Any] = {"minutes": minutes, "translations": translations, "seed": seed}
+    asked: dict[str, Any] = {"teacher": str(teacher), "data": data, "validation": validation, "test": test, "to": to}
+    asked |= {"quantization": quantization, "metrics": metrics or None}
+    asked = json.loads(json.dumps(asked | training | languages | options))  # as read
     overwrite = overwrite or is_only_planned(output)
     record = claim(output, asked, file=PLAN_FILE, overwrite=overwrite, inputs=[teacher, data, validation, test])
     if overwrite:
         check_parts(output)
     columns = plain_columns(teacher, languages)
     texts = read_texts(given, columns, seed)
+    tested = load_parallel(test, source=columns[0], target=columns[1])["target"][:] if test else [b for _, b in texts]
+    choose_metrics(metrics, tested, tested)  # which refuses those that mean nothing, before the work begins
     if overwrite or not (output / PLAN_FILE).exists():
         begin(output, record)
     files = split_texts(texts, output / "data", columns, given)
     form = (to, quantization if quantization != "float32" else None)
     options |= {name: value for name, value in languages.items() if value is not None}
-    work = Work(str(teacher), output, files, columns, form, options, training | {"report_to": report_to}, progress)
+    training |= {"metrics": metrics, "report_to": report_to}
+    work = Work(str(teacher), output, files, columns, form, options, training, progress)
     with hide_bars():
         work.do()
     return work.results()
@@ -171,7 +179,8 @@ class Work:
     @property
     def named(self) -> dict[str, Any]:
         """What measurements are told alike."""
-        return {"source": self.columns[0], "target": self.columns[1], "progress": self.progress}
+        metrics = self.training["metrics"]
+        return {"source": self.columns[0], "target": self.columns[1], "progress": self.progress, "metrics": metrics}
 
     def convert(self) -> None:
         """Make the teacher smaller."""
@@ -202,7 +211,7 @@ class Work:
         forms = ["transformers", deployed if deployed in deployment_names() else self.form[0]]
         settings: dict[str, Any] = {"cores": (1,), "batch_sizes": (1,), "beams": (1,), "max_samples": SCORED}
         source, target = find_columns(self.light, *self.columns)  # which keeps a prefix that was given
-        settings |= {"source": source, "target": target, "progress": self.progress}
+        settings |= self.named | {"source": source, "target": target}
         found = compare_engines(self.teacher, [self.light], forms=forms, data=self.files.test, **settings)
         write_json(found.to_dict(), self.output / "engines.json")
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..evaluation.quality import labels
 from ..files import RECORD_FILE, read_json, write_json
 from ..folders import check_output, find_foreign, list_entries, open_to_readers
 from ..recovery import remove_checkpoints
@@ -19,20 +20,9 @@ TRANSLATIONS_FILE = "translations.json"  # the teacher's, and their sources: dat
 CHECKPOINTS = r"checkpoint-\d+(/.*)?"  # of the training, until it ends
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Corpus BLEU and chrF of a model on the validation text, greedy."""
-
-    bleu: float
-    chrf: float
-
-    @classmethod
-    def read(cls, metrics: dict[str, float]) -> Scores:
-        """Of what a trainer's evaluation found."""
-        return cls(metrics["eval_bleu"], metrics["eval_chrf"])
-
-    def __str__(self) -> str:
-        return f"{self.bleu:.1f} / {self.chrf:.1f}"
+def show_scores(scores: dict[str, float]) -> str:
+    """Scores of a model on the validation text, greedy: `BLEU 12.3, chrF 45.6`."""
+    return ", ".join(f"{label} {scores[name]:.1f}" for name, label in labels(scores).items())
 
 
 @dataclass(frozen=True)
@@ -42,7 +32,8 @@ class Recovery:
     Attributes:
         output: the folder of the model.
         parameters, ratio: unique ones, and how many times as many the teacher has.
-        before, after, teacher: on the validation text: as it was, as it is, and the teacher's.
+        before, after, teacher: {metric: score} on the validation text: as it was, as it is, and the teacher's.
+        best_by: the metric by which the model that was kept is the best.
         sentences: of that text.
         with_teacher: whether its references are the teacher's own translations, as there are no others.
         steps, best_step: trained, and after how many the model is that was kept; 0: none was better than at first.
@@ -54,9 +45,10 @@ class Recovery:
     output: str
     parameters: int
     ratio: float
-    before: Scores
-    after: Scores
-    teacher: Scores
+    before: dict[str, float]
+    after: dict[str, float]
+    teacher: dict[str, float]
+    best_by: str
     sentences: int
     with_teacher: bool
     steps: int
@@ -74,11 +66,11 @@ class Recovery:
         from rich.table import Table
 
         table = Table(title="Recovery", show_header=False)
-        table.add_row(
-            "BLEU / chrF, the teacher as reference" if self.with_teacher else "validation BLEU / chrF",
-            f"{self.before} before, {self.after} after",
-        )
-        table.add_row("the teacher's", f"{self.teacher}, greedy, {self.sentences} sentences")
+        what = "the teacher as reference" if self.with_teacher else "validation"
+        table.add_row(f"{what}, before", show_scores(self.before))
+        table.add_row(f"{what}, after", show_scores(self.after))
+        table.add_row("the teacher's", f"{show_scores(self.teacher)}, greedy, {self.sentences} sentences")
+        table.add_row("the best was chosen by", labels([self.best_by])[self.best_by])
         table.add_row("parameters", f"{self.parameters:,}, the teacher's / {self.ratio:.1f}")
         best = f"best after {self.best_step:,}" if self.best_step else "none better than it was: more minutes help"
         table.add_row("trained", f"{self.steps:,} steps in {self.minutes:.1f} minutes, {best}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -30,18 +31,18 @@ from ..checkpoint import check_vocabulary
 from ..conversion import copy_report
 from ..conversion.statistics.synthesis import random_texts
 from ..evaluation.evaluate import choose_columns
-from ..evaluation.quality import translation_quality
+from ..evaluation.quality import METRICS, check_metrics, choose_metrics, labels, score, selection_metric
 from ..evaluation.translate import longest_input, translate
 from ..files import RECORD_FILE, read_json, write_json
 from ..folders import lock, parents
-from ..languages import named_columns, set_languages
+from ..languages import language_code, named_columns, set_languages
 from ..loading import hide_bars, load_pretrained, resolve_source, unique_parameters
 from ..processors import IdleThreads, has_fast_bf16
 from ..recovery import RecoveryTrainer, ScoredPart, find_last_checkpoint, load_distiller, load_trainable, train
 from ..recovery.pace import Pace
 from ..recovery.progress import Clock, Progress, hush_trainer
 from ..text import cut_texts, load_parallel, load_text, tokenize_pairs
-from .record import TRANSLATIONS_FILE, Recovery, Scores, begin, claim, finish
+from .record import TRANSLATIONS_FILE, Recovery, begin, claim, finish, show_scores
 from .settings import (
     FAR,
     FOR_TRANSLATIONS,
@@ -77,6 +78,7 @@ def recover(
     source: str | None = None,
     target: str | None = None,
     translations: bool | None = None,
+    metrics: Iterable[str] = (),
     report_to: tuple[str, ...] = (),
     seed: int = 0,
     overwrite: bool = False,
@@ -84,8 +86,10 @@ def recover(
 ) -> Recovery:
     """Train a compressed model with its teacher for about so many minutes, with settings that it chooses itself.
 
-    The model with the best chrF on the validation text is kept, which may be the one it began with; BLEU does not tell
-    near models apart (RESULTS.md, "In half an hour"). An interrupted call goes on when it is made again.
+    The model with the best score on the validation text is kept, which may be the one it began with. The score is
+    that of the first of `metrics`, by default chrF; for references of one word the character error rate, for summaries
+    ROUGE-L. BLEU does not distinguish similar models (RESULTS.md, "In half an hour"). An interrupted call goes on when
+    it is made again.
 
     Args:
         light: the compressed checkpoint, a folder or a name on the Hub.
@@ -99,6 +103,7 @@ def recover(
             are made to fit into the time that is left.
         source, target: columns, and of multilingual models the languages' codes, as in `CompressionOptions`.
         translations: learn from the teacher's translations of the sources, too; `None`: where that pays.
+        metrics: names of `METRICS`; by default those that fit the references.
         report_to: where else the training is logged: `tensorboard`, `trackio`, `wandb`, ….
         seed: of everything that is drawn.
         overwrite: begin anew in a folder that holds another recovery.
@@ -109,10 +114,11 @@ def recover(
         FileNotFoundError: a model or a file that is not there.
         FileExistsError: `output` holds something else than this recovery, interrupted.
     """
-    start = time.monotonic()
+    start, metrics = time.monotonic(), check_metrics(metrics)
     check_minutes(minutes)
     asked: dict[str, Any] = {"light": str(light), "teacher": str(teacher), "data": data, "validation": validation}
     asked |= {"minutes": minutes, "source": source, "target": target, "translations": translations, "seed": seed}
+    asked |= {"metrics": metrics or None}
     output, inputs = Path(os.path.expanduser(output)), [light, teacher, data, validation]
     record = claim(output, asked, overwrite=overwrite, inputs=inputs)
     set_seed(seed)
@@ -120,7 +126,9 @@ def recover(
     with parents(output), lock(output), hide_bars(), hush_trainer(), idle as threads:
         if (output / RECORD_FILE).exists():  # as it is now that nobody else writes it
             record = claim(output, asked, overwrite=overwrite, inputs=inputs)
-        run = Run(light, output, teacher, data, validation, (source, target), report_to, seed, progress, threads)
+        run = Run(
+            light, output, teacher, data, validation, (source, target), metrics, report_to, seed, progress, threads
+        )
         if "scores" not in record:
             begin(output, record)
             record |= run.prepare(minutes, translations, start)
@@ -138,6 +146,7 @@ class Run:
     data: str | None
     validation: str | None
     languages: tuple[str | None, str | None]
+    asked_metrics: list[str]
     report_to: tuple[str, ...]
     seed: int
     progress: bool
@@ -160,6 +169,10 @@ class Run:
         self.distiller.generation_config.forced_bos_token_id = self.model.generation_config.forced_bos_token_id
         self.pairs, self.held_out = self.read_data()
         self.one_language = "target" not in self.pairs.column_names  # the teacher makes the targets
+        sources, references = self.held_out["source"][:], self.held_out["target"][:]
+        # Random tokens have no length that a summary would be shorter than.
+        self.metrics = choose_metrics(self.asked_metrics, references if self.data is None else sources, references)
+        self.best_by = selection_metric(self.metrics, self.asked_metrics)
 
     @cached_property
     def own_config(self) -> PreTrainedConfig:
@@ -222,6 +235,11 @@ class Run:
         """Whether the validation has no references but the teacher's translations."""
         return self.one_language and not self.validation
 
+    @property
+    def measured(self) -> list[str]:
+        """The metrics, and chrF, which tells how much was lost (`find_distance`)."""
+        return [*dict.fromkeys([*self.metrics, "chrf"])]
+
     @cached_property
     def scored(self) -> ScoredPart:
         """The validation, tokenized."""
@@ -254,7 +272,9 @@ class Run:
         teacher, _ = self.measure(self.distiller)
         distance = self.ratio
         if self.data is not None:
-            distance = find_distance(distance, before.chrf / max(teacher.chrf, 1), own=self.compares_with_teacher)
+            distance = find_distance(
+                distance, before["chrf"] / max(teacher["chrf"], 1), own=self.compares_with_teacher
+            )
         fits = {"same_width": width == self.distiller.config.hidden_size, "bf16": self.bf16}
         fits |= {"on_cpu": self.threads is not None, "random_text": self.data is None}
         settings = choose_settings(distance, width, **fits)
@@ -266,11 +286,12 @@ class Run:
         fixed = {"ratio": distance, "width": width, "dropout": dropout}
         settings = plan_steps(settings, left, step_seconds, evaluation_seconds, epoch_steps, **fixed)
         self.say(
-            f"BLEU / chrF{' with the teacher as reference' * self.compares_with_teacher} {before}, the teacher's "
-            f"{teacher}; {settings.steps:,} steps, {step_seconds:.2f} s each, "
-            f"learning rate {settings.learning_rate:.2g}, dropout {settings.dropout:g}"
+            f"before: {show_scores(before)}; the teacher: {show_scores(teacher)}"
+            + ", whose translations are the references" * self.compares_with_teacher,
+            f"{settings.steps:,} steps, {step_seconds:.2f} s each, learning rate {settings.learning_rate:.2g}, "
+            f"dropout {settings.dropout:g}; the best is kept by {labels([self.best_by])[self.best_by]}",
         )
-        scores = {"before": asdict(before), "teacher": asdict(teacher)}
+        scores = {"before": before, "teacher": teacher}
         chosen = {"settings": asdict(settings), "translations": count, "sentences": len(self.held_out)}
         return chosen | {"scores": scores}
 
@@ -279,11 +300,12 @@ class Run:
         for line in lines if self.progress else ():
             tqdm.write(line)
 
-    def measure(self, model: PreTrainedModel) -> tuple[Scores, float]:
+    def measure(self, model: PreTrainedModel) -> tuple[dict[str, float], float]:
         """A model on the validation, and how long it took."""
         trainer = self.trainer(model, None, RecoverySettings(0.0, 0.0, 0.0, 1, self.bf16, steps=1, eval_steps=1))
         start = time.monotonic()
-        return Scores.read(trainer.evaluate()), time.monotonic() - start
+        found = trainer.evaluate()
+        return {name: found[f"eval_{name}"] for name in self.measured}, time.monotonic() - start
 
     def ask_for_texts(self, seconds: float, wanted: bool | None, distance: float) -> int:
         """Write the teacher's translations of sources, and return of how many: the first, as far as that pays."""
@@ -336,13 +358,15 @@ class Run:
     ) -> RecoveryTrainer:
         """A trainer with these settings; `saves`: it validates, logs, and writes checkpoints."""
 
-        def score(prediction: EvalPrediction) -> dict[str, float]:
-            scores = translation_quality(self.scored.decode(prediction.predictions), self.scored.references)
-            return {"bleu": scores["bleu"], "chrf": scores["chrf"]}
+        def score_validation(prediction: EvalPrediction) -> dict[str, float]:
+            texts = self.scored.decode(prediction.predictions)
+            language = language_code(self.languages[1], self.tokenizer)
+            return score(texts, self.scored.references, self.measured, language=language)
 
         arguments = training_arguments(
             settings,
             saves=saves,
+            best_by=self.best_by,
             output_dir=str(self.output),
             use_cpu=self.threads is not None,
             seed=self.seed,
@@ -356,7 +380,7 @@ class Run:
             eval_dataset=self.scored.tokens,
             data_collator=DataCollatorForSeq2Seq(self.tokenizer, model=model),
             processing_class=self.tokenizer,
-            compute_metrics=score,
+            compute_metrics=score_validation,
             max_tokens=settings.max_tokens,
             teacher=teacher,
             distillation_alpha=settings.alpha,
@@ -377,14 +401,18 @@ class Run:
         trainer.add_callback(pace)
         checkpoint = find_last_checkpoint(self.output)
         with tqdm(total=settings.steps, desc="recovering", unit="step", disable=not self.progress) as bar:
-            trainer.add_callback(Progress(bar, self.threads))
+            trainer.add_callback(Progress(bar, self.threads, labels(self.metrics)))
             train(trainer, checkpoint)
         copy_report(str(self.folder), self.output)
         state = trainer.state
-        known = {name: Scores(**scores) for name, scores in record["scores"].items()}
-        scored = {entry["step"]: Scores.read(entry) for entry in state.log_history if "eval_chrf" in entry}
-        scored[0] = known["before"]  # few steps may do harm
-        best_step = max(scored, key=lambda step: scored[step].chrf)
+        scored = {
+            entry["step"]: {name: entry[f"eval_{name}"] for name in self.measured}
+            for entry in state.log_history
+            if f"eval_{self.best_by}" in entry
+        }
+        scored[0] = record["scores"]["before"]  # few steps may do harm
+        sign = 1 if METRICS[self.best_by].higher_is_better else -1
+        best_step = max(scored, key=lambda step: sign * scored[step][self.best_by])
         if best_step == 0:
             self.say("no validation was better than at first: the model stays as it was, more minutes help")
         best, own = trainer.model if best_step else self.load_light(dropout=True), self.own_config
@@ -395,8 +423,9 @@ class Run:
             output=str(self.output),
             parameters=parameters,
             ratio=self.ratio,
-            **known,
+            **record["scores"],
             after=scored[best_step],
+            best_by=self.best_by,
             sentences=len(self.held_out),
             with_teacher=self.compares_with_teacher,
             steps=state.global_step,

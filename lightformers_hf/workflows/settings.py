@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import Seq2SeqTrainingArguments
 
+from ..evaluation.quality import METRICS
+
 # From this ratio on a model needs large steps, however few, and learned more from its teacher's own translations, too
 # (RESULTS.md, "Recovered").
 FAR = 5.0
@@ -169,11 +171,14 @@ def check_ratio(ratio: float) -> None:
         )
 
 
-def training_arguments(settings: RecoverySettings, *, saves: bool, **others: Any) -> Seq2SeqTrainingArguments:
+def training_arguments(
+    settings: RecoverySettings, *, saves: bool, best_by: str, **others: Any
+) -> Seq2SeqTrainingArguments:
     """The settings as transformers' Trainer takes them.
 
     Args:
         saves: validate, and write checkpoints, of which the best is loaded in the end.
+        best_by: the metric that the best is best in.
         others: more of its arguments.
     """
     watched: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
@@ -188,7 +193,8 @@ def training_arguments(settings: RecoverySettings, *, saves: bool, **others: Any
         eval_steps=settings.eval_steps,
         save_steps=settings.eval_steps,
         save_total_limit=2,
-        metric_for_best_model="chrf",
+        metric_for_best_model=best_by,
+        greater_is_better=METRICS[best_by].higher_is_better,
         predict_with_generate=True,
         generation_num_beams=1,
         per_device_eval_batch_size=32 if others.get("use_cpu") else 128,  # an accelerator takes hardly longer for more

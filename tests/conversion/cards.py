@@ -9,11 +9,7 @@ def evaluation_of(name: str, parameters: int, *, teacher: str | None = None, dat
     def measured(name, parameters, bleu, speed):
         return Measurements(
             name=name,
-            bleu=bleu,
-            bleu_signature="nrefs:1|case:mixed|tok:13a",
-            chrf=62.5,
-            chrf_signature="nrefs:1|nc:6",
-            comet=None,
+            scores={"bleu": bleu, "chrf": 62.5},
             parameters=parameters,
             disk_bytes=4 * parameters,
             memory_bytes=900_000_000,
@@ -31,4 +27,5 @@ def evaluation_of(name: str, parameters: int, *, teacher: str | None = None, dat
         target="en",
         sentences=1000,
         generation={"num_beams": 4},
+        signatures={"bleu": "nrefs:1|case:mixed|tok:13a", "chrf": "nrefs:1|nc:6"},
     )

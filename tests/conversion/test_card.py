@@ -116,6 +116,19 @@ def test_the_hub_reads_the_results(source, tmp_path):
     assert "fine-tune it" not in card.text
 
 
+def test_results_name_the_metrics_that_were_chosen(tmp_path):
+    measured = evaluation_of("light", 5000)
+    measured.model.scores = {"multi-bleu": 38.5, "cer": 4.25, "comet": 83.94}
+    measured.signatures = {"multi-bleu": "Moses tokens (sacremoses 0.2.0, lang:en)", "cer": "edits"}
+    (tmp_path / "results.json").write_text(json.dumps(measured.to_dict()))
+    card = ModelCard(model_card(FACTS, name="alice/light", results=[read_results(tmp_path / "results.json", 5000)]))
+    assert [row[:2] for row in table_rows(card)][1:4] == [
+        ["multi-bleu", "38.5"], ["CER", "4.2"], ["COMET", "83.9"]
+    ]  # fmt: skip
+    assert "multi-bleu: `Moses tokens (sacremoses 0.2.0, lang:en)`." in card.text
+    assert [result.metric_name for result in card.data.eval_results] == ["multi-bleu", "CER", "COMET"]
+
+
 def test_a_model_that_was_not_compressed():
     card = ModelCard(model_card(FACTS, name="alice/subformer", steps=3000))
     assert card.data.to_dict() == {

@@ -60,7 +60,7 @@ def test_its_teacher_is_asked_for_the_same_languages(tiny_mbart50, data, tmp_pat
     found = evaluate_model(
         str(tmp_path / "light"), data, str(tiny_mbart50), source="de", target="en", speed=False, max_new_tokens=6
     )
-    assert found.teacher.bleu >= 0
+    assert found.teacher.scores["bleu"] >= 0
 
 
 def test_a_text_of_two_languages_needs_their_codes(tiny_mbart50, data, tmp_path):

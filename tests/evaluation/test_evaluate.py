@@ -29,7 +29,7 @@ def test_everything_beside_a_teacher(tiny_marian, data, parallel_sentences):
     pairs = parallel_sentences[:8]
     outputs = translate([pair["de"] for pair in pairs], model, tokenizer, num_beams=1, max_new_tokens=20)
     bleu = sacrebleu.corpus_bleu(outputs, [[pair["en"] for pair in pairs]]).score
-    assert evaluation.model.bleu == evaluation.teacher.bleu == pytest.approx(bleu)
+    assert evaluation.model.scores["bleu"] == evaluation.teacher.scores["bleu"] == pytest.approx(bleu)
     assert evaluation.model.parameters == unique_parameters(model)
     assert evaluation.model.disk_bytes == (tiny_marian / "model.safetensors").stat().st_size
     assert evaluation.model.memory_bytes > evaluation.model.libraries_bytes > 0
@@ -40,8 +40,8 @@ def test_everything_beside_a_teacher(tiny_marian, data, parallel_sentences):
 
     printed = io.StringIO()
     Console(file=printed, width=200).print(evaluation.table())
-    assert evaluation.difference == Difference(0, 0, 0)
-    assert evaluation.to_dict()["difference"] == {"bleu": 0, "low": 0, "high": 0}
+    assert evaluation.differences == dict.fromkeys(("bleu", "chrf"), Difference(0, 0, 0))
+    assert evaluation.to_dict()["differences"]["chrf"] == {"value": 0, "low": 0, "high": 0}
     for expected in (
         "BLEU",
         f"{bleu:.1f}",
@@ -84,13 +84,35 @@ def test_json_alone_on_stdout(lightformers, tiny_marian, data, tmp_path):
     assert json.loads((tmp_path / "numbers.json").read_text())["sentences"] == 2
 
 
+def test_metrics_fit_the_data_or_are_chosen(lightformers, tiny_marian, tmp_path, parallel_sentences):
+    """Of references of one word, nobody wants to see their BLEU first."""
+    file, words = tmp_path / "words.jsonl", [pair["en"].split()[1] for pair in parallel_sentences]
+    rows = [{"de": pair["de"], "en": word} for pair, word in zip(parallel_sentences, words, strict=True)]
+    file.write_text("".join(json.dumps({"translation": row}) + "\n" for row in rows))
+    command = ("evaluate", tiny_marian, "--data", file, "--no-speed", "--num-beams", 1, "--json", tmp_path / "r.json")
+    code, printed, _ = lightformers(*command)
+    assert code == 0
+    first, second = (printed.index(label) for label in ("exact match", "CER"))
+    assert first < second < printed.index("BLEU")
+
+    assert lightformers(*command, "--metric", "multi-bleu", "--metric", "CER")[0] == 0
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found["labels"] == {"multi-bleu": "multi-bleu", "cer": "CER"}
+    assert found["signatures"]["multi-bleu"].startswith("Moses tokens (sacremoses")
+    assert "lang:en" in found["signatures"]["multi-bleu"]
+
+    code, printed, error = lightformers(*command, "--metric", "multibleu")
+    assert (code, printed) == (1, "")
+    assert "no metric 'multibleu'; did you mean multi-bleu" in error
+
+
 def test_named_columns(lightformers, tiny_marian, tmp_path, parallel_sentences):
     table = tmp_path / "test.tsv"
     table.write_text("german\tenglish\n" + "".join(f"{pair['de']}\t{pair['en']}\n" for pair in parallel_sentences))
     common = ("evaluate", tiny_marian, "--data", table, "--no-speed", "--json", "-")
     code, printed, _ = lightformers(*common, "--source-lang", "german", "--target-lang", "english")
     assert code == 0
-    assert json.loads(printed)["model"]["bleu"] > 10  # it was trained on these sentences
+    assert json.loads(printed)["model"]["scores"]["bleu"] > 10  # it was trained on these sentences
 
     code, printed, error = lightformers(*common)
     assert code == 1

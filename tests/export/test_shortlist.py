@@ -132,7 +132,7 @@ def test_translations_stay_where_all_is_covered(tiny_marian, text, tmp_path, to,
     listed = report.shortlist
     assert listed.coverage == 1.0
     assert listed.same == 1.0
-    assert listed.bleu == pytest.approx(listed.bleu_without)
+    assert listed.chrf == pytest.approx(listed.chrf_without)
     assert (listed.pairs, listed.sentences, listed.own_translations) == (36, 2, False)
     assert any("Shortlist from 36 pairs of text.jsonl" in line for line in report.lines("out"))
     assert translate(GERMAN, tmp_path / "short") == translate(GERMAN, tmp_path / "plain")
@@ -145,7 +145,7 @@ def test_text_of_the_source_alone_is_translated(tiny_marian, tmp_path):
     lines.write_text("\n".join(GERMAN * 4) + "\n\n", encoding="utf-8")
     report = export(tiny_marian, tmp_path / "out", to="ctranslate2", shortlist=str(lines))
     assert report.shortlist.own_translations
-    assert report.shortlist.bleu is None
+    assert report.shortlist.chrf is None
     assert report.shortlist.coverage == 1.0
 
 

@@ -45,8 +45,8 @@ def test_translation(tmp_path, tiny_marian, parallel_sentences, capsys):
     assert first["parameters"] == words * d + 3 * attention + 2 * block + 5 * norm
     assert "taught" in capsys.readouterr().out
     (interval,) = taught["bleu_to_first"]
-    assert interval["bleu"] == pytest.approx(taught["bleu"] - first["bleu"])
-    assert interval["low"] <= interval["bleu"] <= interval["high"]
+    assert interval["value"] == pytest.approx(taught["bleu"] - first["bleu"])
+    assert interval["low"] <= interval["value"] <= interval["high"]
 
     capsys.readouterr()
     quiet = [*options[: options.index("--speed-runs")], *options[options.index("--speed-runs") + 2 :]]

@@ -257,6 +257,7 @@ def test_two_processes_compute_what_one_does_with_accumulation(base, tiny_marian
         ({"num_beams": 0}, "num_beams is 0"),
         ({"min_length": 50}, "min_length is 50, max_length 48"),
         ({"length_penalty": 0.6, "num_beams": 1}, "num-beams above 1"),
+        ({"metric": "multi_blue"}, "no metric 'multi_blue'; did you mean multi-bleu"),
         ({"metric_for_best_model": "blue"}, "metric_for_best_model is 'blue': expected .* loss, bleu, chrf"),
         ({"source_lang": "de=translate: ", "source_prefix": "translate:"}, "leave --source-prefix out"),
     ],
@@ -268,6 +269,30 @@ def test_bad_input_ends_before_the_first_step(base, tiny_marian, tmp_path, chang
         script.main(command(base, **changes))
     assert not list(tmp_path.glob("out/*"))
     assert sorted(tiny_marian.iterdir()) == before
+
+
+def test_metrics_are_chosen_by_the_data_or_by_the_user(base, tmp_path, parallel_sentences):
+    """Of references of one word without being asked; the best checkpoint has the lowest error rate."""
+    rows = [{"de": pair["de"], "en": pair["en"].split()[1]} for pair in parallel_sentences[:3]]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps({"translation": row}) + "\n" for row in rows))
+    changes = {
+        "validation_file": tmp_path / "few.jsonl",
+        "test_file": tmp_path / "few.jsonl",
+        "eval_strategy": "steps",
+    }
+    changes |= {"eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "metric_for_best_model": "cer"}
+    script.main(command(base, **changes, load_best_model_at_end=True, learning_rate=0.1, max_steps=3))
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    rates = {entry["step"]: entry["eval_cer"] for entry in history["log_history"] if "eval_cer" in entry}
+    assert history["best_metric"] == min(rates.values()) < max(rates.values())
+    names = ["test_exact-match", "test_cer", "test_bleu", "test_chrf"]
+    results = json.loads((tmp_path / "out" / "test_results.json").read_text())
+    assert {name for name in results if not name.endswith("_signature")} == {*names}
+
+    changes = {"train_file": None, "test_file": tmp_path / "few.jsonl", "output_dir": tmp_path / "asked"}
+    script.main([*command(base, **changes), "--metric", "rouge1", "multi-bleu"])
+    results = json.loads((tmp_path / "asked" / "test_results.json").read_text())
+    assert [*results] == ["test_multi-bleu", "test_multi-bleu_signature", "test_rouge1", "test_rouge1_signature"]
 
 
 @pytest.fixture

@@ -134,6 +134,14 @@ def test_what_is_refused_leaves_nothing(tiny_marian, data, tmp_path, changes, me
     assert not (tmp_path / "small").exists()
 
 
+def test_a_metric_that_means_nothing_is_refused_before_the_work(tiny_marian, tmp_path):
+    rows = [{"translation": {"de": f"{n} Hunde.", "en": f"{n}只狗在雪地里玩耍。"}} for n in range(30)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match="would mean nothing"):
+        compress(tiny_marian, tmp_path / "small", data=str(tmp_path / "pairs.jsonl"), metrics=["multi-bleu"])
+    assert not (tmp_path / "small").exists()
+
+
 def test_what_cannot_be_met_is_asked_for_anew(tiny_marian, data, tmp_path, monkeypatch):
     asked = {"data": data, "minutes": 0.01, "progress": False}
     with pytest.raises(ValueError, match="cannot be met"):

@@ -3,7 +3,6 @@
 import io
 import json
 import shutil
-from dataclasses import asdict
 
 import pyarrow as pa
 import pytest
@@ -17,7 +16,6 @@ from lightformers_hf.files import read_json
 from lightformers_hf.folders import lock
 from lightformers_hf.processors import IdleThreads
 from lightformers_hf.recovery import progress
-from lightformers_hf.workflows.record import Scores
 from lightformers_hf.workflows.recover import Run, recover
 from lightformers_hf.workflows.settings import (
     choose_settings,
@@ -140,7 +138,7 @@ def test_a_recovery_goes_on_where_it_was_interrupted(place, tiny_marian, tmp_pat
     assert found.steps in range(chosen["eval_steps"], chosen["most_steps"] + 1, chosen["eval_steps"])
     assert found.sentences == 3
     assert not list(output.glob("checkpoint-*"))
-    assert read_json(output / "recovery.json")["result"]["after"] == asdict(found.after)
+    assert read_json(output / "recovery.json")["result"]["after"] == found.after
     assert AutoTokenizer.from_pretrained(output)
     assert (
         AutoModelForSeq2SeqLM.from_pretrained(output).config.dropout
@@ -162,7 +160,7 @@ def test_a_recovery_goes_on_where_it_was_interrupted(place, tiny_marian, tmp_pat
 )
 def test_settings_are_those_of_what_was_lost(place, tiny_marian, tmp_path, monkeypatch, chrf, data, is_far):
     """By references, or by the teacher's own translations, with which others are near; without text by the ratio."""
-    scores = iter([Scores(0.0, chrf), Scores(0.0, 60.0)])
+    scores = iter([{"bleu": 0.0, "chrf": chrf}, {"bleu": 0.0, "chrf": 60.0}])
     monkeypatch.setattr(Run, "measure", lambda *_: (next(scores), 0.01))
     found = recover(place / "light", tmp_path / "out", **options(place, tiny_marian, data=data and str(place / data)))
     rate = found.settings["learning_rate"]
@@ -172,16 +170,25 @@ def test_settings_are_those_of_what_was_lost(place, tiny_marian, tmp_path, monke
     assert {file.stat().st_mode for file in (tmp_path / "out").iterdir()} == {mode}
 
 
-def test_a_training_that_does_harm_is_not_kept(place, tiny_marian, tmp_path, monkeypatch):
-    best = Scores(bleu=0.0, chrf=101.0)  # better than any by chrF, which counts
+@pytest.mark.parametrize(
+    ("metrics", "best"),
+    [
+        ([], {"bleu": 0.0, "chrf": 101.0}),  # better than any by chrF, which counts
+        (["CER", "bleu"], {"cer": -1.0, "bleu": 0.0, "chrf": 0.0}),  # and here by the lowest error rate
+    ],
+)
+def test_a_training_that_does_harm_is_not_kept(place, tiny_marian, tmp_path, monkeypatch, metrics, best):
     monkeypatch.setattr(Run, "measure", lambda *_: (best, 0.01))
-    found = recover(place / "light", tmp_path / "out", **options(place, tiny_marian))
+    found = recover(place / "light", tmp_path / "out", metrics=metrics, **options(place, tiny_marian))
+    assert found.best_by == ("cer" if metrics else "chrf")
     assert (found.after, found.best_step) == (best, 0)
     written, before = (AutoModelForSeq2SeqLM.from_pretrained(path) for path in (tmp_path / "out", place / "light"))
     torch.testing.assert_close(written.state_dict(), before.state_dict())
     console = Console(record=True, file=io.StringIO(), width=160)
     console.print(found.table())
-    assert "none better than it was" in console.export_text()
+    printed = console.export_text()
+    assert "none better than it was" in printed
+    assert "CER -1.0, BLEU 0.0" in printed or not metrics
 
 
 def test_no_engine_is_loaded_where_nothing_is_to_be_translated(place, tiny_marian, tmp_path, monkeypatch):
@@ -208,8 +215,8 @@ def test_without_pairs_the_teacher_is_the_reference(place, tiny_marian, tmp_path
     found = recover(place / "light", tmp_path / "out", **asked)
     assert found.with_teacher
     # What it says itself; random weights repeat themselves until they are cut.
-    assert found.teacher.chrf > found.before.chrf
-    assert found.after.chrf >= found.before.chrf
+    assert found.teacher["chrf"] > found.before["chrf"]
+    assert found.after["chrf"] >= found.before["chrf"]
     assert found.steps >= 1
     made = read_json(tmp_path / "out" / "translations.json")["target"]
     assert found.translations == len(made) > 0
@@ -274,6 +281,7 @@ def test_a_multilingual_teacher_translates_into_the_light_models_language(tiny_m
         None,
         None,
         (None, None),
+        [],
         (),
         0,
         False,
@@ -313,7 +321,7 @@ def test_what_is_cut_is_said(place, tiny_marian, tmp_path, capsys):
 def test_a_prefix_that_is_given_stands_before_the_sources(place, tiny_marian, tmp_path):
     languages = ("de=translate: ", "en")
     data = str(place / "pairs.jsonl")
-    run = Run(place / "light", tmp_path / "out", tiny_marian, data, None, languages, (), 0, False, IdleThreads())
+    run = Run(place / "light", tmp_path / "out", tiny_marian, data, None, languages, [], (), 0, False, IdleThreads())
     assert all(text.startswith("translate: ") for text in [*run.pairs["source"], *run.held_out["source"]])
 
 

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ...files import as_kind
+from ..quality import describe, labels
 from ..speed import Speed
 
 BASELINE = "ctranslate2-int8"  # of the teacher: what its users deploy
@@ -24,8 +25,7 @@ class Deployed:
     form: str
     folder: str
     disk_bytes: int
-    bleu: float | None = None
-    chrf: float | None = None
+    scores: dict[str, float] = field(default_factory=dict)  # {metric: 0 to 100}
 
     @property
     def key(self) -> str:
@@ -63,7 +63,7 @@ class EngineComparison:
     data: str | None = None
     quality_beams: int | None = None
     quality_sentences: int | None = None
-    signatures: list[str] = field(default_factory=list)
+    signatures: dict[str, str] = field(default_factory=dict)  # {metric: the variant of it that was computed}
 
     def to_dict(self) -> dict:
         """The same as nested dictionaries and lists, for JSON. Runs are tokens a second."""
@@ -85,7 +85,7 @@ class EngineComparison:
     def rows(self) -> dict[str, list[list[str]]]:
         """{setting: its table's rows, the head first}: a row a form and model, in the order of the timings."""
         deployed = {place.key: place for place in self.deployed}
-        scores = ("BLEU", "chrF") if self.data else ()
+        scores = labels(self.deployed[0].scores).values()
         head = ["engine", "model", "tokens/s", "same", *(("int8",) if self.has_baseline else ()), "MB", *scores]
         found: dict[str, list[list[str]]] = {}
         for timing in self.timings:
@@ -94,7 +94,7 @@ class EngineComparison:
             row = [timing.form, timing.model, f"{timing.speed.tokens_per_second:,.0f}"]
             row += ["" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
             row += [f"{place.disk_bytes / 1e6:,.1f}"]
-            row += [f"{score:.1f}" for score in (place.bleu, place.chrf) if score is not None]
+            row += [f"{score:.1f}" for score in place.scores.values()]
             cores = f"{timing.cores} core{'s' * (timing.cores > 1)}"
             found.setdefault(f"{cores}, batch {timing.batch_size}, beam {timing.beams}", [head]).append(row)
         return found
@@ -109,7 +109,7 @@ class EngineComparison:
         if self.data:
             quality = f"{self.quality_sentences} sentences of {Path(self.data).name}, beam {self.quality_beams}"
             notes.append(f"Quality: {quality}.")
-        return [*notes, *self.signatures]
+        return [*notes, *describe(self.signatures)]
 
     def tables(self) -> list[Table]:
         """One table a setting, one row a model and form; what they mean is said below the last."""

@@ -1,4 +1,4 @@
-"""A teacher and its students under every engine: tokens a second, megabytes on disk, BLEU and chrF."""
+"""A teacher and its students under every engine: tokens a second, megabytes on disk, quality."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,12 @@ from transformers import AutoConfig, AutoTokenizer
 
 from ...export import Engine, export, load_engine
 from ...export.engines import CHECKPOINTS, deployment_names, load_engine_file, split_deployment
-from ...languages import set_language_codes
+from ...languages import language_code, set_language_codes
 from ...loading import load_network, load_pretrained, weight_bytes
 from ...text import load_parallel
 from ..evaluate import find_columns
 from ..memory import child_command, child_environment
-from ..quality import translation_quality
+from ..quality import check_metrics, choose_metrics, score, signatures
 from ..speed import speed_of, speed_ratio, take_turns, typical_sentences
 from ..translate import translate
 from .engine_results import BASELINE, Deployed, EngineComparison, Timing
@@ -51,6 +51,7 @@ def compare_engines(
     sentences: int = 10,
     new_tokens: int = 25,
     data: str | None = None,
+    metrics: Iterable[str] = (),
     shortlist: str | None = None,
     source: str | None = None,
     target: str | None = None,
@@ -68,8 +69,9 @@ def compare_engines(
         forms: of `deployment_names()`; `None` is all that the engines have.
         cores, batch_sizes, beams: every combination is a setting. A run of batch size 1 translates `sentences`, one at
             a time; of more, one batch.
-        data, source, target, max_samples: parallel text to measure BLEU and chrF on as well, with the most of `beams`.
+        data, source, target, max_samples: parallel text to measure the quality on as well, with the most of `beams`.
             Of multilingual models, source and target are also the codes, `de=deu_Latn` (`set_language_codes`).
+        metrics: names of `METRICS`; by default those that fit the references.
         shortlist: text from which `export` makes a shortlist; every engine is then timed without and with one.
         progress: show a bar on stderr.
 
@@ -78,13 +80,14 @@ def compare_engines(
             express; or a measuring process failed.
         FileNotFoundError: no such checkpoint or data.
     """
-    forms = _choose_forms(forms, shortlist)
+    forms, metrics = _choose_forms(forms, shortlist), check_metrics(metrics)
     settings = Settings(tuple(cores), tuple(batch_sizes), tuple(beams), runs, sentences, new_tokens)
     names = dict(zip(_labels([teacher, *students]), [teacher, *students], strict=True))
     pairs, languages = None, (source, target)
     if data is not None:
         source, target = find_columns(teacher, source, target)
         pairs = load_parallel(data, source=source, target=target, split="test", max_samples=max_samples)
+        metrics = choose_metrics(metrics, pairs["source"][:], pairs["target"][:])
     steps = len(names) * len(forms) * ((1 if pairs is None else 2) + len(cores) * settings.runs_of_each)
     with tempfile.TemporaryDirectory() as work, tqdm(total=steps, disable=not progress, unit="step") as bar:
         if pairs is not None or any(languages):
@@ -98,7 +101,7 @@ def compare_engines(
             comparison.timings += _measure_speed(deployed, inputs, count, settings, bar)
         _add_ratios(comparison.timings, comparison.models[0])
         if pairs is not None:
-            _add_quality(comparison, names, pairs, settings, bar)
+            _add_quality(comparison, names, pairs, metrics, language_code(target), settings, bar)
     return comparison
 
 
@@ -324,16 +327,22 @@ def _add_ratios(timings: list[Timing], teacher: str) -> None:
 
 
 def _add_quality(
-    comparison: EngineComparison, names: dict[str, str], pairs: Dataset, settings: Settings, bar: tqdm
+    comparison: EngineComparison,
+    names: dict[str, str],
+    pairs: Dataset,
+    metrics: list[str],
+    language: str | None,
+    settings: Settings,
+    bar: tqdm,
 ) -> None:
-    """BLEU and chrF of every deployed model, with the most beams."""
-    beams, sources = max(settings.beams), list(pairs["source"])
+    """Scores of every deployed model, with the most beams."""
+    beams, sources, references = max(settings.beams), pairs["source"][:], pairs["target"][:]
+    comparison.signatures = signatures(metrics, references, language=language)
     comparison.quality_beams, comparison.quality_sentences = beams, len(pairs)
     for place in comparison.deployed:
         bar.set_description(f"translate by {place.key}")
         engine = load_engine(place.folder, threads=max(settings.cores))
         tokenizer = load_pretrained(AutoTokenizer, names[place.model])
-        scores = translation_quality(translate(sources, engine, tokenizer, num_beams=beams), list(pairs["target"]))
-        place.bleu, place.chrf = scores["bleu"], scores["chrf"]
-        comparison.signatures = [scores["bleu_signature"], scores["chrf_signature"]]
+        outputs = translate(sources, engine, tokenizer, num_beams=beams)
+        place.scores = score(outputs, references, metrics, language=language)
         bar.update()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import partial
@@ -27,6 +27,7 @@ from ...vocabularies import match_tokens
 from ..benchmarks.engine_results import EngineComparison
 from ..evaluate import Measurements, choose_columns, warn_of_overlap
 from ..measures import read_log, singular_values
+from ..quality import check_metrics, describe, labels
 from ..translate import translate
 from . import report_plots
 from .plots import Paint, save_picture, style
@@ -79,6 +80,7 @@ class Result:
     data: str
     sentences: int
     generation: dict[str, int]
+    signatures: dict[str, str]
 
     @property
     def conditions(self) -> str:
@@ -93,6 +95,7 @@ def report_page(
     teacher: str | None = None,
     data: str | None = None,
     results: Sequence[str | Path] = (),
+    metrics: Iterable[str] = (),
     samples: int = 8,
     source: str | None = None,
     target: str | None = None,
@@ -112,6 +115,7 @@ def report_page(
         data: parallel text as for `load_parallel`: adds sample translations.
         results: files that `lightformers evaluate --json` wrote, of this model and of others: add quality against
             parameters and speed; or `lightformers benchmark engines --json`: speed, size and quality deployed.
+        metrics: those of `results` that are shown, of which the first is drawn; by default all that they have.
         samples: how many translations are shown, evenly spread over the data.
         source, target, split: columns of the data, as for `evaluate_model`.
         progress: show bars on stderr.
@@ -120,10 +124,10 @@ def report_page(
     Raises:
         FileNotFoundError, ValueError: files that are not there or do not belong together, or nothing to report.
     """
-    folder = resolve_source(model)
+    metrics, folder = check_metrics(metrics), resolve_source(model)
     report = read_report(folder / REPORT_FILE)
     measured = [_read_result(Path(file)) for file in results]
-    pictures = _pictures(folder, report, teacher, measured, progress=progress)
+    pictures = _pictures(folder, report, teacher, measured, metrics, progress=progress)
     sheets = [sheet for one in measured if isinstance(one, EngineComparison) for sheet in _engine_sheets(one)]
     translations = []
     if data:
@@ -173,6 +177,7 @@ def _pictures(
     report: CompressionReport | None,
     teacher: str | None,
     measured: Sequence[Result | EngineComparison],
+    metrics: list[str],
     *,
     progress: bool,
 ) -> list[Picture]:
@@ -192,7 +197,7 @@ def _pictures(
             )
         )
     if results := [one for one in measured if isinstance(one, Result)]:
-        pictures.append(_draw_trade_off(results))
+        pictures.append(_draw_trade_off(results, metrics))
     losses, qualities = report_plots.training_curves(read_log(folder / STATE_FILE))
     if losses:
         pictures.append(
@@ -311,7 +316,7 @@ def _read_result(file: Path) -> Result | EngineComparison:
         ) from None
 
 
-def _draw_trade_off(results: Sequence[Result]) -> Picture:
+def _draw_trade_off(results: Sequence[Result], metrics: list[str]) -> Picture:
     """Quality against parameters and speed: relative to the teacher where all were measured beside one."""
     conditions = sorted({result.conditions for result in results})
     if len(conditions) > 1:
@@ -319,6 +324,15 @@ def _draw_trade_off(results: Sequence[Result]) -> Picture:
             "results compare only on the same text, searched alike, but these are of "
             f"{' and of '.join(conditions)}: evaluate all alike"
         )
+    shared = [name for name in results[0].model.scores if all(name in result.model.scores for result in results)]
+    if missing := [name for name in metrics if name not in shared] or ([] if shared else ["any metric"]):
+        raise ValueError(
+            f"results do not all have {missing[0]}, only {', '.join(shared) or 'different ones'}: evaluate all with "
+            "the same --metric"
+        )
+    metrics = metrics or shared
+    names = labels(metrics)
+    variants = {name: text for name, text in results[0].signatures.items() if name in metrics}
     relative = all(result.speed_ratio for result in results)
     points: dict[tuple[str, int, int], Point] = {}
     rows: dict[tuple[str, int, int], Measurements] = {}
@@ -328,11 +342,11 @@ def _draw_trade_off(results: Sequence[Result]) -> Picture:
                 speed = ratio if relative else one.tokens_per_second
                 # A teacher is one point; models of one name and size may be several, of different seeds.
                 key = (one.name, one.parameters, 0 if one is result.teacher else number)
-                points[key] = Point(one.name, one.bleu, one.parameters, speed, one is result.teacher)
+                points[key] = Point(one.name, one.scores[metrics[0]], one.parameters, speed, one is result.teacher)
                 rows[key] = one
     has_speed = any(point.speed for point in points.values())
     measure = "times as fast as the teacher" if relative else "tokens/s, one core"
-    head = ["", "BLEU", "chrF", "parameters", "megabytes", *([measure] if has_speed else [])]
+    head = ["", *names.values(), "parameters", "megabytes", *([measure] if has_speed else [])]
     table = [head]
     for key in sorted(points, key=lambda key: -key[1]):
         point, one = points[key], rows[key]
@@ -340,8 +354,7 @@ def _draw_trade_off(results: Sequence[Result]) -> Picture:
         table.append(
             [
                 one.name,
-                f"{one.bleu:.1f}",
-                f"{one.chrf:.1f}",
+                *(f"{one.scores[name]:.1f}" for name in metrics),
                 f"{one.parameters:,}",
                 f"{one.disk_bytes / 1e6:,.1f}",
                 *([shown_speed] if has_speed else []),
@@ -349,8 +362,8 @@ def _draw_trade_off(results: Sequence[Result]) -> Picture:
         )
     return _draw(
         "Quality against size" + (" and speed" if has_speed else ""),
-        partial(report_plots.trade_off, points=list(points.values()), quality="BLEU", speed=measure),
-        f"{conditions[0]}. {results[0].model.bleu_signature}",
+        partial(report_plots.trade_off, points=list(points.values()), quality=names[metrics[0]], speed=measure),
+        ". ".join([conditions[0], *describe(variants)]),
         columns=2 if has_speed else 1,
         rows=table,
     )

@@ -15,11 +15,12 @@ from matplotlib.ticker import MaxNLocator
 from ...conversion.report import MatrixReport
 from ...loading import load_skeleton
 from ...models.matrices import rank_of
+from ..quality import METRICS
 from .plots import as_text, draw_spectrum
 
 KINDS = {"embedding": "embedding", "attention": "attention", "ffn": "feed-forward"}
 PLACES = ("self-attention", "cross-attention", "feed-forward")
-QUALITY = ("bleu", "chrf", "rouge1", "rouge2", "rougeL", "accuracy")  # measures that trainings log, 0 to 100
+QUALITY = (*METRICS, "accuracy")  # measures that trainings log, 0 to 100
 
 
 @dataclass(frozen=True)

@@ -65,9 +65,9 @@ def test_every_model_in_every_form_and_setting(tiny_marian, student, data):
 
     places = {(place.model, place.form): place for place in comparison.deployed}
     for model in models:
-        assert places[model, "onnx"].bleu == places[model, "transformers"].bleu
+        assert places[model, "onnx"].scores == places[model, "transformers"].scores
         assert places[model, "onnx-int8"].disk_bytes < places[model, "onnx"].disk_bytes
-    assert places[models[0], "ctranslate2-int8"].bleu > 70
+    assert places[models[0], "ctranslate2-int8"].scores["bleu"] > 70
 
     console = Console(file=io.StringIO(), width=100)
     console.print(*comparison.tables())
@@ -82,7 +82,9 @@ def test_every_model_in_every_form_and_setting(tiny_marian, student, data):
 def test_a_table_fits_a_terminal():
     speed = Speed(293.0, [293.0], 250)
     places = [
-        Deployed(name, form, "", 10_600_000, 40.2, 60.1) for name in ("opus-mt-de-en", "small") for form in FORMS
+        Deployed(name, form, "", 10_600_000, {"bleu": 40.2, "chrf": 60.1})
+        for name in ("opus-mt-de-en", "small")
+        for form in FORMS
     ]
     timings = [Timing(place.model, place.form, 1, 1, 1, speed, 10.01, 10.02) for place in places]
     comparison = EngineComparison(["opus-mt-de-en", "small"], places, timings, 25, 10, "test.jsonl", 1, 500)
@@ -101,7 +103,7 @@ def test_without_students_data_and_baseline(tiny_marian):
         str(tiny_marian), [], forms=["onnx"], cores=[1], batch_sizes=[2], beams=[1], runs=1, new_tokens=2
     )
     (timing,) = comparison.timings
-    assert (timing.speed.tokens, timing.to_baseline, comparison.deployed[0].bleu) == (4, None, None)
+    assert (timing.speed.tokens, timing.to_baseline, comparison.deployed[0].scores) == (4, None, {})
     ((head, row),) = comparison.rows().values()
     assert head == ["engine", "model", "tokens/s", "same", "MB"]
     assert len(row) == len(head)

@@ -46,8 +46,8 @@ def data(tmp_path_factory, parallel_sentences):
 def results_file(path, name, bleu, parameters, speed, *, teacher=None, **changed):
     def measured(name, bleu, parameters, speed):
         return {
-            "name": f"/somebody/secret/{name}", "bleu": bleu, "bleu_signature": "nrefs:1", "chrf": bleu + 10,
-            "chrf_signature": "", "comet": None, "parameters": parameters, "disk_bytes": 4 * parameters,
+            "name": f"/somebody/secret/{name}", "scores": {"bleu": bleu, "chrf": bleu + 10},
+            "parameters": parameters, "disk_bytes": 4 * parameters,
             "memory_bytes": None, "libraries_bytes": None, "tokens_per_second": speed, "tokens": None,
         }  # fmt: skip
 
@@ -56,7 +56,7 @@ def results_file(path, name, bleu, parameters, speed, *, teacher=None, **changed
         "model": measured(name, bleu, parameters, speed),
         "teacher": measured("teacher", 40.0, 9_000_000, 50.0) if teacher else None,
         "speed_ratio": ratio, "data": "/somebody/test.jsonl", "source": "de", "target": "en", "sentences": 11,
-        "generation": {"num_beams": 4},
+        "generation": {"num_beams": 4}, "signatures": {"bleu": "nrefs:1"}, "labels": {"bleu": "BLEU", "chrf": "chrF"},
     }  # fmt: skip
     path.write_text(json.dumps(content | changed))
     return path
@@ -163,9 +163,11 @@ def test_results_become_a_table_with_the_teacher_once(page):
 
 def test_engines_become_a_table(light, tmp_path):
     names, forms = ["teacher", "a/<b>"], ["ctranslate2", "ctranslate2-int8"]
-    deployed = [Deployed(name, form, "/somebody", 4_000_000, 30.0, 50.0) for name in names for form in forms]
+    deployed = [
+        Deployed(name, form, "/somebody", 4_000_000, {"bleu": 30.0, "chrf": 50.0}) for name in names for form in forms
+    ]
     timings = [Timing(place.model, place.form, 1, 1, 1, Speed(90.0, [90.0] * 3, 9), 2.0, 3.0) for place in deployed]
-    found = EngineComparison(names, deployed, timings, 25, 9, "/somebody/test.jsonl", 1, 11, ["nrefs:1"])
+    found = EngineComparison(names, deployed, timings, 25, 9, "/somebody/test.jsonl", 1, 11, {"bleu": "nrefs:1"})
     file = tmp_path / "engines.json"
     file.write_text(json.dumps(found.to_dict()))
     page = report_page(str(light), results=[file])
@@ -333,3 +335,12 @@ def test_two_seeds_of_a_model_are_two_rows(light, tiny_marian, data, tmp_path):
     cells = Outline(report_page(str(light), results=results)).cells
     assert [cells[place + 1] for place, cell in enumerate(cells) if cell == "recovered"] == ["39.0", "38.0"]
     assert cells.count("40.0") == 1
+
+
+def test_the_metric_that_is_drawn_is_chosen(light, tmp_path):
+    file = results_file(tmp_path / "r.json", "recovered", 39.0, 4_500_000, 75.0, teacher=True)
+    cells = Outline(report_page(str(light), results=[file], metrics=["chrf"])).cells
+    assert cells[cells.index("recovered") + 1] == "49.0"
+    assert "BLEU" not in cells
+    with pytest.raises(ValueError, match="do not all have cer, only bleu, chrf: evaluate"):
+        report_page(str(light), results=[file], metrics=["cer"])
