@@ -9,11 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .statistics.calibration import LOGIT_ROWS, cut_batches, token_mask
-from .statistics.samples import HELD_OUT
+from .statistics.samples import FEWEST_SENTENCES, HELD_OUT
 from .workers import cast_weights, fail_together, fast_products, sum_over_all
-
-# Of fewer sentences, calibration takes all.
-FEWEST_SENTENCES = 100
 
 Batch = dict[str, Tensor]
 

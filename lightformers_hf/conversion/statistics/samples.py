@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # text of a model's own making needs none of it
 # (RESULTS.md, "Probes").
 SAMPLES, TOKENS_PER_FEATURE, MOST_TOKENS = 1000, 64, 2**15
 BATCH = 32  # pairs of a batch at most
-HELD_OUT = 10  # every tenth sentence is held out of the calibration
+# Every tenth sentence is held out of the calibration, of so many at least.
+HELD_OUT, FEWEST_SENTENCES = 10, 100
 # Tokens of a text, of models that take any number.
 LONGEST = 512
 
@@ -71,7 +72,7 @@ def sample_pairs(
         study: its `calibration_seed` says which.
 
     Raises:
-        ValueError: fewer pairs than asked for, or empty ones alone.
+        ValueError: fewer pairs than asked for, empty ones alone, or mostly repeated ones.
     """
     data, samples = options.calibration, options.calibration_samples
     source, target = options.columns
@@ -89,9 +90,15 @@ def sample_pairs(
     if samples is None:
         wanted = min(TOKENS_PER_FEATURE * config.hidden_size, MOST_TOKENS)
         samples = max(SAMPLES, math.ceil(wanted / max(1, mean_tokens(config, tokenizer, pairs))))
-        samples += math.ceil(samples / (HELD_OUT - 1))  # which are held out
+    if (with_held_out := samples + math.ceil(samples / (HELD_OUT - 1))) >= FEWEST_SENTENCES:
+        samples = with_held_out
     pairs = pairs.select(range(min(samples, len(pairs))))
     for side in pairs.column_names:
         if not any(text.strip() for text in pairs[side]):
             raise ValueError(f"{data}: every {side} of the {len(pairs)} pairs drawn is empty: give text")
+    if (distinct := len(set(pairs["source"]))) < len(pairs) / 10:
+        raise ValueError(
+            f"{data}: only {distinct} of the {len(pairs)} sources drawn are distinct, which shows few of the model's "
+            "inputs. Remove repeated lines, or omit --calibration: the model then generates the text"
+        )
     return pairs

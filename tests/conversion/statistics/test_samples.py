@@ -52,10 +52,13 @@ def test_short_sentences_are_more_pairs_and_long_ones_are_not_fewer(tiny_marian,
     for each, most in ((25 * mean / config.d_model, 10**6), (10**6, 25 * mean)):
         monkeypatch.setattr(module, "TOKENS_PER_FEATURE", each)
         monkeypatch.setattr(module, "MOST_TOKENS", most)
-        assert 28 <= len(drawn(teacher, text)) <= 29  # a tenth is held out
+        assert 25 <= len(drawn(teacher, text)) <= 26
     monkeypatch.setattr(module, "MOST_TOKENS", 10**6)  # all that there is
     assert len(drawn(teacher, text)) == 40
     assert len(drawn(teacher, text, calibration_samples=7)) == 7
+    monkeypatch.setattr(module, "FEWEST_SENTENCES", 30)  # a tenth of more is held out, beside the number asked for
+    assert len(drawn(teacher, text, calibration_samples=27)) == 30
+    assert len(drawn(teacher, text, calibration_samples=40)) == 40
 
 
 def test_of_one_language_its_tokens_count_alone(tiny_marian, teacher, tmp_path, parallel_sentences):
@@ -81,3 +84,10 @@ def test_the_tokens_that_will_be_read_are_known_before(teacher, text):
 def test_longer_texts_than_the_model_takes_count_as_they_are_cut(teacher, text, monkeypatch):
     monkeypatch.setattr(module, "longest_text", lambda config, tokenizer: 4)
     assert mean_tokens(teacher.config, teacher.tokenizer(), drawn(teacher, text, calibration_samples=20)) == 4
+
+
+def test_repeated_text_is_refused(teacher, tmp_path):
+    (tmp_path / "x.txt").write_text("Zwei Hunde.\n" * 20)
+    with pytest.raises(ValueError, match=r"x\.txt: only 1 of the 20 sources drawn are distinct"):
+        drawn(teacher, str(tmp_path / "x.txt"))
+    assert len(drawn(teacher, str(tmp_path / "x.txt"), calibration_samples=5)) == 5
