@@ -27,7 +27,6 @@ from ..text import fingerprint
 from .agreement import hold_out, predict_tokens, share_of_equal
 from .card import write_card
 from .choosing.choose import check_choices, choose, find_units, work_on_places
-from .choosing.limits import estimate_speedup
 from .forecast import forecast
 from .forms.form import Built, Form, Setting, all_forms
 from .linear import all_finite
@@ -194,7 +193,6 @@ def compress(
         calibration=(options.calibration or OWN_TEXT) if calibrates or (will_bridge and not dry) else None,
         calibrated_on=seen.sentences,
         agreement=agreement,
-        estimated_speedup=estimate_speedup(teacher.timed_config, model.config) if options.speedup else None,
         trimmed=whole if options.vocabulary else None,
         processor=describe_work(device),
     )

@@ -5,7 +5,6 @@ Importing this file imports neither torch nor transformers: the command line rea
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ Split = Literal["sigma-right", "balanced"]
 METHODS, SPLITS = get_args(Method), get_args(Split)
 
 # Budgets for all matrices together, and all ways to say how far everything is compressed.
-OTHER_BUDGETS = ("params", "size", "speedup")
+OTHER_BUDGETS = ("params", "size")
 BUDGETS = ("ratio", *OTHER_BUDGETS)
 HOW_FAR = ("ratio", "rank", "energy", *OTHER_BUDGETS)
 LAYERS = ("encoder_layers", "decoder_layers")
@@ -45,7 +44,7 @@ QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(b?)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class CompressionOptions:
-    """What is compressed, and how far. Of ratio, rank, energy, params, size and speedup at most one is set.
+    """What is compressed, and how far. Of ratio, rank, energy, params and size at most one is set.
 
     With none of them, the ratio is 2, unless layers, groups, a vocabulary or a pattern are asked for: then only what
     those say. So it is with a ratio of 1 beside them.
@@ -56,8 +55,6 @@ class CompressionOptions:
         energy: share of the squared singular values that each matrix keeps, in (0, 1].
         params: unique parameters of the result at most: `20M`.
         size: bytes of the result's weights at most: `40MB`.
-        speedup: how many times as fast as the source, estimated from costs measured on this machine: one core,
-            batch 1, greedy; above 1.
         languages: codes that stay in the vocabulary of a multilingual checkpoint, a list or `deu_Latn,eng_Latn`; with
             those of source and target. `None`: all.
         vocabulary: text whose tokens stay: files of data or of lines, or data sets on the Hub. Special tokens, single
@@ -97,7 +94,6 @@ class CompressionOptions:
     energy: float | None = None
     params: str | None = None
     size: str | None = None
-    speedup: float | None = None
     languages: str | Sequence[str] | None = None
     vocabulary: str | Sequence[str] | None = None
     vocabulary_size: int | None = None
@@ -127,8 +123,6 @@ class CompressionOptions:
             raise ValueError(f"{' and '.join(given)} are given, expected one of them")
         for name in self._given("params", "size"):
             read_quantity(name, getattr(self, name))
-        if self.speedup is not None and not (_is_number(self.speedup) and 1 < self.speedup < math.inf):
-            raise ValueError(f"speedup is {self.speedup!r}, expected a number above 1: times as fast as the source")
         if self.method == "paper" and (given := self._given("calibration", *LAYERS, *OTHER_BUDGETS)):
             raise ValueError(f"method is 'paper', but the paper's procedure has no {given[0]}: leave one of them out")
         self.policy()  # names what is out of its range
@@ -137,7 +131,7 @@ class CompressionOptions:
             if not (rule is None or isinstance(rule, Ratio)):
                 name = "pattern" if kind in self._policy.kinds else self._given(*HOW_FAR)[0]
                 raise ValueError(
-                    f"method is 'narrow', and how narrow is chosen by ratio, params, size or speedup: leave {name} out"
+                    f"method is 'narrow', and how narrow is chosen by ratio, params or size: leave {name} out"
                 )
         if not self._is_one_number() and (given := self._given(*OTHER_BUDGETS)):
             raise ValueError(
@@ -150,7 +144,7 @@ class CompressionOptions:
 
     @property
     def budget(self) -> str:
-        """The option that sets the budget: `ratio`, `params`, `size` or `speedup`."""
+        """The option that sets the budget: `ratio`, `params` or `size`."""
         return next(iter(self._given(*BUDGETS)), "ratio")
 
     @property
@@ -359,7 +353,3 @@ def _as_tuple(value: str | Sequence[str] | None, separator: str | None) -> tuple
     given = [value] if isinstance(value, str) else list(value or ())
     words = [part.strip() for text in given for part in (text.split(separator) if separator else [text])]
     return tuple(filter(None, words)) or None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -287,16 +287,6 @@ def product_of(
     return product if dtype else product.to(first.dtype)
 
 
-def product_shapes(module: nn.Module) -> tuple[tuple[int, int], ...]:
-    """m×n of the products that compute a module, one after another: those of `factors_of`, unless it says otherwise.
-
-    V×d of a token table, and of an output layer, which multiplies from the other side.
-    """
-    if hasattr(module, "product_shapes"):
-        return module.product_shapes()
-    return tuple((factor.shape[0], factor.shape[1]) for factor in factors_of(module))
-
-
 def matrices_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Name and module of every matrix that is stored: linear layers, tables, output layers, dense or low-rank.
 

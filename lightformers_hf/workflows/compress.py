@@ -80,7 +80,7 @@ def compress(
         validation, test: pairs that the best model is chosen by, and those that are looked at last.
         to, quantization: of `export`; source_lang, target_lang: as of `CompressionOptions`.
         minutes, translations, report_to, seed: of `recover`.
-        options: how far: `size`, `params`, `ratio` or `speedup`, and other fields of `CompressionOptions`.
+        options: how far: `size`, `params` or `ratio`, and other fields of `CompressionOptions`.
 
     Returns: what came out, as `files`, `recovery` and `engines` (`EngineComparison`); and this last one as tables.
 

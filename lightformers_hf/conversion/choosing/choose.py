@@ -7,13 +7,13 @@ from typing import TypeVar
 
 import torch
 
-from ..forms.form import Form, Setting, all_forms, count_parameters
+from ..forms.form import Form, Setting, all_forms
 from ..options import CompressionOptions, StudyOptions
 from ..sharing.originals import Originals, short_name
 from ..steps import Step
 from ..workers import share_work
 from .budget import Choices
-from .limits import find_budget
+from .limits import Budget
 from .rules import RankPolicy, Ratio
 
 Result = TypeVar("Result")
@@ -133,12 +133,12 @@ def choose(
         return sort_by_size(chosen), lambda place: place.follow(policy)
     given, free = split_units(units, policy)
     fixed = {place: place.follow(policy) for place in given}
-    budget = find_budget(originals, options, fixed, free)
+    budget = Budget(originals, options, fixed, free)
     budget.check()
     places = sort_by_size([place for unit in free for alternative in unit for slot in alternative for place in slot])
 
     def weigh(place: Form) -> Choices:
-        return place.choices(count_parameters)
+        return place.choices()
 
     choices = dict(work_on_places("weighing", weigh, places, originals.device, progress=progress))
     settings = fixed | budget.spend(choices)
@@ -161,7 +161,7 @@ def check_choices(
 
     if spends_budget(options, study):
         given, free = split_units(units, policy)
-        budget = find_budget(originals, options, {place: fewest(place) for place in given}, free)
+        budget = Budget(originals, options, {place: fewest(place) for place in given}, free)
         budget.check()
         return budget.removed
     for place in (place for alternative, *_ in units for place, *_ in alternative):
@@ -193,7 +193,7 @@ def work_on_places(
         name: of the step.
         places: the largest first.
     """
-    sizes = [int(place.size(None, count_parameters)) for place in places]
+    sizes = [int(place.size(None)) for place in places]
 
     def work_on(index: int) -> tuple[int, Result]:
         return index, work(places[index])
@@ -206,4 +206,4 @@ def work_on_places(
 
 def sort_by_size(places: list[Form]) -> list[Form]:
     """The places with most parameters first, so that none of them is left for the end."""
-    return sorted(places, key=lambda place: place.size(None, count_parameters), reverse=True)
+    return sorted(places, key=lambda place: place.size(None), reverse=True)
