@@ -15,8 +15,7 @@ from ..languages import split_language
 from .choosing.rules import KINDS, RULES, Energy, FixedRank, RankPolicy, RankRule, Ratio
 
 Method = Literal["auto", "low-rank", "narrow", "paper"]
-Split = Literal["sigma-right", "balanced"]
-METHODS, SPLITS = get_args(Method), get_args(Split)
+METHODS = get_args(Method)
 
 # Budgets for all matrices together, and all ways to say how far everything is compressed.
 OTHER_BUDGETS = ("params", "size")
@@ -36,8 +35,6 @@ METHOD_SWITCHES: dict[str, dict[str, Any]] = {
 STUDY_CHOICES: dict[str, tuple[str | None, ...]] = {
     "weighting": ("loss", "inputs", "rows"),
     "allocation": (None, "uniform", "budget"),
-    "split": SPLITS,
-    "group_start": (None, "aligned", "mean", "first"),
 }
 QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(b?)", re.IGNORECASE)
 
@@ -209,14 +206,7 @@ class StudyOptions:
         attention_method: attention by `low-rank` matrices, each by itself, or by narrower heads (`narrow`). `None`: as
             the method says.
         ffn_method: feed-forward networks by `low-rank` matrices, or with fewer neurons (`narrow`); `None` likewise.
-        split: where Σ goes: `sigma-right` (Eq. 11) or `balanced`, √Σ to each factor, which matrices that are refitted
-            always get.
-        group_start: a group's layer starts as the `mean` of its layers, as the `first` of them, or as the mean after
-            heads and neurons of all are `aligned` to the first, weighted by their inputs. `None`: `aligned` where the
-            layers of a LightFormer allow it, else `mean`.
         share_layer_norms: whether the LayerNorms of new groups are shared, too.
-        group_residual_rank: r of what each depth of new groups has for itself of every matrix; `None` is nothing. It
-            leaves heads and neurons as they are.
         refit: regress the teacher's outputs on what every layer gets, front to back: after truncation, and before it
             where layers are left out. `None`: where there is text, and, after truncation, no layer is shared.
         calibration_seed: which pairs of the calibration text are drawn.
@@ -229,10 +219,7 @@ class StudyOptions:
     allocation: str | None = None
     attention_method: str | None = None
     ffn_method: str | None = None
-    split: Split = "sigma-right"
-    group_start: str | None = None
     share_layer_norms: bool = True
-    group_residual_rank: int | None = None
     refit: bool | None = None
     calibration_seed: int = 0
 
@@ -261,15 +248,9 @@ def settle(options: CompressionOptions, study: StudyOptions | None = None) -> St
         raise ValueError(f"method is {options.method!r}, which leaves no choice of {given[0]}: leave one of them out")
     if options.method == "paper" and study.weighting != "loss":
         raise ValueError(f"method is 'paper', which weighs no errors; weighting is {study.weighting!r}: leave it out")
-    if options.method == "paper" and study.group_residual_rank:
-        raise ValueError("method is 'paper', but the paper's procedure has no group_residual_rank: leave it out")
     study = replace(study, **switches)
-    if options.encoder_groups is None and options.decoder_groups is None:
-        alone = {"share_layer_norms": not study.share_layer_norms, "group_residual_rank": study.group_residual_rank}
-        if given := [name for name, value in alone.items() if value]:
-            raise ValueError(f"{given[0]} is for layers that share: give encoder_groups or decoder_groups")
-    if "narrow" in (study.attention_method, study.ffn_method) and study.group_residual_rank:
-        raise ValueError("group_residual_rank is for matrices as wide as the source's: leave narrower ones out")
+    if options.encoder_groups is None and options.decoder_groups is None and not study.share_layer_norms:
+        raise ValueError("share_layer_norms is for layers that share: give encoder_groups or decoder_groups")
     if study.allocation == "budget" and not options.spends_budget:
         raise ValueError("allocation is 'budget', which needs one ratio for all kinds: give ratio alone")
     if study.allocation == "uniform" and options.budget in OTHER_BUDGETS:

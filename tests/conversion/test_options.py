@@ -183,8 +183,7 @@ def test_options_that_cannot_be(options, message):
     ("switches", "message"),
     [
         ({"allocation": "greedy"}, "allocation is 'greedy', expected one of uniform, budget"),
-        ({"group_start": "median"}, "group_start is 'median', expected one of aligned, mean, first"),
-        ({"split": "left"}, "split is 'left'"),
+        ({"weighting": "median"}, "weighting is 'median', expected one of loss, inputs, rows"),
         ({"weighting": "inputs"}, "it needs allocation='uniform' and refit=False"),
     ],
 )
@@ -198,11 +197,8 @@ def test_switches_that_cannot_be(switches, message):
     [
         ({"method": "paper"}, {"allocation": "budget"}, "method is 'paper', which leaves no choice of allocation"),
         ({"method": "paper"}, {"refit": True}, "leaves no choice of refit"),
-        ({"method": "paper", "encoder_groups": 1}, {"group_residual_rank": 2}, "has no group_residual_rank"),
         ({"method": "low-rank"}, {"attention_method": "narrow"}, "leaves no choice of attention_method"),
         ({"method": "narrow"}, {"ffn_method": "low-rank"}, "leaves no choice of ffn_method"),
-        ({"method": "narrow", "encoder_groups": 1}, {"group_residual_rank": 2}, "leave narrower ones out"),
-        ({}, {"group_residual_rank": 2}, "group_residual_rank is for layers that share"),
         ({}, {"share_layer_norms": False}, "share_layer_norms is for layers that share"),
         ({"ratio": 3, "pattern": {"ffn": "2x"}}, {"allocation": "budget"}, "one ratio for all kinds"),
         ({"size": "1kB"}, {"allocation": "uniform"}, "needs a ratio: leave size out"),

@@ -32,8 +32,8 @@ def spends_budget(options: CompressionOptions, study: StudyOptions) -> bool:
 def find_units(originals: Originals, options: CompressionOptions, study: StudyOptions) -> list[Unit]:
     """Every matrix, attention and network of a model, with the forms that may make it smaller.
 
-    A matrix that the policy settles, and one that depths add a residual to, have the usual form alone; one that has a
-    form in the source already, that form. So have all others of its attention or network.
+    A matrix that the policy settles has the usual form alone; one that has a form in the source already, that form.
+    So have all others of its attention or network.
 
     Raises:
         ValueError: a pattern that fits no matrix, or a method that is no form's.
@@ -53,15 +53,14 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
         return next((form for form in forms if own is not None and name in places[form] and form.holds(own)), None)
 
     def is_settled(name: str) -> bool:
-        settled = policy.settles(short_name(name), originals.module(name).kind)
-        return bool(settled or getattr(dense.config, "group_residual_rank", None))
+        return policy.settles(short_name(name), originals.module(name).kind)
 
     def find_alternatives(matrices: Sequence[str], wanted: Sequence[type[Form]]) -> Unit:
         slots: dict[tuple[str, ...], Slot] = {}
         for form in wanted:
             for place, parts in places[form].items():
                 if set(parts) <= set(matrices):
-                    slots.setdefault(parts, []).append(form(place, originals, study.split))
+                    slots.setdefault(parts, []).append(form(place, originals))
         return [[slots[parts] for parts in cover] for cover in _covers(matrices, slots)]
 
     units: list[Unit] = []
@@ -74,7 +73,7 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
         taken.update(matrices)
         holders = {name: find_holder(name) for name in matrices}
         if any(holders.values()) or any(map(is_settled, matrices)):
-            units.append([[[(form or forms[0])(name, originals, study.split)] for name, form in holders.items()]])
+            units.append([[[(form or forms[0])(name, originals)] for name, form in holders.items()]])
             continue
         method = getattr(study, f"{originals.module(matrices[0]).kind}_method", None)
         if method is None and not spends_budget(options, study):

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from ...models.matrices import product_of
 from ..choosing.budget import Choices
 from ..choosing.rules import RankPolicy
-from ..options import Split
 from ..registry import import_files
 from ..report import DENSE, MatrixReport
 from ..sharing.groups import find_matrices
@@ -63,7 +62,6 @@ class Form(ABC):
     Attributes:
         name: of the place's module, with the head's `model.`.
         originals: the matrices to start from.
-        split: where Σ goes, of forms that have one (`svd.py`).
         label: what reports call the form.
         method: the value of the option `method` that asks for this form alone.
         is_usual: whether the form is taken where nothing else is asked for: one form is.
@@ -71,7 +69,6 @@ class Form(ABC):
 
     name: str
     originals: Originals
-    split: Split = "sigma-right"
     label: ClassVar[str]
     method: ClassVar[str]
     is_usual: ClassVar[bool] = False

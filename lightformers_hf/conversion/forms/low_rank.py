@@ -115,7 +115,7 @@ class LowRank(Form):
             spectrum = self._decomposed.pop()
         else:
             spectrum = decompose(matrix, name=short_name(self.name), rank=setting, metric=metric)
-        factors = spectrum.truncate(setting, self.split)
+        factors = spectrum.truncate(setting)
         if metric is not None and metric.mean is not None:  # the bias takes the mean of what the factors lose
             lost = metric.mean @ matrix.double() - metric.mean @ factors.left.double() @ factors.right.double()
             bias = (bias.double() + lost).to(bias.dtype)
