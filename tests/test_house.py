@@ -17,7 +17,6 @@ PACKAGE = ROOT / "lightformers_hf"
 INTERNALS = {
     "export/engines/ctranslate2.py",
     "loading.py",
-    "models/torch_internals.py",
     "models/transformers_internals.py",
 }
 

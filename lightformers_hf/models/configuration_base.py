@@ -238,8 +238,6 @@ def causal_config(config: FactorizedConfig) -> FactorizedConfig:
     # What is the encoder's alone goes, so that the configuration can be read again.
     if hasattr(config, "encoder_groups"):
         config.encoder_groups = config.decoder_groups
-    if getattr(config, "group_residual_rank", None) is not None and config.decoder_groups is None:
-        config.group_residual_rank = None
     if getattr(config, "vanilla_head_scaling", False) and config.decoder_style != "vanilla":
         config.vanilla_head_scaling = False
     config.set_defaults()

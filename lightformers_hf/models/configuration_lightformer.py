@@ -22,8 +22,6 @@ class LightFormerConfig(FactorizedConfig):
         head_dim_pattern: attention name pattern → d_k, for those that differ (`decoder.layers.0.encoder_attn`).
         encoder_groups, decoder_groups: N, number of stored layers, in contiguous groups (§3.2). `None`: one a depth.
         share_layer_norms: whether the LayerNorms of a group are shared too; else each depth has its own.
-        group_residual_rank: r of a residual that each depth adds to every shared matrix, y = x·W + x·A·B; `None`
-            means none.
         joint_qkv: one projection d → 3d in self-attention (Table 1 of the paper).
         attention_output_projection: whether attention has `out_proj` (Table 1 leaves it out).
         scale_attention: scores divided by √d_k. T5's are not.
@@ -66,7 +64,6 @@ class LightFormerConfig(FactorizedConfig):
     encoder_groups: int | None = None
     decoder_groups: int | None = None
     share_layer_norms: bool = True
-    group_residual_rank: int | None = None
     joint_qkv: bool = False
     attention_output_projection: bool = True
     scale_attention: bool = True
@@ -85,6 +82,11 @@ class LightFormerConfig(FactorizedConfig):
     embedding_dim: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if (rank := kwargs.pop("group_residual_rank", None)) is not None:  # version 0.1 stores it
+            raise ValueError(
+                f"group_residual_rank is {rank}: only version 0.1 of lightformers_hf has residuals of depths. "
+                "Load the checkpoint with `pip install lightformers_hf==0.1.*`, or convert its teacher again"
+            )
         if self.position_embedding_type in RELATIVE_POSITIONS:
             self.max_position_embeddings = None
         super().__post_init__(**kwargs)
@@ -106,12 +108,6 @@ class LightFormerConfig(FactorizedConfig):
         """Raise `ValueError` where fields cannot go together."""
         super().check()
         check_at_least("head_dim", self.head_dim, 1)
-        check_at_least("group_residual_rank", self.group_residual_rank, 1)
-        if self.group_residual_rank is not None and self.encoder_groups is None and self.decoder_groups is None:
-            raise ValueError(
-                f"group_residual_rank is {self.group_residual_rank}, but no layers are shared: set encoder_groups or "
-                "decoder_groups, or leave it None"
-            )
         for field in ("ffn_dim_pattern", "head_dim_pattern"):
             for pattern, width in getattr(self, field).items():
                 check_at_least(f"{field}[{pattern!r}]", width, 1)
