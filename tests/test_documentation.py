@@ -57,7 +57,7 @@ SMALLER = {
     "--max-samples 2 --engine transformers --engine ctranslate2",
 }
 # What needs a network or several machines, or a model large enough to become faster, and is only parsed.
-PARSED_ONLY = re.compile("lightformers (push|compare)|torchrun|accelerate launch|.* --speedup")
+PARSED_ONLY = re.compile("lightformers (push|compare)|torchrun|accelerate launch")
 
 
 def blocks(page):

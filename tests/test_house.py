@@ -18,7 +18,6 @@ INTERNALS = {
     "evaluation/quality.py",
     "export/engines/ctranslate2.py",
     "loading.py",
-    "models/torch_internals.py",
     "models/transformers_internals.py",
 }
 

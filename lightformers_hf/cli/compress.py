@@ -21,7 +21,6 @@ OPTIONS_HELP = {
     "ratio": ("P", "Dense / kept, of what layers leave. Default: 2."),
     "params": ("20M", "Instead: parameters of the result at most."),
     "size": ("40MB", "Instead: bytes of the result's weights at most."),
-    "speedup": ("S", "Instead: times as fast, estimated on this machine."),
     "rank": ("R", "Instead: singular values kept in each matrix."),
     "energy": ("E", "Instead: share of their squares kept in each."),
     "pattern": (

@@ -78,7 +78,6 @@ def recover(light: str, source_lang: str | None, target_lang: str | None, **opti
         metavar="P",
         help="Instead: dense / kept parameters. Default: 2, without --decoder-layers.",
     ),
-    option("--speedup", type=float, metavar="S", help="Instead: times as fast, estimated on this machine."),
     option("--decoder-layers", type=int, help="Decoder layers that are kept; they cost most time."),
     option("--test", type=DATA, help="Pairs to measure with at last. Default: a part of --data, if pairs."),
     option("--to", default="ctranslate2", values=engine_names, help=f"Deploy for {join_names(engine_names())}."),

@@ -27,15 +27,13 @@ from ..text import fingerprint
 from .agreement import hold_out, predict_tokens, share_of_equal
 from .card import write_card
 from .choosing.choose import check_choices, choose, find_units, work_on_places
-from .choosing.limits import estimate_speedup
 from .forecast import forecast
 from .forms.form import Built, Form, Setting, all_forms
 from .linear import all_finite
 from .options import CompressionOptions, StudyOptions, needs_calibration, settle
-from .others import other_tensors
 from .refit import bridge, can_refit, refit
 from .report import OWN_TEXT, Agreement, CompressionReport, MatrixReport, write_report
-from .sharing.groups import change_moments, find_bases, find_matrices, find_start, new_groups, share_layers
+from .sharing.groups import can_align, change_moments, find_bases, find_matrices, share_layers
 from .sharing.originals import Originals, short_name
 from .statistics.calibration import Calibration
 from .statistics.text import count_tokens, draw_pairs, sample_text
@@ -157,9 +155,9 @@ def compress(
     checkpoint = Teacher(folder, source, options.languages_of_sides)
     whole = checkpoint.keep_tokens(choose_tokens(checkpoint, options)) if options.vocabulary else checkpoint
     teacher = whole.keep_layers({"encoder": options.encoder_layers, "decoder": options.decoder_layers})
-    dense, start = share_layers(teacher, options, study), find_start(teacher, options, study)
-    calibrates = will_calibrate(teacher, options, start)
-    originals = Originals(teacher, dense, start, device=algebra_device(device))
+    dense, aligns = share_layers(teacher, options, study), can_align(teacher, options)
+    calibrates = will_calibrate(teacher, options, aligns)
+    originals = Originals(teacher, dense, aligns, device=algebra_device(device))
     units = find_units(originals, options, study)
     removed = check_choices(units, originals, options, study) if calibrates else 0.0
     will_refit = can_refit(dense.config, study) and calibrates
@@ -180,7 +178,7 @@ def compress(
     built, reports = build(places, setting, originals, keep=keep, progress=progress)
     model = skeleton(teacher.model_class, find_config(dense, reports))
     if tensors := built.tensors:
-        tensors |= other_tensors(model, originals, tensors)
+        tensors |= originals.other_tensors()
     agreement = None
     if tensors and seen.whole is not None:
         will_refit = will_refit and any(report.relative_error for report in reports)
@@ -194,7 +192,6 @@ def compress(
         calibration=(options.calibration or OWN_TEXT) if calibrates or (will_bridge and not dry) else None,
         calibrated_on=seen.sentences,
         agreement=agreement,
-        estimated_speedup=estimate_speedup(teacher.timed_config, model.config) if options.speedup else None,
         trimmed=whole if options.vocabulary else None,
         processor=describe_work(device),
     )
@@ -299,14 +296,9 @@ def fit(
     return Agreement(share=share, before_refit=before, tokens=tokens, held_out=seen.held_out)
 
 
-def will_calibrate(teacher: Teacher, options: CompressionOptions, start: str) -> bool:
-    """Whether errors are weighed by what they cost the loss, or what layers have in common by what goes into them.
-
-    Args:
-        start: how a group's layer starts.
-    """
+def will_calibrate(teacher: Teacher, options: CompressionOptions, aligns: bool) -> bool:
+    """Whether errors are weighed by what they cost the loss, or what layers have in common by what goes into them."""
     possible = issubclass(teacher.model_class, ConditionalGenerationHead) and options.method != "paper"
-    aligns = start == "aligned" and bool(new_groups(teacher, options))
     return possible and (aligns or options.policy().compresses)
 
 
@@ -335,10 +327,10 @@ def can_bridge(teacher: Teacher, study: StudyOptions) -> bool:
 def merge_layers(originals: Originals, calibration: Calibration | None, study: StudyOptions) -> Originals:
     """The matrices with what was measured of them, those of a new group in bases in which they are alike."""
     teacher, dense, device = originals.teacher, originals.dense, originals.device
-    bases = find_bases(teacher, dense, calibration, device) if originals.start == "aligned" else {}
+    bases = find_bases(teacher, dense, calibration, device) if originals.is_aligned else {}
     if calibration is not None:
         change_moments(calibration, bases)
-    return Originals(teacher, dense, originals.start, calibration, study.weighting, device, bases)
+    return Originals(teacher, dense, originals.is_aligned, calibration, study.weighting, device, bases)
 
 
 def build(

@@ -5,7 +5,6 @@ Importing this file imports neither torch nor transformers: the command line rea
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,11 +15,10 @@ from ..languages import split_language
 from .choosing.rules import KINDS, RULES, Energy, FixedRank, RankPolicy, RankRule, Ratio
 
 Method = Literal["auto", "low-rank", "narrow", "paper"]
-Split = Literal["sigma-right", "balanced"]
-METHODS, SPLITS = get_args(Method), get_args(Split)
+METHODS = get_args(Method)
 
 # Budgets for all matrices together, and all ways to say how far everything is compressed.
-OTHER_BUDGETS = ("params", "size", "speedup")
+OTHER_BUDGETS = ("params", "size")
 BUDGETS = ("ratio", *OTHER_BUDGETS)
 HOW_FAR = ("ratio", "rank", "energy", *OTHER_BUDGETS)
 LAYERS = ("encoder_layers", "decoder_layers")
@@ -37,15 +35,13 @@ METHOD_SWITCHES: dict[str, dict[str, Any]] = {
 STUDY_CHOICES: dict[str, tuple[str | None, ...]] = {
     "weighting": ("loss", "inputs", "rows"),
     "allocation": (None, "uniform", "budget"),
-    "split": SPLITS,
-    "group_start": (None, "aligned", "mean", "first"),
 }
 QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(b?)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class CompressionOptions:
-    """What is compressed, and how far. Of ratio, rank, energy, params, size and speedup at most one is set.
+    """What is compressed, and how far. Of ratio, rank, energy, params and size at most one is set.
 
     With none of them, the ratio is 2, unless layers, groups, a vocabulary or a pattern are asked for: then only what
     those say. So it is with a ratio of 1 beside them.
@@ -56,8 +52,6 @@ class CompressionOptions:
         energy: share of the squared singular values that each matrix keeps, in (0, 1].
         params: unique parameters of the result at most: `20M`.
         size: bytes of the result's weights at most: `40MB`.
-        speedup: how many times as fast as the source, estimated from costs measured on this machine: one core,
-            batch 1, greedy; above 1.
         languages: codes that stay in the vocabulary of a multilingual checkpoint, a list or `deu_Latn,eng_Latn`; with
             those of source and target. `None`: all.
         vocabulary: text whose tokens stay: files of data or of lines, or data sets on the Hub. Special tokens, single
@@ -97,7 +91,6 @@ class CompressionOptions:
     energy: float | None = None
     params: str | None = None
     size: str | None = None
-    speedup: float | None = None
     languages: str | Sequence[str] | None = None
     vocabulary: str | Sequence[str] | None = None
     vocabulary_size: int | None = None
@@ -127,8 +120,6 @@ class CompressionOptions:
             raise ValueError(f"{' and '.join(given)} are given, expected one of them")
         for name in self._given("params", "size"):
             read_quantity(name, getattr(self, name))
-        if self.speedup is not None and not (_is_number(self.speedup) and 1 < self.speedup < math.inf):
-            raise ValueError(f"speedup is {self.speedup!r}, expected a number above 1: times as fast as the source")
         if self.method == "paper" and (given := self._given("calibration", *LAYERS, *OTHER_BUDGETS)):
             raise ValueError(f"method is 'paper', but the paper's procedure has no {given[0]}: leave one of them out")
         self.policy()  # names what is out of its range
@@ -137,7 +128,7 @@ class CompressionOptions:
             if not (rule is None or isinstance(rule, Ratio)):
                 name = "pattern" if kind in self._policy.kinds else self._given(*HOW_FAR)[0]
                 raise ValueError(
-                    f"method is 'narrow', and how narrow is chosen by ratio, params, size or speedup: leave {name} out"
+                    f"method is 'narrow', and how narrow is chosen by ratio, params or size: leave {name} out"
                 )
         if not self._is_one_number() and (given := self._given(*OTHER_BUDGETS)):
             raise ValueError(
@@ -150,7 +141,7 @@ class CompressionOptions:
 
     @property
     def budget(self) -> str:
-        """The option that sets the budget: `ratio`, `params`, `size` or `speedup`."""
+        """The option that sets the budget: `ratio`, `params` or `size`."""
         return next(iter(self._given(*BUDGETS)), "ratio")
 
     @property
@@ -215,14 +206,7 @@ class StudyOptions:
         attention_method: attention by `low-rank` matrices, each by itself, or by narrower heads (`narrow`). `None`: as
             the method says.
         ffn_method: feed-forward networks by `low-rank` matrices, or with fewer neurons (`narrow`); `None` likewise.
-        split: where Σ goes: `sigma-right` (Eq. 11) or `balanced`, √Σ to each factor, which matrices that are refitted
-            always get.
-        group_start: a group's layer starts as the `mean` of its layers, as the `first` of them, or as the mean after
-            heads and neurons of all are `aligned` to the first, weighted by their inputs. `None`: `aligned` where the
-            layers of a LightFormer allow it, else `mean`.
         share_layer_norms: whether the LayerNorms of new groups are shared, too.
-        group_residual_rank: r of what each depth of new groups has for itself of every matrix; `None` is nothing. It
-            leaves heads and neurons as they are.
         refit: regress the teacher's outputs on what every layer gets, front to back: after truncation, and before it
             where layers are left out. `None`: where there is text, and, after truncation, no layer is shared.
         calibration_seed: which pairs of the calibration text are drawn.
@@ -235,10 +219,7 @@ class StudyOptions:
     allocation: str | None = None
     attention_method: str | None = None
     ffn_method: str | None = None
-    split: Split = "sigma-right"
-    group_start: str | None = None
     share_layer_norms: bool = True
-    group_residual_rank: int | None = None
     refit: bool | None = None
     calibration_seed: int = 0
 
@@ -267,15 +248,9 @@ def settle(options: CompressionOptions, study: StudyOptions | None = None) -> St
         raise ValueError(f"method is {options.method!r}, which leaves no choice of {given[0]}: leave one of them out")
     if options.method == "paper" and study.weighting != "loss":
         raise ValueError(f"method is 'paper', which weighs no errors; weighting is {study.weighting!r}: leave it out")
-    if options.method == "paper" and study.group_residual_rank:
-        raise ValueError("method is 'paper', but the paper's procedure has no group_residual_rank: leave it out")
     study = replace(study, **switches)
-    if options.encoder_groups is None and options.decoder_groups is None:
-        alone = {"share_layer_norms": not study.share_layer_norms, "group_residual_rank": study.group_residual_rank}
-        if given := [name for name, value in alone.items() if value]:
-            raise ValueError(f"{given[0]} is for layers that share: give encoder_groups or decoder_groups")
-    if "narrow" in (study.attention_method, study.ffn_method) and study.group_residual_rank:
-        raise ValueError("group_residual_rank is for matrices as wide as the source's: leave narrower ones out")
+    if options.encoder_groups is None and options.decoder_groups is None and not study.share_layer_norms:
+        raise ValueError("share_layer_norms is for layers that share: give encoder_groups or decoder_groups")
     if study.allocation == "budget" and not options.spends_budget:
         raise ValueError("allocation is 'budget', which needs one ratio for all kinds: give ratio alone")
     if study.allocation == "uniform" and options.budget in OTHER_BUDGETS:
@@ -359,7 +334,3 @@ def _as_tuple(value: str | Sequence[str] | None, separator: str | None) -> tuple
     given = [value] if isinstance(value, str) else list(value or ())
     words = [part.strip() for text in given for part in (text.split(separator) if separator else [text])]
     return tuple(filter(None, words)) or None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

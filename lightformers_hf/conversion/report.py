@@ -124,8 +124,6 @@ class CompressionReport:
         calibration: the text that errors were weighed on, and layers regressed; `None`: neither was done.
         calibrated_on: fingerprints of its sentences, so that an evaluation can tell whether it sees them again.
         agreement: how often the result predicts its teacher's token; `None` where no text was read.
-        estimated_speedup: how many times as fast as the teacher, where that was asked for: on the machine of the
-            conversion, one core, batch 1, greedy, through `generate()`.
         layers: layers of the result and of the source, {stack: [kept, before]}.
         groups: stored layers of the result and depths, {stack: [stored, depths]}.
         matrices: one a stored matrix of the result.
@@ -145,7 +143,6 @@ class CompressionReport:
     options: dict[str, Any]
     calibration: str | None
     calibrated_on: list[str]
-    estimated_speedup: float | None
     layers: dict[str, list[int]]
     groups: dict[str, list[int]]
     matrices: list[MatrixReport]
@@ -171,7 +168,6 @@ class CompressionReport:
         calibration: str | None,
         calibrated_on: list[str],
         agreement: Agreement | None,
-        estimated_speedup: float | None,
         trimmed: Teacher | None = None,
         processor: dict[str, Any],
     ) -> CompressionReport:
@@ -209,7 +205,6 @@ class CompressionReport:
             calibration=calibration,
             calibrated_on=calibrated_on,
             agreement=agreement,
-            estimated_speedup=estimated_speedup,
             layers=layers,
             groups=groups,
             matrices=matrices,

@@ -67,12 +67,6 @@ def totals_table(report: CompressionReport) -> Table:
 
 def remarks(report: CompressionReport) -> Iterator[str]:
     """What to know of a report, a sentence or two each."""
-    if report.estimated_speedup is not None:
-        yield (
-            f"Estimated {report.estimated_speedup:.2f} times as fast as {report.source} on this machine: greedy, one "
-            "sentence at a time, one core, through generate(). `lightformers benchmark engines --engine transformers` "
-            "measures it, with or without text."
-        )
     if sizes := report.vocabulary:
         (source, of_sources), (target, of_targets) = sizes["source"], sizes["target"]
         sides = f"{source:,} of {of_sources:,} tokens"

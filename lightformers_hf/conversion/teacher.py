@@ -86,7 +86,6 @@ class Teacher:
             ) from error
         # Of the model that is as slow as the source, whatever is left out of it later: its own, or the equal
         # LightFormer's where costs are not known of the source's class (T5's layers have other names).
-        self.timed_config = self.source_config if hasattr(self.source_config, "encoder_layers") else self.config
         self.folder = folder
         self.languages = languages
         self._tokenizer: PreTrainedTokenizerBase | None = None

@@ -1,25 +1,22 @@
-"""What the demo makes, one function a folder: corpus, teacher, compressed model, recovered models."""
+"""The corpus and the teacher of the demo."""
 
 from __future__ import annotations
 
 import io
 import json
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import sentencepiece
-from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import (
-    AutoConfig,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     GenerationConfig,
     MarianConfig,
     MarianTokenizer,
-    PreTrainedModel,
     PrinterCallback,
     Seq2SeqTrainingArguments,
     set_seed,
@@ -28,11 +25,10 @@ from transformers import (
 from lightformers_hf.loading import build_network, load_pretrained
 from lightformers_hf.processors import IdleThreads, has_fast_bf16
 from lightformers_hf.recovery import RecoveryTrainer
-from lightformers_hf.recovery.progress import Clock, Progress
+from lightformers_hf.recovery.progress import Progress
 from lightformers_hf.text import load_parallel, tokenize_pairs
 
 LONGEST = 96  # tokens; no sentence of the corpus comes near
-TRIAL_STEPS, TRIAL_PAIRS = 16, 2000
 # Attention written out: on a CPU, with sentences this short, it trains a quarter faster than the fused kernel.
 ATTENTION = {"attn_implementation": "eager"}
 
@@ -55,10 +51,7 @@ class DemoSettings:
     teacher_learning_rate: float = 1e-3
     ratio: float = 4.0
     calibration_pairs: int = 300
-    recovery_steps: int = 200
-    recovery_learning_rate: float = 2e-3
-    speed_sentences: int = 10
-    speed_runs: int = 6
+    minutes: float = 2.0  # of the recovery
 
 
 def write_corpus(folder: Path, settings: DemoSettings) -> None:
@@ -73,9 +66,9 @@ def write_corpus(folder: Path, settings: DemoSettings) -> None:
         (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-def write_teacher(folder: Path, corpus: Path, settings: DemoSettings, clock: Clock | None = None) -> None:
+def write_teacher(folder: Path, corpus: Path, settings: DemoSettings) -> None:
     """Train tokenizer and Marian teacher, and save both in the layout of an opus-mt checkpoint."""
-    train = load_parallel(str(corpus / "train.jsonl"), source="de", target="en", max_samples=settings.train_pairs)
+    train = load_parallel(str(corpus / "train.jsonl"), source="de", target="en")
     _write_tokenizer(folder, [*train["source"], *train["target"]], settings.vocabulary)
     tokenizer = load_pretrained(AutoTokenizer, folder)
     set_seed(settings.seed)
@@ -89,63 +82,7 @@ def write_teacher(folder: Path, corpus: Path, settings: DemoSettings, clock: Clo
         decoder_start_token_id=tokenizer.pad_token_id,
         bad_words_ids=[[tokenizer.pad_token_id]],
     )
-    steps, rate = settings.teacher_steps, settings.teacher_learning_rate
-    losses = train_model(
-        model, tokenizer, train, settings, steps=steps, learning_rate=rate, label_smoothing=0.1, clock=clock
-    )
-    _save(model, tokenizer, losses, folder)
-
-
-def time_step(corpus: Path, settings: DemoSettings) -> float:
-    """Seconds that a step of the teacher's training takes, on this machine as busy as it is."""
-    clock = Clock()
-    with tempfile.TemporaryDirectory() as folder:
-        trial = replace(settings, teacher_steps=TRIAL_STEPS, train_pairs=min(TRIAL_PAIRS, settings.train_pairs))
-        write_teacher(Path(folder), corpus, trial, clock)
-    return clock.seconds
-
-
-def write_recovered(
-    folder: Path, compressed: Path, teacher: Path, corpus: Path, settings: DemoSettings, *, random_start: bool
-) -> None:
-    """Train a compressed model on the labels and the teacher's predictions, from its SVD or from random weights.
-
-    Both starts see the same batches in the same order for as many steps.
-    """
-    train = load_parallel(str(corpus / "train.jsonl"), source="de", target="en")
-    tokenizer = load_pretrained(AutoTokenizer, compressed)
-    set_seed(settings.seed)
-    if random_start:
-        model = build_network(AutoModelForSeq2SeqLM, load_pretrained(AutoConfig, compressed), **ATTENTION)
-        model.generation_config = GenerationConfig.from_pretrained(compressed)
-    else:
-        model = load_pretrained(AutoModelForSeq2SeqLM, compressed, **ATTENTION)
-    losses = train_model(
-        model,
-        tokenizer,
-        train,
-        settings,
-        steps=settings.recovery_steps,
-        learning_rate=settings.recovery_learning_rate,
-        teacher=load_pretrained(AutoModelForSeq2SeqLM, teacher, **ATTENTION),
-    )
-    _save(model, tokenizer, losses, folder)
-
-
-def train_model(
-    model: PreTrainedModel,
-    tokenizer: MarianTokenizer,
-    train: Dataset,
-    settings: DemoSettings,
-    *,
-    steps: int,
-    learning_rate: float,
-    label_smoothing: float = 0.0,
-    teacher: PreTrainedModel | None = None,
-    clock: Clock | None = None,
-) -> list[tuple[int, float]]:
-    """Train `model` on the CPU with a progress bar; return the training loss, (step, mean since the last), in nats."""
-    tokens = tokenize_pairs(train, tokenizer, max_source_length=LONGEST, max_target_length=LONGEST)
+    steps = settings.teacher_steps
     with (
         tempfile.TemporaryDirectory() as scratch,
         IdleThreads() as threads,
@@ -160,12 +97,11 @@ def train_model(
             # Not batches of one length by a token budget: in this corpus, sentences of one length are often of one
             # template, and such batches took more than twice the time to learn from.
             per_device_train_batch_size=settings.batch_size,
-            learning_rate=learning_rate,
+            learning_rate=settings.teacher_learning_rate,
             lr_scheduler_type="linear",
             warmup_steps=max(1, steps // 12),
             adam_beta2=0.98,
-            label_smoothing_factor=label_smoothing,
-            logging_steps=max(1, steps // 60),
+            label_smoothing_factor=0.1,
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
@@ -174,14 +110,14 @@ def train_model(
         trainer = RecoveryTrainer(
             model,
             arguments,
-            train_dataset=tokens,
+            train_dataset=tokenize_pairs(train, tokenizer, max_source_length=LONGEST, max_target_length=LONGEST),
             data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
-            callbacks=[Progress(bar, threads), *([clock] if clock else [])],
-            teacher=teacher,
+            callbacks=[Progress(bar, threads)],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    return [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _write_tokenizer(folder: Path, sentences: list[str], vocabulary: int) -> None:
@@ -237,9 +173,3 @@ def _teacher_config(vocabulary: int, end: int, padding: int, settings: DemoSetti
         pad_token_id=padding,
         decoder_start_token_id=padding,
     )
-
-
-def _save(model: PreTrainedModel, tokenizer: MarianTokenizer, losses: list[tuple[int, float]], folder: Path) -> None:
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    (folder / "losses.json").write_text(json.dumps(losses), encoding="utf-8")

@@ -191,9 +191,8 @@ class _Meter:
             for name, module in attentions:
                 site = "cross" if "encoder_attn" in name else stack
                 self._before(module.out_proj, partial(self._see_heads, stack, site, module))
-            for name, module in root.named_modules():
-                # The residual of a shared layer has the names of the layer that it adds to.
-                if hasattr(module, "fc1") and hasattr(module, "fc2") and "residuals" not in name:
+            for module in root.modules():
+                if hasattr(module, "fc1") and hasattr(module, "fc2"):
                     self._see_network(stack, module)
 
     def _before(self, module: nn.Module, see: Callable[[Tensor], None]) -> None:

@@ -18,22 +18,21 @@ from ..models.relative_positions import RelativePositions
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear layer at one depth: y = Σ x·W₁·W₂… + b.
+    """One linear layer at one depth: y = x·W₁·W₂… + b.
 
     Attributes:
-        chains: one chain of factors for each term of the sum: (W,) where it is dense, (U, V) where it is factorized;
-            a depth's own residual over a shared layer is a second term.
+        factors: (W,) where it is dense, (U, V) where it is factorized.
         bias: b (n), or `None`.
         stored: what the model holds of it; by default the factors themselves.
     """
 
-    chains: tuple[tuple[Tensor, ...], ...]
+    factors: tuple[Tensor, ...]
     bias: Tensor | None
     stored: tuple[Tensor, ...] = ()
 
     @property
     def is_dense(self) -> bool:
-        return len(self.chains) == 1 and len(self.chains[0]) == 1
+        return len(self.factors) == 1
 
     @property
     def parameters(self) -> int:
@@ -43,18 +42,16 @@ class Linear:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """What is stored."""
-        return self.stored or tuple(factor for chain in self.chains for factor in chain)
+        return self.stored or self.factors
 
     @property
     def out_features(self) -> int:
-        return self.chains[0][-1].shape[1]
+        return self.factors[-1].shape[1]
 
     def product(self) -> Tensor:
         """The one matrix W, m×n, in fp64: a product in fp32 would lose digits that a dense layer keeps."""
-        return sum(
-            torch.linalg.multi_dot([factor.double() for factor in chain]) if len(chain) > 1 else chain[0].double()
-            for chain in self.chains
-        )
+        factors = [factor.double() for factor in self.factors]
+        return torch.linalg.multi_dot(factors) if len(factors) > 1 else factors[0]
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,7 @@ class Expansion:
 
     def write(self, linear: Linear) -> None:
         """Count a layer that is written factor by factor, if those take more than what is stored."""
-        factors = sum(factor.numel() for chain in linear.chains for factor in chain)
+        factors = sum(factor.numel() for factor in linear.factors)
         if linear.parameters < factors:
             self._count(linear, factors)
 
@@ -188,16 +185,15 @@ class Stack:
             yield from filter(None, (layer.gate, layer.fc1, layer.fc2))
 
 
-def read_linear(module: nn.Module, residual: nn.Module | None = None) -> Linear:
-    """A dense or low-rank layer of the model, and what a depth adds to it."""
-    modules = [module] if residual is None else [module, residual]
-    stored = tuple(tensor for one in modules for tensor in one.parameters() if tensor.dim() > 1)
-    return Linear(tuple(map(factors_of, modules)), bias_of(module), stored)
+def read_linear(module: nn.Module) -> Linear:
+    """A dense or low-rank layer of the model."""
+    stored = tuple(tensor for tensor in module.parameters() if tensor.dim() > 1)
+    return Linear(factors_of(module), bias_of(module), stored)
 
 
 def read_table(table: nn.Module) -> Linear:
     """A token table (V×d) as the matrix that one-hot rows are multiplied by."""
-    return Linear((factors_of(table),), None)
+    return Linear(factors_of(table), None)
 
 
 def read_output(model: LightFormerForConditionalGeneration) -> Linear:
@@ -205,7 +201,7 @@ def read_output(model: LightFormerForConditionalGeneration) -> Linear:
     bias = model.final_logits_bias.flatten() if model.final_logits_bias is not None else None
     bias = bias if bias is not None and bias.any() else None
     factors = factors_of(model.lm_head)  # V×d
-    return Linear((tuple(factor.T for factor in reversed(factors)),), bias)
+    return Linear(tuple(factor.T for factor in reversed(factors)), bias)
 
 
 def read_stack(stack: nn.Module) -> Stack:
@@ -213,22 +209,19 @@ def read_stack(stack: nn.Module) -> Stack:
     layers: list[Layer] = []
     for depth, (layer, slots) in enumerate(stack.layers.by_depth()):
         own = None if stack.depths is None else stack.depths[depth]
-        residuals = getattr(own, "residuals", None)
         norms = layer if hasattr(layer, "final_layer_norm") else own
-        cross_source = depth if residuals is not None else slots["cross_layer_idx"]
         has_cross = hasattr(layer, "encoder_attn")
         gate, fc1, fc2 = (
-            read_linear(getattr(layer, name), getattr(residuals, name, None)) if hasattr(layer, name) else None
-            for name in ("fc_gate", "fc1", "fc2")
+            read_linear(getattr(layer, name)) if hasattr(layer, name) else None for name in ("fc_gate", "fc1", "fc2")
         )
         layers.append(
             Layer(
-                _attention(layer.self_attn, getattr(residuals, "self_attn", None)),
+                _attention(layer.self_attn),
                 _norm(norms.self_attn_layer_norm),
                 _biases(stack.relative_positions or getattr(layer, "relative_positions", None)),
-                _attention(layer.encoder_attn, getattr(residuals, "encoder_attn", None)) if has_cross else None,
+                _attention(layer.encoder_attn) if has_cross else None,
                 _norm(norms.encoder_attn_layer_norm) if has_cross else None,
-                cross_source,
+                slots["cross_layer_idx"],
                 gate,
                 fc1,
                 fc2,
@@ -245,17 +238,14 @@ def read_stack(stack: nn.Module) -> Stack:
     )
 
 
-def _attention(module: nn.Module, residuals: nn.Module | None) -> Attention:
-    def projection(name: str) -> Linear:
-        return read_linear(getattr(module, name), getattr(residuals, name, None))
-
+def _attention(module: nn.Module) -> Attention:
     names = ("qkv_proj",) if module.joint_qkv else ("q_proj", "k_proj", "v_proj")
-    inputs = tuple(projection(name) for name in names)
+    inputs = tuple(read_linear(getattr(module, name)) for name in names)
     inner = sum(linear.out_features for linear in inputs) // 3
     has_output = not isinstance(module.out_proj, nn.Identity)
     return Attention(
         inputs,
-        projection("out_proj") if has_output else None,
+        read_linear(module.out_proj) if has_output else None,
         inner // module.head_dim,
         module.head_dim,
         module.scaling,

@@ -146,26 +146,21 @@ class Graph:
 
     def project(self, states: str, linears: list[Linear]) -> list[str]:
         """What several layers make of the same states: their first factors are one product. (…, m) → (…, nᵢ) each."""
-        terms = [(linear, chain) for linear in linears for chain in linear.chains]
-        in_first = [linear.bias if len(chain) == 1 and chain is linear.chains[0] else None for linear, chain in terms]
-        widths = [chain[0].shape[1] for _, chain in terms]
+        in_first = [linear.bias if linear.is_dense else None for linear in linears]
+        widths = [linear.factors[0].shape[1] for linear in linears]
         bias = None
         if any(part is not None for part in in_first):
             zeros = [
                 torch.zeros(width) if part is None else part for part, width in zip(in_first, widths, strict=True)
             ]
             bias = torch.cat(zeros)
-        first = self.matmul(states, torch.cat([chain[0] for _, chain in terms], dim=1), bias)
+        first = self.matmul(states, torch.cat([linear.factors[0] for linear in linears], dim=1), bias)
         parts = self.split(first, widths)
         outputs = []
-        for linear in linears:
-            total = None
-            for chain in linear.chains:
-                part = parts.pop(0)
-                for factor in chain[1:]:
-                    part = self.matmul(part, factor, linear.bias if chain is linear.chains[0] else None)
-                total = part if total is None else self.op("Add", total, part)
-            outputs.append(total)
+        for linear, output in zip(linears, parts, strict=True):
+            for factor in linear.factors[1:]:
+                output = self.matmul(output, factor, linear.bias)
+            outputs.append(output)
         return outputs
 
     def split(self, states: str, widths: list[int]) -> list[str]:
@@ -227,7 +222,7 @@ class Graph:
         return self.transpose(rows, *axes)
 
     def embed(self, stack: Stack, ids: str, positions: str | None) -> str:
-        table, *basis = stack.embedding.chains[0]
+        table, *basis = stack.embedding.factors
         vectors = self.lookup(table, ids)
         for factor in basis:
             vectors = self.matmul(vectors, factor)

@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_base import FactorizedConfig
-from .matrices import Projection, apply_with_residual
+from .matrices import Projection
 from .transformer_layer import drop
 from .transformers_internals import attention_of
 
@@ -117,28 +117,24 @@ class MultiHeadAttention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         layer_idx: int | None = None,
-        residuals: nn.Module | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, T, d) → (B, T, d) and, from eager attention, the weights (B, H, T, S).
 
-        With `key_value_states` (B, S, d) this is cross-attention. `residuals` adds to projections of its names.
+        With `key_value_states` (B, S, d) this is cross-attention.
         """
         is_cross_attention = key_value_states is not None
 
-        def project(name: str, states: torch.Tensor) -> torch.Tensor:
-            return apply_with_residual(self, name, states, residuals)
-
         def compute() -> tuple[torch.Tensor, torch.Tensor]:
             current = key_value_states if is_cross_attention else hidden_states
-            return self._split_heads(project("k_proj", current)), self._split_heads(project("v_proj", current))
+            return self._split_heads(self.k_proj(current)), self._split_heads(self.v_proj(current))
 
         if self.joint_qkv:
-            parts = project("qkv_proj", hidden_states).chunk(3, dim=-1)
+            parts = self.qkv_proj(hidden_states).chunk(3, dim=-1)
             query, new_key, new_value = (self._split_heads(part) for part in parts)
             key, value = cached_states(past_key_values, layer_idx, False, lambda: (new_key, new_value))
         else:
-            query = self._split_heads(project("q_proj", hidden_states))
+            query = self._split_heads(self.q_proj(hidden_states))
             key, value = cached_states(past_key_values, layer_idx, is_cross_attention, compute)
 
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(attention_of(self.config), eager_attention)
@@ -152,4 +148,4 @@ class MultiHeadAttention(nn.Module):
             scaling=self.scaling,
             **kwargs,
         )
-        return project("out_proj", output.reshape(*hidden_states.shape[:-1], -1)), weights
+        return self.out_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights

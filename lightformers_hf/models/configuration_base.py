@@ -4,7 +4,7 @@ import copy
 import difflib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, ClassVar
 
 import transformers
@@ -25,33 +25,6 @@ from transformers.utils.logging import get_logger  # noqa: E402
 logger = get_logger(__name__)
 
 RANK_FIELDS = ("attention_rank", "ffn_rank", "embedding_rank", "decoder_attention_rank", "decoder_ffn_rank")
-
-
-class Derived:
-    """A field that follows from others where it is not given, `find` says how.
-
-    Read, it is the value; what is stored, copied and passed on stays `None`, so that it goes along with the others.
-    """
-
-    def __init__(self, find: Callable[[Any], Any]) -> None:
-        self.find = find
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, config: Any, owner: type | None = None) -> Any:
-        if config is None:
-            return None  # the default
-        given = config.__dict__.get(self.name)
-        return self.find(config) if given is None else given
-
-    def __set__(self, config: Any, value: Any) -> None:
-        config.__dict__[self.name] = value
-
-
-def derived(find: Callable[[Any], Any]) -> Any:
-    """A `Derived` field; its annotation is that of what it gives, which `strict` checks."""
-    return Derived(find)
 
 
 @strict
@@ -105,7 +78,7 @@ class FactorizedConfig(PreTrainedConfig):
     }
 
     vocab_size: int = 32000
-    decoder_vocab_size: int | None = derived(lambda config: config.vocab_size)
+    decoder_vocab_size: int | None = None
     d_model: int = 512
     encoder_layers: int = 6
     decoder_layers: int = 6
@@ -141,16 +114,18 @@ class FactorizedConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         for field in ("vocab_size", "d_model", "encoder_layers", "decoder_layers", "max_position_embeddings"):
             check_at_least(field, getattr(self, field), 1)
-        if self.decoder_vocab_size == self.vocab_size and (
-            self.share_encoder_decoder_embeddings or not self.is_encoder_decoder
-        ):
-            self.decoder_vocab_size = None  # as files of before have it: it goes along with the other
         for field in self.patterns:
             setattr(self, field, getattr(self, field) or {})
+        self.set_defaults()
         self.warn_of_misspelt(kwargs)
         kwargs.setdefault("auto_map", dict(self.auto_classes))
         super().__post_init__(**kwargs)
         self.check()
+
+    def set_defaults(self) -> None:
+        """Set the fields that are `None` and follow from others."""
+        if self.decoder_vocab_size is None:
+            self.decoder_vocab_size = self.vocab_size
 
     def warn_of_misspelt(self, names: Iterable[str]) -> None:
         """Log a warning for every name that is no field, but nearly one: it would have no effect."""
@@ -237,8 +212,8 @@ class FactorizedConfig(PreTrainedConfig):
             raise ValueError(f"pad_token_id is {self.pad_token_id}, but there are {tokens} tokens (vocab_size)")
         if self.share_encoder_decoder_embeddings and self.decoder_vocab_size != self.vocab_size:
             raise ValueError(
-                f"decoder_vocab_size is {self.decoder_vocab_size} and vocab_size {self.vocab_size}: "
-                "two vocabularies need share_encoder_decoder_embeddings=False"
+                f"decoder_vocab_size is {self.decoder_vocab_size} and vocab_size {self.vocab_size}: set both alike, "
+                "or give each stack a token table of its own (share_encoder_decoder_embeddings=False)"
             )
 
     def rank_of_kind(self, stack: str, kind: str) -> int | None:
@@ -253,18 +228,19 @@ class FactorizedConfig(PreTrainedConfig):
 def causal_config(config: FactorizedConfig) -> FactorizedConfig:
     """`config` for the decoder alone; the caller's own stays an encoder-decoder's."""
     config = copy.deepcopy(config)
-    config.is_encoder_decoder = False
-    config.share_encoder_decoder_embeddings, config.vocab_size = False, config.decoder_vocab_size
-    config.decoder_vocab_size = None
+    if config.is_encoder_decoder:
+        config.check()
+        config.vocab_size = config.decoder_vocab_size
+    config.is_encoder_decoder = config.share_encoder_decoder_embeddings = False
+    config.decoder_vocab_size = config.vocab_size
     # What transformers calls num_hidden_layers and num_attention_heads are the encoder's.
     config.encoder_layers, config.encoder_attention_heads = config.decoder_layers, config.decoder_attention_heads
     # What is the encoder's alone goes, so that the configuration can be read again.
     if hasattr(config, "encoder_groups"):
         config.encoder_groups = config.decoder_groups
-    if getattr(config, "group_residual_rank", None) is not None and config.decoder_groups is None:
-        config.group_residual_rank = None
     if getattr(config, "vanilla_head_scaling", False) and config.decoder_style != "vanilla":
         config.vanilla_head_scaling = False
+    config.set_defaults()
     config.check()
     return config
 

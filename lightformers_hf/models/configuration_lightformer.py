@@ -2,20 +2,12 @@
 
 from typing import Any
 
-from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of, derived, strict
+from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of, strict
 from .layer_sharing import check_groups
 
 RELATIVE_POSITIONS = ("relative", "relative_per_layer")
 POSITION_EMBEDDING_TYPES = ("sinusoidal", "sinusoidal_half", "learned", *RELATIVE_POSITIONS)
 NORMALIZATIONS = ("layer_norm", "rms_norm")
-
-
-def width_of_heads(config: "LightFormerConfig") -> int | None:
-    """The width that all heads have, which tools want (caches, servers); `None` where they differ."""
-    heads = config.encoder_attention_heads
-    if config.head_dim_pattern or heads != config.decoder_attention_heads:
-        return None
-    return config.d_model // heads if heads > 0 and config.d_model % heads == 0 else None
 
 
 @strict
@@ -26,13 +18,10 @@ class LightFormerConfig(FactorizedConfig):
     Args:
         encoder_ffn_dim, decoder_ffn_dim: inner width of the feed-forward networks.
         ffn_dim_pattern: layer name pattern → that width, for layers that differ (`decoder.layers.0`).
-        head_dim: d_k, width of a head; `None` means d_model / heads. Read, it is the width of every head, and `None`
-            only where they differ.
+        head_dim: d_k, width of a head; `None` means d_model / heads, and stays `None` where heads differ.
         head_dim_pattern: attention name pattern → d_k, for those that differ (`decoder.layers.0.encoder_attn`).
         encoder_groups, decoder_groups: N, number of stored layers, in contiguous groups (§3.2). `None`: one a depth.
         share_layer_norms: whether the LayerNorms of a group are shared too; else each depth has its own.
-        group_residual_rank: r of a residual that each depth adds to every shared matrix, y = x·W + x·A·B; `None`
-            means none.
         joint_qkv: one projection d → 3d in self-attention (Table 1 of the paper).
         attention_output_projection: whether attention has `out_proj` (Table 1 leaves it out).
         scale_attention: scores divided by √d_k. T5's are not.
@@ -70,12 +59,11 @@ class LightFormerConfig(FactorizedConfig):
     encoder_ffn_dim: int = 2048
     decoder_ffn_dim: int = 2048
     ffn_dim_pattern: dict[str, int] | None = None
-    head_dim: int | None = derived(width_of_heads)
+    head_dim: int | None = None
     head_dim_pattern: dict[str, int] | None = None
     encoder_groups: int | None = None
     decoder_groups: int | None = None
     share_layer_norms: bool = True
-    group_residual_rank: int | None = None
     joint_qkv: bool = False
     attention_output_projection: bool = True
     scale_attention: bool = True
@@ -94,9 +82,22 @@ class LightFormerConfig(FactorizedConfig):
     embedding_dim: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if (rank := kwargs.pop("group_residual_rank", None)) is not None:  # version 0.1 stores it
+            raise ValueError(
+                f"group_residual_rank is {rank}: only version 0.1 of lightformers_hf has residuals of depths. "
+                "Load the checkpoint with `pip install lightformers_hf==0.1.*`, or convert its teacher again"
+            )
         if self.position_embedding_type in RELATIVE_POSITIONS:
             self.max_position_embeddings = None
         super().__post_init__(**kwargs)
+
+    def set_defaults(self) -> None:
+        """Set `head_dim`, which tools read (caches, servers), if all heads have one width."""
+        super().set_defaults()
+        heads = self.encoder_attention_heads
+        are_alike = not self.head_dim_pattern and heads == self.decoder_attention_heads
+        if self.head_dim is None and are_alike and heads > 0 and self.d_model % heads == 0:
+            self.head_dim = self.d_model // heads
 
     @property
     def needs_positions(self) -> bool:
@@ -107,12 +108,6 @@ class LightFormerConfig(FactorizedConfig):
         """Raise `ValueError` where fields cannot go together."""
         super().check()
         check_at_least("head_dim", self.head_dim, 1)
-        check_at_least("group_residual_rank", self.group_residual_rank, 1)
-        if self.group_residual_rank is not None and self.encoder_groups is None and self.decoder_groups is None:
-            raise ValueError(
-                f"group_residual_rank is {self.group_residual_rank}, but no layers are shared: set encoder_groups or "
-                "decoder_groups, or leave it None"
-            )
         for field in ("ffn_dim_pattern", "head_dim_pattern"):
             for pattern, width in getattr(self, field).items():
                 check_at_least(f"{field}[{pattern!r}]", width, 1)

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of, derived, strict
+from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of, strict
 
 SHARINGS = ("sandwich", "all", "all_independent_ffn", "all_except_last", "every_2", "none")
 
@@ -55,17 +55,31 @@ class SubformerConfig(FactorizedConfig):
 
     ffn_dim: int = 2048
     sharing: str = "sandwich"
-    sandwich_dim: int | None = derived(lambda config: config.d_model)
-    sandwich_ffn_dim: int | None = derived(lambda config: config.ffn_dim)
-    sandwich_attention_heads: int | None = derived(lambda config: default_heads(config.sandwich_dim))
+    sandwich_dim: int | None = None
+    sandwich_ffn_dim: int | None = None
+    sandwich_attention_heads: int | None = None
     embedding: str = "safe"
-    embedding_dim: int | None = derived(lambda config: config.d_model // (2 if config.is_factorized else 1))
-    embedding_attention_heads: int | None = derived(
-        lambda config: default_heads(config.embedding_dim) if config.embedding == "safe" else None
-    )
+    embedding_dim: int | None = None
+    embedding_attention_heads: int | None = None
     decoder_embedding_scale: float | int | None = None
     projection_dropout: float | int = 0.05
     normalize_before: bool | None = None
+
+    def set_defaults(self) -> None:
+        """Set the fields that are `None` and follow from others."""
+        super().set_defaults()
+        own = {
+            "sandwich_dim": self.d_model,
+            "sandwich_ffn_dim": self.ffn_dim,
+            "embedding_dim": self.d_model // (2 if self.is_factorized else 1),
+        }
+        for field, value in own.items():
+            if getattr(self, field) is None:
+                setattr(self, field, value)
+        if self.sandwich_attention_heads is None:
+            self.sandwich_attention_heads = default_heads(self.sandwich_dim)
+        if self.embedding_attention_heads is None and self.embedding == "safe":
+            self.embedding_attention_heads = default_heads(self.embedding_dim)
 
     @property
     def is_factorized(self) -> bool:

@@ -79,7 +79,7 @@ class Vocabulary:
                 "(share_encoder_decoder_embeddings=False); resizing one of them is not supported"
             )
         table = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        self.config.decoder_vocab_size = None  # which is the same again
+        self.config.decoder_vocab_size = self.config.vocab_size
         return table
 
 

@@ -5,7 +5,6 @@ Symbols are the paper's: a weight W is m×n with y = x·W, U is m×r, V is r×n,
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -54,8 +53,6 @@ def _check_rank(rank: int, m: int, n: int, name: str) -> None:
 
 class LowRankLinear(nn.Module):
     """y = x·U·V + b: `u` is U (m×r, no bias), `v` is V with the bias b (r×n). Shapes: (…, m) → (…, n)."""
-
-    in_series = ("u", "v")  # `forward` runs these one after another, and nothing else
 
     def __init__(self, in_features: int, out_features: int, rank: int, bias: bool = True):
         super().__init__()
@@ -118,39 +115,6 @@ class WeightLayer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
-
-
-class Parts(nn.Module):
-    """Modules that a layer is called with, which calls each of them."""
-
-    def to(self, *args: Any, **kwargs: Any) -> "Parts":
-        """Itself, where it is: accelerate moves what a layer is called with, but each part has a hook of its own.
-
-        A whole model is moved otherwise, by `_apply`.
-        """
-        return self
-
-
-def add_residuals(module: nn.Module, shared: nn.Module, rank: int, *, name: str) -> None:
-    """Give `module` a residual x·A·B, zero at first, for every linear layer of `shared`, under the same names."""
-    for path, layer in shared.named_modules():
-        if not hasattr(layer, "kind"):
-            continue
-        _check_rank(rank, layer.in_features, layer.out_features, f"{name}.{path}")
-        residual = LowRankLinear(layer.in_features, layer.out_features, rank, bias=False)
-        residual.v.product_rank = 0
-        parent, _, leaf = path.rpartition(".")
-        if parent and not hasattr(module, parent):
-            module.add_module(parent, Parts())
-        module.get_submodule(parent).add_module(leaf, residual)
-
-
-def apply_with_residual(
-    module: nn.Module, name: str, states: torch.Tensor, residuals: nn.Module | None
-) -> torch.Tensor:
-    """`module.<name>(states)`, and what `residuals` adds to it: x·W + x·A·B. (…, m) → (…, n)."""
-    output, residual = getattr(module, name)(states), getattr(residuals, name, None)
-    return output if residual is None else output + residual(states)
 
 
 def module_rank(config: FactorizedConfig, name: str, kind: str) -> int | None:
@@ -285,16 +249,6 @@ def product_of(
         return first if dtype is None else first.to(dtype)
     product = torch.linalg.multi_dot([factor.to(precision) for factor in (first, *others)])
     return product if dtype else product.to(first.dtype)
-
-
-def product_shapes(module: nn.Module) -> tuple[tuple[int, int], ...]:
-    """m×n of the products that compute a module, one after another: those of `factors_of`, unless it says otherwise.
-
-    V×d of a token table, and of an output layer, which multiplies from the other side.
-    """
-    if hasattr(module, "product_shapes"):
-        return module.product_shapes()
-    return tuple((factor.shape[0], factor.shape[1]) for factor in factors_of(module))
 
 
 def matrices_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -17,7 +17,6 @@ from .attention import MultiHeadAttention
 from .configuration_base import causal_config
 from .configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig
 from .embeddings import make_positions
-from .fast_path import run_layers_fast
 from .layer_sharing import LayerStack, group_layers
 from .lm_heads import (
     CausalLMHead,
@@ -25,7 +24,7 @@ from .lm_heads import (
     EncoderDecoder,
     SequenceClassificationHead,
 )
-from .matrices import Parts, add_residuals, from_pattern, projections
+from .matrices import from_pattern, projections
 from .relative_positions import RelativePositions, find_distances
 from .stacks import DecoderStack, EncoderStack, FactorizedPreTrainedModel, make_table
 from .transformer_layer import Depth, Dropout, RMSNorm, TransformerLayer, add_feed_forward, add_layer_norms
@@ -125,16 +124,10 @@ class LightFormerStack(LightFormerPreTrainedModel):
         self.layers = LayerStack(
             lambda index: LightFormerLayer(config, stack, index, private_norms), group_layers(layers, groups)
         )
-        self.has_residuals = groups is not None and config.group_residual_rank is not None
-        self.depths = nn.ModuleList(Depth() for _ in range(layers)) if private_norms or self.has_residuals else None
-        for index, depth in enumerate(self.depths or ()):
-            if private_norms:
-                has_cross = stack == "decoder" and config.is_encoder_decoder
-                add_layer_norms(depth, d_model, has_cross, partial(make_norm, config))
-            if self.has_residuals:
-                depth.residuals = Parts()
-                shared, name = self.layers[self.layers.stored_at[index]], f"{stack}.depths.{index}.residuals"
-                add_residuals(depth.residuals, shared, config.group_residual_rank, name=name)
+        self.depths = nn.ModuleList(Depth() for _ in range(layers)) if private_norms else None
+        for depth in self.depths or ():
+            has_cross = stack == "decoder" and config.is_encoder_decoder
+            add_layer_norms(depth, d_model, has_cross, partial(make_norm, config))
         self.layer_norm = make_norm(config, d_model) if config.final_layer_norm else nn.Identity()
         self.gradient_checkpointing = False
         if self.depths is not None:  # on the device of their layers
@@ -146,10 +139,7 @@ class LightFormerStack(LightFormerPreTrainedModel):
     def by_depth(self) -> Iterator[tuple[nn.Module, dict]]:
         """Every depth's layer and its own arguments."""
         for depth, (layer, slots) in enumerate(self.layers.by_depth()):
-            own = None if self.depths is None else self.depths[depth]
-            if self.has_residuals:  # cross-attention's keys and values differ, too
-                slots["cross_layer_idx"] = depth
-            yield layer, {"own": own, **slots}
+            yield layer, {"own": None if self.depths is None else self.depths[depth], **slots}
 
     def run(
         self,
@@ -159,26 +149,15 @@ class LightFormerStack(LightFormerPreTrainedModel):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Apply the layers depth by depth. (B, T, d) → (B, T, d)."""
-        depths = list(self.by_depth())
         if self.config.position_embedding_type in RELATIVE_POSITIONS:
             distances = find_distances(hidden_states, attention_mask, kwargs.get("past_key_values"))
             if self.relative_positions is None:  # each layer has its own; all together would fill the memory
                 kwargs["distances"] = distances
             else:
                 attention_mask = self.relative_positions(distances, attention_mask)
-        states = run_layers_fast(
-            depths,
-            hidden_states,
-            attention_mask,
-            *cross,
-            config=self.config,
-            layer_class=LightFormerLayer,
-            **kwargs,
-        )
-        if states is None:
-            states = hidden_states
-            for layer, arguments in depths:
-                states = layer(states, attention_mask, *cross, **arguments, **kwargs)
+        states = hidden_states
+        for layer, arguments in self.by_depth():
+            states = layer(states, attention_mask, *cross, **arguments, **kwargs)
         return self.layer_norm(states).to(hidden_states.dtype)
 
 

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .configuration_base import FactorizedConfig
-from .matrices import Parts, Projection, apply_with_residual
+from .matrices import Projection
 
 
 class RMSNorm(nn.RMSNorm):
@@ -53,11 +53,10 @@ def cast_for(layer: nn.Module, states: torch.Tensor) -> torch.Tensor:
 
     The weight of a quantized layer has another type, or is no parameter. Such a layer takes the states as they are.
     """
+    if states.dtype != torch.float16 or torch.is_autocast_enabled(states.device.type):
+        return states
     weight = getattr(getattr(layer, "u", layer), "weight", None)
-    in_fp32 = isinstance(weight, nn.Parameter) and weight.dtype == torch.float32
-    if in_fp32 and states.dtype == torch.float16 and not torch.is_autocast_enabled(states.device.type):
-        return states.float()
-    return states
+    return states.float() if isinstance(weight, nn.Parameter) and weight.dtype == torch.float32 else states
 
 
 def add_layer_norms(
@@ -81,11 +80,15 @@ def add_feed_forward(module: nn.Module, width: int, ffn_dim: int, project: Proje
     module.fc2 = project("fc2", ffn_dim, width)
 
 
-class Depth(Parts):
-    """What one depth has for itself where its layer is shared: LayerNorms, the feed-forward network, or residuals.
+class Depth(nn.Module):
+    """What one depth has for itself where its layer is shared: LayerNorms, and maybe the feed-forward network."""
 
-    Residuals are a module `residuals` with a low-rank matrix for each of the shared layer, under its name.
-    """
+    def to(self, *args: Any, **kwargs: Any) -> "Depth":
+        """Return the module where it is: accelerate moves what a layer is called with, but each part has its own hook.
+
+        A whole model is moved by `_apply` instead.
+        """
+        return self
 
 
 class TransformerLayer(GradientCheckpointingLayer):
@@ -138,17 +141,12 @@ class TransformerLayer(GradientCheckpointingLayer):
         """
         if distances is not None:
             attention_mask = self.relative_positions(distances, attention_mask)
-        norms, ffn = (self if hasattr(self, part) else own for part in ("final_layer_norm", "fc1"))
-        residuals = getattr(own, "residuals", None)
+        norms = self if own is None else own
+        ffn = own if own is not None and hasattr(own, "fc1") else self
         kwargs["past_key_values"] = past_key_values
 
-        def residuals_of(name: str) -> dict[str, nn.Module]:
-            return {} if residuals is None else {"residuals": getattr(residuals, name)}
-
         def self_attention(states: torch.Tensor) -> torch.Tensor:
-            return self.self_attn(
-                states, attention_mask=attention_mask, layer_idx=layer_idx, **residuals_of("self_attn"), **kwargs
-            )[0]
+            return self.self_attn(states, attention_mask=attention_mask, layer_idx=layer_idx, **kwargs)[0]
 
         def cross_attention(states: torch.Tensor) -> torch.Tensor:
             return self.encoder_attn(
@@ -156,18 +154,15 @@ class TransformerLayer(GradientCheckpointingLayer):
                 key_value_states=encoder_hidden_states,
                 attention_mask=encoder_attention_mask,
                 layer_idx=cross_layer_idx,
-                **residuals_of("encoder_attn"),
                 **kwargs,
             )[0]
 
         def feed_forward(states: torch.Tensor) -> torch.Tensor:
-            inner = apply_with_residual(ffn, "fc1", states, residuals)
-            if hasattr(ffn, "fc_gate"):
-                inner = self.activation(apply_with_residual(ffn, "fc_gate", states, residuals)) * inner
-            else:
-                inner = self.activation(inner)
+            gate = getattr(ffn, "fc_gate", None)
+            inner = self.activation((gate or ffn.fc1)(states))
+            inner = inner if gate is None else inner * ffn.fc1(states)
             inner = drop(inner, self.activation_dropout, self.training)
-            return apply_with_residual(ffn, "fc2", cast_for(ffn.fc2, inner), residuals)
+            return ffn.fc2(cast_for(ffn.fc2, inner))
 
         steps = [(norms.self_attn_layer_norm, self_attention), (norms.final_layer_norm, feed_forward)]
         if encoder_hidden_states is not None:

@@ -3,28 +3,8 @@
 A test fails where one of them changes. What a version does not have costs time there, never right results.
 """
 
-from collections.abc import Callable, Iterable
-
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import output_capturing
-
-# What the hooks that record hidden states and attentions ask for where to put them.
-_COLLECTOR = getattr(output_capturing, "_active_collector", None)
-_CAPTURE_HOOK = "install_output_capuring_hook.<locals>.output_capturing_hook"
-
-
-def only_idle_capture_hooks(hooks: Iterable[Callable]) -> bool:
-    """Whether all `hooks` are those that record hidden states and attentions, and nothing is recorded now.
-
-    They are put on the layers by the first call with `output_hidden_states` or `output_attentions`, and stay.
-    """
-    if _COLLECTOR is None or _COLLECTOR.get():
-        return False
-    return all(
-        getattr(hook, "__qualname__", None) == _CAPTURE_HOOK and hook.__module__ == output_capturing.__name__
-        for hook in hooks
-    )
 
 
 def attention_of(config: PreTrainedConfig) -> str:

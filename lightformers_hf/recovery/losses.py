@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 IGNORED = -100  # the label of padding
-# Entries of the logits that are worked on at a time: of a processor's, as many as its caches hold a few copies of.
-CPU_ENTRIES, OTHER_ENTRIES = 2**18, 2**26
 
 
 def training_loss(
@@ -29,9 +25,6 @@ def training_loss(
     The divergence is that at temperature T (Hinton et al. 2015, arXiv 1503.02531, section 2; T² keeps its gradient's
     size the same at every temperature), the cross entropy that of `torch.nn.functional.cross_entropy`.
 
-    Value and gradient are computed together, some tokens at a time: PyTorch's functions, one after another, would each
-    go through memory with all logits, and most would leave a copy.
-
     Args:
         logits: the student's (..., V), of any floating type; computed with in float32.
         labels: (...), -100 where there is padding.
@@ -40,64 +33,23 @@ def training_loss(
         temperature: divides both models' logits.
         smoothing: share of the labels' probability that all tokens get in equal parts.
     """
-    return _TrainingLoss.apply(logits, labels, teacher, alpha if teacher is not None else 0.0, temperature, smoothing)
-
-
-class _TrainingLoss(torch.autograd.Function):
-    """`training_loss`, which makes its gradient while it has the probabilities at hand."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        teacher: torch.Tensor | None,
-        alpha: float,
-        temperature: float,
-        smoothing: float,
-    ) -> torch.Tensor:
-        size = logits.shape[-1]
-        ours, labels = logits.reshape(-1, size), labels.reshape(-1)
-        gradient = torch.zeros_like(ours) if ctx.needs_input_grad[0] else None
-        total = torch.zeros((), device=ours.device)
-        entries = CPU_ENTRIES if ours.device.type == "cpu" else OTHER_ENTRIES
-        for rows in (labels != IGNORED).nonzero()[:, 0].split(max(1, entries // size)):
-            targets, student = labels[rows, None], ours[rows].float()
-            likely, logs = _softmax(student)
-            wanted = (1 - smoothing) * student.gather(-1, targets).sum()
-            if smoothing:  # else a token that cannot be, with a logit of minus infinity, is no harm
-                wanted += smoothing * student.mean(-1).sum()
-            total += (1 - alpha) * (logs.sum() - wanted)
-            change = (likely - smoothing / size).mul_(1 - alpha)
-            change.scatter_add_(-1, targets, change.new_full(targets.shape, (1 - alpha) * (smoothing - 1)))
-            if teacher is not None:
-                theirs = teacher.reshape(-1, size)[rows].float()
-                if temperature != 1:
-                    student, theirs = student / temperature, theirs / temperature
-                    likely, logs = _softmax(student)
-                expected, their_logs = _softmax(theirs)
-                far = torch.linalg.vecdot(expected, theirs.sub_(student)) + (logs - their_logs)[:, 0]
-                total += alpha * temperature**2 * far.sum()
-                change.add_(likely.sub_(expected), alpha=alpha * temperature)
-            if gradient is not None:
-                gradient[rows] = change.to(gradient.dtype)
-        if gradient is not None:
-            ctx.save_for_backward(gradient.view(logits.shape))
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * upstream.to(gradient.dtype), None, None, None, None, None
-
-
-def _softmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities (N, V), and the logarithm of what they were divided by (N, 1): each exponential once."""
-    largest = logits.amax(-1, keepdim=True)
-    likely = (logits - largest).exp_()
-    total = likely.sum(-1, keepdim=True)
-    return likely.div_(total), total.log() + largest
+    kept = labels != IGNORED
+    logits, labels = logits[kept].float(), labels[kept]
+    if teacher is None:
+        return F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum")
+    expected_logs = (teacher[kept].float() / temperature).log_softmax(-1)
+    expected = expected_logs.exp()
+    entropy = -torch.linalg.vecdot(expected, expected_logs).sum()
+    if temperature != 1:
+        logs = (logits / temperature).log_softmax(-1)
+        divergence = -torch.linalg.vecdot(expected, logs).sum() - entropy
+        loss = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum")
+        return alpha * temperature**2 * divergence + (1 - alpha) * loss
+    # Both terms are cross entropies of the same log-probabilities: one mixed target halves the passes over memory.
+    target = expected.mul_(alpha).add_((1 - alpha) * smoothing / expected.shape[-1])
+    share = (1 - alpha) * (1 - smoothing)
+    target.scatter_add_(-1, labels[:, None], target.new_full((len(target), 1), share))
+    return -torch.linalg.vecdot(target, logits.log_softmax(-1)).sum() - alpha * entropy
 
 
 def hidden_loss(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:

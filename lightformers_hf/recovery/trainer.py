@@ -16,7 +16,6 @@ from transformers.utils import ModelOutput
 
 from ..processors import keep_memory
 from ..products import EvenProducts, cast_once, has_many_shapes, without_plans
-from .ahead import Ahead, take
 from .batching import EpochCallback, TokenBatchSampler
 from .losses import IGNORED, hidden_loss, training_loss
 from .rates import slow_queries
@@ -32,8 +31,7 @@ class RecoveryTrainer(Seq2SeqTrainer):
         max_tokens: budget of a training batch (`TokenBatchSampler`) instead of `per_device_train_batch_size`. The
             training set needs the columns `source_length` and `target_length` of `tokenize_pairs`.
         teacher: a model of the same vocabulary (a larger one after `vocabularies.keep_tokens`). It is put on the
-            training device, frozen, in evaluation mode, and never part of a checkpoint. On a processor of several
-            cores it reads a batch of `max_tokens` while the model learns from the one before (`Ahead`).
+            training device, frozen, in evaluation mode, and never part of a checkpoint.
         distillation_alpha: weight of the teacher in the loss, from 0 to 1; see `training_loss`.
         distillation_temperature: divides both models' logits, above 0.
         hidden_weight: weight of `hidden_loss` between the encoders' and between the decoders' layers, beside the
@@ -61,17 +59,13 @@ class RecoveryTrainer(Seq2SeqTrainer):
         self.model_accepts_loss_kwargs = True
         self.max_tokens = max_tokens
         self.alpha, self.temperature = distillation_alpha, distillation_temperature
-        self.hidden_weight, self.teacher, self.ahead = hidden_weight, None, None
+        self.hidden_weight, self.teacher = hidden_weight, None
         self.seen = 0  # samples that were trained on
         if hidden_weight < 0 or (hidden_weight and teacher is None):
             raise ValueError(f"hidden_weight is {hidden_weight}: expected 0 or more, and a teacher.")
         if teacher is not None:
             _check_teacher(self.model, teacher, distillation_alpha, distillation_temperature)
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
-            # Of the batches of an accumulated step all would be asked for at once, and all answers held.
-            at_once = self.args.gradient_accumulation_steps == 1 and self.args.dataloader_num_workers == 0
-            if self.args.device.type == "cpu" and at_once:
-                self.ahead = Ahead(self.ask_teacher)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As in `Seq2SeqTrainer`; what a step frees is kept for the next one (`keep_memory`)."""
@@ -107,19 +101,12 @@ class RecoveryTrainer(Seq2SeqTrainer):
         loader = DataLoader(
             dataset,
             batch_sampler=sampler,
-            collate_fn=self.collate,
+            collate_fn=self.data_collator,
             num_workers=self.args.dataloader_num_workers,
             persistent_workers=self.args.dataloader_persistent_workers,
             pin_memory=self.args.dataloader_pin_memory,
         )
         return self.accelerator.prepare(loader)
-
-    def collate(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """A training batch, of which the teacher is asked: accelerate makes it before it hands out the one before."""
-        batch = self.data_collator(rows)
-        if self.ahead is not None:
-            self.ahead.put(self.with_decoder_inputs(batch))
-        return batch
 
     def with_decoder_inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A batch with `decoder_input_ids`: without them and without labels a model would make up its own."""
@@ -128,11 +115,10 @@ class RecoveryTrainer(Seq2SeqTrainer):
             batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
         return batch
 
-    def ask_teacher(self, batch: dict[str, Any]) -> ModelOutput:
-        """The teacher's outputs for a batch, with the states that the loss compares."""
-        asked = {name: value for name, value in batch.items() if name != "labels"}
-        with torch.inference_mode(), self.accelerator.autocast(), self.even_products():
-            return self.teacher(**asked, use_cache=False, output_hidden_states=self.hidden_weight > 0)
+    def ask_teacher(self, inputs: dict[str, Any]) -> ModelOutput:
+        """The teacher's outputs for a batch without labels, with the hidden states that the loss compares."""
+        with torch.inference_mode(), self.accelerator.autocast():
+            return self.teacher(**inputs, use_cache=False, output_hidden_states=self.hidden_weight > 0)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As in `Seq2SeqTrainer`; samples a second are those of the batches that were trained on."""
@@ -141,10 +127,9 @@ class RecoveryTrainer(Seq2SeqTrainer):
         super().log(logs, start_time)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As in `Seq2SeqTrainer`, while the teacher reads the next batch."""
+        """As in `Seq2SeqTrainer`, with matrix multiplications of few shapes (`EvenProducts`)."""
         self.seen += len(args[1]["labels"]) * self.accelerator.num_processes
-        ahead = nullcontext() if self.ahead is None else self.ahead.share()
-        with ahead, self.even_products(), without_plans():
+        with self.even_products(), without_plans():
             return super().training_step(*args, **kwargs)
 
     def even_products(self) -> EvenProducts | nullcontext[None]:
@@ -181,13 +166,12 @@ class RecoveryTrainer(Seq2SeqTrainer):
             inputs: ids, masks and `labels` (B, T), padded with -100.
             num_items_in_batch: target tokens of the whole optimizer step; `None` means those of this batch.
         """
-        teacher, inputs = take(inputs), self.with_decoder_inputs(inputs)
+        inputs = self.with_decoder_inputs(inputs)
         labels = inputs.pop("labels")
         distils = self.teacher is not None and model.training
         hidden = {"output_hidden_states": True} if distils and self.hidden_weight else {}
         outputs = model(**inputs, **hidden)
-        if distils and teacher is None:
-            teacher = self.ask_teacher(inputs)
+        teacher = self.ask_teacher(inputs) if distils else None
         loss = training_loss(
             outputs.logits,
             labels,

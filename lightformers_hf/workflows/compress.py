@@ -83,7 +83,7 @@ def compress(
         to, quantization: of `export`; source_lang, target_lang: as of `CompressionOptions`.
         metrics: names of `METRICS` for every measurement; `recover` chooses the best model by the first.
         minutes, translations, report_to, seed: of `recover`.
-        options: how far: `size`, `params`, `ratio` or `speedup`, and other fields of `CompressionOptions`.
+        options: how far: `size`, `params` or `ratio`, and other fields of `CompressionOptions`.
 
     Returns: what came out, as `files`, `recovery` and `engines` (`EngineComparison`); and this last one as tables.
 

@@ -12,7 +12,7 @@ def matrix(name="m", form="dense", size=None, setting="dense", after=16, **chang
 def report_of(*matrices, **changed):
     facts = {
         "source": "teacher", "family": "marian", "architecture": "lightformer", "auto_class": "AutoModelForSeq2SeqLM",
-        "options": {"ratio": 2}, "calibration": None, "calibrated_on": [], "estimated_speedup": None,
+        "options": {"ratio": 2}, "calibration": None, "calibrated_on": [],
         "layers": {"encoder": [2, 2], "decoder": [2, 2]}, "groups": {"encoder": [2, 2], "decoder": [2, 2]},
         "parameters_before": 100, "parameters_after": 60, "bytes_before": 400, "bytes_after": 240, "inherited": {},
     }  # fmt: skip

@@ -78,12 +78,9 @@ def dense_matrix(state, module):
 
 
 @pytest.mark.parametrize("name", TEACHERS)
-@pytest.mark.parametrize("split", ["sigma-right", "balanced"])
-def test_every_factorized_matrix_is_the_best_of_its_rank(teachers, tmp_path, name, split):
+def test_every_factorized_matrix_is_the_best_of_its_rank(teachers, tmp_path, name):
     folder, teacher = teachers(name)
-    report = convert(
-        folder, tmp_path / "out", ratio=1.6, study=StudyOptions(split=split), method="paper", progress=False
-    )
+    report = convert(folder, tmp_path / "out", ratio=1.6, method="paper", progress=False)
     source, state = teacher.state_dict(), tensors(tmp_path / "out")
     factorized = [matrix for matrix in report.matrices if matrix.size is not None]
     assert len(factorized) == len(report.matrices)
@@ -107,22 +104,20 @@ def test_the_first_factor_is_orthonormal_and_the_zero_padding_row_stays_zero(tea
     assert (state["model.shared.weight"][teacher.config.pad_token_id] == 0).all()
 
 
-@pytest.mark.parametrize("start", ["mean", "first"])
-def test_a_group_starts_as_the_mean_or_the_first_of_its_layers(teachers, tmp_path, start):
+def test_by_the_papers_method_a_group_starts_as_the_mean_of_its_layers(teachers, tmp_path):
     folder, teacher = teachers("bart")
     convert(
         folder,
         tmp_path / "out",
         encoder_groups=2,
         decoder_groups=1,
-        study=StudyOptions(group_start=start),
+        method="paper",
         progress=False,
     )
     source, state = teacher.state_dict(), tensors(tmp_path / "out")
     assert not any(".layers.2." in name for name in state)
     for leaf in ("fc1.weight", "self_attn.q_proj.bias", "final_layer_norm.weight"):
-        both = [source[f"model.encoder.layers.{layer}.{leaf}"] for layer in (2, 3)]
-        expected = both[0] if start == "first" else (both[0] + both[1]) / 2
+        expected = (source[f"model.encoder.layers.2.{leaf}"] + source[f"model.encoder.layers.3.{leaf}"]) / 2
         torch.testing.assert_close(state[f"model.encoder.layers.1.{leaf}"], expected)
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval()
     inputs = batch(teacher)
@@ -428,10 +423,6 @@ def test_a_tokenizer_that_does_not_fit_is_noticed_before_the_work(tiny_marian, t
         (DENSE | {"calibration": "owner/pairs"}, "calibration"),
         ({"calibration": "owner/pairs", "encoder_layers": 2}, "calibration"),  # which are all
         (DENSE | {"study": StudyOptions(refit=True)}, "refit"),
-        (
-            {"encoder_groups": 1, "study": StudyOptions(group_start="mean"), "calibration": "owner/pairs"},
-            "calibration",
-        ),
     ],
 )
 def test_what_text_is_not_read_for_is_refused(tiny_marian, tmp_path, options, name):
@@ -455,9 +446,7 @@ def test_groups_alone_are_merged_by_their_inputs(tiny_marian, tmp_path):
     report = convert(tiny_marian, tmp_path / "light", encoder_groups=1, decoder_groups=1, progress=False)
     assert report.calibration == OWN_TEXT
     teacher, light = AutoModelForSeq2SeqLM.from_pretrained(tiny_marian), tmp_path / "light"
-    plain = convert_and_load(
-        tiny_marian, tmp_path / "plain", encoder_groups=1, decoder_groups=1, study=StudyOptions(group_start="mean")
-    )
+    plain = convert_and_load(tiny_marian, tmp_path / "plain", encoder_groups=1, decoder_groups=1, method="paper")
     lost = [distance(model, teacher, tiny_marian) for model in (AutoModelForSeq2SeqLM.from_pretrained(light), plain)]
     assert lost[0] < lost[1]
 

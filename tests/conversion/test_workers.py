@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
 import lightformers_hf
-from lightformers_hf import StudyOptions, convert, processors
+from lightformers_hf import convert, processors
 from lightformers_hf.conversion import workers
 from lightformers_hf.conversion.workers import AT_ONCE, Turns, map_in_order, map_in_threads
 from lightformers_hf.processors import factor_rows, use_threads
@@ -152,7 +152,7 @@ HEAVY = ("_linalg_eigh", "linalg_cholesky_ex", "_linalg_svd", "linalg_solve_tria
         {"ratio": 2.0, "method": "paper"},
         {"ratio": 3.0, "calibration": "TEXT"},
         {"ratio": 3.0, "calibration": "TEXT", "method": "narrow"},
-        {"ratio": 2.0, "calibration": "TEXT", "encoder_groups": 1, "study": StudyOptions(group_residual_rank=2)},
+        {"ratio": 2.0, "calibration": "TEXT", "encoder_groups": 1},
     ],
 )
 def test_everything_is_computed_on_the_device(tiny_marian, text, tmp_path, monkeypatch, options):

@@ -6,11 +6,10 @@ import shutil
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf.cli import app
 from lightformers_hf.demo import run
-from lightformers_hf.demo.run import DEPLOYED, FOLDERS, MODELS, run_demo
+from lightformers_hf.demo.run import FOLDERS, run_demo
 from lightformers_hf.demo.stages import DemoSettings
 
 TINY = DemoSettings(
@@ -24,11 +23,11 @@ TINY = DemoSettings(
     decoder_layers=1,
     batch_size=16,
     teacher_steps=8,
-    recovery_steps=4,
-    speed_sentences=1,
-    speed_runs=1,
+    minutes=0.01,
+    ratio=2.0,
+    calibration_pairs=20,
 )
-EVERYTHING = {*FOLDERS, "settings.json", "results.json", "picture.png"}
+EVERYTHING = {*FOLDERS, "settings.json", "picture.png"}
 
 
 def names(folder):
@@ -62,73 +61,42 @@ def test_makes_everything(finished):
     output, results, printed = finished
     assert names(output) == EVERYTHING
     assert (output / "picture.png").read_bytes().startswith(b"\x89PNG")
-    assert results == json.loads((output / "results.json").read_text())
-    assert set(results["models"]) == {*MODELS, *DEPLOYED}
-    assert results["test_pairs"] == TINY.held_out_pairs
-    for row in results["models"].values():
-        assert 0 <= row["bleu"] <= 100
-    for sample in results["samples"]:
-        assert sample["source"] in printed
-    timed = [name for name, row in results["models"].items() if row.get("speed_ratio")]
-    assert timed == ["teacher", "recovered-svd", "teacher-deployed", "deployed"]
-    assert results["models"]["teacher"]["speed_ratio"] == 1
-    assert results["models"]["deployed"]["bytes"] < results["models"]["teacher-deployed"]["bytes"]
-    assert printed.index("minute") < printed.index("2/9")
-    assert "9/9" in printed
+    assert [(timing["model"], timing["form"]) for timing in results["engines"]["timings"]] == [
+        (model, form) for model in ("teacher", "recovered") for form in ("transformers", "ctranslate2-int8")
+    ]
+    sizes = [place["disk_bytes"] for place in results["engines"]["deployed"]]
+    assert sizes[-1] == min(sizes)
+    test = [json.loads(line) for line in (output / "corpus" / "test.jsonl").read_text().splitlines()]
+    assert test[0]["de"] in printed
+    assert "BLEU" in printed
+    assert "4/4" in printed
     assert "translate" in printed
 
 
-def test_models_load_with_auto_classes(finished):
-    output, results, _ = finished
-    sizes = {}
-    for name in MODELS:
-        model = AutoModelForSeq2SeqLM.from_pretrained(output / name)
-        tokenizer = AutoTokenizer.from_pretrained(output / name)
-        batch = tokenizer(["Der Zug nach Prag fährt um 09:20 Uhr ab."], return_tensors="pt")
-        assert tokenizer.unk_token_id not in batch["input_ids"]
-        assert model.generate(**batch, max_new_tokens=4, max_length=None).shape[0] == 1
-        sizes[name] = results["models"][name]["parameters"]
-    assert sizes["calibrated"] == sizes["recovered-svd"] == sizes["recovered-random"]
-    assert max(sizes["compressed"], sizes["calibrated"]) < sizes["teacher"] / 2
-
-
-def test_the_two_starts_differ_and_both_trained(finished):
-    output = finished[0]
-    losses = {
-        start: json.loads((output / f"recovered-{start}" / "losses.json").read_text()) for start in ("svd", "random")
-    }
-    assert [step for step, _ in losses["svd"]] == [step for step, _ in losses["random"]] == [1, 2, 3, 4]
-    assert losses["svd"] != losses["random"]
-
-
-def test_second_run_shows_what_is_there(copy, finished):
-    before = times(copy)
-    results, printed = run_quietly(copy)
-    assert printed.count("is there already") == 9
-    assert results == finished[1]
-    assert times(copy) == before
+def test_second_run_shows_what_is_there(finished):
+    output, before, _ = finished
+    made = {path: time for path, time in times(output).items() if not path.endswith("picture.png")}
+    results, printed = run_quietly(output)
+    assert printed.count("is there already") == 2
+    assert results["engines"] == before["engines"]
+    assert {path: time for path, time in times(output).items() if path in made} == made
 
 
 def test_goes_on_after_an_interruption(copy, monkeypatch):
-    for name in ("recovered-random", "recovered-svd", "deployed"):
-        shutil.rmtree(copy / name)
-    for name in ("results.json", "picture.png"):
-        (copy / name).unlink()
+    shutil.rmtree(copy / "small")
+    (copy / "picture.png").unlink()
     before = times(copy)
 
-    def interrupted(folder, *arguments, **options):
-        (folder / "model.safetensors").write_bytes(b"half")
+    def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "write_recovered", interrupted)
+        patch.setattr(run, "compress", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run_quietly(copy)
-    assert names(copy) == EVERYTHING - {"recovered-svd", "recovered-random", "deployed", "results.json", "picture.png"}
-    results, printed = run_quietly(copy)
-    assert printed.count("is there already") == 4
+    assert names(copy) == EVERYTHING - {"small", "picture.png"}
+    run_quietly(copy)
     assert names(copy) == EVERYTHING
-    assert set(results["models"]) == {*MODELS, *DEPLOYED}
     after = times(copy)
     assert all(after[path] == time for path, time in before.items())
 

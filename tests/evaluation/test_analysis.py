@@ -46,7 +46,7 @@ DENSE = {
 }
 CLASSES = {"marian": (MarianMTModel, MarianConfig), "bart": (BartForConditionalGeneration, BartConfig)}
 POST_NORM = ("marian", "bart", "lightformer", "lightformer-low-rank", "lightformer-groups", "subformer-sandwich")
-OURS = ("lightformer-residuals", "lightformer-narrow", "lightformer-joint-qkv", "lightformer-pre-norm")
+OURS = ("lightformer-groups", "lightformer-narrow", "lightformer-joint-qkv", "lightformer-pre-norm")
 OURS += ("subformer-independent-ffn", "partialformer", "partialformer-vanilla-head-scaling")
 
 
@@ -156,7 +156,7 @@ def test_heads_of_partialformer_are_gated_and_went_through_their_network(batch):
 def activate(model, neurons):
     """Every network gets so many neurons that are above 0 whatever comes in, and others that are not."""
     for name, module in model.named_modules():
-        if name.endswith(("fc1", "fc_gate")) and "residuals" not in name:
+        if name.endswith(("fc1", "fc_gate")):
             last = getattr(module, "v", module)
             last.weight.zero_()
             last.bias.fill_(-1)

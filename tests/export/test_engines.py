@@ -115,6 +115,6 @@ def test_what_is_stored_as_less_than_its_factors_is_counted_once(method):
     diagonal, plain = torch.ones(4), torch.ones(4, 6)
     expansion = Expansion()
     for _ in range(2):  # a shared layer, whose matrix is made anew at every depth
-        getattr(expansion, method)(Linear(((torch.diag(diagonal),),), None, stored=(diagonal,)))
-        getattr(expansion, method)(Linear(((plain,),), None))
+        getattr(expansion, method)(Linear((torch.diag(diagonal),), None, stored=(diagonal,)))
+        getattr(expansion, method)(Linear((plain,), None))
     assert (expansion.matrices, expansion.parameters_before, expansion.parameters_after) == (1, 4, 16)

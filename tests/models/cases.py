@@ -75,22 +75,6 @@ VARIANTS = {
         "lightformer",
         {**LOW_RANK, "decoder_layers": 4, "encoder_groups": 2, "decoder_groups": 1, "share_layer_norms": False},
     ),
-    "lightformer-residuals": (
-        "lightformer",
-        {"decoder_layers": 4, "encoder_groups": 2, "decoder_groups": 2, "ffn_rank": 6, "group_residual_rank": 3},
-    ),
-    "lightformer-residuals-private-norms": (
-        "lightformer",
-        {
-            **LOW_RANK,
-            "decoder_layers": 4,
-            "decoder_groups": 1,
-            "share_layer_norms": False,
-            "group_residual_rank": 2,
-            "joint_qkv": True,
-            "attention_output_projection": False,
-        },
-    ),
     "lightformer-narrow": (
         "lightformer",
         {
@@ -130,7 +114,6 @@ VARIANTS = {
             "position_embedding_type": "relative_per_layer",
             "encoder_groups": 2,
             "share_layer_norms": False,
-            "group_residual_rank": 2,
             "layernorm_embedding": True,
         },
     ),
@@ -206,7 +189,7 @@ VARIANTS = {
 PLAIN = ("lightformer", "subformer-sandwich", "partialformer")
 SPECIAL = (
     "lightformer-private-norms",
-    "lightformer-residuals",
+    "lightformer-groups",
     "lightformer-pre-norm",
     "lightformer-t5",
     "lightformer-umt5-groups",

@@ -54,10 +54,8 @@ def test_every_cached_step_equals_the_whole_sequence(head, variant, attention):
     slots = model.config.decoder_layers + model.config.extra_cache_slots
     assert len(cache.self_attention_cache.layers) == slots
     assert [layer.get_seq_length() for layer in cache.self_attention_cache.layers] == [9] * slots
-    # A layer's keys and values of the encoder's states are kept once, at its first depth; with residuals at all.
+    # A layer's keys and values of the encoder's states are kept once, at its first depth.
     stored_at = model.model.decoder.layers.stored_at
-    if getattr(model.config, "group_residual_rank", None) is not None:
-        stored_at = list(range(slots))
     filled = [depth for depth, layer in enumerate(cache.cross_attention_cache.layers) if layer.get_seq_length()]
     assert filled == [stored_at.index(index) for index in range(max(stored_at) + 1)]
 

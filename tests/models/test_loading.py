@@ -271,7 +271,7 @@ def test_device_map(variant, device_map, tmp_path):
     assert tied_names(loaded) == tied_names(model) != set()
 
 
-SPLIT = ["lightformer", "lightformer-private-norms", "lightformer-residuals", "subformer-sandwich", "partialformer"]
+SPLIT = ["lightformer", "lightformer-private-norms", "subformer-sandwich", "partialformer"]
 
 
 @pytest.mark.parametrize("variant", SPLIT)
@@ -289,7 +289,7 @@ def test_parts_on_disk(variant, tmp_path):
     torch.testing.assert_close(outputs(loaded), outputs(model))
 
 
-@pytest.mark.parametrize("variant", ["lightformer-private-norms", "lightformer-residuals", "subformer-sandwich"])
+@pytest.mark.parametrize("variant", ["lightformer-private-norms", "subformer-sandwich"])
 def test_depths_are_on_the_device_of_their_layers(variant):
     """As accelerate plans it for devices too small for the whole."""
     model = make_model("ConditionalGeneration", variant)
@@ -425,7 +425,6 @@ def test_a_classifier_has_the_encoder_of_a_pair(head, fields, tmp_path):
     ("family", "fields"),
     [
         ("lightformer", {"encoder_layers": 18, "encoder_groups": 6, "decoder_layers": 3}),
-        ("lightformer", {"encoder_groups": 2, "group_residual_rank": 2}),
         ("partialformer", {"encoder_style": "vanilla", "vanilla_head_scaling": True}),
     ],
 )

@@ -20,7 +20,7 @@ class Choices:
     Attributes:
         settings: a rank or a width each; `None` leaves the part as it is.
         costs: what each loses, in one unit for all parts (K) float64.
-        sizes: what each takes of the budget: parameters, or microseconds (K) float64.
+        sizes: parameters of each (K) float64.
     """
 
     settings: list[int | None]

@@ -7,13 +7,13 @@ from typing import TypeVar
 
 import torch
 
-from ..forms.form import Form, Setting, all_forms, count_parameters
+from ..forms.form import Form, Setting, all_forms
 from ..options import CompressionOptions, StudyOptions
 from ..sharing.originals import Originals, short_name
 from ..steps import Step
 from ..workers import share_work
 from .budget import Choices
-from .limits import find_budget
+from .limits import Budget
 from .rules import RankPolicy, Ratio
 
 Result = TypeVar("Result")
@@ -32,8 +32,8 @@ def spends_budget(options: CompressionOptions, study: StudyOptions) -> bool:
 def find_units(originals: Originals, options: CompressionOptions, study: StudyOptions) -> list[Unit]:
     """Every matrix, attention and network of a model, with the forms that may make it smaller.
 
-    A matrix that the policy settles, and one that depths add a residual to, have the usual form alone; one that has a
-    form in the source already, that form. So have all others of its attention or network.
+    A matrix that the policy settles has the usual form alone; one that has a form in the source already, that form.
+    So have all others of its attention or network.
 
     Raises:
         ValueError: a pattern that fits no matrix, or a method that is no form's.
@@ -53,15 +53,14 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
         return next((form for form in forms if own is not None and name in places[form] and form.holds(own)), None)
 
     def is_settled(name: str) -> bool:
-        settled = policy.settles(short_name(name), originals.module(name).kind)
-        return bool(settled or getattr(dense.config, "group_residual_rank", None))
+        return policy.settles(short_name(name), originals.module(name).kind)
 
     def find_alternatives(matrices: Sequence[str], wanted: Sequence[type[Form]]) -> Unit:
         slots: dict[tuple[str, ...], Slot] = {}
         for form in wanted:
             for place, parts in places[form].items():
                 if set(parts) <= set(matrices):
-                    slots.setdefault(parts, []).append(form(place, originals, study.split))
+                    slots.setdefault(parts, []).append(form(place, originals))
         return [[slots[parts] for parts in cover] for cover in _covers(matrices, slots)]
 
     units: list[Unit] = []
@@ -74,7 +73,7 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
         taken.update(matrices)
         holders = {name: find_holder(name) for name in matrices}
         if any(holders.values()) or any(map(is_settled, matrices)):
-            units.append([[[(form or forms[0])(name, originals, study.split)] for name, form in holders.items()]])
+            units.append([[[(form or forms[0])(name, originals)] for name, form in holders.items()]])
             continue
         method = getattr(study, f"{originals.module(matrices[0]).kind}_method", None)
         if method is None and not spends_budget(options, study):
@@ -133,12 +132,12 @@ def choose(
         return sort_by_size(chosen), lambda place: place.follow(policy)
     given, free = split_units(units, policy)
     fixed = {place: place.follow(policy) for place in given}
-    budget = find_budget(originals, options, fixed, free)
+    budget = Budget(originals, options, fixed, free)
     budget.check()
     places = sort_by_size([place for unit in free for alternative in unit for slot in alternative for place in slot])
 
     def weigh(place: Form) -> Choices:
-        return place.choices(count_parameters)
+        return place.choices()
 
     choices = dict(work_on_places("weighing", weigh, places, originals.device, progress=progress))
     settings = fixed | budget.spend(choices)
@@ -161,7 +160,7 @@ def check_choices(
 
     if spends_budget(options, study):
         given, free = split_units(units, policy)
-        budget = find_budget(originals, options, {place: fewest(place) for place in given}, free)
+        budget = Budget(originals, options, {place: fewest(place) for place in given}, free)
         budget.check()
         return budget.removed
     for place in (place for alternative, *_ in units for place, *_ in alternative):
@@ -193,7 +192,7 @@ def work_on_places(
         name: of the step.
         places: the largest first.
     """
-    sizes = [int(place.size(None, count_parameters)) for place in places]
+    sizes = [int(place.size(None)) for place in places]
 
     def work_on(index: int) -> tuple[int, Result]:
         return index, work(places[index])
@@ -206,4 +205,4 @@ def work_on_places(
 
 def sort_by_size(places: list[Form]) -> list[Form]:
     """The places with most parameters first, so that none of them is left for the end."""
-    return sorted(places, key=lambda place: place.size(None, count_parameters), reverse=True)
+    return sorted(places, key=lambda place: place.size(None), reverse=True)

@@ -95,7 +95,7 @@ class RankRule(ABC):
         Raises:
             ValueError: the rule knows ranks alone.
         """
-        raise ValueError(f"{name}: narrower heads and networks are chosen by ratio, params, size or speedup")
+        raise ValueError(f"{name}: narrower heads and networks are chosen by ratio, params or size")
 
 
 RULES: list[type[RankRule]] = []

@@ -19,24 +19,14 @@ from transformers import PreTrainedModel
 from ...models.matrices import product_of
 from ..choosing.budget import Choices
 from ..choosing.rules import RankPolicy
-from ..options import Split
 from ..registry import import_files
 from ..report import DENSE, MatrixReport
 from ..sharing.groups import find_matrices
 from ..sharing.originals import Originals, short_name
 from ..statistics.metric import Metric
 
-# (matrix, shapes m×n of the products that compute it, one after another) → what they take of a budget. Sizes may be
-# tensors: as many answers at once. Of tables and output layers: V×d, or V×r and r×d.
-Shape = tuple[int | Tensor, int | Tensor]
-Measure = Callable[..., Tensor | float]
 # A rank or a width; `None` leaves a place as it is.
 Setting = int | None
-
-
-def count_parameters(name: str, *shapes: Shape) -> Tensor | float:
-    """The `Measure` of size: Σ mn."""
-    return sum(m * n for m, n in shapes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +62,6 @@ class Form(ABC):
     Attributes:
         name: of the place's module, with the head's `model.`.
         originals: the matrices to start from.
-        split: where Σ goes, of forms that have one (`svd.py`).
         label: what reports call the form.
         method: the value of the option `method` that asks for this form alone.
         is_usual: whether the form is taken where nothing else is asked for: one form is.
@@ -80,7 +69,6 @@ class Form(ABC):
 
     name: str
     originals: Originals
-    split: Split = "sigma-right"
     label: ClassVar[str]
     method: ClassVar[str]
     is_usual: ClassVar[bool] = False
@@ -106,12 +94,12 @@ class Form(ABC):
         """The setting that takes least."""
 
     @abstractmethod
-    def size(self, setting: Setting | Tensor, measure: Measure) -> Tensor | float:
-        """What the place takes of a budget at a setting, from shapes alone."""
+    def size(self, setting: Setting | Tensor) -> Tensor | float:
+        """Parameters of the place's matrices at a setting, or at each of several in a tensor."""
 
     @abstractmethod
-    def choices(self, measure: Measure) -> Choices:
-        """All settings, with what each loses and takes."""
+    def choices(self) -> Choices:
+        """All settings, each with its cost and its size."""
 
     @abstractmethod
     def follow(self, policy: RankPolicy) -> Setting:

@@ -28,7 +28,7 @@ from ..lazy import lazy_property
 from ..report import MatrixReport
 from ..sharing.originals import short_name
 from ..statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, damped_root
-from .form import Built, Form, Measure, Setting, commonest, find_blocks, register_form, to_store
+from .form import Built, Form, Setting, commonest, find_blocks, register_form, to_store
 from .svd import Factors, rescale_
 
 PARTS = ("q_proj", "k_proj", "v_proj", "out_proj")
@@ -172,22 +172,18 @@ class NarrowerHeads(Form):
         name = f"{self.name}.{part}"
         return torch.cat([self.originals.matrix(name).double(), self._bias(name)[None]])
 
-    def size(self, setting: Setting | Tensor, measure: Measure) -> Tensor | float:
-        """What the block takes of the budget with heads of that width."""
+    def size(self, setting: Setting | Tensor) -> Tensor | float:
+        """Parameters of the block's matrices with heads of that width."""
         inner = self.heads * (max(self.widths) if setting is None else setting)
-        total = 0.0
-        for part in PARTS:
-            m, n = self.shape(f"{self.name}.{part}")
-            shape = (inner, n) if part == "out_proj" else (m, inner)
-            total = total + measure(f"{self.name}.{part}", shape)
-        return total
+        shapes = {part: self.shape(f"{self.name}.{part}") for part in PARTS}
+        return inner * sum(n if part == "out_proj" else m for part, (m, n) in shapes.items())
 
-    def choices(self, measure: Measure) -> Choices:
+    def choices(self) -> Choices:
         """Every width below that of the teacher's heads, and that."""
         queries, contexts, _ = self._bottlenecks
         costs = (queries.costs() + contexts.costs()).cpu()[1:]
         costs[-1] = 0.0  # as it is
-        sizes = torch.as_tensor(self.size(torch.tensor(self.widths), measure)).double()
+        sizes = torch.as_tensor(self.size(torch.tensor(self.widths))).double()
         return Choices([*self.widths[:-1], None], costs, sizes)
 
     def follow(self, policy: RankPolicy) -> Setting:

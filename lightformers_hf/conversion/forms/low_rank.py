@@ -17,7 +17,7 @@ from ..report import MatrixReport
 from ..sharing.groups import STACKS, find_matrices
 from ..sharing.originals import short_name
 from ..statistics.metric import Metric
-from .form import Built, Form, Measure, Setting, commonest, register_form, to_store
+from .form import Built, Form, Setting, commonest, register_form, to_store
 from .svd import Factors, Spectrum, decompose, singular_values
 
 
@@ -68,10 +68,10 @@ class LowRank(Form):
         m, n = self.shape(self.name)
         return 1 if m + n < m * n else None
 
-    def size(self, setting: Setting | Tensor, measure: Measure) -> Tensor | float:
-        """What the matrix takes of the budget at that rank."""
+    def size(self, setting: Setting | Tensor) -> Tensor | float:
+        """Parameters of the matrix at that rank."""
         m, n = self.shape(self.name)
-        return measure(self.name, *([(m, n)] if setting is None else [(m, setting), (setting, n)]))
+        return m * n if setting is None else m * setting + setting * n
 
     @property
     def _metric(self) -> Metric | None:
@@ -82,11 +82,11 @@ class LowRank(Form):
         matrix = self.originals.matrix(self.name)
         return singular_values(matrix, name=short_name(self.name), metric=self._metric).cpu()
 
-    def choices(self, measure: Measure) -> Choices:
+    def choices(self) -> Choices:
         """Every rank, and dense."""
         ranks = torch.arange(1, len(self._singular_values) + 1)
-        sizes = torch.as_tensor(self.size(ranks, measure)).double()
-        dense = torch.as_tensor(self.size(None, measure)).double()
+        sizes = torch.as_tensor(self.size(ranks)).double()
+        dense = torch.as_tensor(self.size(None)).double()
         pays = sizes < dense
         costs = torch.cat([tail_energies(self._singular_values)[1:][pays], torch.zeros(1).double()])
         return Choices([*ranks[pays].tolist(), None], costs, torch.cat([sizes[pays], dense[None]]))
@@ -115,7 +115,7 @@ class LowRank(Form):
             spectrum = self._decomposed.pop()
         else:
             spectrum = decompose(matrix, name=short_name(self.name), rank=setting, metric=metric)
-        factors = spectrum.truncate(setting, self.split)
+        factors = spectrum.truncate(setting)
         if metric is not None and metric.mean is not None:  # the bias takes the mean of what the factors lose
             lost = metric.mean @ matrix.double() - metric.mean @ factors.left.double() @ factors.right.double()
             bias = (bias.double() + lost).to(bias.dtype)

@@ -22,7 +22,7 @@ from ..report import MatrixReport
 from ..sharing.groups import STACKS
 from ..sharing.originals import short_name
 from ..statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, STRIP, damped_root
-from .form import Built, Form, Measure, Setting, commonest, find_blocks, register_form, to_store
+from .form import Built, Form, Setting, commonest, find_blocks, register_form, to_store
 
 # Matrices of a network, the last one behind its neurons; without a gate, and with one.
 PARTS, GATED_PARTS = ("fc1", "fc2"), ("fc_gate", "fc1", "fc2")
@@ -187,16 +187,14 @@ class FewerNeurons(Form):
         elimination = self._elimination
         return [len(elimination.order) - removed for removed in elimination.removed]
 
-    def size(self, setting: Setting | Tensor, measure: Measure) -> Tensor | float:
-        """What the network takes of the budget with so many neurons."""
+    def size(self, setting: Setting | Tensor) -> Tensor | float:
+        """Parameters of the network's matrices with so many neurons."""
         size, n = self.shape(self._last)
-        width = size if setting is None else setting
-        front = sum(measure(name, (self.shape(name)[0], width)) for name in self._first)
-        return front + measure(self._last, (width, n))
+        return (sum(self.shape(name)[0] for name in self._first) + n) * (size if setting is None else setting)
 
-    def choices(self, measure: Measure) -> Choices:
+    def choices(self) -> Choices:
         """So many neurons as the elimination has a cost for."""
-        sizes = torch.as_tensor(self.size(torch.tensor(self.widths), measure)).double()
+        sizes = torch.as_tensor(self.size(torch.tensor(self.widths))).double()
         return Choices([None, *self.widths[1:]], self._elimination.costs, sizes)
 
     def follow(self, policy: RankPolicy) -> Setting:

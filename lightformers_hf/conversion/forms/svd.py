@@ -23,13 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..linear import all_finite
-from ..options import SPLITS, Split
 from ..statistics.metric import Metric
 
 # Share of the discarded energy that the fast route may lose: half of it is the relative excess of the error.
@@ -44,6 +43,9 @@ CHUNK_ROWS = 512
 ILL_CONDITIONED = 1e-4
 # Below this, squares of float64 values are no longer exact; those of float32 values, even denormal ones, lie above it.
 TINIEST_ENERGY = 1e-290
+
+
+Split = Literal["sigma-right", "balanced"]
 
 
 class Factors(NamedTuple):
@@ -124,11 +126,9 @@ class Spectrum:
                 U_r √Σ_r and √Σ_r V_rᵀ. In a metric, columns have these lengths (`rescale_`) but are not orthogonal.
 
         Raises:
-            ValueError: the rank is out of range or the split unknown.
+            ValueError: the rank is out of range.
         """
         check_rank(self.name, rank, self.max_rank)
-        if split not in SPLITS:
-            raise ValueError(f"{self.name}: split is {split!r}, expected {' or '.join(SPLITS)}")
         basis, dtype = self.basis[:, :rank], torch.promote_types(self.weight.dtype, torch.float32)
         if self.inverse is not None:
             thin = _project(self.weight, basis, dtype), self.inverse[:rank].to(dtype, copy=True)

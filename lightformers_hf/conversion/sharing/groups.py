@@ -44,7 +44,7 @@ def new_groups(teacher: Teacher, options: CompressionOptions) -> dict[str, int]:
                 groups[field] = asked
     if groups and isinstance(teacher.config, LightFormerConfig):
         shapes = [field for field in teacher.config.patterns if field not in teacher.config.matrix_fields]
-        if held := [field for field in (*shapes, "group_residual_rank") if getattr(teacher.config, field)]:
+        if held := [field for field in shapes if getattr(teacher.config, field)]:
             raise ValueError(
                 f"{next(iter(groups))} is {next(iter(groups.values()))}, but layers of {teacher.name} differ in "
                 f"shape ({held[0]}) and can't be merged: share the layers of its own teacher"
@@ -67,24 +67,18 @@ def share_layers(teacher: Teacher, options: CompressionOptions, study: StudyOpti
                 f"{teacher.name} are shared with share_layer_norms={own.share_layer_norms}: leave the groups as they "
                 "are, or share the layers of its own teacher"
             )
-        fields |= {name: getattr(study, name) for name in ("share_layer_norms", "group_residual_rank")}
+        fields["share_layer_norms"] = study.share_layer_norms
     dense = dict.fromkeys((*teacher.config.matrix_fields, "architectures"))
     config = type(teacher.config)(**{**teacher.config.to_dict(), **fields, **dense})
     return skeleton(teacher.model_class, config)
 
 
-def find_start(teacher: Teacher, options: CompressionOptions, study: StudyOptions) -> str:
-    """How a group's layer starts: as asked, else `aligned` where the teacher's layers have matrices for each head."""
+def can_align(teacher: Teacher, options: CompressionOptions) -> bool:
+    """Whether layers of new groups are aligned before they are merged: their attention has a matrix for each part."""
     config = teacher.config
-    if study.group_start is not None:
-        if study.group_start == "aligned" and not isinstance(config, LightFormerConfig):
-            raise ValueError(
-                f"group_start is 'aligned', but layers of a {config.model_type} can't be aligned: give mean or first"
-            )
-        return study.group_start
-    if new_groups(teacher, options) and options.method != "paper" and isinstance(config, LightFormerConfig):
-        return "mean" if config.joint_qkv or not config.attention_output_projection else "aligned"
-    return "mean"
+    if not (new_groups(teacher, options) and options.method != "paper" and isinstance(config, LightFormerConfig)):
+        return False
+    return config.attention_output_projection and not config.joint_qkv
 
 
 def find_bases(

@@ -33,8 +33,8 @@ def source_names(name: str, source: PreTrainedConfig, target: PreTrainedConfig) 
     return [f"{head}{stack}.layers.{layer}.{rest}" for layer in stored]
 
 
-def merge(tensors: list[torch.Tensor], start: str) -> torch.Tensor:
-    """One tensor for a group: the `first` layer's, or else the mean of its layers' tensors. fp32, any one shape."""
-    if start == "first" or len(tensors) == 1:
+def merge(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """One tensor for a group: the mean of its layers' tensors in fp32, or the only one as it is."""
+    if len(tensors) == 1:
         return tensors[0]
     return torch.stack([tensor.float() for tensor in tensors]).mean(dim=0)

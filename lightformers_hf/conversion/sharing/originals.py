@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...loading import stored_tensors
 from ..linear import Linear
 from ..statistics.calibration import Calibration
 from ..statistics.metric import Metric
 from ..teacher import Teacher
 from .alignment import Bases, merge_linear
-from .merging import source_names
+from .groups import find_matrices
+from .merging import merge, source_names
 
 
 def short_name(name: str) -> str:
@@ -28,7 +30,7 @@ class Originals:
     Attributes:
         teacher: where tensors come from.
         dense: skeleton of the result before anything gets smaller.
-        start: how a group of layers is merged: `aligned`, `mean` or `first`.
+        is_aligned: whether the layers of a group are merged by their inputs, after alignment; else their mean.
         calibration: the moments, if any.
         weighting: what errors of a matrix are weighed by, see `Calibration.metric`.
         device: where matrices and moments are, and everything is computed.
@@ -37,7 +39,7 @@ class Originals:
 
     teacher: Teacher
     dense: PreTrainedModel
-    start: str = "mean"
+    is_aligned: bool = False
     calibration: Calibration | None = None
     weighting: str = "loss"
     device: torch.device = torch.device("cpu")  # noqa: RUF009, immutable
@@ -53,19 +55,17 @@ class Originals:
         names = source_names(f"{name}.", self.teacher.config, self.dense.config)
         return [module.rstrip(".") for module in names]
 
-    def in_merging_bases(self, source: str) -> Linear:
-        """A layer of the teacher, in the bases in which it is merged."""
-        return self.bases.get(source, Bases()).of(self.teacher.linear(source).to(self.device))
-
     def linear(self, name: str) -> Linear:
         """The layer, with the layers of a group merged."""
         if name not in self._merged:
             sources = self.sources(name)
-            layers = [self.in_merging_bases(source) for source in sources]
-            if len(layers) == 1 or self.start == "first":
+            layers = [
+                self.bases.get(source, Bases()).of(self.teacher.linear(source).to(self.device)) for source in sources
+            ]
+            if len(layers) == 1:
                 return layers[0]
             moments = None
-            if self.start == "aligned" and self.calibration is not None:
+            if self.is_aligned and self.calibration is not None:
                 moments = [self.calibration.inputs([source]) for source in sources]
             self._merged[name] = merge_linear(layers, moments)
         return self._merged[name]
@@ -102,3 +102,12 @@ class Originals:
     def gradients(self, name: str) -> Tensor:
         """Σ gᵀg / target tokens at the outputs."""
         return self.calibration.gradients(self.sources(name))
+
+    def other_tensors(self) -> dict[str, Tensor]:
+        """The tensors of the result that belong to no matrix: norms, positions, the classifier, the logits' bias."""
+        matrices = dict(find_matrices(self.dense))
+        return {
+            name: merge([self.teacher.read(one) for one in source_names(name, self.teacher.config, self.dense.config)])
+            for name in stored_tensors(self.dense)
+            if name.rpartition(".")[0] not in matrices
+        }

@@ -206,7 +206,7 @@ def _set_vocabulary_layers(
     order: list[int] | None,
 ) -> None:
     """Token table and output layer of the decoder, each in one piece or with its second factor as a projection."""
-    (table, *basis), (*projection, weight) = embedding.chains[0], output.chains[0]
+    (table, *basis), (*projection, weight) = embedding.factors, output.factors
     places: list[int] | slice = slice(None) if order is None else order
     spec.embeddings.weight = _array(table[places])
     spec.projection.weight = _array(weight.T[places])

@@ -80,8 +80,8 @@ def scaled_inputs(attention: Attention) -> list[Linear]:
     width = query.out_features // 3 if not others else query.out_features
     scale = torch.ones(query.out_features)
     scale[:width] = attention.scale
-    chains = tuple((*chain[:-1], chain[-1] * scale) for chain in query.chains)
-    return [replace(query, chains=chains, bias=None if query.bias is None else query.bias * scale), *others]
+    factors = (*query.factors[:-1], query.factors[-1] * scale)
+    return [replace(query, factors=factors, bias=None if query.bias is None else query.bias * scale), *others]
 
 
 def output_of(graph: Graph, attention: Attention, context: str) -> str:
@@ -210,7 +210,7 @@ def output_logits(graph: Graph, states: str, output: Linear, scale: float | None
     """States (N, d), times `scale`, → logits of all tokens (N, V), or `sliced` of those that the graph gets (N, C)."""
     if scale is not None:
         states = graph.op("Mul", states, graph.constant(scale))
-    *projection, weight = output.chains[0]
+    *projection, weight = output.factors
     for factor in projection:
         states = graph.matmul(states, factor)
     if sliced:

@@ -112,8 +112,6 @@ def test_a_method_that_no_part_can_follow_is_refused(tmp_path):
     SubformerForConditionalGeneration(SubformerConfig(**TINY["subformer"])).save_pretrained(tmp_path / "subformer")
     with pytest.raises(ValueError, match="attention_method is 'narrow', but no attention matrices of this subformer"):
         plan(tmp_path / "subformer", ratio=2, method="narrow", progress=False)
-    with pytest.raises(ValueError, match="group_start is 'aligned', but layers of a subformer"):
-        plan(tmp_path / "subformer", ratio=2, study=StudyOptions(group_start="aligned"), progress=False)
 
 
 def test_work_is_done_on_every_place_under_a_bar_that_counts_parameters(capsys):

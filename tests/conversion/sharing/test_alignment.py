@@ -14,8 +14,6 @@ from lightformers_hf.conversion.sharing.alignment import (
     merge_linear,
     weighted_mean,
 )
-from lightformers_hf.conversion.sharing.residuals import residual_factors
-from lightformers_hf.conversion.statistics.metric import Damped, Metric
 
 HEADS, WIDTH, INNER, NEURONS = 3, 10, 12, 7
 SHAPES = {
@@ -214,22 +212,6 @@ def test_directions_without_inputs_have_the_plain_mean():
     mean = weighted_mean(matrices, [x.T @ x for x in inputs])
     torch.testing.assert_close(mean[4:], (matrices[0] + matrices[1])[4:] / 2)
     assert not torch.allclose(mean[:4], (matrices[0] + matrices[1])[:4] / 2, atol=1e-2)
-
-
-def test_residuals_are_the_best_of_their_rank():
-    matrix, mean = random(9, 7, seed=1), random(9, 7, seed=2)
-    lost = torch.linalg.svdvals(matrix - mean)[3:].norm()
-    left, right = residual_factors(matrix, mean, 3, name="fc1")
-    assert (left.shape, right.shape) == ((9, 3), (3, 7))
-    torch.testing.assert_close((matrix - mean - left @ right).norm(), lost)
-
-    x, g = random(60, 9, seed=3), random(60, 7, seed=4)
-    metric = Metric(Damped(x.T @ x, 1e-6), Damped(g.T @ g, 1e-6))
-    left, right = residual_factors(matrix, mean, 3, name="fc1", metric=metric)
-    lost = torch.linalg.svdvals(metric.left.T @ (matrix - mean) @ metric.right)[3:].norm()
-    torch.testing.assert_close((metric.left.T @ (matrix - mean - left @ right) @ metric.right).norm(), lost)
-    with pytest.raises(ValueError, match="fc1: rank 8"):
-        residual_factors(matrix, mean, 8, name="fc1")
 
 
 def test_moments_turn_with_their_layer():

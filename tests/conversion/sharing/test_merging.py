@@ -66,46 +66,16 @@ def test_layers_that_compute_the_same_become_one_without_loss(tmp_path, calibrat
     light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light").eval()
     assert light.config.encoder_groups == light.config.decoder_groups == 1
     torch.testing.assert_close(logits(light), expected, atol=2e-4, rtol=1e-3)
-    convert(folder, tmp_path / "mean", **GROUPS, study=StudyOptions(group_start="mean"))
+    convert(folder, tmp_path / "mean", **GROUPS, method="paper")
     mean = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "mean").eval()
     assert (logits(mean) - expected).abs().max() > 0.5
 
 
-@pytest.mark.parametrize("calibrated", [True, False])
-def test_private_norms_and_whole_residuals_give_the_teacher_back(tmp_path, calibrated):
-    """Residuals of full rank hold all that a depth's matrices differ by; biases are shared, and made alike here."""
-    teacher, folder = make_teacher(tmp_path / "teacher")
-    for stack in (teacher.model.encoder, teacher.model.decoder):
-        state = {name: tensor for name, tensor in stack.layers[0].state_dict().items() if name.endswith("bias")}
-        stack.layers[1].load_state_dict({n: t for n, t in state.items() if "norm" not in n}, strict=False)
-    teacher.save_pretrained(folder)
-    pattern = {"pattern": {"shared": 16}} if calibrated else {}
-    study = StudyOptions(share_layer_norms=False, group_residual_rank=16, group_start="mean")
-    convert(folder, tmp_path / "light", **GROUPS, **pattern, study=study)
-    light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light").eval()
-    assert light.config.group_residual_rank == 16
-    torch.testing.assert_close(logits(light), logits(teacher), atol=2e-3, rtol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"study": StudyOptions(group_residual_rank=2)},
-            "group_residual_rank is for layers that share: give",
-        ),
-        ({"study": StudyOptions(share_layer_norms=False), "ratio": 2.0}, "share_layer_norms is for layers that share"),
-        (
-            {"study": StudyOptions(group_residual_rank=0), "encoder_groups": 1},
-            "group_residual_rank is 0; it is at least 1",
-        ),
-    ],
-)
-def test_what_cannot_be_shared(tmp_path, options, message):
+def test_private_norms_need_layers_that_share(tmp_path):
     teacher, folder = make_teacher(tmp_path / "teacher")
     teacher.save_pretrained(folder)
-    with pytest.raises(ValueError, match=message):
-        convert(folder, tmp_path / "light", progress=False, **options)
+    with pytest.raises(ValueError, match="share_layer_norms is for layers that share"):
+        convert(folder, tmp_path / "light", ratio=2, study=StudyOptions(share_layer_norms=False), progress=False)
     assert not (tmp_path / "light").exists()
 
 

@@ -303,7 +303,7 @@ def test_other_weightings_are_optimal_by_their_own_measure(
         ({"calibration": "missing.jsonl"}, "missing.jsonl"),
         ({"calibration": "TEXT", "source_lang": "fr"}, "no column 'fr'"),
         ({"method": "paper", "calibration": "TEXT"}, "the paper's procedure has no calibration"),
-        ({"method": "narrow", "rank": 4}, "chosen by ratio, params, size or speedup"),
+        ({"method": "narrow", "rank": 4}, "chosen by ratio, params or size"),
         ({"params": "3k"}, r"params is 3k, which cannot be met: .* parameters are left"),
         ({"calibration": "TEXT", "calibration_samples": 10, "ratio": 1000.0}, "cannot be met"),
         ({"calibration": "TEXT", "study": REFIT, "ratio": 2.0, "encoder_groups": 1}, "serve several places"),
