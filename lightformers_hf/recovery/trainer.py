@@ -141,11 +141,17 @@ class RecoveryTrainer(Seq2SeqTrainer):
         super().log(logs, start_time)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As in `Seq2SeqTrainer`, while the teacher reads the next batch."""
+        """As in `Seq2SeqTrainer`, while the teacher reads the next batch. Raises `ValueError` for a loss of NaN."""
         self.seen += len(args[1]["labels"]) * self.accelerator.num_processes
         ahead = nullcontext() if self.ahead is None else self.ahead.share()
         with ahead, self.even_products(), without_plans():
-            return super().training_step(*args, **kwargs)
+            loss = super().training_step(*args, **kwargs)
+        if loss.isnan():
+            raise ValueError(
+                f"the loss of step {self.state.global_step + 1} is NaN, from which no training recovers: choose a "
+                "lower learning_rate, or fp32 or bf16 instead of fp16, and begin from the last checkpoint"
+            )
+        return loss
 
     def even_products(self) -> EvenProducts | nullcontext[None]:
         """`EvenProducts` where those help: on a CPU, in bfloat16, with many shapes. Compiled models have programs of

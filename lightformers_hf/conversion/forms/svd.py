@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..linear import all_finite
+from ...checkpoint import all_finite
 from ..options import SPLITS, Split
 from ..statistics.metric import Metric
 
