@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from ..checkpoint import all_finite
 from ..data_files import check_data
 from ..folders import atomic_output, check_output
 from ..loading import assemble, load_tensors, resolve_source, skeleton
@@ -29,7 +30,6 @@ from .card import write_card
 from .choosing.choose import check_choices, choose, find_units, work_on_places
 from .forecast import forecast
 from .forms.form import Built, Form, Setting, all_forms
-from .linear import all_finite
 from .options import CompressionOptions, StudyOptions, needs_calibration, settle
 from .refit import bridge, can_refit, refit
 from .report import OWN_TEXT, Agreement, CompressionReport, MatrixReport, write_report

@@ -20,11 +20,6 @@ class Linear(NamedTuple):
         return Linear(self.matrix.to(device), None if self.bias is None else self.bias.to(device))
 
 
-def all_finite(tensor: Tensor) -> bool:
-    """Whether nothing in a tensor is NaN or infinite: in one pass, with no other tensor as large, such as a mask."""
-    return not tensor.numel() or all(bool(end.isfinite()) for end in torch.aminmax(tensor))
-
-
 def solved(covariance: Tensor, ridge: Tensor, rights: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """(covariance + ridge·I)⁻¹ · each of the matrices under their names, which are let go one by one."""
     diagonal = covariance.diagonal()  # damped for a while: a second covariance is as large as the first

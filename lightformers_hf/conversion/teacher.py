@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import models
-from ..checkpoint import CheckpointReader, check_stored, check_vocabulary, find_architecture
+from ..checkpoint import CheckpointReader, check_finite, check_stored, check_vocabulary, find_architecture
 from ..folders import check_folder
 from ..languages import keep_prefix, set_language_codes
 from ..loading import (
@@ -31,7 +31,7 @@ from ..models.configuration_lightformer import LightFormerConfig
 from ..models.matrices import bias_of, factors_of, product_of
 from ..vocabularies import check_ids, renumber_generation
 from .families import SHARED, STACKS, find_family
-from .linear import Linear, all_finite
+from .linear import Linear
 from .vocabulary.kept import KeptTokens
 
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -229,10 +229,7 @@ class Teacher:
             return torch.zeros(stored_tensors(self.model)[name].shape)
         tensor = self.reader.read(self._names[name])
         if name not in self._finite:
-            if not all_finite(tensor):
-                raise ValueError(
-                    f"{self._names[name]} of {self.folder} holds NaN or infinite values: the checkpoint is broken"
-                )
+            check_finite(tensor, self._names[name], self.folder)
             self._finite.add(name)
         if name in self._rows:
             tensor = tensor.index_select(*self._rows[name])

@@ -73,12 +73,11 @@ def algebra_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "mps" else device
 
 
-def describe_work(device: torch.device) -> dict[str, bool | int | str]:
-    """Return what decides the rounding and the time of a conversion: worker threads, bfloat16 or not, and why."""
-    threads = {"threads": count_workers()}
+def describe_work(device: torch.device) -> dict[str, bool | str]:
+    """Return what decides the rounding of a conversion: bfloat16 or not, and why."""
     if device.type != "cpu":
-        return {**threads, "bf16": False, "reason": f"models run on {device.type}"}
-    return {**threads, "bf16": has_fast_bf16(), "reason": bf16_support()[1]}
+        return {"bf16": False, "reason": f"models run on {device.type}"}
+    return {"bf16": has_fast_bf16(), "reason": bf16_support()[1]}
 
 
 def fast_products(device: torch.device) -> AbstractContextManager:

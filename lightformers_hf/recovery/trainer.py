@@ -127,10 +127,20 @@ class RecoveryTrainer(Seq2SeqTrainer):
         super().log(logs, start_time)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As in `Seq2SeqTrainer`, with matrix multiplications of few shapes (`EvenProducts`)."""
+        """As in `Seq2SeqTrainer`, with matrix multiplications of few shapes (`EvenProducts`).
+
+        Raises:
+            ValueError: the loss is NaN.
+        """
         self.seen += len(args[1]["labels"]) * self.accelerator.num_processes
         with self.even_products(), without_plans():
-            return super().training_step(*args, **kwargs)
+            loss = super().training_step(*args, **kwargs)
+        if loss.isnan():
+            raise ValueError(
+                f"the loss of step {self.state.global_step + 1} is NaN, from which no training recovers: choose a "
+                "lower learning_rate, or fp32 or bf16 instead of fp16, and begin from the last checkpoint"
+            )
+        return loss
 
     def even_products(self) -> EvenProducts | nullcontext[None]:
         """`EvenProducts` where those help: on a CPU, in bfloat16, with many shapes. Compiled models have programs of

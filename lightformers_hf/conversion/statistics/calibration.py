@@ -104,7 +104,8 @@ class Calibration:
         with fail_together():
             states = self._sample_states()
         size = model.config.decoder_vocab_size
-        self.temperature = temperature_of(logit_variance(model.logits_of, states, size), removed)
+        variance = logit_variance(lambda part: model.logits_of(part).to(self.device), states, size)
+        self.temperature = temperature_of(variance, removed)
         self._probes = Probes(size, model.device, self.temperature)
         self._turns = Turns()
         tables = [f"model.{stack}.embed_tokens" for stack in ("encoder", "decoder")]
@@ -157,7 +158,8 @@ class Calibration:
             inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
             with fast_products(self.model.device):
                 found = self.model.model(**inputs, use_cache=False).last_hidden_state[token_mask(batch, "target")]
-            states.append(found[:: max(1, len(found) * SPREAD_BATCHES // SPREAD_TOKENS)])
+            # Without a last norm, states are bfloat16 where products are.
+            states.append(found[:: max(1, len(found) * SPREAD_BATCHES // SPREAD_TOKENS)].float())
         return states
 
     def _watch(self, name: str, kind: str) -> RemovableHandle:

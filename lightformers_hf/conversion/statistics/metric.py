@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...checkpoint import all_finite
 from ..lazy import lazy_property
-from ..linear import all_finite
 
 # Added to the diagonals, relative to their mean: directions that no sample showed are not free.
 INPUT_DAMPING = 1e-6

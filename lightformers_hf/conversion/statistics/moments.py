@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...checkpoint import all_finite
 from ...processors import factor_rows
-from ..linear import all_finite
 from ..workers import sum_over_all
 from .shelf import Shelf
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from lightformers_hf import StudyOptions, convert, plan
+from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration, StudyOptions, convert, plan
 from lightformers_hf.conversion import refit
 from lightformers_hf.conversion.forms.svd import decompose
 from lightformers_hf.conversion.options import CompressionOptions
@@ -373,6 +373,21 @@ def test_states_that_are_not_finite_are_named(calibrated, tiny_marian):
     linear = [name for name, kind in find_matrices(model) if kind != "embedding"]
     with pytest.raises(ValueError, match=r"the inputs at model\.encoder\.layers\.1\.fc2 hold NaN or infinite values"):
         Calibration(model, linear, calibrated[1].batches, progress=False)
+
+
+def test_states_without_a_last_norm_are_calibrated_in_bfloat16(calibrated, monkeypatch):
+    """Low-rank layers in bfloat16 give such states to an output layer in fp32."""
+    monkeypatch.setattr("lightformers_hf.conversion.workers.has_fast_bf16", lambda: True)
+    fields = {name: getattr(calibrated[0].config, name) for name in ("vocab_size", "pad_token_id")}
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "d_model": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    model = LightFormerForConditionalGeneration(
+        LightFormerConfig(**fields, **sizes, **heads, normalize_before=True, embedding_rank=4, attention_rank=4)
+    )
+    name = "model.decoder.layers.0.fc1"
+    found = Calibration(model, [name], calibrated[1].batches, progress=False)
+    assert found.temperature >= 1
+    assert found.moments[name].finite("inputs")
 
 
 def test_refit_leaves_balance_where_it_wins_little(tiny_marian, text, tmp_path):
