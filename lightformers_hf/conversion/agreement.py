@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, zip_longest
 
 import torch
 from torch import Tensor
@@ -10,20 +11,23 @@ from transformers import PreTrainedModel
 
 from .statistics.calibration import LOGIT_ROWS, cut_batches, token_mask
 from .statistics.samples import FEWEST_SENTENCES, HELD_OUT
-from .workers import cast_weights, fail_together, fast_products, sum_over_all
+from .workers import cast_weights, fail_together, fast_products, gather_from_all, own_share, sum_over_all
 
 Batch = dict[str, Tensor]
 
 
-def hold_out(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Split batches into those for calibration and those with every tenth sentence; of short texts, no sentence."""
-    count = sum(len(batch["labels"]) for batch in batches)
-    if count < FEWEST_SENTENCES:
-        return list(batches), []
-    kept, held, seen = [], [], HELD_OUT // 2
-    for batch in batches:
+def hold_out(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch] | None]:
+    """Split batches into those for calibration and those with every tenth sentence; of short texts, `None`.
+
+    Several processes, which were dealt the batches in turn (`own_share`), hold out the sentences that one would.
+    """
+    counts = gather_from_all([len(batch["labels"]) for batch in batches])
+    dealt = [count for row in zip_longest(*counts, fillvalue=0) for count in row]
+    if sum(dealt) < FEWEST_SENTENCES:
+        return list(batches), None
+    kept, held = [], []
+    for batch, seen in zip(batches, own_share(list(accumulate(dealt, initial=HELD_OUT // 2))), strict=False):
         aside = (torch.arange(len(batch["labels"])) + seen) % HELD_OUT == 0
-        seen += len(aside)
         for rows, part in ((~aside, kept), (aside, held)):
             if rows.any():
                 part.append({name: tensor[rows] for name, tensor in batch.items()})

@@ -260,7 +260,8 @@ def measure(
             alike=study.weighting != "loss",
         )
     sentences = set() if pairs is None else {fingerprint(sentence) for sentence in pairs["source"]}
-    return Measured(teacher, model, calibration, held or batches, bool(held), sorted(sentences))
+    agreed = batches if held is None else held
+    return Measured(teacher, model, calibration, agreed, held is not None, sorted(sentences))
 
 
 def fit(

@@ -33,6 +33,7 @@ from ..workers import (
     gather_from_all,
     is_distributed,
     map_in_order,
+    own_share,
     sum_over_all,
 )
 from .metric import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric, damped_weights
@@ -101,8 +102,9 @@ class Calibration:
         self.target_tokens = 0
         self._shelf = Shelf(algebra_device(model.device))
         self._masks: dict[str, Tensor] = {}
+        count = int(sum_over_all(torch.tensor(len(batches))))
         with fail_together():
-            states = self._sample_states()
+            states = self._sample_states(batches, count)
         size = model.config.decoder_vocab_size
         variance = logit_variance(lambda part: model.logits_of(part).to(self.device), states, size)
         self.temperature = temperature_of(variance, removed)
@@ -150,14 +152,19 @@ class Calibration:
         return {name: tensor.to(self.model.device) for name, tensor in batch.items()}
 
     @torch.no_grad()
-    def _sample_states(self) -> list[Tensor]:
-        """Decoder states at some target tokens, from batches of all lengths."""
-        states = []
-        for batch in self.batches[:: max(1, -(-len(self.batches) // SPREAD_BATCHES))]:
-            batch = self.moved(batch)
-            inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-            with fast_products(self.model.device):
-                found = self.model.model(**inputs, use_cache=False).last_hidden_state[token_mask(batch, "target")]
+    def _sample_states(self, batches: Sequence[dict[str, Tensor]], count: int) -> list[Tensor]:
+        """Decoder states at some target tokens, from batches of all lengths, of all processes' `count` the same."""
+        states, every = [], -(-count // SPREAD_BATCHES)
+        for index, batch in zip(own_share(range(count)), batches, strict=False):
+            if index % every:
+                continue
+            parts = []
+            for part in map(self.moved, cut_batches([batch])):
+                inputs = {name: tensor for name, tensor in part.items() if name != "labels"}
+                with fast_products(self.model.device):
+                    output = self.model.model(**inputs, use_cache=False)
+                parts.append(output.last_hidden_state[token_mask(part, "target")])
+            found = torch.cat(parts)
             # Without a last norm, states are bfloat16 where products are.
             states.append(found[:: max(1, len(found) * SPREAD_BATCHES // SPREAD_TOKENS)].float())
         return states
