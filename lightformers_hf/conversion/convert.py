@@ -22,21 +22,19 @@ from ..folders import atomic_output, check_output
 from ..loading import assemble, load_tensors, resolve_source, skeleton
 from ..models.configuration_base import FactorizedConfig
 from ..models.lm_heads import ConditionalGenerationHead
-from ..processors import keep_memory
 from ..text import fingerprint
-from .agreement import hold_out, predict_tokens, share_of_equal
+from .calibration_text import count_tokens, draw_pairs, hold_out, sample_text
 from .card import write_card
 from .choosing.choose import check_choices, choose, find_units, work_on_places
 from .forecast import forecast
 from .forms.form import Built, Form, Setting, all_forms
-from .linear import all_finite
+from .moments import all_finite
 from .options import CompressionOptions, StudyOptions, needs_calibration, settle
-from .refit import bridge, can_refit, refit
+from .refit import bridge, can_refit, predict_tokens, refit, share_of_equal
 from .report import OWN_TEXT, Agreement, CompressionReport, MatrixReport, write_report
+from .sensitivity import Calibration
 from .sharing.groups import can_align, change_moments, find_bases, find_matrices, share_layers
 from .sharing.originals import Originals, short_name
-from .statistics.calibration import Calibration
-from .statistics.text import count_tokens, draw_pairs, sample_text
 from .teacher import Teacher
 from .vocabulary.choose import choose_tokens
 from .workers import algebra_device, describe_work, end_together, find_device, is_main, share_cores
@@ -77,7 +75,7 @@ def convert(
     a model card: `AutoModelForSeq2SeqLM.from_pretrained(output)` and `AutoTokenizer.from_pretrained(output)` load it.
     It is written whole or not at all.
 
-    On a CPU it works on the cores that other programs leave, at most as many as PyTorch has threads.
+    On a CPU it uses as many worker threads as PyTorch has threads.
 
     Processes that `torchrun` or `accelerate launch` started must all call it: they share the work, and one of them
     writes.
@@ -149,7 +147,6 @@ def compress(
         source: what the user called it.
         dry: decide and report only.
     """
-    keep_memory(largest=6 * 2**20, end=2**26, programs=64)  # of passes; 1024×1024 in float64 would leave holes
     asked_study, study = study, settle(options, study)
     device, progress = find_device(options.device), progress and is_main()
     checkpoint = Teacher(folder, source, options.languages_of_sides)

@@ -1,8 +1,7 @@
-"""A linear layer as two tensors, systems of equations, and whether tensors hold numbers."""
+"""A linear layer as two tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -18,24 +17,3 @@ class Linear(NamedTuple):
     def to(self, device: torch.device) -> Linear:
         """The same on a device."""
         return Linear(self.matrix.to(device), None if self.bias is None else self.bias.to(device))
-
-
-def all_finite(tensor: Tensor) -> bool:
-    """Whether nothing in a tensor is NaN or infinite: in one pass, with no other tensor as large, such as a mask."""
-    return not tensor.numel() or all(bool(end.isfinite()) for end in torch.aminmax(tensor))
-
-
-def solved(covariance: Tensor, ridge: Tensor, rights: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """(covariance + ridge·I)⁻¹ · each of the matrices under their names, which are let go one by one."""
-    diagonal = covariance.diagonal()  # damped for a while: a second covariance is as large as the first
-    own_diagonal = diagonal.clone()
-    diagonal.add_(ridge)
-    root, failed = torch.linalg.cholesky_ex(covariance)
-    while rights:
-        name, right = rights.pop(0)
-        if failed:
-            yield name, torch.linalg.solve(covariance, right)
-        else:  # as `cholesky_solve`, which copies the root
-            right = torch.linalg.solve_triangular(root, right, upper=False)
-            yield name, torch.linalg.solve_triangular(root.mT, right, upper=True)
-    diagonal.copy_(own_diagonal)

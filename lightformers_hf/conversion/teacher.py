@@ -31,7 +31,8 @@ from ..models.configuration_lightformer import LightFormerConfig
 from ..models.matrices import bias_of, factors_of, product_of
 from ..vocabularies import check_ids, renumber_generation
 from .families import SHARED, STACKS, find_family
-from .linear import Linear, all_finite
+from .linear import Linear
+from .moments import all_finite
 from .vocabulary.kept import KeptTokens
 
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

@@ -10,8 +10,7 @@ import torch
 from ..forms.form import Form, Setting, all_forms
 from ..options import CompressionOptions, StudyOptions
 from ..sharing.originals import Originals, short_name
-from ..steps import Step
-from ..workers import share_work
+from ..workers import Step, share_work
 from .budget import Choices
 from .limits import Budget
 from .rules import RankPolicy, Ratio

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 from ...models.matrices import product_of
 from ..choosing.budget import Choices
 from ..choosing.rules import RankPolicy
+from ..moments import Metric
 from ..registry import import_files
 from ..report import DENSE, MatrixReport
 from ..sharing.groups import find_matrices
 from ..sharing.originals import Originals, short_name
-from ..statistics.metric import Metric
 
 # A rank or a width; `None` leaves a place as it is.
 Setting = int | None

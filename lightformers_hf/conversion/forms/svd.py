@@ -28,8 +28,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..linear import all_finite
-from ..statistics.metric import Metric
+from ..moments import Metric, all_finite
 
 # Share of the discarded energy that the fast route may lose: half of it is the relative excess of the error.
 TOLERATED_LOSS = 2e-6

@@ -15,7 +15,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from ..linear import Linear
-from ..statistics.metric import INPUT_DAMPING, damped_root
+from ..moments import INPUT_DAMPING, damped_root
 
 
 class Bases(NamedTuple):

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from ...loading import skeleton
 from ...models.configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig
 from ..options import CompressionOptions, StudyOptions
-from ..statistics.calibration import Calibration
+from ..sensitivity import Calibration
 from ..teacher import Teacher
 from .alignment import Bases, align_bases, change_basis
 from .merging import source_names
@@ -115,6 +115,6 @@ def change_moments(calibration: Calibration, bases: dict[str, Bases]) -> None:
     """Bring the moments of every module into the bases in which it is merged."""
     for name, own in bases.items():
         moments = calibration.moments[name]
-        moments.inputs = change_basis(moments.inputs, own.inputs, own.inputs)
+        moments.replace("inputs", change_basis(moments.inputs, own.inputs, own.inputs))
         moments.vectors["mean"] = change_basis(moments.vectors["mean"], own.inputs)
-        moments.gradients = change_basis(moments.gradients, own.outputs, own.outputs)
+        moments.replace("gradients", change_basis(moments.gradients, own.outputs, own.outputs))

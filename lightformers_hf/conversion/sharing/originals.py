@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from ...loading import stored_tensors
 from ..linear import Linear
-from ..statistics.calibration import Calibration
-from ..statistics.metric import Metric
+from ..moments import Metric
+from ..sensitivity import Calibration
 from ..teacher import Teacher
 from .alignment import Bases, merge_linear
 from .groups import find_matrices
