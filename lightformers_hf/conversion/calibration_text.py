@@ -32,7 +32,7 @@ from ..text import load_text, tokenize_pairs
 from .options import CompressionOptions, StudyOptions
 from .sensitivity import Batch, cut_batches
 from .teacher import Teacher
-from .workers import Step, cast_weights, fast_products, map_in_order, own_share
+from .workers import Step, cast_weights, fast_products, map_in_order, process_share
 
 if TYPE_CHECKING:  # self-generated text needs none of it
     from datasets import Dataset
@@ -73,7 +73,9 @@ def draw_pairs(teacher: Teacher, options: CompressionOptions, study: StudyOption
 def count_tokens(teacher: Teacher, options: CompressionOptions, pairs: Dataset | None) -> float:
     """Tokens a side that `sample_text` will have, about."""
     if pairs is None:
-        return (options.calibration_samples or own_sources(teacher.model)[0]) * (SHORTEST_SOURCE + LONGEST_SOURCE) / 2
+        return (
+            (options.calibration_samples or default_sources(teacher.model)[0]) * (SHORTEST_SOURCE + LONGEST_SOURCE) / 2
+        )
     return len(pairs) * mean_tokens(teacher.config, teacher.tokenizer(), pairs)
 
 
@@ -97,7 +99,7 @@ def sample_text(
         number, seed = options.calibration_samples, study.calibration_seed
         return synthetic_batches(model, teacher, number, seed, progress=progress)
     if "target" in pairs.column_names:
-        return own_share(parallel_batches(model, teacher.tokenizer(), pairs))
+        return process_share(parallel_batches(model, teacher.tokenizer(), pairs))
     return translated_batches(model, teacher, pairs["source"][:], progress=progress)
 
 
@@ -164,9 +166,6 @@ def sample_pairs(
     Args:
         config: the teacher's, which may have a prefix for sources.
         study: its `calibration_seed` says which.
-
-    Raises:
-        ValueError: fewer pairs than asked for, empty ones alone, or mostly repeated ones.
     """
     data, samples = options.calibration, options.calibration_samples
     source, target = options.columns
@@ -205,7 +204,7 @@ def synthetic_batches(
 
     Args:
         model: the teacher in fp32, on the device where it is to run.
-        samples: sources; `None` means `own_sources`.
+        samples: sources; `None` means `default_sources`.
         seed: which ones.
 
     Raises:
@@ -213,17 +212,17 @@ def synthetic_batches(
     """
     tokenizer = teacher.tokenizer() if teacher.has_tokenizer else None
     limit = position_limit(model.config) or LONGEST
-    number, size = (samples, BATCH) if samples else own_sources(model)
+    number, size = (samples, BATCH) if samples else default_sources(model)
     sources = random_sources(tokenizer, model.config, number, seed, name=teacher.name)
     prefixes = find_prefixes(model.config, *teacher.languages)
-    shares = own_share([sources[start : start + size] for start in range(0, number, size)])
+    shares = process_share([sources[start : start + size] for start in range(0, number, size)])
     # Random tokens may have translations without end.
     most = [min(2 * max(map(len, some)), limit - 1) for some in shares]
     padded = (_padded(some, tokenizer, model.config, prefixes) for some in shares)
     return _with_targets("making text", model, teacher, padded, most, progress=progress)
 
 
-def own_sources(model: PreTrainedModel) -> tuple[int, int]:
+def default_sources(model: PreTrainedModel) -> tuple[int, int]:
     """How many sources a model makes by default, and of what size batches are, which are then as many for all.
 
     What more of them cost grows with the model, what they save does not: 256, and for models below 20M parameters as
@@ -240,9 +239,6 @@ def random_sources(
 
     Args:
         name: of the model, for messages.
-
-    Raises:
-        ValueError: the model has no positions for text.
     """
     frequencies, generator = token_frequencies(tokenizer, config), torch.Generator().manual_seed(seed)
     limit = position_limit(config) or LONGEST
@@ -277,7 +273,7 @@ def translated_batches(model: PreTrainedModel, teacher: Teacher, texts: list[str
     positions = position_limit(model.config) or LONGEST
     limit = {"truncation": True, "max_length": min(positions, tokenizer.model_max_length)}
     sources = sorted(filter(str.strip, texts), key=len)
-    shares = own_share([sources[start : start + BATCH] for start in range(0, len(sources), BATCH)])
+    shares = process_share([sources[start : start + BATCH] for start in range(0, len(sources), BATCH)])
     encoded = [tokenizer(some, padding=True, return_tensors="pt", **limit) for some in shares]
     most = [min(2 * one["input_ids"].shape[1] + 10, positions - 1) for one in encoded]
     padded = ((one["input_ids"], one["attention_mask"]) for one in encoded)

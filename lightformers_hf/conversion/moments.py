@@ -371,9 +371,6 @@ def damped_root(moment: Tensor, damping: float) -> Tensor:
     """L with L·Lᵀ = `moment`, damped; a multiple of the identity where nothing was seen.
 
     Its diagonal is damped for a while, and then as it was: a copy would be as large.
-
-    Raises:
-        ValueError: it is not finite.
     """
     size, diagonal = moment.shape[0], moment.diagonal()
     before, level = diagonal.clone(), diagonal.mean().item()

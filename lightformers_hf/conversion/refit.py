@@ -20,7 +20,7 @@ from ..models.configuration_base import FactorizedConfig
 from ..models.configuration_lightformer import LightFormerConfig
 from ..models.matrices import bias_of, product_of
 from ..processors import give_back_memory
-from .forms.form import Built, Form, all_forms, find_form
+from .forms import Built, Form, all_forms, find_form
 from .moments import GRADIENT_DAMPING, Damped, Metric, PairMoments, TensorStore, WeightedRows
 from .options import StudyOptions
 from .sensitivity import (
@@ -33,8 +33,7 @@ from .sensitivity import (
     stream_of,
     token_mask,
 )
-from .sharing.groups import find_matrices
-from .sharing.originals import short_name
+from .sharing import find_matrices, short_name
 from .workers import (
     Step,
     algebra_device,
@@ -67,11 +66,7 @@ Depths = Mapping[str, Sequence[int]]
 
 
 def can_refit(config: FactorizedConfig, study: StudyOptions) -> bool:
-    """Whether layers are to be regressed on the teacher's outputs: unless told otherwise, where none is shared.
-
-    Raises:
-        ValueError: it is asked for, and not possible.
-    """
+    """Whether layers are to be regressed on the teacher's outputs: unless told otherwise, where none is shared."""
     possible = isinstance(config, LightFormerConfig) and not (config.encoder_groups or config.decoder_groups)
     if study.refit and not possible:
         raise ValueError(
@@ -146,7 +141,7 @@ def bridge(
 
 @dataclass(frozen=True, eq=False)
 class Regression:
-    """What changes the linear layers and norms of `student` in place; ranks, shapes and tables stay.
+    """A regression that changes the linear layers and norms of `student` in place; ranks and shapes stay.
 
     A layer's inputs x are the student's, with all layers before it regressed; its aim y is the teacher's output, and
     where that is added to states r, of which the student's r' lack some, y + β(r − r'). So what one sublayer loses,
@@ -254,10 +249,20 @@ class Regression:
         group, width = list(layers), next(iter(layers.values())).in_features
         inputs = PairMoments(width, width, self.device)
         outputs = {name: PairMoments(width, layer.out_features, self.device) for name, layer in layers.items()}
-        weights, added_to = self._token_weights(group), student.residual_of(group[0])
+        stream, residual = stream_of(group[0]), student.residual_of(group[0])
+        counts = [int(token_mask(batch, stream).sum()) for batch in self.batches]
+        if self.calibration is None:
+            weights = [torch.ones(count) for count in counts]
+        else:
+            weights = self.calibration.token_weights(group).split(counts)
 
         def look(index: int) -> list[WeightedRows]:
-            rows = self._rows(student, teacher, depth, group, added_to, index)
+            mask = student.mask(stream, index)
+            found = student.inputs(depth, index, [group[0]] if residual is None else [group[0], residual])
+            rows = [found[group[0]][mask]]
+            for name in group:
+                aim = self.built.of_teacher(name, teacher.output(name, index))
+                rows.append(aim if residual is None else aim - self.share * found[residual][mask])
             return [WeightedRows.of(each, weights[index], self.device) for each in rows]
 
         for x, *aims in map_in_order(look, range(len(self.batches)), self.store.device):
@@ -265,31 +270,6 @@ class Regression:
             for name, aim in zip(group, aims, strict=True):
                 outputs[name].add(x, aim)
         return inputs, outputs
-
-    def _token_weights(self, group: list[str]) -> Sequence[Tensor]:
-        """Of each batch, the weights of its tokens in the regression of layers with one input."""
-        stream = stream_of(group[0])
-        counts = [int(token_mask(batch, stream).sum()) for batch in self.batches]
-        if self.calibration is None:
-            return [torch.ones(count) for count in counts]
-        return self.calibration.token_weights(group).split(counts)
-
-    def _rows(
-        self,
-        student: HiddenStates,
-        teacher: HiddenStates,
-        depth: int,
-        group: list[str],
-        added_to: str | None,
-        index: int,
-    ) -> Iterator[Tensor]:
-        """Of a batch, what goes into the layers of a group, tokens×m, then for each what is to come out, tokens×n."""
-        mask = student.mask(stream_of(group[0]), index)
-        seen = student.inputs(depth, index, [group[0]] if added_to is None else [group[0], added_to])
-        yield seen[group[0]][mask]
-        for name in group:
-            aim = self.built.of_teacher(name, teacher.output(name, index))
-            yield aim if added_to is None else aim - self.share * seen[added_to][mask]
 
     def _changes(self, name: str) -> bool:
         """Whether there is a norm of that name, and it is to be regressed."""

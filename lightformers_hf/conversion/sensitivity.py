@@ -110,7 +110,7 @@ def logit_variance(logits_of: Callable[[Tensor], Tensor], states: Sequence[Tenso
         """Mean and second moment of what a function makes of logits."""
         sums = torch.zeros(2, size, dtype=torch.float64)
         for part in states:
-            rows = rows_of(logits_of(part).double())
+            rows = rows_of(logits_of(part).to(algebra_device(part.device)).double())
             sums += torch.stack([rows.sum(0), rows.square().sum(0)]).cpu()
         return sum_over_all(sums) / count
 

@@ -11,7 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, TypeVar
@@ -153,7 +153,7 @@ def is_main() -> bool:
     return not is_distributed() or team().is_main_process
 
 
-def own_share(items: Sequence[Item]) -> Sequence[Item]:
+def process_share(items: Sequence[Item]) -> Sequence[Item]:
     """This process's share: every n-th, so that of items in order of size all have alike."""
     return items[team().process_index :: team().num_processes] if is_distributed() else items
 
@@ -210,17 +210,8 @@ def gather_from_all(value: Result) -> list[Result]:
     return gather_object([value])
 
 
-def from_main(compute: Callable[[], Result]) -> Result:
-    """What `compute` returns in the main process, for all; what fails there, fails in all. All must come here."""
-    result = None
-    with fail_together():
-        if is_main():
-            result = compute()
-    return broadcast_object_list([result])[0] if is_distributed() else result
-
-
 def share_work(function: Callable[[Item], Result], items: Sequence[Item], device: torch.device) -> Iterator[Result]:
-    """Results of `function`, computed by all processes and seen by all; own ones as soon as they are there.
+    """Results of `function`, computed by all processes and seen by all; those of this process first.
 
     Args:
         items: the largest first, in all processes in the same order.
@@ -228,7 +219,7 @@ def share_work(function: Callable[[Item], Result], items: Sequence[Item], device
     """
     own = []
     with fail_together():
-        for result in (map_in_threads if device.type == "cpu" else map)(function, own_share(items)):
+        for result in (map_in_threads if device.type == "cpu" else map)(function, process_share(items)):
             if is_distributed():
                 own.append(result)
             yield result
@@ -241,28 +232,14 @@ def share_work(function: Callable[[Item], Result], items: Sequence[Item], device
                 yield box[0]
 
 
-def map_in_threads(
-    function: Callable[[Item], Result], items: Iterable[Item], workers: int | None = None
-) -> Iterator[Result]:
-    """Results of `function` in worker threads, each as soon as it is there (so not in the order of `items`).
+def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Results of `function` in the order of `items`, computed by worker threads.
 
     Every worker has one BLAS thread: several matrices side by side are faster than one matrix on several cores.
-    `items` is read as workers become free, so a lazily loading iterable keeps at most `workers` matrices in memory.
     Give the largest first, so that none is left for the end.
-
-    Args:
-        workers: number of threads; `count_workers` unless given.
     """
-    workers = workers or count_workers()
-    items = iter(items)
-    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        running = {pool.submit(function, item) for item in islice(items, workers)}
-        while running:
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                result = future.result()
-                running.update(pool.submit(function, item) for item in islice(items, 1))
-                yield result
+    with ThreadPoolExecutor(count_workers(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield from pool.map(function, items)
 
 
 def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], device: torch.device) -> Iterator[Result]:

@@ -16,8 +16,7 @@ from lightformers_hf.conversion import sensitivity as calibration
 from lightformers_hf.conversion.calibration_text import hold_out
 from lightformers_hf.conversion.card import model_card
 from lightformers_hf.conversion.refit import predict_tokens, share_of_equal
-from lightformers_hf.conversion.report import OWN_TEXT, Agreement, ModelFacts, read_report, write_report
-from lightformers_hf.conversion.tables import print_report
+from lightformers_hf.conversion.report import OWN_TEXT, Agreement, ModelFacts, print_report, read_report, write_report
 from lightformers_hf.conversion.teacher import Teacher
 
 FACTS = ModelFacts(architecture="lightformer", auto_class="AutoModelForSeq2SeqLM", parameters=60, bytes=240)

@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoTokenizer
 from lightformers_hf.conversion import calibration_text as module
 from lightformers_hf.conversion.calibration_text import (
     count_tokens,
+    default_sources,
     draw_pairs,
     mean_tokens,
-    own_sources,
     sample_pairs,
     synthetic_batches,
     translated_batches,
@@ -85,7 +85,7 @@ def test_the_tokens_that_will_be_read_are_known_before(teacher, text):
     mean = mean_tokens(teacher.config, teacher.tokenizer(), pairs)
     assert count_tokens(teacher, CompressionOptions(calibration=text), pairs) == pytest.approx(20 * mean)
     assert count_tokens(teacher, CompressionOptions(calibration_samples=10), None) == 10 * 17.5  # of 5 to 30
-    assert count_tokens(teacher, CompressionOptions(), None) == own_sources(teacher.model)[0] * 17.5
+    assert count_tokens(teacher, CompressionOptions(), None) == default_sources(teacher.model)[0] * 17.5
 
 
 def test_longer_texts_than_the_model_takes_count_as_they_are_cut(teacher, text, monkeypatch):

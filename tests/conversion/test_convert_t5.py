@@ -11,7 +11,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
 from lightformers_hf import StudyOptions, convert
 from lightformers_hf.conversion import calibration_text
-from lightformers_hf.conversion.calibration_text import own_sources, random_texts, synthetic_batches
+from lightformers_hf.conversion.calibration_text import default_sources, random_texts, synthetic_batches
 from lightformers_hf.conversion.sensitivity import Calibration, Probes, token_keys
 from lightformers_hf.conversion.teacher import Teacher
 from lightformers_hf.languages import add_prefix, find_prefixes, set_language_codes
@@ -228,7 +228,7 @@ def test_small_models_make_more_text(tiny_marian, parameters, number, monkeypatc
     reader = Teacher(tiny_marian, "teacher")
     model = reader.load()
     monkeypatch.setattr(model, "num_parameters", lambda: int(parameters))
-    assert own_sources(model) == (number, number // 8)
+    assert default_sources(model) == (number, number // 8)
     if number == 512:
         monkeypatch.setattr(calibration_text, "SOURCES", 8)
         batches = synthetic_batches(model, reader, None, 0, progress=False)

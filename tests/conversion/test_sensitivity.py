@@ -20,6 +20,7 @@ from lightformers_hf.conversion.calibration_text import parallel_batches, sample
 from lightformers_hf.conversion.forms.svd import decompose
 from lightformers_hf.conversion.moments import Damped, Metric, damped_root
 from lightformers_hf.conversion.options import CompressionOptions
+from lightformers_hf.conversion.report import print_report
 from lightformers_hf.conversion.sensitivity import (
     PERIOD,
     SHRINKAGE,
@@ -30,8 +31,7 @@ from lightformers_hf.conversion.sensitivity import (
     logit_variance,
     token_keys,
 )
-from lightformers_hf.conversion.sharing.groups import find_matrices
-from lightformers_hf.conversion.tables import print_report
+from lightformers_hf.conversion.sharing import find_matrices
 from lightformers_hf.conversion.teacher import Teacher
 from lightformers_hf.processors import use_threads
 

@@ -23,29 +23,11 @@ from lightformers_hf.conversion.workers import AT_ONCE, Step, map_in_order, map_
 from lightformers_hf.processors import factor_rows, use_threads
 
 
-def test_workers_give_every_result_and_hold_few_items():
+def test_workers_give_every_result_in_order():
     threads = torch.get_num_threads()
-    lock, live, most = threading.Lock(), 0, 0
-
-    def items():
-        nonlocal live, most
-        for index in range(20):
-            with lock:
-                live += 1
-                most = max(most, live)
-            yield index
-
-    def work(index):
-        nonlocal live
-        used = torch.get_num_threads()
-        with lock:
-            live -= 1
-        return index, used
-
-    results = list(map_in_threads(work, items(), workers=3))
-    assert sorted(index for index, _ in results) == list(range(20))
-    assert {used for _, used in results} == {1}
-    assert most <= 3
+    with use_threads(3):
+        results = list(map_in_threads(lambda index: (index, torch.get_num_threads()), range(20)))
+    assert results == [(index, 1) for index in range(20)]
     assert torch.get_num_threads() == threads
 
 
@@ -56,7 +38,7 @@ def test_an_error_in_a_worker_is_raised():
         return index
 
     with pytest.raises(ValueError, match="matrix 3"):
-        list(map_in_threads(work, range(10), workers=2))
+        list(map_in_threads(work, range(10)))
 
 
 @pytest.mark.parametrize("threads", [1, 3, 9])

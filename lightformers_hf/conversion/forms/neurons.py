@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..choosing.budget import Choices
-from ..choosing.rules import RankPolicy
 from ..moments import GRADIENT_DAMPING, INPUT_DAMPING, damped_root, lazy_property
 from ..report import MatrixReport
-from ..sharing.groups import STACKS
-from ..sharing.originals import short_name
-from .form import Built, Form, Setting, commonest, find_blocks, register_form, to_store
+from ..rules import RankPolicy
+from ..sharing import STACKS, short_name
+from . import Built, Choices, Form, Setting, commonest, find_blocks, register_form, to_store
 
 # Matrices of a network, the last one behind its neurons; without a gate, and with one.
 PARTS, GATED_PARTS = ("fc1", "fc2"), ("fc_gate", "fc1", "fc2")

@@ -308,3 +308,9 @@ def _certified(tall: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor] | None:
         return None
     tail = torch.cat([ritz[rank:], rest]).sort(descending=True).values
     return torch.cat([ritz[:rank], tail]), space @ rotation, image @ rotation
+
+
+def tail_energies(values: Tensor) -> Tensor:
+    """Σ_{i>r} s_i² for r = 0 … K: what truncation at r loses."""
+    squares = values.double().square()
+    return torch.cat([squares.flip(0).cumsum(0).flip(0), squares.new_zeros(1)])

@@ -19,8 +19,8 @@ from rich.table import Table
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...conversion.choosing.rules import rank_for_ratio
 from ...conversion.forms.svd import decompose
+from ...conversion.rules import rank_for_ratio
 from ...conversion.workers import map_in_threads
 from ..memory import child_command, child_environment
 from .shapes import teacher_class

@@ -10,7 +10,7 @@ from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
 from lightformers_hf import StudyOptions, convert
 from lightformers_hf.conversion import sensitivity as calibration
-from lightformers_hf.conversion.forms.form import Built
+from lightformers_hf.conversion.forms import Built
 from lightformers_hf.conversion.forms.heads import Bottlenecks, diagonal_blocks
 from lightformers_hf.conversion.forms.neurons import Elimination
 
