@@ -81,7 +81,7 @@ def plan(source: str, **options: Any) -> Answer:
     """
     given = read_options(options)
     from ..conversion.convert import plan as run
-    from ..conversion.tables import print_report
+    from ..conversion.report import print_report
 
     report = run(source, **given)
     return Answer(report.to_dict(), draw=lambda console: print_report(report, console))
@@ -98,7 +98,7 @@ def convert(source: str, output: Path, overwrite: bool, **options: Any) -> Answe
     given = read_options(options)
     check_new_folder(output, overwrite, [source, given.get("calibration"), *given.get("vocabulary", ())])
     from ..conversion.convert import convert as run
-    from ..conversion.tables import print_report
+    from ..conversion.report import print_report
     from ..loading import has_tokenizer
 
     report = run(source, output, overwrite=overwrite, **given)

@@ -1,30 +1,43 @@
-"""What a conversion did, as data. `tables.py`, `card.py` and the page of `lightformers report` draw from it."""
+"""What a conversion did, as data and as the tables that `plan` and `convert` print.
+
+`card.py` and the page of `lightformers report` draw from the same data.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+from huggingface_hub import ModelCard, constants
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from ..files import REPORT_FILE, as_kind, read_json, write_json
+from ..files import CARD_FILE, REPORT_FILE, as_kind, read_json, write_json
 from ..loading import printable_name, tensor_bytes
-from .inheritance import inherited_metadata
 
 if TYPE_CHECKING:
     from .options import CompressionOptions, StudyOptions
     from .teacher import Teacher
+
+logger = logging.getLogger(__name__)
 
 OWN_TEXT = "text that the model made itself"
 DENSE = "dense"
 STACKS = ("encoder", "decoder")
 # Below this share, sentences differ from the teacher's (measured: RESULTS.md, "Over-confident teachers").
 CLIFF = 0.8
+# What a card hands on to the cards of models that are made from its model.
+INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,3 +363,130 @@ def _metadata(teacher: Teacher) -> dict[str, Any]:
     if "language" not in inherited and all(re.fullmatch("[a-z]{2,3}", str(code)) for code in named):
         inherited["language"] = list(dict.fromkeys(named))
     return inherited
+
+
+def inherited_metadata(folder: Path, hub_name: str | None) -> dict[str, str | list[str]]:
+    """Licence, languages and task that the card of a model names, for the cards of what is made from it.
+
+    Args:
+        folder: where the model lies; its card is the `README.md` there. Without one, or with metadata that cannot be
+            read, nothing is inherited.
+        hub_name: the model's name on the Hub, which becomes `base_model`; `None` for a folder, which leaves its own.
+    """
+    metadata: dict[str, str | list[str]] = {"base_model": hub_name} if hub_name else {}
+    try:
+        text = (folder / CARD_FILE).read_text(encoding="utf-8")
+        if not text.lstrip().startswith("---"):  # no metadata: nothing to warn of
+            return metadata
+        card = ModelCard(text, ignore_metadata_errors=True)
+    except FileNotFoundError:
+        return metadata
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        reason = str(error).partition("\n")[0]
+        logger.warning(f"The metadata of {folder / CARD_FILE} cannot be read, so nothing is inherited: {reason}")
+        return metadata
+    for name in INHERITED if hub_name else (*INHERITED, "base_model"):
+        value = card.data.get(name)
+        values = ["no" if item is False else item for item in (value if isinstance(value, list) else [value])]
+        if all(isinstance(item, str) for item in values):  # YAML reads the code of Norwegian as a truth value
+            metadata[name] = values if isinstance(value, list) else values[0]
+    link = metadata.get("license_link")
+    if hub_name and isinstance(link, str) and "://" not in link:  # a file of the source's repository
+        metadata["license_link"] = f"{constants.ENDPOINT}/{hub_name}/blob/main/{link}"
+    return drop_strange_link(metadata)
+
+
+def drop_strange_link(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata without a `license_link` that leads elsewhere than to a file or a page (`javascript:`)."""
+    link = metadata.get("license_link")
+    is_page = isinstance(link, str) and link.isprintable() and (":" not in link or re.match("https?://", link))
+    return {name: value for name, value in metadata.items() if name != "license_link" or is_page}
+
+
+def print_report(report: CompressionReport, console: Console, *, matrices: bool = True) -> None:
+    """The plan as tables: every matrix (unless `matrices` is false), then the totals, then what to know of them."""
+    if matrices:
+        console.print(matrix_table(report))
+        print_line(
+            console, "\nbefore, after: parameters. energy: share of Σσ² kept. error: norm of what is lost, relative."
+        )
+        print_line(console, f"Energy and error: {report.measure}; of a whole block where it got narrower.\n")
+    console.print(totals_table(report))
+    for line in remarks(report):
+        print_line(console, line)
+
+
+def print_line(console: Console, line: str) -> None:
+    """A line of text that nothing in it colours."""
+    console.print(escape(line), highlight=False)
+
+
+def matrix_table(report: CompressionReport) -> Table:
+    """A row a matrix; in 120 columns nothing wraps but a name of more than 40 letters."""
+    title = f"{escape(report.source)}: every matrix"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    for column in ("matrix", "kind"):
+        table.add_column(column, overflow="fold")
+    for column in ("shape", "becomes", "before", "after", "energy", "error"):
+        table.add_column(column, justify="right")
+    for matrix in report.matrices:
+        table.add_row(
+            escape(matrix.name),
+            matrix.kind,
+            f"{matrix.m}x{matrix.n}",
+            escape(matrix.setting),
+            f"{matrix.parameters_before:,}",
+            f"{matrix.parameters_after:,}",
+            f"{matrix.energy:.1%}",
+            f"{matrix.relative_error:.4f}",
+        )
+    return table
+
+
+def totals_table(report: CompressionReport) -> Table:
+    """Parameters and megabytes of the whole models."""
+    table = Table(title="totals", title_justify="left")
+    for column in ("", "before", "after", "ratio"):
+        table.add_column(column, justify="left" if not column else "right")
+    for label, before, after, show in (
+        ("unique parameters", report.parameters_before, report.parameters_after, "{:,}".format),
+        ("megabytes", report.bytes_before, report.bytes_after, lambda size: f"{size / 1e6:,.1f}"),
+    ):
+        table.add_row(label, show(before), show(after), f"{before / after:.2f}")
+    return table
+
+
+def remarks(report: CompressionReport) -> Iterator[str]:
+    """What to know of a report, a sentence or two each."""
+    if sizes := report.vocabulary:
+        (source, of_sources), (target, of_targets) = sizes["source"], sizes["target"]
+        sides = f"{source:,} of {of_sources:,} tokens"
+        if (source, of_sources) != (target, of_targets):
+            sides = f"{sides} of the source and {target:,} of {of_targets:,} of the target"
+        kept, before = sizes["parameters"]
+        yield f"The vocabulary keeps {sides}, which alone spares {before - kept:,} parameters."
+    yield f"Of {len(report.matrices)} matrices: {report.outcome}."
+    if len(report.smaller) < len(report.matrices):
+        yield "Those stay dense for which nothing smaller was asked, or whose factors would hold as many parameters."
+    if report.agreement is not None:
+        yield f"{report.agreement}.".capitalize()
+        if report.agreement.share < CLIFF:
+            remedies = ["train it with `lightformers recover`", "choose a smaller ratio"]
+            if report.calibration == OWN_TEXT:
+                remedies.append("give text like that it is for with --calibration")
+            yield f"Below {CLIFF:.0%}, outputs differ from the teacher's: {', or '.join(remedies)}."
+    if report.calibration is None and report.smaller:
+        yield (
+            "Without calibration every entry of a matrix counts alike, which costs most of the quality until the "
+            "result is trained."
+        )
+    elif report.calibration == OWN_TEXT:
+        yield (
+            f"What counts was learned from {OWN_TEXT}; --calibration with a thousand sentence pairs, or "
+            "sentences, like those it is for keeps more."
+        )
+    for stack, (kept, before) in report.fewer_layers.items():
+        yield f"The {stack} keeps {kept} of {before} layers."
+    for stack, (stored, depths) in report.groups.items():
+        if stored != depths:
+            yield f"The {stack}'s {depths} layers share {stored} stored ones."

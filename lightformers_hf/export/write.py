@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..conversion.card import write_export_card
-from ..conversion.inheritance import inherited_metadata
+from ..conversion.report import inherited_metadata
 from ..files import EXPORT_FILE, write_json
 from ..folders import atomic_output, check_output
 from ..languages import find_prefixes, named_columns

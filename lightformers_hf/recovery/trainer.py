@@ -14,7 +14,6 @@ from transformers import PreTrainedModel, Seq2SeqTrainer
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import ModelOutput
 
-from ..processors import keep_memory
 from ..products import EvenProducts, cast_once, has_many_shapes, without_plans
 from .batching import EpochCallback, TokenBatchSampler
 from .losses import IGNORED, hidden_loss, training_loss
@@ -68,8 +67,7 @@ class RecoveryTrainer(Seq2SeqTrainer):
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As in `Seq2SeqTrainer`; what a step frees is kept for the next one (`keep_memory`)."""
-        keep_memory()
+        """As in `Seq2SeqTrainer`."""
         self.seen = 0
         with cast_once(self.teacher) if self.teacher is not None and self.casts_on_cpu else nullcontext():
             return super().train(*args, **kwargs)

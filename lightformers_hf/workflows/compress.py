@@ -27,7 +27,6 @@ from ..files import RECORD_FILE, read_json, write_json, write_whole
 from ..folders import atomic_output, find_foreign, refuse_foreign
 from ..languages import split_language, split_prefix
 from ..loading import hide_bars
-from ..processors import keep_programs
 from ..text import load_parallel, load_text
 from .record import claim, find_added
 from .recover import recover
@@ -155,7 +154,6 @@ class Work:
 
     def do(self) -> None:
         """Do the steps whose part is not there yet."""
-        keep_programs()  # as many as the recovery needs, which comes after a conversion
         for number, (name, step) in enumerate(self.steps.items(), start=1):
             complete = is_complete(self.output / name)
             if self.progress:
