@@ -59,7 +59,7 @@ def test_short_sentences_are_more_pairs_and_long_ones_are_not_fewer(tiny_marian,
     for each, most in ((25 * mean / config.d_model, 10**6), (10**6, 25 * mean)):
         monkeypatch.setattr(module, "TOKENS_PER_FEATURE", each)
         monkeypatch.setattr(module, "MOST_TOKENS", most)
-        assert 28 <= len(drawn(teacher, text)) <= 29  # 25 or 26, and every tenth that is held out
+        assert 25 <= len(drawn(teacher, text)) <= 26
     monkeypatch.setattr(module, "MOST_TOKENS", 10**6)  # all that there is
     assert len(drawn(teacher, text)) == 40
     assert len(drawn(teacher, text, calibration_samples=7)) == 7
