@@ -64,7 +64,7 @@ def analyze(
         check_new_folder(output, overwrite, inputs)
     from ..evaluation.analysis import analysis_table
     from ..evaluation.analysis import analyze as run
-    from ..folders import atomic_output
+    from ..files import atomic_output
 
     with atomic_output(output, overwrite=overwrite, inputs=inputs) if output else nullcontext() as folder:
         analyses = run(list(models), data, **languages(source_lang, target_lang), **options, progress=True)
@@ -118,7 +118,7 @@ def report(
     Example: lightformers report ./small --teacher ./teacher --data test.jsonl --results results.json
     """
     check_installed("matplotlib", "demo", "report")
-    from ..folders import check_file
+    from ..files import check_file
 
     check_file(output, [model, *(options[name] for name in ("teacher", "data")), *options["results"]])
     from ..evaluation.pages.page import report_page

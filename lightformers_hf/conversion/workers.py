@@ -21,8 +21,15 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 
 from ..loading import check_device
-from ..processors import IdleThreads, bf16_support, has_fast_bf16, has_fast_rounding, rounded_products, use_threads
-from ..products import EvenProducts
+from ..processors import (
+    EvenProducts,
+    IdleThreads,
+    bf16_support,
+    has_fast_bf16,
+    has_fast_rounding,
+    rounded_products,
+    use_threads,
+)
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..evaluation.translate import load_translator, translate
-from ..files import json_text, read_json, write_whole
-from ..folders import atomic_output, find_foreign, refuse_foreign
+from ..files import atomic_output, find_foreign, json_text, read_json, refuse_foreign, write_whole
 from ..text import load_parallel
 from ..workflows.compress import check_parts, compress
 from .stages import DemoSettings, write_corpus, write_teacher

@@ -6,7 +6,7 @@ import copy
 import re
 import shutil
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +25,7 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
-from ..checkpoint import check_vocabulary
-from ..loading import AutoClass, check_checkpoint, load_pretrained, resolve_source
+from ..loading import check_checkpoint, check_vocabulary, load_pretrained, resolve_source
 from ..processors import keep_memory
 from ..vocabularies import keep_tokens, match_tokens
 from .sharding import gather_model, prepare_sharding
@@ -35,7 +34,7 @@ from .sharding import gather_model, prepare_sharding
 def load_trainable(
     name: str,
     attention: str | None = None,
-    auto_model: AutoClass = AutoModelForSeq2SeqLM,
+    auto_model: Any = AutoModelForSeq2SeqLM,
     config: PreTrainedConfig | None = None,
     *,
     dropout: bool = True,
@@ -175,7 +174,7 @@ def take_checkpoint(trainer: Trainer, checkpoint: str) -> TrainOutput:
     best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
     if best:  # beside the other one, wherever the folder is now
         checkpoint = str(Path(checkpoint).with_name(Path(best).name))
-    weights = load_trainable(checkpoint, auto_model=cast(AutoClass, type(trainer.model)))
+    weights = load_trainable(checkpoint, auto_model=type(trainer.model))
     trainer.model.load_state_dict(weights.state_dict())
     return TrainOutput(trainer.state.global_step, 0.0, {"train_runtime": 0.0})
 

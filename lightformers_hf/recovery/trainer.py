@@ -14,8 +14,7 @@ from transformers import PreTrainedModel, Seq2SeqTrainer
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import ModelOutput
 
-from ..processors import keep_memory
-from ..products import EvenProducts, cast_once, has_many_shapes, without_plans
+from ..processors import EvenProducts, cast_once, has_many_shapes, keep_memory, without_plans
 from .batching import EpochCallback, TokenBatchSampler
 from .losses import IGNORED, hidden_loss, training_loss
 from .rates import slow_queries

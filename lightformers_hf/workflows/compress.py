@@ -23,8 +23,7 @@ from ..evaluation.quality import check_metrics, choose_metrics
 from ..export import export
 from ..export.engines import deployment_names
 from ..export.write import check_engine
-from ..files import RECORD_FILE, read_json, write_json, write_whole
-from ..folders import atomic_output, find_foreign, refuse_foreign
+from ..files import RECORD_FILE, atomic_output, find_foreign, read_json, refuse_foreign, write_json, write_whole
 from ..languages import split_language, split_prefix
 from ..loading import hide_bars
 from ..processors import keep_programs

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
-from lightformers_hf import products
+from lightformers_hf import processors as products
 from lightformers_hf.processors import CACHES
 from lightformers_hf.recovery import (
     find_last_checkpoint,

@@ -12,8 +12,7 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import convert
-from lightformers_hf.files import read_json
-from lightformers_hf.folders import lock
+from lightformers_hf.files import lock, read_json
 from lightformers_hf.processors import IdleThreads
 from lightformers_hf.recovery import progress
 from lightformers_hf.workflows.recover import Run, recover

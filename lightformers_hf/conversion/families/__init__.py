@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedConfig
 
-from ...checkpoint import CheckpointReader
+from ...loading import CheckpointReader
 from ...models.configuration_base import FactorizedConfig
 from ...models.configuration_lightformer import LightFormerConfig
 from ..registry import import_files

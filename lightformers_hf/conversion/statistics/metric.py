@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...checkpoint import all_finite
+from ...loading import all_finite
 from ..lazy import lazy_property
 
 # Added to the diagonals, relative to their mean: directions that no sample showed are not free.

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ...data_files import is_lines, load_lines
-from ...text import load_rows
+from ...text import is_lines, load_lines, load_rows
 
 BOTH = "both"
 AT_ONCE = 1000
