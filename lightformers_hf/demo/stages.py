@@ -25,7 +25,7 @@ from transformers import (
 from lightformers_hf.loading import build_network, load_pretrained
 from lightformers_hf.processors import IdleThreads, has_fast_bf16
 from lightformers_hf.recovery import RecoveryTrainer
-from lightformers_hf.recovery.progress import Progress
+from lightformers_hf.recovery.callbacks import Progress
 from lightformers_hf.text import load_parallel, tokenize_pairs
 
 LONGEST = 96  # tokens; no sentence of the corpus comes near

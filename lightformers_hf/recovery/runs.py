@@ -1,8 +1,9 @@
-"""Parts of a training run: what is loaded, what is scored, how it goes on where it was cut off, what it leaves."""
+"""Training runs: what is loaded, scored and sharded, and how a run resumes and ends."""
 
 from __future__ import annotations
 
 import copy
+import json
 import re
 import shutil
 from pathlib import Path
@@ -20,7 +21,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     TrainerState,
-    TrainingArguments,
 )
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
@@ -28,7 +28,6 @@ from transformers.trainer_utils import TrainOutput
 from ..loading import check_checkpoint, check_vocabulary, load_pretrained, resolve_source
 from ..processors import keep_memory
 from ..vocabularies import keep_tokens, match_tokens
-from .sharding import gather_model, prepare_sharding
 
 
 def load_trainable(
@@ -103,26 +102,6 @@ class ScoredPart:
         return self.tokenizer.batch_decode(predictions, skip_special_tokens=True)
 
 
-def check_resume(checkpoint: str, trainer: Trainer) -> None:
-    """Raise a `ValueError` if `checkpoint` is of another model or tokenizer than `trainer`'s.
-
-    Its Trainer would load what fits of the weights, and train on.
-    """
-    # What says nothing of the weights, or what Trainer itself makes agree with the tokenizer before the first step.
-    passing = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
-    passing |= {f"{token}_token_id" for token in ("bos", "eos", "pad")}
-    before, now = load_pretrained(AutoConfig, checkpoint).to_dict(), trainer.model.config.to_dict()
-    for name in sorted((before.keys() | now.keys()) - passing):
-        if before.get(name) != now.get(name):
-            raise ValueError(
-                f"{checkpoint} was trained with {name} {before.get(name)!r}, this run has {now.get(name)!r}: go on "
-                "with the same configuration, or choose another output_dir."
-            )
-    tokenizer = trainer.processing_class
-    if tokenizer is not None and load_pretrained(AutoTokenizer, checkpoint).get_vocab() != tokenizer.get_vocab():
-        raise ValueError(f"{checkpoint} was trained with another tokenizer than {tokenizer.name_or_path}.")
-
-
 def train(trainer: Trainer, checkpoint: str | None = None) -> TrainOutput:
     """Train from the beginning, or from `checkpoint`; then save model and state in the output folder.
 
@@ -141,7 +120,11 @@ def train(trainer: Trainer, checkpoint: str | None = None) -> TrainOutput:
     generation_config = copy.deepcopy(getattr(trainer.model, "generation_config", None))
     prepare_sharding(trainer)
     keep_memory()  # as a RecoveryTrainer does by itself
-    if checkpoint is not None and not trainer.is_fsdp_enabled and has_all_steps(checkpoint, args):
+    if (
+        checkpoint is not None
+        and not trainer.is_fsdp_enabled
+        and 0 < args.max_steps <= load_state(checkpoint).global_step
+    ):
         result = take_checkpoint(trainer, checkpoint)
     else:
         result = trainer.train(resume_from_checkpoint=checkpoint)
@@ -156,9 +139,46 @@ def train(trainer: Trainer, checkpoint: str | None = None) -> TrainOutput:
     return result
 
 
-def has_all_steps(checkpoint: str, args: TrainingArguments) -> bool:
-    """Whether a checkpoint has taken all the steps that `args` ask for."""
-    return 0 < args.max_steps <= load_state(checkpoint).global_step
+def find_last_checkpoint(output_dir: str | Path) -> str | None:
+    """The newest `checkpoint-<step>` folder of `output_dir` that was written to the end, or None.
+
+    `trainer_state.json` is the last file Trainer writes: a folder without it, or with a torn one, was cut off by a
+    kill. A folder whose weights or optimizer are gone (a kill while it was being deleted) does not count either.
+    """
+    folders = [f for f in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", f.name)]
+    complete = filter(_is_complete, sorted(folders, key=lambda f: int(f.name.split("-")[1]), reverse=True))
+    return next(map(str, complete), None)
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """Whether a run can go on from the folder."""
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    weights = any(checkpoint.glob("*.safetensors"))
+    optimizer = any((checkpoint / name).is_file() for name in ("optimizer.pt", "optimizer.bin"))  # .bin is of FSDP
+    return weights and optimizer and all((checkpoint / name).is_file() for name in ("config.json", "scheduler.pt"))
+
+
+def check_resume(checkpoint: str, trainer: Trainer) -> None:
+    """Raise a `ValueError` if `checkpoint` is of another model or tokenizer than `trainer`'s.
+
+    Its Trainer would load what fits of the weights, and train on.
+    """
+    # What says nothing of the weights, or what Trainer itself makes agree with the tokenizer before the first step.
+    passing = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
+    passing |= {f"{token}_token_id" for token in ("bos", "eos", "pad")}
+    before, now = load_pretrained(AutoConfig, checkpoint).to_dict(), trainer.model.config.to_dict()
+    for name in sorted((before.keys() | now.keys()) - passing):
+        if before.get(name) != now.get(name):
+            raise ValueError(
+                f"{checkpoint} was trained with {name} {before.get(name)!r}, this run has {now.get(name)!r}: go on "
+                "with the same configuration, or choose another output_dir."
+            )
+    tokenizer = trainer.processing_class
+    if tokenizer is not None and load_pretrained(AutoTokenizer, checkpoint).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(f"{checkpoint} was trained with another tokenizer than {tokenizer.name_or_path}.")
 
 
 def load_state(checkpoint: str) -> TrainerState:
@@ -184,3 +204,58 @@ def remove_checkpoints(folder: str | Path) -> None:
     for stale in Path(folder).glob("checkpoint-*"):
         if re.fullmatch(r"checkpoint-\d+", stale.name):
             shutil.rmtree(stale)
+
+
+def prepare_sharding(trainer: Trainer) -> None:
+    """Make the model of an FSDP2 run ready for accelerate to shard; before `trainer.train()`, on every process.
+
+    A parameter must not lie in two FSDP groups, and accelerate, which makes one of every layer and one of what is
+    left, knows of a shared input and output table, but not of those that encoder and decoder have beside it. So the
+    modules that share parameters become one group here; accelerate leaves alone what is sharded. Of the layer classes
+    in `_no_split_modules` those are named to it that the model has. Without FSDP2 nothing is done.
+    """
+    if not trainer.accelerator.is_fsdp2:
+        return
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    plugin, model = trainer.accelerator.state.fsdp_plugin, trainer.model
+    tables = {model.get_input_embeddings(), *getattr(model, "lm_head", torch.nn.Module()).modules()}
+    classes = {type(module).__name__ for module in model.modules() if module not in tables}
+    if plugin.transformer_cls_names_to_wrap is None:
+        plugin.transformer_cls_names_to_wrap = sorted(classes & set(model._no_split_modules or ()))
+    model.is_remote_code = lambda: False  # checkpoints would take torch's code of the sharded class for the model's
+    owners: dict[torch.nn.Parameter, list[torch.nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(module)
+    tied = list(dict.fromkeys(module for modules in owners.values() if len(modules) > 1 for module in modules))
+    inner = {part for module in tied for part in module.modules() if part is not module}
+    if tied:
+        group = [module for module in tied if module not in inner]
+        fully_shard(
+            group,
+            reshard_after_forward=False,  # the output layer needs what the first embedding has gathered
+            mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+            offload_policy=plugin.cpu_offload,
+        )
+        output = model.get_output_embeddings()  # in a low-rank output layer only a part of what is sharded
+        whole = next((module for module in group if output in set(module.modules())), output)
+        model.get_output_embeddings = lambda: whole
+
+
+def gather_model(trainer: Trainer) -> PreTrainedModel | None:
+    """The model of an FSDP2 run as it was before it was sharded, on the CPU of the process that saves; None on others.
+
+    To be called by every process. Its `save_pretrained` stores tied tables once, with the architecture's own code;
+    the checkpoints that `Trainer` writes meanwhile load as well, but hold every tied table under all of its names.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    if not trainer.args.should_save:
+        return None
+    model_class = next(base for base in type(trainer.model).__mro__ if not issubclass(base, FSDPModule))
+    model = model_class(trainer.model.config)
+    model.load_state_dict(state)
+    model.generation_config = trainer.model.generation_config
+    return model

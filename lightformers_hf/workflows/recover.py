@@ -37,8 +37,7 @@ from ..languages import language_code, named_columns, set_languages
 from ..loading import check_vocabulary, hide_bars, load_pretrained, resolve_source, unique_parameters
 from ..processors import IdleThreads, has_fast_bf16
 from ..recovery import RecoveryTrainer, ScoredPart, find_last_checkpoint, load_distiller, load_trainable, train
-from ..recovery.pace import Pace
-from ..recovery.progress import Clock, Progress, hush_trainer
+from ..recovery.callbacks import Clock, Pace, Progress, hush_trainer
 from ..text import cut_texts, load_parallel, load_text, tokenize_pairs
 from .record import TRANSLATIONS_FILE, Recovery, begin, claim, finish, show_scores
 from .settings import (
