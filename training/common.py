@@ -37,7 +37,7 @@ from transformers import (
 
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
 from lightformers_hf.conversion import copy_report
-from lightformers_hf.evaluation.memory import end_with_parent
+from lightformers_hf.evaluation.speed import end_with_parent
 from lightformers_hf.loading import build_network, load_pretrained, unique_parameters
 from lightformers_hf.recipes import check_model_fields
 from lightformers_hf.recovery import find_last_checkpoint, load_trainable, remove_checkpoints

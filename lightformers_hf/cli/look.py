@@ -69,7 +69,7 @@ def analyze(
     with atomic_output(output, overwrite=overwrite, inputs=inputs) if output else nullcontext() as folder:
         analyses = run(list(models), data, **languages(source_lang, target_lang), **options, progress=True)
         if folder:
-            from ..evaluation.pages.plots import draw_analyses
+            from ..evaluation.plots import draw_analyses
 
             draw_analyses(analyses, folder)
     return Answer(
@@ -121,7 +121,7 @@ def report(
     from ..files import check_file
 
     check_file(output, [model, *(options[name] for name in ("teacher", "data")), *options["results"]])
-    from ..evaluation.pages.page import report_page
+    from ..evaluation.page import report_page
     from ..files import write_whole
 
     generation = generation_options(num_beams=num_beams, max_new_tokens=max_new_tokens)

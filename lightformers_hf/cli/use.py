@@ -307,8 +307,7 @@ def demo(output: Path, seed: int, fresh: bool) -> Answer:
 
     Example: lightformers demo --output demo-output
     """
-    from ..demo.run import run_demo
-    from ..demo.stages import DemoSettings
+    from ..demo.run import DemoSettings, run_demo
 
     try:
         results = run_demo(output, DemoSettings(seed=seed), fresh=fresh, console=make_console())  # says how far it is

@@ -16,8 +16,7 @@ from tqdm.auto import tqdm
 
 from ..conversion.convert import convert
 from ..conversion.options import CompressionOptions
-from ..evaluation.benchmarks.engine_results import EngineComparison
-from ..evaluation.benchmarks.engines import compare_engines
+from ..evaluation.benchmarks.engines import EngineComparison, compare_engines
 from ..evaluation.evaluate import evaluate_model, find_columns
 from ..evaluation.quality import check_metrics, choose_metrics
 from ..export import export
@@ -216,7 +215,7 @@ class Work:
 
     def report(self) -> None:
         """Write the page."""
-        from ..evaluation.pages.page import report_page  # needs matplotlib
+        from ..evaluation.page import report_page  # needs matplotlib
 
         results = [self.output / "results.json", self.output / "engines.json"]
         page = report_page(self.light, teacher=self.teacher, data=self.files.test, results=results, **self.named)

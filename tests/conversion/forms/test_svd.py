@@ -334,7 +334,7 @@ def test_a_large_table_is_scaled_without_a_second_one():
         from threading import Thread
         import torch
         from lightformers_hf.conversion.forms.svd import Factors, rescale_
-        from lightformers_hf.evaluation.memory import peak_memory
+        from lightformers_hf.evaluation.speed import peak_memory
         from lightformers_hf.processors import keep_memory
 
         keep_memory(largest=6 * 2**20)
