@@ -41,7 +41,7 @@ WARM = (
         "pandas",
         "sacrebleu",
         "lightformers_hf.evaluation.evaluate",
-        "lightformers_hf.evaluation.pages.page",
+        "lightformers_hf.evaluation.page",
     ),
     *("lightformers_hf.hub", "lightformers_hf.export.engines.ctranslate2", "lightformers_hf.evaluation.analysis"),
 )

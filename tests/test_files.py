@@ -16,8 +16,7 @@ from unittest.mock import Mock
 import pytest
 from safetensors.torch import save_file
 
-from lightformers_hf.files import MANIFEST_FILE, json_text, write_json, write_whole
-from lightformers_hf.folders import atomic_output, check_output
+from lightformers_hf.files import MANIFEST_FILE, atomic_output, check_output, json_text, write_json, write_whole
 
 pytestmark = pytest.mark.quick
 
@@ -139,7 +138,7 @@ def test_another_disk_full(tmp_path):
 
 WRITER = """
 import sys
-from lightformers_hf.folders import atomic_output
+from lightformers_hf.files import atomic_output
 with atomic_output(sys.argv[1], overwrite=sys.argv[2] == "True") as temporary:
     (temporary / "half").write_text("new")
     print("ready", flush=True)
@@ -229,7 +228,7 @@ def test_what_is_being_removed_is_not_taken_for_what_was_set_aside(tmp_path, mon
     """Killed while the old output is removed, and then the user removes the new one: half the old one stays away."""
     target = tmp_path / "out"
     write(target, "old")
-    monkeypatch.setattr("lightformers_hf.folders.shutil.rmtree", lambda *_, **__: None)
+    monkeypatch.setattr("lightformers_hf.files.shutil.rmtree", lambda *_, **__: None)
     write(target, "new", overwrite=True)
     (left,) = (path for path in tmp_path.iterdir() if path != target)
     assert (left / "file").read_text() == "old"
@@ -268,7 +267,7 @@ NO_LOCKS = SimpleNamespace(LOCK_EX=0, LOCK_NB=0, flock=Mock(side_effect=OSError(
 
 @pytest.mark.parametrize("module", [None, NO_LOCKS])
 def test_without_locks_the_later_looks_again_and_removes_nothing(tmp_path, monkeypatch, module):
-    monkeypatch.setattr("lightformers_hf.folders.fcntl", module)
+    monkeypatch.setattr("lightformers_hf.files.fcntl", module)
     target = tmp_path / "out"
     (tmp_path / ".out.old-00000000").mkdir()
     with pytest.raises(FileExistsError, match="not empty"), atomic_output(target) as first:  # noqa: PT012
@@ -286,7 +285,7 @@ def test_without_locks_the_later_looks_again_and_removes_nothing(tmp_path, monke
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_locks_that_another_host_does_not_see(tmp_path, monkeypatch, overwrite, again):
     """The other takes our folder for a dead process's: we fail, also where a writer made the folder anew."""
-    monkeypatch.setattr("lightformers_hf.folders.fcntl.flock", lambda *_: None)
+    monkeypatch.setattr("lightformers_hf.files.fcntl.flock", lambda *_: None)
     target = tmp_path / "out"
     removed = pytest.raises(OSError, match="out was not written: another process removed")
     with removed, atomic_output(target, overwrite=overwrite) as first:
@@ -302,7 +301,7 @@ def test_locks_that_another_host_does_not_see(tmp_path, monkeypatch, overwrite, 
 @pytest.mark.parametrize("save", [lambda file: file.write_text(""), lambda file: save_file({}, file)])
 def test_a_writer_that_lost_its_folder_says_so(tmp_path, monkeypatch, save):
     """Not that some file is not there, which is what Python and safetensors say."""
-    monkeypatch.setattr("lightformers_hf.folders.fcntl.flock", lambda *_: None)
+    monkeypatch.setattr("lightformers_hf.files.fcntl.flock", lambda *_: None)
     removed = pytest.raises(OSError, match=r"out was not written: another process removed .* Run it again")
     with removed, atomic_output(tmp_path / "out") as first:
         write(tmp_path / "out", "second")

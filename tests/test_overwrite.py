@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightformers_hf.files import MANIFEST_FILE
-from lightformers_hf.folders import atomic_output, check_file, check_output, find_foreign
+from lightformers_hf.files import MANIFEST_FILE, atomic_output, check_file, check_output, find_foreign
 
 pytestmark = pytest.mark.quick
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from lightformers_hf import products
-from lightformers_hf.products import FIRST_SHAPES, MANY_SHAPES, EvenProducts, cast_once, has_many_shapes
+from lightformers_hf import processors as products
+from lightformers_hf.processors import FIRST_SHAPES, MANY_SHAPES, EvenProducts, cast_once, has_many_shapes
 
 
 def gradients(function, *tensors):

@@ -13,7 +13,7 @@ from training.scripts import command, losses
 
 from lightformers_hf import convert
 from lightformers_hf.evaluation.evaluate import evaluate_model
-from lightformers_hf.evaluation.pages.page import report_page
+from lightformers_hf.evaluation.page import report_page
 from lightformers_hf.loading import load_model
 from lightformers_hf.recovery import training_loss
 from lightformers_hf.vocabularies import keep_tokens, match_tokens

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..conversion.options import METHODS
-from ..evaluation.benchmarks.shapes import TEACHERS, VOCABULARY_ROWS
+from ..evaluation.benchmarks import TEACHERS, VOCABULARY_ROWS
 from ..export.engines import deployment_names, split_deployment
 from .output import CHECKPOINT, DATA, Answer, Argument, Group, command, join_names, option
 from .use import AT_LEAST_ONE, MAX_SAMPLES, METRIC, SOURCE_LANG, TARGET_LANG, languages

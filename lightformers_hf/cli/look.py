@@ -64,12 +64,12 @@ def analyze(
         check_new_folder(output, overwrite, inputs)
     from ..evaluation.analysis import analysis_table
     from ..evaluation.analysis import analyze as run
-    from ..folders import atomic_output
+    from ..files import atomic_output
 
     with atomic_output(output, overwrite=overwrite, inputs=inputs) if output else nullcontext() as folder:
         analyses = run(list(models), data, **languages(source_lang, target_lang), **options, progress=True)
         if folder:
-            from ..evaluation.pages.plots import draw_analyses
+            from ..evaluation.plots import draw_analyses
 
             draw_analyses(analyses, folder)
     return Answer(
@@ -118,10 +118,10 @@ def report(
     Example: lightformers report ./small --teacher ./teacher --data test.jsonl --results results.json
     """
     check_installed("matplotlib", "demo", "report")
-    from ..folders import check_file
+    from ..files import check_file
 
     check_file(output, [model, *(options[name] for name in ("teacher", "data")), *options["results"]])
-    from ..evaluation.pages.page import report_page
+    from ..evaluation.page import report_page
     from ..files import write_whole
 
     generation = generation_options(num_beams=num_beams, max_new_tokens=max_new_tokens)

@@ -256,7 +256,7 @@ def run(
             click.echo(f"{click.style('error:', fg='red')} {name_options(message, typed, arguments)}", err=True)
         raise click.exceptions.Exit(1) from None
     except Exception as error:
-        from ..folders import is_full_disk
+        from ..files import is_full_disk
         from ..loading import is_out_of_memory
 
         if is_full_disk(error):
@@ -341,8 +341,8 @@ def _direct(logger: logging.Logger, level: int, propagate: bool, handlers: list[
 
 def check_places(types: Mapping[str, click.ParamType], arguments: Mapping[str, Any]) -> None:
     """Raise an error where a model's folder or a file of data that is named is not there."""
-    from ..data_files import check_data
-    from ..folders import check_folder, find_folder
+    from ..files import check_folder, find_folder
+    from ..text import check_data
 
     def named(kind: click.ParamType) -> Iterator[str]:
         for name, value in arguments.items():
@@ -358,7 +358,7 @@ def check_places(types: Mapping[str, click.ParamType], arguments: Mapping[str, A
 
 def check_new_folder(output: Path, overwrite: bool, inputs: Sequence[str | None]) -> None:
     """As `check_output`, by the first of several processes: before torch is imported."""
-    from ..folders import check_output
+    from ..files import check_output
 
     if os.environ.get("RANK", "0") == "0":
         check_output(output, overwrite=overwrite, inputs=inputs)
@@ -366,7 +366,7 @@ def check_new_folder(output: Path, overwrite: bool, inputs: Sequence[str | None]
 
 def check_answer_file(file: Path, arguments: Mapping[str, Any]) -> None:
     """Raise `ValueError` where `file` is, or belongs to, what a command's arguments name; its output may hold it."""
-    from ..folders import check_file
+    from ..files import check_file
 
     values = [value for name, value in arguments.items() if name != "output"]
     flat = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]

@@ -135,7 +135,7 @@ def translate(
     if output is None:
         check_open("stdout", "give --output a file")
     else:
-        from ..folders import check_file
+        from ..files import check_file
 
         check_file(output, [model, file])
     with ExitStack() as stack:
@@ -275,7 +275,7 @@ def push(folder: Path, name: str, results: tuple[Path, ...], dry_run: bool, **op
 
         lightformers push recovered opus-mt-de-en-light --private --revision v2 --message "Trained longer"
     """
-    from ..folders import check_folder
+    from ..files import check_folder
 
     check_folder(folder)
     from ..hub import preview_push, push_to_hub
@@ -307,8 +307,7 @@ def demo(output: Path, seed: int, fresh: bool) -> Answer:
 
     Example: lightformers demo --output demo-output
     """
-    from ..demo.run import run_demo
-    from ..demo.stages import DemoSettings
+    from ..demo.run import DemoSettings, run_demo
 
     try:
         results = run_demo(output, DemoSettings(seed=seed), fresh=fresh, console=make_console())  # says how far it is

@@ -17,13 +17,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..checkpoint import all_finite
-from ..data_files import check_data
-from ..folders import atomic_output, check_output
-from ..loading import assemble, load_tensors, resolve_source, skeleton
+from ..files import atomic_output, check_output
+from ..loading import all_finite, assemble, load_tensors, resolve_source, skeleton
 from ..models.configuration_base import FactorizedConfig
 from ..models.lm_heads import ConditionalGenerationHead
-from ..text import fingerprint
+from ..text import check_data, fingerprint
 from .allocation import check_choices, choose, find_units, work_on_places
 from .calibration_text import count_tokens, draw_pairs, hold_out, sample_text
 from .card import write_card
@@ -88,7 +86,7 @@ def convert(
         ValueError: the source is of no known family, holds NaN, does not fit its configuration, an option is out of
             its range, or another process failed.
         FileNotFoundError: the source, its weights or one of its shards is not there.
-        FileExistsError, BlockingIOError: see `folders.atomic_output`.
+        FileExistsError, BlockingIOError: see `files.atomic_output`.
     """
     with end_together(), share_cores():
         asked = check_options(options, study)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checkpoint import all_finite
+from ..loading import all_finite
 from ..processors import factor_rows
 from .workers import sum_over_all
 

@@ -14,13 +14,17 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import models
-from ..checkpoint import CheckpointReader, check_finite, check_stored, check_vocabulary, find_architecture
-from ..folders import check_folder
+from ..files import check_folder
 from ..languages import keep_prefix, set_language_codes
 from ..loading import (
     DAMAGED,
+    CheckpointReader,
     assemble,
+    check_finite,
     check_no_export,
+    check_stored,
+    check_vocabulary,
+    find_architecture,
     has_tokenizer,
     load_pretrained,
     printable_name,

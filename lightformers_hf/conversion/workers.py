@@ -24,6 +24,7 @@ from tqdm.auto import tqdm
 
 from ..loading import check_device
 from ..processors import (
+    EvenProducts,
     bf16_support,
     give_back_memory,
     has_fast_bf16,
@@ -31,7 +32,6 @@ from ..processors import (
     rounded_products,
     use_threads,
 )
-from ..products import EvenProducts
 
 logger = logging.getLogger(__name__)
 

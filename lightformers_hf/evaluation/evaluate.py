@@ -22,7 +22,6 @@ from ..loading import (
     weight_bytes,
 )
 from ..text import fingerprint, load_parallel
-from .memory import translation_memory
 from .quality import (
     Difference,
     check_metrics,
@@ -35,7 +34,7 @@ from .quality import (
     signatures,
     signed,
 )
-from .speed import speed_ratio, tokens_per_second, typical_sentences
+from .speed import speed_ratio, tokens_per_second, translation_memory, typical_sentences
 from .translate import translate
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..conversion.card import write_export_card
 from ..conversion.report import inherited_metadata
-from ..files import EXPORT_FILE, write_json
-from ..folders import atomic_output, check_output
+from ..files import EXPORT_FILE, atomic_output, check_output, write_json
 from ..languages import find_prefixes, named_columns
 from ..loading import position_limit, printable_name, resolve_source, unique_parameters
 from .engines import EngineFile, load_engine_file
@@ -158,7 +157,7 @@ def export(
         ValueError: the engine is unknown or not installed, it cannot express the model (the message says which part),
             or what it computes is not what the checkpoint computes.
         FileNotFoundError: no such checkpoint.
-        FileExistsError, BlockingIOError: see `folders.atomic_output`.
+        FileExistsError, BlockingIOError: see `files.atomic_output`.
     """
     engine = check_engine(to, quantization)
     if shortlist is not None and not hasattr(engine, "write_shortlist"):

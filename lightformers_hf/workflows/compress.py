@@ -16,15 +16,13 @@ from tqdm.auto import tqdm
 
 from ..conversion.convert import convert
 from ..conversion.options import CompressionOptions
-from ..evaluation.benchmarks.engine_results import EngineComparison
-from ..evaluation.benchmarks.engines import compare_engines
+from ..evaluation.benchmarks.engines import EngineComparison, compare_engines
 from ..evaluation.evaluate import evaluate_model, find_columns
 from ..evaluation.quality import check_metrics, choose_metrics
 from ..export import export
 from ..export.engines import deployment_names
 from ..export.write import check_engine
-from ..files import RECORD_FILE, read_json, write_json, write_whole
-from ..folders import atomic_output, find_foreign, refuse_foreign
+from ..files import RECORD_FILE, atomic_output, find_foreign, read_json, refuse_foreign, write_json, write_whole
 from ..languages import split_language, split_prefix
 from ..loading import hide_bars
 from ..text import load_parallel, load_text
@@ -215,7 +213,7 @@ class Work:
 
     def report(self) -> None:
         """Write the page."""
-        from ..evaluation.pages.page import report_page  # needs matplotlib
+        from ..evaluation.page import report_page  # needs matplotlib
 
         results = [self.output / "results.json", self.output / "engines.json"]
         page = report_page(self.light, teacher=self.teacher, data=self.files.test, results=results, **self.named)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..evaluation.quality import labels
-from ..files import RECORD_FILE, read_json, write_json
-from ..folders import check_output, find_foreign, list_entries, open_to_readers
+from ..files import RECORD_FILE, check_output, find_foreign, list_entries, open_to_readers, read_json, write_json
 from ..recovery import remove_checkpoints
 
 if TYPE_CHECKING:

@@ -26,20 +26,17 @@ from transformers import (
     set_seed,
 )
 
-from ..checkpoint import check_vocabulary
 from ..conversion import copy_report
 from ..conversion.calibration_text import random_texts
 from ..evaluation.evaluate import choose_columns
 from ..evaluation.quality import METRICS, check_metrics, choose_metrics, labels, score, selection_metric
 from ..evaluation.translate import longest_input, translate
-from ..files import RECORD_FILE, read_json, write_json
-from ..folders import lock, parents
+from ..files import RECORD_FILE, lock, parents, read_json, write_json
 from ..languages import language_code, named_columns, set_languages
-from ..loading import hide_bars, load_pretrained, resolve_source, unique_parameters
+from ..loading import check_vocabulary, hide_bars, load_pretrained, resolve_source, unique_parameters
 from ..processors import has_fast_bf16
 from ..recovery import RecoveryTrainer, ScoredPart, find_last_checkpoint, load_distiller, load_trainable, train
-from ..recovery.pace import Pace
-from ..recovery.progress import Clock, Progress, hush_trainer
+from ..recovery.callbacks import Clock, Pace, Progress, hush_trainer
 from ..text import cut_texts, load_parallel, load_text, tokenize_pairs
 from .record import TRANSLATIONS_FILE, Recovery, begin, claim, finish, show_scores
 from .settings import (

@@ -9,8 +9,7 @@ from rich.console import Console
 
 from lightformers_hf.cli import app
 from lightformers_hf.demo import run
-from lightformers_hf.demo.run import FOLDERS, run_demo
-from lightformers_hf.demo.stages import DemoSettings
+from lightformers_hf.demo.run import FOLDERS, DemoSettings, run_demo
 
 TINY = DemoSettings(
     train_pairs=400,

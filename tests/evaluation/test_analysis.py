@@ -24,10 +24,16 @@ from transformers import (
 )
 
 from lightformers_hf import StudyOptions, convert
-from lightformers_hf.evaluation.analysis import Activation, _training, analysis_table, analyze, behaviour
-from lightformers_hf.evaluation.macs import generation_macs
-from lightformers_hf.evaluation.measures import head_diversity
-from lightformers_hf.evaluation.pages.plots import as_text, save_picture
+from lightformers_hf.evaluation.analysis import (
+    Activation,
+    _training,
+    analysis_table,
+    analyze,
+    behaviour,
+    generation_macs,
+    head_diversity,
+)
+from lightformers_hf.evaluation.plots import as_text, save_picture
 from lightformers_hf.files import MANIFEST_FILE
 from lightformers_hf.loading import load_model
 

@@ -5,7 +5,7 @@ import torch
 from models.cases import make_config
 from transformers import BartConfig, BartForConditionalGeneration, MarianConfig, MarianMTModel
 
-from lightformers_hf.evaluation.macs import generation_macs, memory_footprint, without_storage
+from lightformers_hf.evaluation.analysis import generation_macs, memory_footprint, without_storage
 from lightformers_hf.evaluation.parameters import find_row
 from lightformers_hf.models import LightFormerConfig, SubformerConfig
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from models.cases import make_model
 
-from lightformers_hf.evaluation.measures import (
+from lightformers_hf.evaluation.analysis import (
     activated_neurons,
     head_diversity,
     iterations_to_convergence,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightformers_hf.evaluation.memory import peak_memory, translation_memory
+from lightformers_hf.evaluation.speed import peak_memory, translation_memory
 
 
 def test_peak_memory_grows_with_what_is_allocated():

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedConfig
 
-from ...checkpoint import CheckpointReader
+from ...loading import CheckpointReader
 from ...models.configuration_base import FactorizedConfig
 from ...models.configuration_lightformer import LightFormerConfig
 

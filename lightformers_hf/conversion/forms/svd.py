@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ...checkpoint import all_finite
+from ...loading import all_finite
 from ..moments import Metric
 
 # Share of the discarded energy that the fast route may lose: half of it is the relative excess of the error.

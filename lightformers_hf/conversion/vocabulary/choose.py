@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...data_files import is_lines, load_lines
+from ...text import is_lines, load_lines
 from ...languages import split_language
 from ...loading import load_pretrained
 from ...models.configuration_base import FactorizedConfig

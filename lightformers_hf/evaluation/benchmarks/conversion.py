@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from ...conversion.forms.svd import decompose
 from ...conversion.rules import rank_for_ratio
 from ...conversion.workers import map_in_threads
-from ..memory import child_command, child_environment
-from .shapes import teacher_class
+from ..benchmarks import teacher_class
+from ..speed import child_command, child_environment
 
 RATIO = 4.0
 # Distinct matrices of a shape; a checkpoint of more repeats them, so that memory stays small.
@@ -177,7 +177,7 @@ import json, logging, sys
 from lightformers_hf import convert
 from lightformers_hf.conversion import workers
 from lightformers_hf.evaluation.benchmarks.conversion import Seconds
-from lightformers_hf.evaluation.memory import peak_memory
+from lightformers_hf.evaluation.speed import peak_memory
 source, output, options = sys.argv[1:]
 found, taken = [], logging.Handler()
 taken.emit = lambda record: found.append(record.args)

@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from transformers import MarianConfig, MarianMTModel, MarianTokenizer
 
 from ...loading import hide_bars, resolve_source
-from ..memory import child_environment
+from ..speed import child_environment
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -27,8 +27,8 @@ from ...export.shortlist import Shortlist, special_tokens
 from ...export.source import Source
 from ...loading import skeleton, unique_parameters
 from ...models import LightFormerConfig, LightFormerForConditionalGeneration
+from ..benchmarks import VOCABULARY_ROWS, teacher_class
 from ..speed import Speed, speed_of, speed_ratio, take_turns
-from .shapes import VOCABULARY_ROWS, teacher_class
 
 ENGINE, QUANTIZATION = "ctranslate2", "int8"
 SOURCE_TOKENS = 15

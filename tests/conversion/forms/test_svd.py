@@ -334,7 +334,7 @@ def test_a_large_table_is_scaled_without_a_second_one():
         from threading import Thread
         import torch
         from lightformers_hf.conversion.forms.svd import Factors, rescale_
-        from lightformers_hf.evaluation.memory import peak_memory
+        from lightformers_hf.evaluation.speed import peak_memory
 
         factors = Factors(torch.ones(100_000, 1000), torch.ones(1000, 8))  # 400 MB, 800 in float64
         before = peak_memory()

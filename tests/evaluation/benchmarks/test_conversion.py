@@ -4,8 +4,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from lightformers_hf.evaluation import benchmarks as shapes
 from lightformers_hf.evaluation.benchmarks import conversion as benchmark
-from lightformers_hf.evaluation.benchmarks import shapes
 from lightformers_hf.evaluation.benchmarks.conversion import (
     benchmark_conversion,
     excess,

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from lightformers_hf import StudyOptions, convert, translate
 from lightformers_hf.conversion.report import MatrixReport
-from lightformers_hf.evaluation.benchmarks.engine_results import Deployed, EngineComparison, Timing
-from lightformers_hf.evaluation.pages import report_plots
-from lightformers_hf.evaluation.pages.page import _mark_differences, report_page
+from lightformers_hf.evaluation import plots
+from lightformers_hf.evaluation.benchmarks.engines import Deployed, EngineComparison, Timing
+from lightformers_hf.evaluation.page import _mark_differences, report_page
 from lightformers_hf.evaluation.speed import Speed
 
 FOREIGN = '<script>document.title = "owned"</script><img src="http://192.0.2.1/x.png">'
@@ -194,7 +194,7 @@ def test_dots_stand_at_the_rank_on_the_curve_of_a_full_svd(light, tiny_marian, m
         seen.update(values)
         kept.update(ranks)
 
-    monkeypatch.setattr(report_plots, "spectra", spectra)
+    monkeypatch.setattr(plots, "spectra", spectra)
     report_page(str(light), teacher=str(tiny_marian))
     plan = json.loads((light / "compression.json").read_text())
     assert {matrix["name"]: kept[matrix["name"]] for matrix in plan["matrices"]} == dict.fromkeys(seen, 8)
@@ -210,7 +210,7 @@ def test_dots_stand_at_the_rank_on_the_curve_of_a_full_svd(light, tiny_marian, m
         relative_error=0.1,
     )  # fmt: skip
     panels = list(Figure().subplots(1, 3))
-    report_plots.spectra(panels, [matrix], {"m": [8.0, 4.0, 2.0, 1.0]}, {"m": 2})
+    plots.spectra(panels, [matrix], {"m": [8.0, 4.0, 2.0, 1.0]}, {"m": 2})
     curve, dot = panels[2].lines
     assert list(curve.get_ydata()) == [1, 0.5, 0.25, 0.125]
     assert (list(dot.get_xdata()), list(dot.get_ydata())) == ([2], [0.5])
@@ -220,7 +220,7 @@ def test_spectra_of_shared_and_left_out_layers_are_those_of_the_teacher(tmp_path
     """Two encoder layers share one, of which the first is shown; the decoder keeps its last."""
     convert(tiny_marian, tmp_path / "light", rank=8, encoder_groups=1, decoder_layers=1, method="low-rank")
     seen = {}
-    monkeypatch.setattr(report_plots, "spectra", lambda panels, matrices, values, ranks: seen.update(values))
+    monkeypatch.setattr(plots, "spectra", lambda panels, matrices, values, ranks: seen.update(values))
     report_page(str(tmp_path / "light"), teacher=str(tiny_marian))
     weights = load_file(tiny_marian / "model.safetensors")
     assert {name.split(".layers.")[1][0] for name in seen if ".layers." in name} == {"0"}
@@ -245,7 +245,7 @@ def test_errors_stand_at_their_layers():
         matrix("decoder.layers.1.encoder_attn.v_proj", "attention", 0.7),
     ]
     encoder, decoder = Figure().subplots(1, 2)
-    report_plots.errors([encoder, decoder], matrices)
+    plots.errors([encoder, decoder], matrices)
     drawn = [{line.get_label(): line.get_xydata().tolist() for line in axes.lines} for axes in (encoder, decoder)]
     assert drawn[0]["self-attention"] == [[1, pytest.approx(0.2)]]
     assert drawn[0]["feed-forward"] == [[3, 0.5]]
@@ -257,7 +257,7 @@ def test_errors_stand_at_their_layers():
 
 def test_training_curves_are_the_logged_ones(light):
     log = json.loads((light / "trainer_state.json").read_text())["log_history"]
-    losses, qualities = report_plots.training_curves(log)
+    losses, qualities = plots.training_curves(log)
     assert losses == {"loss": [(10, 1.0), (20, 0.5), (30, 10 / 30)], "eval_loss": [(20, 0.6)]}
     assert qualities == {"bleu": [(20, 31.0)]}
 

@@ -1,4 +1,4 @@
-"""Steps fitted into the time that there is, with a clock of the test's own."""
+"""A training that ends when its time is up, and how long a step takes, with clocks of the tests' own."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TrainerCallback
 
-from lightformers_hf.recovery import pace
-from lightformers_hf.recovery.pace import Fall, Pace
+from lightformers_hf.recovery import callbacks
+from lightformers_hf.recovery.callbacks import Clock, Fall, Pace
 
 
 @given(
@@ -57,7 +57,7 @@ def paced(build_trainer, monkeypatch):
         asked = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
         trainer = build_trainer("lightformer", rows=4, max_steps=max_steps, **asked, **options)
         clock = SimpleNamespace(monotonic=lambda: each * trainer.state.global_step)
-        monkeypatch.setattr(pace, "time", clock)
+        monkeypatch.setattr(callbacks, "time", clock)
         found, rates = Pace(seconds, int(seconds / seconds_planned), 2), Rates()
         trainer.add_callback(found)
         trainer.add_callback(rates)
@@ -104,3 +104,20 @@ def test_a_training_that_goes_on_has_the_time_that_was_left(paced, tmp_path):
     assert trainer.state.global_step == 12
     assert found.elapsed == pytest.approx(24)
     assert rates.rates[: len(before)] == pytest.approx(before)
+
+
+@pytest.mark.parametrize(
+    ("moments", "expected"),
+    [
+        ([0, 9, 18, 20, 21, 22, 23, 24], 1),  # the first few are slower
+        ([0, 9, 18, 20, 21, 22, 23, 31, 32, 33], 1),  # so is one while the machine has something else to do
+        ([0, 3], 3),
+        ([0, 3, 5], 2),
+    ],
+)
+def test_a_step_takes_what_most_take(moments, expected, monkeypatch):
+    clock, left = Clock(), iter(moments)
+    monkeypatch.setattr(callbacks.time, "monotonic", lambda: next(left))
+    for _ in moments:
+        clock.on_step_end(None, None, None)
+    assert clock.seconds == expected

@@ -16,22 +16,21 @@ import jinja2
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
-from ...conversion.report import CompressionReport, MatrixReport, read_report
-from ...conversion.sharing import source_names
-from ...conversion.teacher import Teacher
-from ...conversion.vocabulary.choose import KeptTokens
-from ...files import REPORT_FILE, STATE_FILE, as_kind
-from ...loading import load_pair, load_pretrained, printable_name, resolve_source
-from ...text import load_parallel
-from ...vocabularies import match_tokens
-from ..benchmarks.engine_results import EngineComparison
-from ..evaluate import Measurements, choose_columns, warn_of_overlap
-from ..measures import read_log, singular_values
-from ..quality import check_metrics, describe, labels
-from ..translate import translate
-from . import report_plots
-from .plots import Paint, save_picture, style
-from .report_plots import KINDS, Point
+from ..conversion.report import CompressionReport, MatrixReport, read_report
+from ..conversion.sharing import source_names
+from ..conversion.teacher import Teacher
+from ..conversion.vocabulary.choose import KeptTokens
+from ..files import REPORT_FILE, STATE_FILE, as_kind
+from ..loading import load_pair, load_pretrained, printable_name, resolve_source
+from ..text import load_parallel
+from ..vocabularies import match_tokens
+from . import plots
+from .analysis import read_log, singular_values
+from .benchmarks.engines import EngineComparison
+from .evaluate import Measurements, choose_columns, warn_of_overlap
+from .plots import KINDS, Paint, Point, save_picture, style
+from .quality import check_metrics, describe, labels
+from .translate import translate
 
 PHONE = 5  # inches of a picture for phones
 
@@ -186,11 +185,11 @@ def _pictures(
     if teacher and report and report.matrices:
         trimmed = bool(report.vocabulary)
         pictures.append(_draw_spectra(folder, report.matrices, teacher, trimmed=trimmed, progress=progress))
-    if report and report_plots.has_errors(report.matrices):
+    if report and plots.has_errors(report.matrices):
         pictures.append(
             _draw(
                 "Error of every layer",
-                partial(report_plots.errors, matrices=report.matrices),
+                partial(plots.errors, matrices=report.matrices),
                 f"What is lost of a matrix, relative to it: {report.measure}. Dots are matrices, lines means of a "
                 "block.",
                 columns=2,
@@ -198,12 +197,12 @@ def _pictures(
         )
     if results := [one for one in measured if isinstance(one, Result)]:
         pictures.append(_draw_trade_off(results, metrics))
-    losses, qualities = report_plots.training_curves(read_log(folder / STATE_FILE))
+    losses, qualities = plots.training_curves(read_log(folder / STATE_FILE))
     if losses:
         pictures.append(
             _draw(
                 "Training",
-                partial(report_plots.training, losses=losses, qualities=qualities),
+                partial(plots.training, losses=losses, qualities=qualities),
                 f"{STATE_FILE}: what the training logged.",
                 columns=2 if qualities else 1,
             )
@@ -280,10 +279,10 @@ def _draw_spectra(folder: Path, matrices: list[MatrixReport], name: str, *, trim
                 f"{matrix.m}×{matrix.n}: give the teacher that it was made of"
             )
         values[matrix.name] = singular_values(module, *factors).tolist()
-    ranks = report_plots.module_ranks(folder, values)
+    ranks = plots.module_ranks(folder, values)
     return _draw(
         "Singular values of the teacher",
-        partial(report_plots.spectra, matrices=matrices, values=values, ranks=ranks),
+        partial(plots.spectra, matrices=matrices, values=values, ranks=ranks),
         f"Of the matrices of {teacher.name}, but for layers left out, relative to the largest. A dot is the rank that "
         "was kept; a matrix that stayed whole, or got narrower, has none. Of layers that share one it is the first.",
         columns=3,
@@ -362,7 +361,7 @@ def _draw_trade_off(results: Sequence[Result], metrics: list[str]) -> Picture:
         )
     return _draw(
         "Quality against size" + (" and speed" if has_speed else ""),
-        partial(report_plots.trade_off, points=list(points.values()), quality=names[metrics[0]], speed=measure),
+        partial(plots.trade_off, points=list(points.values()), quality=names[metrics[0]], speed=measure),
         ". ".join([conditions[0], *describe(variants)]),
         columns=2 if has_speed else 1,
         rows=table,
