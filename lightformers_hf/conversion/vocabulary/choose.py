@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...text import is_lines, load_lines
 from ...languages import split_language
 from ...loading import load_pretrained
 from ...models.configuration_base import FactorizedConfig
-from ...text import load_rows
+from ...text import is_lines, load_lines, load_rows
 from ...vocabularies import narrow_fields, read_vocabularies, single_ids, token_axes
 from ..options import CompressionOptions
 from . import SavedTokenizer, unknown_kind
