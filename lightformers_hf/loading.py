@@ -39,8 +39,8 @@ from .checkpoint import (
 from .files import EXPORT_FILE, TOKENIZER_FILES, WEIGHT_FILES, explain_unwritable, read_json
 from .folders import check_folder, find_folder
 from .languages import set_languages
-from .models.configuration_base import FactorizedConfig
-from .models.embeddings import SinusoidalPositions
+from .models.configuration_lightformer import FactorizedConfig
+from .models.layers import SinusoidalPositions
 
 # What transformers raises, besides ValueError, of files with other content than it takes for granted.
 DAMAGED = (

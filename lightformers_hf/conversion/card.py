@@ -13,7 +13,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from ..data_files import is_file_name
 from ..files import CARD_FILE
-from ..models.configuration_base import OLDEST_TRANSFORMERS
+from ..models.configuration_lightformer import OLDEST_TRANSFORMERS
 from .forms.low_rank import LowRank
 from .inheritance import drop_strange_link
 from .report import CompressionReport, ModelFacts

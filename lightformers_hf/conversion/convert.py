@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from ..data_files import check_data
 from ..folders import atomic_output, check_output
 from ..loading import assemble, load_tensors, resolve_source, skeleton
-from ..models.configuration_base import FactorizedConfig
-from ..models.lm_heads import ConditionalGenerationHead
+from ..models.configuration_lightformer import FactorizedConfig
+from ..models.heads import ConditionalGenerationHead
 from ..processors import keep_memory
 from ..text import fingerprint
 from .agreement import hold_out, predict_tokens, share_of_equal

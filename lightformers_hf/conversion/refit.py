@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..models.configuration_base import FactorizedConfig
-from ..models.configuration_lightformer import LightFormerConfig
-from ..models.matrices import bias_of, product_of
+from ..matrices import bias_of, product_of
+from ..models.configuration_lightformer import FactorizedConfig, LightFormerConfig
 from ..processors import give_back_memory
 from .balance import balance
 from .forms.form import Built, Form, all_forms, find_form

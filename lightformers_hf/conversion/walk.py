@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Lock, get_ident
 
 from torch import Tensor, nn
@@ -96,7 +97,9 @@ class Walk:
         args, kwargs = self._arguments(index)
         states = self.shelf[self.who, self.name, index]
         with fast_passes(self.device):
-            return self.stack.layers[depth](states, *args, **kwargs, sublayers=slice(self._passed, end))
+            for sublayer in _sublayers(self.stack.layers[depth], *args, **kwargs)[self._passed : end]:
+                states = sublayer(states)
+        return states
 
     def advance(self, depth: int, end: int | None = None) -> None:
         """Put the states behind the layer, or in front of its sublayer `end`."""
@@ -219,6 +222,25 @@ def _here(hook: Callable, **options: object) -> Callable:
         return hook(*arguments, **options) if get_ident() == thread else None
 
     return look
+
+
+def _sublayers(
+    layer: nn.Module,
+    mask: Tensor | None,
+    memory: Tensor | None = None,
+    memory_mask: Tensor | None = None,
+    distances: Tensor | None = None,
+    private: nn.Module | None = None,
+    **kwargs: object,
+) -> list[Callable[[Tensor], Tensor]]:
+    """The sublayers of a `TransformerLayer`, as its `forward` calls them: hidden states → hidden states."""
+    norms = layer if private is None else private
+    mask = mask if distances is None else layer.relative_positions(distances, mask)
+    calls = [partial(layer.attend, norm=norms.self_attn_layer_norm, attention=layer.self_attn, attention_mask=mask)]
+    if memory is not None:
+        cross = {"norm": norms.encoder_attn_layer_norm, "attention": layer.encoder_attn}
+        calls.append(partial(layer.attend, **cross, key_value_states=memory, attention_mask=memory_mask))
+    return [*calls, partial(layer.feed_forward, norm=norms.final_layer_norm, network=layer)]
 
 
 def _within_layer(name: str) -> str:

@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
 from lightformers_hf.conversion.forms import svd
-from lightformers_hf.models.matrices import factors_of, matrices_of
+from lightformers_hf.matrices import factors_of, matrices_of
 
 from ..files import as_kind, read_json
 

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of, strict
+from .configuration_lightformer import FactorizedConfig, check_at_least, check_heads, check_one_of, strict
 
 SHARINGS = ("sandwich", "all", "all_independent_ffn", "all_except_last", "every_2", "none")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..models.attention import MultiHeadAttention
+from ..models.layers import MultiHeadAttention
 
 
 def slow_queries(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

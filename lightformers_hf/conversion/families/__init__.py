@@ -15,8 +15,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from ...checkpoint import CheckpointReader
-from ...models.configuration_base import FactorizedConfig
-from ...models.configuration_lightformer import LightFormerConfig
+from ...models.configuration_lightformer import FactorizedConfig, LightFormerConfig
 from ..registry import import_files
 
 # Fields that Marian, BART and their relatives call as LightFormer does.

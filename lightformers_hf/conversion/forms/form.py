@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...models.matrices import product_of
+from ...matrices import product_of
 from ..choosing.budget import Choices
 from ..choosing.rules import RankPolicy
 from ..registry import import_files

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...models.attention import MultiHeadAttention
+from ...models.layers import MultiHeadAttention
 from ..choosing.budget import Choices, tail_energies
 from ..choosing.rules import RankPolicy
 from ..lazy import lazy_property

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...models.matrices import low_rank_state, rank_of
+from ...matrices import low_rank_state, rank_of
 from ..choosing.budget import Choices, tail_energies
 from ..choosing.rules import RankPolicy
 from ..lazy import lazy_property

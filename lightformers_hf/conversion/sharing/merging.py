@@ -7,7 +7,7 @@ import re
 import torch
 from transformers import PreTrainedConfig
 
-from ...models.layer_sharing import group_of_depth
+from ...models.stack import group_layers
 
 
 def source_names(name: str, source: PreTrainedConfig, target: PreTrainedConfig) -> list[str]:
@@ -28,8 +28,8 @@ def source_names(name: str, source: PreTrainedConfig, target: PreTrainedConfig) 
     index = int(match["index"])
     if part == "depths":  # private to a depth; in the source too, unless each of its layers has its own anyway
         return [f"{head}{stack}.{'layers' if source_groups is None else 'depths'}.{index}.{rest}"]
-    depths = [depth for depth in range(layers) if group_of_depth(depth, layers, target_groups) == index]
-    stored = [group_of_depth(depth, layers, source_groups) for depth in depths]
+    depths = [depth for depth, group in enumerate(group_layers(layers, target_groups)) if group == index]
+    stored = [group_layers(layers, source_groups)[depth] for depth in depths]
     return [f"{head}{stack}.layers.{layer}.{rest}" for layer in stored]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...models.configuration_base import FactorizedConfig
+from ...models.configuration_lightformer import FactorizedConfig
 from ...vocabularies import narrow_fields, single_ids, token_axes
 
 

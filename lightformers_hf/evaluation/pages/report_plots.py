@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ...conversion.report import MatrixReport
 from ...loading import load_skeleton
-from ...models.matrices import rank_of
+from ...matrices import rank_of
 from ..quality import METRICS
 from .plots import as_text, draw_spectrum
 

@@ -1,6 +1,6 @@
-"""What every model with a head does alike, whatever its architecture: outputs, losses, ties, resizing.
+"""Models with and without a head, of every architecture: outputs, losses, tied weights, resizing of the vocabulary.
 
-A head's class lists `GenerationMixin` itself as a base, because transformers looks for it there.
+A model class with `generate` lists `GenerationMixin` itself as a base, because transformers looks for it there.
 """
 
 from typing import Any
@@ -13,58 +13,28 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithCrossAttentions,
     Seq2SeqLMOutput,
     Seq2SeqModelOutput,
-    SequenceClassifierOutput,
 )
-from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import can_return_tuple
 
-from .embeddings import AdaptiveEmbedding, AdaptiveOutput, adaptive_ties
-from .matrices import make_output, module_rank, table_parameters, warn_of_patterns
-from .stacks import make_table
-
-
-def shift_right(labels: torch.Tensor, pad_token_id: int | None, decoder_start_token_id: int | None) -> torch.Tensor:
-    """Decoder inputs for teacher forcing: the labels one step later, behind the start token. (B, T) → (B, T).
-
-    Raises:
-        ValueError: one of the tokens is `None`.
-    """
-    for field, value in {"pad_token_id": pad_token_id, "decoder_start_token_id": decoder_start_token_id}.items():
-        if value is None:
-            raise ValueError(f"{field} is None in the configuration: labels need it to become decoder inputs")
-    shifted = labels.new_full(labels.shape, decoder_start_token_id)
-    shifted[:, 1:] = labels[:, :-1]
-    return shifted.masked_fill(shifted == -100, pad_token_id)
-
-
-def encoder_decoder_ties(model: PreTrainedModel) -> dict[str, str]:
-    """{tied parameter: stored parameter} of a base model whose two stacks read the one table `shared`."""
-    if not model.config.share_encoder_decoder_embeddings:
-        return {}
-    names = table_parameters(model.shared)
-    return {f"{stack}.embed_tokens.{name}": f"shared.{name}" for stack in ("encoder", "decoder") for name in names}
-
-
-class ProjectedOutput(nn.Module):
-    """Output layer of a table of width w: logits = output(projection(h)). Shapes: (…, d) → (…, w) → (…, V)."""
-
-    def __init__(self, projection: nn.Module, output: nn.Module):
-        super().__init__()
-        self.projection, self.output = projection, output
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.output(self.projection(hidden_states))
+from .low_rank import (
+    AdaptiveEmbedding,
+    AdaptiveOutput,
+    make_embedding,
+    make_output,
+    tied_parameters,
+    warn_about_patterns,
+)
 
 
 class Vocabulary:
-    """The token table of any model: a low-rank one keeps its basis when the vocabulary changes its size."""
+    """The embedding of any model. A low-rank one keeps its basis when the vocabulary is resized."""
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Module:
         """Resize the one vocabulary of the model. Arguments and result: see `PreTrainedModel`.
 
-        Raises `ValueError` where encoder and decoder have vocabularies of their own.
+        Raises `ValueError` if encoder and decoder have separate vocabularies, or the embedding is adaptive.
         """
         if new_num_tokens is None and pad_to_multiple_of is None:
             return self.get_input_embeddings()
@@ -79,15 +49,18 @@ class Vocabulary:
                 "(share_encoder_decoder_embeddings=False); resizing one of them is not supported"
             )
         table = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        self.config.decoder_vocab_size = self.config.vocab_size
+        size = self.config.decoder_vocab_size = self.config.vocab_size
+        if getattr(self, "final_logits_bias", None) is not None:  # new tokens have a bias of zero
+            missing = size - self.final_logits_bias.shape[-1]
+            self.final_logits_bias = nn.functional.pad(self.final_logits_bias, (0, missing))
         return table
 
 
 class EncoderDecoder(Vocabulary):
-    """An encoder-decoder without a head: `encoder`, `decoder` and, where they read one token table, `shared`."""
+    """An encoder-decoder without a head: `encoder`, `decoder` and, if they have one embedding, `shared`."""
 
     def add_stacks(self, encoder_class: type[nn.Module], decoder_class: type[nn.Module]) -> None:
-        """Build both stacks from the configuration. Raises `ValueError` where it is that of a single stack."""
+        """Build both stacks. Raise `ValueError` if the configuration is that of a single stack."""
         config = self.config
         if not config.is_encoder_decoder:
             raise ValueError(
@@ -99,12 +72,15 @@ class EncoderDecoder(Vocabulary):
                 "embedding is 'adaptive', which is for causal language models; an encoder-decoder has "
                 f"{', '.join(repr(name) for name in config.embeddings if name != 'adaptive')}"
             )
+        ties = {}
         if config.share_encoder_decoder_embeddings:
-            self.shared = make_table(config, "encoder")
+            self.shared = make_embedding(config, "encoder")
+            names, stacks = tied_parameters(self.shared), ("encoder", "decoder")
+            ties = {f"{stack}.embed_tokens.{name}": f"shared.{name}" for stack in stacks for name in names}
         self.encoder = encoder_class(config)
         self.decoder = decoder_class(config)
-        self._tied_weights_keys = encoder_decoder_ties(self)
-        warn_of_patterns(self, config)
+        self._tied_weights_keys = ties
+        warn_about_patterns(self, config)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.encoder.embed_tokens
@@ -112,8 +88,7 @@ class EncoderDecoder(Vocabulary):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.encoder.embed_tokens = value
         if self.config.share_encoder_decoder_embeddings:
-            self.shared = value
-            self.decoder.embed_tokens = value
+            self.shared = self.decoder.embed_tokens = value
 
     @can_return_tuple
     def forward(
@@ -141,15 +116,13 @@ class EncoderDecoder(Vocabulary):
                 "DataCollatorForSeq2Seq(tokenizer, model=model), which makes decoder_input_ids."
             )
         if encoder_outputs is None:
-            encoded = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
-        elif isinstance(encoder_outputs, BaseModelOutput):
-            encoded = encoder_outputs
-        else:
-            encoded = BaseModelOutput(*encoder_outputs)
+            encoder_outputs = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
+        elif not isinstance(encoder_outputs, BaseModelOutput):
+            encoder_outputs = BaseModelOutput(*encoder_outputs)
         decoder_outputs = self.decoder(
             decoder_input_ids,
             decoder_attention_mask,
-            encoder_hidden_states=encoded.last_hidden_state,
+            encoder_hidden_states=encoder_outputs.last_hidden_state,
             encoder_attention_mask=attention_mask,
             past_key_values=past_key_values,
             inputs_embeds=decoder_inputs_embeds,
@@ -162,49 +135,38 @@ class EncoderDecoder(Vocabulary):
             decoder_hidden_states=decoder_outputs.hidden_states,
             decoder_attentions=decoder_outputs.attentions,
             cross_attentions=decoder_outputs.cross_attentions,
-            encoder_last_hidden_state=encoded.last_hidden_state,
-            encoder_hidden_states=encoded.hidden_states,
-            encoder_attentions=encoded.attentions,
+            encoder_last_hidden_state=encoder_outputs.last_hidden_state,
+            encoder_hidden_states=encoder_outputs.hidden_states,
+            encoder_attentions=encoder_outputs.attentions,
         )
 
 
 class LanguageModelHead(Vocabulary):
-    """Access to an output layer `lm_head` that may be a pair of factors: the inner V-wide layer is what is resized."""
+    """The output layer `lm_head`. Its innermost linear layer, with V outputs, is the one that is resized."""
 
-    def add_output(self, table: nn.Module, table_name: str, projection: nn.Module | None) -> None:
-        """Build `lm_head`: in the form of the token table, and tied to it, if `tie_word_embeddings`, else of its own.
-
-        `projection` brings the states to the table's width, where that is not the model's.
-        """
+    def add_output(self, embedding: nn.Module, embedding_name: str, name: str = "lm_head") -> None:
+        """Build the output layer `name` in the form of the embedding and tied to it, or a separate one."""
         config, tie = self.config, self.config.tie_word_embeddings
         self.output_scale = config.d_model**-0.5 if config.scale_output else None
-        if isinstance(table, AdaptiveEmbedding):
+        if isinstance(embedding, AdaptiveEmbedding):
             bands = (config.vocab_size, config.d_model, config.adaptive_cutoffs, config.adaptive_factor)
             self.lm_head = AdaptiveOutput(*bands)
-            self._tied_weights_keys = adaptive_ties(table_name, len(table.tables)) if tie else {}
-            self._keep_whole(table, self.lm_head)
-            return
-        name = "lm_head" if projection is None else "lm_head.output"
-        rank = module_rank(config, table_name.removeprefix("model.") if tie else name, "embedding")
-        output = make_output(config.embedding_width, config.decoder_vocab_size, rank, name=name)
-        self.lm_head = output if projection is None else ProjectedOutput(projection, output)
-        if rank is not None:
-            self._keep_whole(output)
-        parameters = table_parameters(table) if tie else {}
-        self._tied_weights_keys = {f"{name}.{there}": f"{table_name}.{here}" for here, there in parameters.items()}
+        else:
+            self.lm_head = make_output(config, embedding_name.removeprefix("model.") if tie else name)
+        tied = tied_parameters(embedding) if tie else {}
+        self._tied_weights_keys = {f"{name}.{there}": f"{embedding_name}.{here}" for here, there in tied.items()}
+        # `device_map="auto"` must put each on one device: accelerate cannot separate tied tensors within a module.
+        whole = {type(module).__name__ for module in (embedding, self.lm_head)} - {"Embedding", "Linear"}
+        self._no_split_modules = {*self._no_split_modules, *whole}
 
-    def _keep_whole(self, *modules: nn.Module) -> None:
-        """Have `device_map="auto"` put each module on one device: accelerate cannot part tied tensors within it."""
-        self._no_split_modules = {*self._no_split_modules, *(type(module).__name__ for module in modules)}
-
-    def before_output(self, states: torch.Tensor) -> torch.Tensor:
-        """What the output layer takes of the decoder's states: (…, d) → (…, d)."""
+    def scale(self, states: torch.Tensor) -> torch.Tensor:
+        """Hidden states of the decoder → input of the output layer: (…, d) → (…, d)."""
         return states if self.output_scale is None else states * self.output_scale
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """As the base class. The configuration says that the output layer is tied, if it is.
+        """Extend the base class: the configuration says that the output layer is tied, if it is.
 
-        peft says otherwise when it merges adapters, where the output layer is tied to the table of the decoder alone.
+        peft changes this field when it merges adapters, if the output layer is tied to the decoder's embedding alone.
         """
         ties = self._tied_weights_keys.items()
         if ties and all(self.get_parameter(name) is self.get_parameter(stored) for name, stored in ties):
@@ -218,51 +180,41 @@ class LanguageModelHead(Vocabulary):
         return layer
 
     def set_output_embeddings(self, value: nn.Linear) -> None:
-        value.kind = "embedding"  # a resized one is a new one
-        if not hasattr(self.lm_head, "output"):
-            self.lm_head = value
-            return
-        layer = self.lm_head
-        while hasattr(layer.output, "output"):
-            layer = layer.output
-        layer.output = value
+        value.kind = "embedding"  # a resized layer is a new module
+        parent, name = self, "lm_head"
+        while hasattr(getattr(parent, name), "output"):
+            parent, name = getattr(parent, name), "output"
+        setattr(parent, name, value)
 
 
 class ConditionalGenerationHead(LanguageModelHead):
     """An encoder-decoder `model`, an output layer `lm_head`, and maybe a fixed bias `final_logits_bias` (Marian)."""
 
-    def add_head(self, model: nn.Module, projection: nn.Module | None = None) -> None:
-        """Put the output layer on `model`."""
-        self.loss_type = "ForMaskedLM"  # decoder inputs are shifted already; the default would shift the labels again
+    def add_head(self, model: nn.Module) -> None:
+        """Add the output layer to `model`."""
+        self.loss_type = "ForMaskedLM"  # decoder inputs are already shifted; the default would shift the labels again
         self.register_buffer("final_logits_bias", None)
         self.model = model
         name = "shared" if self.config.share_encoder_decoder_embeddings else "decoder.embed_tokens"
-        self.add_output(model.decoder.embed_tokens, f"model.{name}", projection)
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.set_input_embeddings(value)
-
-    def resize_token_embeddings(
-        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
-    ) -> nn.Module:
-        """As `Vocabulary` does; the output bias goes along, with zeros for new tokens."""
-        table = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        if self.final_logits_bias is not None:
-            missing = self.config.decoder_vocab_size - self.final_logits_bias.shape[-1]
-            self.final_logits_bias = nn.functional.pad(self.final_logits_bias, (0, missing))
-        return table
+        self.add_output(model.decoder.embed_tokens, f"model.{name}")
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
-        """What the output layer makes of the decoder's states: (…, d) → (…, V)."""
-        logits = self.lm_head(self.before_output(states))
+        """Hidden states of the decoder (…, d) → logits (…, V)."""
+        logits = self.lm_head(self.scale(states))
         return logits if self.final_logits_bias is None else logits + self.final_logits_bias.to(logits.device)
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """What `DataCollatorForSeq2Seq(tokenizer, model=model)` asks for: see `shift_right`."""
-        return shift_right(labels, self.config.pad_token_id, self.config.decoder_start_token_id)
+        """Return the labels one step later, after the start token: (B, T) → (B, T). `DataCollatorForSeq2Seq` calls it.
+
+        Raises:
+            ValueError: one of the tokens is `None`.
+        """
+        for field in ("pad_token_id", "decoder_start_token_id"):
+            if getattr(self.config, field) is None:
+                raise ValueError(f"{field} is None in the configuration: labels need it to become decoder inputs")
+        shifted = labels.new_full(labels.shape, self.config.decoder_start_token_id)
+        shifted[:, 1:] = labels[:, :-1]
+        return shifted.masked_fill(shifted == -100, self.config.pad_token_id)
 
     @can_return_tuple
     def forward(
@@ -281,14 +233,14 @@ class ConditionalGenerationHead(LanguageModelHead):
     ) -> Seq2SeqLMOutput:
         """Source ids (B, S) and target ids (B, T) → logits (B, T, V).
 
-        With `labels` (B, T; −100 is ignored) also the mean cross-entropy, over `num_items_in_batch` where the trainer
+        With `labels` (B, T; −100 is ignored) also the mean cross-entropy, over `num_items_in_batch` if the trainer
         passes it; missing decoder inputs are then the shifted labels.
         """
         if labels is not None:
             use_cache = False
             if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-        outputs: Seq2SeqModelOutput = self.model(
+        outputs = self.model(
             input_ids,
             attention_mask,
             decoder_input_ids,
@@ -300,30 +252,20 @@ class ConditionalGenerationHead(LanguageModelHead):
             use_cache=use_cache,
             **kwargs,
         )
-        logits = self.logits_of(outputs.last_hidden_state)
-        loss = None
+        logits, loss = self.logits_of(outputs.last_hidden_state), None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **kwargs)
-        return Seq2SeqLMOutput(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            decoder_hidden_states=outputs.decoder_hidden_states,
-            decoder_attentions=outputs.decoder_attentions,
-            cross_attentions=outputs.cross_attentions,
-            encoder_last_hidden_state=outputs.encoder_last_hidden_state,
-            encoder_hidden_states=outputs.encoder_hidden_states,
-            encoder_attentions=outputs.encoder_attentions,
-        )
+        others = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+        return Seq2SeqLMOutput(loss=loss, logits=logits, **others)
 
 
 class CausalLMHead(LanguageModelHead):
     """A `decoder` without cross-attention, and an output layer `lm_head`."""
 
-    def add_head(self, decoder: nn.Module, projection: nn.Module | None = None) -> None:
-        """Put the output layer on `decoder`."""
+    def add_head(self, decoder: nn.Module) -> None:
+        """Add the output layer to `decoder`."""
         self.decoder = decoder
-        self.add_output(decoder.embed_tokens, "decoder.embed_tokens", projection)
+        self.add_output(decoder.embed_tokens, "decoder.embed_tokens")
 
     def get_input_embeddings(self) -> nn.Module:
         return self.decoder.embed_tokens
@@ -347,13 +289,13 @@ class CausalLMHead(LanguageModelHead):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithCrossAttentions:
-        """Ids (B, T) → logits (B, T, V), only the last `logits_to_keep` positions where it is not 0.
+        """Ids (B, T) → logits (B, T, V), only the last `logits_to_keep` positions if it is not 0.
 
         `labels` are the input ids themselves: they are shifted here, as in every causal model of transformers. With
         labels, an adaptive softmax computes the loss in each label's band, and no logits: they are `None`.
         """
         if labels is not None:
-            use_cache = False  # which nobody reads, and with which sentences packed in one row would not be kept apart
+            use_cache = False  # the cache is not returned, and would join sentences that are packed in one row
         outputs = self.decoder(
             input_ids,
             attention_mask,
@@ -363,7 +305,7 @@ class CausalLMHead(LanguageModelHead):
             use_cache=use_cache,
             **kwargs,
         )
-        states, loss, logits = self.before_output(outputs.last_hidden_state), None, None
+        states, loss, logits = self.scale(outputs.last_hidden_state), None, None
         if labels is not None and isinstance(self.lm_head, AdaptiveOutput):
             loss = self.lm_head.loss(states[:, :-1], labels[:, 1:], kwargs.get("num_items_in_batch"))
         else:
@@ -377,39 +319,4 @@ class CausalLMHead(LanguageModelHead):
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-        )
-
-
-class SequenceClassificationHead(Vocabulary):
-    """An `encoder`, the mean of its states over the tokens, and a linear `classifier` above it."""
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.encoder.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.encoder.embed_tokens = value
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> SequenceClassifierOutput:
-        """Ids (B, S) → logits (B, num_labels); with `labels` (B) also the loss that `config.problem_type` asks for."""
-        outputs = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
-        states = outputs.last_hidden_state
-        if attention_mask is None:
-            pooled = states.mean(dim=1)
-        else:
-            kept = attention_mask.unsqueeze(-1).to(states.dtype)
-            pooled = (states * kept).sum(dim=1) / kept.sum(dim=1).clamp(min=1)
-        logits = self.classifier(self.dropout(pooled))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
-        return SequenceClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )

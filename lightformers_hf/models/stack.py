@@ -1,53 +1,56 @@
-"""What encoder and decoder of every architecture do alike: token tables, positions, masks, caches, initialisation."""
+"""Encoder and decoder of every architecture: shared layers, initialization and loading, masks and caches."""
 
 import math
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .configuration_base import FactorizedConfig
-from .embeddings import AdaptiveEmbedding, AdaptiveTable, SinusoidalPositions, check_length, position_ids_from
-from .matrices import make_embedding, module_rank
-from .starts import draw
-from .transformer_layer import drop
-
-# What attention takes: a tensor, a block mask of flex attention, or none.
-Mask = TypeVar("Mask")
+from .configuration_lightformer import FactorizedConfig
+from .layers import Attention, SinusoidalPositions, apply_dropout, check_length, find_position_ids
+from .low_rank import draw_matrix
 
 
-def make_table(config: FactorizedConfig, stack: str) -> nn.Module:
-    """Token table of a stack: V×`embedding_width`, of the rank that the configuration gives to it, or adaptive."""
-    if config.embedding == "adaptive":
-        return AdaptiveEmbedding(
-            config.vocab_size, config.d_model, config.adaptive_cutoffs, config.adaptive_factor, config.pad_token_id
-        )
-    name = "shared" if config.share_encoder_decoder_embeddings else f"{stack}.embed_tokens"
-    vocab_size = config.decoder_vocab_size if stack == "decoder" else config.vocab_size
-    rank = module_rank(config, name, "embedding")
-    return make_embedding(vocab_size, config.embedding_width, rank, name=name, padding_idx=config.pad_token_id)
+def group_layers(layers: int, groups: int | None) -> list[int]:
+    """Return the index of the stored layer at every depth: each of `groups` contiguous groups has one (Eq. 4-6)."""
+    return [depth if groups is None else depth * groups // layers for depth in range(layers)]
 
 
-def clamp_mask(mask: Mask) -> Mask:
-    """`mask` for attention, where it is added to logits in fp16 kept far enough from -65504 to leave room for them.
+class LayerStack(nn.ModuleList):
+    """The layers of a stack, each stored once. `stored_at` has the index of the stored layer of every depth."""
 
-    Below is -inf, and a row of padding, which sees nothing, would be NaN: the states of every token would be, in the
-    next layer.
-    """
+    def __init__(self, build: Callable[[int], nn.Module], stored_at: list[int]):
+        super().__init__(build(index) for index in range(max(stored_at) + 1))
+        self.stored_at = stored_at
+
+    def by_depth(self) -> Iterator[tuple[nn.Module, dict[str, int]]]:
+        """Yield the layer of every depth, and the cache slots of that depth as arguments of the layer's call.
+
+        `layer_idx`, the slot of self-attention, is the depth. `cross_layer_idx`, the slot of cross-attention, is the
+        first depth of the layer: its keys and values depend on the encoder alone, so that all its depths share them.
+        """
+        for depth, index in enumerate(self.stored_at):
+            yield self[index], {"layer_idx": depth, "cross_layer_idx": self.stored_at.index(index)}
+
+
+def clamp_mask(mask: Any) -> Any:
+    """Return a mask in fp16 with room for the scores it is added to: below -65504 a row of padding would be NaN."""
     if isinstance(mask, torch.Tensor) and mask.dtype == torch.float16:
         return mask.clamp(min=torch.finfo(torch.float16).min / 2)
     return mask
 
 
 class FactorizedPreTrainedModel(PreTrainedModel):
-    """Weights, loading and saving of every architecture."""
+    """Initialization, loading and saving of the weights of every architecture."""
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -63,64 +66,55 @@ class FactorizedPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        # transformers looks for its attention interface in the file of the class, but here `attention` has it.
+        # The base class looks for its attention interface in the file of the class, but here it is in `layers`.
         return cls._supports_attention_backend
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        std, start = self.config.init_std, getattr(module, "start", None)
-        if std is None and start is not None:
-            start(module)
+        std, initializer = self.config.init_std, getattr(module, "initializer", None)
+        if std is None and initializer is not None:
+            initializer(module)
         elif isinstance(module, nn.Linear | nn.Embedding) or hasattr(module, "product_rank"):
-            draw(module, self.config.d_model**-0.5 if std is None else std)
+            draw_matrix(module, self.config.d_model**-0.5 if std is None else std)
         else:
             super()._init_weights(module)
-        if isinstance(module, SinusoidalPositions) or (isinstance(module, AdaptiveTable) and std is None):
+        if isinstance(module, SinusoidalPositions):
             module.reset()
         elif getattr(module, "final_logits_bias", None) is not None:
             init.zeros_(module.final_logits_bias)
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """Ties as this configuration has them. The base class drops every tie where `tie_word_embeddings` is false,
-        the one between encoder and decoder tables included."""
+        """Return the ties of this configuration. The base class drops all of them if `tie_word_embeddings` is false,
+        also the tie between the embeddings of encoder and decoder."""
         if all_submodels:
             return super().get_expanded_tied_weights_keys(all_submodels=True)
         return dict(self._tied_weights_keys or {})
 
     def tie_weights(self, missing_keys: set[str] | None = None, recompute_mapping: bool = True) -> None:
-        """As the base class does; and a tensor that was not loaded, being of another size (`ignore_mismatched_sizes`),
-        is tied to the fresh one. The base class ties the fresh one to it, and leaves it without values (on `meta`)."""
-        if missing_keys is None:
-            super().tie_weights(recompute_mapping=recompute_mapping)
-            return
-        without_values = {
-            target: source
-            for target, source in self.all_tied_weights_keys.items()
-            if target not in missing_keys
-            and self.get_parameter(target).is_meta
-            and not self.get_parameter(source).is_meta
-        }
-        fresh = missing_keys & set(without_values.values())
-        missing_keys.update(without_values)
-        missing_keys.difference_update(fresh)
+        """Extend the base class: a tensor that was not loaded because its size differs (`ignore_mismatched_sizes`) is
+        tied to the new one. The base class ties the new tensor to it, and leaves it without values (on `meta`)."""
+        missing, new = set() if missing_keys is None else missing_keys, set()
+        for target, source in () if missing_keys is None else self.all_tied_weights_keys.items():
+            is_lost = target not in missing and self.get_parameter(target).is_meta
+            if is_lost and not self.get_parameter(source).is_meta:
+                missing.add(target)
+                new.add(source)
+        new &= missing
+        missing -= new
         super().tie_weights(missing_keys, recompute_mapping)
-        missing_keys.update(fresh)
+        missing |= new
 
 
 class Stack:
-    """Token and position embeddings of a stack, and what its layers make of them.
+    """Token embeddings and positions. Subclasses apply their layers in `run(states, mask, *cross, **kwargs)`."""
 
-    Each stack has its `run(hidden_states, attention_mask, *cross, **kwargs)`: its layers, (B, T, w) → (B, T, d).
-    """
+    side: str  # `encoder` or `decoder`, as in the names of fields and tensors
 
     def add_embeddings(
-        self, table: nn.Module, positions: nn.Module | None, *, width: int, projection: nn.Module | None = None
+        self, embedding: nn.Module, positions: nn.Module | None, width: int, projection: nn.Module | None = None
     ) -> None:
-        """Give the stack a token table, whose vectors `projection` brings to width w, and positions of that width.
-
-        Without `positions` the vectors say nothing of where their tokens stand.
-        """
-        self.embed_tokens = table
+        """Add an embedding, whose vectors `projection` brings to width w, and positions unless they are relative."""
+        self.embed_tokens = embedding
         self.embed_projection = nn.Identity() if projection is None else projection
         self.embed_scale = math.sqrt(width) if self.config.scale_embedding else 1.0
         self.embed_positions = positions
@@ -134,23 +128,29 @@ class Stack:
         position_ids: torch.Tensor | None = None,
         past_length: int | torch.Tensor = 0,
     ) -> torch.Tensor:
-        """Ids (B, T), or their rows of the table → scaled vectors with positions (B, T, w)."""
+        """Ids (B, T), or their rows of the embedding → scaled vectors with positions (B, T, w)."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input ids and input embeddings")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        vectors = self.embed_projection(inputs_embeds)
-        states, length = vectors * self.embed_scale, vectors.shape[1]
+        states = self.embed_projection(inputs_embeds) * self.embed_scale
         if self.embed_positions is not None:
+            length = states.shape[1]
             check_length(self.embed_positions, length + past_length, position_ids)
             if position_ids is None:
-                position_ids = position_ids_from(attention_mask, length, past_length, vectors.device)
-            states = states + self.embed_positions(position_ids).to(vectors)
-        return drop(self.layernorm_embedding(states), self.config.dropout, self.training)
+                position_ids = find_position_ids(attention_mask, length, past_length, states.device)
+            states = states + self.embed_positions(position_ids).to(states)
+        return apply_dropout(self.layernorm_embedding(states), self.config.dropout, self.training)
 
 
 class EncoderStack(Stack):
     """Bidirectional self-attention."""
+
+    side = "encoder"
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": GradientCheckpointingLayer,
+        "attentions": OutputRecorder(Attention, index=1, layer_name="self_attn"),
+    }
 
     @merge_with_config_defaults
     @capture_outputs
@@ -161,20 +161,24 @@ class EncoderStack(Stack):
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutput:
-        """Ids (B, S) → states (B, S, d); `attention_mask` (B, S) is 0 where a token is padding.
+        """Ids (B, S) → hidden states (B, S, d); `attention_mask` (B, S) is 0 at padding.
 
         With a mask of pairs of tokens (B, 1, S, S), which gives no order, positions are 0 to S − 1.
         """
         padding = attention_mask if attention_mask is None or attention_mask.dim() == 2 else None
         hidden_states = self.embed(input_ids, inputs_embeds, padding)
-        mask = create_bidirectional_mask(
-            config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
-        )
+        mask = create_bidirectional_mask(self.config, hidden_states, attention_mask)
         return BaseModelOutput(last_hidden_state=self.run(hidden_states, clamp_mask(mask), **kwargs))
 
 
 class DecoderStack(Stack):
     """Causal self-attention, and cross-attention if `config.is_encoder_decoder`."""
+
+    side = "decoder"
+    _can_record_outputs = {  # noqa: RUF012
+        **EncoderStack._can_record_outputs,
+        "cross_attentions": OutputRecorder(Attention, index=1, layer_name="encoder_attn"),
+    }
 
     @merge_with_config_defaults
     @capture_outputs
@@ -190,14 +194,13 @@ class DecoderStack(Stack):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
-        """Ids (B, T), and the encoder's states (B, S, d) → states (B, T, d)."""
+        """Ids (B, T), and the encoder's hidden states (B, S, d) → hidden states (B, T, d)."""
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         is_pair = isinstance(past_key_values, EncoderDecoderCache)
         if past_key_values is not None and self.config.is_encoder_decoder and not is_pair:
-            # Cross-attention needs slots of its own, also beside a cache that the caller made.
-            past_key_values = EncoderDecoderCache(past_key_values, DynamicCache(config=self.config))
-            is_pair = True
+            # Cross-attention needs its own slots, also beside a cache that the caller made.
+            past_key_values, is_pair = EncoderDecoderCache(past_key_values, DynamicCache(config=self.config)), True
         past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
         hidden_states = self.embed(input_ids, inputs_embeds, attention_mask, position_ids, past_length)
 
@@ -210,10 +213,7 @@ class DecoderStack(Stack):
         )
         if encoder_hidden_states is not None:
             encoder_attention_mask = create_bidirectional_mask(
-                config=self.config,
-                inputs_embeds=hidden_states,
-                attention_mask=encoder_attention_mask,
-                encoder_hidden_states=encoder_hidden_states,
+                self.config, hidden_states, encoder_attention_mask, encoder_hidden_states
             )
         hidden_states = self.run(
             hidden_states,
