@@ -53,7 +53,7 @@ def matrices_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def bias_of(module: nn.Module) -> torch.Tensor | None:
     """Return the bias (n) of a linear layer; `None` if the module has none."""
-    return getattr(module, "bias", None)
+    return getattr(getattr(module, "v", module), "bias", None)
 
 
 def rank_of(module: nn.Module) -> int | None:

@@ -78,9 +78,8 @@ class FactorizedConfig(PreTrainedConfig):
         scale_embedding: embeddings times the square root of their width.
         scale_output: hidden states times 1/√d before the output layer.
         activation_function: of the feed-forward networks.
-        dropout: of every sublayer's output and of the embeddings, in training.
-        attention_dropout: of attention weights, in training.
-        activation_dropout: inside feed-forward networks, in training.
+        dropout, attention_dropout, activation_dropout: in training, of every sublayer's output and of the embeddings;
+            of attention weights; inside feed-forward networks.
         share_encoder_decoder_embeddings: one embedding matrix for both stacks.
         tie_word_embeddings: output layer = the decoder's embedding matrix.
         init_std: standard deviation of every new matrix; factors are drawn so that their product has it. `None`: the
@@ -89,7 +88,7 @@ class FactorizedConfig(PreTrainedConfig):
         is_encoder_decoder: whether there is an encoder; a causal language model sets it to `False` by itself.
         pad_token_id, bos_token_id, eos_token_id: tokens that fill up, begin and end a text; `None`: there is none.
         decoder_start_token_id: the token that every output begins with (Marian's is pad).
-        forced_eos_token_id: the token that an output of the greatest length ends with; `None`: none is forced.
+        forced_eos_token_id: the token that an output of the greatest length ends with, or `None`.
 
     Raises:
         ValueError: fields that cannot go together; the message names the field, its value and what would be right.

@@ -79,7 +79,7 @@ class PartialFormerConfig(FactorizedConfig):
         return self.global_attention != "none" and getattr(self, f"{stack}_style") == "partial"
 
     @property
-    def extra_cache_slots(self) -> int:
+    def extra_cache_slots(self) -> int:  # type: ignore[override]
         """The keys of A^G have the slot after those of the depths."""
         return int(self.has_global_attention("decoder"))
 

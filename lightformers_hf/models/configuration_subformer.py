@@ -92,7 +92,7 @@ class SubformerConfig(FactorizedConfig):
         return self.embedding_dim
 
     @property
-    def extra_cache_slots(self) -> int:
+    def extra_cache_slots(self) -> int:  # type: ignore[override]
         """SAFE attends too, and has the slot after those of the depths."""
         return int(self.embedding == "safe")
 

@@ -26,37 +26,7 @@ from .low_rank import (
 )
 
 
-class Vocabulary:
-    """The embedding of any model. A low-rank one keeps its basis when the vocabulary is resized."""
-
-    def resize_token_embeddings(
-        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
-    ) -> nn.Module:
-        """Resize the one vocabulary of the model. Arguments and result: see `PreTrainedModel`.
-
-        Raises `ValueError` if encoder and decoder have separate vocabularies, or the embedding is adaptive.
-        """
-        if new_num_tokens is None and pad_to_multiple_of is None:
-            return self.get_input_embeddings()
-        if isinstance(self.get_input_embeddings(), AdaptiveEmbedding):
-            raise ValueError(
-                "an adaptive embedding (embedding='adaptive') can't be resized: its bands follow the vocabulary's "
-                "frequencies"
-            )
-        if self.config.is_encoder_decoder and not self.config.share_encoder_decoder_embeddings:
-            raise ValueError(
-                "this model has separate source and target vocabularies "
-                "(share_encoder_decoder_embeddings=False); resizing one of them is not supported"
-            )
-        table = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        size = self.config.decoder_vocab_size = self.config.vocab_size
-        if getattr(self, "final_logits_bias", None) is not None:  # new tokens have a bias of zero
-            missing = size - self.final_logits_bias.shape[-1]
-            self.final_logits_bias = nn.functional.pad(self.final_logits_bias, (0, missing))
-        return table
-
-
-class EncoderDecoder(Vocabulary):
+class EncoderDecoder:
     """An encoder-decoder without a head: `encoder`, `decoder` and, if they have one embedding, `shared`."""
 
     def add_stacks(self, encoder_class: type[nn.Module], decoder_class: type[nn.Module]) -> None:
@@ -116,32 +86,24 @@ class EncoderDecoder(Vocabulary):
                 "DataCollatorForSeq2Seq(tokenizer, model=model), which makes decoder_input_ids."
             )
         if encoder_outputs is None:
-            encoder_outputs = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
-        elif not isinstance(encoder_outputs, BaseModelOutput):
-            encoder_outputs = BaseModelOutput(*encoder_outputs)
-        decoder_outputs = self.decoder(
-            decoder_input_ids,
-            decoder_attention_mask,
-            encoder_hidden_states=encoder_outputs.last_hidden_state,
-            encoder_attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            inputs_embeds=decoder_inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
+            encoded = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
+        else:
+            is_output = isinstance(encoder_outputs, BaseModelOutput)
+            encoded = encoder_outputs if is_output else BaseModelOutput(*encoder_outputs)
+        decoded = self.decoder(
+            decoder_input_ids, decoder_attention_mask,
+            encoder_hidden_states=encoded.last_hidden_state, encoder_attention_mask=attention_mask,
+            past_key_values=past_key_values, inputs_embeds=decoder_inputs_embeds, use_cache=use_cache, **kwargs,
+        )  # fmt: skip
         return Seq2SeqModelOutput(
-            last_hidden_state=decoder_outputs.last_hidden_state,
-            past_key_values=decoder_outputs.past_key_values,
-            decoder_hidden_states=decoder_outputs.hidden_states,
-            decoder_attentions=decoder_outputs.attentions,
-            cross_attentions=decoder_outputs.cross_attentions,
-            encoder_last_hidden_state=encoder_outputs.last_hidden_state,
-            encoder_hidden_states=encoder_outputs.hidden_states,
-            encoder_attentions=encoder_outputs.attentions,
-        )
+            last_hidden_state=decoded.last_hidden_state, past_key_values=decoded.past_key_values,
+            decoder_hidden_states=decoded.hidden_states, decoder_attentions=decoded.attentions,
+            cross_attentions=decoded.cross_attentions, encoder_last_hidden_state=encoded.last_hidden_state,
+            encoder_hidden_states=encoded.hidden_states, encoder_attentions=encoded.attentions,
+        )  # fmt: skip
 
 
-class LanguageModelHead(Vocabulary):
+class LanguageModelHead:
     """The output layer `lm_head`. Its innermost linear layer, with V outputs, is the one that is resized."""
 
     def add_output(self, embedding: nn.Module, embedding_name: str, name: str = "lm_head") -> None:
@@ -164,10 +126,7 @@ class LanguageModelHead(Vocabulary):
         return states if self.output_scale is None else states * self.output_scale
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Extend the base class: the configuration says that the output layer is tied, if it is.
-
-        peft changes this field when it merges adapters, if the output layer is tied to the decoder's embedding alone.
-        """
+        """Extend the base class: set `tie_word_embeddings`, which peft changes when it merges adapters."""
         ties = self._tied_weights_keys.items()
         if ties and all(self.get_parameter(name) is self.get_parameter(stored) for name, stored in ties):
             self.config.tie_word_embeddings = True
@@ -204,11 +163,7 @@ class ConditionalGenerationHead(LanguageModelHead):
         return logits if self.final_logits_bias is None else logits + self.final_logits_bias.to(logits.device)
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Return the labels one step later, after the start token: (B, T) → (B, T). `DataCollatorForSeq2Seq` calls it.
-
-        Raises:
-            ValueError: one of the tokens is `None`.
-        """
+        """Return the labels one step later, after the start token: (B, T) → (B, T). For `DataCollatorForSeq2Seq`."""
         for field in ("pad_token_id", "decoder_start_token_id"):
             if getattr(self.config, field) is None:
                 raise ValueError(f"{field} is None in the configuration: labels need it to become decoder inputs")
@@ -241,17 +196,10 @@ class ConditionalGenerationHead(LanguageModelHead):
             if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         outputs = self.model(
-            input_ids,
-            attention_mask,
-            decoder_input_ids,
-            decoder_attention_mask,
-            encoder_outputs=encoder_outputs,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            decoder_inputs_embeds=decoder_inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
+            input_ids, attention_mask, decoder_input_ids, decoder_attention_mask, encoder_outputs=encoder_outputs,
+            past_key_values=past_key_values, inputs_embeds=inputs_embeds, decoder_inputs_embeds=decoder_inputs_embeds,
+            use_cache=use_cache, **kwargs,
+        )  # fmt: skip
         logits, loss = self.logits_of(outputs.last_hidden_state), None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **kwargs)
@@ -297,14 +245,9 @@ class CausalLMHead(LanguageModelHead):
         if labels is not None:
             use_cache = False  # the cache is not returned, and would join sentences that are packed in one row
         outputs = self.decoder(
-            input_ids,
-            attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
+            input_ids, attention_mask, position_ids=position_ids, past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
+        )  # fmt: skip
         states, loss, logits = self.scale(outputs.last_hidden_state), None, None
         if labels is not None and isinstance(self.lm_head, AdaptiveOutput):
             loss = self.lm_head.loss(states[:, :-1], labels[:, 1:], kwargs.get("num_items_in_batch"))
@@ -314,9 +257,6 @@ class CausalLMHead(LanguageModelHead):
         if labels is not None and loss is None:
             loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **kwargs)
         return CausalLMOutputWithCrossAttentions(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+            loss=loss, logits=logits, past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states, attentions=outputs.attentions,
+        )  # fmt: skip

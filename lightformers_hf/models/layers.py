@@ -26,8 +26,8 @@ from .low_rank import Projection
 def apply_dropout(states: torch.Tensor, share: float, training: bool) -> torch.Tensor:
     """Set a share of `states` to zero in training, and divide the rest by 1 − `share`.
 
-    On a CPU PyTorch draws one number for each element in one thread, which takes up to a fifth of a training step.
-    Here four elements share the 64 bits of one number, and `share` is rounded to a multiple of 2⁻¹⁶.
+    PyTorch on a CPU draws a number for each element in one thread, which takes up to a fifth of a training step. Here
+    four elements share the 64 bits of one number, and `share` is rounded to a multiple of 2⁻¹⁶.
     """
     if not (training and share):
         return states
@@ -198,15 +198,9 @@ def attention_weights(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.
 
 
 def eager_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, scaling: float, dropout: float = 0.0, **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """softmax(q·kᵀ·scaling + mask)·v. Shapes: (B, H, T, d_k), (B, H, S, d_k) → (B, T, H, d_k), (B, H, T, S)."""
     weights = attention_weights(torch.matmul(query, key.transpose(2, 3)) * scaling, attention_mask)
     weights = apply_dropout(weights, dropout, module.training)
@@ -329,7 +323,7 @@ def add_layer_norms(
 
 
 def add_feed_forward(module: nn.Module, width: int, ffn_dim: int, project: Projection, *, gated: bool = False) -> None:
-    """Give `module` the linear layers of a feed-forward network (Eq. 10), with a gate if `gated`."""
+    """Give `module` the linear layers of a feed-forward network (Eq. 10), and of its gate if `gated`."""
     if gated:
         module.fc_gate = project("fc_gate", width, ffn_dim)
     module.fc1 = project("fc1", width, ffn_dim)
@@ -339,7 +333,7 @@ def add_feed_forward(module: nn.Module, width: int, ffn_dim: int, project: Proje
 def cast_for(layer: nn.Module, states: torch.Tensor) -> torch.Tensor:
     """Return fp16 `states` in fp32 if `layer` is kept in fp32 beside a model in fp16, as T5's is; else unchanged.
 
-    The weight of a quantized layer has another type, or is no parameter. Such a layer takes the states as they are.
+    A quantized layer, whose weight has another type or is no parameter, takes the states unchanged.
     """
     if states.dtype != torch.float16 or torch.is_autocast_enabled(states.device.type):
         return states
@@ -375,9 +369,8 @@ class TransformerLayer(GradientCheckpointingLayer):
         if encoder_attn is not None:
             self.encoder_attn = encoder_attn
         self.normalize_before = normalize_before
-        self.dropout = config.dropout
+        self.dropout, self.activation_dropout = config.dropout, config.activation_dropout
         self.activation = ACT2FN[config.activation_function]
-        self.activation_dropout = config.activation_dropout
         self.gated_ffn = getattr(config, "gated_ffn", False)
 
     def forward(
@@ -400,23 +393,14 @@ class TransformerLayer(GradientCheckpointingLayer):
             attention_mask = self.relative_positions(distances, attention_mask)
         norms = self if private is None else private
         states = self.attend(
-            hidden_states,
-            norms.self_attn_layer_norm,
-            self.self_attn,
-            attention_mask=attention_mask,
-            layer_idx=layer_idx,
-            **kwargs,
-        )
+            hidden_states, norms.self_attn_layer_norm, self.self_attn,
+            attention_mask=attention_mask, layer_idx=layer_idx, **kwargs,
+        )  # fmt: skip
         if encoder_hidden_states is not None:
             states = self.attend(
-                states,
-                norms.encoder_attn_layer_norm,
-                self.encoder_attn,
-                key_value_states=encoder_hidden_states,
-                attention_mask=encoder_attention_mask,
-                layer_idx=cross_layer_idx,
-                **kwargs,
-            )
+                states, norms.encoder_attn_layer_norm, self.encoder_attn, key_value_states=encoder_hidden_states,
+                attention_mask=encoder_attention_mask, layer_idx=cross_layer_idx, **kwargs,
+            )  # fmt: skip
         return self.feed_forward(states, norms.final_layer_norm, norms if hasattr(norms, "fc1") else self)
 
     def attend(self, states: torch.Tensor, norm: nn.Module, attention: nn.Module, **kwargs: Any) -> torch.Tensor:

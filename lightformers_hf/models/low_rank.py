@@ -22,9 +22,9 @@ Projection = Callable[[str, int, int], nn.Module]
 
 
 # Initialization ------------------------------------------------------------------------------------------------------
-# A module carries its initialization as the attribute `initializer`, because transformers initializes module by module
-# and gives no names. Modules without it are normal with a variance of 1/d, which gives scaled embeddings the variance
-# of the positions. If the configuration has `init_std`, every matrix has that standard deviation instead.
+# A module has its initialization as the attribute `initializer`, because transformers passes modules without names.
+# Without it a matrix is normal with a variance of 1/d, which gives scaled embeddings the variance of the positions. If
+# the configuration has `init_std`, every matrix has that standard deviation instead.
 
 # Queries, keys, values and gates have half the variance of other matrices, as if they were one (fairseq).
 JOINT_GAIN = 2**-0.5
@@ -39,7 +39,7 @@ def xavier_std(m: int, n: int, gain: float = 1.0) -> float:
 
 
 def factor_std(std: float, rank: int) -> float:
-    """Return the standard deviation of two factors whose product, a sum of `rank` terms, has entries with `std`."""
+    """Return the standard deviation of two factors, m×rank and rank×n, whose product has entries with `std`."""
     return (std**2 / rank) ** 0.25
 
 
@@ -71,10 +71,9 @@ def set_initializer(layer: nn.Module, initializer: Callable[[nn.Module], None]) 
 def linear_initializer(config: FactorizedConfig, name: str, m: int, n: int) -> Callable[[nn.Module], None]:
     """Return the initializer of the linear layer `name` (without the head's `model.`), m → n.
 
-    It is Xavier's, with a gain for JOINT. BRANCH_ENDS are divided by √(2L), so that 2L sums (L layers of two branches)
-    are as large as one. A shared layer needs this division most: it adds the same vector at each depth, and what all
-    tokens have in common would grow with L. A decoder whose hidden states go to the output layer of its own embedding
-    must not be divided: it would predict each input token again, with a logit of √d, and unlearn that first.
+    It is Xavier's, with a gain for JOINT. BRANCH_ENDS are divided by √(2L), so that the sum of 2L branches is as large
+    as one: a shared layer adds the same vector at each depth, which would grow with L. A decoder with an output layer
+    tied to its input must not be divided: it would predict each input token, with a logit of √d, and unlearn that.
     """
     stack, _, path = name.partition(".")
     leaf = path.rpartition(".")[2]
@@ -136,11 +135,6 @@ class LowRankLinear(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.v(self.u(hidden_states))
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """b (n)."""
-        return self.v.bias
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """U (m×r) and V (r×n)."""

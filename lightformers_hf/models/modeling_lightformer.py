@@ -14,7 +14,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils import can_return_tuple
 
 from .configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig, causal_config
-from .heads import CausalLMHead, ConditionalGenerationHead, EncoderDecoder, Vocabulary
+from .heads import CausalLMHead, ConditionalGenerationHead, EncoderDecoder
 from .layers import (
     Depth,
     MultiHeadAttention,
@@ -46,29 +46,18 @@ def make_relative_positions(config: LightFormerConfig, stack: str) -> RelativePo
 
 
 class LightFormerLayer(TransformerLayer):
-    """One layer of either stack: self-attention (Eq. 9), cross-attention in the decoder, feed-forward (Eq. 10).
-
-    Args:
-        stack: `encoder` or `decoder`; a decoder of a causal language model has no cross-attention.
-        index: number of this stored layer, which names its matrices in `rank_pattern`.
-        private_norms: the LayerNorms belong to the depth, not to the layer.
-    """
+    """Stored layer `index` of either stack: self-attention (Eq. 9), cross-attention in the decoder of an
+    encoder-decoder, feed-forward network (Eq. 10). Private LayerNorms belong to the depth, not to the layer."""
 
     def __init__(self, config: LightFormerConfig, stack: str, index: int, private_norms: bool):
         name = f"{stack}.layers.{index}"
 
-        def attention(part: str, is_causal: bool, joint_qkv: bool = False) -> MultiHeadAttention:
-            return MultiHeadAttention(
-                config,
-                config.d_model,
-                getattr(config, f"{stack}_attention_heads"),
-                projections(config, f"{name}.{part}", "attention", bias=config.use_bias),
-                is_causal=is_causal,
-                head_dim=from_pattern(config.head_dim_pattern, f"{name}.{part}", config.head_dim),
-                joint_qkv=joint_qkv,
-                output_projection=config.attention_output_projection,
-                scale=config.scale_attention,
-            )
+        def attention(part: str, **options: bool) -> MultiHeadAttention:
+            heads = getattr(config, f"{stack}_attention_heads")
+            project = projections(config, f"{name}.{part}", "attention", bias=config.use_bias)
+            options |= {"output_projection": config.attention_output_projection, "scale": config.scale_attention}
+            head_dim = from_pattern(config.head_dim_pattern, f"{name}.{part}", config.head_dim)
+            return MultiHeadAttention(config, config.d_model, heads, project, head_dim=head_dim, **options)
 
         has_cross = stack == "decoder" and config.is_encoder_decoder
         super().__init__(
@@ -194,9 +183,8 @@ class LightFormerForCausalLM(CausalLMHead, LightFormerPreTrainedModel, Generatio
         self.post_init()
 
 
-class LightFormerForSequenceClassification(Vocabulary, LightFormerPreTrainedModel):
-    """The encoder alone, and a classifier of the mean of its hidden states (§4.2):
-    `AutoModelForSequenceClassification`."""
+class LightFormerForSequenceClassification(LightFormerPreTrainedModel):
+    """Encoder and a classifier of its mean hidden state (§4.2): `AutoModelForSequenceClassification`."""
 
     def __init__(self, config: LightFormerConfig):
         config = copy.deepcopy(config)
@@ -225,13 +213,9 @@ class LightFormerForSequenceClassification(Vocabulary, LightFormerPreTrainedMode
         """Ids (B, S) → logits (B, num_labels); with `labels` (B) also the loss that `config.problem_type` asks for."""
         outputs = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         states = outputs.last_hidden_state
-        if attention_mask is None:
-            pooled = states.mean(dim=1)
-        else:
-            kept = attention_mask.unsqueeze(-1).to(states.dtype)
-            pooled = (states * kept).sum(dim=1) / kept.sum(dim=1).clamp(min=1)
-        logits = self.classifier(self.dropout(pooled))
-        loss = None
+        kept = states.new_ones(states.shape[:2]) if attention_mask is None else attention_mask.to(states.dtype)
+        pooled = (states * kept.unsqueeze(-1)).sum(dim=1) / kept.sum(dim=1, keepdim=True).clamp(min=1)
+        logits, loss = self.classifier(self.dropout(pooled)), None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
         return SequenceClassifierOutput(
@@ -242,7 +226,6 @@ class LightFormerForSequenceClassification(Vocabulary, LightFormerPreTrainedMode
     def from_pretrained(cls, *args: Any, key_mapping: dict[str, str] | None = None, **kwargs: Any) -> Any:
         """Extend the base class: a sequence-to-sequence checkpoint gives its encoder and the encoder's embedding."""
         loaded = super().from_pretrained(*args, key_mapping=ENCODER_NAMES | (key_mapping or {}), **kwargs)
-        # Private in transformers: without it the model is saved under its own names, which `Trainer` expects when it
-        # resumes and when it loads the best checkpoint. A version that has no such attribute saves them anyway.
+        # Without this private attribute transformers saves the model under its own names, which `Trainer` expects.
         vars(loaded[0] if isinstance(loaded, tuple) else loaded).pop("_weight_conversions", None)
         return loaded

@@ -17,7 +17,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_lightformer import FactorizedConfig
 from .layers import Attention, SinusoidalPositions, apply_dropout, check_length, find_position_ids
-from .low_rank import draw_matrix
+from .low_rank import AdaptiveEmbedding, draw_matrix
 
 
 def group_layers(layers: int, groups: int | None) -> list[int]:
@@ -66,8 +66,7 @@ class FactorizedPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        # The base class looks for its attention interface in the file of the class, but here it is in `layers`.
-        return cls._supports_attention_backend
+        return cls._supports_attention_backend  # the base class looks for attention in the file of the class
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -103,6 +102,28 @@ class FactorizedPreTrainedModel(PreTrainedModel):
         missing -= new
         super().tie_weights(missing_keys, recompute_mapping)
         missing |= new
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """Resize the vocabulary, as `PreTrainedModel` does. Two vocabularies and adaptive ones raise `ValueError`."""
+        if new_num_tokens is None and pad_to_multiple_of is None:
+            return self.get_input_embeddings()
+        if isinstance(self.get_input_embeddings(), AdaptiveEmbedding):
+            raise ValueError(
+                "an adaptive embedding (embedding='adaptive') can't be resized: its bands follow token frequencies"
+            )
+        if self.config.is_encoder_decoder and not self.config.share_encoder_decoder_embeddings:
+            raise ValueError(
+                "this model has separate source and target vocabularies "
+                "(share_encoder_decoder_embeddings=False); resizing one of them is not supported"
+            )
+        table = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        size = self.config.decoder_vocab_size = self.config.vocab_size
+        if getattr(self, "final_logits_bias", None) is not None:  # new tokens have a bias of zero
+            missing = size - self.final_logits_bias.shape[-1]
+            self.final_logits_bias = nn.functional.pad(self.final_logits_bias, (0, missing))
+        return table
 
 
 class Stack:
@@ -197,32 +218,21 @@ class DecoderStack(Stack):
         """Ids (B, T), and the encoder's hidden states (B, S, d) → hidden states (B, T, d)."""
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        is_pair = isinstance(past_key_values, EncoderDecoderCache)
-        if past_key_values is not None and self.config.is_encoder_decoder and not is_pair:
-            # Cross-attention needs its own slots, also beside a cache that the caller made.
-            past_key_values, is_pair = EncoderDecoderCache(past_key_values, DynamicCache(config=self.config)), True
+        is_single = past_key_values is not None and not isinstance(past_key_values, EncoderDecoderCache)
+        if is_single and self.config.is_encoder_decoder:  # also if the caller made it: cross-attention needs its own
+            past_key_values = EncoderDecoderCache(past_key_values, DynamicCache(config=self.config))
         past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
         hidden_states = self.embed(input_ids, inputs_embeds, attention_mask, position_ids, past_length)
 
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=hidden_states,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values.self_attention_cache if is_pair else past_key_values,
-            position_ids=position_ids,  # positions that start again at 0 are sentences packed in one row
-        )
+        mask = create_causal_mask(  # positions that start again at 0 are sentences packed in one row
+            config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask, position_ids=position_ids,
+            past_key_values=getattr(past_key_values, "self_attention_cache", past_key_values),
+        )  # fmt: skip
         if encoder_hidden_states is not None:
             encoder_attention_mask = create_bidirectional_mask(
                 self.config, hidden_states, encoder_attention_mask, encoder_hidden_states
             )
-        hidden_states = self.run(
-            hidden_states,
-            clamp_mask(mask),
-            encoder_hidden_states,  # positional: reentrant checkpointing follows gradients of positional inputs only
-            clamp_mask(encoder_attention_mask),
-            past_key_values=past_key_values,
-            **kwargs,
-        )
-        return BaseModelOutputWithPastAndCrossAttentions(
-            last_hidden_state=hidden_states, past_key_values=past_key_values
-        )
+        # Hidden states are positional, because reentrant checkpointing ignores gradients of keyword arguments.
+        cross = encoder_hidden_states, clamp_mask(encoder_attention_mask)
+        hidden_states = self.run(hidden_states, clamp_mask(mask), *cross, past_key_values=past_key_values, **kwargs)
+        return BaseModelOutputWithPastAndCrossAttentions(hidden_states, past_key_values)
