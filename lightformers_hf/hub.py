@@ -30,7 +30,7 @@ from .conversion.card import MARK, evaluation_results, model_card, read_results
 from .conversion.report import ModelFacts, read_report
 from .files import CARD_FILE, RECORD_FILE, REPORT_FILE, STATE_FILE, read_json
 from .loading import CheckpointReader, load_pretrained, load_skeleton, stored_tensors
-from .models.configuration_base import FactorizedConfig
+from .models.configuration_lightformer import FactorizedConfig
 
 # What belongs to a model; whatever else lies in its folder (optimizer states, logs, data) stays at home.
 MODEL_FILES = (

@@ -37,8 +37,8 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from . import models
 from .files import EXPORT_FILE, TOKENIZER_FILES, WEIGHT_FILES, check_folder, explain_unwritable, find_folder, read_json
 from .languages import set_languages
-from .models.configuration_base import FactorizedConfig
-from .models.embeddings import SinusoidalPositions
+from .models.configuration_lightformer import FactorizedConfig
+from .models.layers import SinusoidalPositions
 from .processors import check_device
 
 # What transformers raises, besides ValueError, of files with other content than it takes for granted.

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from lightformers_hf import LightFormerConfig, PartialFormerConfig, SubformerConfig, cli, convert
-from lightformers_hf.models.configuration_base import FactorizedConfig
+from lightformers_hf.models.configuration_lightformer import FactorizedConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_python")]
 ROOT = Path(__file__).parents[1]

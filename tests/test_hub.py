@@ -22,7 +22,7 @@ from lightformers_hf import cli, convert, push_to_hub, translate
 from lightformers_hf.hub import preview_push
 
 CASES = every(variants=["lightformer-private-norms", "subformer-sandwich", "partialformer-relative"])
-CODE = {"modeling_lightformer.py", "configuration_lightformer.py", "matrices.py", "attention.py", "lm_heads.py"}
+CODE = {"modeling_lightformer.py", "configuration_lightformer.py", "low_rank.py", "layers.py", "heads.py"}
 
 # Before it: the package cannot be imported. `tasks` is what to load.
 STRANGERS_LOADING = """
@@ -178,7 +178,7 @@ def test_strangers_load_run_and_train_what_was_pushed(hub, light, parallel_sente
     model.save_pretrained(folder)
     pinned = push_to_hub(folder, "changing").oid
     task("alice/changing", "ConditionalGeneration", model, revision=pinned)
-    (folder / "lm_heads.py").write_text("raise RuntimeError('the code of a later commit')\n")
+    (folder / "heads.py").write_text("raise RuntimeError('the code of a later commit')\n")
     assert push_to_hub(folder, "changing").oid != pinned
 
     push_to_hub(folder.parent / "lightformer-private-norms-Model", "secret", private=True)
@@ -417,9 +417,9 @@ def test_what_is_no_checkpoint_to_share(hub, copy, tiny_marian, tmp_path):
     refused(ValueError, "'marian' model.*hf upload", tiny_marian)
     refused(FileNotFoundError, "results.json is not there", results=[tmp_path / "results.json"])
     refused(ValueError, "holds no results", results=[copy / "config.json"])
-    (copy / "matrices.py").rename(copy / "matrices.txt")
-    refused(FileNotFoundError, "lacks matrices.py")
-    (copy / "matrices.txt").rename(copy / "matrices.py")
+    (copy / "low_rank.py").rename(copy / "low_rank.txt")
+    refused(FileNotFoundError, "lacks low_rank.py")
+    (copy / "low_rank.txt").rename(copy / "low_rank.py")
     (copy / "compression.json").write_text("{")
     refused(ValueError, "compression.json")
     (copy / "model.safetensors").write_bytes((copy / "model.safetensors").read_bytes()[:-10])
@@ -480,7 +480,7 @@ def test_a_secret_beside_a_model_stays_there(hub, copy):
     assert {"source.spm", "vocab.json", "tokenizer_config.json", "README.md"} <= before.keys()
 
 
-@pytest.mark.parametrize("name", ["source.spm", "chat_template.jinja", "compression.json", "README.md", "matrices.py"])
+@pytest.mark.parametrize("name", ["source.spm", "chat_template.jinja", "compression.json", "README.md", "low_rank.py"])
 def test_a_link_out_of_the_folder(hub, copy, tmp_path, name):
     outside = tmp_path / "outside"
     outside.mkdir()

@@ -12,7 +12,7 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
 from ..files import CARD_FILE
-from ..models.configuration_base import OLDEST_TRANSFORMERS
+from ..models.configuration_lightformer import OLDEST_TRANSFORMERS
 from ..text import is_file_name
 from .forms.low_rank import LowRank
 from .report import CompressionReport, ModelFacts, drop_strange_link

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from ..files import atomic_output, check_output
 from ..loading import all_finite, assemble, load_tensors, resolve_source, skeleton
-from ..models.configuration_base import FactorizedConfig
-from ..models.lm_heads import ConditionalGenerationHead
+from ..models.configuration_lightformer import FactorizedConfig
+from ..models.heads import ConditionalGenerationHead
 from ..text import check_data, fingerprint
 from .allocation import check_choices, choose, find_units, work_on_places
 from .calibration_text import count_tokens, draw_pairs, hold_out, sample_text

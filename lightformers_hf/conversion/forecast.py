@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from ..models.matrices import product_of
+from ..matrices import product_of
 from ..processors import free_memory, product_seconds
 from .sharing import find_matrices
 from .workers import AT_ONCE, count_workers

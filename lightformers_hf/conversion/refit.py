@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..models.configuration_base import FactorizedConfig
-from ..models.configuration_lightformer import LightFormerConfig
-from ..models.matrices import bias_of, product_of
+from ..matrices import bias_of, product_of
+from ..models.configuration_lightformer import FactorizedConfig, LightFormerConfig
 from ..processors import give_back_memory
 from .forms import Built, Form, all_forms, find_form
 from .moments import GRADIENT_DAMPING, Damped, Metric, PairMoments, TensorStore, WeightedRows
@@ -461,7 +460,9 @@ class HiddenStates:
         (_, *args), kwargs = self._arguments(index)
         states = self.store[self.who, self.name, index]
         with fast_passes(self.device):
-            return self.stack.layers[depth](states, *args, **kwargs, sublayers=slice(self._passed, end))
+            for sublayer in _sublayers(self.stack.layers[depth], *args, **kwargs)[self._passed : end]:
+                states = sublayer(states)
+        return states
 
     def advance(self, depth: int, end: int | None = None) -> None:
         """Put the states behind the layer, or in front of its sublayer `end`."""
@@ -684,3 +685,22 @@ def share_of_equal(predicted: Sequence[Tensor], expected: Sequence[Tensor]) -> t
     equal = sum(int((one == other).sum()) for one, other in zip(predicted, expected, strict=True))
     sums = sum_over_all(torch.tensor([equal, sum(map(len, expected))]))
     return (sums[0] / sums[1].clamp(min=1)).item(), int(sums[1])
+
+
+def _sublayers(
+    layer: nn.Module,
+    mask: Tensor | None,
+    memory: Tensor | None = None,
+    memory_mask: Tensor | None = None,
+    distances: Tensor | None = None,
+    private: nn.Module | None = None,
+    **kwargs: object,
+) -> list[Callable[[Tensor], Tensor]]:
+    """The sublayers of a `TransformerLayer`, as its `forward` calls them: hidden states → hidden states."""
+    norms = layer if private is None else private
+    mask = mask if distances is None else layer.relative_positions(distances, mask)
+    calls = [partial(layer.attend, norm=norms.self_attn_layer_norm, attention=layer.self_attn, attention_mask=mask)]
+    if memory is not None:
+        cross = {"norm": norms.encoder_attn_layer_norm, "attention": layer.encoder_attn}
+        calls.append(partial(layer.attend, **cross, key_value_states=memory, attention_mask=memory_mask))
+    return [*calls, partial(layer.feed_forward, norm=norms.final_layer_norm, network=layer)]

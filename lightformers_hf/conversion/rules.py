@@ -233,7 +233,7 @@ class RankPolicy:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    from ..models.matrices import pattern_matches  # which imports torch
+    from ..models.low_rank import pattern_matches  # which imports torch
 
     return pattern_matches(pattern, name)
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..loading import skeleton, stored_tensors
 from ..models.configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig
-from ..models.layer_sharing import group_of_depth
+from ..models.stack import group_layers
 from .moments import INPUT_DAMPING, Metric, damped_root
 from .options import CompressionOptions, StudyOptions
 from .sensitivity import Calibration
@@ -60,8 +60,8 @@ def source_names(name: str, source: PreTrainedConfig, target: PreTrainedConfig) 
     index = int(match["index"])
     if part == "depths":  # private to a depth; in the source too, unless each of its layers has its own anyway
         return [f"{head}{stack}.{'layers' if source_groups is None else 'depths'}.{index}.{rest}"]
-    depths = [depth for depth in range(layers) if group_of_depth(depth, layers, target_groups) == index]
-    stored = [group_of_depth(depth, layers, source_groups) for depth in depths]
+    depths = [depth for depth, group in enumerate(group_layers(layers, target_groups)) if group == index]
+    stored = [group_layers(layers, source_groups)[depth] for depth in depths]
     return [f"{head}{stack}.layers.{layer}.{rest}" for layer in stored]
 
 

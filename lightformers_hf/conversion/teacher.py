@@ -32,8 +32,8 @@ from ..loading import (
     stored_tensors,
     take_forced_start,
 )
+from ..matrices import bias_of, factors_of, product_of
 from ..models.configuration_lightformer import LightFormerConfig
-from ..models.matrices import bias_of, factors_of, product_of
 from ..vocabularies import check_ids, renumber_generation
 from .families import SHARED, STACKS, find_family
 

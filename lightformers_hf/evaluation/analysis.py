@@ -26,7 +26,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedMode
 from lightformers_hf.conversion.calibration_text import parallel_batches
 from lightformers_hf.conversion.forms import svd
 from lightformers_hf.conversion.rules import rank_for_energy
-from lightformers_hf.models.matrices import factors_of, matrices_of
+from lightformers_hf.matrices import factors_of, matrices_of
 from lightformers_hf.text import load_parallel
 
 from ..files import STATE_FILE, as_kind, read_json

@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ..conversion.report import MatrixReport
 from ..loading import load_skeleton
-from ..models.matrices import rank_of
+from ..matrices import rank_of
 from .quality import METRICS
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, Seq2SeqTrainer
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import ModelOutput
 
-from ..models.attention import MultiHeadAttention
+from ..models.layers import MultiHeadAttention
 from ..processors import EvenProducts, cast_once, has_many_shapes, without_plans
 from .batching import EpochCallback, TokenBatchSampler
 

@@ -55,7 +55,7 @@ def test_what_was_changed_is_checked_when_a_model_is_made(variant):
 )
 def test_a_misspelt_field_is_named(name, near, monkeypatch, tmp_path):
     said = []
-    monkeypatch.setattr("lightformers_hf.models.configuration_base.logger.warning", said.append)
+    monkeypatch.setattr("lightformers_hf.models.configuration_lightformer.logger.warning", said.append)
     config = config_class("lightformer")(**{name: 3})
     assert said == [f"LightFormerConfig has no field {name!r}, which has no effect: {near!r} is one"]
     for variant in ("lightformer", "subformer-sandwich", "partialformer"):

@@ -20,9 +20,9 @@ from lightformers_hf.models import (
     LightFormerModel,
     PartialFormerConfig,
     SubformerConfig,
-    configuration_base,
+    configuration_lightformer,
 )
-from lightformers_hf.models.layer_sharing import LayerStack, group_layers
+from lightformers_hf.models.stack import LayerStack, group_layers
 
 pytestmark = pytest.mark.quick
 
@@ -151,7 +151,7 @@ def test_heads_that_differ_have_no_width_in_common(fields):
 
 
 def test_an_old_transformers_is_named(monkeypatch):
-    code = Path(configuration_base.__file__)
+    code = Path(configuration_lightformer.__file__)
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.6")
     spec = importlib.util.spec_from_file_location("configuration_of_a_stranger", code)
     with pytest.raises(ImportError, match=r"needs transformers 5\.\d+ or newer, and 4\.57\.6 is installed: run pip"):
@@ -160,7 +160,7 @@ def test_an_old_transformers_is_named(monkeypatch):
 
 def test_the_oldest_transformers_is_that_of_the_package():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert f"transformers>={configuration_base.OLDEST_TRANSFORMERS}" in [
+    assert f"transformers>={configuration_lightformer.OLDEST_TRANSFORMERS}" in [
         requirement.partition(",")[0].replace(" ", "") for requirement in project["dependencies"]
     ]
 

@@ -16,17 +16,10 @@ from lightformers_hf import (
     SubformerForCausalLM,
     SubformerForConditionalGeneration,
 )
-from lightformers_hf.models.matrices import (
-    LowRankEmbedding,
-    LowRankLinear,
-    LowRankOutput,
-    factors_of,
-    matrices_of,
-    product_of,
-)
+from lightformers_hf.matrices import factors_of, matrices_of, product_of
+from lightformers_hf.models.low_rank import LowRankEmbedding, LowRankLinear, LowRankOutput, draw_matrix
+from lightformers_hf.models.modeling_partialformer import PartialAttention, draw_parts
 from lightformers_hf.models.modeling_subformer import SAFE
-from lightformers_hf.models.partial_attention import PartialAttention
-from lightformers_hf.models.starts import draw, draw_parts
 
 TINY = {kind: {**fields, "init_std": None} for kind, fields in STARTED.items()}
 CLASSES = {
@@ -55,7 +48,7 @@ def test_fresh_product_has_the_spread_of_a_fresh_matrix(rank):
         LowRankOutput(256, 300, rank),
     )
     for module in (linear.u, linear.v, embedding, output, output.output):
-        draw(module, std)
+        draw_matrix(module, std)
     for module in (linear, embedding, output):
         assert product_of(module).std().item() == pytest.approx(std, rel=0.15)
         assert abs(product_of(module).mean().item()) < std / 10

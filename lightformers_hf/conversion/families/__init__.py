@@ -17,8 +17,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from ...loading import CheckpointReader
-from ...models.configuration_base import FactorizedConfig
-from ...models.configuration_lightformer import LightFormerConfig
+from ...models.configuration_lightformer import FactorizedConfig, LightFormerConfig
 
 # Fields that Marian, BART and their relatives call as LightFormer does.
 SHARED_FIELDS = (

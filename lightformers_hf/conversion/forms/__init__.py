@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...models.matrices import product_of
+from ...matrices import product_of
 from ..moments import Metric
 from ..report import DENSE, MatrixReport
 from ..rules import RankPolicy

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...models.attention import MultiHeadAttention
+from ...models.layers import MultiHeadAttention
 from ..moments import GRADIENT_DAMPING, INPUT_DAMPING, damped_root, lazy_property
 from ..report import MatrixReport
 from ..rules import RankPolicy

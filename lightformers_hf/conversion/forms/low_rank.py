@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...models.matrices import low_rank_state, rank_of
+from ...matrices import low_rank_state, rank_of
 from ..moments import Metric, lazy_property
 from ..report import MatrixReport
 from ..rules import RankPolicy

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...languages import split_language
 from ...loading import load_pretrained
-from ...models.configuration_base import FactorizedConfig
+from ...models.configuration_lightformer import FactorizedConfig
 from ...text import is_lines, load_lines, load_rows
 from ...vocabularies import narrow_fields, read_vocabularies, single_ids, token_axes
 from ..options import CompressionOptions
