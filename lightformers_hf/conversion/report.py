@@ -1,19 +1,23 @@
-"""What a conversion did, as data. `tables.py`, `card.py` and the page of `lightformers report` draw from it."""
+"""What a conversion did, as data and as tables. `card.py` and the page of `lightformers report` draw from it."""
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import box
+from rich.markup import escape
+from rich.table import Table
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from ..files import REPORT_FILE, as_kind, read_json, write_json
 from ..loading import printable_name, tensor_bytes
+from ..results import Result
 from .inheritance import inherited_metadata
 
 if TYPE_CHECKING:
@@ -112,7 +116,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
-class CompressionReport:
+class CompressionReport(Result):
     """A whole conversion.
 
     Attributes:
@@ -263,10 +267,26 @@ class CompressionReport:
             for form, matrices in by_form.items()
         )
 
+    def parts(self) -> list[Table | str]:
+        """Return the totals, and what to know of them."""
+        return [totals_table(self), *remarks(self)]
+
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON holds it, derived figures included."""
         matrices = [asdict(matrix) | {"parameters_before": matrix.parameters_before} for matrix in self.matrices]
         return asdict(self) | {"matrices": matrices, "ratio": self.ratio}
+
+
+class Plan(CompressionReport):
+    """What a conversion would do; it prints a line for every matrix, too."""
+
+    def parts(self) -> list[Table | str]:
+        """Return a table of all matrices, then as the report of a conversion."""
+        legend = [
+            "\nbefore, after: parameters. energy: share of Σσ² kept. error: norm of what is lost, relative.",
+            f"Energy and error: {self.measure}; of a whole block where it got narrower.\n",
+        ]
+        return [matrix_table(self), *legend, *super().parts()]
 
 
 def _without_path(text: str) -> str:
@@ -350,3 +370,74 @@ def _metadata(teacher: Teacher) -> dict[str, Any]:
     if "language" not in inherited and all(re.fullmatch("[a-z]{2,3}", str(code)) for code in named):
         inherited["language"] = list(dict.fromkeys(named))
     return inherited
+
+
+def matrix_table(report: CompressionReport) -> Table:
+    """A row a matrix; in 120 columns nothing wraps but a name of more than 40 letters."""
+    title = f"{escape(report.source)}: every matrix"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    for column in ("matrix", "kind"):
+        table.add_column(column, overflow="fold")
+    for column in ("shape", "becomes", "before", "after", "energy", "error"):
+        table.add_column(column, justify="right")
+    for matrix in report.matrices:
+        table.add_row(
+            escape(matrix.name),
+            matrix.kind,
+            f"{matrix.m}x{matrix.n}",
+            escape(matrix.setting),
+            f"{matrix.parameters_before:,}",
+            f"{matrix.parameters_after:,}",
+            f"{matrix.energy:.1%}",
+            f"{matrix.relative_error:.4f}",
+        )
+    return table
+
+
+def totals_table(report: CompressionReport) -> Table:
+    """Parameters and megabytes of the whole models."""
+    table = Table(title="totals", title_justify="left")
+    for column in ("", "before", "after", "ratio"):
+        table.add_column(column, justify="left" if not column else "right")
+    for label, before, after, show in (
+        ("unique parameters", report.parameters_before, report.parameters_after, "{:,}".format),
+        ("megabytes", report.bytes_before, report.bytes_after, lambda size: f"{size / 1e6:,.1f}"),
+    ):
+        table.add_row(label, show(before), show(after), f"{before / after:.2f}")
+    return table
+
+
+def remarks(report: CompressionReport) -> Iterator[str]:
+    """What to know of a report, a sentence or two each."""
+    if sizes := report.vocabulary:
+        (source, of_sources), (target, of_targets) = sizes["source"], sizes["target"]
+        sides = f"{source:,} of {of_sources:,} tokens"
+        if (source, of_sources) != (target, of_targets):
+            sides = f"{sides} of the source and {target:,} of {of_targets:,} of the target"
+        kept, before = sizes["parameters"]
+        yield f"The vocabulary keeps {sides}, which alone spares {before - kept:,} parameters."
+    yield f"Of {len(report.matrices)} matrices: {report.outcome}."
+    if len(report.smaller) < len(report.matrices):
+        yield "Those stay dense for which nothing smaller was asked, or whose factors would hold as many parameters."
+    if report.agreement is not None:
+        yield f"{report.agreement}.".capitalize()
+        if report.agreement.share < CLIFF:
+            remedies = ["train it with `lightformers recover`", "choose a smaller ratio"]
+            if report.calibration == OWN_TEXT:
+                remedies.append("give text like that it is for with --calibration")
+            yield f"Below {CLIFF:.0%}, outputs differ from the teacher's: {', or '.join(remedies)}."
+    if report.calibration is None and report.smaller:
+        yield (
+            "Without calibration every entry of a matrix counts alike, which costs most of the quality until the "
+            "result is trained."
+        )
+    elif report.calibration == OWN_TEXT:
+        yield (
+            f"What counts was learned from {OWN_TEXT}; --calibration with a thousand sentence pairs, or "
+            "sentences, like those it is for keeps more."
+        )
+    for stack, (kept, before) in report.fewer_layers.items():
+        yield f"The {stack} keeps {kept} of {before} layers."
+    for stack, (stored, depths) in report.groups.items():
+        if stored != depths:
+            yield f"The {stack}'s {depths} layers share {stored} stored ones."

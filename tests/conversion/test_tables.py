@@ -1,21 +1,15 @@
 """What `plan` prints: every figure in its column, nothing wrapped, and no more than is true."""
 
-import io
-
 import pytest
 from conversion.reports import matrix, report_of
-from rich.console import Console
 
-from lightformers_hf.conversion.report import OWN_TEXT
-from lightformers_hf.conversion.tables import print_report
+from lightformers_hf.conversion.report import OWN_TEXT, Plan
 
 pytestmark = pytest.mark.quick
 
 
 def printed(report) -> list[str]:
-    file = io.StringIO()
-    print_report(report, Console(file=file, width=120))
-    return file.getvalue().splitlines()
+    return str(Plan(**vars(report))).splitlines()
 
 
 def test_a_matrix_is_a_line_of_at_most_120_columns():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ...files import as_kind
+from ...results import Result
 from ..quality import describe, labels
 from ..speed import Speed
 
@@ -52,7 +53,7 @@ class Timing:
 
 
 @dataclass
-class EngineComparison:
+class EngineComparison(Result):
     """What `compare_engines` measured, and how."""
 
     models: list[str]
@@ -65,9 +66,9 @@ class EngineComparison:
     quality_sentences: int | None = None
     signatures: dict[str, str] = field(default_factory=dict)  # {metric: the variant of it that was computed}
 
-    def to_dict(self) -> dict:
-        """The same as nested dictionaries and lists, for JSON. Runs are tokens a second."""
-        return asdict(self)
+    def parts(self) -> list[Table]:
+        """Return the tables."""
+        return self.tables()
 
     @classmethod
     def read(cls, content: Any) -> EngineComparison:

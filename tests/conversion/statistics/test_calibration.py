@@ -1,6 +1,5 @@
 """Factorization in the metric of the loss: its moments, its optimality, one budget for all, what users see."""
 
-import io
 import json
 from itertools import pairwise
 
@@ -9,7 +8,6 @@ import torch
 from conversion.metrics import assert_sums_close, loss, weigh
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import StudyOptions, convert, plan
@@ -22,7 +20,6 @@ from lightformers_hf.conversion.statistics.metric import Damped, Metric, damped_
 from lightformers_hf.conversion.statistics.probes import Probes, token_keys
 from lightformers_hf.conversion.statistics.samples import parallel_batches, sample_pairs
 from lightformers_hf.conversion.statistics.synthesis import translated_batches
-from lightformers_hf.conversion.tables import print_report
 from lightformers_hf.conversion.teacher import Teacher
 from lightformers_hf.processors import use_threads
 
@@ -333,9 +330,7 @@ def test_of_sources_alone_the_teacher_makes_pairs(tiny_marian, parallel_sentence
 
 def test_the_plan_says_what_errors_were_weighed_on(tiny_marian, text):
     def shown(**options) -> str:
-        console = Console(record=True, width=300, file=io.StringIO())
-        print_report(plan(tiny_marian, ratio=2, progress=False, **options), console)
-        return console.export_text()
+        return str(plan(tiny_marian, ratio=2, progress=False, **options))
 
     assert "Without calibration" in shown(method="paper")
     assert "--calibration with a thousand sentence pairs" in shown()
