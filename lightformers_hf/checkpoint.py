@@ -185,6 +185,20 @@ def check_stored(config: PreTrainedConfig, reader: CheckpointReader, name: str |
     check_sizes(config, reader.shapes(), name)
 
 
+def all_finite(tensor: Tensor) -> bool:
+    """Whether nothing in a tensor is NaN or infinite: in one pass, with no other tensor as large, such as a mask."""
+    return not tensor.numel() or all(bool(end.isfinite()) for end in torch.aminmax(tensor))
+
+
+def check_finite(tensor: Tensor, tensor_name: str, name: str | os.PathLike) -> None:
+    """Raise `ValueError` where a tensor of a checkpoint holds NaN or infinity."""
+    if not all_finite(tensor):
+        raise ValueError(
+            f"{tensor_name} of {name} holds NaN or infinite values: the checkpoint is damaged, or its training "
+            "diverged; take an earlier one"
+        )
+
+
 def check_sizes(config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]], name: str | os.PathLike) -> None:
     """Raise `ValueError` where a configuration has a size that no tensor of its checkpoint has.
 

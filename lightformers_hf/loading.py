@@ -29,6 +29,7 @@ from . import models
 from .checkpoint import (
     CheckpointReader,
     check_config,
+    check_finite,
     check_stored,
     check_tokenizer,
     check_vocabulary,
@@ -130,8 +131,8 @@ def load_pretrained(auto: AutoClass, name: str | os.PathLike, **options: Any) ->
     architectures of this package, whose checkpoints have their code with them, load from the installed package.
 
     Raises:
-        ValueError: a model or tokenizer that only its own code can load, a folder without any tokenizer; else as
-            `from_pretrained`.
+        ValueError: a model or tokenizer that only its own code can load, a folder without any tokenizer, a weight that
+            is NaN or infinite; else as `from_pretrained`.
     """
     if auto is AutoTokenizer and Path(name).is_dir() and not has_tokenizer(Path(name)):
         raise no_tokenizer(name)  # transformers would make one of nothing
@@ -143,8 +144,11 @@ def load_pretrained(auto: AutoClass, name: str | os.PathLike, **options: Any) ->
             if isinstance(loaded, PreTrainedTokenizerBase):
                 check_tokenizer(loaded, name)
             model = loaded[0] if isinstance(loaded, tuple) else loaded
-            if isinstance(model, PreTrainedModel) and model.can_generate():
-                take_forced_start(model.generation_config, name)
+            if isinstance(model, PreTrainedModel):
+                for tensor_name, tensor in model.state_dict().items():
+                    check_finite(tensor, tensor_name, name)
+                if model.can_generate():
+                    take_forced_start(model.generation_config, name)
             return loaded
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and not Path(name).exists() and str(name) not in str(error):

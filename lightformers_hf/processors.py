@@ -1,4 +1,4 @@
-"""What this machine has to give: idle cores, the type that it multiplies fastest, and memory, kept or given back."""
+"""Properties of this machine: the type that it multiplies fastest, its speed, and its free memory."""
 
 from __future__ import annotations
 
@@ -10,18 +10,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import psutil
 import torch
 
-# Names of <malloc.h>.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-# The largest tensors of few sizes that are kept, and what `keep_memory` has set, in bytes.
-LARGE = 2**25
-_kept: dict[int, int] = {}
-# What oneDNN and PyTorch's layer over it read, once, before their first product: how many programs they keep at most.
-CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 512, "LRU_CACHE_CAPACITY": 128}
 # Instructions that multiply bfloat16, fastest first (x86: AMX, AVX-512; ARM: bf16), and the values of
 # ONEDNN_MAX_CPU_ISA that keep oneDNN from using each.
 _OLDER = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
@@ -47,86 +40,10 @@ def use_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class IdleThreads:
-    """Keeps PyTorch's threads to the cores that other programs leave: a context, and `adapt` to look again.
-
-    Threads that share every small product wait for the slowest of them. With two of them and one other busy program on
-    two cores, a training step takes thirty times as long as with a single thread.
-    """
-
-    def __enter__(self) -> Self:
-        self.allowed = torch.get_num_threads()
-        if self.allowed == 1:
-            return self
-        torch.set_num_threads(1)
-        self.seen = _clocks()
-        time.sleep(0.5)
-        self.adapt()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        torch.set_num_threads(self.allowed)
-
-    def adapt(self) -> None:
-        """Choose the number of threads by what other programs did since the last look."""
-        if self.allowed == 1:
-            return
-        before, self.seen = self.seen, _clocks()
-        elapsed, all_busy, own = (now - then for now, then in zip(self.seen, before, strict=True))
-        others = max(0.0, all_busy - own) / elapsed
-        torch.set_num_threads(max(1, min(self.allowed, round(psutil.cpu_count() - others))))
-
-
-def keep_memory(largest: int = 2**30, end: int = 2**30, programs: int | None = None) -> None:
-    """Let the C library (glibc) keep what was freed for the next tensor, as long as this process lives.
-
-    Else it returns large tensors to the system at once, and the system fills the next one's pages with zeros, one by
-    one: a tenth of a training step, a sixth of a conversion. Of programs of products few are kept (`keep_programs`).
-
-    Where sizes differ much from one tensor to the next, both are to be smaller, or a peak gets higher: what was freed
-    has no room for the next one. What one thread frees is for all that begin later.
-
-    Args:
-        largest: bytes of the largest tensor whose room is kept.
-        end: bytes that may be free at the end of what it holds before they go back.
-        programs: of products, as `keep_programs` takes them.
-    """
-    _kept.update({M_MMAP_THRESHOLD: largest, M_TRIM_THRESHOLD: end})
-    _set_malloc({**_kept, M_ARENA_MAX: 1})
-    keep_programs(programs)
-
-
-@contextmanager
-def keep_large() -> Iterator[None]:
-    """Inside, the room of large tensors is kept, too, where `keep_memory` has said to keep that of smaller ones.
-
-    For what has few sizes, so that each finds the room that another left: logits, over and over. What is free then
-    goes back at the end. Not above 32 MiB: what is free is often too small by what alignment takes, and grows.
-    """
-    _set_malloc({option: max(size, LARGE) for option, size in _kept.items()})
-    try:
-        yield
-    finally:
-        _set_malloc(_kept)
-        give_back_memory()
-
-
-def keep_programs(most: int | None = None) -> None:
-    """Let so many programs of products in bfloat16 be kept at most (`CACHES`), unless the user says how many.
-
-    A processor's product in bfloat16 is a program written for its shapes, up to half a megabyte, and 1024 of them are
-    kept, where few batches of sentences have as many tokens as another. Writing one takes a millisecond. A training
-    needs some 300 again and again (`products`); what a batch of a conversion needs is needed by its other
-    layers, and then hardly again: 64 do. To be called before the first such product.
-    """
-    for name, capacity in CACHES.items():
-        os.environ.setdefault(name, str(min(most or capacity, capacity)))
-
-
 def give_back_memory() -> None:
-    """Return to the system what was freed, where the C library keeps it (glibc): after large tensors of many sizes up
-    to a third of a process."""
-    _call_malloc("malloc_trim", 0)
+    """Return freed memory to the system (glibc): after large tensors of many sizes, up to a third of a process."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def free_memory() -> float:
@@ -142,24 +59,6 @@ def free_memory() -> float:
             continue
         free = min(free, limit - taken)
     return max(free, 0.0)
-
-
-def _set_malloc(options: dict[int, int]) -> None:
-    for option, size in options.items():
-        _call_malloc("mallopt", option, size)
-
-
-def _call_malloc(name: str, *arguments: int) -> None:
-    """Call a function of glibc's `malloc`; elsewhere nothing."""
-    if sys.platform == "linux" and (function := getattr(ctypes.CDLL(None), name, None)) is not None:
-        function(*arguments)
-
-
-def _clocks() -> tuple[float, float, float]:
-    """Seconds: on the wall, of work of all cores together, of this process's part of it."""
-    times = psutil.cpu_times()
-    own = psutil.Process().cpu_times()
-    return time.monotonic(), sum(times) - times.idle - getattr(times, "iowait", 0.0), own.user + own.system
 
 
 def has_fast_bf16() -> bool:

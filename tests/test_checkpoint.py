@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lightformers_hf.checkpoint import CheckpointReader
+from lightformers_hf.checkpoint import CheckpointReader, all_finite
 
 pytestmark = pytest.mark.quick
 
@@ -141,3 +141,14 @@ def test_bin_that_is_no_state_dict(tmp_path):
     torch.save({"state": {"a": torch.ones(1)}}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="expected a dictionary of tensors"):
         CheckpointReader(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_one_that_is_none_is_found(dtype, bad):
+    tensor = torch.full((30, 50), torch.finfo(dtype).max, dtype=dtype)  # whose sum is not finite
+    assert all_finite(tensor)
+    assert all_finite(tensor[:0])
+    tensor[29, 49] = bad
+    assert not all_finite(tensor)
+    assert not all_finite(tensor.T)

@@ -634,6 +634,11 @@ def main() -> None:
     open_streams()
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "30")  # seconds: bars fill no log
+    # Compiled kernels of bfloat16 matrix multiplications that oneDNN and PyTorch keep, up to 0.5 MB each. A training
+    # uses about 300 of them again and again, a conversion few.
+    kernels, plans = ("64", "64") if sys.argv[1:2] in (["convert"], ["plan"]) else ("512", "128")
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", kernels)
+    os.environ.setdefault("LRU_CACHE_CAPACITY", plans)
     # An error, as Ctrl-C is, so that what is begun is removed, and processes that work for this one end with it.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     app(prog_name=NAME)

@@ -15,8 +15,7 @@ from ..data_files import is_file_name
 from ..files import CARD_FILE
 from ..models.configuration_base import OLDEST_TRANSFORMERS
 from .forms.low_rank import LowRank
-from .inheritance import drop_strange_link
-from .report import CompressionReport, ModelFacts
+from .report import CompressionReport, ModelFacts, drop_strange_link
 
 TRANSLATORS = ("marian", "m2m_100")  # families that do nothing else
 # A card with this line is written anew by every push.
@@ -29,12 +28,7 @@ TASKS = {
 
 
 def read_results(file: Path, parameters: int) -> dict:
-    """What `lightformers evaluate --json` wrote about a model of so many unique parameters.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: another kind of file, or measurements of another model.
-    """
+    """What `lightformers evaluate --json` wrote about a model of so many unique parameters."""
     try:
         results = json.loads(Path(file).read_text(encoding="utf-8"))
         measured = results["model"]["parameters"]

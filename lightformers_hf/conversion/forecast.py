@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ..models.matrices import product_of
 from ..processors import free_memory, product_seconds
-from .sharing.groups import find_matrices
+from .sharing import find_matrices
 from .workers import AT_ONCE, count_workers
 
 # Seconds of one core for 10⁹ of: multiplications of layers with tokens, of the output layer with target tokens, cubes

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 from ..languages import split_language
-from .choosing.rules import KINDS, RULES, Energy, FixedRank, RankPolicy, RankRule, Ratio
+from .rules import KINDS, RULES, Energy, FixedRank, RankPolicy, RankRule, Ratio
 
 Method = Literal["auto", "low-rank", "narrow", "paper"]
 METHODS = get_args(Method)
@@ -238,7 +238,7 @@ class StudyOptions:
             )
 
 
-def settle(options: CompressionOptions, study: StudyOptions | None = None) -> StudyOptions:
+def resolve_study(options: CompressionOptions, study: StudyOptions | None = None) -> StudyOptions:
     """The switches of a study together with those that the options' method sets.
 
     `attention_method` and `ffn_method` are then `None` only where `auto` is to find out; of `paper` the allocation is

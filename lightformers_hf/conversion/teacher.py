@@ -6,14 +6,15 @@ import copy
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import models
-from ..checkpoint import CheckpointReader, check_stored, check_vocabulary, find_architecture
+from ..checkpoint import CheckpointReader, check_finite, check_stored, check_vocabulary, find_architecture
 from ..folders import check_folder
 from ..languages import keep_prefix, set_language_codes
 from ..loading import (
@@ -31,10 +32,22 @@ from ..models.configuration_lightformer import LightFormerConfig
 from ..models.matrices import bias_of, factors_of, product_of
 from ..vocabularies import check_ids, renumber_generation
 from .families import SHARED, STACKS, find_family
-from .linear import Linear, all_finite
-from .vocabulary.kept import KeptTokens
+
+if TYPE_CHECKING:
+    from .vocabulary.choose import KeptTokens
 
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+class Linear(NamedTuple):
+    """y = x·W + b."""
+
+    matrix: Tensor  # W, m×n
+    bias: Tensor | None  # b, n
+
+    def to(self, device: torch.device) -> Linear:
+        """The same on a device."""
+        return Linear(self.matrix.to(device), None if self.bias is None else self.bias.to(device))
 
 
 class Teacher:
@@ -92,8 +105,8 @@ class Teacher:
         # The token that translations begin with. Wrong languages end it here.
         self._first_token = set_language_codes(self.tokenizer(), *languages) if any(languages) else None
         self.kept: KeptTokens | None = None
-        self._rows: dict[str, tuple[int, torch.Tensor]] = {}
-        self._changed: dict[str, torch.Tensor] = {}
+        self._rows: dict[str, tuple[int, Tensor]] = {}
+        self._changed: dict[str, Tensor] = {}
         self._kept_layers: dict[str, list[int]] = {}
         self.name = printable_name(folder if Path(source).is_dir() else source)
         self._finite: set[str] = set()
@@ -198,7 +211,7 @@ class Teacher:
             for stack in ("encoder", "decoder")
         }
 
-    def change(self, tensors: dict[str, torch.Tensor]) -> Teacher:
+    def change(self, tensors: dict[str, Tensor]) -> Teacher:
         """This teacher with other tensors under these names."""
         changed = copy.copy(self)
         changed._changed = tensors
@@ -217,7 +230,7 @@ class Teacher:
         smaller._rows = kept.rows(self.model)
         return smaller
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> Tensor:
         """One stored tensor. A bias that a checkpoint may leave out (`final_logits_bias`) is then zero.
 
         Raises:
@@ -229,10 +242,7 @@ class Teacher:
             return torch.zeros(stored_tensors(self.model)[name].shape)
         tensor = self.reader.read(self._names[name])
         if name not in self._finite:
-            if not all_finite(tensor):
-                raise ValueError(
-                    f"{self._names[name]} of {self.folder} holds NaN or infinite values: the checkpoint is broken"
-                )
+            check_finite(tensor, self._names[name], self.folder)
             self._finite.add(name)
         if name in self._rows:
             tensor = tensor.index_select(*self._rows[name])
@@ -268,7 +278,7 @@ class Teacher:
         module.load_state_dict(tensors, assign=True)
         return module.requires_grad_(False)
 
-    def factors(self, name: str) -> tuple[torch.Tensor, ...]:
+    def factors(self, name: str) -> tuple[Tensor, ...]:
         """What a module's matrix is the product of: one matrix, or two, m×r and r×n."""
         return factors_of(self.module(name))
 

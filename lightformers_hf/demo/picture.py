@@ -51,4 +51,4 @@ def draw_shares(axes: Axes, comparison: Mapping[str, Any]) -> None:
     axes.xaxis.set_major_formatter("{x:.0%}")
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.legend(fontsize=10, loc="center right", bbox_to_anchor=(1, 0.44))
+    axes.legend(fontsize=10, loc="center right", bbox_to_anchor=(1, 0.79))

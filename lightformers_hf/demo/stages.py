@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from lightformers_hf.loading import build_network, load_pretrained
-from lightformers_hf.processors import IdleThreads, has_fast_bf16
+from lightformers_hf.processors import has_fast_bf16
 from lightformers_hf.recovery import RecoveryTrainer
 from lightformers_hf.recovery.progress import Progress
 from lightformers_hf.text import load_parallel, tokenize_pairs
@@ -85,7 +85,6 @@ def write_teacher(folder: Path, corpus: Path, settings: DemoSettings) -> None:
     steps = settings.teacher_steps
     with (
         tempfile.TemporaryDirectory() as scratch,
-        IdleThreads() as threads,
         tqdm(total=steps, desc="training", unit="step") as bar,
     ):
         arguments = Seq2SeqTrainingArguments(
@@ -112,7 +111,7 @@ def write_teacher(folder: Path, corpus: Path, settings: DemoSettings) -> None:
             arguments,
             train_dataset=tokenize_pairs(train, tokenizer, max_source_length=LONGEST, max_target_length=LONGEST),
             data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
-            callbacks=[Progress(bar, threads)],
+            callbacks=[Progress(bar)],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()

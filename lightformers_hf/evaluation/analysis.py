@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from lightformers_hf.conversion.choosing.rules import rank_for_energy
-from lightformers_hf.conversion.statistics.samples import parallel_batches
+from lightformers_hf.conversion.calibration_text import parallel_batches
+from lightformers_hf.conversion.rules import rank_for_energy
 from lightformers_hf.text import load_parallel
 
 from ..files import STATE_FILE

@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ..conversion.card import write_export_card
-from ..conversion.inheritance import inherited_metadata
+from ..conversion.report import inherited_metadata
 from ..files import EXPORT_FILE, write_json
 from ..folders import atomic_output, check_output
 from ..in_memory import AnyModel, model_name, on_disk

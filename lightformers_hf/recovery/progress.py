@@ -13,8 +13,6 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..processors import IdleThreads
-
 
 @contextmanager
 def hush_trainer() -> Iterator[None]:
@@ -29,23 +27,20 @@ def hush_trainer() -> Iterator[None]:
 
 
 class Progress(TrainerCallback):
-    """A bar of steps, and a line for every validation; has the threads adapted to what else the machine does.
+    """A bar of steps, and a line for every validation.
 
     Args:
         bar: of as many steps as are trained.
-        threads: of PyTorch; `None` where an accelerator computes.
         labels: {metric: its name in a line}.
     """
 
-    def __init__(self, bar: tqdm, threads: IdleThreads | None, labels: dict[str, str] | None = None) -> None:
-        self.bar, self.threads, self.labels, self.start = bar, threads, labels or {}, time.monotonic()
+    def __init__(self, bar: tqdm, labels: dict[str, str] | None = None) -> None:
+        self.bar, self.labels, self.start = bar, labels or {}, time.monotonic()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Move the bar on; how many steps there are may change."""
         self.bar.total = state.max_steps
         self.bar.update(state.global_step - self.bar.n)
-        if self.threads is not None and state.global_step % 20 == 0:
-            self.threads.adapt()
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any

@@ -27,7 +27,6 @@ from transformers.trainer_utils import TrainOutput
 
 from ..checkpoint import check_vocabulary
 from ..loading import AutoClass, check_checkpoint, load_pretrained, resolve_source
-from ..processors import keep_memory
 from ..vocabularies import keep_tokens, match_tokens
 from .sharding import gather_model, prepare_sharding
 
@@ -141,7 +140,6 @@ def train(trainer: Trainer, checkpoint: str | None = None) -> TrainOutput:
     # Evaluation fills in its own defaults; a classifier generates nothing.
     generation_config = copy.deepcopy(getattr(trainer.model, "generation_config", None))
     prepare_sharding(trainer)
-    keep_memory()  # as a RecoveryTrainer does by itself
     if checkpoint is not None and not trainer.is_fsdp_enabled and has_all_steps(checkpoint, args):
         result = take_checkpoint(trainer, checkpoint)
     else:

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel, Seq2SeqTrainer
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import ModelOutput
 
-from ..processors import keep_memory
 from ..products import EvenProducts, cast_once, has_many_shapes, without_plans
 from .batching import EpochCallback, TokenBatchSampler
 from .losses import IGNORED, hidden_loss, training_loss
@@ -68,8 +67,7 @@ class RecoveryTrainer(Seq2SeqTrainer):
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As in `Seq2SeqTrainer`; what a step frees is kept for the next one (`keep_memory`)."""
-        keep_memory()
+        """As in `Seq2SeqTrainer`."""
         self.seen = 0
         with cast_once(self.teacher) if self.teacher is not None and self.casts_on_cpu else nullcontext():
             return super().train(*args, **kwargs)
@@ -127,10 +125,20 @@ class RecoveryTrainer(Seq2SeqTrainer):
         super().log(logs, start_time)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As in `Seq2SeqTrainer`, with matrix multiplications of few shapes (`EvenProducts`)."""
+        """As in `Seq2SeqTrainer`, with matrix multiplications of few shapes (`EvenProducts`).
+
+        Raises:
+            ValueError: the loss is NaN.
+        """
         self.seen += len(args[1]["labels"]) * self.accelerator.num_processes
         with self.even_products(), without_plans():
-            return super().training_step(*args, **kwargs)
+            loss = super().training_step(*args, **kwargs)
+        if loss.isnan():
+            raise ValueError(
+                f"the loss of step {self.state.global_step + 1} is NaN, from which no training recovers: choose a "
+                "lower learning_rate, or fp32 or bf16 instead of fp16, and begin from the last checkpoint"
+            )
+        return loss
 
     def even_products(self) -> EvenProducts | nullcontext[None]:
         """`EvenProducts` where those help: on a CPU, in bfloat16, with many shapes. Compiled models have programs of

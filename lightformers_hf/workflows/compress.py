@@ -31,7 +31,6 @@ from ..hub import Push, check_push, push_folder
 from ..in_memory import AnyModel, identify, on_disk
 from ..languages import split_language, split_prefix
 from ..loading import hide_bars
-from ..processors import keep_programs
 from ..results import Result
 from ..text import load_parallel, load_text
 from .recover import Recovery, claim, find_added, recover
@@ -258,7 +257,6 @@ class Work:
 
     def do(self) -> None:
         """Do the steps whose part is not there yet."""
-        keep_programs()  # as many as the recovery needs, which comes after a conversion
         for line in filter(None, [self.note]) if self.progress else ():
             tqdm.write(line)
         for number, (name, step) in enumerate(self.steps.items(), start=1):

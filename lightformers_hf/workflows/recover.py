@@ -11,7 +11,6 @@ import re
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -35,7 +34,7 @@ from transformers import (
 
 from ..checkpoint import check_vocabulary
 from ..conversion import copy_report
-from ..conversion.statistics.synthesis import random_texts
+from ..conversion.calibration_text import random_texts
 from ..deprecated import renamed_arguments
 from ..evaluation.evaluate import choose_columns
 from ..evaluation.quality import METRICS, check_metrics, choose_metrics, labels, score, selection_metric
@@ -46,7 +45,7 @@ from ..folders import check_output, find_foreign, list_entries, lock, open_to_re
 from ..in_memory import AnyModel, identify, on_disk
 from ..languages import language_code, named_columns, set_languages
 from ..loading import hide_bars, load_pretrained, resolve_source, unique_parameters
-from ..processors import IdleThreads, has_fast_bf16
+from ..processors import has_fast_bf16
 from ..recovery import (
     RecoveryTrainer,
     ScoredPart,
@@ -147,7 +146,7 @@ def recover(
     """
     start, metrics = time.monotonic(), check_metrics(metrics)
     check_minutes(minutes)
-    idle = IdleThreads() if trains_on_cpu(device) else nullcontext()
+    trains_on_cpu(device)
     asked: dict[str, Any] = {"model": identify(model), "teacher": identify(teacher), "data": data}
     asked |= {"validation": validation, "minutes": minutes, "translations": translations, "seed": seed}
     asked |= {"source_lang": source_lang, "target_lang": target_lang, "metrics": metrics or None}
@@ -156,10 +155,10 @@ def recover(
         inputs = [light, dense, data, validation]
         record = claim(output, asked, overwrite=overwrite, inputs=inputs)
         set_seed(seed)
-        with parents(output), lock(output), hide_bars(), hush_trainer(), idle as threads:
+        with parents(output), lock(output), hide_bars(), hush_trainer():
             if (output / RECORD_FILE).exists():  # as it is now that nobody else writes it
                 record = claim(output, asked, overwrite=overwrite, inputs=inputs)
-            run = Run(light, output, dense, data, validation, sides, metrics, report_to, seed, progress, threads)
+            run = Run(light, output, dense, data, validation, sides, metrics, report_to, seed, progress, device)
             if "scores" not in record:
                 begin(output, record)
                 record |= run.prepare(minutes, translations, start)
@@ -192,18 +191,19 @@ class Run:
     report_to: tuple[str, ...]
     seed: int
     progress: bool
-    threads: IdleThreads | None
+    device: str | None = None
 
     def __post_init__(self) -> None:
+        self.on_cpu = trains_on_cpu(self.device)
         self.folder = resolve_source(self.light)
         self.tokenizer: PreTrainedTokenizerBase = load_pretrained(AutoTokenizer, self.folder)
         # Attention written out: on a CPU, with sentences, it trains faster than the fused kernel.
-        self.attention = "eager" if self.threads else None
-        self.bf16 = has_fast_bf16() if self.threads else torch.cuda.is_bf16_supported(including_emulation=False)
+        self.attention = "eager" if self.on_cpu else None
+        self.bf16 = has_fast_bf16() if self.on_cpu else torch.cuda.is_bf16_supported(including_emulation=False)
         self.model = self.load_light(dropout=False)
         check_vocabulary(self.tokenizer, self.model.config, self.light)
         self.distiller = load_distiller(str(self.teacher), self.tokenizer, self.attention)
-        if self.threads is None:
+        if not self.on_cpu:
             self.distiller.to(torch.accelerator.current_accelerator())
         self.ratio = unique_parameters(self.distiller) / unique_parameters(self.model)
         check_ratio(self.ratio)
@@ -318,7 +318,7 @@ class Run:
                 distance, before["chrf"] / max(teacher["chrf"], 1), own=self.compares_with_teacher
             )
         fits = {"same_width": width == self.distiller.config.hidden_size, "bf16": self.bf16}
-        fits |= {"on_cpu": self.threads is not None, "random_text": self.data is None}
+        fits |= {"on_cpu": self.on_cpu, "random_text": self.data is None}
         settings = choose_settings(distance, width, **fits)
         count = self.ask_for_texts(60 * minutes, translations, distance)
         pairs = self.training_pairs(count)
@@ -359,7 +359,7 @@ class Run:
         if not (self.one_language or wanted or (wanted is None and distance >= FAR)):
             return 0
         translator = fastest_translator(self.distiller, self.tokenizer)
-        if translator is self.distiller and self.threads is not None:
+        if translator is self.distiller and self.on_cpu:
             self.say("the teacher translates by generate(): CTranslate2, if installed, takes a fifth of the time")
         beams = 1 if self.data is None else BEAMS  # of random tokens more texts are better
         sample, took = time_translations(sources[:SAMPLE], translator, self.tokenizer, beams)
@@ -410,7 +410,7 @@ class Run:
             saves=saves,
             best_by=self.best_by,
             output_dir=str(self.output),
-            use_cpu=self.threads is not None,
+            use_cpu=self.on_cpu,
             seed=self.seed,
             generation_max_length=self.longest_output,
             report_to=list(self.report_to) if saves else "none",
@@ -443,7 +443,7 @@ class Run:
         trainer.add_callback(pace)
         checkpoint = find_last_checkpoint(self.output)
         with tqdm(total=settings.steps, desc="recovering", unit="step", disable=not self.progress) as bar:
-            trainer.add_callback(Progress(bar, self.threads, labels(self.metrics)))
+            trainer.add_callback(Progress(bar, labels(self.metrics)))
             train(trainer, checkpoint)
         copy_report(str(self.folder), self.output)
         state = trainer.state

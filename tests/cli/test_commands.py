@@ -293,11 +293,13 @@ def test_an_export_is_no_source(lightformers, workplace):
 
 def test_bars_fill_no_log(workplace):
     command = [sys.executable, "-m", "lightformers_hf", "plan", "dense", "--ratio", "2"]
+    start = time.monotonic()
     done = subprocess.run(command, cwd=workplace, capture_output=True, text=True, check=True)
+    more = (time.monotonic() - start) / 30  # one for every 30 seconds of a bar
     assert "100%" in done.stderr
     updates = [part for part in re.split(r"[\r\n]", done.stderr) if "%|" in part]
     bars = {part.partition(":")[0] for part in updates}
-    assert len(updates) <= 2 * len(bars)  # of each its beginning and its end
+    assert len(updates) <= 2 * len(bars) + more  # of each its beginning and its end
 
 
 def test_ctrl_c_ends_with_130(lightformers, workplace, monkeypatch):

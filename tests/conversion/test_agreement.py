@@ -10,10 +10,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForSeq2SeqLM, BartConfig, BartForConditionalGeneration, PreTrainedTokenizerFast
 
 from lightformers_hf import convert
-from lightformers_hf.conversion.agreement import hold_out, predict_tokens, share_of_equal
+from lightformers_hf.conversion import sensitivity as calibration
+from lightformers_hf.conversion.calibration_text import hold_out
 from lightformers_hf.conversion.card import model_card
+from lightformers_hf.conversion.refit import predict_tokens, share_of_equal
 from lightformers_hf.conversion.report import OWN_TEXT, Agreement, ModelFacts, read_report, write_report
-from lightformers_hf.conversion.statistics import calibration
 from lightformers_hf.conversion.teacher import Teacher
 
 FACTS = ModelFacts(architecture="lightformer", auto_class="AutoModelForSeq2SeqLM", parameters=60, bytes=240)
@@ -28,7 +29,7 @@ def test_every_tenth_sentence_is_held_out(sizes):
     found = [torch.cat([batch["labels"] for batch in part]).flatten() if part else rows[:0] for part in (kept, held)]
     assert torch.equal(torch.cat(found).sort().values, rows)
     assert len(found[1]) == (0 if len(rows) < 100 else pytest.approx(len(rows) / 10, abs=1))
-    assert all(torch.equal(batch["input_ids"], batch["labels"]) for batch in kept + held)
+    assert all(torch.equal(batch["input_ids"], batch["labels"]) for batch in kept + (held or []))
 
 
 def letters(rows: list[list[int]]) -> torch.Tensor:
@@ -114,7 +115,7 @@ def test_a_teacher_that_is_sure_keeps_its_outputs(sure_teacher, tmp_path, monkey
     folder, data, batch = sure_teacher
     options = {"ratio": 2, "calibration": str(data), "source_lang": "source", "target_lang": "target"}
     report = convert(folder, tmp_path / "new", progress=False, **options)
-    monkeypatch.setattr(calibration, "temperature_of", lambda variance, removed: 1.0)
+    monkeypatch.setattr(calibration, "find_temperature", lambda variance, removed: 1.0)
     exact = convert(folder, tmp_path / "exact", progress=False, **options)
     teacher, new, old = (kept_words(path, batch) for path in (folder, tmp_path / "new", tmp_path / "exact"))
     print(teacher, new, old, report.agreement, exact.agreement)

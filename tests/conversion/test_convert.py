@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MarianMTModel
 
 from lightformers_hf import StudyOptions, convert, plan
+from lightformers_hf.conversion.calibration_text import synthetic_batches
 from lightformers_hf.conversion.convert import cast_tensors
 from lightformers_hf.conversion.report import OWN_TEXT
-from lightformers_hf.conversion.statistics.synthesis import synthetic_batches
 from lightformers_hf.conversion.teacher import Teacher
 from lightformers_hf.models import LightFormerForConditionalGeneration
 
@@ -195,7 +196,7 @@ def test_plan_and_convert_say_the_same_and_json_agrees_with_the_model(teachers, 
     folder, _ = teachers("mbart")
     planned = plan(folder, ratio=2, encoder_groups=2, progress=False)
     done = convert(folder, tmp_path / "out", ratio=2, encoder_groups=2, progress=False)
-    assert planned == done
+    assert planned == replace(done, agreement=None)  # a plan makes no model to compare
     saved = json.loads((tmp_path / "out" / "compression.json").read_text())
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
     assert saved["parameters_after"] == model.num_parameters()
@@ -394,7 +395,8 @@ def test_the_plan_is_what_the_conversion_does(tmp_path):
     like_trained(model_class(config)).save_pretrained(tmp_path / "teacher")
     options = {"ratio": 2, "calibration_samples": 8, "progress": False}
     planned = plan(tmp_path / "teacher", **options).to_dict()
-    assert planned == convert(tmp_path / "teacher", tmp_path / "light", **options).to_dict()
+    done = convert(tmp_path / "teacher", tmp_path / "light", **options).to_dict()
+    assert planned == done | {"agreement": None}  # a plan makes no model to compare
     light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light")
     assert planned["parameters_after"] == light.num_parameters()
 

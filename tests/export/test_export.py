@@ -276,7 +276,8 @@ def test_command_line(exported, tiny_marian, tmp_path, monkeypatch, capsys):
     (tmp_path / "text").write_text("Zwei Hunde spielen im Schnee.\n", encoding="utf-8")
     code, out, _ = run("translate", exported / "onnx", tmp_path / "text")
     assert (code, out) == (0, "Two dogs are playing in the snow.\n")
-    code, _, err = run("evaluate", exported / "onnx", "--data", "x.jsonl")
+    (tmp_path / "pairs.jsonl").write_text('{"de": "Hund", "en": "dog"}\n')
+    code, _, err = run("evaluate", exported / "onnx", "--data", tmp_path / "pairs.jsonl")
     assert (code, "exported for another engine" in err) == (1, True)
 
 

@@ -149,7 +149,7 @@ def test_evaluation_leaves_the_teacher_out(build_trainer):
 
 
 def test_epochs_of_token_batches_are_whole_and_differ(build_trainer):
-    trainer = build_trainer(rows=10, max_tokens=60, num_train_epochs=3)
+    trainer = build_trainer(rows=10, max_tokens=60, num_train_epochs=3, learning_rate=0.01)
     seen = []
     collate = trainer.data_collator
     trainer.data_collator = lambda rows: seen.append([tuple(row["input_ids"]) for row in rows]) or collate(rows)
@@ -208,6 +208,21 @@ def test_training_keeps_memory_however_it_is_begun(build_trainer, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     build_trainer(max_steps=1).train()
     assert [os.environ.get(name) for name in CACHES] == ["512", "128"]
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_training_ends_at_the_first_loss_that_is_nan(build_trainer, steps):
+    trainer = build_trainer(max_steps=3, per_device_train_batch_size=4, logging_steps=500)
+    weight = trainer.model.get_encoder().layers[0].fc1.weight
+
+    def damage(model, inputs):
+        if trainer.state.global_step == steps:
+            weight.data.fill_(float("nan"))
+
+    trainer.model.register_forward_pre_hook(damage)
+    with pytest.raises(ValueError, match=f"the loss of step {steps + 1} is NaN.*learning_rate"):
+        trainer.train()
+    assert trainer.state.global_step == steps
 
 
 @pytest.mark.parametrize("trains", [False, True])

@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 from lightformers_hf import convert
 from lightformers_hf.files import read_json
 from lightformers_hf.folders import lock
-from lightformers_hf.processors import IdleThreads
 from lightformers_hf.recovery import progress
 from lightformers_hf.workflows.recover import Run, recover
 from lightformers_hf.workflows.settings import (
@@ -285,7 +284,6 @@ def test_a_multilingual_teacher_translates_into_the_light_models_language(tiny_m
         (),
         0,
         False,
-        IdleThreads(),
     )
     assert light.generation_config.forced_bos_token_id is not None
     assert run.distiller.generation_config.forced_bos_token_id == light.generation_config.forced_bos_token_id
@@ -321,7 +319,7 @@ def test_what_is_cut_is_said(place, tiny_marian, tmp_path, capsys):
 def test_a_prefix_that_is_given_stands_before_the_sources(place, tiny_marian, tmp_path):
     languages = ("de=translate: ", "en")
     data = str(place / "pairs.jsonl")
-    run = Run(place / "light", tmp_path / "out", tiny_marian, data, None, languages, [], (), 0, False, IdleThreads())
+    run = Run(place / "light", tmp_path / "out", tiny_marian, data, None, languages, [], (), 0, False)
     assert all(text.startswith("translate: ") for text in [*run.pairs["source"], *run.held_out["source"]])
 
 

@@ -22,14 +22,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...models.attention import MultiHeadAttention
-from ..choosing.budget import Choices, tail_energies
-from ..choosing.rules import RankPolicy
-from ..lazy import lazy_property
+from ..moments import GRADIENT_DAMPING, INPUT_DAMPING, damped_root, lazy_property
 from ..report import MatrixReport
-from ..sharing.originals import short_name
-from ..statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, damped_root
-from .form import Built, Form, Setting, commonest, find_blocks, register_form, to_store
-from .svd import Factors, rescale_
+from ..rules import RankPolicy
+from ..sharing import short_name
+from . import Built, Choices, Form, Setting, commonest, find_blocks, register_form, to_store
+from .svd import Factors, rescale_, tail_energies
 
 PARTS = ("q_proj", "k_proj", "v_proj", "out_proj")
 

@@ -10,15 +10,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...models.matrices import low_rank_state, rank_of
-from ..choosing.budget import Choices, tail_energies
-from ..choosing.rules import RankPolicy
-from ..lazy import lazy_property
+from ..moments import Metric, lazy_property
 from ..report import MatrixReport
-from ..sharing.groups import STACKS, find_matrices
-from ..sharing.originals import short_name
-from ..statistics.metric import Metric
-from .form import Built, Form, Setting, commonest, register_form, to_store
-from .svd import Factors, Spectrum, decompose, singular_values
+from ..rules import RankPolicy
+from ..sharing import STACKS, find_matrices, short_name
+from . import Built, Choices, Form, Setting, commonest, register_form, to_store
+from .svd import Factors, Spectrum, decompose, singular_values, tail_energies
 
 
 @register_form

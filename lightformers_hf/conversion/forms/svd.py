@@ -28,8 +28,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..linear import all_finite
-from ..statistics.metric import Metric
+from ...checkpoint import all_finite
+from ..moments import Metric
 
 # Share of the discarded energy that the fast route may lose: half of it is the relative excess of the error.
 TOLERATED_LOSS = 2e-6
@@ -309,3 +309,9 @@ def _certified(tall: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor] | None:
         return None
     tail = torch.cat([ritz[rank:], rest]).sort(descending=True).values
     return torch.cat([ritz[:rank], tail]), space @ rotation, image @ rotation
+
+
+def tail_energies(values: Tensor) -> Tensor:
+    """Σ_{i>r} s_i² for r = 0 … K: what truncation at r loses."""
+    squares = values.double().square()
+    return torch.cat([squares.flip(0).cumsum(0).flip(0), squares.new_zeros(1)])

@@ -18,8 +18,8 @@ from rich.table import Table
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...conversion.choosing.rules import rank_for_ratio
 from ...conversion.forms.svd import decompose
+from ...conversion.rules import rank_for_ratio
 from ...conversion.workers import map_in_threads
 from ..memory import child_command, child_environment
 from .shapes import teacher_class
@@ -174,14 +174,14 @@ def benchmark_conversion(shapes: str, *, runs: int = 3, samples: int | None = No
 _CONVERT = """
 import json, logging, sys
 from lightformers_hf import convert
-from lightformers_hf.conversion import steps
+from lightformers_hf.conversion import workers
 from lightformers_hf.evaluation.benchmarks.conversion import Seconds
 from lightformers_hf.evaluation.memory import peak_memory
 source, output, options = sys.argv[1:]
 found, taken = [], logging.Handler()
 taken.emit = lambda record: found.append(record.args)
-steps.logger.addHandler(taken)
-steps.logger.setLevel(logging.INFO)
+workers.logger.addHandler(taken)
+workers.logger.setLevel(logging.INFO)
 libraries, start = peak_memory(), Seconds.now()
 convert(source, output, **json.loads(options))
 print(json.dumps([found, Seconds.since(start), peak_memory(), libraries]))

@@ -17,9 +17,9 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
 from ...conversion.report import CompressionReport, MatrixReport, read_report
-from ...conversion.sharing.merging import source_names
+from ...conversion.sharing import source_names
 from ...conversion.teacher import Teacher
-from ...conversion.vocabulary.kept import KeptTokens
+from ...conversion.vocabulary.choose import KeptTokens
 from ...files import REPORT_FILE, STATE_FILE, as_kind
 from ...loading import load_pair, load_pretrained, printable_name, resolve_source
 from ...text import load_parallel

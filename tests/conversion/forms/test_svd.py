@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightformers_hf.conversion.forms import svd
 from lightformers_hf.conversion.forms.svd import Factors, decompose, rescale_, singular_values
-from lightformers_hf.conversion.statistics.metric import Damped, Metric
+from lightformers_hf.conversion.moments import Damped, Metric
 
 SPLITS = ("sigma-right", "balanced")
 
@@ -335,9 +335,7 @@ def test_a_large_table_is_scaled_without_a_second_one():
         import torch
         from lightformers_hf.conversion.forms.svd import Factors, rescale_
         from lightformers_hf.evaluation.memory import peak_memory
-        from lightformers_hf.processors import keep_memory
 
-        keep_memory(largest=6 * 2**20)
         factors = Factors(torch.ones(100_000, 1000), torch.ones(1000, 8))  # 400 MB, 800 in float64
         before = peak_memory()
         thread = Thread(target=rescale_, args=(factors, "balanced"))

@@ -1,19 +1,26 @@
-"""Which of the user's sentence pairs are read."""
+"""Which calibration text is drawn, and which the teacher makes."""
 
 import json
+import threading
 from statistics import fmean
 
 import pytest
+import torch
 from transformers import AutoConfig, AutoTokenizer
 
+from lightformers_hf.conversion import calibration_text as module
+from lightformers_hf.conversion.calibration_text import (
+    count_tokens,
+    default_sources,
+    draw_pairs,
+    mean_tokens,
+    sample_pairs,
+    synthetic_batches,
+    translated_batches,
+)
 from lightformers_hf.conversion.options import CompressionOptions, StudyOptions
-from lightformers_hf.conversion.statistics import samples as module
-from lightformers_hf.conversion.statistics.samples import mean_tokens, sample_pairs
-from lightformers_hf.conversion.statistics.synthesis import own_sources
-from lightformers_hf.conversion.statistics.text import count_tokens, draw_pairs
 from lightformers_hf.conversion.teacher import Teacher
-
-pytestmark = pytest.mark.quick
+from lightformers_hf.processors import use_threads
 
 SIDES = {"source_lang": "de", "target_lang": "en"}
 
@@ -52,7 +59,7 @@ def test_short_sentences_are_more_pairs_and_long_ones_are_not_fewer(tiny_marian,
     for each, most in ((25 * mean / config.d_model, 10**6), (10**6, 25 * mean)):
         monkeypatch.setattr(module, "TOKENS_PER_FEATURE", each)
         monkeypatch.setattr(module, "MOST_TOKENS", most)
-        assert 25 <= len(drawn(teacher, text)) <= 26
+        assert 28 <= len(drawn(teacher, text)) <= 29  # 25 or 26, and every tenth that is held out
     monkeypatch.setattr(module, "MOST_TOKENS", 10**6)  # all that there is
     assert len(drawn(teacher, text)) == 40
     assert len(drawn(teacher, text, calibration_samples=7)) == 7
@@ -78,7 +85,7 @@ def test_the_tokens_that_will_be_read_are_known_before(teacher, text):
     mean = mean_tokens(teacher.config, teacher.tokenizer(), pairs)
     assert count_tokens(teacher, CompressionOptions(calibration=text), pairs) == pytest.approx(20 * mean)
     assert count_tokens(teacher, CompressionOptions(calibration_samples=10), None) == 10 * 17.5  # of 5 to 30
-    assert count_tokens(teacher, CompressionOptions(), None) == own_sources(teacher.model)[0] * 17.5
+    assert count_tokens(teacher, CompressionOptions(), None) == default_sources(teacher.model)[0] * 17.5
 
 
 def test_longer_texts_than_the_model_takes_count_as_they_are_cut(teacher, text, monkeypatch):
@@ -91,3 +98,40 @@ def test_repeated_text_is_refused(teacher, tmp_path):
     with pytest.raises(ValueError, match=r"x\.txt: only 1 of the 20 sources drawn are distinct"):
         drawn(teacher, str(tmp_path / "x.txt"))
     assert len(drawn(teacher, str(tmp_path / "x.txt"), calibration_samples=5)) == 5
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_batches_at_once_are_those_of_one_after_another(tiny_marian, parallel_sentences, own, monkeypatch):
+    """And no two threads use one tokenizer, which fast ones refuse."""
+    teacher, readers, makers = Teacher(tiny_marian, "tiny"), set(), set()
+    model, tokenizer = teacher.load(), teacher.tokenizer()
+    generate = model.generate
+
+    class Watched(type(tokenizer)):
+        def __call__(self, *args, **options):
+            readers.add(threading.get_ident())
+            return super().__call__(*args, **options)
+
+    def make(*args, **options):
+        makers.add(threading.get_ident())
+        return generate(*args, **options)
+
+    tokenizer.__class__ = Watched
+    monkeypatch.setattr(module, "BATCH", 4)
+    monkeypatch.setattr(teacher, "tokenizer", lambda: tokenizer)
+    monkeypatch.setattr(model, "generate", make)
+    texts = [pair["de"] for pair in parallel_sentences] * 2
+    found = []
+    for threads in (1, 2):
+        with use_threads(1):
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            if own:
+                found.append(synthetic_batches(model, teacher, 20, 0, progress=False))
+            else:
+                found.append(translated_batches(model, teacher, texts, progress=False))
+    alone, beside = found
+    assert len(alone) == 5
+    for one, other in zip(alone, beside, strict=True):
+        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    assert readers == {threading.get_ident()}
+    assert len(makers) > 1

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightformers_hf.conversion.choosing.rules import (
+from lightformers_hf.conversion.rules import (
     Energy,
     FixedRank,
     RankPolicy,
@@ -165,10 +165,10 @@ def test_without_default_other_kinds_stay_dense():
 
 def test_a_budget_has_no_say_in_names_and_dense_kinds():
     policy = RankPolicy(Ratio(2), {"embedding": None, "ffn": FixedRank(4)}, {"fc1": FixedRank(3)})
-    assert policy.settles("shared", "embedding")
-    assert policy.settles("encoder.layers.0.fc1", "ffn")
-    assert not policy.settles("encoder.layers.0.fc2", "ffn")
-    assert not policy.settles("encoder.layers.0.self_attn.q_proj", "attention")
+    assert policy.fixes("shared", "embedding")
+    assert policy.fixes("encoder.layers.0.fc1", "ffn")
+    assert not policy.fixes("encoder.layers.0.fc2", "ffn")
+    assert not policy.fixes("encoder.layers.0.self_attn.q_proj", "attention")
 
 
 def test_patterns_that_fit_nothing_are_reported():

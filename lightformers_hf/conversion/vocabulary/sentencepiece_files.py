@@ -1,4 +1,4 @@
-"""Pieces of tokens: what a SentencePiece model holds, and the merges that build a token of byte-pair encoding.
+"""Tokenizers of SentencePiece models beside a `vocab.json`, or one for each side: Marian's and M2M100's.
 
 A SentencePiece model is a message of protocol buffers (`sentencepiece_model.proto` of google/sentencepiece): field 1,
 repeated, is a piece, field 4 sentences by which a model tests itself when it is loaded, others say how text is cut.
@@ -8,15 +8,67 @@ Fields are copied as they stand, bytes and all, so that nothing is needed here b
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 
+from ...files import read_json
+from . import SavedTokenizer, lone_characters, merges_of, unknown_kind, write
+
+SIDES = {"source": "vocab.json", "target": "target_vocab.json"}  # the second where the two differ
 PIECES, SELF_TEST = 1, 4
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 TRAINER, MODEL_TYPE, BPE = 2, 3, 2  # the field of the trainer's settings, its field of the type, and one such type
 LENGTHS = {1: 8, 5: 4}  # bytes of a field by its wire type; those of type 2 say theirs
+
+
+class SentencePieceFiles(SavedTokenizer):
+    """A `vocab.json`, or one for each side, and SentencePiece models that cut the text."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self.models = {
+            file: PieceModel.read(file) for file in sorted([*folder.glob("*.spm"), *folder.glob("*.model")])
+        }
+        self.vocabularies = {side: read_json(folder / name) for side, name in SIDES.items()}
+        self.known = {token for tokens in self.vocabularies.values() for token in tokens}
+        if not self.models or not self.vocabularies["source"]:
+            raise unknown_kind("it has neither a tokenizer.json nor a vocab.json with SentencePiece models")
+        self.scores = [
+            {piece.text: -piece.score for piece in model.pieces} for model in self.models.values() if model.is_bpe
+        ]
+
+    def needed(self) -> set[str]:
+        """Single characters, bytes, and what the models say of themselves."""
+        texts = {piece.text for model in self.models.values() for piece in model.pieces}
+        return lone_characters(texts).union(*(model.needed() for model in self.models.values())) & self.known
+
+    def parts(self, token: str) -> set[str]:
+        """Of byte-pair models, what is merged into it."""
+        found = {token}
+        for scores in self.scores:
+            found |= merges_of(token, partial(_rank_in, scores)) & self.known
+        return found
+
+    def rewrite(self, ids: Mapping[str, Mapping[str, int]]) -> None:
+        """Both; pieces that no vocabulary has stay in the models, which would else cut differently."""
+        for file, model in self.models.items():
+            side = "target" if "target" in ids and file.stem == "target" else "source"
+            stays = partial(_is_none_of, self.vocabularies[side].keys() - ids[side].keys())
+            file.write_bytes(model.keep(stays))
+        for side, kept in ids.items():
+            vocabulary = {token: kept[token] for token in self.vocabularies[side] if token in kept}
+            write(vocabulary, self.folder / SIDES[side])
+        self.rewrite_config(next(iter(ids.values())))
+
+
+def _rank_in(scores: Mapping[str, float], left: str, right: str) -> float | None:
+    return scores.get(left + right)
+
+
+def _is_none_of(gone: Set[str], piece: Piece) -> bool:
+    return piece.text not in gone
 
 
 @dataclass(frozen=True)
@@ -120,32 +172,3 @@ def _as_bytes(value: bytes | int) -> bytes:
     if isinstance(value, int):
         raise ValueError(f"a field holds the number {value}, expected text or a message")
     return value
-
-
-# What two neighbours become, and how late among all merges; `None` where they are never merged.
-Rank = Callable[[str, str], float | None]
-
-
-def merges_of(token: str, rank: Rank) -> set[str]:
-    """What arises while a token is merged out of its characters: these, and all tokens between, itself included.
-
-    The lowest rank comes first, of equal ones the leftmost, as in byte-pair encoding. Neighbours of a token in a text
-    change nothing: where the token comes out, no merge went across its ends.
-    """
-    parts = list(token)
-    found = set(parts)
-    while len(parts) > 1:
-        ranks = [(rank(*pair), place) for place, pair in enumerate(pairwise(parts))]
-        possible = [(value, place) for value, place in ranks if value is not None]
-        if not possible:
-            break
-        _, place = min(possible)
-        parts[place : place + 2] = [parts[place] + parts[place + 1]]
-        found.add(parts[place])
-    return found
-
-
-def lone_characters(tokens: Collection[str]) -> set[str]:
-    """Tokens of one character, and of a space (▁) and one where that character is no token: they write any text."""
-    alone = {token for token in tokens if len(token) == 1}
-    return alone | {token for token in tokens if len(token) == 2 and token[0] == "▁" and token[1] not in alone}

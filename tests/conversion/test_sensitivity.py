@@ -1,8 +1,10 @@
 """Factorization in the metric of the loss: its moments, its optimality, one budget for all, what users see."""
 
 import json
+import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from conversion.metrics import assert_sums_close, loss, weigh
@@ -10,16 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from lightformers_hf import StudyOptions, convert, plan
+from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration, StudyOptions, convert, plan
 from lightformers_hf.conversion import refit
+from lightformers_hf.conversion.calibration_text import parallel_batches, sample_pairs, translated_batches
 from lightformers_hf.conversion.forms.svd import decompose
+from lightformers_hf.conversion.moments import Damped, Metric, damped_root
 from lightformers_hf.conversion.options import CompressionOptions
-from lightformers_hf.conversion.sharing.groups import find_matrices
-from lightformers_hf.conversion.statistics.calibration import SHRINKAGE, Calibration, cut_batches
-from lightformers_hf.conversion.statistics.metric import Damped, Metric, damped_root
-from lightformers_hf.conversion.statistics.probes import Probes, token_keys
-from lightformers_hf.conversion.statistics.samples import parallel_batches, sample_pairs
-from lightformers_hf.conversion.statistics.synthesis import translated_batches
+from lightformers_hf.conversion.sensitivity import (
+    PERIOD,
+    SHRINKAGE,
+    Calibration,
+    Probes,
+    cut_batches,
+    find_temperature,
+    logit_variance,
+    token_keys,
+)
+from lightformers_hf.conversion.sharing import find_matrices
 from lightformers_hf.conversion.teacher import Teacher
 from lightformers_hf.processors import use_threads
 
@@ -104,7 +113,7 @@ def test_batches_side_by_side_have_the_sums_of_one_after_another(calibrated, mon
         for batch in calibration.batches
         for row in range(len(batch["labels"]))
     ]
-    monkeypatch.setattr("lightformers_hf.conversion.statistics.calibration.cut_batches", list)
+    monkeypatch.setattr("lightformers_hf.conversion.sensitivity.cut_batches", list)
     linear = [name for name, kind in find_matrices(model) if kind != "embedding"]
     with use_threads(1):
         alone = Calibration(model, linear, pairs, progress=False)
@@ -370,6 +379,21 @@ def test_states_that_are_not_finite_are_named(calibrated, tiny_marian):
         Calibration(model, linear, calibrated[1].batches, progress=False)
 
 
+def test_states_without_a_last_norm_are_calibrated_in_bfloat16(calibrated, monkeypatch):
+    """Low-rank layers in bfloat16 give such states to an output layer in fp32."""
+    monkeypatch.setattr("lightformers_hf.conversion.workers.has_fast_bf16", lambda: True)
+    fields = {name: getattr(calibrated[0].config, name) for name in ("vocab_size", "pad_token_id")}
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "d_model": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    model = LightFormerForConditionalGeneration(
+        LightFormerConfig(**fields, **sizes, **heads, normalize_before=True, embedding_rank=4, attention_rank=4)
+    )
+    name = "model.decoder.layers.0.fc1"
+    found = Calibration(model, [name], calibrated[1].batches, progress=False)
+    assert found.temperature >= 1
+    assert found.moments[name].finite("inputs")
+
+
 def test_refit_leaves_balance_where_it_wins_little(tiny_marian, text, tmp_path):
     convert(tiny_marian, tmp_path / "light", calibration=text, pattern={"encoder.layers.0.fc1": 8}, progress=False)
     teacher, light = (AutoModelForSeq2SeqLM.from_pretrained(folder) for folder in (tiny_marian, tmp_path / "light"))
@@ -448,3 +472,69 @@ def test_what_the_refit_finds_does_not_depend_on_its_batches(tiny_marian, text, 
             logits.append(model(input_ids=ids, decoder_input_ids=ids).logits)
     torch.testing.assert_close(logits[1], logits[0], atol=5e-3, rtol=1e-3)
     torch.testing.assert_close(logits[2], logits[0], atol=5e-3, rtol=1e-3)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(2, 12), st.integers(0, 10_000), st.sampled_from([0.5, 3.0]), st.sampled_from([1.0, 2.5]))
+def test_their_covariance_is_the_fisher_matrix_of_the_logits(size, seed, spread, temperature):
+    """That of p − y, y a label drawn from p, summed over all labels; p the probabilities at a temperature."""
+    logits = spread * torch.randn(size, generator=torch.Generator().manual_seed(seed))
+    likely = (logits / temperature).softmax(-1)
+    errors = likely - torch.eye(size)  # of every label
+    expected = (errors * likely[:, None]).T @ errors
+    keys = torch.arange(1.0, PERIOD)
+    drawn = Probes(size, torch.device("cpu"), temperature).draw(logits.expand(len(keys), -1), keys)
+    assert (drawn.T @ drawn / len(keys) - expected).abs().max() < 0.05
+    # As of every gradient of a loss of probabilities: what is added to all logits changes none.
+    torch.testing.assert_close(drawn.sum(-1), torch.zeros(len(keys)), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("size", [3, 50_000])
+def test_signs_are_as_often_up_as_down(size):
+    logits = torch.zeros(4, size)
+    drawn = Probes(size, torch.device("cpu")).draw(logits, torch.tensor([1.0, 2.0, 77.0, 4092.0]))
+    assert drawn.isfinite().all()
+    if size > 1000:
+        assert ((drawn > 0).float().mean(-1) - 0.5).abs().max() < 0.02
+        signs = drawn.sign()
+        assert (signs @ signs.T / size - torch.eye(4)).abs().max() < 0.05  # of two tokens they are independent
+
+
+def test_keys_do_not_depend_on_the_batch():
+    ids = torch.tensor([[5, 6, 7, 1], [9, 8, 1, 1]])
+    mask, labels = (ids != 1).long(), torch.tensor([[3, 4, 2], [3, 2, -100]])
+    together = token_keys({"input_ids": ids, "attention_mask": mask, "labels": labels})
+    alone = token_keys({"input_ids": ids[1:, :2], "attention_mask": mask[1:, :2], "labels": labels[1:, :2]})
+    assert torch.equal(together[1:, :2], alone)
+    assert together.unique().numel() == together.numel()
+    assert 1 <= together.min() <= together.max() <= PERIOD
+
+
+def test_the_variance_of_logits_is_that_of_what_probabilities_depend_on():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(40, 6)) * [1, 2, 3, 1, 1, 0] + rng.normal(size=(40, 1)) * 50  # the last term moves none
+    exponents = np.exp(logits - logits.max(1, keepdims=True))
+    likely = (exponents / exponents.sum(1, keepdims=True)).mean(0)
+    expected = (likely * (logits - logits @ likely[:, None]).var(0)).sum()
+    parts = torch.tensor(logits).split(16)
+    assert logit_variance(lambda states: states, parts, 6) == pytest.approx(expected, rel=1e-9)
+    assert logit_variance(lambda states: states.float(), [torch.ones(5, 6)], 6) == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("gap", [0.5, 4.0, 10.0])
+def test_a_temperature_stands_for_noise_of_the_logits(gap):
+    """The curvature p(1 − p) of two tokens, expected under Gaussian noise, is near the curvature at the temperature.
+
+    By the exact logits, a confident model has no curvature left."""
+    variance, removed = 9.0, 0.5
+    noise = torch.randn(400_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    noisy = torch.sigmoid(gap + math.sqrt(2 * removed * variance) * noise)
+    exact = torch.sigmoid(torch.tensor(gap))
+    warm = torch.sigmoid(torch.tensor(gap / find_temperature(variance, removed)))
+    # The expected curvature is the derivative of the expected probability, which the approximation is of.
+    slope = warm * (1 - warm) / find_temperature(variance, removed)
+    expected = (noisy * (1 - noisy)).mean()
+    error, without = (abs(math.log(curvature / expected)) for curvature in (slope, exact * (1 - exact)))
+    assert error < math.log(2.2)
+    assert error < 0.25 * without
+    assert find_temperature(variance, 0.0) == 1.0

@@ -1,17 +1,21 @@
-"""What sample sentences say about each matrix: which inputs it gets, and how much the loss feels its outputs.
+"""How sensitive the loss is to an error in each matrix, measured on calibration text.
 
 Let y = x·W. To second order, and treating x and the gradient g at y as independent (K-FAC, Martens and Grosse 2015),
 replacing W by Ŵ costs ½ tr(Δᵀ C Δ G) nats a target token, Δ = W − Ŵ, C = E[xᵀx] and G = Σ gᵀg / target tokens: so far
 predictions move from the model's own (`Probes`). So errors of different matrices are in one unit, and compare.
 
-They are not independent: of some tokens the loss feels much, of others nothing. So C is a mean with weights |g|²,
-which with G is the first step towards the product C ⊗ G that is nearest to E[xᵀx ⊗ gᵀg] (Van Loan and Pitsianis 1993).
+They are not independent: the loss is very sensitive to some tokens, and not at all to others. So C is a mean with
+weights |g|², which with G is the first step towards the product C ⊗ G that is nearest to E[xᵀx ⊗ gᵀg] (Van Loan and
+Pitsianis 1993).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import EllipsisType
 
@@ -21,9 +25,17 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ..steps import Step
-from ..workers import (
-    Turns,
+from .moments import (
+    GRADIENT_DAMPING,
+    INPUT_DAMPING,
+    Damped,
+    Metric,
+    Moments,
+    TensorStore,
+    damped_weights,
+)
+from .workers import (
+    Step,
     algebra_device,
     cast_weights,
     fail_together,
@@ -33,12 +45,9 @@ from ..workers import (
     gather_from_all,
     is_distributed,
     map_in_order,
+    process_share,
     sum_over_all,
 )
-from .metric import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric, damped_weights
-from .moments import Moments
-from .probes import Probes, logit_variance, temperature_of, token_keys
-from .shelf import Shelf
 
 # Share of the mean variance of inputs by which C is shrunk towards a multiple of the identity: a sample does not show
 # all inputs, and random tokens show other inputs than real text (RESULTS.md, "Over-confident teachers").
@@ -49,21 +58,111 @@ TOKEN_DAMPING = 1e-2
 TOKENS, LOGIT_ROWS = 512, 64
 # Target tokens, about, by which the spread of logits is known, of so many batches.
 SPREAD_TOKENS, SPREAD_BATCHES = 256, 4
+# Signs of `Probes` repeat after so many tokens: a prime, small enough for float32 to tell fractions of its multiples
+# apart.
+PERIOD = 4093
+
+Batch = dict[str, Tensor]
+
+
+class Probes:
+    """Random vectors z, one for each token, with E[zᵀz] = diag(p) − pᵀp, p the softmax of the logits over T.
+
+    With T = 1 this is the Fisher matrix of the logits: the curvature of the divergence from the model, and the
+    covariance of p − y for a label y drawn from p. A single label is a poor estimate of it: most labels of a confident
+    model are as expected and contribute nothing (RESULTS.md, "Probes"). Here z = ε√p − p Σ ε√p with random signs ε, to
+    which every token contributes.
+
+    The curvature at the model describes small errors. `find_temperature` gives the T for errors of a compression.
+
+    Signs depend on the token alone, not on its batch: so the sums of several processes are those of one.
+
+    Args:
+        size: of the vocabulary.
+        device: where the probabilities are.
+        temperature: T.
+    """
+
+    def __init__(self, size: int, device: torch.device, temperature: float = 1.0) -> None:
+        self.phases = torch.rand(size, generator=torch.Generator().manual_seed(0)).to(device)
+        self.temperature = temperature
+
+    def draw(self, logits: Tensor, keys: Tensor) -> Tensor:
+        """z (N, V), of logits (N, V) and the tokens' `token_keys` (N)."""
+        roots = logits.div(self.temperature).softmax(-1).sqrt_()
+        probes = (keys[:, None] * self.phases).frac_().sub_(0.5).sign_().mul_(roots)
+        return probes.sub_(roots.square_().mul_(probes.sum(-1, keepdim=True)))
+
+
+def logit_variance(logits_of: Callable[[Tensor], Tensor], states: Sequence[Tensor], size: int) -> float:
+    """Return how much the logits of one token vary over the text: V = Σ_v p_v Var(l_v), in nats².
+
+    p is the mean probability, and l the logits less their mean under p, which no probability depends on. Each of
+    several processes gives states of its own; the result is that of all.
+
+    Args:
+        logits_of: logits (tokens, V) of states. Called twice for each of them, to hold few logits at a time.
+        states: decoder states (tokens, d).
+        size: of the vocabulary.
+    """
+    count = sum_over_all(torch.tensor(float(sum(map(len, states)))))
+
+    def moments(rows_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """Mean and second moment of what a function makes of logits."""
+        sums = torch.zeros(2, size, dtype=torch.float64)
+        for part in states:
+            rows = rows_of(logits_of(part).to(algebra_device(part.device)).double())
+            sums += torch.stack([rows.sum(0), rows.square().sum(0)]).cpu()
+        return sum_over_all(sums) / count
+
+    likely = moments(lambda logits: logits.softmax(-1))[0]
+    mean, square = moments(lambda logits: logits - (logits @ likely.to(logits.device))[:, None])
+    return (likely * (square - mean.square())).sum().item()
+
+
+def find_temperature(variance: float, removed: float) -> float:
+    """Return the temperature T at which probabilities have the sensitivity that finite errors meet.
+
+    Let compression add noise of covariance Σ to the logits. The derivative of the expected divergence with respect to
+    Σ is half the expected diag(q) − qᵀq, q the probabilities of the noisy logits, not of the exact ones (Price 1958).
+    A probability expected under Gaussian noise is nearly that of a higher temperature: with s² the variance of the
+    noise in the difference of two logits, T² = 1 + π s² / 8 (MacKay 1992). Compression removes all that varies in the
+    directions that matter least, so the noise of a logit is taken as a share of its `logit_variance` V over the text:
+    s² = 2 · `removed` · V. Teachers that are sure of their text have large logits, and get a large T.
+
+    Args:
+        removed: share of the matrices' parameters that compression removes, in [0, 1].
+    """
+    return math.sqrt(1 + math.pi / 4 * removed * variance)
+
+
+def token_keys(batch: Batch) -> Tensor:
+    """A number from 1 to `PERIOD` for every target token (B, T), of its source sentence and its place."""
+    sentences = (batch["input_ids"] * batch["attention_mask"]).sum(1, keepdim=True)
+    places = torch.arange(batch["labels"].shape[1], device=sentences.device)
+    return ((sentences * 7919 + places * 104_729) % PERIOD + 1).float()
 
 
 @dataclass(eq=False)
-class Passed:
-    """What passes a layer: its name and inputs, where they hold tokens, where errors count, and Σ g² of each token."""
+class BatchPass:
+    """One batch on its way through the model and back.
 
-    name: str
-    states: Tensor
-    tokens: Tensor | EllipsisType
-    mask: Tensor | EllipsisType
-    weights: Tensor | None = None
+    Attributes:
+        masks: where the `source` and `target` have tokens.
+        vectors: of the batch's tokens: gradients flow from the loss to here.
+        additions: calls that add the batch to the sums.
+    """
+
+    masks: dict[str, Tensor]
+    vectors: list[Tensor] = field(default_factory=list)
+    additions: deque[Callable[[], None]] = field(default_factory=deque)
 
 
 class Calibration:
-    """The moments of every matrix of a model, from sentence pairs: sums, for which memory is bounded (see `Shelf`).
+    """The moments of every matrix of a model, from sentence pairs: sums, for which memory is bounded (`TensorStore`).
+
+    Worker threads pass batches through the model and back, one thread adds them to the sums, in their order. So the
+    sums do not depend on the number of threads.
 
     Args:
         model: a sequence-to-sequence model of this package, on the device where it is to run.
@@ -71,7 +170,7 @@ class Calibration:
         batches: `input_ids`, `attention_mask`, `labels` (−100 is padding) and `decoder_input_ids`. Larger ones than
             `TOKENS` are cut. Each of several processes has its own; sums are over all.
         progress: show a progress bar.
-        removed: share of the parameters that compression removes, which `temperature_of` takes.
+        removed: share of the parameters that compression removes, which `find_temperature` takes.
         self_generated: whether the text is of random tokens.
         alike: whether all tokens have the same weight in C; for comparison.
 
@@ -83,7 +182,7 @@ class Calibration:
         self,
         model: PreTrainedModel,
         linear: list[str],
-        batches: Sequence[dict[str, Tensor]],
+        batches: Sequence[Batch],
         *,
         progress: bool,
         removed: float = 0.5,
@@ -92,35 +191,38 @@ class Calibration:
     ):
         self.batches = cut_batches(batches)
         self.model = model.eval().requires_grad_(False)
-        self._vectors: list[Tensor] = []  # of a batch's tokens: gradients flow from the loss to here
-        self._passed: list[Passed] = []  # what a batch has brought to each layer of the stacks
-        self._weights: dict[str, list[Tensor]] = {}  # of each batch's tokens at each of these
-        self._alike = alike
-        self.self_generated = self_generated
+        self.self_generated, self._alike = self_generated, alike
         self.moments: dict[str, Moments] = {}
         self.target_tokens = 0
-        self._shelf = Shelf(algebra_device(model.device))
-        self._masks: dict[str, Tensor] = {}
+        self._token_weights: dict[str, list[Tensor]] = {}  # of each batch's tokens at each linear layer of the stacks
+        self._store = TensorStore(algebra_device(model.device))
+        self._current = threading.local()  # its `batch` is the `BatchPass` of a thread
+        count = int(sum_over_all(torch.tensor(len(batches))))
         with fail_together():
-            states = self._sample_states()
+            states = self._sample_states(batches, count)
         size = model.config.decoder_vocab_size
-        self.temperature = temperature_of(logit_variance(model.logits_of, states, size), removed)
+        variance = logit_variance(lambda part: model.logits_of(part).to(self.device), states, size)
+        self.temperature = find_temperature(variance, removed)
         self._probes = Probes(size, model.device, self.temperature)
-        self._turns = Turns()
         tables = [f"model.{stack}.embed_tokens" for stack in ("encoder", "decoder")]
-        watched = {**dict.fromkeys(linear, "linear"), **dict.fromkeys(tables, "table"), self.output_name: "output"}
-        hooks = [self._watch(name, kind) for name, kind in watched.items()]
+        kinds = {**dict.fromkeys(linear, "linear"), **dict.fromkeys(tables, "table"), self.output_name: "output"}
+        hooks = [self._watch(name, kind) for name, kind in kinds.items()]
         try:
             with fail_together(), cast_weights(self.model), fast_sums(self.device):
-                passes = map_in_order(self._accumulate, range(len(self.batches)), model.device)
-                for _ in Step("calibrating", passes, total=len(self.batches), unit="batch", shown=progress):
-                    pass
+                passes = map_in_order(self._pass, self.batches, model.device)
+                for additions in Step("calibrating", passes, total=len(self.batches), unit="batch", shown=progress):
+                    while additions:
+                        additions.popleft()()
         finally:
             for hook in hooks:
                 hook.remove()
-            self._shelf.settle()
+        self.target_tokens = sum(int(token_mask(batch, "target").sum()) for batch in self.batches)
         if is_distributed():
-            self._add_up()
+            self._sum_over_all()
+        self._check()
+
+    def _check(self) -> None:
+        """Raise `ValueError` for text without a token to predict, and for sums that are not finite."""
         if not self.target_tokens:
             raise ValueError("calibration: the text has no token to predict; give other text with --calibration")
         for what in ("inputs", "gradients", "squares"):  # what is not finite somewhere makes all gradients so
@@ -132,7 +234,7 @@ class Calibration:
     @property
     def device(self) -> torch.device:
         """Where moments and metrics are."""
-        return self._shelf.device
+        return self._store.device
 
     @property
     def shrinkage(self) -> float:
@@ -144,80 +246,80 @@ class Calibration:
         """Name of the layer that makes logits."""
         return "lm_head.output" if hasattr(self.model.lm_head, "projection") else "lm_head"
 
-    def moved(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A batch, where the model is."""
-        return {name: tensor.to(self.model.device) for name, tensor in batch.items()}
-
     @torch.no_grad()
-    def _sample_states(self) -> list[Tensor]:
-        """Decoder states at some target tokens, from batches of all lengths."""
-        states = []
-        for batch in self.batches[:: max(1, -(-len(self.batches) // SPREAD_BATCHES))]:
-            batch = self.moved(batch)
-            inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-            with fast_products(self.model.device):
-                found = self.model.model(**inputs, use_cache=False).last_hidden_state[token_mask(batch, "target")]
-            states.append(found[:: max(1, len(found) * SPREAD_BATCHES // SPREAD_TOKENS)])
+    def _sample_states(self, batches: Sequence[Batch], count: int) -> list[Tensor]:
+        """Decoder states at some target tokens, from batches of all lengths, of all processes' `count` the same."""
+        states, every = [], -(-count // SPREAD_BATCHES)
+        for index, batch in zip(process_share(range(count)), batches, strict=False):
+            if index % every:
+                continue
+            parts = []
+            for part in cut_batches([batch]):
+                with fast_products(self.model.device):
+                    output = self.model.model(**model_inputs(part, self.model.device), use_cache=False)
+                found = output.last_hidden_state
+                parts.append(found[token_mask(part, "target").to(found.device)])
+            found = torch.cat(parts)
+            # Without a last norm, states are bfloat16 where matrix multiplications are.
+            states.append(found[:: max(1, len(found) * SPREAD_BATCHES // SPREAD_TOKENS)].float())
         return states
 
     def _watch(self, name: str, kind: str) -> RemovableHandle:
-        moments = self.moments[name] = Moments(name, self._shelf)
+        """Have a module's inputs and gradients added to its moments."""
+        moments = self.moments[name] = Moments(name, self._store)
 
         def see(module: nn.Module, arguments: tuple, output: Tensor) -> Tensor | None:
+            batch: BatchPass = self._current.batch
             # Behind the decoder's states there are the tokens that count alone.
-            tokens = ... if name.startswith("lm_head") else self._masks[stream_of(name)]
+            tokens = ... if name.startswith("lm_head") else batch.masks[stream_of(name)]
             mask = _where_errors_count(module, kind, arguments[0], output, tokens)
+
+            def see_gradient(gradient: Tensor) -> None:
+                if kind != "table":
+                    weights = torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32).square_()
+                    batch.additions.append(
+                        partial(self._add_inputs, name, arguments[0].detach(), tokens, mask, weights)
+                    )
+                batch.additions.append(partial(_add_gradients, moments, gradient[mask].flatten(0, -2), kind))
+
             if kind == "table":
-                states = arguments[0].detach()[mask]
-                moments.add("tokens", torch.bincount(states, minlength=module.num_embeddings))
-                moments.count += states.numel()
+                ids = arguments[0].detach()[mask]
+                batch.additions.append(partial(_add_lookups, moments, ids, module.num_embeddings))
                 output = output.detach().requires_grad_()
-                self._vectors.append(output)
-            else:
-                passed = Passed(name, arguments[0].detach(), tokens, mask)
-                output.register_hook(partial(self._weigh, passed, None if tokens is ... else self._passed))
-            output.register_hook(partial(_add_gradients, moments, mask, kind))
+                batch.vectors.append(output)
+            output.register_hook(see_gradient)
             return output if kind == "table" else None
 
         return self.model.get_submodule(name).register_forward_hook(see)
 
-    def _weigh(self, passed: Passed, later: list[Passed] | None, gradient: Tensor) -> None:
-        """Find out how much the loss feels of a module's tokens, and add its inputs, now or later."""
-        passed.weights = torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32).square_()
-        if later is None:
-            self._add_inputs(passed)
-        else:
-            later.append(passed)
-
-    def _add_inputs(self, passed: Passed) -> None:
-        weights = torch.ones_like(passed.weights) if self._alike else passed.weights
+    def _add_inputs(
+        self, name: str, states: Tensor, tokens: Tensor | EllipsisType, mask: Tensor | EllipsisType, weights: Tensor
+    ) -> None:
+        """Add inputs of a linear layer, where they hold `tokens`, with weights Σ g² where errors count (`mask`)."""
+        if self._alike:
+            weights = torch.ones_like(weights)
         weights = weights.where(weights.isfinite(), 1)  # gradients that are not are found by their own sums
         counted = torch.zeros_like(weights)
-        counted[passed.mask] = weights[passed.mask]
-        weights = counted[passed.tokens].flatten()
-        self.moments[passed.name].add_inputs(passed.states[passed.tokens].flatten(0, -2), weights)
-        if passed.tokens is not ...:
-            self._weights.setdefault(passed.name, []).append(weights.to(self.device))
+        counted[mask] = weights[mask]
+        weights = counted[tokens].flatten()
+        self.moments[name].add_inputs(states[tokens].flatten(0, -2), weights)
+        if tokens is not ...:
+            self._token_weights.setdefault(name, []).append(weights.to(self.device))
 
-    def _accumulate(self, index: int) -> None:
-        """Add a batch to the sums, each of which only one stage adds to: so they do not depend on what is at once."""
-        batch, turns = self.moved(self.batches[index]), self._turns
-        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        with torch.enable_grad(), fast_products(self.model.device):
-            with turns.take("forward", index), fast_passes(self.model.device):
-                self._masks = {stream: token_mask(batch, stream) for stream in ("source", "target")}
-                kept, self._vectors, self._passed = self._masks["target"], (vectors := []), (layers := [])
-                states = self.model.model(**inputs, use_cache=False).last_hidden_state[kept]
-            with turns.take("logits", index):
-                keys = token_keys(batch)[kept]
-                parts = zip(states.detach().split(LOGIT_ROWS), keys.split(LOGIT_ROWS), strict=True)
-                gradients = torch.cat([self._gradient(*part) for part in parts])
-            with turns.take("backward", index):
-                torch.autograd.grad(states, vectors, gradients)
-                self.target_tokens += int(kept.sum())
-            with turns.take("inputs", index):
-                while layers:
-                    self._add_inputs(layers.pop())
+    def _pass(self, batch: Batch) -> deque[Callable[[], None]]:
+        """Pass a batch through the model and back, and return what adds it to the sums."""
+        device = self.model.device
+        masks = {stream: token_mask(batch, stream).to(device) for stream in ("source", "target")}
+        current = self._current.batch = BatchPass(masks)
+        with torch.enable_grad(), fast_products(device):
+            with fast_passes(device):
+                states = self.model.model(**model_inputs(batch, device), use_cache=False).last_hidden_state
+            states = states[masks["target"]]
+            keys = token_keys(batch).to(device)[masks["target"]]
+            parts = zip(states.detach().split(LOGIT_ROWS), keys.split(LOGIT_ROWS), strict=True)
+            gradients = torch.cat([self._gradient(*part) for part in parts])
+            torch.autograd.grad(states, current.vectors, gradients)
+        return current.additions
 
     def _gradient(self, states: Tensor, keys: Tensor) -> Tensor:
         """At decoder states (tokens×d) what `Probes` are at the logits, which are as wide as the vocabulary."""
@@ -225,11 +327,11 @@ class Calibration:
         logits = self.model.logits_of(states).float()
         return torch.autograd.grad(logits, states, self._probes.draw(logits.detach(), keys))[0]
 
-    def _add_up(self) -> None:
+    def _sum_over_all(self) -> None:
         """Sum over all processes."""
         shapes = gather_from_all({name: moments.shapes() for name, moments in self.moments.items()})
         for name, moments in self.moments.items():
-            moments.sum_over_all(max((own[name] for own in shapes), key=lambda own: len(own[1])))
+            moments.sum_over_all(max((each[name] for each in shapes), key=lambda one: len(one[1])))
         self.target_tokens = int(sum_over_all(torch.tensor(self.target_tokens)))
 
     def inputs(self, names: list[str]) -> tuple[Tensor, Tensor]:
@@ -242,18 +344,18 @@ class Calibration:
         return second, mean
 
     def token_weights(self, names: list[str]) -> Tensor:
-        """How much the loss feels of each of this process's tokens, in their order, at layers of one input.
+        """How sensitive the loss is to each of this process's tokens, in their order, at layers of one input.
 
         The root of Σ |g|² / E[|g|²]: the errors that are left in the end are not those by which it was measured, and
         all of it would have few tokens decide (RESULTS.md, "Tokens").
         """
         none = torch.zeros(0, device=self.device)  # of a process without text
-        felt = [(torch.cat([none, *self._weights.get(name, ())]), self.moments[name].count) for name in names]
-        return sum(weights / count if count else torch.ones_like(weights) for weights, count in felt).sqrt()
+        found = [(torch.cat([none, *self._token_weights.get(name, ())]), self.moments[name].count) for name in names]
+        return sum(weights / count if count else torch.ones_like(weights) for weights, count in found).sqrt()
 
     def forget(self, what: str) -> None:
-        """Let go of the second moments of `inputs` or `gradients`, each half of all that is kept: choosing and
-        building need both, refitting layers those of gradients."""
+        """Remove the second moments of `inputs` or `gradients`, each half of all that is stored: choosing and building
+        need both, refitting layers those of gradients."""
         for moments in self.moments.values():
             moments.forget(what)
 
@@ -268,7 +370,7 @@ class Calibration:
         square of its weights' gradients: E[x_i²]·tr G, of which only the first differs from row to row.
         """
         if kind == "embedding":
-            metric = self._table_metric(names[0])
+            metric = self._embedding_metric(names[0])
             if weighting != "loss":
                 metric = replace(metric, columns=self._identity(len(metric.columns.moment)))
             return metric
@@ -286,8 +388,8 @@ class Calibration:
     def _identity(self, size: int) -> Damped:
         return Damped(torch.eye(size, dtype=torch.float64, device=self.device), 0.0)
 
-    def _table_metric(self, name: str) -> Metric:
-        """A table's two jobs as one pair of weights.
+    def _embedding_metric(self, name: str) -> Metric:
+        """An embedding matrix's two jobs as one pair of weights.
 
         As an output layer it costs Σ_v a_v Δ_v H Δ_vᵀ, with a_v the mean of p(1 − p) at token v and H the second
         moment of the states; as a lookup Σ_v f_v Δ_v G Δ_vᵀ, with f_v the frequency of v and G of the gradients.
@@ -295,9 +397,9 @@ class Calibration:
         """
         jobs = []
         tied = self.model.get_expanded_tied_weights_keys(all_submodels=True)
-        serves = [watched for watched in self.moments if self._stored(watched, tied) == name]
-        for watched in serves:
-            part = self.moments[watched]
+        for watched, part in self.moments.items():
+            if self._stored(watched, tied) != name:
+                continue
             if watched == self.output_name:
                 weights = part.vectors["squares"].double() / self.target_tokens
                 matrix = part.inputs.div_(part.count)
@@ -327,7 +429,12 @@ def _mean(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.stack(tensors).mean(0)
 
 
-def token_mask(batch: dict[str, Tensor], stream: str) -> Tensor:
+def model_inputs(batch: Batch, device: torch.device) -> Batch:
+    """A batch without its labels, on the device of a model."""
+    return {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
+
+
+def token_mask(batch: Batch, stream: str) -> Tensor:
     """Where the `source` or `target` of a batch has tokens: behind a sentence's end, nothing is to be learned."""
     return batch["attention_mask"].bool() if stream == "source" else batch["labels"] != -100
 
@@ -352,20 +459,24 @@ def _where_errors_count(
     return moves if mask is ... else mask & moves
 
 
-def _add_gradients(moments: Moments, mask: Tensor, kind: str, gradient: Tensor) -> None:
-    gradient = gradient[mask].flatten(0, -2)
+def _add_lookups(moments: Moments, ids: Tensor, size: int) -> None:
+    moments.add("tokens", torch.bincount(ids, minlength=size))
+    moments.count += ids.numel()
+
+
+def _add_gradients(moments: Moments, gradient: Tensor, kind: str) -> None:
     if kind == "output":
         moments.add("squares", gradient.float().square().sum(0))
     else:
         moments.add_gradients(gradient)
 
 
-def cut_batches(batches: Sequence[dict[str, Tensor]], tokens: int = TOKENS) -> list[dict[str, Tensor]]:
+def cut_batches(batches: Sequence[Batch], tokens: int = TOKENS) -> list[Batch]:
     """The same pairs in batches of at most so many tokens, on both sides with padding, or of one pair.
 
     Neighbours come together where there is room, and should be of about one length.
     """
-    cut: list[dict[str, Tensor]] = []
+    cut: list[Batch] = []
     for batch in batches:
         rows = max(1, tokens // _width(batch))
         for parts in zip(*(tensor.split(rows) for tensor in batch.values()), strict=True):
@@ -377,12 +488,12 @@ def cut_batches(batches: Sequence[dict[str, Tensor]], tokens: int = TOKENS) -> l
     return cut
 
 
-def _width(*batches: dict[str, Tensor]) -> int:
+def _width(*batches: Batch) -> int:
     """Tokens of a pair, with padding, in batches that are padded to one width."""
     return sum(max(batch[side].shape[1] for batch in batches) for side in ("input_ids", "labels"))
 
 
-def _join(*batches: dict[str, Tensor]) -> dict[str, Tensor]:
+def _join(*batches: Batch) -> Batch:
     """Batches as one, padded at their ends."""
     joined = {}
     for name in batches[0]:

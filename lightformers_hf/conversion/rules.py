@@ -21,7 +21,7 @@ KINDS = ("embedding", "attention", "ffn")
 
 
 def rank_for_ratio(m: int, n: int, ratio: float) -> int:
-    """The largest r that makes the matrix at least `ratio` times smaller: ⌊mn / (p(m+n))⌋ (Eq. 12), but at least 1.
+    """Return the largest r that makes the matrix at least `ratio` times smaller: ⌊mn / (p(m+n))⌋ (Eq. 12), at least 1.
 
     Raises:
         ValueError: the ratio is not above 1.
@@ -31,7 +31,9 @@ def rank_for_ratio(m: int, n: int, ratio: float) -> int:
 
 
 def rank_for_energy(singular_values: Tensor, energy: float) -> int:
-    """The smallest r whose first singular values (descending) hold `energy` of the sum of squares; 1 if that is zero.
+    """Return the smallest r whose first singular values (descending) hold `energy` of the sum of squares.
+
+    It is 1 for a matrix of zeros.
 
     Raises:
         ValueError: the energy is outside (0, 1].
@@ -62,12 +64,12 @@ class RankRule(ABC):
 
     @classmethod
     def read(cls, *groups: str) -> RankRule:
-        """The rule that a spelling stands for. Raises `ValueError` for a number out of range."""
+        """Return the rule that a spelling stands for. Raises `ValueError` for a number out of range."""
         return cls(*map(float, groups))
 
     @abstractmethod
     def find_rank(self, name: str, m: int, n: int, singular_values: Tensor | None) -> int:
-        """r of an m×n matrix, whether it pays or not.
+        """Return r of an m×n matrix, whether it pays or not.
 
         Args:
             name: of the matrix, for messages.
@@ -78,11 +80,10 @@ class RankRule(ABC):
         """
 
     def choose(self, name: str, m: int, n: int, singular_values: Tensor | None = None) -> int | None:
-        """The rank of an m×n matrix, or None where it stays dense because its factors would not be smaller.
+        """Return the rank of an m×n matrix, or `None` where it stays dense: its factors would not be smaller.
 
         Raises:
-            ValueError: a fixed rank above min(m, n), a ratio that not even rank 1 meets, or no singular values where
-                they are needed.
+            ValueError: as `find_rank`, or the singular values are missing.
         """
         if self.needs_spectrum and singular_values is None:
             raise ValueError(f"{name}: {self} needs the singular values to choose a rank")
@@ -90,11 +91,7 @@ class RankRule(ABC):
         return rank if worth_factorizing(m, n, rank) else None
 
     def choose_width(self, name: str, widths: list[int]) -> int:
-        """One of `widths`, neurons or widths of heads.
-
-        Raises:
-            ValueError: the rule knows ranks alone.
-        """
+        """Return one of `widths`, of neurons or heads. Raises `ValueError` where the rule is for ranks alone."""
         raise ValueError(f"{name}: narrower heads and networks are chosen by ratio, params or size")
 
 
@@ -143,13 +140,13 @@ class Ratio(RankRule):
         _check_ratio(self.ratio)
 
     def find_rank(self, name: str, m: int, n: int, singular_values: Tensor | None) -> int:
-        """By Eq. 12. Raises `ValueError` where not even rank 1 meets the ratio."""
+        """By Eq. 12."""
         if worth_factorizing(m, n, 1):  # what cannot get smaller at all stays dense
             _check_reach(name, self.ratio, m * n / (m + n))
         return rank_for_ratio(m, n, self.ratio)
 
     def choose_width(self, name: str, widths: list[int]) -> int:
-        """The largest of `widths` that makes the largest of them `ratio` times smaller. Raises where none does."""
+        """The largest of `widths` that makes the largest of them `ratio` times smaller."""
         _check_reach(name, self.ratio, max(widths) / min(widths))
         return max(width for width in widths if width * self.ratio <= max(widths))
 
@@ -180,12 +177,12 @@ class RankPolicy:
     """Which rule holds for which matrix: the first pattern that fits its name, else its kind's rule, else the default.
 
     A pattern is a regular expression for the end of a module's name, beginning at a dot: `q_proj` fits
-    `encoder.layers.0.self_attn.q_proj`, `proj` does not.
+    `encoder.layers.0.self_attn.q_proj`, `proj` does not. A rule of `None` leaves matrices dense.
 
     Attributes:
-        default: the rule for kinds without their own; None leaves them dense.
-        kinds: rules of `embedding`, `attention` and `ffn`; None leaves a kind dense.
-        names: pattern → rule, or None for dense.
+        default: the rule for kinds without their own.
+        kinds: rules of `embedding`, `attention` and `ffn`.
+        names: pattern → rule.
 
     Raises:
         ValueError: an unknown kind, or a pattern that is no regular expression.
@@ -210,13 +207,11 @@ class RankPolicy:
         return any((self.default, *self.kinds.values(), *self.names.values()))
 
     def rule(self, name: str, kind: str) -> RankRule | None:
-        """The rule for one matrix; None where it stays dense."""
-        for pattern, rule in self.names.items():
-            if _matches(pattern, name):
-                return rule
-        return self.kinds.get(kind, self.default)
+        """Return the rule for one matrix."""
+        patterns = (rule for pattern, rule in self.names.items() if _matches(pattern, name))
+        return next(patterns, self.kinds.get(kind, self.default))
 
-    def settles(self, name: str, kind: str) -> bool:
+    def fixes(self, name: str, kind: str) -> bool:
         """Whether a budget has no say in a matrix: its name has a rule, or its kind stays dense."""
         dense_kind = kind in self.kinds and self.kinds[kind] is None
         return dense_kind or any(_matches(pattern, name) for pattern in self.names)
@@ -227,18 +222,18 @@ class RankPolicy:
         return rule is not None and rule.needs_spectrum
 
     def choose(self, name: str, kind: str, m: int, n: int, singular_values: Tensor | None = None) -> int | None:
-        """The rank of one matrix, or None where it stays dense. Raises as `RankRule.choose`."""
+        """Return the rank of one matrix, or `None` where it stays dense. Raises as `RankRule.choose`."""
         rule = self.rule(name, kind)
         return None if rule is None else rule.choose(name, m, n, singular_values)
 
     def unused_patterns(self, names: Iterable[str]) -> list[str]:
-        """The patterns that fit none of the module names."""
+        """Return the patterns that fit none of the module names."""
         names = list(names)
         return [pattern for pattern in self.names if not any(_matches(pattern, name) for name in names)]
 
 
 def _matches(pattern: str, name: str) -> bool:
-    from ...models.matrices import pattern_matches  # which imports torch
+    from ..models.matrices import pattern_matches  # which imports torch
 
     return pattern_matches(pattern, name)
 
