@@ -23,6 +23,7 @@ from .framework import (
     given,
     join_names,
     option,
+    pop_languages,
 )
 
 RUNS_HELP = "Interleaved runs; medians are shown."
@@ -110,8 +111,6 @@ def engines(
     cores: tuple[int, ...],
     batch_size: tuple[int, ...],
     num_beams: tuple[int, ...],
-    source_lang: str | None,
-    target_lang: str | None,
     **options: Any,
 ) -> Answer:
     """Time a teacher and its students in transformers, CTranslate2 and ONNX Runtime, in float32 and int8.
@@ -132,8 +131,7 @@ def engines(
         cores=list(cores or range(1, min(2, os.cpu_count() or 1) + 1)),
         batch_sizes=list(batch_size or (1, 32)),
         beams=list(num_beams or (1, 4)),
-        source=source_lang,
-        target=target_lang,
+        **pop_languages(options),
         **options,
         progress=True,
     )

@@ -51,6 +51,7 @@ from .framework import (
     join_names,
     open_streams,
     option,
+    pop_languages,
     section,
     show_version,
 )
@@ -292,17 +293,7 @@ TRANSLATED = (
     *TRANSLATED,
     DEVICE,
 )
-def translate(
-    model: str,
-    file: Path | None,
-    output: Path | None,
-    batch_size: int,
-    num_beams: int | None,
-    max_new_tokens: int | None,
-    source_lang: str | None,
-    target_lang: str | None,
-    device: str,
-) -> None:
+def translate(model: str, file: Path | None, output: Path | None, device: str, **options: Any) -> None:
     """Translate (or summarize) text, one sentence a line in, one line out.
 
     Lines are translated as they arrive, also from a pipe. A file given as --output appears when all of it is written.
@@ -330,12 +321,10 @@ def translate(
         from ..evaluation.translate import load_translator, translate_stream
         from ..files import write_whole
 
-        network, tokenizer, prefix = load_translator(model, device=device, source=source_lang, target=target_lang)
+        network, tokenizer, prefix = load_translator(model, device=device, **pop_languages(options))
         sink = stack.enter_context(write_whole(output)) if output else sys.stdout.buffer
         bar = stack.enter_context(tqdm(unit="text", disable=None))
-        options = {"batch_size": batch_size, "prefix": prefix, "progress": bar}
-        options |= given(num_beams=num_beams, max_new_tokens=max_new_tokens)
-        translate_stream(source, sink, network, tokenizer, **options)
+        translate_stream(source, sink, network, tokenizer, prefix=prefix, progress=bar, **given(**options))
 
 
 @command(
@@ -385,16 +374,7 @@ def evaluate(model: str, **options: Any) -> Answer:
     option("--host", default="127.0.0.1", help="Address to serve at: 127.0.0.1 for this machine, 0.0.0.0 for all."),
     option("--open", "browser", is_flag=True, help="Open the page in the browser."),
 )
-def compare(
-    teacher: str,
-    model: str,
-    source_lang: str | None,
-    target_lang: str | None,
-    port: int | None,
-    host: str,
-    browser: bool,
-    **generation: Any,
-) -> None:
+def compare(teacher: str, model: str, port: int | None, host: str, browser: bool, **options: Any) -> None:
     """Serve a page to try two models side by side: type a sentence, see both translations, tokens and time.
 
     Nothing leaves this machine. Ctrl-C ends it. The same page is a Space on the Hub: see lightformers_hf/app.py. Needs
@@ -406,7 +386,7 @@ def compare(
     from ..app import build, check_address, serve, wait
 
     check_address(host, port)
-    page = build(teacher, model, source=source_lang, target=target_lang, **generation)
+    page = build(teacher, model, **pop_languages(options), **options)
     address = serve(page, host=host, port=port, browser=browser)
     click.echo(f"Both models are at {address} until Ctrl-C.")
     wait(page)
@@ -486,15 +466,7 @@ def demo(output: Path, seed: int, fresh: bool) -> Answer:
     MAX_SAMPLES,
     DEVICE,
 )
-def analyze(
-    models: tuple[str, ...],
-    data: str,
-    pictures: Path | None,
-    overwrite: bool,
-    source_lang: str | None,
-    target_lang: str | None,
-    **options: Any,
-) -> Answer:
+def analyze(models: tuple[str, ...], data: str, pictures: Path | None, overwrite: bool, **options: Any) -> Answer:
     """Look inside checkpoints by the papers' measures: heads, tokens, neurons, MACs, memory, singular values.
 
     Head diversity, token uniformity, activated neurons: layer by layer, while the model reads the text's two sides.
@@ -512,7 +484,7 @@ def analyze(
     from ..folders import atomic_output
 
     with atomic_output(pictures, overwrite=overwrite, inputs=inputs) if pictures else nullcontext() as folder:
-        analyses = run(list(models), data, source=source_lang, target=target_lang, **options, progress=True)
+        analyses = run(list(models), data, **pop_languages(options), **options, progress=True)
         if folder:
             from ..evaluation.pages.plots import draw_analyses
 
@@ -543,15 +515,7 @@ def analyze(
     NUM_BEAMS,
     MAX_NEW_TOKENS,
 )
-def report(
-    model: str,
-    output: Path,
-    source_lang: str | None,
-    target_lang: str | None,
-    num_beams: int | None,
-    max_new_tokens: int | None,
-    **options: Any,
-) -> Answer:
+def report(model: str, output: Path, **options: Any) -> Answer:
     """Write one HTML page about a compressed model: plan, pictures, translations beside the teacher's.
 
     The page loads nothing from elsewhere, and follows the browser's light or dark mode. The plan and the errors come
@@ -566,8 +530,7 @@ def report(
     from ..evaluation.pages.page import report_page
     from ..files import write_whole
 
-    options |= given(num_beams=num_beams, max_new_tokens=max_new_tokens)
-    page = report_page(model, source=source_lang, target=target_lang, **options, progress=True)
+    page = report_page(model, **pop_languages(options), **given(**options), progress=True)
     with write_whole(output) as file:
         file.write(page.encode())
     return Answer({"output": str(output)}, [f"Written to {output}: open it in a browser."])

@@ -491,3 +491,8 @@ LANGUAGES = (
 def given(**options: Any) -> dict[str, Any]:
     """Return the options that were given."""
     return {name: value for name, value in options.items() if value not in (None, ())}
+
+
+def pop_languages(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the two languages out of the options, under the names that functions behind the public ones have."""
+    return {"source": options.pop("source_lang"), "target": options.pop("target_lang")}

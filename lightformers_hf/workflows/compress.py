@@ -328,16 +328,8 @@ class Work:
     def deploy(self) -> None:
         """Export it."""
         to, quantization = self.form
-        sides = self.sides if self.shortlist else {}
-        export(
-            self.light,
-            self.output / "deployed",
-            to=to,
-            quantization=quantization,
-            shortlist=self.shortlist,
-            source_lang=sides.get("source_lang"),
-            target_lang=sides.get("target_lang"),
-        )
+        text: dict[str, Any] = {"shortlist": self.shortlist, **self.sides} if self.shortlist else {}
+        export(self.light, self.output / "deployed", to=to, quantization=quantization, **text)
 
     def compare(self) -> None:
         """Measure both models, as they are and deployed: speed, size, quality."""
