@@ -503,3 +503,25 @@ def test_a_dry_run_lists_and_sends_nothing(hub, light, monkeypatch, capsys):
         assert f"{size:,}  {name}\n" in out
     assert not hub.repositories
     assert not hub.requests
+
+
+def test_what_is_converted_is_pushed_at_once(hub, tiny_marian, tmp_path, monkeypatch, capsys):
+    options = {"rank": 8, "method": "paper", "progress": False}
+    convert(tiny_marian, tmp_path / "light", push_to_hub="alice/at-once", private=True, **options)
+    repository = hub.repositories["alice/at-once"]
+    assert (len(repository.commits), repository.private) == (2, True)  # that of a new repository, and ours
+    assert {"config.json", "model.safetensors", "compression.json", "README.md"} <= {*repository.files}
+    command = ["lightformers", "convert", tiny_marian, tmp_path / "again", "--rank", "8", "--method", "paper", "-q"]
+    monkeypatch.setattr(sys, "argv", [*map(str, command), "--push-to-hub", "alice/again"])
+    for endpoint, code in ((hub.endpoint, 0), ("http://127.0.0.1:9", 1)):
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert (end.value.code or 0) == code
+        assert (tmp_path / "again" / "model.safetensors").is_file()
+        sys.argv.append("--overwrite")
+    assert f"again is complete: repeat the push with `lightformers push {tmp_path}/again" in capsys.readouterr().err
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(PermissionError, match="log in"):  # before the conversion
+        convert(tiny_marian, tmp_path / "none", push_to_hub="alice/none", **options)
+    assert not (tmp_path / "none").exists()

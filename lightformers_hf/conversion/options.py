@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -134,6 +134,11 @@ class CompressionOptions:
             raise ValueError(
                 f"{given[0]} is one budget for all matrices: in pattern give names, or kinds that stay dense"
             )
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> CompressionOptions:
+        """Return the options among the arguments of a function, which may have others."""
+        return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
 
     def policy(self) -> RankPolicy:
         """Which rule holds for which matrix. Where the budget is no ratio, the default's 2 stands for it."""

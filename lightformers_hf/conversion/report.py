@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from huggingface_hub import ModelCard, constants
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from transformers import PreTrainedModel
@@ -24,6 +23,7 @@ from transformers.utils import cached_file
 
 from ..files import CARD_FILE, REPORT_FILE, as_kind, read_json, write_json
 from ..loading import printable_name, tensor_bytes
+from ..results import Result
 
 if TYPE_CHECKING:
     from .options import CompressionOptions, StudyOptions
@@ -125,7 +125,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
-class CompressionReport:
+class CompressionReport(Result):
     """A whole conversion.
 
     Attributes:
@@ -276,10 +276,26 @@ class CompressionReport:
             for form, matrices in by_form.items()
         )
 
+    def parts(self) -> list[Table | str]:
+        """Return the totals, and what to know of them."""
+        return [totals_table(self), *remarks(self)]
+
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON holds it, derived figures included."""
         matrices = [asdict(matrix) | {"parameters_before": matrix.parameters_before} for matrix in self.matrices]
         return asdict(self) | {"matrices": matrices, "ratio": self.ratio}
+
+
+class Plan(CompressionReport):
+    """What a conversion would do; it prints a line for every matrix, too."""
+
+    def parts(self) -> list[Table | str]:
+        """Return a table of all matrices, then as the report of a conversion."""
+        legend = [
+            "\nbefore, after: parameters. energy: share of Σσ² kept. error: norm of what is lost, relative.",
+            f"Energy and error: {self.measure}; of a whole block where it got narrower.\n",
+        ]
+        return [matrix_table(self), *legend, *super().parts()]
 
 
 def _without_path(text: str) -> str:
@@ -401,24 +417,6 @@ def drop_strange_link(metadata: Mapping[str, Any]) -> dict[str, Any]:
     link = metadata.get("license_link")
     is_page = isinstance(link, str) and link.isprintable() and (":" not in link or re.match("https?://", link))
     return {name: value for name, value in metadata.items() if name != "license_link" or is_page}
-
-
-def print_report(report: CompressionReport, console: Console, *, matrices: bool = True) -> None:
-    """The plan as tables: every matrix (unless `matrices` is false), then the totals, then what to know of them."""
-    if matrices:
-        console.print(matrix_table(report))
-        print_line(
-            console, "\nbefore, after: parameters. energy: share of Σσ² kept. error: norm of what is lost, relative."
-        )
-        print_line(console, f"Energy and error: {report.measure}; of a whole block where it got narrower.\n")
-    console.print(totals_table(report))
-    for line in remarks(report):
-        print_line(console, line)
-
-
-def print_line(console: Console, line: str) -> None:
-    """A line of text that nothing in it colours."""
-    console.print(escape(line), highlight=False)
 
 
 def matrix_table(report: CompressionReport) -> Table:

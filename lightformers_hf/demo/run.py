@@ -98,7 +98,7 @@ def run_demo(
     title = f"Compress it at ratio {settings.ratio:g}, train the result for {settings.minutes:g} minutes, export it"
     console.print(f"\n[bold]3/4[/bold] {title}", highlight=False)
     test = str(corpus / "test.jsonl")
-    results, tables = compress(
+    found = compress(
         teacher,
         small,
         data=str(corpus / "train.jsonl"),
@@ -109,10 +109,11 @@ def run_demo(
         ratio=settings.ratio,
         calibration_samples=settings.calibration_pairs,
     )
+    results = found.to_dict()
     console.print("\n[bold]4/4[/bold] Draw the picture", highlight=False)
     _draw(output / PICTURE, small, results)
     console.print()
-    console.print(*tables)
+    console.print(*found.engines.tables())
     _show(results, test, output, console)
     return results
 

@@ -1,14 +1,12 @@
 """What a report holds, what is read from its file, and the tables that are printed of it."""
 
-import io
 import json
 from dataclasses import replace
 
 import pytest
 from conversion.reports import matrix, report_of
-from rich.console import Console
 
-from lightformers_hf.conversion.report import OWN_TEXT, print_report, read_report, write_report
+from lightformers_hf.conversion.report import OWN_TEXT, Plan, read_report, write_report
 
 pytestmark = pytest.mark.quick
 
@@ -77,9 +75,7 @@ def test_another_file_is_refused(tmp_path, change, message):
 
 
 def printed(report) -> list[str]:
-    file = io.StringIO()
-    print_report(report, Console(file=file, width=120))
-    return file.getvalue().splitlines()
+    return str(Plan(**vars(report))).splitlines()
 
 
 def test_a_matrix_is_a_line_of_at_most_120_columns():

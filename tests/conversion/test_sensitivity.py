@@ -1,6 +1,5 @@
 """Factorization in the metric of the loss: its moments, its optimality, one budget for all, what users see."""
 
-import io
 import json
 import math
 from itertools import pairwise
@@ -11,7 +10,6 @@ import torch
 from conversion.metrics import assert_sums_close, loss, weigh
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration, StudyOptions, convert, plan
@@ -20,7 +18,6 @@ from lightformers_hf.conversion.calibration_text import parallel_batches, sample
 from lightformers_hf.conversion.forms.svd import decompose
 from lightformers_hf.conversion.moments import Damped, Metric, damped_root
 from lightformers_hf.conversion.options import CompressionOptions
-from lightformers_hf.conversion.report import print_report
 from lightformers_hf.conversion.sensitivity import (
     PERIOD,
     SHRINKAGE,
@@ -342,9 +339,7 @@ def test_of_sources_alone_the_teacher_makes_pairs(tiny_marian, parallel_sentence
 
 def test_the_plan_says_what_errors_were_weighed_on(tiny_marian, text):
     def shown(**options) -> str:
-        console = Console(record=True, width=300, file=io.StringIO())
-        print_report(plan(tiny_marian, ratio=2, progress=False, **options), console)
-        return console.export_text()
+        return str(plan(tiny_marian, ratio=2, progress=False, **options))
 
     assert "Without calibration" in shown(method="paper")
     assert "--calibration with a thousand sentence pairs" in shown()

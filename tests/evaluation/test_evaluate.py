@@ -1,4 +1,4 @@
-"""`evaluate_model` and the two commands, on a checkpoint that is there, and on all that is not."""
+"""`evaluate` and the two commands, on a checkpoint that is there, and on all that is not."""
 
 import io
 import json
@@ -8,7 +8,7 @@ import sacrebleu
 from rich.console import Console
 
 from lightformers_hf import StudyOptions, convert
-from lightformers_hf.evaluation.evaluate import evaluate_model
+from lightformers_hf.evaluation.evaluate import evaluate
 from lightformers_hf.evaluation.quality import Difference
 from lightformers_hf.evaluation.translate import translate
 from lightformers_hf.loading import load_model, unique_parameters
@@ -22,8 +22,8 @@ def data(tmp_path_factory, parallel_sentences):
 
 
 def test_everything_beside_a_teacher(tiny_marian, data, parallel_sentences):
-    evaluation = evaluate_model(
-        str(tiny_marian), data, str(tiny_marian), runs=1, num_beams=1, max_new_tokens=20, max_samples=8
+    evaluation = evaluate(
+        str(tiny_marian), data=data, teacher=str(tiny_marian), runs=1, num_beams=1, max_new_tokens=20, max_samples=8
     )
     model, tokenizer = load_model(tiny_marian)
     pairs = parallel_sentences[:8]

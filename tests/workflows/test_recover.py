@@ -258,7 +258,7 @@ def test_what_is_refused(place, tiny_marian, tmp_path):
 def test_a_multilingual_teacher_recovers_without_text(tiny_mbart50, tmp_path):
     convert(tiny_mbart50, tmp_path / "light", rank=4, method="paper", progress=False)
     asked = {"teacher": tiny_mbart50, "minutes": 0.02, "progress": False}
-    found = recover(tmp_path / "light", tmp_path / "out", source="de=de_DE", target="en=en_XX", **asked)
+    found = recover(tmp_path / "light", tmp_path / "out", source_lang="de=de_DE", target_lang="en=en_XX", **asked)
     assert found.with_teacher
     assert found.steps >= 1
 
@@ -302,7 +302,7 @@ def test_pairs_in_long_strings_have_translations_too(place, tiny_marian, tmp_pat
     rows = [json.loads(line)["translation"] for line in (place / "pairs.jsonl").read_text().splitlines()]
     table = pa.table({name: pa.array([row[name] for row in rows], pa.large_string()) for name in ("de", "en")})
     parquet.write_table(table, tmp_path / "pairs.parquet")
-    asked = options(place, tiny_marian, data=str(tmp_path / "pairs.parquet"), source="de", target="en")
+    asked = options(place, tiny_marian, data=str(tmp_path / "pairs.parquet"), source_lang="de", target_lang="en")
     assert recover(place / "light", tmp_path / "out", translations=True, **asked).translations > 0
 
 

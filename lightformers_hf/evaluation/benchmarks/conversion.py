@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -241,8 +240,8 @@ def time_conversion(shapes: str, **options: object) -> WholeConversion:
     return WholeConversion(shapes, options, torch.get_num_threads(), size, peak, libraries, steps, Seconds(*total))
 
 
-def show_whole(result: WholeConversion, console: Console) -> None:
-    """Print what a whole conversion took as a table."""
+def show_whole(result: WholeConversion) -> list[Table | str]:
+    """Return what a whole conversion took as a table."""
     options = ", ".join(f"{name} {value}" for name, value in result.options.items()) or "default options"
     table = Table(title=f"{result.shapes}: convert with {options}", caption=f"{result.threads} threads")
     for heading in ("step", "seconds", "CPU seconds"):
@@ -250,11 +249,11 @@ def show_whole(result: WholeConversion, console: Console) -> None:
     rows = {**result.steps, "all, with what is between": result.total}
     for name, seconds in rows.items():
         table.add_row(name, f"{seconds.wall:,.1f}", f"{seconds.cpu:,.1f}")
-    console.print(table)
-    console.print(
+    return [
+        table,
         f"checkpoint {result.checkpoint_bytes / 1e6:,.0f} MB, peak memory {result.peak_bytes / 1e6:,.0f} MB, of which "
-        f"the libraries took {result.libraries_bytes / 1e6:,.0f} MB"
-    )
+        f"the libraries took {result.libraries_bytes / 1e6:,.0f} MB",
+    ]
 
 
 def _factorize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -273,8 +272,8 @@ def excess(weight: Tensor) -> float:
     return (torch.stack(errors).norm() / optimum - 1).item()
 
 
-def show(result: ConversionBenchmark, console: Console) -> None:
-    """Print a measurement as a table."""
+def show(result: ConversionBenchmark) -> list[Table | str]:
+    """Return a measurement as a table."""
     counts = matrices_of(result.shapes)
     parameters = sum(m * n * count for (m, n), count in counts.items())
     table = Table(
@@ -290,8 +289,8 @@ def show(result: ConversionBenchmark, console: Console) -> None:
     for name, (seconds, speed) in rows.items():
         cells = [cell for pair in zip(seconds, speed, strict=True) for cell in (f"{pair[0]:.2f}", f"{pair[1]:.2f}×")]
         table.add_row(name, *cells)
-    console.print(table)
-    console.print(f"worst error above the Eckart-Young optimum: {result.worst_excess:.1e} (relative)")
+    parts = [table, f"worst error above the Eckart-Young optimum: {result.worst_excess:.1e} (relative)"]
     if result.full_samples < max(counts.values()):
         note = f"at most {result.full_samples} matrices of a shape timed, multiplied by their number"
-        console.print(f"full torch.linalg.svd: {note}")
+        parts.append(f"full torch.linalg.svd: {note}")
+    return parts

@@ -27,6 +27,7 @@ from ...export.engines import CHECKPOINTS, deployment_names, load_engine_file, s
 from ...files import as_kind
 from ...languages import language_code, set_language_codes
 from ...loading import load_network, load_pretrained, weight_bytes
+from ...results import Result
 from ...text import load_parallel
 from ..evaluate import find_columns
 from ..quality import check_metrics, choose_metrics, describe, labels, score, signatures
@@ -77,7 +78,7 @@ class Timing:
 
 
 @dataclass
-class EngineComparison:
+class EngineComparison(Result):
     """What `compare_engines` measured, and how."""
 
     models: list[str]
@@ -90,9 +91,9 @@ class EngineComparison:
     quality_sentences: int | None = None
     signatures: dict[str, str] = field(default_factory=dict)  # {metric: the variant of it that was computed}
 
-    def to_dict(self) -> dict:
-        """The same as nested dictionaries and lists, for JSON. Runs are tokens a second."""
-        return asdict(self)
+    def parts(self) -> list[Table]:
+        """Return the tables."""
+        return self.tables()
 
     @classmethod
     def read(cls, content: Any) -> EngineComparison:

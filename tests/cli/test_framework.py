@@ -3,8 +3,9 @@
 import pytest
 from rich.table import Table
 
-from lightformers_hf.cli.entry import app
-from lightformers_hf.cli.output import as_typed, join_names, make_console, name_options
+from lightformers_hf.cli import app
+from lightformers_hf.cli.framework import as_typed, join_names, name_options
+from lightformers_hf.results import make_console
 
 TYPED = {name: f"--{name.replace('_', '-')}" for name in "ratio rank size params encoder_groups source_lang".split()}
 

@@ -5,6 +5,7 @@ What holds for every command is tested of every command there is: a new one with
 
 import dataclasses
 import importlib.metadata
+import inspect
 import json
 import logging
 import os
@@ -25,8 +26,10 @@ import pytest
 from huggingface_hub import constants
 from test_hub import hub  # noqa: F401, a fixture
 
+import lightformers_hf
 from lightformers_hf import CompressionOptions, cli, convert
-from lightformers_hf.cli import entry, output
+from lightformers_hf.cli import framework
+from lightformers_hf.deprecated import current_words
 from lightformers_hf.evaluation.benchmarks import architectures, engines, startup, vocabulary
 from lightformers_hf.evaluation.benchmarks import conversion as benchmark
 from lightformers_hf.evaluation.speed import speed_of
@@ -50,13 +53,13 @@ GOOD = {
     "plan": "dense --rank 8 --method paper",
     "convert": "dense converted --rank 8 --method paper",
     "compress": "dense small --data many.jsonl --ratio 2 --minutes 0.01",
-    "recover": "light --teacher dense --data test.jsonl --minutes 0.01 --output recovered",
+    "recover": "light recovered --teacher dense --data test.jsonl --minutes 0.01",
     "export": "light exported --to onnx",
     "evaluate": "light --teacher dense --data test.jsonl --no-speed",
     "push": "light light",
     "analyze": "dense light --data test.jsonl",
     "report": "light --output page.html",
-    "demo": "--output demo",
+    "demo": "demo",
     "parameters": "--table 'LightFormer T6'",
     "benchmark conversion": "--runs 1",
     "benchmark architectures": "--pair sandwich-base --runs 1 --new-tokens 1 --no-training",
@@ -70,7 +73,7 @@ BAD = {
     "plan": ("nowhere", "nowhere"),
     "convert": ("nowhere out", "nowhere"),
     "compress": ("dense out --data nowhere.jsonl", "nowhere.jsonl"),
-    "recover": ("light --teacher dense --data nowhere.jsonl --output out", "nowhere.jsonl"),
+    "recover": ("light out --teacher dense --data nowhere.jsonl", "nowhere.jsonl"),
     "export": ("light out --to tensorrt", "tensorrt"),
     "translate": ("light nowhere.de", "nowhere.de"),
     "evaluate": ("light --data nowhere.jsonl", "nowhere.jsonl"),
@@ -78,7 +81,7 @@ BAD = {
     "analyze": ("nowhere --data test.jsonl", "nowhere"),
     "report": ("nowhere", "nowhere"),
     "compare": ("nowhere light", "nowhere"),
-    "demo": ("--output test.jsonl", "test.jsonl is a file"),
+    "demo": ("test.jsonl", "test.jsonl is a file"),
     "parameters": ("--table 'GPT T1'", "GPT T1"),
     "benchmark conversion": ("--shapes gpt", "gpt"),
     "benchmark architectures": ("--pair gpt", "gpt"),
@@ -413,8 +416,8 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(tiny_marian, tmp_
         report {tmp_path}/empty
         compare ./none ./none
         push ./none a/b
-        recover ./none --teacher ./none -o out
-        recover {tiny_marian} --teacher {tiny_marian} -o out --data none.csv
+        recover ./none out --teacher ./none
+        recover {tiny_marian} out --teacher {tiny_marian} --data none.csv
         compress {tiny_marian} out --ratio 0.5
         benchmark engines {tiny_marian} --engine tensorrt
         benchmark startup ./none"""
@@ -471,16 +474,42 @@ def test_names_from_a_checkpoint_cannot_style_the_terminal(lightformers, tiny_ma
 def test_the_help_of_convert_fits_two_screens(lightformers, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     lines = lightformers("convert", "--help")[1].splitlines()
-    assert len(lines) <= 48
+    assert len(lines) <= 52
     assert max(map(len, lines)) <= 80
-    own = [parameter for parameter in COMMANDS["convert"].params if parameter.name not in output.SHARED]
-    assert len([parameter for parameter in own if isinstance(parameter, click.Option)]) <= 21
+    own = {parameter.name for parameter in COMMANDS["convert"].params if isinstance(parameter, click.Option)}
+    assert len(own - framework.SHARED.keys() - {"push_to_hub", "private"}) <= 21
 
 
-def test_convert_has_an_option_for_every_field(monkeypatch):
-    names = {parameter.name for parameter in COMMANDS["convert"].params} - output.SHARED.keys()
+@pytest.mark.parametrize("name", ["plan", "convert", "recover", "compress", "export", "evaluate", "push"])
+def test_a_command_has_the_names_and_defaults_of_its_function(name):
+    function = inspect.signature(getattr(lightformers_hf, {"push": "push_to_hub"}.get(name, name)))
+    expected = function.parameters.keys() - {"tokenizer", "progress", "study", "runs"}
+    options = {one.name: one for one in COMMANDS[name].params}
+    assert options.keys() - framework.SHARED.keys() - {"dry_run"} == expected
     fields = {field.name for field in dataclasses.fields(CompressionOptions)}
-    assert names == fields | {"source", "output", "overwrite"}
+    assert name not in ("plan", "convert", "compress") or fields <= expected
+    parsed = COMMANDS[name].make_context(name, [], resilient_parsing=True).params
+    for one in expected - {"method", "device", "progress"}:  # where these are not given, the function chooses
+        default = function.parameters[one].default
+        assert default is inspect.Parameter.empty or parsed[one] == default or not parsed[one], one
+
+
+@pytest.mark.parametrize(
+    ("command", "old", "new"),
+    [
+        ("recover", "light -o out --teacher dense", "light --teacher dense out"),
+        ("recover", "light --output=out --teacher dense", "light --teacher dense out"),
+        ("demo", "--output here --seed 1", "--seed 1 here"),
+        ("analyze", "dense -o inside --data x", "dense --pictures inside --data x"),
+        ("translate", "dense -o x.en", "dense --output x.en"),
+    ],
+)
+def test_old_options_work_and_warn(lightformers, command, old, new):
+    words, warnings = current_words(command, old.split())
+    assert (words, len(warnings)) == (new.split(), 1)
+    if command == "recover":
+        code, _, err = lightformers("recover", *old.replace("light", "./none").split())
+        assert (code, "warning: " in err, "OUTPUT" in err, "./none is no folder" in err) == (1, True, True, True)
 
 
 def test_a_value_of_the_wrong_type_is_named(lightformers):
@@ -493,12 +522,12 @@ def test_a_value_of_the_wrong_type_is_named(lightformers):
 def test_a_shell_is_taught_once(lightformers, monkeypatch, tmp_path, shell):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SHELL", f"/bin/{shell}")
-    file = Path(entry.STARTUP_FILES[shell]).expanduser()
+    file = Path(framework.STARTUP_FILES[shell]).expanduser()
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(b"before \xe9")  # whatever its encoding
     for _ in range(2):
         assert lightformers("--install-completion")[0] == 0
-    script = Path(f"{entry.COMPLETIONS}{shell}")
+    script = Path(f"{framework.COMPLETIONS}{shell}")
     assert file.read_bytes() == b"before \xe9\n" + f"source {script}\n".encode()
     said = script.expanduser().read_text()
     assert f"_LIGHTFORMERS_COMPLETE={shell}_complete" in said

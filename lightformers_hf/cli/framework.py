@@ -1,18 +1,19 @@
-"""What all commands of the command line have alike: help, options, output for people and for machines, errors.
+"""The framework of the command line: help, options, completion, output for people and for machines, errors.
 
-Exit codes are 0; 1 for what the user can mend, said in one message; 2 for words that the command does not know; 130
-for Ctrl-C, 143 for SIGTERM.
+Exit codes are 0; 1 for an error that the user can mend, with one message; 2 for unknown words; 130 for Ctrl-C, 143 for
+SIGTERM.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,9 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import get_completion_class
+
+from .. import __version__
+from ..deprecated import current_words
+from ..results import Result, print_parts
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.table import Table
 
 LIBRARIES = ("transformers", "datasets", "huggingface_hub")  # each has levels and handlers of its own
 SETTINGS = {"help_option_names": ["-h", "--help"]}
@@ -31,69 +37,62 @@ SETTINGS = {"help_option_names": ["-h", "--help"]}
 # before torch is imported.
 PLACE, CHECKPOINT, DATA = click.Path(), click.Path(), click.Path()
 CLOSED = set[str]()  # standard streams that were closed when the process began
-ROOM = 120  # columns of a table in a file or a pipe
 SEED = click.IntRange(0, 2**32 - 1)  # what numpy takes
+AT_LEAST_ONE = click.IntRange(min=1)
+FILE = click.Path(path_type=Path)
+NAME = "lightformers"
+# Where a shell reads what to do first.
+STARTUP_FILES = {"bash": "~/.bashrc", "zsh": "~/.zshrc", "fish": "~/.config/fish/config.fish"}
+# Functions that call this command when TAB is pressed, whatever the environment is then.
+COMPLETIONS = f"~/.config/{NAME}/completion."
+# zsh has no completion before it is loaded.
+PREPARATIONS = {"zsh": "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }\n"}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command found out.
+    """What a command found.
 
     Attributes:
         data: for machines, what `--json` writes.
-        lines: for people.
-        draw: prints tables for people, before the lines.
+        parts: tables and lines for people.
         exit_code: of the command.
     """
 
     data: dict | list
-    lines: Sequence[str] = ()
-    draw: Callable[[Console], object] | None = None
+    parts: Sequence[Table | str] = ()
     exit_code: int = 0
 
-    def show(self) -> None:
-        """Print it for people."""
-        if self.draw is not None:
-            self.draw(make_console())
-        for line in self.lines:
-            click.echo(line)
-
-
-def make_console() -> Console:
-    """Where tables are printed: as wide as the terminal, wide in a file or a pipe.
-
-    Titles and captions are lines above and below a table. Rich would fold them to the table's width, within words.
-    """
-    from rich.console import Console
-    from rich.table import Table
-
-    class TableConsole(Console):
-        def print(self, *objects: Any, **options: Any) -> None:
-            if not objects or not all(isinstance(one, Table) for one in objects):
-                return super().print(*objects, **options)
-            for table in objects:
-                title, caption, table.title, table.caption = table.title, table.caption, None, None
-                lines = {"soft_wrap": not self.is_terminal, "highlight": False}
-                for part in (title, table, caption):
-                    if part is not None:
-                        super().print(part, **options, **({} if part is table else lines))
-
-    console = TableConsole()
-    if not (console.is_terminal or "COLUMNS" in os.environ):
-        console.width = ROOM
-    return console
+    @classmethod
+    def of(cls, result: Result, *lines: str, **more: Any) -> Answer:
+        """Return the answer that a result is, with more lines and more data."""
+        return cls({**more, **result.to_dict()}, [*result.parts(), *lines])
 
 
 class Argument(click.Argument):
-    """An argument that the help explains: `about` says what it is (older clicks know no help of arguments)."""
+    """An argument with a help text, `about`, which older versions of click do not have."""
 
     def __init__(self, name: str, about: str, **settings: Any):
         super().__init__([name], **settings)
         self.about = about
 
 
-def option(*names: str, values: Callable[[], Sequence[str]] | Sequence[str] = (), **settings: Any) -> click.Option:
-    """An option, with its default in the help. The shell completes it with `values`."""
+class Option(click.Option):
+    """An option, under the heading `section` of the help."""
+
+    section = "Options"
+
+
+def section(title: str, options: Iterable[Option]) -> list[Option]:
+    """Return copies of options, under a heading of the help."""
+    copies = [copy.copy(one) for one in options]
+    for one in copies:
+        one.section = title
+    return copies
+
+
+def option(*names: str, values: Callable[[], Sequence[str]] | Sequence[str] = (), **settings: Any) -> Option:
+    """Return an option, with its default in the help. The shell completes it with `values`."""
     if values:
 
         def complete(_: click.Context, __: click.Parameter, begun: str) -> list[str]:
@@ -102,7 +101,7 @@ def option(*names: str, values: Callable[[], Sequence[str]] | Sequence[str] = ()
         settings["shell_complete"] = complete
     if settings.get("type") is int or isinstance(settings.get("type"), click.IntRange):
         settings = {"metavar": "N", **settings}
-    return click.Option(names, show_default=settings.get("default") is not None, **settings)
+    return Option(names, show_default=settings.get("default") is not None, **settings)
 
 
 def _metavar(argument: Argument) -> str:
@@ -123,22 +122,29 @@ class Command(click.Command):
         super().__init__(name, context_settings=SETTINGS, **settings)
         self.examples, self.shared = examples, {*shared, "help"}
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words after options of earlier versions were replaced."""
+        words, warnings = current_words(str(self.name), args)
+        for warning in warnings if not {"-q", "--quiet"} & {*args} else ():
+            click.echo(f"{click.style('warning:', fg='yellow')} {warning}", err=True)
+        return super().parse_args(ctx, words)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write arguments, own options, and the others."""
-        arguments = [
-            (_metavar(parameter), parameter.about) for parameter in self.params if isinstance(parameter, Argument)
-        ]
-        options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
-        own = [parameter for parameter in options if parameter.name not in self.shared]
-        rest = [parameter for parameter in options if parameter.name in self.shared]
-        records = {
-            title: [parameter.get_help_record(ctx) for parameter in some]
-            for title, some in (("Options", own), ("Options of every command", rest))
-        }
-        for title, rows in {"Arguments": arguments, **records}.items():
-            if rows := [row for row in rows if row is not None]:
+        """Write arguments, options by section, and those of every command."""
+        sections: dict[str, list[tuple[str, str] | None]] = {"Arguments": []}
+        last = []
+        for parameter in self.get_params(ctx):
+            if isinstance(parameter, Argument):
+                sections["Arguments"].append((_metavar(parameter), parameter.about))
+            elif parameter.name in self.shared:
+                last.append(parameter.get_help_record(ctx))
+            else:
+                title = getattr(parameter, "section", "Options")
+                sections.setdefault(title, []).append(parameter.get_help_record(ctx))
+        for title, rows in (sections | {"Options of every command": last}).items():
+            if shown := [row for row in rows if row is not None]:
                 with formatter.section(title):
-                    formatter.write_dl(rows)
+                    formatter.write_dl(shown)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the examples."""
@@ -182,10 +188,10 @@ SHARED = {
         "json_file",
         metavar="FILE",
         type=click.Path(path_type=Path, allow_dash=True),
-        help="Write what is found as JSON to this file, or to stdout with '-', and nothing else there.",
+        help="Write the result as JSON to this file. With '-', stdout holds the JSON and nothing else.",
     ),
-    "quiet": option("--quiet", "-q", is_flag=True, help="No bars, no tables, no warnings."),
-    "verbose": option("--verbose", "-v", is_flag=True, help="The libraries' messages, too, and tracebacks."),
+    "quiet": option("--quiet", "-q", is_flag=True, help="Print no progress bars, tables or warnings."),
+    "verbose": option("--verbose", "-v", is_flag=True, help="Print the libraries' messages and tracebacks, too."),
 }
 
 
@@ -243,7 +249,7 @@ def run(
         if not answers or not speaks:
             return
         if not quiet and not to_stdout:
-            answer.show()
+            print_parts(answer.parts)
         if json_file is not None:
             write_answer(answer.data, json_file)
     except BrokenPipeError:  # whoever reads has enough: click ends quietly
@@ -412,3 +418,81 @@ def check_installed(module: str, extra: str, what: str) -> None:
 def join_names(names: Sequence[str]) -> str:
     """`a, b or c`."""
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    """Print the version, and end."""
+    if wanted and not context.resilient_parsing:
+        click.echo(f"lightformers_hf {__version__}")
+        context.exit()
+
+
+def install_completion(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    """Let the startup file of the shell read the completion of commands, options and their values; and end."""
+    if not wanted or context.resilient_parsing:
+        return
+    shell = Path(os.environ.get("SHELL", "")).name
+    completes = get_completion_class(shell) if shell in STARTUP_FILES else None
+    if completes is None:
+        raise click.ClickException(f"the shell is {shell!r}, expected one of {', '.join(STARTUP_FILES)}: set SHELL")
+    file, script = (Path(os.path.expanduser(name)) for name in (STARTUP_FILES[shell], COMPLETIONS + shell))
+    functions = completes(context.command, {}, NAME, f"_{NAME.upper()}_COMPLETE").source()
+    startup_line = f"source {COMPLETIONS}{shell}"
+    try:
+        script.parent.mkdir(parents=True, exist_ok=True)
+        script.write_text(PREPARATIONS.get(shell, "") + functions, encoding="utf-8")
+        lines = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+        if startup_line not in lines.splitlines():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a", encoding="utf-8") as opened:  # what is there is not touched
+                opened.write(f"{'' if lines.endswith(chr(10)) or not lines else chr(10)}{startup_line}\n")
+    except OSError as error:
+        raise click.ClickException(f"{error.filename} cannot be written: {error.strerror}") from error
+    click.echo(f"{shell} completes the commands from its next start on: see {file}.")
+    context.exit()
+
+
+def metric_names() -> list[str]:
+    """Return what `--metric` takes."""
+    from ..evaluation.quality import metric_names
+
+    return metric_names()
+
+
+# Arguments and options that several commands have.
+MODEL = Argument("model", type=CHECKPOINT, about="Folder or Hub name of a checkpoint.")
+OUTPUT = Argument("output", type=FILE, about="The folder to write.")
+OVERWRITE = option("--overwrite", is_flag=True, help="Replace the folder, if a command wrote all of it.")
+DEVICE = option("--device", default="cpu", help="Where to compute: cpu, cuda, cuda:1, mps.")
+DATA_HELP = "Parallel text: a .jsonl, .json, .csv, .tsv or .parquet file, or a Hub name."
+SPLIT = option("--split", default="test", help="Split of a dataset on the Hub.")
+MAX_SAMPLES = option("--max-samples", type=AT_LEAST_ONE, help="Use only the first N pairs. Default: all.")
+BATCH_SIZE = option("--batch-size", type=AT_LEAST_ONE, default=32, help="Sentences that are translated together.")
+NUM_BEAMS = option("--num-beams", type=AT_LEAST_ONE, help="Beams; 1 is greedy. Default: the checkpoint's.")
+MAX_NEW_TOKENS = option("--max-new-tokens", type=AT_LEAST_ONE, help="Longest output. Default: the checkpoint's.")
+METRIC = option(
+    "--metric",
+    "metrics",
+    metavar="NAME",
+    multiple=True,
+    values=metric_names,
+    help="exact-match, cer, bleu, multi-bleu, chrf, rouge, …. Repeatable. Default: what fits the data.",
+)
+LANGUAGES = (
+    option(
+        "--source-lang",
+        metavar="de",
+        help="Column of the source; of multilingual models also the code: de=de_DE. T5: de='prefix: '.",
+    ),
+    option("--target-lang", metavar="en", help="The same for the target."),
+)
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """Return the options that were given."""
+    return {name: value for name, value in options.items() if value not in (None, ())}
+
+
+def pop_languages(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the two languages out of the options, under the names that functions behind the public ones have."""
+    return {"source": options.pop("source_lang"), "target": options.pop("target_lang")}
