@@ -17,11 +17,16 @@ from lightformers_hf.cli import app
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.+?)\\[)\]]</\1>', flags=re.DOTALL)
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*(?![^<]*>)")  # in text, not inside a tag
 COMMANDS = "<!-- commands -->"
+RECIPE = re.compile(r"\[([^]]+)\]\((?:\.\./)+training/recipes/[^)]+\)")
 CONFIGURATION = re.compile("<!-- fields of (\\w+) -->")
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Put the help of every command, and the fields of a configuration, where a page asks for them."""
+    """Put the help of every command, and the fields of a configuration, where a page asks for them.
+
+    Links to recipes, which are no part of the site, become the names of the files.
+    """
+    markdown = RECIPE.sub(r"`\1.yaml`", markdown)
     markdown = CONFIGURATION.sub(lambda match: "\n".join(describe_configuration(match[1])), markdown)
     return markdown.replace(COMMANDS, "\n".join(describe(app, "lightformers"))) if COMMANDS in markdown else markdown
 
@@ -75,6 +80,7 @@ def on_page_content(content: str, **_: object) -> str:
         return f'<div class="formula">{formula}</div>' if display == "block" else formula
 
     content = OPTION.sub(r'<span class="option">\g<0></span>', FORMULA.sub(replace, content))
+    content = re.sub(r'="docs/([\w/-]+)\.md"', r'="\1.html"', content)
     return content.replace('="docs/pictures/', '="pictures/')
 
 

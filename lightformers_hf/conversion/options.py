@@ -65,8 +65,8 @@ class CompressionOptions:
             cost most time. `None` keeps all.
         encoder_groups, decoder_groups: N, number of stored layers; `None` leaves the source's sharing as it is.
         method: `low-rank`, every matrix by itself; `narrow`, narrower heads and fewer neurons; `auto`, whichever
-            loses less. `paper` is the paper's procedure exactly: plain truncated SVD of every matrix alone, the ratio
-            for each.
+            loses less. `paper` is plain truncated SVD of every matrix alone (Eq. 11), the ratio for each (Eq. 12).
+            With groups it decomposes the mean of their layers; the paper prints no rule for this.
         calibration: text, never that of a test: a file or a dataset on the Hub. Sentence pairs, see `load_parallel`;
             or the source language alone, a .txt file with a text a line or one column, which the teacher translates.
             Errors are measured by what they cost the loss there. `None`: on text that the teacher makes itself;
