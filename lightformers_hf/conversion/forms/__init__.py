@@ -156,18 +156,21 @@ class Form(ABC):
         """The kind of a matrix: `embedding`, `attention` or `ffn`."""
         return self.originals.module(name).kind
 
+    def report(self, name: str, size: int | None, setting: str, parameters: int, error: float) -> MatrixReport:
+        """The report of a matrix with a relative `error`, which stays dense where its `size` is `None`."""
+        m, n = self.shape(name)
+        return MatrixReport(
+            name=short_name(name), kind=self.kind(name), m=m, n=n, form=DENSE if size is None else self.label,
+            size=size, setting=setting, parameters_after=parameters, energy=1 - error**2, relative_error=error,
+        )  # fmt: skip
+
     def keep(self, names: Sequence[str]) -> Built:
         """Matrices as they are."""
         tensors, reports = {}, []
         for name in names:
             matrix, bias = self.originals.linear(name)
-            kind, (m, n) = self.kind(name), matrix.shape
-            tensors[name] = {"weight": matrix if kind == "embedding" else matrix.T, "bias": bias}
-            report = MatrixReport(
-                name=short_name(name), kind=kind, m=m, n=n, form=DENSE, size=None, setting=DENSE,
-                parameters_after=m * n, energy=1.0, relative_error=0.0,
-            )  # fmt: skip
-            reports.append(report)
+            tensors[name] = {"weight": matrix if self.kind(name) == "embedding" else matrix.T, "bias": bias}
+            reports.append(self.report(name, None, DENSE, matrix.numel(), 0.0))
         return Built(reports, to_store(tensors))
 
 

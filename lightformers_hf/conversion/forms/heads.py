@@ -215,13 +215,5 @@ class NarrowerHeads(Form):
             else:
                 new, new_bias = matrix.double() @ whole[part], self._bias(name) @ whole[part]
             tensors[name] = {"weight": new.T.to(matrix.dtype), "bias": None if bias is None else new_bias.to(bias)}
-            reports.append(self._report(name, setting, new.numel(), share))
+            reports.append(self.report(name, setting, f"heads {setting} wide", new.numel(), share**0.5))
         return Built(reports, to_store(tensors), {f"{self.name}.{part}": h.cpu() for part, h in coordinates.items()})
-
-    def _report(self, name: str, width: int, parameters: int, share: float) -> MatrixReport:
-        """Of one matrix; `share` of the block's energy is lost."""
-        m, n = self.shape(name)
-        return MatrixReport(
-            name=short_name(name), kind=self.kind(name), m=m, n=n, form=self.label, size=width,
-            setting=f"heads {width} wide", parameters_after=parameters, energy=1 - share, relative_error=share**0.5,
-        )  # fmt: skip

@@ -106,10 +106,6 @@ class Spectrum:
     transposed: bool
     inverse: Tensor | None = None  # in a metric, VᵀR⁻¹, max_rank×n'
 
-    def energy(self, rank: int) -> float:
-        """Share of the sum of squared singular values that the first `rank` hold, in [0, 1] (1 for a zero matrix)."""
-        return 1 - self.relative_error(rank) ** 2
-
     def relative_error(self, rank: int) -> float:
         """Frobenius error of the best approximation of that rank, divided by the norm of W (0 for a zero matrix)."""
         squares = self.singular_values.square()
