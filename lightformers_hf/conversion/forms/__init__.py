@@ -1,4 +1,4 @@
-"""What a structural form is: one way in which a place of a model (a matrix, an attention, a network) gets smaller.
+"""Structural forms: ways in which a place of a model (a matrix, an attention, a network) gets smaller.
 
 A form is a class in a file of its own in this folder, under `@register_form`. An instance is one place of one model.
 Nothing else in the package knows which forms there are.
@@ -30,7 +30,7 @@ Setting = int | None
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """What one part of a model can become.
+    """The choices for one part of a model.
 
     Attributes:
         settings: a rank or a width each; `None` leaves the part as it is.
@@ -50,7 +50,7 @@ class Choices:
 
 @dataclass(frozen=True, eq=False)
 class Built:
-    """What a place has become.
+    """The tensors and reports that a place became.
 
     Attributes:
         reports: of its matrices.
@@ -64,7 +64,7 @@ class Built:
     coordinates: dict[str, Tensor] = field(default_factory=dict)
 
     def of_teacher(self, name: str, outputs: Tensor) -> Tensor:
-        """What a module's outputs are of the teacher's (rows×n)."""
+        """Return the outputs that a module should give, from the teacher's (rows×n)."""
         coordinates = self.coordinates.get(name)
         if coordinates is None:
             return outputs

@@ -56,7 +56,7 @@ class Bottlenecks:
         return cls(into, out_of, values)
 
     def costs(self) -> Tensor:
-        """What all heads together lose at inner widths 0 … d_k."""
+        """Return the loss of all heads together at inner widths 0 … d_k."""
         return torch.stack([tail_energies(values) for values in self.singular_values]).sum(0)
 
     def at(self, width: int) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,7 @@ class NarrowerHeads(Form):
 
     @lazy_property
     def _bottlenecks(self) -> tuple[Bottlenecks, Bottlenecks, Tensor]:
-        """Of queries, of contexts, and the mean of the context."""
+        """The bottlenecks of queries and of contexts, and the mean of the context."""
         query, key, value, out = (f"{self.name}.{part}_proj" for part in ("q", "k", "v", "out"))
         q, bias = self.originals.matrix(query).double(), self._bias(query)
         moments, heads = self.originals.moments(query), self.heads
@@ -147,7 +147,7 @@ class NarrowerHeads(Form):
         return queries, Bottlenecks.of(diagonal_blocks(contexts, heads), diagonal_blocks(of_contexts, heads)), mean
 
     def _bias(self, name: str) -> Tensor:
-        """Of a matrix (n), double; zeros where it has none."""
+        """Return the bias of a matrix (n), double; zeros where it has none."""
         matrix, bias = self.originals.linear(name)
         return matrix.new_zeros(matrix.shape[1], dtype=torch.float64) if bias is None else bias.double()
 

@@ -55,7 +55,7 @@ class Factors(NamedTuple):
 
 
 def rescale_(factors: Factors, split: Split) -> Factors:
-    """The same product, with every column of the left factor and row of the right one as long as `split` has them.
+    """Return the factors with the lengths of columns of the left and rows of the right one that `split` asks for.
 
     `balanced`: equally long. `sigma-right`: the left one of length 1. Training takes steps of one size everywhere, and
     a factor a thousand times smaller than its partner would not survive the first. Beside a zero, what is no zero gets
@@ -188,7 +188,7 @@ def decompose(weight: Tensor, *, name: str, rank: int | None = None, metric: Met
 
 @torch.no_grad()
 def singular_values(weight: Tensor, *, name: str, metric: Metric | None = None) -> Tensor:
-    """Those of `decompose` without a rank, all and exact, where nothing else is wanted: in half of the time.
+    """Return all singular values, exact, as `decompose` without a rank gives them: in half of the time.
 
     Raises:
         ValueError: as `decompose`.
@@ -208,7 +208,7 @@ def _stand_up(weight: Tensor, name: str) -> Tensor:
 
 
 def _solve(solver: Callable[[Tensor], Any], gram: Tensor, tall: Tensor, name: str) -> Any:
-    """What one of torch's eigensolvers makes of W's Gram matrix. Raises `ValueError` where that is not finite."""
+    """Call one of torch's eigensolvers on W's Gram matrix. Raises `ValueError` where it does not converge."""
     _check_energy(gram.diagonal().max().item(), tall, name)
     try:
         return solver(gram)

@@ -151,7 +151,7 @@ def save(tokenizer: PreTrainedTokenizerBase, folder: Path, languages: Sequence[s
 def count_tokens(
     tokenizer: PreTrainedTokenizerBase, vocabularies: Mapping[str, Mapping[str, int]], options: CompressionOptions
 ) -> tuple[Counts, list[tuple[str, str]]]:
-    """How often each token occurs in the texts, and (side, sentence) of the first of them."""
+    """Count each token in the texts. Return the counts, and (side, sentence) of the first sentences."""
     counts: Counts = {side: Counter() for side in vocabularies}
     both = ("source", "target") if hasattr(tokenizer, "spm_target") else ("source",)  # Marian's sides cut by their own
     sample: list[tuple[str, str]] = []
