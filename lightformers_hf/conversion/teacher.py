@@ -98,8 +98,6 @@ class Teacher:
             raise ValueError(
                 f"{folder / 'config.json'} describes no model, a field has a wrong type or value: {error}"
             ) from error
-        # Of the model that is as slow as the source, whatever is left out of it later: its own, or the equal
-        # LightFormer's where costs are not known of the source's class (T5's layers have other names).
         self.folder = folder
         self.languages = languages
         self._tokenizer: PreTrainedTokenizerBase | None = None
