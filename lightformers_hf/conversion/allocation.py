@@ -319,7 +319,7 @@ def smallest(units: Sequence[Sequence[Sequence[Mapping[K, Choices]]]]) -> float:
 
 
 class Pick(NamedTuple):
-    """What a unit becomes: its cost, its size, and the index of the setting of each part."""
+    """The choice for one unit: its cost, its size, and the index of the setting of each part."""
 
     cost: float
     size: float

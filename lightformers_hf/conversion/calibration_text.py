@@ -66,7 +66,11 @@ def draw_pairs(teacher: Teacher, options: CompressionOptions, study: StudyOption
     if options.calibration is None:
         return None
     tokenizer = teacher.tokenizer()
-    _check_languages(tokenizer, teacher)
+    if getattr(tokenizer, "tgt_lang", "") is None:
+        raise ValueError(
+            f"{teacher.name} translates between many languages: give source_lang and target_lang, columns of the "
+            "calibration text with the tokenizer's codes: de=de_DE and en=en_XX"
+        )
     return sample_pairs(teacher.config, tokenizer, options, study)
 
 
@@ -101,14 +105,6 @@ def sample_text(
     if "target" in pairs.column_names:
         return process_share(parallel_batches(model, teacher.tokenizer(), pairs))
     return translated_batches(model, teacher, pairs["source"][:], progress=progress)
-
-
-def _check_languages(tokenizer: PreTrainedTokenizerBase, teacher: Teacher) -> None:
-    if getattr(tokenizer, "tgt_lang", "") is None:
-        raise ValueError(
-            f"{teacher.name} translates between many languages: give source_lang and target_lang, columns of the "
-            "calibration text with the tokenizer's codes: de=de_DE and en=en_XX"
-        )
 
 
 def hold_out(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch] | None]:
@@ -226,7 +222,7 @@ def synthetic_batches(
 
 
 def default_sources(model: PreTrainedModel) -> tuple[int, int]:
-    """How many sources a model makes by default, and of what size batches are, which are then as many for all.
+    """Return the default number of sources that a model generates, and their batch size.
 
     What more of them cost grows with the model, what they save does not: 256, and for models below 20M parameters as
     many times that, four at most, as these have parameters less.
@@ -261,7 +257,7 @@ def random_texts(
     *,
     name: str,
 ) -> list[str]:
-    """The same as texts, behind the prefixes that the model is known for between `languages`, in turn."""
+    """Random sources as texts, behind the prefixes that the model is known for between `languages`, in turn."""
     sources = random_sources(tokenizer, config, number, seed, name=name)
     return _decoded(sources, tokenizer, find_prefixes(config, *languages))
 
@@ -314,7 +310,7 @@ def _with_targets(
 
 
 def token_frequencies(tokenizer: PreTrainedTokenizerBase | None, config: PreTrainedConfig) -> Tensor:
-    """How often each source token is expected, (V), not normalised; 0 for special ones.
+    """Return the expected frequency of each source token, (V), not normalised; 0 for special tokens.
 
     A unigram model (SentencePiece) knows its tokens' probabilities. Elsewhere ids are taken to be in order of falling
     frequency, as byte-pair merges are, and to follow Zipf's law. Without a tokenizer all tokens are alike.

@@ -28,7 +28,7 @@ TASKS = {
 
 
 def read_results(file: Path, parameters: int) -> dict:
-    """What `lightformers evaluate --json` wrote about a model of so many unique parameters."""
+    """Read the results that `lightformers evaluate --json` wrote about a model of so many unique parameters."""
     try:
         results = json.loads(Path(file).read_text(encoding="utf-8"))
         measured = results["model"]["parameters"]
@@ -81,7 +81,7 @@ def _rows(results: dict) -> list[list[str]]:
 
 
 def evaluation_results(results: Sequence[dict], task: str) -> list[EvalResult]:
-    """The same as entries of a card's `model-index`, of which the Hub makes a table."""
+    """Return results as entries of a card's `model-index`, which the Hub shows as a table."""
     return [
         EvalResult(
             task_type=task,
@@ -168,7 +168,7 @@ def model_card(
 
 
 def _changes(report: CompressionReport) -> list[str]:
-    """What became of layers and matrices, in words."""
+    """Describe the changes of layers and matrices in words."""
     fewer = [f"{kept} of its {before} {stack} layers" for stack, (kept, before) in report.fewer_layers.items()]
     shared = [
         f"its {depths} {stack} layers sharing {stored} stored ones"

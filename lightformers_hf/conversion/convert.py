@@ -235,7 +235,7 @@ class Compressed:
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """What was measured of a teacher on calibration text.
+    """Measurements of a teacher on calibration text.
 
     Attributes:
         teacher: the teacher, its layers refitted where others are removed.

@@ -1,4 +1,4 @@
-"""What a conversion on sample text will take, said before it begins: minutes and memory, from shapes alone."""
+"""Forecast of the time and memory of a conversion on calibration text, from shapes alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHARED = 0.5
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a conversion takes, within a factor of one and a half or so.
+    """Time and memory of a conversion, within a factor of about 1.5.
 
     Attributes:
         seconds: on the clock, where no other program works.
@@ -52,7 +52,7 @@ class Forecast:
 
 
 def forecast(teacher: PreTrainedModel, tokens: float, *, given: bool) -> Forecast:
-    """What the default conversion of a model takes on this machine's processor, at as many threads as PyTorch has.
+    """Estimate the default conversion of a model on this machine's processor, at PyTorch's number of threads.
 
     Args:
         teacher: its skeleton, with all its layers.

@@ -33,7 +33,7 @@ Value = TypeVar("Value")
 
 
 class lazy_property(Generic[Value]):  # noqa: N801, used as `property` is
-    """As `functools.cached_property`, which before Python 3.12 lets one thread at a time compute it, of all instances.
+    """A property computed on first use, of several instances at once: unlike `functools.cached_property` before 3.12.
 
     Matrices are decomposed in several threads. Two that ask one instance at once both compute, and get equal values.
     """

@@ -1,4 +1,4 @@
-"""What a conversion is asked for: `CompressionOptions` by everybody, `StudyOptions` by who compares ways to compress.
+"""Options of a conversion: `CompressionOptions` for all users, `StudyOptions` to compare ways to compress.
 
 Importing this file imports neither torch nor transformers: the command line reads its options here.
 """

@@ -175,7 +175,7 @@ class Regression:
 
     @property
     def device(self) -> torch.device:
-        """Where sums are, and what is solved."""
+        """Device of the sums and of the linear systems."""
         return algebra_device(self.store.device)
 
     @property
@@ -189,37 +189,37 @@ class Regression:
         with Step(what, total=total, unit="layer", shown=progress) as bar:
             for stack, depths in self.depths.items():
                 with fail_together():
-                    own, aim = walks = [
+                    student, teacher = both = [
                         HiddenStates(who, stack, model, self.batches, self.store)
                         for who, model in (("student", self.student), ("teacher", self.teacher))
                     ]
-                passed = 0
-                for depth, aimed in enumerate(depths):
+                passed = 0  # layers of the teacher
+                for depth, teacher_depth in enumerate(depths):
                     with fail_together():
-                        for between in range(passed, aimed):
-                            aim.advance(between)
-                    passed = aimed + 1
+                        for between in range(passed, teacher_depth):
+                            teacher.advance(between)
+                    passed = teacher_depth + 1
                     if stack in stacks:
-                        self._regress_layer(own, aim, depth, aimed)
+                        self._regress_layer(student, teacher, depth, teacher_depth)
                         bar.update()
                     else:
                         with fail_together():
-                            aim.advance(aimed)
+                            teacher.advance(teacher_depth)
                     with fail_together():
-                        own.advance(depth)
+                        student.advance(depth)
                 if stack in stacks and self._changes(last := f"model.{stack}.layer_norm"):
-                    self._fit_norm(last, partial(_results, walks))
+                    self._fit_norm(last, partial(_results, both))
                 with fail_together():
-                    for walk in walks:
-                        walk.finish()
+                    for states in both:
+                        states.finish()
 
-    def _regress_layer(self, student: HiddenStates, teacher: HiddenStates, depth: int, aimed: int) -> None:
+    def _regress_layer(self, student: HiddenStates, teacher: HiddenStates, depth: int, teacher_depth: int) -> None:
         linear = [name for name, place in _linear_layers(self.student, student.name) if place == depth]
         path = f"model.{student.name}.layers.{depth}."
         norms = [name for name in _norms(self.student, student.name) if name.startswith(path) and self._changes(name)]
         names = linear + norms
         with fail_together():
-            teacher.record(aimed, names, self.share)
+            teacher.record(teacher_depth, names, self.share)
         groups: dict[int, list[str]] = {}  # those with one input are one regression, in the order of their calls
         if self.batches:
             for name, states in (seen := student.inputs(depth, 0, names)).items():
@@ -318,7 +318,7 @@ class Regression:
             seen = inputs.moment(centred=False).diagonal().mean()
             covariance = inputs.moment(centred=centred)
             ridge = max(self.ridge * covariance.diagonal().mean(), CONSTANT * seen)
-            matrices = {name: self._own_matrix(name, layer, len(covariance)) for name, layer in some.items()}
+            matrices = {name: self._teacher_matrix(name, layer, len(covariance)) for name, layer in some.items()}
             if ridge > 0:
                 rights = [
                     (name, outputs[name].moment(centred=centred) + ridge * own) for name, own in matrices.items()
@@ -333,14 +333,14 @@ class Regression:
                     bias.copy_(mean_out - mean_in @ _matrix(layer, mean_in.device))
                 del outputs[name]
 
-    def _own_matrix(self, name: str, layer: nn.Module, inputs: int) -> Tensor:
-        """What a layer's regression is shrunk towards, for so many inputs: itself, as it was in the teacher."""
+    def _teacher_matrix(self, name: str, layer: nn.Module, inputs: int) -> Tensor:
+        """Return the matrix towards which a regression is shrunk: the layer's own in the teacher if inputs fit."""
         before = self.student if self.calibration is None else self.calibration.model
         own = self.built.of_teacher(name, _matrix(before.get_submodule(name), self.device))
         return own if len(own) == inputs else _matrix(layer, self.device)  # its inputs are others
 
     def _metric(self, name: str, covariance: Tensor, width: int) -> Metric:
-        """What errors of a matrix with such inputs and so many outputs cost."""
+        """Return the norm of errors of a matrix with such inputs and `width` outputs."""
         if self.calibration is None:
             columns, damping = (
                 Damped(torch.eye(width, dtype=covariance.dtype, device=covariance.device), 0.0),
@@ -352,7 +352,7 @@ class Regression:
         return Metric(Damped(covariance, damping), columns)
 
     def _form(self, name: str, layer: nn.Module) -> type[Form]:
-        """What a layer has become, or was before."""
+        """Return the form of a layer: what it has become, or was before."""
         for report in self.built.reports:
             if report.name == short_name(name):
                 return find_form(report.form)
@@ -360,14 +360,14 @@ class Regression:
 
 
 def _outputs(student: HiddenStates, teacher: HiddenStates, name: str, depth: int, index: int) -> tuple[Tensor, Tensor]:
-    """What two walks' norms within a layer give of a batch, tokens×d."""
+    """Return the outputs of the student's and the teacher's norm within a layer for a batch, tokens×d."""
     states = student.inputs(depth, index, [name])[name][student.mask(stream_of(name), index)]
     return student.module(name, depth)(states), teacher.output(name, index)
 
 
-def _results(walks: Sequence[HiddenStates], index: int) -> tuple[Tensor, ...]:
-    """What two walks' stacks give of a batch, tokens×d."""
-    return tuple(walk.result(index)[walk.mask(stream_of(f"model.{walk.name}."), index)] for walk in walks)
+def _results(stacks: Sequence[HiddenStates], index: int) -> tuple[Tensor, ...]:
+    """Return the outputs of both stacks for a batch, tokens×d."""
+    return tuple(stack.result(index)[stack.mask(stream_of(f"model.{stack.name}."), index)] for stack in stacks)
 
 
 def _norms(model: PreTrainedModel, stack: str) -> list[str]:
@@ -433,7 +433,7 @@ class HiddenStates:
         self.store[self.who, self.name, index] = self._arguments(index)[0][0]
 
     def _arguments(self, index: int) -> tuple[tuple, dict]:
-        """What the first layer is called with for a batch: states, and what all layers get, such as masks."""
+        """Return the first layer's arguments for a batch: hidden states, then what all layers get, such as masks."""
         batch = model_inputs(self.batches[index], self.device)
         found: list[tuple] = []
 
@@ -456,7 +456,7 @@ class HiddenStates:
         return found[0]
 
     def call(self, depth: int, index: int, end: int | None = None) -> Tensor:
-        """What the layer's sublayers, those up to `end`, make of the states of a batch where they are."""
+        """Pass a batch from its current place through the layer's sublayers, up to `end`, and return its states."""
         (_, *args), kwargs = self._arguments(index)
         states = self.store[self.who, self.name, index]
         with fast_passes(self.device):
@@ -482,7 +482,7 @@ class HiddenStates:
             self.advance(depth, place)
 
     def result(self, index: int) -> Tensor:
-        """What the stack gives of a batch, once the last layer is passed."""
+        """Return the output of the stack for a batch that has passed the last layer."""
         return self.stack.layer_norm(self.store[self.who, self.name, index])
 
     def finish(self) -> None:
@@ -506,9 +506,9 @@ class HiddenStates:
         return None
 
     def inputs(self, depth: int, index: int, names: list[str]) -> dict[str, Tensor]:
-        """What goes into the modules `names` of a layer, in the order of their calls.
+        """Return the inputs of the modules `names` of a layer, in the order of their calls.
 
-        What follows the last of them is not computed.
+        The pass ends at the last of these modules.
         """
         found: dict[str, Tensor] = {}
 
@@ -562,19 +562,19 @@ class HiddenStates:
         self.recorded.update(map(_within_layer, names))
 
     def output(self, name: str, index: int) -> Tensor:
-        """Of a module of the layer that was recorded last, tokens×n."""
+        """Return the output of a module of the layer that was recorded last, tokens×n."""
         return self.store[self._key(name, index)]
 
     def module(self, name: str, depth: int) -> nn.Module:
-        """Of a name within the model, at whatever depth, that of this one."""
+        """Return the module of that name within a layer, at another depth."""
         return self.stack.layers[depth].get_submodule(_within_layer(name))
 
     def mask(self, stream: str, index: int) -> Tensor:
-        """Where a batch has tokens, where the model is."""
+        """Return the mask of a batch's tokens, on the device of the model."""
         return token_mask(self.batches[index], stream).to(self.device)
 
     def _key(self, name: str, index: int) -> tuple[str, str, int]:
-        """The same for all layers, so that one takes the room of the one before."""
+        """Key of a module's output: equal for all layers, so that each replaces the one before."""
         return self.who, _within_layer(name), index
 
 
@@ -658,7 +658,7 @@ def _target_states(who: str, batches: Sequence[Batch], store: TensorStore, every
 
 
 def _probabilities(model: PreTrainedModel, states: Tensor, rows: Tensor) -> Tensor:
-    """Of every token behind decoder states (tokens×d), tokens×V, in the first of these `rows`."""
+    """Return the probabilities of all tokens after decoder states (tokens×d), tokens×V, in the first of `rows`."""
     with fast_products(states.device):
         logits = model.logits_of(states)
     likely = rows[: len(states)]

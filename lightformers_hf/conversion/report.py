@@ -1,4 +1,4 @@
-"""What a conversion did, as data and as the tables that `plan` and `convert` print.
+"""The report of a conversion, as data and as the tables that `plan` and `convert` print.
 
 `card.py` and the page of `lightformers report` draw from the same data.
 """
@@ -98,7 +98,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model card says of any model.
+    """Facts that the model card of every model states.
 
     Attributes:
         architecture: its `model_type`.
@@ -114,7 +114,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFacts:
-        """Those of a model of this package, which may be a skeleton."""
+        """Return the facts of a model of this package, which may be a skeleton."""
         auto_classes = {reference.split(".")[-1]: name for name, reference in model.config.auto_classes.items()}
         return cls(
             architecture=model.config.model_type,
@@ -259,7 +259,7 @@ class CompressionReport(Result):
 
     @property
     def measure(self) -> str:
-        """What `energy` and `relative_error` of the matrices are measured in."""
+        """The norm of `energy` and `relative_error` of the matrices, in words."""
         shared = "; of layers that share one, relative to what they were merged into" if self.shares else ""
         if self.calibration is None or not self.smaller:
             return f"every entry alike (Frobenius norm){shared}"
@@ -267,7 +267,7 @@ class CompressionReport(Result):
 
     @property
     def outcome(self) -> str:
-        """How many matrices took which form: `40 low-rank (rank 3 to 64), 21 dense`."""
+        """The number of matrices in each form: `40 low-rank (rank 3 to 64), 21 dense`."""
         by_form: dict[str, list[MatrixReport]] = {}
         for matrix in sorted(self.matrices, key=lambda matrix: matrix.form == DENSE):  # those come last
             by_form.setdefault(matrix.form, []).append(matrix)
@@ -327,7 +327,7 @@ def write_report(report: CompressionReport, folder: Path) -> None:
 
 
 def read_report(file: Path) -> CompressionReport | None:
-    """What `write_report` wrote into `file`, or `None` where there is no such file.
+    """Read the report in a file; `None` where there is no such file.
 
     Raises:
         ValueError: the file is damaged, or of a version of this package that said something else of a matrix.
@@ -371,7 +371,7 @@ def copy_report(source: str, folder: str | Path) -> None:
 
 
 def _metadata(teacher: Teacher) -> dict[str, Any]:
-    """What the teacher's card hands on; where it names no languages, those that its tokenizer does."""
+    """Return the metadata that the teacher's card hands on. Languages may come from its tokenizer."""
     hub_name = teacher.name if teacher.name != printable_name(teacher.folder) else None
     inherited = inherited_metadata(teacher.folder, hub_name)
     tokenizer = teacher.tokenizer() if teacher.has_tokenizer else None
@@ -455,7 +455,7 @@ def totals_table(report: CompressionReport) -> Table:
 
 
 def remarks(report: CompressionReport) -> Iterator[str]:
-    """What to know of a report, a sentence or two each."""
+    """Yield remarks on a report, a sentence or two each."""
     if sizes := report.vocabulary:
         (source, of_sources), (target, of_targets) = sizes["source"], sizes["target"]
         sides = f"{source:,} of {of_sources:,} tokens"

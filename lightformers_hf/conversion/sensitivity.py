@@ -1,4 +1,4 @@
-"""How sensitive the loss is to an error in each matrix, measured on calibration text.
+"""Sensitivity of the loss to an error in each matrix, measured on calibration text.
 
 Let y = x·W. To second order, and treating x and the gradient g at y as independent (K-FAC, Martens and Grosse 2015),
 replacing W by Ŵ costs ½ tr(Δᵀ C Δ G) nats a target token, Δ = W − Ŵ, C = E[xᵀx] and G = Σ gᵀg / target tokens: so far
@@ -233,7 +233,7 @@ class Calibration:
 
     @property
     def device(self) -> torch.device:
-        """Where moments and metrics are."""
+        """Device of moments and metrics."""
         return self._store.device
 
     @property
@@ -344,7 +344,7 @@ class Calibration:
         return second, mean
 
     def token_weights(self, names: list[str]) -> Tensor:
-        """How sensitive the loss is to each of this process's tokens, in their order, at layers of one input.
+        """Return weights of this process's tokens, in their order: the sensitivity of the loss at layers of one input.
 
         The root of Σ |g|² / E[|g|²]: the errors that are left in the end are not those by which it was measured, and
         all of it would have few tokens decide (RESULTS.md, "Tokens").
@@ -435,12 +435,12 @@ def model_inputs(batch: Batch, device: torch.device) -> Batch:
 
 
 def token_mask(batch: Batch, stream: str) -> Tensor:
-    """Where the `source` or `target` of a batch has tokens: behind a sentence's end, nothing is to be learned."""
+    """Return the mask of the tokens of a batch's `source` or `target`, without padding."""
     return batch["attention_mask"].bool() if stream == "source" else batch["labels"] != -100
 
 
 def stream_of(name: str) -> str:
-    """Whose tokens a module sees: cross-attention makes keys and values of the encoder's."""
+    """Return whose tokens a module gets: keys and values of cross-attention come from the `source`."""
     memory = "encoder_attn" in name and name.rpartition(".")[2] in ("k_proj", "v_proj", "memory_proj")
     return "source" if memory or name.startswith("model.encoder.") else "target"
 
@@ -472,7 +472,7 @@ def _add_gradients(moments: Moments, gradient: Tensor, kind: str) -> None:
 
 
 def cut_batches(batches: Sequence[Batch], tokens: int = TOKENS) -> list[Batch]:
-    """The same pairs in batches of at most so many tokens, on both sides with padding, or of one pair.
+    """Return the pairs in batches of at most so many tokens, on both sides with padding, or of one pair.
 
     Neighbours come together where there is room, and should be of about one length.
     """

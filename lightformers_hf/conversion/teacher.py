@@ -50,7 +50,7 @@ class Linear(NamedTuple):
     bias: Tensor | None  # b, n
 
     def to(self, device: torch.device) -> Linear:
-        """The same on a device."""
+        """Return the layer on a device."""
         return Linear(self.matrix.to(device), None if self.bias is None else self.bias.to(device))
 
 
@@ -101,8 +101,6 @@ class Teacher:
             raise ValueError(
                 f"{folder / 'config.json'} describes no model, a field has a wrong type or value: {error}"
             ) from error
-        # Of the model that is as slow as the source, whatever is left out of it later: its own, or the equal
-        # LightFormer's where costs are not known of the source's class (T5's layers have other names).
         self.folder = folder
         self.languages = languages
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -209,7 +207,7 @@ class Teacher:
 
     @property
     def depths(self) -> dict[str, Sequence[int]]:
-        """Of `encoder` and `decoder`, which of the checkpoint's layers this teacher has."""
+        """The layers of the checkpoint that this teacher has, of `encoder` and `decoder`."""
         return {
             stack: self._kept_layers.get(stack, range(getattr(self.config, f"{stack}_layers")))
             for stack in ("encoder", "decoder")
@@ -283,7 +281,7 @@ class Teacher:
         return module.requires_grad_(False)
 
     def factors(self, name: str) -> tuple[Tensor, ...]:
-        """What a module's matrix is the product of: one matrix, or two, m×r and r×n."""
+        """Return the factors of a module's matrix: one matrix, or two, m×r and r×n."""
         return factors_of(self.module(name))
 
     def linear(self, name: str) -> Linear:

@@ -79,7 +79,7 @@ def find_device(name: str) -> torch.device:
 
 
 def algebra_device(device: torch.device) -> torch.device:
-    """Where decompositions are computed: on the device if it knows float64, which they need, else on the CPU."""
+    """Return the device of decompositions: the one given if it supports float64, else the CPU."""
     return torch.device("cpu") if device.type == "mps" else device
 
 
@@ -159,7 +159,7 @@ def process_share(items: Sequence[Item]) -> Sequence[Item]:
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """What fails inside in any process, fails in all, with that message. All of them must come here.
+    """An error inside in any process is raised in all, with that message. All processes must enter this block.
 
     Collective operations belong between such blocks, never inside: a process that failed would be missed there.
     """

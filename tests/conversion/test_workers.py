@@ -193,7 +193,8 @@ def test_two_processes_give_what_one_gives(tiny_marian, text, tmp_path):
     ]
     for one, two in zip(*(report["matrices"] for report in reports), strict=True):
         assert one["setting"] == two["setting"]
-        assert one["relative_error"] == pytest.approx(two["relative_error"], abs=1e-4)
+        # Each process estimates the spread of the logits on tokens of its own, so the temperature differs a little.
+        assert one["relative_error"] == pytest.approx(two["relative_error"], abs=1e-3)
     batch = {"input_ids": torch.arange(3, 23)[None], "decoder_input_ids": torch.arange(30, 50)[None]}
     for folder in ("calibrated", "single"):
         models = [AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name / folder).eval() for name in ("one", "two")]

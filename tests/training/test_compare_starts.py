@@ -40,7 +40,7 @@ def test_reversing_can_be_learnt():
 
 def test_the_share_is_one_minus_what_the_tokens_of_a_sentence_have_in_common():
     model = script.make_model("subformer,encoder_layers=3", 0).eval()
-    share = script.process_share(model, 0)
+    share = script.own_share(model, 0)
     generator = torch.Generator().manual_seed(0)
     shape = (script.SENTENCES, script.LENGTH)
     ids = torch.randint(script.SPECIAL, script.SPECIAL + script.TOKENS, shape, generator=generator)

@@ -1,4 +1,4 @@
-"""What a structural form is: one way in which a place of a model (a matrix, an attention, a network) gets smaller.
+"""Structural forms: ways in which a place of a model (a matrix, an attention, a network) gets smaller.
 
 A form is a class in a file of its own in this folder, under `@register_form`. An instance is one place of one model.
 Nothing else in the package knows which forms there are.
@@ -30,7 +30,7 @@ Setting = int | None
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """What one part of a model can become.
+    """The choices for one part of a model.
 
     Attributes:
         settings: a rank or a width each; `None` leaves the part as it is.
@@ -50,7 +50,7 @@ class Choices:
 
 @dataclass(frozen=True, eq=False)
 class Built:
-    """What a place has become.
+    """The tensors and reports that a place became.
 
     Attributes:
         reports: of its matrices.
@@ -64,7 +64,7 @@ class Built:
     coordinates: dict[str, Tensor] = field(default_factory=dict)
 
     def of_teacher(self, name: str, outputs: Tensor) -> Tensor:
-        """What a module's outputs are of the teacher's (rows×n)."""
+        """Return the outputs that a module should give, from the teacher's (rows×n)."""
         coordinates = self.coordinates.get(name)
         if coordinates is None:
             return outputs
@@ -156,18 +156,21 @@ class Form(ABC):
         """The kind of a matrix: `embedding`, `attention` or `ffn`."""
         return self.originals.module(name).kind
 
+    def report(self, name: str, size: int | None, setting: str, parameters: int, error: float) -> MatrixReport:
+        """The report of a matrix with a relative `error`, which stays dense where its `size` is `None`."""
+        m, n = self.shape(name)
+        return MatrixReport(
+            name=short_name(name), kind=self.kind(name), m=m, n=n, form=DENSE if size is None else self.label,
+            size=size, setting=setting, parameters_after=parameters, energy=1 - error**2, relative_error=error,
+        )  # fmt: skip
+
     def keep(self, names: Sequence[str]) -> Built:
         """Matrices as they are."""
         tensors, reports = {}, []
         for name in names:
             matrix, bias = self.originals.linear(name)
-            kind, (m, n) = self.kind(name), matrix.shape
-            tensors[name] = {"weight": matrix if kind == "embedding" else matrix.T, "bias": bias}
-            report = MatrixReport(
-                name=short_name(name), kind=kind, m=m, n=n, form=DENSE, size=None, setting=DENSE,
-                parameters_after=m * n, energy=1.0, relative_error=0.0,
-            )  # fmt: skip
-            reports.append(report)
+            tensors[name] = {"weight": matrix if self.kind(name) == "embedding" else matrix.T, "bias": bias}
+            reports.append(self.report(name, None, DENSE, matrix.numel(), 0.0))
         return Built(reports, to_store(tensors))
 
 

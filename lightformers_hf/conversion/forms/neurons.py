@@ -219,11 +219,6 @@ class FewerNeurons(Form):
         share = (cost / most).clamp(0, 1).item() if most > 0 else 0.0
         reports = []
         for name in (*self._first, self._last):
-            m, n = self.shape(name)
-            report = MatrixReport(
-                name=short_name(name), kind=self.kind(name), m=m, n=n, form=self.label, size=setting,
-                setting=f"{setting} neurons", parameters_after=m * n * setting // size, energy=1 - share,
-                relative_error=share**0.5,
-            )  # fmt: skip
-            reports.append(report)
+            parameters = math.prod(self.shape(name)) * setting // size
+            reports.append(self.report(name, setting, f"{setting} neurons", parameters, share**0.5))
         return Built(reports, to_store(tensors), dict.fromkeys(self._first, kept.cpu()))

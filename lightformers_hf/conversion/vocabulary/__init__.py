@@ -37,7 +37,7 @@ class SavedTokenizer(ABC):
         """Write the files anew: {side: {token that stays: its id}}, one side where both have the same tokens."""
 
     def rewrite_config(self, ids: Mapping[str, int]) -> None:
-        """The same of `tokenizer_config.json` and `added_tokens.json`."""
+        """Write `tokenizer_config.json` and `added_tokens.json` with the tokens that stay."""
         content = read_json(self.folder / CONFIG)
         for name in ("extra_special_tokens", "additional_special_tokens"):
             if isinstance(content.get(name), list):
@@ -51,7 +51,7 @@ class SavedTokenizer(ABC):
 
 
 def unknown_kind(why: str) -> ValueError:
-    """What is said of a tokenizer that cannot be rebuilt."""
+    """Return the error for a tokenizer that cannot be rebuilt."""
     return ValueError(
         f"vocabulary cannot be trimmed, the tokenizer is of no known kind ({why}): known are tokenizer.json with a "
         "unigram or byte-pair model, and SentencePiece models with vocab.json (Marian, M2M100); leave vocabulary out"
@@ -72,7 +72,7 @@ Rank = Callable[[str, str], float | None]
 
 
 def merges_of(token: str, rank: Rank) -> set[str]:
-    """What arises while a token is merged out of its characters: these, and all tokens between, itself included.
+    """Return all tokens that a token is merged from: its characters, the tokens between, and the token itself.
 
     The lowest rank comes first, of equal ones the leftmost, as in byte-pair encoding. Neighbours of a token in a text
     change nothing: where the token comes out, no merge went across its ends.

@@ -150,7 +150,7 @@ def save(tokenizer: PreTrainedTokenizerBase, folder: Path, languages: Sequence[s
 def count_tokens(
     tokenizer: PreTrainedTokenizerBase, vocabularies: Mapping[str, Mapping[str, int]], options: CompressionOptions
 ) -> tuple[Counts, list[tuple[str, str]]]:
-    """How often each token occurs in the texts, and (side, sentence) of the first of them."""
+    """Count each token in the texts. Return the counts, and (side, sentence) of the first sentences."""
     counts: Counts = {side: Counter() for side in vocabularies}
     both = ("source", "target") if hasattr(tokenizer, "spm_target") else ("source",)  # Marian's sides cut by their own
     sample: list[tuple[str, str]] = []
@@ -288,14 +288,10 @@ def _strange(
 
 def _check_cuts(tokenizer: PreTrainedTokenizerBase, kept: KeptTokens, sample: Sequence[tuple[str, str]]) -> None:
     """Raise a `ValueError` where a text whose tokens all stay is cut differently than before."""
-    new = {"source": dict(_numbered(kept.source)), "target": dict(_numbered(kept.target))}
+    new = {side: {old: number for number, old in enumerate(getattr(kept, side))} for side in ("source", "target")}
     for side in {side for side, _ in sample}:
         texts = [text for one, text in sample if one == side]
         pairs = zip(texts, cut(tokenizer, texts, side), cut(kept.tokenizer, texts, side), strict=True)
         for text, before, after in pairs:
             if {*before} <= new[side].keys() and [new[side][token] for token in before] != after:
                 raise unknown_kind(f"{text!r:.60} is cut differently without the tokens that go")
-
-
-def _numbered(old: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return ((number, place) for place, number in enumerate(old))

@@ -8,7 +8,7 @@ Fields are copied as they stand, bytes and all, so that nothing is needed here b
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ class SentencePieceFiles(SavedTokenizer):
         return lone_characters(texts).union(*(model.needed() for model in self.models.values())) & self.known
 
     def parts(self, token: str) -> set[str]:
-        """Of byte-pair models, what is merged into it."""
+        """The token, and in byte-pair encoding the tokens that are merged into it."""
         found = {token}
         for scores in self.scores:
             found |= merges_of(token, partial(_rank_in, scores)) & self.known
@@ -55,8 +55,7 @@ class SentencePieceFiles(SavedTokenizer):
         """Both; pieces that no vocabulary has stay in the models, which would else cut differently."""
         for file, model in self.models.items():
             side = "target" if "target" in ids and file.stem == "target" else "source"
-            stays = partial(_is_none_of, self.vocabularies[side].keys() - ids[side].keys())
-            file.write_bytes(model.keep(stays))
+            file.write_bytes(model.without(self.vocabularies[side].keys() - ids[side].keys()))
         for side, kept in ids.items():
             vocabulary = {token: kept[token] for token in self.vocabularies[side] if token in kept}
             write(vocabulary, self.folder / SIDES[side])
@@ -65,10 +64,6 @@ class SentencePieceFiles(SavedTokenizer):
 
 def _rank_in(scores: Mapping[str, float], left: str, right: str) -> float | None:
     return scores.get(left + right)
-
-
-def _is_none_of(gone: Set[str], piece: Piece) -> bool:
-    return piece.text not in gone
 
 
 @dataclass(frozen=True)
@@ -108,11 +103,13 @@ class PieceModel:
             raise ValueError(f"{file} is no SentencePiece model: it holds no piece")
         return cls([(number, whole) for number, whole, _ in content], pieces, kind == BPE)
 
-    def keep(self, stays: Callable[[Piece], bool]) -> bytes:
-        """The model with some of its pieces, as bytes; without the sentences by which it would test itself."""
+    def without(self, removed: Set[str]) -> bytes:
+        """The model without some pieces, as bytes; without the sentences by which it would test itself, too."""
         pieces = iter(self.pieces)
         kept = (
-            whole for number, whole in self.fields if number != SELF_TEST and (number != PIECES or stays(next(pieces)))
+            whole
+            for number, whole in self.fields
+            if number != SELF_TEST and (number != PIECES or next(pieces).text not in removed)
         )
         return b"".join(kept)
 

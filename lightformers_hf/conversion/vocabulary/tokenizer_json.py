@@ -28,11 +28,11 @@ class TokenizerJson(SavedTokenizer):
         kind, foreign = self.model.get("type"), ("continuing_subword_prefix", "end_of_word_suffix")
         if kind not in (UNIGRAM, BPE) or any(self.model.get(name) for name in foreign):
             raise unknown_kind(f"its model is {kind}{' with marks inside of words' if kind == BPE else ''}")
-        merges = [tuple(pair.split(" ", 1)) if isinstance(pair, str) else tuple(pair) for pair in self._list("merges")]
+        merges = [
+            tuple(pair.split(" ", 1)) if isinstance(pair, str) else tuple(pair)
+            for pair in self.model.get("merges") or []
+        ]
         self.ranks = {pair: float(rank) for rank, pair in enumerate(merges)}
-
-    def _list(self, name: str) -> list:
-        return self.model.get(name) or []
 
     @cached_property
     def pieces(self) -> set[str]:
@@ -49,7 +49,7 @@ class TokenizerJson(SavedTokenizer):
         return found | set(_processed_tokens(self.content.get("post_processor")))
 
     def parts(self, token: str) -> set[str]:
-        """Of a byte-pair model, what is merged into it."""
+        """The token, and in byte-pair encoding the tokens that are merged into it."""
         if self.model["type"] == UNIGRAM:
             return {token}
         found = merges_of(token, lambda left, right: self.ranks.get((left, right)))
