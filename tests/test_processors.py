@@ -1,12 +1,17 @@
-"""Properties of the machine, and rounded matrix multiplications."""
+"""Properties of the machine, and matrix multiplications that are rounded or of few shapes."""
 
 import platform
 import time
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
 
 from lightformers_hf import processors
+from lightformers_hf.processors import FIRST_SHAPES, MANY_SHAPES, EvenProducts, cast_once, has_many_shapes
 
 pytestmark = pytest.mark.quick
 
@@ -97,3 +102,123 @@ def test_products_that_may_round_give_what_rounded_factors_do():
     with pytest.raises(ZeroDivisionError), processors.rounded_products():
         1 / 0  # noqa: B018, whatever fails inside
     assert torch.equal(processors.factor_rows(rows), rows)
+
+
+def gradients(function, *tensors):
+    """What a function makes of copies of the tensors under autocast, and the gradients of a weighed sum of it."""
+    copies = [tensor.clone().requires_grad_() for tensor in tensors]
+    with torch.autocast("cpu", torch.bfloat16):
+        output = function(*copies)
+    weights = torch.linspace(0.1, 1, output.numel()).view(output.shape)
+    (output.float() * weights).sum().backward()
+    return output, *(copy.grad for copy in copies)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_states_are_kept_for_weights_that_learn_alone(learns):
+    kept = []
+    layer = nn.Linear(40, 24).requires_grad_(learns)
+    states = torch.rand(3, 50, 40, requires_grad=True)
+    with (
+        EvenProducts(),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda each: kept.append(tuple(each.shape)) or each, lambda each: each
+        ),
+    ):
+        output = layer(states)
+    output.float().sum().backward()
+    assert kept == [(256, 64), (32, 64)][0 if learns else 1 :]
+    expected = layer.weight.detach().sum(0).expand_as(states)
+    torch.testing.assert_close(states.grad, expected, rtol=0.02, atol=0.02)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 21), max_size=3),
+    sizes=st.tuples(st.integers(1, 70), st.integers(1, 70)),
+    bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_a_layer_and_its_gradients(shape, sizes, bias, seed):
+    torch.manual_seed(seed)
+    m, n = sizes
+    # Of positive numbers, whose sums do not cancel out.
+    tensors = [torch.rand(*shape, m), torch.rand(n, m), *([torch.rand(n)] if bias else [])]
+    plain = gradients(F.linear, *tensors)
+    with EvenProducts():
+        even = gradients(F.linear, *tensors)
+    assert even[0].dtype == torch.bfloat16
+    exact = [tensor.double().requires_grad_() for tensor in tensors]
+    output = F.linear(*exact)
+    weights = torch.linspace(0.1, 1, output.numel(), dtype=torch.float64).view(output.shape)
+    (output * weights).sum().backward()
+    for ours, theirs, true in zip(even, plain, [output, *(tensor.grad for tensor in exact)], strict=True):
+        assert ours.dtype == theirs.dtype
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours.double(), true.detach(), rtol=0.02, atol=0)
+
+
+def test_products_have_few_shapes(monkeypatch):
+    """Ranks and numbers of tokens that all differ, and yet as few products as with one rank and one number."""
+    made, mm = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *parts: made.append(tuple(part.shape for part in parts)) or mm(*parts))
+    with EvenProducts(), torch.autocast("cpu", torch.bfloat16):
+        for tokens, rank in zip(range(130, 250, 10), range(33, 64, 2), strict=False):
+            F.linear(torch.randn(tokens, 64, requires_grad=True), torch.randn(rank, 64)).float().sum().backward()
+        assert {tuple(sorted(left + right)) for left, right in made} == {(64, 64, 64, 256)}
+        made.clear()  # a sum of few tokens is not made much larger
+        F.linear(torch.randn(5, 64, requires_grad=True), torch.randn(32, 64)).float().sum().backward()
+    assert [left for left, _ in made] == [(8, 32)]
+
+
+def test_attention_of_one_shape_too_many_is_in_float32():
+    with EvenProducts(), torch.autocast("cpu", torch.bfloat16):
+        for width in range(1, FIRST_SHAPES + 3):
+            heads = torch.randn(2, 3, 5, width), torch.randn(2, 3, width, 7)
+            found = [torch.matmul(*heads) for _ in range(2)]
+            expected = torch.bfloat16 if width <= FIRST_SHAPES else torch.float32
+            assert [each.dtype for each in found] == [expected] * 2
+            torch.testing.assert_close(found[0].float(), heads[0] @ heads[1], rtol=0.05, atol=0.1, check_dtype=False)
+        large = torch.randn(1, 1, 100, 64), torch.randn(1, 1, 64, 100)  # bfloat16 is worth its program
+        assert torch.matmul(*large).dtype == torch.bfloat16
+    with EvenProducts(shapes=0), torch.autocast("cpu", torch.bfloat16):  # none is to be in bfloat16
+        assert torch.matmul(torch.randn(2, 3, 5, 8), torch.randn(2, 3, 8, 5)).dtype == torch.float32
+
+
+def test_nothing_changes_without_autocast(monkeypatch):
+    monkeypatch.setattr(processors._EvenLinear, "apply", None)  # would fail
+    layer, states = nn.Linear(33, 17), torch.randn(5, 33)
+    expected = layer(states)
+    with EvenProducts():
+        assert torch.equal(layer(states), expected)
+        with torch.autocast("cpu", torch.float16):
+            layer(states)
+
+
+class Quantized(torch.Tensor):
+    """A weight that multiplies in its own way."""
+
+
+def test_weights_of_their_own_kind_are_left_alone(monkeypatch):
+    monkeypatch.setattr(processors._EvenLinear, "apply", None)
+    weight = torch.randn(4, 3).as_subclass(Quantized)
+    with EvenProducts(), torch.autocast("cpu", torch.bfloat16):
+        assert F.linear(torch.randn(2, 3), weight).shape == (2, 4)
+        assert F.linear(torch.randn(0, 3), torch.randn(4, 3)).shape == (0, 4)
+
+
+def test_only_matrices_of_numbers_are_cast():
+    layers = nn.ModuleList([nn.Linear(3, 4), nn.Embedding(5, 3), nn.Linear(3, 5), nn.LayerNorm(3)])
+    layers[2].weight = layers[1].weight
+    quantized = nn.Linear(3, 4)
+    quantized.weight = nn.Parameter(torch.randn(4, 3).as_subclass(Quantized), requires_grad=False)
+    layers.append(quantized)
+    with cast_once(layers):
+        assert [layer.weight.dtype == torch.bfloat16 for layer in layers] == [True, False, False, False, False]
+    assert {layer.weight.dtype for layer in layers} == {torch.float32}
+
+
+def test_models_whose_layers_are_alike_have_few_shapes():
+    assert not has_many_shapes(nn.ModuleList(nn.Linear(5, 3) for _ in range(50)))
+    assert has_many_shapes(nn.ModuleList(nn.Linear(5, 1 + n) for n in range(MANY_SHAPES + 1)))

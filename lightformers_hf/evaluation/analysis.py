@@ -23,14 +23,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm.auto import tqdm
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
-from lightformers_hf.conversion.calibration_text import parallel_batches
-from lightformers_hf.conversion.forms import svd
-from lightformers_hf.conversion.rules import rank_for_energy
-from lightformers_hf.matrices import factors_of, matrices_of
-from lightformers_hf.text import load_parallel
-
+from ..conversion.calibration_text import parallel_batches
+from ..conversion.forms import svd
+from ..conversion.rules import rank_for_energy
 from ..files import STATE_FILE, as_kind, read_json
 from ..loading import build_network, learned_parameters, load_model, printable_name
+from ..matrices import factors_of, matrices_of
+from ..text import load_parallel
 from .evaluate import MEMORY_SENTENCES, choose_columns
 from .speed import translation_memory
 
@@ -151,7 +150,7 @@ def iterations_to_convergence(curve: Sequence[tuple[int, float]], *, tolerance: 
     Raises:
         ValueError: an empty curve, or one without a finite value.
     """
-    finite = [(step, loss) for step, loss in curve if loss == loss and abs(loss) != float("inf")]
+    finite = [(step, loss) for step, loss in curve if math.isfinite(loss)]
     if not finite:
         raise ValueError("no finite loss was logged: expected one at least")
     best = min(loss for _, loss in finite)

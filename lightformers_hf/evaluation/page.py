@@ -21,7 +21,8 @@ from ..conversion.sharing import source_names
 from ..conversion.teacher import Teacher
 from ..conversion.vocabulary.choose import KeptTokens
 from ..files import REPORT_FILE, STATE_FILE, as_kind
-from ..loading import load_pair, load_pretrained, printable_name, resolve_source
+from ..loading import load_pair, load_pretrained, load_skeleton, printable_name, resolve_source
+from ..matrices import rank_of
 from ..text import load_parallel
 from ..vocabularies import match_tokens
 from . import plots
@@ -125,15 +126,18 @@ def report_page(
     """
     metrics, folder = check_metrics(metrics), resolve_source(model)
     report = read_report(folder / REPORT_FILE)
+    matrices = report.matrices if report else []
     measured = [_read_result(Path(file)) for file in results]
     pictures = _pictures(folder, report, teacher, measured, metrics, progress=progress)
-    sheets = [sheet for one in measured if isinstance(one, EngineComparison) for sheet in _engine_sheets(one)]
-    translations = []
-    if data:
-        columns = {"source": source, "target": target, "split": split}
-        translations = _translate_samples(
-            model, teacher, data, columns, count=samples, progress=progress, **generation
-        )
+    sheets = [  # a table for every setting that a benchmark of engines measured in
+        Sheet(f"Deployed: {setting}", " ".join(one.notes()), rows, words=2)
+        for one in measured
+        if isinstance(one, EngineComparison)
+        for setting, rows in one.rows().items()
+    ]
+    columns = {"source": source, "target": target, "split": split}
+    settings: dict[str, Any] = {"count": samples, "progress": progress} | generation
+    translations = _translate_samples(model, teacher, data, columns, **settings) if data else []
     if not (report or pictures or sheets or translations):
         raise ValueError(
             f"{folder} holds neither {REPORT_FILE} nor {STATE_FILE}, so there is nothing to report: give what convert "
@@ -142,20 +146,16 @@ def report_page(
     return _template().render(
         title=printable_name(model),
         colors={name: _colors(dark=dark) for name, dark in (("light", False), ("dark", True))},
-        **_plan(report),
+        plan=report,
+        matrices=matrices,
+        kinds=_kinds(matrices),
+        options=json.dumps(report and report.options, indent=1),
         pictures=pictures,
         sheets=sheets,
         samples=translations,
         teacher=teacher,
         data=data and Path(data).name,
     )
-
-
-def _plan(report: CompressionReport | None) -> dict[str, Any]:
-    """What the page says of a conversion, where there was one."""
-    matrices = report.matrices if report else []
-    options = json.dumps(report and report.options, indent=1)
-    return {"plan": report, "matrices": matrices, "kinds": _kinds(matrices), "options": options}
 
 
 def _template() -> jinja2.Template:
@@ -279,7 +279,8 @@ def _draw_spectra(folder: Path, matrices: list[MatrixReport], name: str, *, trim
                 f"{matrix.m}×{matrix.n}: give the teacher that it was made of"
             )
         values[matrix.name] = singular_values(module, *factors).tolist()
-    ranks = plots.module_ranks(folder, values)
+    light = {module.removeprefix("model."): part for module, part in load_skeleton(folder).named_modules()}
+    ranks = {matrix: rank_of(light[matrix]) for matrix in values}
     return _draw(
         "Singular values of the teacher",
         partial(plots.spectra, matrices=matrices, values=values, ranks=ranks),
@@ -288,12 +289,6 @@ def _draw_spectra(folder: Path, matrices: list[MatrixReport], name: str, *, trim
         columns=3,
         height=3.8,
     )
-
-
-def _engine_sheets(found: EngineComparison) -> list[Sheet]:
-    """A table for every setting that a benchmark of engines measured in."""
-    caption = " ".join(found.notes())
-    return [Sheet(f"Deployed: {setting}", caption, rows, words=2) for setting, rows in found.rows().items()]
 
 
 def _read_result(file: Path) -> Result | EngineComparison:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -17,12 +17,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ..conversion.report import MatrixReport
-from ..loading import load_skeleton
-from ..matrices import rank_of
 from .quality import METRICS
 
 if TYPE_CHECKING:
+    from ..conversion.report import MatrixReport
     from .analysis import Analysis
 
 # Told apart by colour-blind eyes, too (Okabe and Ito); lighter on a dark page. In a picture they are C0, C1, ….
@@ -117,12 +115,13 @@ def draw_spectrum(axes: Axes, values: Sequence[float], *, color: str, rank: int 
 def draw_analyses(analyses: list[Analysis], folder: Path) -> list[Path]:
     """Draw every measure that was taken, `<measure>.png` and `<measure>-dark.png`, and return the paths."""
     curves = [analysis for analysis in analyses if analysis.loss_curve]
+    bars = {"columns": 2, "height": 1.9 + 0.55 * len(analyses)}
     pictures: dict[str, tuple[Paint, dict]] = {
         "head-diversity": (lambda panels: _head_diversity(panels, analyses), {"columns": 3}),
         "token-uniformity": (lambda panels: _token_uniformity(panels, analyses), {"columns": 2}),
         "ffn-activation": (lambda panels: _ffn_activation(panels, analyses), {"rows": 2, "columns": 3, "height": 6.5}),
-        "macs": (lambda panels: _macs(panels, analyses), {"columns": 2, "height": _bars_height(analyses)}),
-        "memory": (lambda panels: _memory(panels, analyses), {"columns": 2, "height": _bars_height(analyses)}),
+        "macs": (lambda panels: _macs(panels, analyses), bars),
+        "memory": (lambda panels: _memory(panels, analyses), bars),
         "spectra": (
             lambda panels: _spectra(panels, analyses),
             {"rows": len(analyses), "columns": 3, "height": 1.4 + 2.4 * len(analyses)},
@@ -184,10 +183,6 @@ def _ffn_activation(panels: list[Axes], analyses: list[Analysis]) -> None:
                 axes.margins(y=0.15)
                 axes.set_ylim(bottom=0)
         panels[3 * row].set(ylabel=stack)
-
-
-def _bars_height(analyses: list[Analysis]) -> float:
-    return 1.9 + 0.55 * len(analyses)
 
 
 def _draw_bars(
@@ -276,15 +271,6 @@ class Point:
     is_teacher: bool = False
 
 
-def module_ranks(folder: Path, names: Iterable[str]) -> dict[str, int | None]:
-    """r of matrices of the model in a folder, by their names in a report; `None` for those that are no product of two.
-
-    Raises `KeyError` for a name that the model has no module of.
-    """
-    modules = {name.removeprefix("model."): module for name, module in load_skeleton(folder).named_modules()}
-    return {name: rank_of(modules[name]) for name in names}
-
-
 def spectra(
     panels: list[Axes],
     matrices: Sequence[MatrixReport],
@@ -341,9 +327,7 @@ def _place(matrix: MatrixReport, stack: str) -> tuple[int, str] | None:
 
 def has_errors(matrices: Sequence[MatrixReport]) -> bool:
     """Whether `errors` would find a matrix in a layer of which something is lost."""
-    return any(
-        matrix.relative_error and (_place(matrix, "encoder") or _place(matrix, "decoder")) for matrix in matrices
-    )
+    return any(one.relative_error and (_place(one, "encoder") or _place(one, "decoder")) for one in matrices)
 
 
 def trade_off(panels: list[Axes], points: Sequence[Point], *, quality: str, speed: str) -> None:

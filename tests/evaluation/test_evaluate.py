@@ -135,23 +135,6 @@ def test_warns_of_sentences_that_the_conversion_was_calibrated_on(
     assert (parallel_sentences[0]["de"] in caplog.text) == seen
 
 
-def test_an_empty_data_file(lightformers, tiny_marian, tmp_path):
-    (tmp_path / "empty.jsonl").touch()
-    code, _, error = lightformers("evaluate", tiny_marian, "--data", tmp_path / "empty.jsonl")
-    assert code == 1
-    assert "empty.jsonl" in error
-    assert "no rows" in error
-
-
-@pytest.mark.parametrize("command", [["translate"], ["evaluate", "--data", "x.jsonl"]])
-def test_a_model_that_is_not_there(lightformers, tmp_path, command):
-    code, printed, error = lightformers(*command, tmp_path / "missing")
-    assert code == 1
-    assert not printed
-    assert "is no folder" in error.replace("\n", " ")
-    assert "Traceback" not in error
-
-
 def test_a_tokenizer_without_languages(lightformers, tiny_marian, tmp_path, data):
     import shutil
 
@@ -182,10 +165,3 @@ def test_translate_a_file_and_a_pipe(lightformers, tiny_marian, tmp_path, parall
     assert code == 1
     assert "missing.txt" in error
     assert {path.name for path in tmp_path.iterdir()} == {"in.txt", "out.txt"}
-
-
-@pytest.mark.parametrize("command", ["translate", "evaluate"])
-def test_help_teaches_with_an_example(lightformers, command):
-    code, printed, _ = lightformers(command, "--help")
-    assert code == 0
-    assert f"lightformers {command} ./small" in printed

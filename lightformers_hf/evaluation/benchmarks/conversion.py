@@ -152,8 +152,7 @@ def benchmark_conversion(shapes: str, *, runs: int = 3, samples: int | None = No
             for index in range(timed):
                 torch.linalg.svd(distinct[shape][index % len(distinct[shape])], full_matrices=False)
             spent = Seconds.since(start)
-            wall += spent.wall * count / timed
-            cpu += spent.cpu * count / timed
+            wall, cpu = wall + spent.wall * count / timed, cpu + spent.cpu * count / timed
         full_seconds.append(Seconds(wall, cpu))
         start = Seconds.now()
         for _ in map_in_threads(_factorize, all_matrices()):

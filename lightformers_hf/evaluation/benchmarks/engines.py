@@ -181,16 +181,6 @@ class Settings:
         if max(self.cores) > (there := os.cpu_count() or 1):
             raise ValueError(f"cores is {max(self.cores)}: this machine has {there}")
 
-    @property
-    def runs_of_each(self) -> int:
-        """Runs of one model on so many cores."""
-        return self.runs * len(self.batch_sizes) * len(self.beams)
-
-    @property
-    def most_sentences(self) -> int:
-        """Sentences of the largest run."""
-        return max(self.sentences if 1 in self.batch_sizes else 1, *self.batch_sizes)
-
 
 def compare_engines(
     teacher: str,
@@ -241,14 +231,15 @@ def compare_engines(
         source, target = find_columns(teacher, source, target)
         pairs = load_parallel(data, source=source, target=target, split="test", max_samples=max_samples)
         metrics = choose_metrics(metrics, pairs["source"][:], pairs["target"][:])
-    steps = len(names) * len(forms) * ((1 if pairs is None else 2) + len(cores) * settings.runs_of_each)
+    timed = runs * len(cores) * len(batch_sizes) * len(beams)
+    steps = len(names) * len(forms) * ((1 if pairs is None else 2) + timed)
     with tempfile.TemporaryDirectory() as work, tqdm(total=steps, disable=not progress, unit="step") as bar:
         if pairs is not None or any(languages):
             names = _tell_languages(names, *languages, Path(work))
         text = (shortlist, source, target)
         deployed = [_deploy(label, names[label], form, Path(work), text, bar) for label in names for form in forms]
         comparison = EngineComparison(list(names), deployed, [], new_tokens, sentences, data)
-        inputs = _inputs(names, pairs, settings.most_sentences)
+        inputs = _inputs(names, pairs, max(sentences if 1 in batch_sizes else 1, *batch_sizes))
         for count in settings.cores:
             bar.set_description(f"measure on {count} core{'s' * (count > 1)}")
             comparison.timings += _measure_speed(deployed, inputs, count, settings, bar)
@@ -425,18 +416,21 @@ def _measure() -> None:
         for key, (_, ids) in task["models"].items():
             batches = [[sentence] for sentence in ids[: task["sentences"]]] if size == 1 else [ids[:size]]
             engines[key].generate(batches[0], num_beams=beams, forced_length=task["new_tokens"])
-            actions[key] = partial(_time_run, engines[key], batches, beams, task["new_tokens"])
+            actions[key] = partial(time_run, engines[key], batches, beams, task["new_tokens"], tell=True)
         found += [[size, beams, key, timed] for key, timed in take_turns(actions, runs=task["runs"]).items()]
     print(json.dumps(found))
 
 
-def _time_run(engine: Engine, batches: list[list[list[int]]], beams: int, new_tokens: int) -> tuple[int, float]:
-    """Tokens generated, and the seconds it took."""
+def time_run(
+    engine: Engine, batches: list[list[list[int]]], beams: int, new_tokens: int, *, tell: bool = False
+) -> tuple[int, float]:
+    """Tokens generated, and the seconds it took. With `tell`, a line on stdout says when it is done."""
     start = time.perf_counter()
     for batch in batches:
         engine.generate(batch, num_beams=beams, forced_length=new_tokens)
     seconds = time.perf_counter() - start
-    print(RUN_DONE, end="", flush=True)
+    if tell:
+        print(RUN_DONE, end="", flush=True)
     return sum(map(len, batches)) * new_tokens, seconds
 
 
