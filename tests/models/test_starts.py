@@ -16,7 +16,7 @@ from lightformers_hf import (
     SubformerForCausalLM,
     SubformerForConditionalGeneration,
 )
-from lightformers_hf.matrices import factors_of, matrices_of, product_of
+from lightformers_hf.matrices import bias_of, factors_of, matrices_of, product_of
 from lightformers_hf.models.low_rank import LowRankEmbedding, LowRankLinear, LowRankOutput, draw_matrix
 from lightformers_hf.models.modeling_partialformer import PartialAttention, draw_parts
 from lightformers_hf.models.modeling_subformer import SAFE
@@ -64,7 +64,7 @@ def test_matrices_side_by_side_start_as_if_each_were_alone(rank):
     for part, width in zip(product_of(layer).split(parts, dim=1), parts, strict=True):
         if width:
             assert part.std().item() == pytest.approx(xavier(128, width) / math.sqrt(2), rel=0.1)
-    assert torch.equal(layer.bias, torch.cat([torch.zeros(96), torch.ones(400)]))
+    assert torch.equal(bias_of(layer), torch.cat([torch.zeros(96), torch.ones(400)]))
 
 
 @pytest.mark.parametrize("ranks", [{}, {"attention_rank": 48, "ffn_rank": 48}])
