@@ -57,7 +57,7 @@ OPTIONS_OF = {
     "report": "light --output page.html",
     "push": "light user/model --dry-run",
 }
-LEFT_OUT = {"--verbose", "--speed", "--comet", "--help"}
+LEFT_OUT = {"--verbose", "--speed", "--comet", "--help", "--push-to-hub"}
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ from transformers import AutoModelForSeq2SeqLM
 model = AutoModelForSeq2SeqLM.from_pretrained("alice/marian-light")
 assert type(model) is lightformers_hf.LightFormerForConditionalGeneration
 lightformers_hf.convert("alice/marian-light", "lighter", rank=2, method="paper", progress=False)
-sys.argv = ["lightformers", "translate", "alice/marian-light", "sentences.de", "-o", "sentences.en"]
+sys.argv = ["lightformers", "translate", "alice/marian-light", "sentences.de", "--output", "sentences.en"]
 cli.main()
 """
 

@@ -107,60 +107,49 @@ def compression_options() -> dict[str, Option]:
     return made
 
 
-def push_options() -> tuple[Option, ...]:
-    """The options of a command that may push what it wrote."""
-    return (
-        option("--push-to-hub", metavar="NAME", help="Push the complete folder to the Hub: you/model."),
-        option("--private", is_flag=True, help="Make that repository private."),
-    )
-
-
-def training_options() -> tuple[Option, ...]:
-    """The options that `recover` and `compress` share."""
-    return (
-        option(
-            "--data",
-            type=DATA,
-            help="Sentence pairs, or sources alone, which the teacher translates: a file, or a Hub name. Default: "
-            "random tokens, which it translates, too.",
-        ),
-        option("--validation", type=DATA, help="Pairs to choose the best model by. Default: a part of --data."),
-        option(
-            "--minutes",
-            type=click.FloatRange(min=0, min_open=True),
-            default=30.0,
-            metavar="M",
-            help="Time to measure, translate and train.",
-        ),
-        option(
-            "--translations/--no-translations",
-            default=None,
-            help="Train on the teacher's translations, too. Default: where that pays.",
-        ),
-        METRIC,
-        option("--report-to", multiple=True, help="Log to tensorboard, trackio, wandb, …. Repeatable."),
-        option("--seed", type=SEED, default=0, help="Seed of everything that is random."),
-    )
-
-
-def deployment_options(**default: str) -> tuple[Option, ...]:
-    """The options that `export` and `compress` share."""
-    engine = {"default": default["to"]} if default else {"required": True}
-    return (
-        option("--to", **engine, values=engine_names, help=f"Engine: {join_names(engine_names())}."),
-        option(
-            "--quantization",
-            default="int8",
-            values=("int8", "float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16"),
-            help="float32, int8, or another type of numbers that the engine has.",
-        ),
-        option(
-            "--shortlist",
-            type=DATA,
-            metavar="PATH",
-            help="Text, parallel or sources alone. The engine then computes only tokens that match the source's.",
-        ),
-    )
+PUSH = (
+    option("--push-to-hub", metavar="NAME", help="Push the complete folder to the Hub: you/model."),
+    option("--private", is_flag=True, help="Make that repository private."),
+)
+TRAINING = (
+    option(
+        "--data",
+        type=DATA,
+        help="Sentence pairs, or sources alone, which the teacher translates: a file, or a Hub name. Default: random "
+        "tokens, which it translates, too.",
+    ),
+    option("--validation", type=DATA, help="Pairs to choose the best model by. Default: a part of --data."),
+    option(
+        "--minutes",
+        type=click.FloatRange(min=0, min_open=True),
+        default=30.0,
+        metavar="M",
+        help="Time to measure, translate and train.",
+    ),
+    option(
+        "--translations/--no-translations",
+        default=None,
+        help="Train on the teacher's translations, too. Default: where that pays.",
+    ),
+    METRIC,
+    option("--report-to", multiple=True, help="Log to tensorboard, trackio, wandb, …. Repeatable."),
+    option("--seed", type=SEED, default=0, help="Seed of everything that is random."),
+)
+TO: dict[str, Any] = {"values": engine_names, "help": f"Engine: {join_names(engine_names())}."}
+DEPLOYMENT = (
+    option(
+        "--quantization",
+        default="int8",
+        values=("int8", "float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16"),
+        help="float32, int8, or another type of numbers that the engine has.",
+    ),
+    option(
+        "--shortlist",
+        type=DATA,
+        metavar="PATH",
+        help="Text, parallel or sources alone. The engine then computes only tokens that match the source's.",
+    ),
+)
 
 
 def read_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -183,7 +172,7 @@ def plan(model: str, **options: Any) -> Answer:
     return Answer.of(run(model, **found))
 
 
-@command(MODEL, OUTPUT, *compression_options().values(), *push_options(), OVERWRITE)
+@command(MODEL, OUTPUT, *compression_options().values(), *PUSH, OVERWRITE)
 def convert(model: str, output: Path, overwrite: bool, private: bool, **options: Any) -> Answer:
     """Compress a trained Marian, BART, mBART, Pegasus, M2M100, T5, mT5, UMT5 or LightFormer checkpoint.
 
@@ -209,7 +198,7 @@ def convert(model: str, output: Path, overwrite: bool, private: bool, **options:
     Argument("model", type=CHECKPOINT, about="Folder or Hub name of the compressed checkpoint."),
     OUTPUT,
     option("--teacher", type=CHECKPOINT, required=True, help="The checkpoint that it was made from."),
-    *training_options(),
+    *TRAINING,
     *LANGUAGES,
     option("--device", metavar="cpu", help="Where to train: cpu. Default: an accelerator, if there is one."),
     option("--overwrite", is_flag=True, help="Start over in the folder of an earlier recovery."),
@@ -231,12 +220,12 @@ def recover(model: str, output: Path, **options: Any) -> Answer:
 @command(
     Argument("model", type=CHECKPOINT, about="Folder or Hub name of the trained checkpoint."),
     Argument("output", type=FILE, about="The folder for everything that is made."),
-    *section("Data and training", training_options()),
+    *section("Data and training", TRAINING),
     *section("Conversion", [one for name, one in compression_options().items() if name != "device"]),
-    *section("Deployment", deployment_options(to="ctranslate2")),
+    *section("Deployment", [option("--to", default="ctranslate2", **TO), *DEPLOYMENT]),
     option("--test", type=DATA, help="Pairs for the last measurement. Default: a part of --data, if pairs."),
     option("--device", metavar="cpu", help="Where to convert, train and score. Default: cpu, then an accelerator."),
-    *push_options(),
+    *PUSH,
     option("--overwrite", is_flag=True, help="Start over in the folder of an earlier compression."),
 )
 def compress(model: str, output: Path, **options: Any) -> Answer:
@@ -260,7 +249,7 @@ def compress(model: str, output: Path, **options: Any) -> Answer:
     return Answer.of(run(model, output, **found))
 
 
-@command(MODEL, OUTPUT, *deployment_options(), *LANGUAGES, OVERWRITE)
+@command(MODEL, OUTPUT, option("--to", required=True, **TO), *DEPLOYMENT, *LANGUAGES, OVERWRITE)
 def export(model: str, output: Path, to: str, overwrite: bool, **options: Any) -> Answer:
     """Write a LightFormer, or a dense model that becomes one, for CTranslate2 or ONNX Runtime, which run it fastest.
 

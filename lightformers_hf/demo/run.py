@@ -127,12 +127,12 @@ def _check_extra() -> None:
 def _claim(output: Path, settings: DemoSettings, fresh: bool) -> None:
     """Make `output` the folder of a demo with these settings, or find that it is one."""
     if output.exists() and not output.is_dir():
-        raise FileExistsError(f"{output} is a file: give another folder with --output.")
+        raise FileExistsError(f"{output} is a file: give another folder")
     marker = output / SETTINGS
     if not marker.exists() and output.is_dir() and any(output.iterdir()):
-        raise FileExistsError(f"{output} is not empty and holds no demo: give another folder with --output.")
+        raise FileExistsError(f"{output} is not empty and holds no demo: give another folder")
     if marker.exists() and not asdict(settings).keys() & read_json(marker).keys():
-        raise FileExistsError(f"{marker} is no demo's: give another folder with --output.")
+        raise FileExistsError(f"{marker} is no demo's: give another folder")
     if fresh and marker.exists():
         corpus, teacher, small = (output / name for name in FOLDERS)
         for folder in filter(Path.is_dir, (corpus, teacher)):
@@ -142,9 +142,7 @@ def _claim(output: Path, settings: DemoSettings, fresh: bool) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         marker.unlink()
     if marker.exists() and json.loads(marker.read_text(encoding="utf-8")) != asdict(settings):
-        raise ValueError(
-            f"{output} holds a demo of other settings: start over with --fresh, or give another folder with --output."
-        )
+        raise ValueError(f"{output} holds a demo of other settings: start over with --fresh, or give another folder")
     if not marker.exists():
         output.mkdir(parents=True, exist_ok=True)
         with write_whole(marker) as opened:

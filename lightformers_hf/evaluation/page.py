@@ -117,7 +117,7 @@ def report_page(
             parameters and speed; or `lightformers benchmark engines --json`: speed, size and quality deployed.
         metrics: those of `results` that are shown, of which the first is drawn; by default all that they have.
         samples: how many translations are shown, evenly spread over the data.
-        source, target, split: columns of the data, as for `evaluate_model`.
+        source, target, split: columns of the data, as for `evaluate`.
         progress: show bars on stderr.
         generation: `num_beams`, `max_new_tokens` for the translations.
 

@@ -205,9 +205,8 @@ def choose_method(arguments: Mapping[str, Any], to: str) -> tuple[dict[str, Any]
     if "method" not in options:
         with suppress(ValueError):  # a rank or an energy is asked for, which narrower layers do not have
             CompressionOptions(**options, method="narrow")
-            return options | {
-                "method": "narrow"
-            }, f"The method is narrow: {to} has no low-rank matrix multiplications."
+            options["method"] = "narrow"
+            return options, f"The method is narrow: {to} has no low-rank matrix multiplications."
     if options.get("method") == "narrow":
         return options, ""
     return options, (
@@ -255,8 +254,8 @@ class Work:
 
     def do(self) -> None:
         """Do the steps whose part is not there yet."""
-        for line in filter(None, [self.note]) if self.progress else ():
-            tqdm.write(line)
+        if self.note and self.progress:
+            tqdm.write(self.note)
         for number, (name, step) in enumerate(self.steps.items(), start=1):
             complete = is_complete(self.output / name)
             if self.progress:
@@ -276,10 +275,7 @@ class Work:
         comparison = EngineComparison.read(read_json(self.output / "engines.json"))
         notes = [self.note] if self.note else []
         if drawn:
-            notes.append(
-                "The test pairs were drawn from your data: a teacher that was trained on this text looks better than "
-                "it is."
-            )
+            notes.append("The test was drawn from your data: a teacher trained on this text looks better than it is.")
         notes += [
             "If the quality is not enough, give more minutes, more text, or a smaller ratio.",
             "If it is not small or fast enough, give a larger ratio, fewer decoder layers, or a shortlist.",

@@ -525,7 +525,7 @@ def test_analyze_models_side_by_side(lightformers, checkpoints, tmp_path):
     models = [checkpoints / "teacher", checkpoints / "light $x_1$"]
     text, pictures = checkpoints / "text.jsonl", tmp_path / "inside"
     code, printed, error = lightformers(
-        "analyze", *models, "--data", text, "--output", pictures, "--json", tmp_path / "a.json"
+        "analyze", *models, "--data", text, "--pictures", pictures, "--json", tmp_path / "a.json"
     )
     assert code == 0, error
     for expected in ("head diversity, encoder", "million MACs", "peak memory", "rank of 90 % energy", "steps to"):
@@ -586,11 +586,11 @@ def test_bad_input_is_one_message_and_leaves_nothing(lightformers, checkpoints, 
         ((tmp_path / "missing", "--data", text), "is no folder"),
         ((teacher, "--data", tmp_path / "missing.jsonl"), "missing.jsonl"),
         ((teacher, "--data", text, "--source-lang", "fr"), "'fr'"),
-        ((teacher, "--data", text, "--output", tmp_path / "full"), "is not empty"),
-        ((teacher, "--data", text, "--output", teacher, "--overwrite"), "must be apart from"),
-        ((teacher, "--data", text, "--output", text.parent, "--overwrite"), "must be apart from"),
+        ((teacher, "--data", text, "--pictures", tmp_path / "full"), "is not empty"),
+        ((teacher, "--data", text, "--pictures", teacher, "--overwrite"), "must be apart from"),
+        ((teacher, "--data", text, "--pictures", text.parent, "--overwrite"), "must be apart from"),
     ):
-        code, _, error = lightformers("analyze", "--output", tmp_path / "new", *arguments)
+        code, _, error = lightformers("analyze", "--pictures", tmp_path / "new", *arguments)
         assert code == 1
         assert message in error.replace("\n", " ")
         assert "Traceback" not in error
@@ -600,7 +600,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(lightformers, checkpoints, 
 def test_pictures_need_matplotlib(lightformers, checkpoints, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     arguments = ("analyze", checkpoints / "teacher", "--data", checkpoints / "text.jsonl")
-    code, _, error = lightformers(*arguments, "--output", tmp_path / "new")
+    code, _, error = lightformers(*arguments, "--pictures", tmp_path / "new")
     assert code == 1
     assert "pip install" in error
     assert not list(tmp_path.iterdir())

@@ -156,12 +156,12 @@ def test_translate_a_file_and_a_pipe(lightformers, tiny_marian, tmp_path, parall
     code, printed, _ = lightformers("translate", tiny_marian, *options, stdin="\n".join(german).encode())
     assert (code, printed.splitlines()) == (0, expected)
     code, printed, _ = lightformers(
-        "translate", tiny_marian, tmp_path / "in.txt", "-o", tmp_path / "out.txt", *options
+        "translate", tiny_marian, tmp_path / "in.txt", "--output", tmp_path / "out.txt", *options
     )
     assert (code, printed) == (0, "")
     assert (tmp_path / "out.txt").read_text(encoding="utf-8").splitlines() == expected
 
-    code, _, error = lightformers("translate", tiny_marian, tmp_path / "missing.txt", "-o", tmp_path / "new.txt")
+    code, _, error = lightformers("translate", tiny_marian, tmp_path / "missing.txt", "--output", tmp_path / "new.txt")
     assert code == 1
     assert "missing.txt" in error
     assert {path.name for path in tmp_path.iterdir()} == {"in.txt", "out.txt"}
