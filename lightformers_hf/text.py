@@ -19,8 +19,8 @@ import os
 import re
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -402,7 +402,10 @@ def _read_json(path: Path, name: str, identity: str) -> Dataset:
     from datasets.exceptions import DatasetGenerationError
 
     rows, error = None, None
-    with _quiet_json_reader():
+    logger = logging.getLogger("datasets.packaged_modules.json.json")  # prints what it raises, too
+    with ExitStack() as stack:
+        stack.callback(setattr, logger, "disabled", logger.disabled)
+        logger.disabled = True
         try:
             rows = Dataset.from_json(name, config_id=identity)
         except DatasetGenerationError as raised:
@@ -457,7 +460,8 @@ def exact_name(path: Path) -> str:
     path = Path(os.path.abspath(path))
     if PLAIN_NAME.fullmatch(str(path)):
         return str(path)
-    link = Path(_links(), hashlib.sha256(os.fsencode(path)).hexdigest()[:16] + _endings(path))
+    endings = "".join(path.suffixes[-2:] if path.suffix == ".gz" else path.suffixes[-1:])  # `.jsonl`, `.jsonl.gz`
+    link = Path(_links(), hashlib.sha256(os.fsencode(path)).hexdigest()[:16] + endings)
     if not link.is_symlink():
         link.symlink_to(path)
     return str(link)
@@ -469,12 +473,6 @@ def _links() -> str:
     folder = tempfile.TemporaryDirectory(prefix="lightformers-")
     atexit.register(folder.cleanup)
     return folder.name
-
-
-def _endings(path: Path) -> str:
-    """`.jsonl` or `.jsonl.gz`."""
-    packed = ".gz" * (path.suffix == ".gz")
-    return Path(path.name.removesuffix(".gz")).suffix + packed
 
 
 def _identity(path: Path, suffix: str) -> str:
@@ -524,7 +522,12 @@ def _check_fields(path: Path, expected: int, *, tabs: bool) -> None:
     Where all lines have more, pandas takes the first field for a name of the row and shifts the columns; where one has
     fewer, it fills it up with empty text.
     """
-    with _open(path) as packed, io.TextIOWrapper(packed, encoding="utf-8-sig", newline="") as lines, _large_fields():
+    with (
+        ExitStack() as stack,
+        _open(path) as packed,
+        io.TextIOWrapper(packed, encoding="utf-8-sig", newline="") as lines,
+    ):
+        stack.callback(csv.field_size_limit, csv.field_size_limit(LARGEST_FIELD))
         rows = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(lines)
         first = 1
         for row in rows:
@@ -550,18 +553,6 @@ def _check_returns(path: Path, last: int) -> None:
         )
 
 
-@contextmanager
-def _quiet_json_reader() -> Iterator[None]:
-    """The library does not print what it raises, too."""
-    logger = logging.getLogger("datasets.packaged_modules.json.json")
-    before = logger.disabled
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
 def _explain_json(path: Path, reason: str) -> str:
     """What a parser said of a file, or the first line that is no JSON: parsers count rows of a part, from 0."""
     with suppress(OSError, EOFError, zlib.error, RecursionError), _open(path) as file:
@@ -576,16 +567,6 @@ def _explain_json(path: Path, reason: str) -> str:
             except json.JSONDecodeError as error:
                 return f"line {number} is no JSON object: {error.msg} at character {error.pos + 1}"
     return re.sub(r" in row \d+", "", reason)
-
-
-@contextmanager
-def _large_fields() -> Iterator[None]:
-    """The csv module reads cells of any size inside."""
-    before = csv.field_size_limit(LARGEST_FIELD)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(before)
 
 
 def _check_json(path: Path) -> None:
