@@ -48,9 +48,9 @@ def describe(command: click.Command, name: str, parent: click.Context | None = N
 
 def describe_configuration(name: str) -> Iterator[str]:
     """A table of a configuration's own fields, and of those that it gives another default."""
-    from lightformers_hf.models import configuration_base
+    from lightformers_hf.models import configuration_lightformer
 
-    shared = configuration_base.FactorizedConfig
+    shared = configuration_lightformer.FactorizedConfig
     config = getattr(lightformers_hf, name, shared)
     below = {field.name: field.default for field in dataclasses.fields(config.__mro__[1])}
     sentences = field_sentences(shared) | field_sentences(config)

@@ -18,9 +18,9 @@ from huggingface_hub.utils import disable_progress_bars as disable_hub_bars
 from IPython.display import Image
 from tqdm.auto import tqdm
 
-from lightformers_hf.demo.stages import DemoSettings, write_corpus, write_teacher
-from lightformers_hf.evaluation.pages.plots import style
-from lightformers_hf.folders import atomic_output
+from lightformers_hf.demo.run import DemoSettings, write_corpus, write_teacher
+from lightformers_hf.evaluation.plots import style
+from lightformers_hf.files import atomic_output
 
 QUICK = bool(os.environ.get("LIGHTFORMERS_QUICK"))
 CACHE = Path(os.environ.get("LIGHTFORMERS_NOTEBOOKS", "cache")) / ("quick" if QUICK else "full")

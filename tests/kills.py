@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from lightformers_hf.folders import atomic_output, check_output
+from lightformers_hf.files import atomic_output, check_output
 
 # What Python tells of its calls to the file system, by the names it has for them.
 CALLS = {

@@ -29,9 +29,8 @@ from transformers import (
 
 from lightformers_hf import models
 
-from ..checkpoint import find_architecture
 from ..files import WEIGHT_FILES
-from ..loading import DAMAGED, build_network, check_checkpoint, load_pretrained, unique_parameters
+from ..loading import DAMAGED, build_network, check_checkpoint, find_architecture, load_pretrained, unique_parameters
 from ..recipes import recipe_config, recipe_task
 
 # Of a recipe whose script is not for sequence-to-sequence models.

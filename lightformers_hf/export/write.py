@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import torch
+from rich.markup import escape
+from rich.table import Table
 from torch import Tensor
 
 from ..conversion.card import write_export_card
-from ..conversion.inheritance import inherited_metadata
-from ..files import EXPORT_FILE, write_json
-from ..folders import atomic_output, check_output
+from ..conversion.report import inherited_metadata
+from ..files import EXPORT_FILE, atomic_output, check_output, write_json
+from ..in_memory import AnyModel, model_name, on_disk
 from ..languages import find_prefixes, named_columns
 from ..loading import position_limit, printable_name, resolve_source, unique_parameters
+from ..results import Result
 from .engines import EngineFile, load_engine_file
 from .engines.transformers import TransformersModel
 from .layers import Expansion
 from .search import Search
 from .shortlisting import ShortlistReport, add_shortlist
 from .source import Source, read_source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SENTENCES, TOKENS = 6, 12  # of the comparison
 EXACT = 1e-3
@@ -30,7 +38,7 @@ ALIKE = 0.5
 
 
 @dataclass(frozen=True)
-class ExportReport:
+class ExportReport(Result):
     """What was written.
 
     Attributes:
@@ -94,6 +102,17 @@ class ExportReport:
             prefix=prefix,
         )
 
+    def parts(self) -> list[Table | str]:
+        """Return a table of what was written."""
+        table = Table(title=f"{escape(self.source)} for {self.engine}", show_header=False)
+        table.add_row("numbers", self.quantization or "float32")
+        table.add_row("parameters", f"{self.parameters:,}")
+        table.add_row("files of the model", f"{self.weight_bytes / 1e6:,.1f} MB")
+        table.add_row("difference of log-probabilities", f"{self.difference:.2g} nats")
+        if self.multiplied_out:
+            table.add_row("low-rank factors expanded to full matrices", f"{self.multiplied_out}")
+        return [table]
+
     def lines(self, output: str | Path) -> list[str]:
         """The same as sentences, and how to load the folder."""
         form = self.quantization or "float32"
@@ -119,7 +138,7 @@ class ExportReport:
         if self.shortlist is not None:
             lines += self.shortlist.lines()
         lines.append(
-            f"Try it: lightformers translate {output}; in Python lightformers_hf.export.load_engine({str(output)!r})."
+            f"Try it: lightformers translate {output}; in Python lightformers_hf.load_engine({str(output)!r})."
         )
         if own_way := load_engine_file(self.engine).describe_loading(Path(output)):
             lines.append(f"Without this package: {own_way}.")
@@ -127,11 +146,12 @@ class ExportReport:
 
 
 def export(
-    model: str | Path,
+    model: AnyModel,
     output: str | Path,
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     to: str,
-    quantization: str | None = None,
+    quantization: str | None = "int8",
     shortlist: str | None = None,
     source_lang: str | None = None,
     target_lang: str | None = None,
@@ -143,10 +163,11 @@ def export(
     whole or not at all, and only after its log-probabilities were compared with the checkpoint's.
 
     Args:
-        model: a checkpoint folder, or a name on the Hub.
+        model: a checkpoint folder, a name on the Hub, or a loaded model.
         output: the folder to write.
+        tokenizer: that of a loaded model.
         to: the engine, one of `engine_names()`.
-        quantization: `int8`, or another of the engine's `QUANTIZATIONS`. `None`: float32.
+        quantization: `int8`, `float32`, or another of the engine's `QUANTIZATIONS`. `None`: float32.
         shortlist: text from which it is learned which target tokens can come with which of the source's: parallel text
             (a file or a dataset on the Hub), or text of the source alone (a file of lines, or data), which the model
             translates. The output layer is then computed for these alone. `None`: for all tokens.
@@ -158,15 +179,18 @@ def export(
         ValueError: the engine is unknown or not installed, it cannot express the model (the message says which part),
             or what it computes is not what the checkpoint computes.
         FileNotFoundError: no such checkpoint.
-        FileExistsError, BlockingIOError: see `folders.atomic_output`.
+        FileExistsError, BlockingIOError: see `files.atomic_output`.
+
+    Example:
+        >>> export("recovered", "deployed", to="ctranslate2", quantization="int8")
     """
-    engine = check_engine(to, quantization)
-    if shortlist is not None and not hasattr(engine, "write_shortlist"):
-        raise ValueError(f"shortlist is given, but {to} computes all tokens of the output layer: leave shortlist out")
-    check_output(output, overwrite=overwrite, inputs=[model, shortlist])
-    folder = resolve_source(model)
-    with atomic_output(output, overwrite=overwrite, inputs=[folder, shortlist]) as temporary:
-        source = read_source(folder, str(model), to, (source_lang, target_lang))
+    engine = check_engine(to, quantization, shortlist)
+    with ExitStack() as stack:
+        (place,) = stack.enter_context(on_disk(tokenizer, model))
+        check_output(output, overwrite=overwrite, inputs=[place, shortlist])
+        folder, name = resolve_source(place), model_name(model)
+        temporary = stack.enter_context(atomic_output(output, overwrite=overwrite, inputs=[folder, shortlist]))
+        source = read_source(folder, name, to, (source_lang, target_lang))
         expansion = engine.write(source, temporary, quantization)
         columns = named_columns(source_lang, target_lang)
         listed = add_shortlist(engine, source, temporary, quantization, shortlist, columns) if shortlist else None
@@ -179,19 +203,26 @@ def export(
         prefix = prefixes[0] if len(prefixes) == 1 else ""
         report = ExportReport.of(to, quantization, source, expansion, written, difference, listed, prefix)
         write_json(asdict(report), temporary / EXPORT_FILE)
-        hub_name = None if Path(os.path.expanduser(model)).is_dir() else str(model)
+        hub_name = None if Path(os.path.expanduser(name)).is_dir() else name
         inherited = inherited_metadata(folder, hub_name)
         lines = report.lines(Path(output).name)
         write_export_card(temporary, inherited, engine=to, form=quantization or "float32", lines=lines)
     return report
 
 
-def check_engine(to: str, quantization: str | None) -> EngineFile:
-    """The file of an engine. Raises `ValueError` where it is unknown, not installed, or lacks the quantization."""
+def check_engine(to: str, quantization: str | None, shortlist: str | None = None) -> EngineFile:
+    """The file of an engine. Raises `ValueError` where it is unknown, not installed, or lacks what is asked for."""
     engine = load_engine_file(to)
     if quantization not in (None, *engine.QUANTIZATIONS):
         raise ValueError(f"quantization is {quantization!r}; {to} has {', '.join(engine.QUANTIZATIONS)}")
+    if shortlist is not None and not hasattr(engine, "write_shortlist"):
+        raise ValueError(f"shortlist is given, but {to} computes all tokens of the output layer: leave shortlist out")
     return engine
+
+
+def expands_low_rank(to: str) -> bool:
+    """Whether an engine has no low-rank matrix multiplications, so that factors become full matrices there."""
+    return getattr(load_engine_file(to), "EXPANDS_LOW_RANK", False)
 
 
 def measure_difference(source: Source, engine: EngineFile, folder: Path, quantization: str | None) -> float:

@@ -1,22 +1,20 @@
 """How often a compressed model predicts its teacher's token, and what a teacher that is sure of its text keeps."""
 
-import io
 import json
 import random
 
 import pytest
 import torch
 from conversion.reports import matrix, report_of
-from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForSeq2SeqLM, BartConfig, BartForConditionalGeneration, PreTrainedTokenizerFast
 
 from lightformers_hf import convert
-from lightformers_hf.conversion.agreement import hold_out, predict_tokens, share_of_equal
+from lightformers_hf.conversion import sensitivity as calibration
+from lightformers_hf.conversion.calibration_text import hold_out
 from lightformers_hf.conversion.card import model_card
+from lightformers_hf.conversion.refit import predict_tokens, share_of_equal
 from lightformers_hf.conversion.report import OWN_TEXT, Agreement, ModelFacts, read_report, write_report
-from lightformers_hf.conversion.statistics import calibration
-from lightformers_hf.conversion.tables import print_report
 from lightformers_hf.conversion.teacher import Teacher
 
 FACTS = ModelFacts(architecture="lightformer", auto_class="AutoModelForSeq2SeqLM", parameters=60, bytes=240)
@@ -117,7 +115,7 @@ def test_a_teacher_that_is_sure_keeps_its_outputs(sure_teacher, tmp_path, monkey
     folder, data, batch = sure_teacher
     options = {"ratio": 2, "calibration": str(data), "source_lang": "source", "target_lang": "target"}
     report = convert(folder, tmp_path / "new", progress=False, **options)
-    monkeypatch.setattr(calibration, "temperature_of", lambda variance, removed: 1.0)
+    monkeypatch.setattr(calibration, "find_temperature", lambda variance, removed: 1.0)
     exact = convert(folder, tmp_path / "exact", progress=False, **options)
     teacher, new, old = (kept_words(path, batch) for path in (folder, tmp_path / "new", tmp_path / "exact"))
     print(teacher, new, old, report.agreement, exact.agreement)
@@ -152,9 +150,7 @@ def test_the_summary_and_the_card_say_how_often_tokens_agree(tmp_path):
         write_report(report, tmp_path)
         assert read_report(tmp_path / "compression.json") == report
         assert f"As converted, it {agreement}." in " ".join(model_card(FACTS, report).split())
-        file = io.StringIO()
-        print_report(report, Console(file=file, width=120))
-        return " ".join(file.getvalue().split())
+        return " ".join(str(report).split())
 
     sure = summary(0.941, calibration="train.jsonl")
     assert "Agrees with its teacher on 94.1% of 1,234 held-out tokens (50.0% before the refit)." in sure

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MarianMTModel
 
 from lightformers_hf import StudyOptions, convert, plan
+from lightformers_hf.conversion.calibration_text import synthetic_batches
 from lightformers_hf.conversion.convert import cast_tensors
 from lightformers_hf.conversion.report import OWN_TEXT
-from lightformers_hf.conversion.statistics.synthesis import synthetic_batches
 from lightformers_hf.conversion.teacher import Teacher
 from lightformers_hf.models import LightFormerForConditionalGeneration
 

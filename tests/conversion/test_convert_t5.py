@@ -10,10 +10,9 @@ from models.cases import padded, sentences
 from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
 from lightformers_hf import StudyOptions, convert
-from lightformers_hf.conversion.statistics import synthesis
-from lightformers_hf.conversion.statistics.calibration import Calibration
-from lightformers_hf.conversion.statistics.probes import Probes, token_keys
-from lightformers_hf.conversion.statistics.synthesis import own_sources, random_texts, synthetic_batches
+from lightformers_hf.conversion import calibration_text
+from lightformers_hf.conversion.calibration_text import default_sources, random_texts, synthetic_batches
+from lightformers_hf.conversion.sensitivity import Calibration, Probes, token_keys
 from lightformers_hf.conversion.teacher import Teacher
 from lightformers_hf.languages import add_prefix, find_prefixes, set_language_codes
 
@@ -229,9 +228,9 @@ def test_small_models_make_more_text(tiny_marian, parameters, number, monkeypatc
     reader = Teacher(tiny_marian, "teacher")
     model = reader.load()
     monkeypatch.setattr(model, "num_parameters", lambda: int(parameters))
-    assert own_sources(model) == (number, number // 8)
+    assert default_sources(model) == (number, number // 8)
     if number == 512:
-        monkeypatch.setattr(synthesis, "SOURCES", 8)
+        monkeypatch.setattr(calibration_text, "SOURCES", 8)
         batches = synthetic_batches(model, reader, None, 0, progress=False)
         assert [len(batch["input_ids"]) for batch in batches] == [16]
         batches = synthetic_batches(model, reader, 40, 0, progress=False)

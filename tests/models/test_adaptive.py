@@ -15,7 +15,7 @@ from lightformers_hf.models import (
     SubformerConfig,
     SubformerForCausalLM,
 )
-from lightformers_hf.models.embeddings import AdaptiveEmbedding, AdaptiveOutput
+from lightformers_hf.models.low_rank import AdaptiveEmbedding, AdaptiveOutput
 
 pytestmark = pytest.mark.quick
 

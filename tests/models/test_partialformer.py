@@ -13,7 +13,7 @@ from lightformers_hf.models import (
     PartialFormerForCausalLM,
     PartialFormerForConditionalGeneration,
 )
-from lightformers_hf.models.partial_attention import GlobalAttention, PartialAttention
+from lightformers_hf.models.modeling_partialformer import GlobalAttention, PartialAttention
 
 pytestmark = pytest.mark.quick
 

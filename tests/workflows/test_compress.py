@@ -52,9 +52,9 @@ def test_a_compression_goes_on_where_it_was_interrupted(tiny_marian, asked, plac
     trained = (output / "recovered" / "model.safetensors").stat().st_mtime_ns
     with pytest.raises(FileExistsError, match="another ratio"):
         compress(tiny_marian, output, **asked | {"ratio": 3.0})
-    found, tables = compress(tiny_marian, output, **asked)
+    found = compress(tiny_marian, output, **asked)
     assert (output / "recovered" / "model.safetensors").stat().st_mtime_ns == trained
-    assert [table.row_count for table in tables] == [4]  # two models in two engines
+    assert [table.row_count for table in found.engines.tables()] == [4]  # two models in two engines
 
     parts = {
         part: (output / "data" / f"{part}.jsonl").read_text().splitlines() for part in ("train", "validation", "test")
@@ -66,7 +66,7 @@ def test_a_compression_goes_on_where_it_was_interrupted(tiny_marian, asked, plac
     tokenizer = AutoTokenizer.from_pretrained(output / "recovered")
     assert AutoModelForSeq2SeqLM.from_pretrained(output / "recovered").num_parameters() == plan["parameters_after"]
     assert load_engine(output / "deployed").generate([tokenizer("Ein Hund.")["input_ids"]])
-    assert found["engines"]["data"].endswith("test.jsonl")
+    assert found.engines.data.endswith("test.jsonl")
     assert "<h2>Training</h2>" in (output / "report.html").read_text()
     assert "<h2>Deployed: 1 core, batch 1, beam 1</h2>" in (output / "report.html").read_text()
 
@@ -157,11 +157,11 @@ def test_without_text_a_test_of_pairs_is_all_that_is_needed(tiny_marian, data, t
     with pytest.raises(ValueError, match="Neither data nor test is given"):
         compress(tiny_marian, tmp_path / "none", **asked)
     assert not (tmp_path / "none").exists()
-    found, _ = compress(tiny_marian, tmp_path / "small", test=data, **asked)
-    assert found["recovery"]["with_teacher"]
+    found = compress(tiny_marian, tmp_path / "small", test=data, **asked)
+    assert found.recovery.with_teacher
     assert not (tmp_path / "small" / "data").exists()
     assert read_json(tmp_path / "small" / "converted" / "compression.json")["calibration"] == OWN_TEXT
-    assert found["engines"]["data"] == data
+    assert found.engines.data == data
 
 
 def test_it_goes_on_however_its_folder_and_options_are_spelled(tiny_marian, asked, finished, tmp_path, monkeypatch):

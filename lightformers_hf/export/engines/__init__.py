@@ -7,6 +7,8 @@ The extra of `pyproject.toml` that installs the library has the engine's name. T
 - `write(source, folder, quantization)`, which writes a `Source` and returns the `Expansion` of what it multiplied out;
 - `load(folder, search, threads)`, which returns a model ready to run (see `RunningModel`);
 - `describe_loading(folder)`, which says in a sentence how to run the folder without this package, or `None`;
+- if it has another name in sentences than its file, `NAME`; `EXPANDS_LOW_RANK = True` if it has no low-rank matrix
+  multiplications;
 - and if it can compute a part of the output layer, `write_shortlist(source, folder, quantization, shortlist)`, which
   writes a `Shortlist` to one of `SHORTLIST_FILES` beside what `write` wrote.
 

@@ -44,6 +44,8 @@ ACTIVATIONS = {
     "swish": Activation.SWISH,
     "tanh": Activation.Tanh,
 }
+NAME = "CTranslate2"
+EXPANDS_LOW_RANK = True
 QUANTIZATIONS = ("float32", "int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16")
 VMAP, ORDER = SHORTLIST_FILES[0], "token_order.json"
 

@@ -25,6 +25,7 @@ from ..search import Search, Step, generate, log_softmax
 from ..shortlist import Shortlist, narrow_search
 from ..source import Source
 
+NAME = "ONNX Runtime"
 QUANTIZATIONS = ("float32", "int8")
 SHORTLIST = "shortlist.json"
 MASKED = float(np.finfo(np.float32).min) / 2

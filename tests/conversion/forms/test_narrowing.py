@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
 from lightformers_hf import StudyOptions, convert
-from lightformers_hf.conversion.forms.form import Built
+from lightformers_hf.conversion import sensitivity as calibration
+from lightformers_hf.conversion.forms import Built
 from lightformers_hf.conversion.forms.heads import Bottlenecks, diagonal_blocks
 from lightformers_hf.conversion.forms.neurons import Elimination
-from lightformers_hf.conversion.statistics import calibration
 
 
 def moment(generator: torch.Generator, size: int) -> torch.Tensor:
