@@ -203,7 +203,7 @@ def convert_in_memory(
         report = convert(model, place, tokenizer=tokenizer, progress=progress, study=study, **asked)
         auto = getattr(transformers, report.auto_class)
         light = load_pretrained(auto, place, dtype="auto")
-    light.config.name_or_path = light.name_or_path = model_name(model)
+    light.config.name_or_path = light.name_or_path = f"{model_name(model).rpartition('/')[2]}-light"
     light.compression_report = report
     return light
 

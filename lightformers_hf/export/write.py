@@ -203,7 +203,7 @@ def export(
         prefix = prefixes[0] if len(prefixes) == 1 else ""
         report = ExportReport.of(to, quantization, source, expansion, written, difference, listed, prefix)
         write_json(asdict(report), temporary / EXPORT_FILE)
-        hub_name = None if Path(os.path.expanduser(name)).is_dir() else name
+        hub_name = None if Path(os.path.expanduser(place)).is_dir() else name
         inherited = inherited_metadata(folder, hub_name)
         lines = report.lines(Path(output).name)
         write_export_card(temporary, inherited, engine=to, form=quantization or "float32", lines=lines)
