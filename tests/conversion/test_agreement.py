@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 
 import pytest
 import torch
@@ -161,3 +162,22 @@ def test_the_summary_and_the_card_say_how_often_tokens_agree(tmp_path):
     assert "smaller ratio" in lost
     assert "--calibration" not in lost
     assert "--calibration" in summary(0.79, calibration=OWN_TEXT)
+
+
+@pytest.mark.parametrize("change", ["probabilities of 0 and 1", "outputs without end"])
+def test_unusual_teachers_are_converted(sure_teacher, tmp_path, change):
+    folder, data, _ = sure_teacher
+    shutil.copytree(folder, tmp_path / "teacher")
+    model = BartForConditionalGeneration.from_pretrained(folder)
+    with torch.no_grad():
+        if change == "outputs without end":
+            model.final_logits_bias[0, END] = -1e4
+        else:
+            norm = model.model.decoder.layers[-1].final_layer_norm
+            norm.weight *= 1000
+            norm.bias *= 1000
+    model.save_pretrained(tmp_path / "teacher")
+    for name, text in (("pairs", str(data)), ("self-generated", None)):
+        columns = {"calibration": text, "source_lang": "source", "target_lang": "target"} if text else {}
+        report = convert(tmp_path / "teacher", tmp_path / name, ratio=2, progress=False, **columns)
+        assert report.agreement.share > 0.5
