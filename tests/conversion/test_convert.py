@@ -196,7 +196,7 @@ def test_plan_and_convert_say_the_same_and_json_agrees_with_the_model(teachers, 
     folder, _ = teachers("mbart")
     planned = plan(folder, ratio=2, encoder_groups=2, progress=False)
     done = convert(folder, tmp_path / "out", ratio=2, encoder_groups=2, progress=False)
-    assert planned == replace(done, agreement=None)  # a plan makes no model to compare
+    assert planned.to_dict() == replace(done, agreement=None).to_dict()  # a plan makes no model to compare
     saved = json.loads((tmp_path / "out" / "compression.json").read_text())
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
     assert saved["parameters_after"] == model.num_parameters()
