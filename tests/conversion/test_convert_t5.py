@@ -161,8 +161,8 @@ def test_a_start_whose_vector_is_zero_weighs_nothing(tmp_path):
     batch = {"input_ids": ids[:, 1:], "attention_mask": torch.ones_like(ids[:, 1:]), "labels": ids[:, 1:]}
     batch["decoder_input_ids"] = ids[:, :-1]
     names = ["model.decoder.layers.0.self_attn.v_proj", "model.decoder.layers.0.encoder_attn.q_proj"]
-    found = Calibration(model, names, [batch], progress=False).moments
-    gradients = {}
+    calibration = Calibration(model, names, [batch], progress=False)
+    found, gradients = calibration.moments, {}
     table = "model.decoder.embed_tokens"
     for name in [table, *names]:
 
@@ -172,7 +172,9 @@ def test_a_start_whose_vector_is_zero_weighs_nothing(tmp_path):
 
         model.get_submodule(name).register_forward_hook(see)
     logits = model(**batch).logits[0]
-    drawn = Probes(logits.shape[-1], logits.device).draw(logits.detach(), token_keys(batch)[0])
+    drawn = Probes(logits.shape[-1], logits.device, calibration.temperature).draw(
+        logits.detach(), token_keys(batch)[0]
+    )
     (logits * drawn).sum().backward()
     for name, gradient in gradients.items():
         assert gradient[0].norm() > 10 * gradient[1:].norm() or name == names[1]
