@@ -30,6 +30,17 @@ def rank_for_ratio(m: int, n: int, ratio: float) -> int:
     return max(1, math.floor(m * n / (ratio * (m + n))))
 
 
+def rank_with_sharing(rank: int, layers: int, groups: int) -> int:
+    """Return r' = ⌊L r / N⌋, the rank of N shared groups with the parameters of L layers of rank r (Eq. 4 to 6).
+
+    Raises:
+        ValueError: fewer than one group, or more groups than layers.
+    """
+    if not 1 <= groups <= layers:
+        raise ValueError(f"groups is {groups}, expected 1 to {layers}, the number of layers")
+    return layers * rank // groups
+
+
 def rank_for_energy(singular_values: Tensor, energy: float) -> int:
     """Return the smallest r whose first singular values (descending) hold `energy` of the sum of squares.
 

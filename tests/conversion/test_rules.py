@@ -15,6 +15,7 @@ from lightformers_hf.conversion.rules import (
     Ratio,
     rank_for_energy,
     rank_for_ratio,
+    rank_with_sharing,
     worth_factorizing,
 )
 
@@ -188,3 +189,15 @@ def test_patterns_that_fit_nothing_are_reported():
 def test_a_policy_out_of_range_is_refused(policy, message):
     with pytest.raises(ValueError, match=message):
         RankPolicy(**policy)
+
+
+@pytest.mark.parametrize(("layers", "groups"), [(18, 6), (6, 6), (18, 4)])
+def test_sharing_has_the_parameters_of_its_smaller_rank(layers, groups):
+    m, n, rank = 512, 1024, 30
+    shared = rank_with_sharing(rank, layers, groups)
+    assert groups * (m + n) * shared <= layers * (m + n) * rank < groups * (m + n) * (shared + 1)
+
+
+def test_more_groups_than_layers_are_refused():
+    with pytest.raises(ValueError, match="groups is 7, expected 1 to 6"):
+        rank_with_sharing(30, 6, 7)
