@@ -25,6 +25,7 @@ from transformers import (
     GenerationConfig,
     MarianConfig,
     MarianTokenizer,
+    PreTrainedModel,
     PrinterCallback,
     Seq2SeqTrainingArguments,
     set_seed,
@@ -40,6 +41,7 @@ from ..text import load_parallel, tokenize_pairs
 from ..workflows.compress import check_parts, compress
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from matplotlib.axes import Axes
 
 FOLDERS = ("corpus", "teacher", "small")
@@ -191,11 +193,27 @@ def write_teacher(folder: Path, corpus: Path, settings: DemoSettings) -> None:
         decoder_start_token_id=tokenizer.pad_token_id,
         bad_words_ids=[[tokenizer.pad_token_id]],
     )
-    steps = settings.teacher_steps
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        tqdm(total=steps, desc="training", unit="step") as bar,
-    ):
+    rate = settings.teacher_learning_rate
+    train_model(
+        model, tokenizer, train, settings, steps=settings.teacher_steps, learning_rate=rate, label_smoothing=0.1
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def train_model(
+    model: PreTrainedModel,
+    tokenizer: MarianTokenizer,
+    train: Dataset,
+    settings: DemoSettings,
+    *,
+    steps: int,
+    learning_rate: float,
+    label_smoothing: float = 0.0,
+    teacher: PreTrainedModel | None = None,
+) -> list[tuple[int, float]]:
+    """Train a model on the CPU with a progress bar; return the training loss, (step, mean since the last), in nats."""
+    with tempfile.TemporaryDirectory() as scratch, tqdm(total=steps, desc="training", unit="step") as bar:
         arguments = Seq2SeqTrainingArguments(
             output_dir=scratch,
             use_cpu=True,
@@ -205,11 +223,12 @@ def write_teacher(folder: Path, corpus: Path, settings: DemoSettings) -> None:
             # Not batches of one length by a token budget: in this corpus, sentences of one length are often of one
             # template, and such batches took more than twice the time to learn from.
             per_device_train_batch_size=settings.batch_size,
-            learning_rate=settings.teacher_learning_rate,
+            learning_rate=learning_rate,
             lr_scheduler_type="linear",
             warmup_steps=max(1, steps // 12),
             adam_beta2=0.98,
-            label_smoothing_factor=0.1,
+            label_smoothing_factor=label_smoothing,
+            logging_steps=max(1, steps // 60),
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
@@ -221,11 +240,11 @@ def write_teacher(folder: Path, corpus: Path, settings: DemoSettings) -> None:
             train_dataset=tokenize_pairs(train, tokenizer, max_source_length=LONGEST, max_target_length=LONGEST),
             data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
             callbacks=[Progress(bar)],
+            teacher=teacher,
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    return [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
 def _write_tokenizer(folder: Path, sentences: list[str], vocabulary: int) -> None:
