@@ -330,7 +330,9 @@ class Work:
         deployed = "-".join(filter(None, self.form))
         forms = [CHECKPOINTS, deployed if deployed in deployment_names() else self.form[0]]
         settings: dict[str, Any] = {"cores": (1,), "batch_sizes": (1,), "beams": (1,), "max_samples": SCORED}
-        source, target = find_columns(self.light, *self.columns)  # which keeps a prefix that was given
+        sides = self.sides if self.shortlist else {}  # an export for a shortlist needs the languages' codes, too
+        named = (sides.get("source_lang") or self.columns[0], sides.get("target_lang") or self.columns[1])
+        source, target = find_columns(self.light, *named)  # which keeps a prefix that was given
         settings |= self.measured | {"source": source, "target": target, "shortlist": self.shortlist}
         found = compare_engines(self.teacher, [self.light], forms=forms, data=self.files.test, **settings)
         write_json(found.to_dict(), self.output / "engines.json")

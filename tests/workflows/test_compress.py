@@ -1,15 +1,17 @@
 """A compression by one call: its folder, that it goes on, and what it refuses."""
 
+import dataclasses
 import json
 import shutil
 
 import pytest
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from lightformers_hf import CompressionOptions
 from lightformers_hf.conversion.report import OWN_TEXT
 from lightformers_hf.export import load_engine
 from lightformers_hf.files import read_json
-from lightformers_hf.workflows.compress import Work, compress
+from lightformers_hf.workflows.compress import Work, choose_method, compress
 
 
 @pytest.fixture(scope="module")
@@ -187,3 +189,22 @@ def test_only_what_is_missing_is_set_apart(tiny_marian, asked, tmp_path, monkeyp
         compress(tiny_marian, tmp_path / "small", test=str(test), **asked)
     made = {file.stem: len(file.read_text().splitlines()) for file in (tmp_path / "small" / "data").glob("*.jsonl")}
     assert made == {"train": 27, "validation": 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "method", "note"),
+    [
+        ({"ratio": 2.0}, "narrow", "The method is narrow"),
+        ({"ratio": 2.0, "to": "onnx"}, None, ""),
+        ({"rank": 4}, None, "expanded to full matrices"),
+        ({"ratio": 2.0, "method": "low-rank"}, "low-rank", "expanded to full matrices"),
+        ({"ratio": 2.0, "method": "narrow"}, "narrow", ""),
+        ({"decoder_layers": 1}, None, ""),
+    ],
+)
+def test_the_method_fits_the_engine(options, method, note):
+    fields = dict.fromkeys(option.name for option in dataclasses.fields(CompressionOptions))
+    chosen, said = choose_method(fields | options, options.get("to", "ctranslate2"))
+    assert chosen.get("method") == method
+    assert said.startswith(note) or note in said
+    assert bool(said) == bool(note)
