@@ -1,7 +1,6 @@
 """The trainer's loss against its definition in plain arithmetic, however the batch is cut into pieces."""
 
 import math
-import os
 from contextlib import nullcontext
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from lightformers_hf import products
-from lightformers_hf.processors import CACHES
 from lightformers_hf.recovery import (
     find_last_checkpoint,
     hidden_loss,
@@ -200,14 +198,6 @@ def test_only_complete_checkpoints_are_found(tmp_path):
     write(120, leave_out=["optimizer.pt"])
     (tmp_path / "checkpoint-best").mkdir()
     assert find_last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-20")
-
-
-def test_training_keeps_memory_however_it_is_begun(build_trainer, monkeypatch):
-    """By `train()` alone, too, as in a notebook: few programs of products are kept."""
-    for name in CACHES:
-        monkeypatch.delenv(name, raising=False)
-    build_trainer(max_steps=1).train()
-    assert [os.environ.get(name) for name in CACHES] == ["512", "128"]
 
 
 @pytest.mark.parametrize("trains", [False, True])
