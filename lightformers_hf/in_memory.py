@@ -39,6 +39,7 @@ def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None)
             if isinstance(model, str | os.PathLike | None):
                 places.append(model if model is None else os.fspath(model))
             else:
+                _check_class(model)
                 place = Path(folder, str(number), model_name(model).rpartition("/")[2])
                 _save(model, tokenizer, place)
                 places.append(str(place))
@@ -62,7 +63,7 @@ def identify(model: AnyModel) -> str:
     return f"{model_name(model)} (loaded, {hashlib.sha256(repr(sums).encode()).hexdigest()[:8]})"
 
 
-def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, place: Path) -> None:
+def _check_class(model: object) -> None:
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
@@ -70,6 +71,9 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, pla
             f"model is a {type(model).__name__}: expected a folder, a name on the Hub or a PreTrainedModel. Merge an "
             "adapter with merge_and_unload()"
         )
+
+
+def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, place: Path) -> None:
     if tokenizer is None:
         raise ValueError("model is loaded, but tokenizer is missing: give tokenizer, the model's tokenizer, too")
     model.save_pretrained(place)

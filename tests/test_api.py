@@ -55,7 +55,8 @@ def test_the_examples_of_the_reference_work(workplace, hub, monkeypatch):  # noq
         '"me/': '"alice/',
         '"opus-mt-de-en")\nlf': '"opus-mt-de-en", speed=False)\nlf',
     }
-    changes |= {"lf.compress(": "small = lf.compress("}
+    calls = {"compress": "small", "recover": "recovery", "export": "exported", "push_to_hub": "push"}
+    changes |= {f"\nlf.{function}(": f"\n{name} = lf.{function}(" for function, name in calls.items()}
     monkeypatch.setattr(engines, "_measure_speed", measure_nothing)  # minutes, in a process of its own
     names = {}
     for example in (one for one in examples if "narrow" not in one and "small =" not in one):
