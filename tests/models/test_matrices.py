@@ -131,34 +131,6 @@ def test_a_table_has_no_bias():
         low_rank_state(nn.Embedding(4, 5), torch.ones(4, 1), torch.ones(1, 5), torch.zeros(4))
 
 
-@pytest.mark.parametrize("embedding_rank", [None, 7])
-def test_fresh_model(embedding_rank):
-    """Every matrix has the configured spread, biases are zero, LayerNorms one, the padding row exactly zero."""
-    ranks = {"attention_rank": 40, "ffn_rank": 40} if embedding_rank else {}
-    config = LightFormerConfig(
-        **{
-            **TINY["lightformer"],
-            "d_model": 128,
-            "encoder_ffn_dim": 128,
-            "decoder_ffn_dim": 128,
-            "vocab_size": 400,
-            "init_std": 0.05,
-        },
-        **ranks,
-        embedding_rank=embedding_rank,
-    )
-    torch.manual_seed(0)
-    model = LightFormerForConditionalGeneration(config)
-    table = model.get_input_embeddings()
-    assert torch.equal(table(torch.tensor([config.pad_token_id])), torch.zeros(1, 128))
-    assert table(torch.arange(4, 400)).std().item() == pytest.approx(0.05, rel=0.15)
-    query, norm = model.model.encoder.layers[0].self_attn.q_proj, model.model.encoder.layers[0].final_layer_norm
-    matrix = query.v.weight @ query.u.weight if embedding_rank else query.weight
-    assert matrix.std().item() == pytest.approx(0.05, rel=0.15)
-    assert torch.count_nonzero(query.v.bias if embedding_rank else query.bias) == 0
-    assert torch.equal(norm.weight, torch.ones(128))
-
-
 @pytest.mark.parametrize(
     ("fields", "name"),
     [

@@ -70,15 +70,10 @@ def make(variant: dict, model_class=PartialFormerForConditionalGeneration, seed:
     return double_model(model_class, PartialFormerConfig(**{**TINY, **variant, **fields}), seed)
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("side", ["right", "left", None])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits(variant, side):
     references.check_logits(make(VARIANTS[variant]), references.partialformer_logits, side)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_without_masks(variant):
-    references.check_unpadded_logits(make(VARIANTS[variant]), references.partialformer_logits)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

@@ -103,6 +103,9 @@ def test_init_std_replaces_every_start(kind, ranks):
     biases = [tensor for name, tensor in model.named_parameters() if name.endswith("bias")]
     assert biases
     assert not any(torch.count_nonzero(bias) for bias in biases)
+    assert not model.get_input_embeddings()(torch.tensor([model.config.pad_token_id])).any()
+    norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
+    assert all(torch.equal(norm.weight, torch.ones_like(norm.weight)) for norm in norms)
 
 
 def test_safe_starts_as_a_linear_map_that_keeps_lengths():
