@@ -257,7 +257,7 @@ def site(tmp_path_factory):
 def test_the_site_builds(site):
     commands = (site / "reference/cli.html").read_text(encoding="utf-8")
     assert "lightformers convert" in commands
-    assert "narrow: fewer neurons and narrower heads" in html.unescape(commands)
+    assert "narrow: fewer neurons, narrower heads" in html.unescape(commands)
     assert "<math" in (site / "explanation/weighting.html").read_text(encoding="utf-8")
     python = (site / "reference/api.html").read_text(encoding="utf-8")
     assert "FileExistsError" in python
