@@ -201,8 +201,7 @@ class Calibration:
         with fail_together():
             states = self._sample_states(batches, count)
         size = model.config.decoder_vocab_size
-        variance = logit_variance(lambda part: model.logits_of(part).to(self.device), states, size)
-        self.temperature = find_temperature(variance, removed)
+        self.temperature = find_temperature(logit_variance(model.logits_of, states, size), removed)
         self._probes = Probes(size, model.device, self.temperature)
         tables = [f"model.{stack}.embed_tokens" for stack in ("encoder", "decoder")]
         kinds = {**dict.fromkeys(linear, "linear"), **dict.fromkeys(tables, "table"), self.output_name: "output"}
