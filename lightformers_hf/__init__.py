@@ -10,7 +10,6 @@ from .lazy import lazy_names
 from .registration import register_when_used
 
 if TYPE_CHECKING:
-    from .conversion.convert import convert, plan
     from .conversion.options import CompressionOptions, StudyOptions
     from .evaluation.evaluate import evaluate
     from .evaluation.translate import translate
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
         SubformerModel,
     )
     from .workflows.compress import compress
+    from .workflows.convert import convert, plan
     from .workflows.recover import recover
 
 __version__ = "0.1.0"
@@ -69,11 +69,11 @@ _HOMES = {
     "CompressionOptions": ".conversion.options",
     "StudyOptions": ".conversion.options",
     "compress": ".workflows.compress",
-    "convert": ".conversion.convert",
+    "convert": ".workflows.convert",
     "evaluate": ".evaluation.evaluate",
     "export": ".export",
     "load_engine": ".export.engine",
-    "plan": ".conversion.convert",
+    "plan": ".workflows.convert",
     "push_to_hub": ".hub",
     "recover": ".workflows.recover",
     "translate": ".evaluation.translate",

@@ -32,16 +32,16 @@ class Result:
 
     def __str__(self) -> str:
         file = io.StringIO()
-        print_parts(self.parts(), file)
+        print_parts(self.parts(), file, WIDTH)
         return file.getvalue().rstrip("\n")
 
     def _repr_html_(self) -> str:
         return "\n".join(f"<p>{html.escape(p)}</p>" if isinstance(p, str) else _table_html(p) for p in self.parts())
 
 
-def print_parts(parts: Sequence[Table | str], file: TextIO | None = None) -> None:
-    """Print tables and sentences to a file, by default standard output."""
-    console = make_console(file)
+def print_parts(parts: Sequence[Table | str], file: TextIO | None = None, width: int | None = None) -> None:
+    """Print tables and sentences to a file, by default standard output, in `width` columns (see `make_console`)."""
+    console = make_console(file, width)
     for part in parts:
         if isinstance(part, str):
             print(part, file=console.file)
@@ -49,9 +49,10 @@ def print_parts(parts: Sequence[Table | str], file: TextIO | None = None) -> Non
             console.print(part)
 
 
-def make_console(file: TextIO | None = None) -> Console:
-    """Return a console that is as wide as the terminal, and `WIDTH` columns wide in a file or a pipe.
+def make_console(file: TextIO | None = None, width: int | None = None) -> Console:
+    """Return a console of `width` columns, by default as wide as the terminal, and `WIDTH` in a file or a pipe.
 
+    A width that is given makes plain text, whatever the environment says of terminals (`COLUMNS`, `FORCE_COLOR`).
     Titles and captions are lines above and below a table. Rich would fold them to the table's width, within words.
     """
     from rich.console import Console
@@ -68,8 +69,8 @@ def make_console(file: TextIO | None = None) -> Console:
                     if part is not None:
                         super().print(part, **options, **({} if part is table else lines))
 
-    console = TableConsole(file=file)
-    if not (console.is_terminal or "COLUMNS" in os.environ):
+    console = TableConsole(file=file, width=width, force_terminal=False if width else None)
+    if not (width or console.is_terminal or os.environ.get("COLUMNS")):
         console.width = WIDTH
     return console
 

@@ -167,7 +167,7 @@ def plan(model: str, **options: Any) -> Answer:
     Example: lightformers plan Helsinki-NLP/opus-mt-de-en --ratio 3 --encoder-groups 3
     """
     found = read_options(options)
-    from ..conversion.convert import plan as run
+    from ..workflows.convert import plan as run
 
     return Answer.of(run(model, **found))
 
@@ -182,8 +182,8 @@ def convert(model: str, output: Path, overwrite: bool, private: bool, **options:
     """
     found = read_options(options)
     check_new_folder(output, overwrite, [model, found.get("calibration"), *found.get("vocabulary", ())])
-    from ..conversion.convert import convert as run
     from ..loading import has_tokenizer
+    from ..workflows.convert import convert as run
 
     report = run(model, output, overwrite=overwrite, private=private, **found)
     lines = [f"Written to {output}; its compression.json lists every matrix."]

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
 
-from ..conversion.convert import convert
 from ..conversion.options import CompressionOptions, Method
 from ..deprecated import renamed_arguments
 from ..evaluation.benchmarks.engines import EngineComparison, compare_engines
@@ -31,6 +30,7 @@ from ..languages import split_language, split_prefix
 from ..loading import hide_bars
 from ..results import Result
 from ..text import load_parallel, load_text
+from .convert import convert
 from .recover import Recovery, claim, find_added, recover
 from .settings import check_minutes
 

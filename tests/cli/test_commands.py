@@ -279,7 +279,7 @@ def test_a_full_disk_is_said_in_one_line(lightformers, monkeypatch):
     def full(*arguments, **options):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("lightformers_hf.conversion.convert.plan", full)
+    monkeypatch.setattr("lightformers_hf.workflows.convert.plan", full)
     code, _, err = lightformers("plan", "dense", "--ratio", "2")
     assert code == 1
     assert err == "error: the disk is full: make room, then give the same command again\n"
@@ -306,7 +306,7 @@ def test_ctrl_c_ends_with_130(lightformers, workplace, monkeypatch):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lightformers_hf.conversion.convert.plan", interrupted)
+    monkeypatch.setattr("lightformers_hf.workflows.convert.plan", interrupted)
     assert lightformers("plan", "dense") == (130, "", "stopped\n")
 
 

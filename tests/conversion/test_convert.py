@@ -370,10 +370,11 @@ def test_killed_while_writing_leaves_the_old_output(teachers, tmp_path):
     convert(folder, tmp_path / "out", rank=4, method="paper", progress=False)
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     script = (
-        "import importlib, sys, time\n"
-        "c = importlib.import_module('lightformers_hf.conversion.convert')\n"
-        "c.write_report = lambda *_: (print('writing', flush=True), time.sleep(60))\n"
-        "c.convert(sys.argv[1], sys.argv[2], rank=3, overwrite=True, progress=False)\n"
+        "import sys, time\n"
+        "import lightformers_hf\n"
+        "from lightformers_hf.conversion import convert\n"
+        "convert.write_report = lambda *_: (print('writing', flush=True), time.sleep(60))\n"
+        "lightformers_hf.convert(sys.argv[1], sys.argv[2], rank=3, overwrite=True, progress=False)\n"
     )
     child = subprocess.Popen(
         [sys.executable, "-c", script, str(folder), str(tmp_path / "out")], stdout=subprocess.PIPE, text=True
@@ -516,7 +517,7 @@ def test_what_is_said_of_fewer_layers(tiny_marian, tmp_path):
 @pytest.mark.parametrize("text", ["nothere.jsonl", "nothere.txt", "folder/pairs.csv.gz"])
 @pytest.mark.parametrize("option", ["calibration", "vocabulary"])
 def test_text_that_is_not_there_is_noticed_first(tiny_marian, tmp_path, monkeypatch, option, text):
-    monkeypatch.setattr("lightformers_hf.conversion.convert.compress", lambda *_, **__: pytest.fail("too late"))
+    monkeypatch.setattr("lightformers_hf.workflows.convert.compress", lambda *_, **__: pytest.fail("too late"))
     for function in (partial(convert, output=tmp_path / "light"), plan):
         with pytest.raises(FileNotFoundError, match=f"No data file {text}"):
             function(tiny_marian, progress=False, **{option: text})

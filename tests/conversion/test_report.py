@@ -78,7 +78,10 @@ def printed(report) -> list[str]:
     return str(Plan(**vars(report))).splitlines()
 
 
-def test_a_matrix_is_a_line_of_at_most_120_columns():
+@pytest.mark.parametrize("environment", [{}, {"COLUMNS": "80"}, {"COLUMNS": ""}, {"FORCE_COLOR": "1"}])
+def test_a_matrix_is_a_line_of_at_most_120_columns(monkeypatch, environment):
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
     name = "decoder.layers.11.encoder_attn.out_proj"
     big = {"m": 256206, "n": 2048, "kind": "embedding"}
     report = report_of(
