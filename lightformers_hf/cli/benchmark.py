@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from typing import Any
 
 from ..conversion.options import METHODS
-from ..evaluation.benchmarks import TEACHERS, VOCABULARY_ROWS
+from ..evaluation.benchmarks import TEACHERS
 from ..export.engines import deployment_names, split_deployment
 from .framework import (
     AT_LEAST_ONE,
@@ -31,38 +30,18 @@ RUNS_HELP = "Interleaved runs; medians are shown."
 
 @command(
     option("--shapes", default="opus-mt", values=tuple(TEACHERS), help="Of which checkpoint."),
-    option("--runs", type=AT_LEAST_ONE, default=3, help=RUNS_HELP),
-    option(
-        "--samples",
-        type=AT_LEAST_ONE,
-        help="Time so many full decompositions of a shape and multiply. Default: all of them.",
-    ),
-    option("--whole", is_flag=True, help="Instead convert a checkpoint with random weights: every step, and memory."),
-    option("--method", values=METHODS, help="Of that conversion. Default: its default."),
-    option("--ratio", type=float, help="Of that conversion. Default: its default."),
+    option("--method", values=METHODS, help="Method of the conversion. Default: its default."),
+    option("--ratio", type=float, help="Ratio of the conversion. Default: its default."),
+    option("--whole", is_flag=True, expose_value=False, hidden=True, help="As always since version 0.2."),
 )
-def conversion(
-    shapes: str, runs: int, samples: int | None, whole: bool, method: str | None, ratio: float | None
-) -> Answer:
-    """Time the factorization of a whole checkpoint beside a full torch.linalg.svd of every matrix.
+def conversion(shapes: str, **options: Any) -> Answer:
+    """Convert a checkpoint with random weights: time of every step, and memory.
 
-    Examples:
-      lightformers benchmark conversion --shapes bart-large --runs 1 --samples 6
-      lightformers benchmark conversion --shapes opus-mt --whole
+    Example: lightformers benchmark conversion --shapes opus-mt
     """
-    from ..evaluation.benchmarks.conversion import benchmark_conversion, show, show_whole, time_conversion
+    from ..evaluation.benchmarks.conversion import time_conversion
 
-    options = given(method=method, ratio=ratio)
-    if whole:
-        taken = time_conversion(shapes, **options)
-        data = asdict(taken) | {"steps": {name: one._asdict() for name, one in taken.steps.items()}}
-        return Answer(data | {"total": taken.total._asdict()}, show_whole(taken))
-    if options:
-        raise ValueError(f"--{next(iter(options))} says how a whole checkpoint is converted: give --whole, too")
-    result = benchmark_conversion(shapes, runs=runs, samples=samples)
-    seconds = {"full_seconds": result.full_seconds, "our_seconds": result.our_seconds}
-    data = asdict(result) | {name: [run._asdict() for run in of_runs] for name, of_runs in seconds.items()}
-    return Answer(data | {"speedup": result.speedup._asdict()}, show(result))
+    return Answer.of(time_conversion(shapes, **given(**options)))
 
 
 @command(
@@ -138,47 +117,9 @@ def engines(
     return Answer.of(comparison)
 
 
-@command(
-    option("--shapes", default="opus-mt", values=tuple(VOCABULARY_ROWS), help="Of which checkpoint."),
-    option("--candidates", type=AT_LEAST_ONE, multiple=True, help="Tokens that can come for a sentence. Repeatable."),
-    option("--runs", type=AT_LEAST_ONE, default=5, help=RUNS_HELP),
-    option("--sentences", type=AT_LEAST_ONE, default=10, help="Sentences of a run, one at a time."),
-    option("--new-tokens", type=AT_LEAST_ONE, default=25, help="Tokens generated for every sentence."),
-)
-def vocabulary(shapes: str, **options: Any) -> Answer:
-    """Time random weights in CTranslate2 int8: all tokens, those of one pair, and few that can come.
-
-    Needs pip install 'lightformers_hf[export]'; nllb-600m takes 8 GB of memory.
-
-    Example: lightformers benchmark vocabulary --shapes opus-mt --candidates 1537 --runs 9
-    """
-    from ..evaluation.benchmarks.vocabulary import benchmark_vocabulary, vocabulary_table
-
-    rows = benchmark_vocabulary(shapes, **options, progress=True)
-    return Answer([row.to_dict() for row in rows], [vocabulary_table(rows)])
-
-
-@command(
-    Argument("model", type=CHECKPOINT, required=False, about="Checkpoint to translate with. Default: a tiny Marian."),
-    option("--runs", type=AT_LEAST_ONE, default=5, help=RUNS_HELP),
-)
-def startup(model: str | None, runs: int) -> Answer:
-    """Measure what commands cost before they do anything: processor time of a whole process, as ratios.
-
-    Every process runs in turn with the plain program that it is compared with: import transformers, a class of it, or
-    a model of it that translates the same sentence.
-
-    Example: lightformers benchmark startup --runs 9
-    """
-    from ..evaluation.benchmarks.startup import measure_startup, startup_table
-
-    ratios = measure_startup(model, runs=runs, progress=True)
-    return Answer([ratio.to_dict() for ratio in ratios], [startup_table(ratios)])
-
-
 group = Group(
     "benchmark",
     help="Measure this package against what it replaces.",
     examples="Example: lightformers benchmark architectures --pair partialformer-36m --no-training",
-    commands=[conversion, architectures, engines, vocabulary, startup],
+    commands=[conversion, architectures, engines],
 )

@@ -51,13 +51,7 @@ PREPARATIONS = {"zsh": "(( $+functions[compdef] )) || { autoload -Uz compinit &&
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command found.
-
-    Attributes:
-        data: for machines, what `--json` writes.
-        parts: tables and lines for people.
-        exit_code: of the command.
-    """
+    """What a command found: `data` for `--json`, tables and lines for people, and the exit code."""
 
     data: dict | list
     parts: Sequence[Table | str] = ()
@@ -75,6 +69,12 @@ class Argument(click.Argument):
     def __init__(self, name: str, about: str, **settings: Any):
         super().__init__([name], **settings)
         self.about = about
+
+    @property
+    def word(self) -> str:
+        """What stands for it in the help: NAME, [NAME] where it may be left out, NAME... of several."""
+        name = str(self.name).upper()
+        return (name if self.required else f"[{name}]") + "..." * (self.nargs == -1)
 
 
 class Option(click.Option):
@@ -104,19 +104,8 @@ def option(*names: str, values: Callable[[], Sequence[str]] | Sequence[str] = ()
     return Option(names, show_default=settings.get("default") is not None, **settings)
 
 
-def _metavar(argument: Argument) -> str:
-    name = str(argument.name).upper()
-    name = name if argument.required else f"[{name}]"
-    return f"{name}..." if argument.nargs == -1 else name
-
-
 class Command(click.Command):
-    """A command; its help ends with the options that all commands have, and with examples as they stand.
-
-    Args:
-        shared: names of those options.
-        examples: text that is not wrapped.
-    """
+    """A command; its help ends with the options that all commands have (`shared`), and with examples as they stand."""
 
     def __init__(self, name: str, *, examples: str, shared: Sequence[str] = (), **settings: Any):
         super().__init__(name, context_settings=SETTINGS, **settings)
@@ -131,20 +120,18 @@ class Command(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write arguments, options by section, and those of every command."""
-        sections: dict[str, list[tuple[str, str] | None]] = {"Arguments": []}
-        last = []
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        last: list[tuple[str, str]] = []
         for parameter in self.get_params(ctx):
             if isinstance(parameter, Argument):
-                sections["Arguments"].append((_metavar(parameter), parameter.about))
-            elif parameter.name in self.shared:
-                last.append(parameter.get_help_record(ctx))
-            else:
+                sections["Arguments"].append((parameter.word, parameter.about))
+            elif row := parameter.get_help_record(ctx):
                 title = getattr(parameter, "section", "Options")
-                sections.setdefault(title, []).append(parameter.get_help_record(ctx))
+                (last if parameter.name in self.shared else sections.setdefault(title, [])).append(row)
         for title, rows in (sections | {"Options of every command": last}).items():
-            if shown := [row for row in rows if row is not None]:
+            if rows:
                 with formatter.section(title):
-                    formatter.write_dl(shown)
+                    formatter.write_dl(rows)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the examples."""
@@ -175,9 +162,8 @@ class Group(click.Group):
     def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
         """Write every command with the first sentence of its help."""
         with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, re.split(r"\.(?=\s|$)", command.help or "")[0]) for name, command in self.commands.items()]
-            )
+            helps = {name: command.help or "" for name, command in self.commands.items()}
+            formatter.write_dl([(name, re.split(r"\.(?=\s|$)", text)[0]) for name, text in helps.items()])
 
     format_epilog = Command.format_epilog
 
@@ -251,47 +237,48 @@ def run(
         if not quiet and not to_stdout:
             print_parts(answer.parts)
         if json_file is not None:
-            write_answer(answer.data, json_file)
+            from ..files import json_text
+
+            text = json_text(answer.data, "--json")
+            sys.stdout.write(text) if to_stdout else json_file.write_text(text, encoding="utf-8")
     except BrokenPipeError:  # whoever reads has enough: click ends quietly
         raise
-    except (ValueError, OSError) as error:
-        if verbose:
-            raise
-        if speaks:
-            message = as_typed(" ".join(str(error).split()), typed)  # those of libraries have several lines
-            click.echo(f"{click.style('error:', fg='red')} {name_options(message, typed, arguments)}", err=True)
-        raise click.exceptions.Exit(1) from None
-    except Exception as error:
-        from ..files import is_full_disk
-        from ..loading import is_out_of_memory
-
-        if is_full_disk(error):
-            reason = "the disk is full: make room, then give the same command again"
-        elif is_out_of_memory(error):
-            reason = "there is not enough memory for what was asked for"
-        elif isinstance(error, ImportError) and "socksio" in str(error):
-            reason = "a SOCKS proxy is set (ALL_PROXY), for which socksio is missing: pip install 'httpx[socks]'"
-        else:
-            raise
-        if verbose:
-            raise
-        click.echo(f"{click.style('error:', fg='red')} {reason}", err=True)
-        raise click.exceptions.Exit(1) from None
     except KeyboardInterrupt:
         click.echo("stopped", err=True)
         raise click.exceptions.Exit(130) from None
+    except Exception as error:
+        reason = explain(error, typed, arguments)
+        if verbose or not reason:
+            raise
+        if speaks:
+            click.echo(f"{click.style('error:', fg='red')} {reason}", err=True)
+        raise click.exceptions.Exit(1) from None
     if answer.exit_code:
         raise click.exceptions.Exit(answer.exit_code)
+
+
+def explain(error: Exception, typed: Mapping[str, str], values: Mapping[str, Any]) -> str:
+    """Return in one line what the user can mend; nothing where the error is a fault of the program."""
+    if isinstance(error, ValueError | OSError):
+        message = as_typed(" ".join(str(error).split()), typed)  # those of libraries have several lines
+        return name_options(message, typed, values)
+    from ..files import is_full_disk
+    from ..loading import is_out_of_memory
+
+    if is_full_disk(error):
+        return "the disk is full: make room, then give the same command again"
+    if is_out_of_memory(error):
+        return "there is not enough memory for what was asked for"
+    if isinstance(error, ImportError) and "socksio" in str(error):
+        return "a SOCKS proxy is set (ALL_PROXY), for which socksio is missing: pip install 'httpx[socks]'"
+    return ""
 
 
 def as_typed(message: str, typed: Mapping[str, str]) -> str:
     """A message with options as they are typed: `encoder_groups is 4` → `--encoder-groups is 4`.
 
     A name of several words is an option wherever it stands alone. One of a single word is a word, too: it is meant
-    where a message begins with it, or says to give it or to leave it out.
-
-    Args:
-        typed: {name of the argument in Python: the option}.
+    where a message begins with it, or says to give it or to leave it out. `typed`: {argument in Python: option}.
     """
 
     def spell(match: re.Match) -> str:
@@ -308,14 +295,14 @@ def name_options(message: str, typed: Mapping[str, str], values: Mapping[str, An
     if "--" in message:
         return message
     context = click.get_current_context(silent=True)
-    message, trouble = message, message.partition(": ")[0]  # what there is instead stands behind it
-    named = []
-    for name, option_name in typed.items():
-        given = context is None or context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        value = values.get(name)
-        is_word = isinstance(value, str | Path) and re.search(rf"(?<![\w/]){re.escape(str(value))}(?![\w/])", trouble)
-        if given and is_word:
-            named.append(option_name)
+    trouble = message.partition(": ")[0]  # what there is instead stands behind it
+    named = [
+        option_name
+        for name, option_name in typed.items()
+        if isinstance(value := values.get(name), str | Path)
+        and re.search(rf"(?<![\w/]){re.escape(str(value))}(?![\w/])", trouble)
+        and (context is None or context.get_parameter_source(name) is ParameterSource.COMMANDLINE)
+    ]
     return f"{' and '.join(named)}: {message}" if named else message
 
 
@@ -350,16 +337,12 @@ def check_places(types: Mapping[str, click.ParamType], arguments: Mapping[str, A
     from ..files import check_folder, find_folder
     from ..text import check_data
 
-    def named(kind: click.ParamType) -> Iterator[str]:
-        for name, value in arguments.items():
-            if types[name] is kind:
-                yield from filter(None, value if isinstance(value, tuple) else (value,))
-
-    for place in named(CHECKPOINT):
-        if folder := find_folder(place):
-            check_folder(folder)
-    for place in named(DATA):
-        check_data(place)
+    for name, value in arguments.items():
+        for place in filter(None, value if isinstance(value, tuple) else (value,)):
+            if types[name] is DATA:
+                check_data(place)
+            elif types[name] is CHECKPOINT and (folder := find_folder(place)):
+                check_folder(folder)
 
 
 def check_new_folder(output: Path, overwrite: bool, inputs: Sequence[str | None]) -> None:
@@ -379,19 +362,8 @@ def check_answer_file(file: Path, arguments: Mapping[str, Any]) -> None:
     check_file(file, [part for part in flat if isinstance(part, str | Path)])
 
 
-def write_answer(content: dict | list, file: Path) -> None:
-    """Write `content` as JSON to `file`, or to stdout where that is `-`."""
-    from ..files import json_text
-
-    text = json_text(content, "--json")
-    sys.stdout.write(text) if str(file) == "-" else file.write_text(text, encoding="utf-8")
-
-
 def open_streams() -> None:
-    """Give a process whose standard streams are closed, as by `2>&-`, ones that go nowhere.
-
-    Otherwise Python has `None` for them, and the next files that are opened take their numbers.
-    """
+    """Open null devices for standard streams that are closed, as by `2>&-`: other files would take their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             CLOSED.add(name)

@@ -13,7 +13,7 @@ from .sharing import find_matrices
 from .workers import AT_ONCE, count_workers
 
 # Seconds of one core for 10⁹ of: multiplications of layers with tokens, of the output layer with target tokens, cubes
-# of the longer sides of matrices. From `lightformers benchmark conversion --whole` for four shapes of 74M to 615M,
+# of the longer sides of matrices. From `lightformers benchmark conversion` for four shapes of 74M to 615M,
 # within a quarter of each, where a product of two matrices 512×512 in float32 took so many seconds.
 LAYERS, LOGITS, ALGEBRA, PRODUCT = 0.33, 0.33, 0.09, 1.9e-3
 # Of what tokens take, the part of those that the model need not write first: measured 0.52 and 0.76.

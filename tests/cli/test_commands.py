@@ -25,13 +25,13 @@ import psutil
 import pytest
 from huggingface_hub import constants
 from test_hub import hub  # noqa: F401, a fixture
+from transformers import AutoModelForSeq2SeqLM
 
 import lightformers_hf
 from lightformers_hf import CompressionOptions, cli, convert
 from lightformers_hf.cli import framework
 from lightformers_hf.deprecated import current_words
-from lightformers_hf.evaluation.benchmarks import architectures, engines, startup, vocabulary
-from lightformers_hf.evaluation.benchmarks import conversion as benchmark
+from lightformers_hf.evaluation.benchmarks import architectures, conversion, engines
 from lightformers_hf.evaluation.speed import speed_of
 
 
@@ -61,10 +61,8 @@ GOOD = {
     "report": "light --output page.html",
     "demo": "demo",
     "parameters": "--table 'LightFormer T6'",
-    "benchmark conversion": "--runs 1",
+    "benchmark conversion": "",
     "benchmark architectures": "--pair sandwich-base --runs 1 --new-tokens 1 --no-training",
-    "benchmark vocabulary": "--candidates 20 --runs 1 --sentences 1 --new-tokens 2",
-    "benchmark startup": "dense --runs 1",
     "benchmark engines": "dense light --engine transformers --cores 1 --batch-size 1 --num-beams 1 --runs 1 "
     "--sentences 1 --new-tokens 2",
 }
@@ -85,8 +83,6 @@ BAD = {
     "parameters": ("--table 'GPT T1'", "GPT T1"),
     "benchmark conversion": ("--shapes gpt", "gpt"),
     "benchmark architectures": ("--pair gpt", "gpt"),
-    "benchmark vocabulary": ("--candidates 3", "candidates is 3"),
-    "benchmark startup": ("nowhere --runs 1", "nowhere"),
     "benchmark engines": ("nowhere --engine transformers", "nowhere"),
 }
 
@@ -186,13 +182,11 @@ def test_json_is_all_there_is_on_stdout(lightformers, workplace, hub, monkeypatc
         return {"models": {}}
 
     monkeypatch.setattr("lightformers_hf.demo.run.run_demo", quick_demo)
-    monkeypatch.setattr(benchmark, "matrices_of", lambda _: {(32, 64): 2, (16, 32): 1})
+    monkeypatch.setattr(conversion, "random_teacher", lambda _: AutoModelForSeq2SeqLM.from_pretrained("dense"))
+    taken = "import sys; print('a bar', file=sys.stderr); print('[[[\"weighing\", 1, 1]], [2, 2], 3, 2]')"
+    monkeypatch.setattr(conversion, "_CONVERT", taken)
     pair = dataclasses.replace(architectures.PAIRS["sandwich-base"], fields={"vocab_size": 200})
     monkeypatch.setitem(architectures.PAIRS, "sandwich-base", pair)
-    row = vocabulary.VocabularyRow("dense", 60, 9, 9, {60: speed_of([(2, 0.1)])})
-    monkeypatch.setattr(vocabulary, "benchmark_vocabulary", lambda *_, **__: [row])
-    ratio = startup.StartupRatio("help", "import", 0.3, [0.1], [1.0])
-    monkeypatch.setattr(startup, "measure_startup", lambda *_, **__: [ratio])
     # What takes a process of its own.
     monkeypatch.setattr("lightformers_hf.evaluation.analysis.translation_memory", lambda *sentences, **_: (3, 2))
     monkeypatch.setattr(
@@ -327,7 +321,7 @@ def test_the_module_is_the_command(lightformers, monkeypatch, capfd):
     ("words", "completions"),
     [
         ("ex", {"export"}),
-        ("benchmark ", {"conversion", "architectures", "engines", "vocabulary", "startup"}),
+        ("benchmark ", {"conversion", "architectures", "engines"}),
         ("plan dense --encoder-", {"--encoder-groups", "--encoder-layers"}),
         ("plan dense --method ", {"auto", "low-rank", "narrow", "paper"}),
         ("export light out --to ", {"ctranslate2", "onnx"}),
@@ -419,8 +413,7 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(tiny_marian, tmp_
         recover ./none out --teacher ./none
         recover {tiny_marian} out --teacher {tiny_marian} --data none.csv
         compress {tiny_marian} out --ratio 0.5
-        benchmark engines {tiny_marian} --engine tensorrt
-        benchmark startup ./none"""
+        benchmark engines {tiny_marian} --engine tensorrt"""
     words = [command.split() for command in commands.strip().splitlines()]
     script = (
         f"import sys\nfrom lightformers_hf.cli import app\nfor words in {words}:\n"
@@ -569,8 +562,8 @@ def test_options_before_a_command_are_sent_behind_it(lightformers, words):
     ("words", "number"),
     [
         ("convert TEACHER light --rank 4 --method paper", signal.SIGTERM),
-        ("benchmark conversion --whole", signal.SIGTERM),
-        ("benchmark conversion --whole", signal.SIGKILL),
+        ("benchmark conversion", signal.SIGTERM),
+        ("benchmark conversion", signal.SIGKILL),
     ],
 )
 def test_told_to_end_leaves_nothing_behind(words, number, tiny_marian, tmp_path):

@@ -7,9 +7,10 @@ compares with six layers in each stack.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from statistics import median
+from functools import partial
+from statistics import median, quantiles
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -27,9 +28,11 @@ TRAINING_SENTENCES = 16
 DECODING = {"greedy": 1, "beam 4": 4}
 TRAINING = "training"
 # What a Marian takes from the architecture that it stands beside.
-SAME_FIELDS: tuple[str, ...] = ("vocab_size", "d_model", "encoder_layers", "decoder_layers", "scale_embedding")
-SAME_FIELDS += ("dropout", "attention_dropout", "activation_dropout")
-SAME_FIELDS += ("pad_token_id", "eos_token_id", "decoder_start_token_id")
+SAME_FIELDS = (
+    *("vocab_size", "d_model", "encoder_layers", "decoder_layers", "scale_embedding"),
+    *("dropout", "attention_dropout", "activation_dropout"),
+    *("pad_token_id", "eos_token_id", "decoder_start_token_id"),
+)
 
 
 @dataclass(frozen=True)
@@ -75,11 +78,9 @@ PAIRS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was measured of a pair.
+    """Speeds of a pair.
 
     Attributes:
-        name: of the pair.
-        parameters, transformer_parameters: unique ones.
         speeds: `greedy`, `beam 4`, `training` → speed of the architecture and of the Transformer, in target tokens a
             second; run i of the one was beside run i of the other.
         paper_ratio: decoding speed relative to a Transformer as printed in the paper, where it is.
@@ -97,20 +98,16 @@ class Comparison:
 
     def quartiles(self, measure: str) -> list[float]:
         """First and third quartile over the runs of how many times faster than the Transformer."""
-        ratios = torch.tensor(run_ratios(*self.speeds[measure]), dtype=torch.float64)
-        return ratios.quantile(torch.tensor([0.25, 0.75], dtype=torch.float64)).tolist()
+        ratios = run_ratios(*self.speeds[measure])
+        return quantiles(ratios * (1 + (len(ratios) == 1)), method="inclusive")[::2]
 
     def to_dict(self) -> dict:
         """Everything as nested dictionaries, for JSON. Runs are target tokens a second."""
-        measures = {
-            measure: {
-                "runs": ours.runs,
-                "transformer_runs": transformer.runs,
-                "ratio": speed_ratio(ours, transformer),
-                "quartiles": self.quartiles(measure),
-            }
-            for measure, (ours, transformer) in self.speeds.items()
-        }
+        measures = {}
+        for measure, (ours, transformer) in self.speeds.items():
+            runs = {"runs": ours.runs, "transformer_runs": transformer.runs}
+            ratios = {"ratio": speed_ratio(ours, transformer), "quartiles": self.quartiles(measure)}
+            measures[measure] = runs | ratios
         fields = {name: value for name, value in vars(self).items() if name != "speeds"}
         return fields | {"table": PAIRS[self.name].table, "measures": measures}
 
@@ -121,22 +118,13 @@ def transformer_beside(pair: Pair, positions: int) -> MarianMTModel:
     Dropout and special tokens are those of the row's model. Its position tables end at `positions`.
     """
     config = pair.row.model_config()
-    ffn_dim = getattr(config, "decoder_ffn_dim", 4 * config.d_model)
     fields = {name: getattr(config, name) for name in SAME_FIELDS}
-    if pair.transformer_layers is not None:
-        fields |= dict.fromkeys(("encoder_layers", "decoder_layers"), pair.transformer_layers)
-    return MarianMTModel(
-        MarianConfig(
-            **fields,
-            encoder_attention_heads=8,
-            decoder_attention_heads=8,
-            encoder_ffn_dim=ffn_dim,
-            decoder_ffn_dim=ffn_dim,
-            activation_function="relu",
-            max_position_embeddings=positions,
-            forced_eos_token_id=None,
-        )
-    )
+    ffn_dim = getattr(config, "decoder_ffn_dim", 4 * config.d_model)
+    for stack in ("encoder", "decoder"):
+        fields |= {f"{stack}_ffn_dim": ffn_dim, f"{stack}_attention_heads": 8}
+        fields |= {f"{stack}_layers": pair.transformer_layers} if pair.transformer_layers else {}
+    fields |= {"activation_function": "relu", "max_position_embeddings": positions, "forced_eos_token_id": None}
+    return MarianMTModel(MarianConfig(**fields))
 
 
 def compare(
@@ -174,29 +162,17 @@ def compare(
     batch = random_batch(row.config["vocab_size"])
     source = {field: batch[field][:1] for field in ("input_ids", "attention_mask")}
     speeds, arithmetic = {}, None
+    shown: dict[str, Any] = {"runs": runs, "progress": progress}
     for measure, beams in DECODING.items():
-        speeds[measure] = generation_speed(
-            models,
-            {key: [source] for key in models},
-            runs=runs,
-            forced_length=new_tokens,
-            progress=progress,
-            num_beams=beams,
-            do_sample=False,
-        )
+        searched: dict[str, Any] = {"forced_length": new_tokens, "num_beams": beams, "do_sample": False}
+        speeds[measure] = generation_speed(models, {key: [source] for key in models}, **searched, **shown)
     if training:
         ours, transformers = (training_flops(model, batch) for model in models.values())
         arithmetic = transformers / ours
-        speeds[TRAINING] = training_speed(models, batch, runs=runs, bf16=bf16, progress=progress)
-    parameters, transformer_parameters = (unique_parameters(model) for model in models.values())
-    return Comparison(
-        name,
-        parameters,
-        transformer_parameters,
-        speeds={measure: (speed[name], speed["transformer"]) for measure, speed in speeds.items()},
-        paper_ratio=pair.paper_ratio,
-        arithmetic=arithmetic,
-    )
+        speeds[TRAINING] = training_speed(models, batch, bf16=bf16, **shown)
+    compared = {measure: (speed[name], speed["transformer"]) for measure, speed in speeds.items()}
+    sizes = [unique_parameters(model) for model in models.values()]
+    return Comparison(name, sizes[0], sizes[1], compared, pair.paper_ratio, arithmetic)
 
 
 def training_flops(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> int:
@@ -229,31 +205,24 @@ def training_speed(
 ) -> dict[str, Speed]:
     """Target tokens a second of a training step (forward, backward, AdamW) of each model in turn, on one core.
 
-    The models are trained: their weights change.
-
-    Args:
-        batch: arguments of every model's forward, `labels` (B, T) among them.
+    The models are trained: their weights change. `batch` holds the arguments of their forward, `labels` among them.
     """
 
-    def step_of(model: PreTrainedModel) -> Callable[[], tuple[int, float]]:
-        optimizer = torch.optim.AdamW(model.parameters())
-        model.train()
+    def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> tuple[int, float]:
+        start = time.perf_counter()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return batch["labels"].numel(), time.perf_counter() - start
 
-        def step() -> tuple[int, float]:
-            start = time.perf_counter()
-            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                loss = model(**batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return batch["labels"].numel(), time.perf_counter() - start
-
-        return step
-
-    steps = {name: step_of(model) for name, model in models.items()}
+    steps = {
+        name: partial(step, model.train(), torch.optim.AdamW(model.parameters())) for name, model in models.items()
+    }
     with use_threads(1):
-        for step in steps.values():  # the first also makes AdamW's moments
-            step()
+        for first in steps.values():  # which also makes AdamW's moments
+            first()
         timed = take_turns(steps, runs=runs, progress=progress, what="training steps")
     return {name: speed_of(results) for name, results in timed.items()}
 
@@ -268,10 +237,8 @@ def comparison_table(comparisons: list[Comparison]) -> Table:
     for heading in ("pair", "parameters", "", "ours", "Transformer", "speed", "paper", "arithmetic"):
         table.add_column(heading, justify="left" if heading in ("pair", "") else "right")
     for comparison in comparisons:
-        first = [
-            comparison.name,
-            f"{comparison.parameters / 1e6:.1f} / {comparison.transformer_parameters / 1e6:.1f}M",
-        ]
+        sizes = f"{comparison.parameters / 1e6:.1f} / {comparison.transformer_parameters / 1e6:.1f}M"
+        first = [comparison.name, sizes]
         for measure, speeds in comparison.speeds.items():
             rates = [median(speed.runs) for speed in speeds]
             if measure == TRAINING:

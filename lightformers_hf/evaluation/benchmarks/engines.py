@@ -45,13 +45,13 @@ SHORTLISTED = "+shortlist"  # behind the name of a form
 
 @dataclass
 class Deployed:
-    """A model in one form: bytes on disk, and its quality where it was measured."""
+    """A model in one form: bytes on disk, and {metric: 0 to 100} where its quality was measured."""
 
     model: str
     form: str
     folder: str
     disk_bytes: int
-    scores: dict[str, float] = field(default_factory=dict)  # {metric: 0 to 100}
+    scores: dict[str, float] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -91,10 +91,6 @@ class EngineComparison(Result):
     quality_sentences: int | None = None
     signatures: dict[str, str] = field(default_factory=dict)  # {metric: the variant of it that was computed}
 
-    def parts(self) -> list[Table]:
-        """Return the tables."""
-        return self.tables()
-
     @classmethod
     def read(cls, content: Any) -> EngineComparison:
         """From what `to_dict` made, read from a file that anybody may have written.
@@ -112,30 +108,29 @@ class EngineComparison(Result):
         """{setting: its table's rows, the head first}: a row a form and model, in the order of the timings."""
         deployed = {place.key: place for place in self.deployed}
         scores = labels(self.deployed[0].scores).values()
-        head = ["engine", "model", "tokens/s", "same", *(("int8",) if self.has_baseline else ()), "MB", *scores]
+        compared = {"same": "to_teacher"} | ({"int8": "to_baseline"} if self.has_baseline else {})
+        head = ["engine", "model", "tokens/s", *compared, "MB", *scores]
         found: dict[str, list[list[str]]] = {}
         for timing in self.timings:
-            place = deployed[timing.key]
-            ratios = [timing.to_teacher, *((timing.to_baseline,) if self.has_baseline else ())]
+            place, ratios = deployed[timing.key], [getattr(timing, name) for name in compared.values()]
             row = [timing.form, timing.model, f"{timing.speed.tokens_per_second:,.0f}"]
             row += ["" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
-            row += [f"{place.disk_bytes / 1e6:,.1f}"]
-            row += [f"{score:.1f}" for score in place.scores.values()]
+            row += [f"{place.disk_bytes / 1e6:,.1f}", *(f"{score:.1f}" for score in place.scores.values())]
             cores = f"{timing.cores} core{'s' * (timing.cores > 1)}"
             found.setdefault(f"{cores}, batch {timing.batch_size}, beam {timing.beams}", [head]).append(row)
         return found
 
     def notes(self) -> list[str]:
         """What the numbers mean."""
-        notes = [
-            f"{self.new_tokens} tokens for every sentence; ratios are medians over {self.runs} interleaved runs:",
-            "'same' to the teacher in the same engine"
-            + (f", 'int8' to the teacher in {BASELINE}." if self.has_baseline else "."),
+        runs = len(self.timings[0].speed.runs)
+        baseline = f", 'int8' to the teacher in {BASELINE}" if self.has_baseline else ""
+        text = f"{self.quality_sentences} sentences of {Path(self.data).name}" if self.data else ""
+        return [
+            f"{self.new_tokens} tokens for every sentence; ratios are medians over {runs} interleaved runs:",
+            f"'same' to the teacher in the same engine{baseline}.",
+            *([f"Quality: {text}, beam {self.quality_beams}."] if text else []),
+            *describe(self.signatures),
         ]
-        if self.data:
-            quality = f"{self.quality_sentences} sentences of {Path(self.data).name}, beam {self.quality_beams}"
-            notes.append(f"Quality: {quality}.")
-        return [*notes, *describe(self.signatures)]
 
     def tables(self) -> list[Table]:
         """One table a setting, one row a model and form; what they mean is said below the last."""
@@ -152,14 +147,12 @@ class EngineComparison(Result):
         tables[-1].caption = escape("\n".join(self.notes()))
         return tables
 
+    parts = tables
+
     @property
     def has_baseline(self) -> bool:
         """Whether the teacher was timed in that engine, too."""
         return any(timing.to_baseline is not None for timing in self.timings)
-
-    @property
-    def runs(self) -> int:
-        return len(self.timings[0].speed.runs)
 
 
 @dataclass(frozen=True)
@@ -249,7 +242,7 @@ def compare_engines(
     return comparison
 
 
-def check_forms(forms: Sequence[str]) -> None:
+def check_forms(forms: Iterable[str]) -> None:
     """Raise `ValueError` for a name that is none of `deployment_names()`, or whose engine is not installed."""
     for engine, _ in map(split_deployment, forms):
         if engine != CHECKPOINTS:
@@ -258,28 +251,15 @@ def check_forms(forms: Sequence[str]) -> None:
 
 def _choose_forms(forms: Sequence[str] | None, shortlist: str | None) -> list[str]:
     """The forms to measure, each with a shortlist, too, where there is one and its engine takes it."""
-    chosen = _all_forms() if forms is None else list(dict.fromkeys(forms))
-    check_forms(chosen)
-    if shortlist is None:
-        return chosen
-    return [each for form in chosen for each in (form, f"{form}{SHORTLISTED}") if _can_be(each)]
-
-
-def _all_forms() -> list[str]:
-    """Every deployment that the engines have: not all know int8."""
-    forms = []
-    for form in deployment_names():
+    chosen = []
+    for form in dict.fromkeys(deployment_names() if forms is None else forms):
         engine, quantization = split_deployment(form)
-        if quantization is None or quantization in load_engine_file(engine).QUANTIZATIONS:
-            forms.append(form)
-    return forms
-
-
-def _can_be(form: str) -> bool:
-    """Whether an engine has this form: not all compute a part of the output layer."""
-    engine, _ = split_deployment(form.removesuffix(SHORTLISTED))
-    plain = not form.endswith(SHORTLISTED)
-    return plain or (engine != CHECKPOINTS and hasattr(load_engine_file(engine), "write_shortlist"))
+        file = None if engine == CHECKPOINTS else load_engine_file(engine)
+        if forms or file is None or quantization is None or quantization in file.QUANTIZATIONS:  # not all know int8
+            chosen.append(form)
+            if shortlist and hasattr(file, "write_shortlist"):
+                chosen.append(f"{form}{SHORTLISTED}")
+    return chosen
 
 
 def _labels(names: list[str]) -> list[str]:
@@ -321,11 +301,7 @@ def _tell_languages(names: dict[str, str], source: str | None, target: str | Non
 def _deploy(
     label: str, name: str, form: str, work: Path, text: tuple[str | None, str | None, str | None], bar: tqdm
 ) -> Deployed:
-    """A model in one form, exported below `work` unless that form is the checkpoint itself.
-
-    Args:
-        text: that of a shortlist, and its columns.
-    """
+    """A model in one form, exported below `work`, if it is not the checkpoint; `text`: a shortlist's, its columns."""
     bar.set_description(f"deploy {label} {form}")
     engine, quantization = split_deployment(form.removesuffix(SHORTLISTED))
     if engine == CHECKPOINTS:
@@ -333,15 +309,8 @@ def _deploy(
     else:
         folder = work / label.replace(os.sep, "--") / form
         listed, source, target = text if form.endswith(SHORTLISTED) else (None, None, None)
-        report = export(
-            name,
-            folder,
-            to=engine,
-            quantization=quantization,
-            shortlist=listed,
-            source_lang=source,
-            target_lang=target,
-        )
+        options: dict[str, Any] = {"shortlist": listed, "source_lang": source, "target_lang": target}
+        report = export(name, folder, to=engine, quantization=quantization, **options)
         deployed = Deployed(label, form, str(folder), report.weight_bytes)
     bar.update()
     return deployed
@@ -350,11 +319,9 @@ def _deploy(
 def _inputs(names: dict[str, str], pairs: Dataset | None, count: int) -> dict[str, list[list[int]]]:
     """{model: token ids of `count` sentences}: the same sentences for all, repeated where there are too few."""
     if pairs is None:
-        generator = torch.Generator().manual_seed(0)
-        shape = (count, SOURCE_TOKENS)
-        sizes = [load_pretrained(AutoConfig, name).vocab_size for name in names.values()]
-        ids = torch.randint(3, min(sizes), shape, generator=generator).tolist()
-        return dict.fromkeys(names, ids)
+        size = min(load_pretrained(AutoConfig, name).vocab_size for name in names.values())
+        ids = torch.randint(3, size, (count, SOURCE_TOKENS), generator=torch.Generator().manual_seed(0))
+        return dict.fromkeys(names, ids.tolist())
     tokenizers = {label: load_pretrained(AutoTokenizer, name) for label, name in names.items()}
     first = next(iter(tokenizers.values()))
     chosen = typical_sentences(list(pairs["source"]), list(pairs["target"]), first, count)
@@ -397,9 +364,9 @@ def _measure_speed(deployed: list[Deployed], inputs: dict, cores: int, settings:
             errors.seek(0)
             last = (errors.read().strip() or "no message").splitlines()[-1]
             raise ValueError(f"the process that measures on {cores} cores failed: {last}")
-    by_key = {place.key: place for place in deployed}
+    places = {place.key: (place.model, place.form) for place in deployed}
     return [
-        Timing(by_key[key].model, by_key[key].form, cores, size, count, speed_of([tuple(run) for run in timed]))
+        Timing(*places[key], cores, size, count, speed_of([tuple(run) for run in timed]))
         for size, count, key, timed in json.loads(found)
     ]
 
@@ -416,21 +383,18 @@ def _measure() -> None:
         for key, (_, ids) in task["models"].items():
             batches = [[sentence] for sentence in ids[: task["sentences"]]] if size == 1 else [ids[:size]]
             engines[key].generate(batches[0], num_beams=beams, forced_length=task["new_tokens"])
-            actions[key] = partial(time_run, engines[key], batches, beams, task["new_tokens"], tell=True)
+            actions[key] = partial(time_run, engines[key], batches, beams, task["new_tokens"])
         found += [[size, beams, key, timed] for key, timed in take_turns(actions, runs=task["runs"]).items()]
     print(json.dumps(found))
 
 
-def time_run(
-    engine: Engine, batches: list[list[list[int]]], beams: int, new_tokens: int, *, tell: bool = False
-) -> tuple[int, float]:
-    """Tokens generated, and the seconds it took. With `tell`, a line on stdout says when it is done."""
+def time_run(engine: Engine, batches: list[list[list[int]]], beams: int, new_tokens: int) -> tuple[int, float]:
+    """Tokens generated, and the seconds it took; a line on stdout says when it is done."""
     start = time.perf_counter()
     for batch in batches:
         engine.generate(batch, num_beams=beams, forced_length=new_tokens)
     seconds = time.perf_counter() - start
-    if tell:
-        print(RUN_DONE, end="", flush=True)
+    print(RUN_DONE, end="", flush=True)
     return sum(map(len, batches)) * new_tokens, seconds
 
 
