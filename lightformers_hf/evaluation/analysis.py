@@ -116,14 +116,11 @@ def read_log(file: Path) -> list[dict[str, float]]:
         for number, entry in enumerate(history):
             as_kind(entry.get("step"), int, f"the step of entry {number}")
             for name, value in entry.items():
-                if not isinstance(value, float | str | None):  # floats may be NaN: a loss that diverged
-                    as_kind(value, bool if isinstance(value, bool) else int, f"{name} of entry {number}")
+                if not isinstance(value, float | str | bool | None):  # floats may be NaN: a loss that diverged
+                    as_kind(value, int, f"{name} of entry {number}")
     except ValueError as error:
         raise ValueError(f"{file} holds no log of a training ({error}): write it again, or remove it") from None
-    return [
-        {name: value for name, value in entry.items() if isinstance(value, float) or type(value) is int}
-        for entry in history
-    ]
+    return [{name: value for name, value in entry.items() if type(value) in (int, float)} for entry in history]
 
 
 def loss_curve(log_history: Sequence[dict]) -> tuple[str, list[tuple[int, float]]]:
@@ -241,10 +238,7 @@ def generation_macs(
 
 
 def _sum_over_steps(counts: tuple[int, ...], steps: int) -> int:
-    """Operations of so many steps, from those of the first four.
-
-    A step's are a polynomial of degree 2 in its number; but the first may also fill the cache of cross-attention.
-    """
+    """Operations of so many steps, from those of the first four, of which the first may fill a cache: a polynomial."""
     first, a, b, c = counts
     rest = steps - 1
     return first + rest * a + comb(rest, 2) * (b - a) + comb(rest, 3) * (c - 2 * b + a)
@@ -258,14 +252,10 @@ def memory_footprint(model: PreTrainedModel) -> Footprint:
     """
     parts = dict.fromkeys(("embedding", "encoder", "decoder", "output"), 0)
     for name, parameter in learned_parameters(model):
-        if parameter.dim() < 2:
-            continue
         stack, _, rest = name.removeprefix("model.").partition(".")
-        if stack == "lm_head":
-            part = "output"
-        else:
-            part = "embedding" if stack == "shared" or rest.startswith(("embed_", "safe.")) else stack
-        parts[part] += parameter.numel()
+        is_embedding = stack == "shared" or rest.startswith(("embed_", "safe."))
+        part = "output" if stack == "lm_head" else "embedding" if is_embedding else stack
+        parts[part] += parameter.numel() if parameter.dim() > 1 else 0
     return Footprint(**parts)
 
 
@@ -321,9 +311,7 @@ def behaviour(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]], *, p
 
     Args:
         model: LightFormer, Subformer, PartialFormer, or one of transformers' that is built like Marian and BART.
-        batches: each with `input_ids`, `attention_mask` (B, S), `decoder_input_ids` and `labels` (B, T; −100 is
-            padding).
-        progress: show a bar on stderr.
+        batches: each with `input_ids`, `attention_mask` (B, S), `decoder_input_ids` and `labels` (B, T; −100 pads).
 
     Raises:
         ValueError: no batches, or an architecture whose parts have other names.
@@ -332,18 +320,14 @@ def behaviour(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]], *, p
     training = model.training
     with ExitStack() as stack:
         stack.callback(model.train, training)
-        stack.callback(meter.remove)
+        for handle in meter.handles:
+            stack.callback(handle.remove)
         model.eval()
         for batch in tqdm(batches, desc="looking inside", disable=not progress, unit="batch", leave=False):
             batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
-            meter.start({"encoder": batch["attention_mask"] != 0, "decoder": batch["labels"] != -100})
+            meter.start({"encoder": batch["attention_mask"] != 0, "decoder": batch.pop("labels") != -100})
             # Without the head: logits are the largest tensor of all, and nobody looks at them.
-            model.base_model(
-                input_ids=batch["input_ids"],
-                attention_mask=batch["attention_mask"],
-                decoder_input_ids=batch["decoder_input_ids"],
-                use_cache=False,
-            )
+            model.base_model(**batch, use_cache=False)
     return meter.result()
 
 
@@ -420,11 +404,6 @@ class _Meter:
             self._before(owner.fc2, see)
         else:  # of a gated network the gate has the activation function, none of which changes the sign
             self.handles.append(gate.register_forward_hook(lambda _module, _arguments, output: see(output)))
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-        for handle in self.handles:
-            handle.remove()
 
     def result(self) -> Behaviour:
         """The means over all batches."""
@@ -517,10 +496,8 @@ def analyze(
         names: folders or Hub names of sequence-to-sequence checkpoints. The loss is that of a `trainer_state.json` in
             a folder, where there is one.
         data, split, max_samples: as for `load_parallel`.
-        source, target: names of columns, or languages in a column `translation`; by default the tokenizer's own. Of
-            multilingual checkpoints also the codes, `de=deu_Latn` (`set_language_codes`).
+        source, target: as `source_lang` and `target_lang` of `evaluate`.
         device: where a model runs over the text; the peak memory is that of translating on the CPU.
-        progress: show a bar on stderr.
 
     Raises:
         FileNotFoundError, ValueError: a checkpoint or data that is not there or not fit, each with what to do.
@@ -533,8 +510,8 @@ def analyze(
         for name, label in zip(names, labels, strict=True):
             bar.set_description(f"{label}: reading text")
             model, tokenizer = load_model(name, device=device, **languages)
-            columns = dict(zip(("source", "target"), choose_columns(name, model, tokenizer, **languages), strict=True))
-            pairs = load_parallel(data, **columns, split=split, max_samples=max_samples)
+            columns = choose_columns(name, model, tokenizer, **languages)
+            pairs = load_parallel(data, source=columns[0], target=columns[1], split=split, max_samples=max_samples)
             bar.update()
             found = behaviour(model, parallel_batches(model, tokenizer, pairs), progress=progress)
             bar.update()
@@ -560,7 +537,6 @@ def analyze(
 
 
 def _training(folder: Path) -> dict:
-    """What `Analysis` says of the training that `trainer_state.json` in the folder tells of."""
     history = read_log(folder / STATE_FILE)
     try:
         name, curve = loss_curve(history)

@@ -6,11 +6,11 @@ import base64
 import io
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from tqdm.auto import tqdm
@@ -36,10 +36,8 @@ from .translate import translate
 PHONE = 5  # inches of a picture for phones
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A picture for light and for dark pages, and both for phones, with one panel below the other: PNGs in base64; and
-    a table below it (its head first), if any."""
+class Picture(NamedTuple):
+    """PNGs in base64, for light and for dark pages, and for phones, with one panel below the other; a table below."""
 
     title: str
     caption: str
@@ -47,11 +45,10 @@ class Picture:
     dark: str
     narrow_light: str
     narrow_dark: str
-    rows: list[list[str]] = field(default_factory=list)
+    rows: list[list[str]]
 
 
-@dataclass(frozen=True)
-class Sheet:
+class Sheet(NamedTuple):
     """A table of its own: its head, then its rows, of which the first `words` cells are no numbers."""
 
     title: str
@@ -60,8 +57,7 @@ class Sheet:
     words: int
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """A sentence and its translations; `parts` are the model's words in runs, and whether the teacher's differ."""
 
     source: str
@@ -143,9 +139,10 @@ def report_page(
             f"{folder} holds neither {REPORT_FILE} nor {STATE_FILE}, so there is nothing to report: give what convert "
             "or a training run wrote, or --results, or --data"
         )
+    styles = {"light": style(dark=False), "dark": style(dark=True)}
     return _template().render(
         title=printable_name(model),
-        colors={name: _colors(dark=dark) for name, dark in (("light", False), ("dark", True))},
+        colors={name: (one["figure.facecolor"], one["text.color"]) for name, one in styles.items()},
         plan=report,
         matrices=matrices,
         kinds=_kinds(matrices),
@@ -159,14 +156,9 @@ def report_page(
 
 
 def _template() -> jinja2.Template:
-    """The page's, which escapes whatever it is given."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader(__package__, ""),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
+    loader = jinja2.PackageLoader(__package__, "")
+    options: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+    environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, **options)
     environment.filters["millions"] = lambda count: f"{count / 1e6:.1f}M"
     return environment.get_template("page.html")
 
@@ -180,40 +172,22 @@ def _pictures(
     *,
     progress: bool,
 ) -> list[Picture]:
-    """Those that there is something to draw for."""
     pictures = []
     if teacher and report and report.matrices:
         trimmed = bool(report.vocabulary)
         pictures.append(_draw_spectra(folder, report.matrices, teacher, trimmed=trimmed, progress=progress))
     if report and plots.has_errors(report.matrices):
-        pictures.append(
-            _draw(
-                "Error of every layer",
-                partial(plots.errors, matrices=report.matrices),
-                f"What is lost of a matrix, relative to it: {report.measure}. Dots are matrices, lines means of a "
-                "block.",
-                columns=2,
-            )
-        )
+        caption = f"What is lost of a matrix, relative to it: {report.measure}. Dots: matrices, lines: means of a block."
+        paint = partial(plots.errors, matrices=report.matrices)
+        pictures.append(_draw("Error of every layer", paint, caption, columns=2))
     if results := [one for one in measured if isinstance(one, Result)]:
         pictures.append(_draw_trade_off(results, metrics))
     losses, qualities = plots.training_curves(read_log(folder / STATE_FILE))
     if losses:
-        pictures.append(
-            _draw(
-                "Training",
-                partial(plots.training, losses=losses, qualities=qualities),
-                f"{STATE_FILE}: what the training logged.",
-                columns=2 if qualities else 1,
-            )
-        )
+        paint = partial(plots.training, losses=losses, qualities=qualities)
+        caption = f"{STATE_FILE}: what the training logged."
+        pictures.append(_draw("Training", paint, caption, columns=2 if qualities else 1))
     return pictures
-
-
-def _colors(*, dark: bool) -> tuple[str, str]:
-    """Page and ink of the pictures' style."""
-    settings = style(dark=dark)
-    return settings["figure.facecolor"], settings["text.color"]
 
 
 def _kinds(matrices: list[MatrixReport]) -> list[tuple[str, int, int, int]]:
@@ -228,42 +202,31 @@ def _kinds(matrices: list[MatrixReport]) -> list[tuple[str, int, int, int]]:
 
 
 def _draw(
-    title: str,
-    paint: Paint,
-    caption: str,
-    *,
-    columns: int = 1,
-    rows: list[list[str]] | None = None,
-    **options: Any,
+    title: str, paint: Paint, caption: str, *, columns: int, rows: Sequence[list[str]] = (), height: float = 4.2
 ) -> Picture:
     images = []
-    for shape in ({"columns": columns, **options}, {"rows": columns, "width": PHONE, "height": 3.6 * columns}):
+    phone: dict[str, Any] = {"rows": columns, "width": PHONE, "height": 3.6 * columns}
+    for shape in ({"columns": columns, "height": height}, phone):
         for is_dark in (False, True):
             file = io.BytesIO()
             save_picture(file, paint, dark=is_dark, **shape)
             images.append(base64.b64encode(file.getvalue()).decode())
-    light, dark, narrow_light, narrow_dark = images
-    return Picture(title, caption, light, dark, narrow_light, narrow_dark, rows or [])
+    return Picture(title, caption, images[0], images[1], images[2], images[3], list(rows))
 
 
 def _draw_spectra(folder: Path, matrices: list[MatrixReport], name: str, *, trimmed: bool, progress: bool) -> Picture:
     """Singular values of the teacher's matrices; of a group that shares a layer, those of its first.
 
-    Args:
-        trimmed: whether the model has some of the teacher's tokens alone.
+    `trimmed`: the model has only some of the teacher's tokens.
     """
     config = load_pretrained(AutoConfig, folder)
     teacher = Teacher(resolve_source(name), name)
     tokenizer = load_pretrained(AutoTokenizer, folder) if trimmed else None
     if tokenizer is not None and (matched := match_tokens(tokenizer, teacher.tokenizer())):
         teacher = teacher.keep_tokens(KeptTokens(matched["source"], matched["target"], tokenizer))
-    teacher = teacher.keep_layers(
-        {
-            stack: getattr(config, f"{stack}_layers")
-            for stack in ("encoder", "decoder")
-            if getattr(config, f"{stack}_layers") != getattr(teacher.config, f"{stack}_layers")
-        }
-    )
+    depths = {stack: getattr(config, f"{stack}_layers") for stack in ("encoder", "decoder")}
+    fewer = {stack: depth for stack, depth in depths.items() if depth != getattr(teacher.config, f"{stack}_layers")}
+    teacher = teacher.keep_layers(fewer)
     modules = dict(teacher.model.named_modules())
     values = {}
     for matrix in tqdm(matrices, disable=not progress, unit="matrix", desc="singular values"):
@@ -340,27 +303,17 @@ def _draw_trade_off(results: Sequence[Result], metrics: list[str]) -> Picture:
                 rows[key] = one
     has_speed = any(point.speed for point in points.values())
     measure = "times as fast as the teacher" if relative else "tokens/s, one core"
-    head = ["", *names.values(), "parameters", "megabytes", *([measure] if has_speed else [])]
-    table = [head]
+    table = [["", *names.values(), "parameters", "megabytes", measure]]
     for key in sorted(points, key=lambda key: -key[1]):
-        point, one = points[key], rows[key]
-        shown_speed = "" if point.speed is None else f"{point.speed:.2f}"
-        table.append(
-            [
-                one.name,
-                *(f"{one.scores[name]:.1f}" for name in metrics),
-                f"{one.parameters:,}",
-                f"{one.disk_bytes / 1e6:,.1f}",
-                *([shown_speed] if has_speed else []),
-            ]
-        )
-    return _draw(
-        "Quality against size" + (" and speed" if has_speed else ""),
-        partial(plots.trade_off, points=list(points.values()), quality=names[metrics[0]], speed=measure),
-        ". ".join([conditions[0], *describe(variants)]),
-        columns=2 if has_speed else 1,
-        rows=table,
-    )
+        one, speed = rows[key], points[key].speed
+        sizes = [f"{one.parameters:,}", f"{one.disk_bytes / 1e6:,.1f}", "" if speed is None else f"{speed:.2f}"]
+        table.append([one.name, *(f"{one.scores[name]:.1f}" for name in metrics), *sizes])
+    if not has_speed:
+        table = [row[:-1] for row in table]
+    title = "Quality against size" + (" and speed" if has_speed else "")
+    paint = partial(plots.trade_off, points=list(points.values()), quality=names[metrics[0]], speed=measure)
+    caption = ". ".join([conditions[0], *describe(variants)])
+    return _draw(title, paint, caption, columns=2 if has_speed else 1, rows=table)
 
 
 def _translate_samples(

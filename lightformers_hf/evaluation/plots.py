@@ -6,9 +6,10 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import matplotlib
 from cycler import cycler
@@ -116,24 +117,21 @@ def draw_analyses(analyses: list[Analysis], folder: Path) -> list[Path]:
     """Draw every measure that was taken, `<measure>.png` and `<measure>-dark.png`, and return the paths."""
     curves = [analysis for analysis in analyses if analysis.loss_curve]
     bars = {"columns": 2, "height": 1.9 + 0.55 * len(analyses)}
-    pictures: dict[str, tuple[Paint, dict]] = {
-        "head-diversity": (lambda panels: _head_diversity(panels, analyses), {"columns": 3}),
-        "token-uniformity": (lambda panels: _token_uniformity(panels, analyses), {"columns": 2}),
-        "ffn-activation": (lambda panels: _ffn_activation(panels, analyses), {"rows": 2, "columns": 3, "height": 6.5}),
-        "macs": (lambda panels: _macs(panels, analyses), bars),
-        "memory": (lambda panels: _memory(panels, analyses), bars),
-        "spectra": (
-            lambda panels: _spectra(panels, analyses),
-            {"rows": len(analyses), "columns": 3, "height": 1.4 + 2.4 * len(analyses)},
-        ),
+    pictures: dict[str, tuple[Callable[..., None], dict]] = {
+        "head-diversity": (_head_diversity, {"columns": 3}),
+        "token-uniformity": (_token_uniformity, {"columns": 2}),
+        "ffn-activation": (_ffn_activation, {"rows": 2, "columns": 3, "height": 6.5}),
+        "macs": (_macs, bars),
+        "memory": (_memory, bars),
+        "spectra": (_spectra, {"rows": len(analyses), "columns": 3, "height": 1.4 + 2.4 * len(analyses)}),
     }
-    if curves:
-        pictures["convergence"] = (lambda panels: _convergence(panels, curves), {})
+    pictures |= {"convergence": (_convergence, {})} if curves else {}
     paths = []
     for name, (paint, options) in pictures.items():
+        drawn = partial(paint, analyses=curves if name == "convergence" else analyses)
         for suffix, dark in (("", False), ("-dark", True)):
             paths.append(folder / f"{name}{suffix}.png")
-            save_picture(paths[-1], paint, dark=dark, **options)
+            save_picture(paths[-1], drawn, dark=dark, **options)
     return paths
 
 
@@ -141,11 +139,10 @@ def _by_depth(axes: Axes, analyses: list[Analysis], lines: list[list[float]], **
     """The line of each model, over the depths of a stack; none where it is empty."""
     for color, (analysis, values) in enumerate(zip(analyses, lines, strict=True)):
         if values:
-            axes.plot(
-                range(1, len(values) + 1), values, "o-", color=f"C{color}", markersize=5, label=as_text(analysis.label)
-            )
+            line: dict[str, Any] = {"color": f"C{color}", "markersize": 5, "label": as_text(analysis.label)}
+            axes.plot(range(1, len(values) + 1), values, "o-", **line)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axes.set(**labels)
+    axes.set(**{"xlabel": "layer"} | labels)
 
 
 def _head_diversity(panels: list[Axes], analyses: list[Analysis]) -> None:
@@ -154,23 +151,17 @@ def _head_diversity(panels: list[Axes], analyses: list[Analysis]) -> None:
     titles = {"encoder": "encoder", "decoder": "decoder, self-attention", "cross": "cross-attention"}
     for axes, (site, title) in zip(panels, titles.items(), strict=True):
         _by_depth(axes, analyses, [one.head_diversity[site] for one in analyses], title=title)
-        axes.set(xlabel="layer")
     panels[0].set(ylabel="head diversity, Eq. 7 (higher: more)")
 
 
 def _token_uniformity(panels: list[Axes], analyses: list[Analysis]) -> None:
     for axes, stack in zip(panels, ("encoder", "decoder"), strict=True):
         _by_depth(axes, analyses, [one.token_uniformity[stack] for one in analyses], title=stack)
-        axes.set(xlabel="layer")
     panels[0].set(ylabel="correlation of tokens (lower: better)")
 
 
 def _ffn_activation(panels: list[Axes], analyses: list[Analysis]) -> None:
-    measures = {
-        "activated": "activated neurons",
-        "ratio": "share of the neurons",
-        "efficiency": "per 1000 parameters",
-    }
+    measures = {"activated": "activated neurons", "ratio": "share of the neurons", "efficiency": "per 1000 parameters"}
     for row, stack in enumerate(("encoder", "decoder")):
         for axes, (measure, title) in zip(panels[3 * row : 3 * row + 3], measures.items(), strict=True):
             scale = 1000 if measure == "efficiency" else 1
@@ -218,10 +209,9 @@ def _macs(panels: list[Axes], analyses: list[Analysis]) -> None:
 
 def _memory(panels: list[Axes], analyses: list[Analysis]) -> None:
     def matrices(analysis: Analysis) -> dict[str, float]:
-        sizes = analysis.footprint
-        parts = {"embedding": sizes.embedding, "encoder": sizes.encoder, "decoder": sizes.decoder}
-        parts |= {"output layer": sizes.output} if sizes.output else {}
-        return {part: entries * 4 / 1e6 for part, entries in parts.items()}
+        sizes = {part: entries * 4 / 1e6 for part, entries in vars(analysis.footprint).items()}
+        output = sizes.pop("output")
+        return sizes | ({"output layer": output} if output else {})
 
     _draw_bars(panels[0], analyses, matrices, "MB, float32")
     _draw_bars(panels[1], analyses, lambda analysis: {"_": analysis.own_memory_bytes / 1e6}, "MB", color=4)
@@ -252,9 +242,8 @@ def _convergence(panels: list[Axes], analyses: list[Analysis]) -> None:
             reached = dict(analysis.loss_curve)[analysis.convergence_step]
             panels[0].plot(analysis.convergence_step, reached, "o", color=f"C{color}", markersize=8)
     names = " or ".join(dict.fromkeys(analysis.loss_name for analysis in analyses))
-    panels[0].set(
-        xlabel="step", ylabel=f"{names}, nats a token", title="Dot: within 1 % of the lowest, before the end"
-    )
+    panels[0].set(xlabel="step", ylabel=f"{names}, nats a token")
+    panels[0].set(title="Dot: within 1 % of the lowest, before the end")
 
 
 # --- Pictures of the page of `report`: functions that paint panels
@@ -272,17 +261,9 @@ class Point:
 
 
 def spectra(
-    panels: list[Axes],
-    matrices: Sequence[MatrixReport],
-    values: dict[str, Sequence[float]],
-    ranks: dict[str, int | None],
+    panels: list[Axes], matrices: Sequence[MatrixReport], values: dict[str, list[float]], ranks: dict[str, int | None]
 ) -> None:
-    """Three panels, a kind of matrix each: the teacher's singular values, with a dot at the rank that was kept.
-
-    Args:
-        values: singular values by the names of `matrices`; a matrix without any is not drawn.
-        ranks: of those that became products of two; the others have no dot.
-    """
+    """Three panels, a kind of matrix each: the teacher's singular values, with a dot at the rank that was kept."""
     for color, (axes, (kind, title)) in enumerate(zip(panels, KINDS.items(), strict=True)):
         for matrix in matrices:
             if matrix.kind == kind and matrix.name in values:
@@ -331,11 +312,7 @@ def has_errors(matrices: Sequence[MatrixReport]) -> bool:
 
 
 def trade_off(panels: list[Axes], points: Sequence[Point], *, quality: str, speed: str) -> None:
-    """One panel or two: quality against parameters, and against speed, of models and of their teacher (a square).
-
-    Args:
-        quality, speed: what the axes are called.
-    """
+    """One panel or two: quality against parameters, and against speed, of models and of their teacher (a square)."""
     by_size = [(point, point.parameters / 1e6) for point in points]
     by_speed = [(point, point.speed) for point in points if point.speed is not None]
     for axes, placed, label in zip(panels, (by_size, by_speed), ("million parameters", speed), strict=False):
@@ -344,15 +321,13 @@ def trade_off(panels: list[Axes], points: Sequence[Point], *, quality: str, spee
             axes.plot(x, point.quality, marker, color=color, markersize=8, label="teacher" * point.is_teacher or None)
             # Away from the nearer edge, so that no name leaves the picture.
             left = x > sum(other for _, other in placed) / len(placed)
-            axes.annotate(
-                as_text(point.name),
-                (x, point.quality),
-                xytext=(-8 if left else 8, 0),
-                textcoords="offset points",
-                ha="right" if left else "left",
-                va="center",
-                fontsize=10,
-            )
+            place: dict[str, Any] = {
+                "xytext": (-8 if left else 8, 0),
+                "ha": "right" if left else "left",
+                "va": "center",
+            }
+            position, name = (x, point.quality), as_text(point.name)
+            axes.annotate(name, position, textcoords="offset points", fontsize=10, **place)
         axes.margins(x=0.15, y=0.2)
         axes.set(xlabel=label)
     panels[0].set(ylabel=quality)

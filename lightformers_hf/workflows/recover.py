@@ -72,13 +72,10 @@ from .settings import (
     FOR_VALIDATION,
     RecoverySettings,
     check_minutes,
-    check_ratio,
     choose_settings,
     find_distance,
     plan_steps,
-    sentences_in,
     training_arguments,
-    worth_translating,
 )
 
 if TYPE_CHECKING:
@@ -92,6 +89,8 @@ HELD_OUT = 1000  # pairs of the validation at most
 RANDOM_TEXTS = 20_000  # that are drawn where there is no text
 COMPARED = 200  # translations of the teacher that stand in for references at most
 LONGEST = 1024  # tokens of a text at most
+# Below this ratio, model and teacher were swapped; forms that do not pay may have made a model a little larger.
+LEAST_RATIO = 0.9
 TRIAL_STEPS = 16  # by which the time of a step is known
 SAMPLE, BEAMS = 64, 4  # sources by which the speed of translating is known, and how the teacher does
 
@@ -213,7 +212,11 @@ class Run:
         if not self.on_cpu:
             self.distiller.to(torch.accelerator.current_accelerator())
         self.ratio = unique_parameters(self.distiller) / unique_parameters(self.model)
-        check_ratio(self.ratio)
+        if self.ratio < LEAST_RATIO:
+            raise ValueError(
+                f"the model to train has {1 / self.ratio:.1f} times its teacher's parameters: give the smaller one "
+                "first, and the one it was made of as teacher"
+            )
         # The light model knows its languages, or has been told them.
         self.distiller.generation_config.forced_bos_token_id = self.model.generation_config.forced_bos_token_id
         self.pairs, self.held_out = self.read_data()
@@ -315,18 +318,16 @@ class Run:
         width = self.model.config.hidden_size
         self.say("measuring the model as it is, its teacher, and how long steps take")
         _, each = time_translations(self.held_out["source"][:SAMPLE], self.distiller, self.tokenizer, 1)
-        taken = sentences_in(FOR_VALIDATION * 60 * minutes, each, len(self.held_out))
-        self.held_out = self.held_out.select(range(taken))
+        taken = max(50, int(FOR_VALIDATION * 60 * minutes / 5 / each))  # of which five validations fit into that time
+        self.held_out = self.held_out.select(range(min(taken, len(self.held_out))))
         before, evaluation_seconds = self.measure(self.model)
         teacher, _ = self.measure(self.distiller)
         distance = self.ratio
         if self.data is not None:
-            distance = find_distance(
-                distance, before["chrf"] / max(teacher["chrf"], 1), own=self.compares_with_teacher
-            )
-        fits = {"same_width": width == self.distiller.config.hidden_size, "bf16": self.bf16}
-        fits |= {"on_cpu": self.on_cpu, "random_text": self.data is None}
-        settings = choose_settings(distance, width, **fits)
+            kept = before["chrf"] / max(teacher["chrf"], 1)
+            distance = find_distance(distance, kept, own=self.compares_with_teacher)
+        fits = {"same_width": width == self.distiller.config.hidden_size, "random_text": self.data is None}
+        settings = choose_settings(distance, width, bf16=self.bf16, on_cpu=self.on_cpu, **fits)
         count = self.ask_for_texts(60 * minutes, translations, distance)
         pairs = self.training_pairs(count)
         step_seconds, epoch_steps = self.time_steps(pairs, settings)
@@ -372,7 +373,7 @@ class Run:
         sample, took = time_translations(sources[:SAMPLE], translator, self.tokenizer, beams)
         if self.one_language:
             count = min(count, max(len(sample), int(FOR_TRANSLATIONS * seconds / took)))
-        elif not (wanted or worth_translating(count, took, seconds, distance)):
+        elif not wanted and count * took > FOR_TRANSLATIONS * seconds:
             return 0
         rest = sources[len(sample) : count]
         texts = sample + translate(rest, translator, self.tokenizer, num_beams=beams, progress=self.progress)

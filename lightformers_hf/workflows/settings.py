@@ -17,8 +17,6 @@ FAR = 5.0
 # at ratio 4, and 0.8 at 6 (RESULTS.md, "Without any training"). With the teacher's own translations for references,
 # of which it has all itself, these keep 0.70 and 0.6.
 NEAR, NEAR_OWN = 0.85, 0.65
-# Below this ratio, model and teacher were swapped; forms that do not pay may have made a model a little larger.
-LEAST_RATIO = 0.9
 # The width that rates were measured at; Adam's fall as 1 / width (Yang et al. 2022, arXiv 2203.03466, Table 3), which
 # those found at 512 agree with (RESULTS.md, "At the size of the paper").
 MEASURED_WIDTH = 256
@@ -76,13 +74,9 @@ def choose_settings(
     """Settings for a model that has 1/`ratio` of its teacher's parameters and is `width` wide; steps come later.
 
     Learning rates are those of RESULTS.md: 1e-3 up to ratio 6, 1.2e-3 at 8, 1.5e-3 from 12 on, at a width of 256; and
-    as many times less as the model is wider.
-
-    Args:
-        same_width: whether the teacher is as wide, so that states compare.
-        on_cpu: small batches are fast there; accelerators take larger ones.
-        random_text: whether sources are no language, of which the teacher's predictions and states alone are learned,
-            with half the rate: more of it forgets what the model knows of language.
+    as many times less as the model is wider. Hidden states compare with those of a teacher of the same width. Of
+    random text the teacher's predictions and states alone are learned, with half the rate: more of it forgets what
+    the model knows of language.
     """
     rate = (1e-3 + 5e-4 * min(max((ratio - 6) / 6, 0), 1)) * (0.5 if random_text else 1)
     return RecoverySettings(
@@ -119,41 +113,15 @@ def plan_steps(
     most_steps = MOST_EPOCHS * epoch_steps
     eval_steps = max(1, min(steps, most_steps) // evaluations)
     steps = eval_steps * evaluations
-    many = FULL_RATE_STEPS * max(1.0, width / MEASURED_WIDTH)
-    rate = settings.learning_rate * (min(1.0, steps / many) if ratio < FAR else 1.0)
     warmup_steps = max(1, min(100, steps // 10))
-    planned = replace(
-        settings,
-        learning_rate=rate,
-        steps=steps,
-        warmup_steps=warmup_steps,
-        eval_steps=eval_steps,
-        seconds=seconds,
-        most_steps=most_steps,
-    )
-    repeats = ratio < FAR and steps >= FEW_EPOCHS * epoch_steps
-    return replace(planned, dropout=dropout, hidden_weight=0.0) if repeats and dropout else planned
-
-
-def worth_translating(count: int, each: float, seconds: float, ratio: float) -> bool:
-    """Whether the teacher's own translations pay: far down, where all sources take a quarter of the time at most.
-
-    Args:
-        count: sources.
-        each: seconds that one takes.
-        seconds: the time there is for everything.
-    """
-    return ratio >= FAR and count * each <= FOR_TRANSLATIONS * seconds
-
-
-def sentences_in(seconds: float, each: float, most: int) -> int:
-    """How many sentences a validation has, so that five of them fit into `seconds`; 50 at least.
-
-    Args:
-        each: seconds that the teacher takes for one.
-        most: there are no more.
-    """
-    return min(most, max(50, int(seconds / 5 / each)))
+    planned = replace(settings, steps=steps, warmup_steps=warmup_steps, eval_steps=eval_steps)
+    planned = replace(planned, seconds=seconds, most_steps=most_steps)
+    if ratio >= FAR:
+        return planned
+    many = FULL_RATE_STEPS * max(1.0, width / MEASURED_WIDTH)
+    planned = replace(planned, learning_rate=settings.learning_rate * min(1.0, steps / many))
+    repeats = dropout and steps >= FEW_EPOCHS * epoch_steps
+    return replace(planned, dropout=dropout, hidden_weight=0.0) if repeats else planned
 
 
 def check_minutes(minutes: float) -> None:
@@ -162,24 +130,12 @@ def check_minutes(minutes: float) -> None:
         raise ValueError(f"minutes is {minutes}, expected a number above 0")
 
 
-def check_ratio(ratio: float) -> None:
-    """Raise `ValueError` where the model to train is larger than its teacher, as where the two were swapped."""
-    if ratio < LEAST_RATIO:
-        raise ValueError(
-            f"the model to train has {1 / ratio:.1f} times its teacher's parameters: give the smaller one first, and "
-            "the one it was made of as teacher"
-        )
-
-
 def training_arguments(
     settings: RecoverySettings, *, saves: bool, best_by: str, **others: Any
 ) -> Seq2SeqTrainingArguments:
-    """The settings as transformers' Trainer takes them.
+    """The settings, and others, as transformers' Trainer takes them.
 
-    Args:
-        saves: validate, and write checkpoints, of which the best is loaded in the end.
-        best_by: the metric that the best is best in.
-        others: more of its arguments.
+    If it `saves`, it validates and writes checkpoints; the best one by the metric `best_by` is loaded in the end.
     """
     watched: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
     return Seq2SeqTrainingArguments(
