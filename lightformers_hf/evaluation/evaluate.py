@@ -15,14 +15,7 @@ from ..deprecated import warn_renamed
 from ..files import REPORT_FILE, read_json
 from ..in_memory import AnyModel, model_name, on_disk
 from ..languages import add_prefix, language_code, split_language
-from ..loading import (
-    load_pair,
-    load_pretrained,
-    printable_name,
-    resolve_source,
-    unique_parameters,
-    weight_bytes,
-)
+from ..loading import load_pair, load_pretrained, printable_name, resolve_source, unique_parameters, weight_bytes
 from ..results import Result
 from ..text import fingerprint, load_parallel
 from .quality import (
@@ -101,10 +94,8 @@ class Evaluation(Result):
 
     def table(self) -> Table:
         """A rich table: one row a measure, the teacher beside the model, and how they compare."""
-        title = (
-            f"{self.sentences:,} sentence{'s' * (self.sentences != 1)} of {self.data}, {self.source} → {self.target}"
-        )
-        notes = describe(self.signatures)
+        count = f"{self.sentences:,} sentence{'s' * (self.sentences != 1)}"
+        title, notes = f"{count} of {self.data}, {self.source} → {self.target}", describe(self.signatures)
         if self.differences:
             notes.append("in brackets: 95 % of test sets like this one (paired bootstrap)")
         table = Table(title=escape(title), caption=escape("\n".join(notes)))
@@ -123,25 +114,22 @@ class Evaluation(Result):
         def smaller(model: float, teacher: float) -> str:
             return f"{teacher / model:.2f}x smaller"
 
-        for name, value in self.model.scores.items():
-            cells = [f"{value:.1f}"]
+        def megabytes(size: float) -> str:
+            return f"{size / 1e6:,.1f} MB"
+
+        for name, label in self.labels.items():
+            value, cells = self.model.scores[name], list[str]()
             if self.teacher:
                 other = self.teacher.scores[name]
-                cells += [f"{other:.1f}", str(self.differences.get(name, signed(value - other)))]
-            table.add_row(self.labels[name], *cells)
+                cells = [f"{other:.1f}", str(self.differences.get(name, signed(value - other)))]
+            table.add_row(label, f"{value:.1f}", *cells)
         row("unique parameters", "parameters", "{:,}".format, smaller)
-        row("weights on disk", "disk_bytes", _megabytes, smaller)
-        row("peak memory", "memory_bytes", _megabytes, smaller)
-        row("  beyond libraries", "own_memory_bytes", _megabytes, smaller)
-        ratio = self.speed_ratio
-        row(
-            "tokens/s, one core", "tokens_per_second", "{:,.1f}".format, lambda model, teacher: f"{ratio:.2f}x as fast"
-        )
+        row("weights on disk", "disk_bytes", megabytes, smaller)
+        row("peak memory", "memory_bytes", megabytes, smaller)
+        row("  beyond libraries", "own_memory_bytes", megabytes, smaller)
+        fast = f"{self.speed_ratio or 0:.2f}x as fast"
+        row("tokens/s, one core", "tokens_per_second", "{:,.1f}".format, lambda *_: fast)
         return table
-
-
-def _megabytes(size: float) -> str:
-    return f"{size / 1e6:,.1f} MB"
 
 
 def evaluate(

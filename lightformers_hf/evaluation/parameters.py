@@ -39,23 +39,14 @@ AUTO_CLASSES = {"clm": AutoModelForCausalLM, "classification": AutoModelForSeque
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """One row of a paper's table.
+    """One row of a paper's table."""
 
-    Attributes:
-        table: paper, table and row, as in `LightFormer T6 r4`.
-        model: name of the model class.
-        millions: the count as printed; the decimals say how it was rounded.
-        tolerance: largest accepted |ours − printed| / printed.
-        config: fields of the model's configuration.
-        note: what the paper leaves open, and how it was read.
-    """
-
-    table: str
-    model: str
-    millions: float
-    tolerance: float
+    table: str  # paper, table and row, as in `LightFormer T6 r4`
+    model: str  # name of its class
+    millions: float  # as printed; the decimals say how it was rounded
+    tolerance: float  # largest accepted |ours − printed| / printed
     config: dict
-    note: str = ""
+    note: str = ""  # what the paper leaves open, and how it was read
 
     def build(self) -> PreTrainedModel:
         """The row's model, on torch's default device."""
@@ -158,25 +149,12 @@ def model_parameters(place: str, vocab_size: int | None = None) -> int:
 
 
 def parameter_table(counts: list[ParameterCount]) -> Table:
-    """A rich table of the counts: paper, ours, difference, tolerance, and whether the one is within the other.
-
-    What is to be known of a row is below, once for all that it is true of.
-    """
-    within = sum(count.within for count in counts)
-    notes = {
-        note: number
-        for number, note in enumerate(dict.fromkeys(count.row.note for count in counts if count.row.note), 1)
-    }
-    caption = [f"{within} of {len(counts)} rows within their tolerance"]
-    caption += [f"{number}: {escape(note)}" for note, number in notes.items()]
-    table = Table(
-        title="Parameters, millions",
-        caption="\n".join(caption),
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        show_edge=False,
-        caption_justify="left",
-    )
+    """A rich table of the counts: paper, ours, difference, tolerance, and whether the one is within the other."""
+    notes = list(dict.fromkeys(count.row.note for count in counts if count.row.note))  # below, each once
+    lines = [f"{sum(count.within for count in counts)} of {len(counts)} rows within their tolerance"]
+    lines += [f"{number}: {escape(note)}" for number, note in enumerate(notes, 1)]
+    table = Table(title="Parameters, millions", caption="\n".join(lines), caption_justify="left")
+    table.box, table.padding, table.show_edge = box.SIMPLE_HEAD, (0,), False
     for heading in ("row", "paper", "ours", "difference", "tolerance", "within", "note"):
         table.add_column(heading, justify="left" if heading in ("row", "within") else "right", overflow="fold")
     for count in counts:
@@ -188,6 +166,6 @@ def parameter_table(counts: list[ParameterCount]) -> Table:
             f"{count.difference:+.1%}",
             f"±{row.largest_difference / row.millions:.1%}",
             "yes" if count.within else "[red]no[/red]",
-            str(notes.get(row.note, "")),
+            str(notes.index(row.note) + 1) if row.note else "",
         )
     return table

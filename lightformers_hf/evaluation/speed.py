@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -88,13 +88,10 @@ def tokens_per_second(
         progress: show a bar on stderr.
         generation: arguments of `generate()`: `num_beams`, `max_new_tokens`, …
     """
-    inputs = {
-        name: [
-            tokenizer(text, truncation=True, max_length=longest_input(model, tokenizer), return_tensors="pt")
-            for text in sentences
-        ]
-        for name, (model, tokenizer) in models.items()
-    }
+    inputs = {}
+    for name, (model, tokenizer) in models.items():
+        options = {"truncation": True, "max_length": longest_input(model, tokenizer), "return_tensors": "pt"}
+        inputs[name] = [tokenizer(text, **options) for text in sentences]
     networks = {name: model for name, (model, _) in models.items()}
     return generation_speed(networks, inputs, runs=runs, forced_length=forced_length, progress=progress, **generation)
 
@@ -121,19 +118,14 @@ def generation_speed(
     if generation.get("max_new_tokens") is not None:
         generation.setdefault("max_length", None)
 
-    training = {name: model.training for name, model in models.items()}
-    with use_threads(1), torch.inference_mode():
-        try:
-            for name, model in models.items():
-                model.eval()
-                _time_translation(model, inputs[name][:WARM_UP_SENTENCES], generation)
-            actions = {
-                name: partial(_time_translation, model, inputs[name], generation) for name, model in models.items()
-            }
-            timed = take_turns(actions, runs=runs, progress=progress, what="decoding")
-        finally:
-            for name, model in models.items():
-                model.train(training[name])
+    with ExitStack() as stack:
+        stack.enter_context(use_threads(1))
+        stack.enter_context(torch.inference_mode())
+        for name, model in models.items():
+            stack.callback(model.train, model.training)
+            _time_translation(model.eval(), inputs[name][:WARM_UP_SENTENCES], generation)
+        actions = {name: partial(_time_translation, one, inputs[name], generation) for name, one in models.items()}
+        timed = take_turns(actions, runs=runs, progress=progress, what="decoding")
     return {name: speed_of(results) for name, results in timed.items()}
 
 
@@ -142,10 +134,7 @@ def take_turns(
 ) -> dict[str, list[T]]:
     """What each action returns in each of the runs.
 
-    In a run each action is called once; the one that begins changes from run to run.
-
-    Args:
-        what: of a model is measured, for the bar.
+    In a run each action is called once; the one that begins changes from run to run. The bar shows `what` they do.
     """
     names = list(actions)
     results: dict[str, list[T]] = {name: [] for name in names}
@@ -161,17 +150,15 @@ def take_turns(
 
 def speed_of(timed: list[tuple[int, float]]) -> Speed:
     """The speed of runs, each so many tokens in so many seconds."""
-    rates = [tokens / seconds for tokens, seconds in timed]
-    return Speed(_trimmed_mean(rates), rates, timed[-1][0])
+    rates, dropped = [tokens / seconds for tokens, seconds in timed], len(timed) // 10
+    return Speed(fmean(sorted(rates)[dropped : len(rates) - dropped]), rates, timed[-1][0])
 
 
 def _time_translation(model: PreTrainedModel, inputs: list[Mapping], generation: dict) -> tuple[int, float]:
     """Tokens generated for all inputs, one at a time, and the seconds it took."""
     start = time.perf_counter()
-    outputs = [
-        model.generate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], **generation)
-        for batch in inputs
-    ]
+    names = ("input_ids", "attention_mask")
+    outputs = [model.generate(**{name: batch[name] for name in names}, **generation) for batch in inputs]
     seconds = time.perf_counter() - start
     end = generation.get("eos_token_id", model.generation_config.eos_token_id)
     return sum(count_tokens(sequences, end) for sequences in outputs), seconds
@@ -188,11 +175,6 @@ def count_tokens(sequences: torch.Tensor, eos_token_id: int | list[int] | None) 
     ends = torch.isin(generated, torch.tensor(eos_token_id, device=generated.device))
     after_end = ends.int().cumsum(dim=1) - ends.int() > 0
     return int((~after_end).sum())
-
-
-def _trimmed_mean(rates: list[float]) -> float:
-    dropped = len(rates) // 10
-    return fmean(sorted(rates)[dropped : len(rates) - dropped])
 
 
 # --- Memory, and processes of their own to measure in
@@ -222,13 +204,8 @@ def translation_memory(name: str | os.PathLike, sentences: list[str], **generati
     """
     program = "from lightformers_hf.evaluation.speed import _measure; _measure()"
     task = json.dumps({"name": os.fspath(name), "sentences": sentences, "generation": generation})
-    child = subprocess.run(
-        child_command(program),
-        input=task,
-        capture_output=True,
-        text=True,
-        env=child_environment(OMP_NUM_THREADS="1"),
-    )
+    streams: dict[str, Any] = {"input": task, "capture_output": True, "text": True}
+    child = subprocess.run(child_command(program), env=child_environment(OMP_NUM_THREADS="1"), **streams)
     if child.returncode:
         raise ValueError(f"{name} could not be measured in a process of its own: {child.stderr.strip()[-500:]}")
     peak, libraries = json.loads(child.stdout)
@@ -259,10 +236,7 @@ def child_command(code: str, *arguments: str) -> list[str]:
 
 
 def end_with_parent() -> None:
-    """Have this process end as soon as the one that started it has ended, also by SIGKILL.
-
-    Without `LIGHTFORMERS_PARENT` in the environment, nothing is done.
-    """
+    """End this process as soon as the one that `LIGHTFORMERS_PARENT` names, if any, has ended, also by SIGKILL."""
     if parent := os.environ.pop(PARENT, None):  # processes that this one starts have another parent
 
         def wait() -> None:
