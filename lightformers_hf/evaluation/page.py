@@ -177,7 +177,8 @@ def _pictures(
         trimmed = bool(report.vocabulary)
         pictures.append(_draw_spectra(folder, report.matrices, teacher, trimmed=trimmed, progress=progress))
     if report and plots.has_errors(report.matrices):
-        caption = f"What is lost of a matrix, relative to it: {report.measure}. Dots are matrices, lines means of blocks"
+        caption = f"What is lost of a matrix, relative to it: {report.measure}. Dots are matrices, lines means of a "
+        caption += "block."
         paint = partial(plots.errors, matrices=report.matrices)
         pictures.append(_draw("Error of every layer", paint, caption, columns=2))
     if results := [one for one in measured if isinstance(one, Result)]:

@@ -12,17 +12,15 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 class TokenBatchSampler(Sampler[list[int]]):
     """Batches of sentence pairs of similar length that hold at most `max_tokens` tokens, padding counted.
 
-    A batch of n pairs costs n · (longest source + longest target), in tokens. It goes to a `DataLoader` as
-    `batch_sampler`.
+    A batch of n pairs costs n · (longest source + longest target), in tokens.
 
     Pairs are put in order of length and cut into batches; every epoch shuffles which of the pairs with equal
     lengths goes where, and the order of the batches. The batches' *shapes* stay: so `len()` is exact for every epoch,
     and a trainer that computes its steps from it is right. `seed` and epoch determine everything.
 
-    Several processes: accelerate deals the batches out in turn and repeats some when there are not as many for each.
-    The number of batches is therefore made a multiple of `num_processes` by halving the largest ones, so that every
-    process gets as many, and every pair comes exactly once. (Only where that would take more batches than there are
-    pairs does accelerate have to repeat.)
+    accelerate deals the batches out to processes in turn and repeats some when there are not as many for each. The
+    number of batches is therefore made a multiple of `num_processes` by halving the largest ones, as far as there are
+    pairs: every pair comes exactly once.
 
     Args:
         source_lengths, target_lengths: length of each pair's texts, in tokens.
@@ -57,16 +55,15 @@ class TokenBatchSampler(Sampler[list[int]]):
             )
         self.seed, self.epoch = seed, 0
         order = self._sort_by_length(np.arange(total.size))
-        self.bounds = _split_to_multiple(
-            _cut_batches(self.source[order], self.target[order], max_tokens), num_processes
-        )
+        self.bounds = _cut_batches(self.source[order], self.target[order], max_tokens)
+        while len(self) % num_processes and (sizes := np.diff(np.asarray(self.bounds))).max() > 1:
+            self.bounds = sorted([*self.bounds, self.bounds[sizes.argmax()] + int(sizes.max()) // 2])
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose batches the next iteration gives."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """The number of batches of every epoch, over all processes together."""
         return len(self.bounds) - 1
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -110,14 +107,3 @@ def _cut_batches(source: np.ndarray, target: np.ndarray, max_tokens: int) -> lis
             bounds.append(row)
             longest_source, longest_target = s, t
     return [*bounds, len(source)]
-
-
-def _split_to_multiple(bounds: list[int], multiple: int) -> list[int]:
-    """`bounds` with batches of most rows halved until there is a multiple of `multiple` batches."""
-    while (len(bounds) - 1) % multiple:
-        sizes = np.diff(np.array(bounds))
-        largest = int(sizes.argmax())
-        if sizes[largest] == 1:
-            break
-        bounds = [*bounds[: largest + 1], bounds[largest] + int(sizes[largest]) // 2, *bounds[largest + 1 :]]
-    return bounds

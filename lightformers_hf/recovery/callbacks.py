@@ -10,19 +10,13 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 
 class Fall:
-    """The learning rate of a step as a share of the highest: up in a line, then down in a line to 0 at `end`.
-
-    Args:
-        warmup_steps: on the way up.
-        end: the step at which nothing is left.
-    """
+    """The learning rate of a step as a share of the highest: up in a line, then down in a line to 0 at `end`."""
 
     def __init__(self, warmup_steps: int, end: int) -> None:
         self.warmup_steps, self.start, self.share, self.end = warmup_steps, warmup_steps, 1.0, end
@@ -64,12 +58,7 @@ class Pace(TrainerCallback, ExportableState):
         return {"before": self.elapsed, "fall": dict(vars(self.fall))}
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        lr_scheduler: LambdaLR | None = None,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, lr_scheduler: Any = None, **_: Any
     ) -> None:
         """Take the steps' number and rates over, and what a checkpoint says of them."""
         kept = state.stateful_callbacks.get(type(self).__name__)
@@ -105,12 +94,7 @@ def hush_trainer() -> Iterator[None]:
 
 
 class Progress(TrainerCallback):
-    """A bar of steps, and a line for every validation.
-
-    Args:
-        bar: of as many steps as are trained.
-        labels: {metric: its name in a line}.
-    """
+    """A bar of steps, and a line for every validation with metrics by their `labels`."""
 
     def __init__(self, bar: tqdm, labels: dict[str, str] | None = None) -> None:
         self.bar, self.labels, self.start = bar, labels or {}, time.monotonic()
@@ -143,8 +127,6 @@ class Progress(TrainerCallback):
 class Clock(TrainerCallback):
     """How long a step takes, the first few aside."""
 
-    REST = 4
-
     def __init__(self) -> None:
         self.times: list[float] = []
 
@@ -155,5 +137,5 @@ class Clock(TrainerCallback):
     @property
     def seconds(self) -> float:
         """Of a step, a median: a moment in which the machine had something else to do does not count."""
-        first = min(self.REST, len(self.times) - 2)
+        first = min(4, len(self.times) - 2)
         return median(after - before for before, after in pairwise(self.times[first:]))

@@ -49,14 +49,8 @@ def load_trainable(
         for kind in [name for name in vars(config) if "dropout" in name]:
             setattr(config, kind, 0.0)
     try:
-        model, info = load_pretrained(
-            auto_model,
-            name,
-            config=config,
-            dtype=torch.float32,
-            attn_implementation=attention,
-            output_loading_info=True,
-        )
+        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention}
+        model, info = load_pretrained(auto_model, name, config=config, output_loading_info=True, **options)
     except RuntimeError as error:
         if config is None or "mismatch" not in str(error):
             raise
@@ -81,11 +75,7 @@ def load_distiller(name: str, tokenizer: PreTrainedTokenizerBase, attention: str
 class ScoredPart:
     """A part of the data whose texts are generated and scored against the untouched references.
 
-    Texts of similar length stand together, so that little is computed on padding.
-
-    Attributes:
-        tokens: the tokenized pairs in that order.
-        references: their targets in that order.
+    The tokenized pairs and their references stand in the order of their length, so that little is computed on padding.
     """
 
     def __init__(self, pairs: Dataset, tokens: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -118,11 +108,8 @@ def train(trainer: Trainer, checkpoint: str | None = None) -> TrainOutput:
     # Evaluation fills in its own defaults; a classifier generates nothing.
     generation_config = copy.deepcopy(getattr(trainer.model, "generation_config", None))
     prepare_sharding(trainer)
-    if (
-        checkpoint is not None
-        and not trainer.is_fsdp_enabled
-        and 0 < args.max_steps <= load_state(checkpoint).global_step
-    ):
+    trained = 0 if checkpoint is None or trainer.is_fsdp_enabled else load_state(checkpoint).global_step
+    if checkpoint is not None and 0 < args.max_steps <= trained:
         result = take_checkpoint(trainer, checkpoint)
     else:
         result = trainer.train(resume_from_checkpoint=checkpoint)
@@ -143,13 +130,16 @@ def find_last_checkpoint(output_dir: str | Path) -> str | None:
     `trainer_state.json` is the last file Trainer writes: a folder without it, or with a torn one, was cut off by a
     kill. A folder whose weights or optimizer are gone (a kill while it was being deleted) does not count either.
     """
-    folders = [f for f in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", f.name)]
-    complete = filter(_is_complete, sorted(folders, key=lambda f: int(f.name.split("-")[1]), reverse=True))
-    return next(map(str, complete), None)
+    newest = sorted(list_checkpoints(output_dir), key=lambda folder: int(folder.name.split("-")[1]), reverse=True)
+    return next(map(str, filter(_is_complete, newest)), None)
+
+
+def list_checkpoints(output_dir: str | Path) -> list[Path]:
+    """The `checkpoint-<step>` folders of a run, whole or not."""
+    return [f for f in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", f.name)]
 
 
 def _is_complete(checkpoint: Path) -> bool:
-    """Whether a run can go on from the folder."""
     try:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -160,10 +150,7 @@ def _is_complete(checkpoint: Path) -> bool:
 
 
 def check_resume(checkpoint: str, trainer: Trainer) -> None:
-    """Raise a `ValueError` if `checkpoint` is of another model or tokenizer than `trainer`'s.
-
-    Its Trainer would load what fits of the weights, and train on.
-    """
+    """Raise a `ValueError` if `checkpoint` is of another model or tokenizer: Trainer would load what fits of it."""
     # What says nothing of the weights, or what Trainer itself makes agree with the tokenizer before the first step.
     passing = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
     passing |= {f"{token}_token_id" for token in ("bos", "eos", "pad")}
@@ -180,7 +167,7 @@ def check_resume(checkpoint: str, trainer: Trainer) -> None:
 
 
 def load_state(checkpoint: str) -> TrainerState:
-    """What a checkpoint tells of its training."""
+    """The state of a checkpoint's training."""
     return TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
 
 
@@ -199,9 +186,8 @@ def take_checkpoint(trainer: Trainer, checkpoint: str) -> TrainOutput:
 
 def remove_checkpoints(folder: str | Path) -> None:
     """Delete the `checkpoint-<step>` folders of a run."""
-    for stale in Path(folder).glob("checkpoint-*"):
-        if re.fullmatch(r"checkpoint-\d+", stale.name):
-            shutil.rmtree(stale)
+    for stale in list_checkpoints(folder):
+        shutil.rmtree(stale)
 
 
 def prepare_sharding(trainer: Trainer) -> None:

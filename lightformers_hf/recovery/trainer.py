@@ -167,14 +167,9 @@ class RecoveryTrainer(Seq2SeqTrainer):
         )
         self.add_callback(EpochCallback(sampler))
         dataset = self.train_dataset.remove_columns(["source_length", "target_length"])
-        loader = DataLoader(
-            dataset,
-            batch_sampler=sampler,
-            collate_fn=self.data_collator,
-            num_workers=self.args.dataloader_num_workers,
-            persistent_workers=self.args.dataloader_persistent_workers,
-            pin_memory=self.args.dataloader_pin_memory,
-        )
+        names = ("num_workers", "persistent_workers", "pin_memory")
+        options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
+        loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=self.data_collator, **options)
         return self.accelerator.prepare(loader)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -238,25 +233,17 @@ class RecoveryTrainer(Seq2SeqTrainer):
         distils = self.teacher is not None and model.training
         hidden = {"output_hidden_states": True} if distils and self.hidden_weight else {}
         outputs = model(**inputs, **hidden)
-        teacher = None
+        teacher, kept = None, labels != IGNORED
         if distils:
             with torch.inference_mode(), self.accelerator.autocast():
                 teacher = self.teacher(**inputs, use_cache=False, **hidden)
-        loss = training_loss(
-            outputs.logits,
-            labels,
-            teacher.logits if teacher is not None else None,
-            alpha=self.alpha,
-            temperature=self.temperature,
-            smoothing=self.args.label_smoothing_factor,
-        )
-        kept = labels != IGNORED
+        expected = teacher.logits if teacher is not None else None
+        weights = {"alpha": self.alpha, "temperature": self.temperature}
+        loss = training_loss(outputs.logits, labels, expected, **weights, smoothing=self.args.label_smoothing_factor)
         if teacher is not None and hidden:
-            source = inputs["attention_mask"].bool()
-            loss = loss + self.hidden_weight * (
-                hidden_loss(outputs.encoder_hidden_states, teacher.encoder_hidden_states, source)
-                + hidden_loss(outputs.decoder_hidden_states, teacher.decoder_hidden_states, kept)
-            )
+            for stack, mask in (("encoder", inputs["attention_mask"].bool()), ("decoder", kept)):
+                ours, theirs = (getattr(one, f"{stack}_hidden_states") for one in (outputs, teacher))
+                loss = loss + self.hidden_weight * hidden_loss(ours, theirs, mask)
         if num_items_in_batch is None:
             loss = loss / kept.sum()
         else:
@@ -278,7 +265,6 @@ def without_autocast(model: nn.Module) -> Iterator[None]:
 
 
 def _check_teacher(student: PreTrainedModel, teacher: PreTrainedModel, alpha: float, temperature: float) -> None:
-    """Raise a `ValueError` for a teacher of another vocabulary, or for settings out of their range."""
     sizes = [model.get_output_embeddings().weight.shape[0] for model in (student, teacher)]
     if sizes[0] != sizes[1]:
         raise ValueError(
@@ -289,9 +275,7 @@ def _check_teacher(student: PreTrainedModel, teacher: PreTrainedModel, alpha: fl
     if not 0 <= alpha <= 1:
         raise ValueError(f"distillation_alpha is {alpha}: expected from 0 (labels only) to 1 (teacher only).")
     if temperature <= 0:
-        raise ValueError(
-            f"distillation_temperature is {temperature}: expected above 0 (1 leaves the logits as they are)."
-        )
+        raise ValueError(f"distillation_temperature is {temperature}: expected above 0 (1 keeps logits as they are).")
 
 
 def slow_queries(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 PLAN_FILE = "compress.json"  # what was asked for
 MOST_HELD_OUT = 500  # pairs of validation and test each, where no others are given
 SCORED = 500  # sentences of the test that are translated in every engine
+# Arguments that an interrupted compression may resume with others of.
+NOT_ASKED = ("output", "tokenizer", "report_to", "device", "push_to_hub", "private", "overwrite", "progress")
+TRAINING = ("minutes", "translations", "seed", "report_to", "device")  # what `recover` is told, too
 PARTS = ("data", "converted", "recovered", "deployed", "results.json", "engines.json", "report.html", PLAN_FILE)
 
 
@@ -130,22 +133,13 @@ def compress(
     `engines.json`, with matplotlib `report.html`; and `data`, where `validation` or `test` had to be set apart.
 
     Args:
-        model: the checkpoint: a folder, a name on the Hub, or a loaded model.
-        output: the folder to write.
-        tokenizer: that of a loaded model.
-        data: sentence pairs, or with `test` text of one language or none: see `recover`.
-        validation, test: pairs that the best model is chosen by, and those that are looked at last.
-        minutes, translations, report_to, seed: see `recover`.
-        ratio, rank, …, target_lang: see `CompressionOptions`.
-        method: as there; `None`: `narrow` for an engine without low-rank matrix multiplications, else `auto`.
-        calibration: as there; `None`: the training part of `data`.
-        to, quantization, shortlist: see `export`.
-        metrics: names of `METRICS` for every measurement; `recover` chooses the best model by the first.
-        device: where to convert, train and score; `None`: convert on the CPU, the rest on an accelerator if there
-            is one.
+        model, output, tokenizer, ratio, rank, …, target_lang, private, overwrite: as for `convert`; but by default
+            `method` is `narrow` for engines without low-rank products, `calibration` the training part of `data`.
+        data, validation, minutes, translations, metrics, report_to, seed: as for `recover`.
+        to, quantization, shortlist: as for `export`.
+        test: pairs to measure on; with them, `data` may be of one language or `None`. `None`: a part of `data`.
+        device: where to convert, train and score; `None`: the CPU converts, an accelerator, if any, does the rest.
         push_to_hub: push `recovered` to the Hub under this name, in one commit.
-        private: make the repository private.
-        overwrite: replace what an earlier compression wrote.
         progress: show bars, and a line for every step.
 
     Raises:
@@ -155,17 +149,16 @@ def compress(
     Example:
         >>> print(compress("opus-mt-de-en", "small", data="train.jsonl", ratio=4, minutes=30))
     """
-    options, note = choose_method(locals(), to)
+    arguments = locals()
+    options, note = choose_method(arguments, to)
     check_engine(to, quantization, shortlist)
     check_minutes(minutes)
     metrics = check_metrics(metrics)
     if push_to_hub:
         check_push(push_to_hub)
     output, given = Path(os.path.expanduser(output)), Texts(data, validation, test or "")
-    training: dict[str, Any] = {"minutes": minutes, "translations": translations, "seed": seed}
-    asked: dict[str, Any] = {"model": identify(model), "data": data, "validation": validation, "test": test, "to": to}
-    asked |= {"quantization": quantization, "shortlist": shortlist, "metrics": metrics or None}
-    asked = json.loads(json.dumps(asked | training | {"source_lang": None, "target_lang": None} | options))  # as read
+    asked = {name: value for name, value in arguments.items() if name not in NOT_ASKED} | options
+    asked = json.loads(json.dumps(asked | {"model": identify(model), "metrics": metrics or None}))  # as it is read
     overwrite = overwrite or is_only_planned(output)
     with on_disk(tokenizer, model) as (teacher,):
         inputs = [teacher, data, validation, test, shortlist]
@@ -173,17 +166,12 @@ def compress(
         if overwrite:
             check_parts(output)
         columns = plain_columns(teacher, (source_lang, target_lang))
-        texts = read_texts(given, columns, seed)
-        tested = [target for _, target in texts or ()]
-        if test:
-            tested = load_parallel(test, source=columns[0], target=columns[1])["target"][:]
-        choose_metrics(metrics, tested, tested)  # which refuses those that mean nothing, before the work begins
+        texts = read_texts(given, columns, seed, metrics)
         if overwrite or not (output / PLAN_FILE).exists():
             begin(output, record)
         files = split_texts(texts, output / "data", columns, given)
-        form = (to, quantization if quantization != "float32" else None)
-        training |= {"metrics": metrics, "report_to": report_to, "device": device}
-        work = Work(teacher, output, files, columns, form, shortlist, options, note, training, progress)
+        training = {name: arguments[name] for name in TRAINING} | {"metrics": metrics}
+        work = Work(teacher, output, files, columns, to, quantization, shortlist, options, note, training, progress)
         with hide_bars():
             work.do()
     pushed = None
@@ -217,59 +205,36 @@ def choose_method(arguments: Mapping[str, Any], to: str) -> tuple[dict[str, Any]
 
 @dataclass(frozen=True)
 class Work:
-    """The steps of a compression, each of which makes a part of the folder `output`.
-
-    Attributes:
-        teacher: folder or Hub name.
-        files, columns: the text, and its two columns.
-        form: engine and quantization.
-        shortlist: text for a shortlist of the deployed model.
-        options: of `convert`.
-        note: on its method.
-        training: of `recover`.
-    """
+    """The steps of a compression, each of which makes a part of the folder `output`."""
 
     teacher: str
     output: Path
     files: Texts
     columns: tuple[str, str]
-    form: tuple[str, str | None]
-    shortlist: str | None
-    options: dict[str, Any]
-    note: str
-    training: dict[str, Any]
+    to: str  # engine
+    quantization: str | None
+    shortlist: str | None  # text for the deployed model's
+    options: dict[str, Any]  # of `convert`
+    note: str  # on its method
+    training: dict[str, Any]  # options of `recover`
     progress: bool
-
-    @property
-    def steps(self) -> dict[str, Callable[[], object]]:
-        """{what is made: what makes it}, in order."""
-        steps: dict[str, Callable[[], object]] = {
-            "converted": self.convert,
-            "recovered": self.recover,
-            "results.json": self.evaluate,
-            "deployed": self.deploy,
-            "engines.json": self.compare,
-        }
-        return steps | ({"report.html": self.report} if find_spec("matplotlib") else {})
 
     def do(self) -> None:
         """Do the steps whose part is not there yet."""
+        steps: dict[str, Callable[[], None]] = {"converted": self.convert, "recovered": self.recover}
+        steps |= {"results.json": self.evaluate, "deployed": self.deploy, "engines.json": self.compare}
+        steps |= {"report.html": self.report} if find_spec("matplotlib") else {}
         if self.note and self.progress:
             tqdm.write(self.note)
-        for number, (name, step) in enumerate(self.steps.items(), start=1):
+        for number, (name, step) in enumerate(steps.items(), start=1):
             complete = is_complete(self.output / name)
             if self.progress:
-                place = f"{self.output / name}" + (" (there already)" if complete else "")
-                tqdm.write(f"{number}/{len(self.steps)} {place}")
+                tqdm.write(f"{number}/{len(steps)} {self.output / name}" + " (there already)" * complete)
             if not complete:
                 step()
 
     def result(self, *, drawn: bool, pushed: Push | None) -> Compression:
-        """Return what the parts say.
-
-        Args:
-            drawn: whether the test was set apart from the data.
-        """
+        """Return what the parts say; `drawn`: the test was set apart from the data."""
         found = {name: str(self.output / name) for name in PARTS if (self.output / name).exists()}
         recovery = Recovery(**read_json(self.output / "recovered" / RECORD_FILE)["result"])
         comparison = EngineComparison.read(read_json(self.output / "engines.json"))
@@ -281,22 +246,19 @@ class Work:
             "If it is not small or fast enough, give a larger ratio, fewer decoder layers, or a shortlist.",
         ]
         text = "held-out pairs of your data" if drawn else f"pairs of {Path(self.files.test).name}"
-        summary = summarize(recovery, comparison, self.form[0], text)
+        summary = summarize(recovery, comparison, self.to, text)
         return Compression(str(self.output), found, recovery, comparison, summary, notes, pushed)
 
     @property
     def light(self) -> str:
-        """The folder of the model when it is trained."""
         return str(self.output / "recovered")
 
     @property
     def sides(self) -> dict[str, str | None]:
-        """The two languages as they were given."""
         return {name: self.options.get(name) for name in ("source_lang", "target_lang")}
 
     @property
     def measured(self) -> dict[str, Any]:
-        """Arguments that all measurements share."""
         return {"progress": self.progress, "metrics": self.training["metrics"]}
 
     def convert(self) -> None:
@@ -321,14 +283,13 @@ class Work:
 
     def deploy(self) -> None:
         """Export it."""
-        to, quantization = self.form
         text: dict[str, Any] = {"shortlist": self.shortlist, **self.sides} if self.shortlist else {}
-        export(self.light, self.output / "deployed", to=to, quantization=quantization, **text)
+        export(self.light, self.output / "deployed", to=self.to, quantization=self.quantization, **text)
 
     def compare(self) -> None:
         """Measure both models, as they are and deployed: speed, size, quality."""
-        deployed = "-".join(filter(None, self.form))
-        forms = [CHECKPOINTS, deployed if deployed in deployment_names() else self.form[0]]
+        deployed = f"{self.to}-{self.quantization}"
+        forms = [CHECKPOINTS, deployed if deployed in deployment_names() else self.to]
         settings: dict[str, Any] = {"cores": (1,), "batch_sizes": (1,), "beams": (1,), "max_samples": SCORED}
         sides = self.sides if self.shortlist else {}  # an export for a shortlist needs the languages' codes, too
         named = (sides.get("source_lang") or self.columns[0], sides.get("target_lang") or self.columns[1])
@@ -349,11 +310,7 @@ class Work:
 
 
 def summarize(recovery: Recovery, comparison: EngineComparison, to: str, text: str) -> str:
-    """Return the result in one sentence: parameters, bytes, speed and quality beside the teacher's.
-
-    Args:
-        text: what the pairs of the test are.
-    """
+    """Return the result in one sentence; `text` says what the pairs of the test are."""
     teacher, light = comparison.models
     before = next(place for place in comparison.deployed if (place.model, place.form) == (teacher, CHECKPOINTS))
     after = [place for place in comparison.deployed if place.model == light][-1]
@@ -386,14 +343,12 @@ def plain_columns(teacher: str, sides: tuple[str | None, str | None]) -> tuple[s
     return split_prefix(source)[0], target
 
 
-def read_texts(given: Texts, columns: tuple[str, str], seed: int) -> list[tuple[str, str]] | None:
-    """The pairs to be trained on in a random order, every source once; `None` where none are to be set apart.
-
-    Raises `ValueError` where there are too few, or where other pairs that are given are none.
-    """
-    for part, pairs in {"train": given.validation, "test": given.test}.items():
-        if pairs:
-            load_parallel(pairs, source=columns[0], target=columns[1], split=part)
+def read_texts(given: Texts, columns: tuple[str, str], seed: int, metrics: list[str]) -> list[tuple[str, str]] | None:
+    """The pairs to be trained on in a random order, every source once; `None` where none are to be set apart."""
+    for part, file in {"train": given.validation, "test": given.test}.items():
+        if file:
+            targets = load_parallel(file, source=columns[0], target=columns[1], split=part)["target"][:]
+            choose_metrics(metrics, targets, targets)  # which refuses those that mean nothing, before the work begins
     data, test = given.train, given.test
     if given.validation and test:
         return None
@@ -406,6 +361,7 @@ def read_texts(given: Texts, columns: tuple[str, str], seed: int) -> list[tuple[
         return None
     pairs = load_parallel(data, source=columns[0], target=columns[1]).shuffle(seed=seed)
     once = dict(zip(pairs["source"], pairs["target"], strict=True))
+    choose_metrics(metrics, pairs["target"][:], pairs["target"][:])
     if len(once) < 20:
         raise ValueError(
             f"{data} holds {len(once)} different pairs: twenty and more are needed, or a validation and a test"
@@ -414,24 +370,20 @@ def read_texts(given: Texts, columns: tuple[str, str], seed: int) -> list[tuple[
 
 
 def split_texts(texts: list[tuple[str, str]] | None, folder: Path, columns: tuple[str, str], given: Texts) -> Texts:
-    """Files of training, validation and test: those that were given, the others from `texts`, written to `folder`.
-
-    An interrupted compression goes on with what it wrote there.
-    """
+    """Files of training, validation and test: those that were given, the others from `texts`, written to `folder`."""
     if texts is None:
         return given
     size = min(MOST_HELD_OUT, len(texts) // 10)
     first, second = (0 if one else size for one in (given.validation, given.test))
-    bounds = {"validation": (0, first), "test": (first, first + second), "train": (first + second, len(texts))}
-    if not folder.is_dir():
+    parts = {"validation": texts[:first], "test": texts[first : first + second], "train": texts[first + second :]}
+    if not folder.is_dir():  # an interrupted compression goes on with what it wrote there
         with atomic_output(folder) as temporary:
-            for part, (start, end) in bounds.items():
-                if start == end:
-                    continue
-                rows = (dict(zip(columns, pair, strict=True)) for pair in texts[start:end])
+            for part, pairs in parts.items():
+                rows = (dict(zip(columns, pair, strict=True)) for pair in pairs)
                 lines = "".join(json.dumps({"translation": row}, ensure_ascii=False) + "\n" for row in rows)
-                (temporary / f"{part}.jsonl").write_text(lines, encoding="utf-8")
-    made = {part: str(folder / f"{part}.jsonl") for part in bounds}
+                if lines:
+                    (temporary / f"{part}.jsonl").write_text(lines, encoding="utf-8")
+    made = {part: str(folder / f"{part}.jsonl") for part in parts}
     return Texts(made["train"], given.validation or made["validation"], given.test or made["test"])
 
 

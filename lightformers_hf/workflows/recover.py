@@ -221,10 +221,13 @@ class Run:
         self.distiller.generation_config.forced_bos_token_id = self.model.generation_config.forced_bos_token_id
         self.pairs, self.held_out = self.read_data()
         self.one_language = "target" not in self.pairs.column_names  # the teacher makes the targets
+        self.compares_with_teacher = self.one_language and not self.validation
+        self.longest = min(LONGEST, getattr(self.model.config, "max_position_embeddings", None) or LONGEST)  # text
         sources, references = self.held_out["source"][:], self.held_out["target"][:]
         # Random tokens have no length that a summary would be shorter than.
         self.metrics = choose_metrics(self.asked_metrics, references if self.data is None else sources, references)
         self.best_by = selection_metric(self.metrics, self.asked_metrics)
+        self.measured = list(dict.fromkeys([*self.metrics, "chrf"]))  # chrF tells how much was lost (`find_distance`)
 
     @cached_property
     def own_config(self) -> PreTrainedConfig:
@@ -269,49 +272,23 @@ class Run:
             texts = random_texts(self.tokenizer, config, self.languages, RANDOM_TEXTS, self.seed, name=name)
             most, lengths = longest_input(self.distiller, self.tokenizer), map(len, self.tokenizer(texts)["input_ids"])
             return Dataset.from_dict({"source": [text for text, n in zip(texts, lengths, strict=True) if n <= most]})
-        source, target = self.named
+        source, target = named_columns(*self.languages)
         return load_text(self.data, source=source and self.columns[0], target=target, default=self.columns)
-
-    @property
-    def named(self) -> tuple[str | None, str | None]:
-        """The columns that were asked for, the source's with its prefix."""
-        return named_columns(*self.languages)
 
     @cached_property
     def columns(self) -> tuple[str, str]:
         """Of pairs; the source's with its prefix."""
-        return choose_columns(str(self.light), self.model, self.tokenizer, *self.named)
-
-    @property
-    def compares_with_teacher(self) -> bool:
-        """Whether the validation has no references but the teacher's translations."""
-        return self.one_language and not self.validation
-
-    @property
-    def measured(self) -> list[str]:
-        """The metrics, and chrF, which tells how much was lost (`find_distance`)."""
-        return [*dict.fromkeys([*self.metrics, "chrf"])]
+        return choose_columns(str(self.light), self.model, self.tokenizer, *named_columns(*self.languages))
 
     @cached_property
     def scored(self) -> ScoredPart:
         """The validation, tokenized."""
         return ScoredPart(self.held_out, self.tokenize(self.held_out), self.tokenizer)
 
-    @cached_property
-    def longest_output(self) -> int:
-        """Tokens of an output of the validation: half as many again as the longest reference has."""
-        longest = max(map(len, self.scored.tokens["labels"]))
-        return min(int(1.5 * longest) + 2, self.longest_text)
-
-    @property
-    def longest_text(self) -> int:
-        """Tokens that are read of one."""
-        return min(LONGEST, getattr(self.model.config, "max_position_embeddings", None) or LONGEST)
-
     def tokenize(self, pairs: Dataset) -> Dataset:
         """Ids of pairs, cut to what the model reads."""
-        limit = self.longest_text
-        return tokenize_pairs(pairs, self.tokenizer, max_source_length=limit, max_target_length=limit)
+        limits = {"max_source_length": self.longest, "max_target_length": self.longest}
+        return tokenize_pairs(pairs, self.tokenizer, **limits)
 
     def prepare(self, minutes: float, translations: bool | None, start: float) -> dict[str, Any]:
         """Measure, choose the settings, and have the teacher translate where it is to."""
@@ -392,7 +369,7 @@ class Run:
         clock = Clock()
         trial = replace(settings, steps=TRIAL_STEPS, eval_steps=TRIAL_STEPS + 1, warmup_steps=1)
         trainer = self.trainer(copy.deepcopy(self.model), pairs, trial, teacher=self.distiller)
-        self.say(*cut_texts(trainer.train_dataset, self.longest_text))
+        self.say(*cut_texts(trainer.train_dataset, self.longest))
         trainer.add_callback(clock)
         trainer.train()
         return clock.seconds, max(1, round(trainer.state.global_step / trainer.state.epoch))
@@ -420,7 +397,7 @@ class Run:
             output_dir=str(self.output),
             use_cpu=self.on_cpu,
             seed=self.seed,
-            generation_max_length=self.longest_output,
+            generation_max_length=min(int(1.5 * max(map(len, self.scored.tokens["labels"]))) + 2, self.longest),
             report_to=list(self.report_to) if saves else "none",
         )
         trainer = RecoveryTrainer(
