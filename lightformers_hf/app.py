@@ -50,19 +50,13 @@ LOCAL = ("127.0.0.1", "localhost", "[::1]")
 
 @dataclass(frozen=True)
 class Translator:
-    """A loaded model, of this package, of transformers or exported, and what the page calls it.
+    """A loaded model, of this package, of transformers or exported, and what the page calls it."""
 
-    Attributes:
-        role: `teacher` or `light`.
-        label: role, name, form and size.
-        prefix: what every line is to begin with.
-    """
-
-    role: str
-    label: str
+    role: str  # `teacher` or `light`
+    label: str  # role, name, form and size
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
-    prefix: str = ""
+    prefix: str = ""  # what every line is to begin with
 
     @classmethod
     def load(
@@ -99,9 +93,8 @@ class Translator:
             line = line if line.startswith(self.prefix) else self.prefix + line
             ids = self.tokenizer(line, verbose=False)["input_ids"]
             if len(ids) > limit:
-                gr.Warning(
-                    f"Line {number} has {len(ids)} tokens. The {self.role} model reads the first {limit}: split it."
-                )
+                cut = f"The {self.role} model reads the first {limit}: split it."
+                gr.Warning(f"Line {number} has {len(ids)} tokens. {cut}")
                 ids = self.tokenizer(line, truncation=True, max_length=limit)["input_ids"]
             (generated,) = self.engine.generate([ids], **generation)
             outputs.append(self.tokenizer.decode(generated, skip_special_tokens=True))
@@ -138,10 +131,9 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with 4xx, or let the application do it."""
-        refused, messages = None, []
-        if scope["type"] == "http":
-            refused = self.refuse(scope)
-        if scope["type"] == "http" and scope["method"] == "POST" and not refused:
+        messages, is_http = [], scope["type"] == "http"
+        refused = self.refuse(scope) if is_http else None
+        if is_http and scope["method"] == "POST" and not refused:
             content, more = b"", True
             while more and len(content) <= REQUEST_BYTES:
                 messages.append(await receive())
@@ -195,9 +187,6 @@ def deploy_alike(
 ) -> tuple[str, str]:
     """Both in one engine, so that their times compare: beside an export, a checkpoint is exported, too, into `folder`.
 
-    Args:
-        source, target: languages that a multilingual checkpoint is exported for.
-
     Where they cannot be alike, both stay as they are; the page says what each is.
     """
     (first, one), (second, other) = read_form(teacher), read_form(light)
@@ -229,8 +218,7 @@ def build(
             Both compute on the CPU; beside an export the other is exported for the same engine first.
         source, target: languages, as of `load_translator`. A multilingual teacher takes those of the light model, if
             that has been told its pair.
-        num_beams: of both; by default the light model's own.
-        max_new_tokens: longest output; by default each model's own.
+        num_beams, max_new_tokens: of both; by default the light model's beams, and each model's longest output.
 
     Raises:
         FileNotFoundError, ValueError: a model that is not there or does not translate.
@@ -240,10 +228,8 @@ def build(
     pair = pair if all(pair) and not (source or target) else [source, target]
     with tempfile.TemporaryDirectory() as folder:
         places = deploy_alike(teacher, light, Path(folder), *pair)
-        models = [
-            Translator.load("teacher", places[0], *pair, columns=True),
-            Translator.load("light", places[1], source, target),
-        ]
+        first = Translator.load("teacher", places[0], *pair, columns=True)
+        models = [first, Translator.load("light", places[1], source, target)]
     generation = {"num_beams": num_beams or models[1].engine.search.num_beams}
     generation |= {"max_new_tokens": max_new_tokens} if max_new_tokens else {}
     for model in models:
@@ -268,13 +254,8 @@ def build(
 
     with gr.Blocks(title="Teacher and light model", analytics_enabled=False) as page:
         gr.Markdown("# Teacher and light model, side by side")
-        text = gr.Textbox(
-            label="Text, one sentence a line",
-            lines=3,
-            autofocus=True,
-            elem_id="text",
-            info=f"Shift+Enter translates. Both search with {generation['num_beams']} beams, one sentence at a time.",
-        )
+        info = f"Shift+Enter translates. Both search with {generation['num_beams']} beams, one sentence at a time."
+        text = gr.Textbox(label="Text, one sentence a line", lines=3, autofocus=True, elem_id="text", info=info)
         button = gr.Button("Translate", variant="primary", elem_id="translate")
         boxes = []
         with gr.Row():
@@ -300,15 +281,9 @@ def check_address(host: str, port: int | None) -> None:
 
 
 def serve(page: gr.Blocks, *, host: str | None = None, port: int | None = None, browser: bool = False) -> str:
-    """Serve the page in threads of this process, and return its address.
+    """Serve the page in threads of this process, and return its address. Raises `OSError` where the port is taken.
 
-    Args:
-        host: whom it listens to; by default Gradio's own choice, this machine alone.
-        port: by default the first free one from 7860.
-        browser: open the page there.
-
-    Raises:
-        OSError: the port is taken.
+    By default, Gradio chooses: this machine alone, at the first free port from 7860.
     """
     options = {**QUIET, "theme": gr.themes.Default(**FONTS), "inbrowser": browser, "prevent_thread_lock": True}
     listens = host or os.environ.get("GRADIO_SERVER_NAME") or LOCAL[0]  # as Gradio itself chooses

@@ -155,10 +155,7 @@ def push_to_hub(
 
 
 def check_push(name: str) -> None:
-    """Raise `ValueError` for a name that no repository can have, and `PermissionError` without a token.
-
-    To be called before work that takes long, at whose end its folder is pushed.
-    """
+    """Raise `ValueError` for a name that no repository can have, and `PermissionError` without a token."""
     validate_repo_id(name)
     _check_token()
 
@@ -239,11 +236,8 @@ def _check_model(folder: Path) -> PreTrainedModel:
 
 def _files(folder: Path, config: FactorizedConfig) -> list[Path]:
     """The files to upload, less the card: the model's, the tokenizer's, the report, the code that `auto_map` names."""
-    code = {
-        folder / f"{reference.split('.')[0]}.py"
-        for reference in config.auto_map.values()
-        if isinstance(reference, str)
-    }
+    names = [reference for reference in config.auto_map.values() if isinstance(reference, str)]
+    code = {folder / f"{name.partition('.')[0]}.py" for name in names}
     try:
         code |= {Path(file) for first in sorted(code) for file in get_relative_import_files(first)}
     except FileNotFoundError as error:
@@ -251,8 +245,8 @@ def _files(folder: Path, config: FactorizedConfig) -> list[Path]:
             f"{folder} lacks {Path(error.filename).name}, code without which strangers cannot load the model: with "
             "lightformers_hf imported, load it and save it again with save_pretrained"
         ) from None
-    names = (*MODEL_FILES, *_tokenizer_files(folder), REPORT_FILE)
-    listed = {path for path in folder.iterdir() if path.is_file() and any(fnmatch(path.name, p) for p in names)}
+    patterns = (*MODEL_FILES, *_tokenizer_files(folder), REPORT_FILE)
+    listed = {path for path in folder.iterdir() if path.is_file() and any(fnmatch(path.name, p) for p in patterns)}
     for path in (*listed, *code, folder / CARD_FILE):
         if path.resolve().parent != folder.resolve() or path.resolve().name != path.name:
             raise ValueError(
@@ -298,13 +292,8 @@ def _card(folder: Path, model: PreTrainedModel, name: str, results: Sequence[dic
         file, steps = folder / RECORD_FILE, result.get("best_step")
     if not isinstance(steps, int | None):
         raise ValueError(f"the number of steps in {file} is {steps!r}: expected a whole number")
-    return model_card(
-        ModelFacts.of(model),
-        read_report(folder / REPORT_FILE),
-        name=name,
-        steps=steps,
-        results=results,
-    )
+    report = read_report(folder / REPORT_FILE)
+    return model_card(ModelFacts.of(model), report, name=name, steps=steps, results=results)
 
 
 def _check_token() -> None:

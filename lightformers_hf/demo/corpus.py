@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 
 from babel import Locale, dates, lists, numbers, units
@@ -225,28 +225,17 @@ def _split_of(combinations: frozenset[str], seed: int) -> str | None:
 # --- names: closed lists, each value to be seen in training, but not in every template -----------------------------
 
 
-@cache
-def _territories() -> list[tuple[str, str]]:
-    """Names of countries in German and English."""
-    de, en = Locale("de").territories, Locale("en").territories
-    return [(de[code], en[code]) for code in TERRITORIES.split()]
+NAMED = {"territories": TERRITORIES, "languages": LANGUAGES, "time_zones": CITIES}
 
 
 @cache
-def _languages() -> list[tuple[str, str]]:
-    """Names of languages in German and English."""
-    de, en = Locale("de").languages, Locale("en").languages
-    return [(de[code], en[code]) for code in LANGUAGES.split()]
-
-
-@cache
-def _cities() -> list[tuple[str, str]]:
-    """Names of cities in German and English: CLDR has them for time zones, where they differ from the zone's name."""
-    de, en = Locale("de").time_zones, Locale("en").time_zones
-    return [
-        (de[zone]["city"], en.get(zone, {}).get("city") or zone.split("/")[1].replace("_", " "))
-        for zone in CITIES.split()
-    ]
+def _pairs(kind: str) -> list[tuple[str, str]]:
+    """Names in German and English. CLDR has cities' names for time zones, where they differ from the zone's."""
+    de, en = (getattr(Locale(language), kind) for language in ("de", "en"))
+    if kind != "time_zones":
+        return [(de[code], en[code]) for code in NAMED[kind].split()]
+    zones = NAMED[kind].split()
+    return [(de[zone]["city"], en.get(zone, {}).get("city") or zone.split("/")[1].replace("_", " ")) for zone in zones]
 
 
 @cache
@@ -255,36 +244,27 @@ def _weights(count: int) -> list[float]:
     return list(accumulate(1 / (5 + place) for place in range(count)))
 
 
-def _name_slot(pairs: Callable[[], list[tuple[str, str]]]) -> Callable[[random.Random], Filling]:
-    def fill(rng: random.Random) -> Filling:
-        [(de, en)] = rng.choices(pairs(), cum_weights=_weights(len(pairs())))
-        return Filling(de, en, de)
-
-    return fill
+def _name(kind: str, rng: random.Random) -> Filling:
+    [(de, en)] = rng.choices(_pairs(kind), cum_weights=_weights(len(_pairs(kind))))
+    return Filling(de, en, de)
 
 
-def _list_slot(pairs: Callable[[], list[tuple[str, str]]]) -> Callable[[random.Random], Filling]:
-    def fill(rng: random.Random) -> Filling:
-        chosen = rng.sample(pairs(), rng.choice([2, 3]))
-        de, en = ([pair[side] for pair in chosen] for side in (0, 1))
-        return Filling(lists.format_list(de, locale="de"), lists.format_list(en, locale="en"), "|".join(de), True)
-
-    return fill
+def _list(kind: str, rng: random.Random) -> Filling:
+    chosen = rng.sample(_pairs(kind), rng.choice([2, 3]))
+    de, en = ([pair[side] for pair in chosen] for side in (0, 1))
+    return Filling(lists.format_list(de, locale="de"), lists.format_list(en, locale="en"), "|".join(de), True)
 
 
-def _vehicle(article: str) -> Callable[[random.Random], Filling]:
+NOUNS = [tuple(entry.split(maxsplit=2)) for entry in VEHICLES.split(",")]
+
+
+def _vehicle(article: str, rng: random.Random) -> Filling:
     """A noun with article and adjective. What is held out is the two words together, in whatever case."""
-    nouns = [tuple(entry.split(maxsplit=2)) for entry in VEHICLES.split(",")]
-    adjectives = [tuple(entry.split()) for entry in ADJECTIVES.split(",")]
-
-    def fill(rng: random.Random) -> Filling:
-        (noun, gender, en_noun), (adjective, en_adjective) = rng.choice(nouns), rng.choice(adjectives)
-        word, ending = ARTICLES[article][gender]
-        en_word = "the" if article.startswith("the") else "an" if en_adjective[0] in "aeiouA" else "a"
-        de, en = f"{word} {adjective}{ending} {noun}", f"{en_word} {en_adjective} {en_noun}"
-        return Filling(de, en, f"{adjective} {noun}", composed=True)
-
-    return fill
+    (noun, gender, en_noun), (adjective, en_adjective) = rng.choice(NOUNS), rng.choice(ADJECTIVES.split(",")).split()
+    word, ending = ARTICLES[article][gender]
+    en_word = "the" if article.startswith("the") else "an" if en_adjective[0] in "aeiouA" else "a"
+    de, en = f"{word} {adjective}{ending} {noun}", f"{en_word} {en_adjective} {en_noun}"
+    return Filling(de, en, f"{adjective} {noun}", composed=True)
 
 
 # --- what Babel and num2words write --------------------------------------------------------------------------------
@@ -332,33 +312,21 @@ def _hours(rng: random.Random) -> Filling:
     return _both(lambda lang: dates.format_interval(*times, pattern[lang], locale=lang), composed=True)
 
 
-def _money(style: str) -> Callable[[random.Random], Filling]:
-    def fill(rng: random.Random) -> Filling:
-        amount, code = _quantity(rng, 3.5, 2), rng.choice(CURRENCIES.split())
-        key = f"{amount}|{code}"
-        return _both(
-            lambda lang: numbers.format_currency(amount, code, locale=lang, format_type=style), key, composed=True
-        )
-
-    return fill
+def _money(style: str, rng: random.Random) -> Filling:
+    amount, code = _quantity(rng, 3.5, 2), rng.choice(CURRENCIES.split())
+    write = partial(numbers.format_currency, amount, code, format_type=style)
+    return _both(lambda lang: write(locale=lang), f"{amount}|{code}", composed=True)
 
 
-def _unit(largest: float, names: str) -> Callable[[random.Random], Filling]:
-    choices = names.split()
-
-    def fill(rng: random.Random) -> Filling:
-        value, unit = _quantity(rng, largest, 1), rng.choice(choices)
-        return _both(lambda lang: units.format_unit(value, unit, "long", locale=lang), composed=True)
-
-    return fill
+def _unit(kind: str, rng: random.Random) -> Filling:
+    largest, names = UNITS[kind]
+    value, unit = _quantity(rng, largest, 1), rng.choice(names.split())
+    return _both(lambda lang: units.format_unit(value, unit, "long", locale=lang), composed=True)
 
 
 def _compact(rng: random.Random) -> Filling:
-    value = _quantity(rng, 5, 0) * 10_000
-    return _both(
-        lambda lang: numbers.format_compact_decimal(value, format_type="long", locale=lang, fraction_digits=1),
-        composed=True,
-    )
+    value, options = _quantity(rng, 5, 0) * 10_000, {"format_type": "long", "fraction_digits": 1}
+    return _both(lambda lang: numbers.format_compact_decimal(value, locale=lang, **options), composed=True)
 
 
 def _percent(rng: random.Random) -> Filling:
@@ -366,66 +334,46 @@ def _percent(rng: random.Random) -> Filling:
     return _both(lambda lang: numbers.format_percent(share, locale=lang, decimal_quantization=False), composed=True)
 
 
-def _words(kind: str, values: range) -> Callable[[random.Random], Filling]:
-    def fill(rng: random.Random) -> Filling:
+def _words(kind: str, values: range, rng: random.Random) -> Filling:
+    value = rng.choice(values)
+    while kind == "cardinal" and value % 100 == 1:  # "einhunderteins Gäste" is not said
         value = rng.choice(values)
-        while kind == "cardinal" and value % 100 == 1:  # "einhunderteins Gäste" is not said
-            value = rng.choice(values)
-        return _both(lambda lang: num2words(value, lang=lang, to=kind), composed=True)
-
-    return fill
+    return _both(lambda lang: num2words(value, lang=lang, to=kind), composed=True)
 
 
-def _delta(sign: int) -> Callable[[random.Random], Filling]:
-    def fill(rng: random.Random) -> Filling:
-        unit = rng.choice(list(DELTAS))
-        delta = sign * datetime.timedelta(**{unit: rng.randint(2, DELTAS[unit])})
-        return _both(lambda lang: dates.format_timedelta(delta, add_direction=True, locale=lang))
-
-    return fill
+def _delta(sign: int, rng: random.Random) -> Filling:
+    unit = rng.choice(list(DELTAS))
+    delta = sign * datetime.timedelta(**{unit: rng.randint(2, DELTAS[unit])})
+    return _both(lambda lang: dates.format_timedelta(delta, add_direction=True, locale=lang))
 
 
-def _calendar(get_names: Callable[..., dict[int, str]]) -> Callable[[random.Random], Filling]:
-    def fill(rng: random.Random) -> Filling:
-        which = rng.choice(sorted(get_names("wide", locale="de")))
-        return _both(lambda lang: get_names("wide", locale=lang)[which])
-
-    return fill
-
-
-def _year(rng: random.Random) -> Filling:
-    year = str(rng.randrange(1950, 2030))
-    return Filling(year, year, year)
-
-
-def _first_name(rng: random.Random) -> Filling:
-    name = rng.choice(NAMES.split())
-    return Filling(name, name)
+def _calendar(get_names: Callable[..., dict[int, str]], rng: random.Random) -> Filling:
+    which = rng.choice(sorted(get_names("wide", locale="de")))
+    return _both(lambda lang: get_names("wide", locale=lang)[which])
 
 
 SLOTS: dict[str, Callable[[random.Random], Filling]] = {
-    "ago": _delta(-1),
-    "ahead": _delta(+1),
-    "cardinal": _words("cardinal", range(2, 1000)),
-    "cities": _list_slot(_cities),
-    "city": _name_slot(_cities),
+    "ago": partial(_delta, -1),
+    "ahead": partial(_delta, +1),
+    "cardinal": partial(_words, "cardinal", range(2, 1000)),
+    "cities": partial(_list, "time_zones"),
+    "city": partial(_name, "time_zones"),
     "clock": _clock,
     "compact": _compact,
     "date": _date,
     "hours": _hours,
-    "language": _name_slot(_languages),
-    "money": _money("standard"),
-    "money_name": _money("name"),
-    "month": _calendar(dates.get_month_names),
-    "name": _first_name,
-    "ordinal": _words("ordinal", range(2, 400)),
+    "language": partial(_name, "languages"),
+    "money": partial(_money, "standard"),
+    "money_name": partial(_money, "name"),
+    "month": partial(_calendar, dates.get_month_names),
+    "name": lambda rng: Filling(name := rng.choice(NAMES.split()), name),
+    "ordinal": partial(_words, "ordinal", range(2, 400)),
     "percent": _percent,
     "span": _span,
-    "territories": _list_slot(_territories),
-    "territory": _name_slot(_territories),
-    "weekday": _calendar(dates.get_day_names),
-    "year": _year,
-    "year_words": _words("year", range(1850, 2030)),
+    "territories": partial(_list, "territories"),
+    "territory": partial(_name, "territories"),
+    "weekday": partial(_calendar, dates.get_day_names),
+    "year": lambda rng: Filling(year := str(rng.randrange(1950, 2030)), year, year),
+    "year_words": partial(_words, "year", range(1850, 2030)),
 }
-SLOTS |= {kind: _unit(*values) for kind, values in UNITS.items()}
-SLOTS |= {article: _vehicle(article) for article in ARTICLES}
+SLOTS |= {kind: partial(_unit, kind) for kind in UNITS} | {article: partial(_vehicle, article) for article in ARTICLES}

@@ -183,20 +183,19 @@ def write_teacher(folder: Path, corpus: Path, settings: DemoSettings) -> None:
     _write_tokenizer(folder, [*train["source"], *train["target"]], settings.vocabulary)
     tokenizer = load_pretrained(AutoTokenizer, folder)
     set_seed(settings.seed)
-    config = _teacher_config(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, settings)
-    model = build_network(AutoModelForSeq2SeqLM, config, **ATTENTION)
-    model.generation_config = GenerationConfig(
-        max_length=LONGEST,
-        num_beams=1,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        decoder_start_token_id=tokenizer.pad_token_id,
-        bad_words_ids=[[tokenizer.pad_token_id]],
-    )
-    rate = settings.teacher_learning_rate
-    train_model(
-        model, tokenizer, train, settings, steps=settings.teacher_steps, learning_rate=rate, label_smoothing=0.1
-    )
+    end, padding = tokenizer.eos_token_id, tokenizer.pad_token_id
+    ids = {"eos_token_id": end, "pad_token_id": padding, "decoder_start_token_id": padding}
+    fields: dict[str, Any] = {"vocab_size": len(tokenizer), "d_model": settings.d_model, "dropout": 0.0, **ids}
+    for stack in ("encoder", "decoder"):
+        fields |= {f"{stack}_ffn_dim": settings.ffn_dim, f"{stack}_attention_heads": settings.heads}
+        fields[f"{stack}_layers"] = getattr(settings, f"{stack}_layers")
+    fields |= {"activation_function": "swish", "scale_embedding": True, "static_position_embeddings": True}
+    fields |= {"attention_dropout": 0.0, "init_std": settings.d_model**-0.5, "max_position_embeddings": LONGEST}
+    fields |= {"bos_token_id": None, "forced_eos_token_id": None}
+    model = build_network(AutoModelForSeq2SeqLM, MarianConfig(**fields), **ATTENTION)
+    model.generation_config = GenerationConfig(max_length=LONGEST, num_beams=1, bad_words_ids=[[padding]], **ids)
+    options = {"learning_rate": settings.teacher_learning_rate, "label_smoothing": 0.1}
+    train_model(model, tokenizer, train, settings, steps=settings.teacher_steps, **options)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -267,47 +266,13 @@ def _write_tokenizer(folder: Path, sentences: list[str], vocabulary: int) -> Non
         spm, table = Path(scratch, "source.spm"), Path(scratch, "vocab.json")
         spm.write_bytes(model.getvalue())
         table.write_text(json.dumps(vocab, ensure_ascii=False), encoding="utf-8")
-        MarianTokenizer(
-            source_spm=str(spm),
-            target_spm=str(spm),
-            vocab=str(table),
-            source_lang="de",
-            target_lang="en",
-            model_max_length=LONGEST,
-        ).save_pretrained(folder)
-
-
-def _teacher_config(vocabulary: int, end: int, padding: int, settings: DemoSettings) -> MarianConfig:
-    return MarianConfig(
-        vocab_size=vocabulary,
-        d_model=settings.d_model,
-        encoder_layers=settings.encoder_layers,
-        decoder_layers=settings.decoder_layers,
-        encoder_ffn_dim=settings.ffn_dim,
-        decoder_ffn_dim=settings.ffn_dim,
-        encoder_attention_heads=settings.heads,
-        decoder_attention_heads=settings.heads,
-        max_position_embeddings=LONGEST,
-        activation_function="swish",
-        scale_embedding=True,
-        static_position_embeddings=True,
-        dropout=0.0,
-        attention_dropout=0.0,
-        init_std=settings.d_model**-0.5,
-        bos_token_id=None,
-        eos_token_id=end,
-        forced_eos_token_id=None,
-        pad_token_id=padding,
-        decoder_start_token_id=padding,
-    )
+        files = {"source_spm": str(spm), "target_spm": str(spm), "vocab": str(table)}
+        languages = {"source_lang": "de", "target_lang": "en"}
+        MarianTokenizer(**files, **languages, model_max_length=LONGEST).save_pretrained(folder)
 
 
 def _draw(file: Path, small: Path, results: dict[str, Any]) -> None:
-    """Write a PNG with two panels, to be read at 800 pixels' width.
-
-    Left: training loss of the recovery by step, logarithmic. Right: size, time for a token and BLEU as shares of the
-    teacher's in transformers.
-    """
+    """Write a PNG: the training loss; size, time for a token and BLEU as shares of the teacher's in transformers."""
     from ..evaluation.plots import save_picture  # needs the extra `demo`
 
     history = read_json(small / "recovered" / "trainer_state.json")["log_history"]
@@ -327,24 +292,18 @@ def _draw(file: Path, small: Path, results: dict[str, Any]) -> None:
 def _draw_shares(axes: Axes, comparison: Mapping[str, Any]) -> None:
     """Bars of size, time and BLEU relative to the first row of the comparison, and each value."""
     places = {(place["model"], place["form"]): place for place in comparison["deployed"]}
-    rows = [
-        (places[timing["model"], timing["form"]], timing["speed"]["tokens_per_second"])
-        for timing in comparison["timings"]
-    ]
-    measures: dict[str, Callable[[Mapping[str, Any], float], float]] = {
-        "MB": lambda place, speed: place["disk_bytes"] / 1e6,
-        "ms a token": lambda place, speed: 1000 / speed,
-        "BLEU": lambda place, speed: place["scores"]["bleu"],
-    }
-    for group, (measure, read) in enumerate(measures.items()):
-        full = read(*rows[0])
-        for index, (place, speed) in enumerate(rows):
-            value, y = read(place, speed), group + 0.2 * (index - (len(rows) - 1) / 2)
-            share = value / full if full else 0
-            label = f"{place['model']}, {place['form']}" if measure == "BLEU" else None
-            axes.barh(y, share, height=0.18, color=f"C{index}", label=label)
+    rows = {}
+    for timing in comparison["timings"]:
+        place, speed = places[timing["model"], timing["form"]], timing["speed"]["tokens_per_second"]
+        measures = {"MB": place["disk_bytes"] / 1e6, "ms a token": 1000 / speed, "BLEU": place["scores"]["bleu"]}
+        rows[f"{place['model']}, {place['form']}"] = measures
+    full = next(iter(rows.values()))
+    for index, (label, measures) in enumerate(rows.items()):
+        for group, (measure, value) in enumerate(measures.items()):
+            y, share = group + 0.2 * (index - (len(rows) - 1) / 2), value / full[measure] if full[measure] else 0
+            axes.barh(y, share, height=0.18, color=f"C{index}", label=label if measure == "BLEU" else None)
             axes.annotate(f" {value:.3g}", (share, y), va="center", fontsize=10)
-    axes.set(yticks=range(len(measures)), yticklabels=measures, xlim=(0, 1.15), xticks=(0, 0.25, 0.5, 0.75, 1))
+    axes.set(yticks=range(len(full)), yticklabels=full, xlim=(0, 1.15), xticks=(0, 0.25, 0.5, 0.75, 1))
     axes.xaxis.set_major_formatter("{x:.0%}")
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
