@@ -3,6 +3,7 @@
 import gzip
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,23 +14,7 @@ from lightformers_hf.cli import app
 
 DEEP = "[" * 100_000
 NUMBERS = [0, 1, -1, 2, 3, 7, 8, 59, 60, 61, 10**4, 10**6, 10**9, 2**31, 2**63, 10**18, 10**40, -(10**9), 0.5, 1e300]
-WORDS = [
-    "",
-    " ",
-    "x",
-    "0",
-    "no",
-    "None",
-    "float7",
-    "float16",
-    "int8",
-    "relu",
-    "../..",
-    "/",
-    "é\x1b[31m",
-    "\udc80",
-    "<b>",
-]
+WORDS = ["", " ", *"x 0 no None float7 float16 int8 relu ../.. /".split(), "é\x1b[31m", "\udc80", "<b>"]
 TYPES = ["F64", "F32", "F16", "BF16", "I64", "I8", "U8", "BOOL", "F8_E4M3", "C64", "X", "", None, 3]
 
 # A command that reads a model, and how often it is chosen: those that take longer less often.
@@ -98,7 +83,7 @@ def damaged_bytes(draw: st.DrawFn, content: bytes, first: int = 2000) -> bytes:
 
 
 @st.composite
-def damaged_json(draw: st.DrawFn, content: bytes, extra: tuple[str, ...] = ()) -> bytes:
+def damaged_json(draw: st.DrawFn, content: bytes, extra: Sequence[str] = ()) -> bytes:
     """An object of JSON with other fields, or damaged as any file."""
     if draw(st.integers(0, 9)) == 0:
         return draw(damaged_bytes(content))
@@ -133,30 +118,13 @@ def models() -> st.SearchStrategy[str]:
     return st.sampled_from(["dense", "light"])
 
 
-CONFIG_EXTRA = (
-    "auto_map",
-    "quantization_config",
-    "rank_pattern",
-    "task_specific_params",
-    "forced_bos_token_id",
-    "encoder_groups",
-    "bad_words_ids",
-    "id2label",
-    "torch_dtype",
-)
-GENERATION_EXTRA = (
-    "num_beams",
-    "max_length",
-    "max_new_tokens",
-    "bad_words_ids",
-    "length_penalty",
-    "do_sample",
-    "top_k",
-)
+CONFIG_EXTRA = """auto_map quantization_config rank_pattern task_specific_params forced_bos_token_id encoder_groups
+bad_words_ids id2label torch_dtype""".split()
+GENERATION_EXTRA = "num_beams max_length max_new_tokens bad_words_ids length_penalty do_sample top_k".split()
 
 
 @st.composite
-def json_cases(draw: st.DrawFn, base: Path, names: tuple[str, ...], extra: tuple[str, ...] = ()) -> Case:
+def json_cases(draw: st.DrawFn, base: Path, names: Sequence[str], extra: Sequence[str] = ()) -> Case:
     """One of the JSON files of a model damaged."""
     model = draw(models())
     name = draw(st.sampled_from([name for name in names if (base / model / name).is_file()]))
@@ -244,46 +212,12 @@ def data_cases(draw: st.DrawFn, base: Path) -> Case:
 
 def option_values(option: click.Option) -> st.SearchStrategy[str]:
     """What is typed for an option, right or wrong."""
-    number = st.sampled_from(
-        ["0", "-1", "1", "2", "3", "1000000000", "1e9", "nan", "inf", "-inf", "1" * 20, "0.5", "1e-300"]
-    )
-    words = [
-        "",
-        "-",
-        "x",
-        ".",
-        "/",
-        "dense",
-        "none",
-        "text",
-        "data.jsonl",
-        "light",
-        "cuda",
-        "meta",
-        "é",
-        "a=b",
-        "ffn=4x",
-    ]
-    words += [
-        "fc1=64",
-        "ffn=90%",
-        "=",
-        "fc1=dense",
-        "40MB",
-        "1B",
-        "-5M",
-        "12G",
-        "auto",
-        "low-rank",
-        "narrow",
-        "de=xx",
-        "de",
-        "en",
-    ]
-    own = [word for word in (option.type.choices if isinstance(option.type, click.Choice) else ())]
-    return st.one_of(
-        number, st.sampled_from([*words, *own]), st.text(max_size=4).filter(lambda text: "\0" not in text)
-    )
+    numbers = f"0 -1 1 2 3 1000000000 1e9 nan inf -inf {'1' * 20} 0.5 1e-300".split()
+    words = "- x . / dense none text data.jsonl light cuda meta é a=b ffn=4x fc1=64 ffn=90% = fc1=dense".split()
+    words += ["", *"40MB 1B -5M 12G auto low-rank narrow de=xx de en".split()]
+    words += option.type.choices if isinstance(option.type, click.Choice) else ()
+    text = st.text(max_size=4).filter(lambda text: "\0" not in text)
+    return st.one_of(st.sampled_from(numbers), st.sampled_from(words), text)
 
 
 @st.composite
@@ -302,13 +236,8 @@ def option_cases(draw: st.DrawFn) -> Case:
 
 def cases(base: Path) -> dict[str, st.SearchStrategy[Case]]:
     """{kind: its inputs}, from the whole files that `fuzz.make_base` left in `base`."""
-    others = (
-        "tokenizer_config.json",
-        "vocab.json",
-        "special_tokens_map.json",
-        "compression.json",
-        "trainer_state.json",
-    )
+    names = ("tokenizer_config", "vocab", "special_tokens_map", "compression", "trainer_state")
+    others = [f"{name}.json" for name in names]
     return {
         "configuration": json_cases(base, ("config.json",), CONFIG_EXTRA),
         "generation": json_cases(base, ("generation_config.json",), GENERATION_EXTRA),

@@ -26,17 +26,8 @@ from pathlib import Path
 from lightformers_hf.files import atomic_output, check_output
 
 # What Python tells of its calls to the file system, by the names it has for them.
-CALLS = {
-    "socket.connect",
-    "open",
-    "os.mkdir",
-    "os.rename",
-    "os.remove",
-    "os.rmdir",
-    "os.scandir",
-    "shutil.rmtree",
-    "fcntl.flock",
-}
+CALLS = {"socket.connect", "open", *(f"os.{name}" for name in ("mkdir", "rename", "remove", "rmdir", "scandir"))}
+CALLS |= {"shutil.rmtree", "fcntl.flock"}
 BLOCKED = 3  # how a process ends that was told that another writes
 VERSIONS = ("old", "new")
 

@@ -33,6 +33,7 @@ from lightformers_hf.cli import framework
 from lightformers_hf.deprecated import current_words
 from lightformers_hf.evaluation.benchmarks import architectures, conversion, engines
 from lightformers_hf.evaluation.speed import speed_of
+from lightformers_hf.hub import Push
 
 
 def every_command(group, *names):
@@ -182,6 +183,8 @@ def test_json_is_all_there_is_on_stdout(lightformers, workplace, hub, monkeypatc
         return {"models": {}}
 
     monkeypatch.setattr("lightformers_hf.demo.run.run_demo", quick_demo)
+    made = Push("small", "url", "0")  # any result: `tests/workflows` makes that of a compression
+    monkeypatch.setattr("lightformers_hf.workflows.compress.compress", lambda *_, **__: made)
     monkeypatch.setattr(conversion, "random_teacher", lambda _: AutoModelForSeq2SeqLM.from_pretrained("dense"))
     taken = "import sys; print('a bar', file=sys.stderr); print('[[[\"weighing\", 1, 1]], [2, 2], 3, 2]')"
     monkeypatch.setattr(conversion, "_CONVERT", taken)
@@ -285,8 +288,8 @@ def test_an_export_is_no_source(lightformers, workplace):
     assert (code, "light was exported for another engine: give the checkpoint" in err) == (1, True)
 
 
-def test_bars_fill_no_log(workplace):
-    command = [sys.executable, "-m", "lightformers_hf", "plan", "dense", "--ratio", "2"]
+def test_bars_fill_no_log(workplace, warm_python):
+    command = [sys.executable, "-m", "lightformers_hf", "plan", "dense", "--rank", "2", "--method", "paper"]
     start = time.monotonic()
     done = subprocess.run(command, cwd=workplace, capture_output=True, text=True, check=True)
     more = (time.monotonic() - start) / 30  # one for every 30 seconds of a bar
@@ -347,26 +350,11 @@ def test_the_shell_completes(lightformers, monkeypatch, words, completions):
 
 
 def test_plan_as_json(lightformers, tiny_marian):
-    code, out, _ = lightformers("plan", tiny_marian, "--ratio", "2", "--pattern", "ffn=5", "--json", "-")
+    patterns = ["--pattern", "fc1=dense", "--pattern", r"layers\.1\.fc2=3"]
+    code, out, _ = lightformers("plan", tiny_marian, "--rank", "4", "--method", "paper", *patterns, "--json", "-")
     plan = json.loads(out)
-    assert code == 0
-    assert {matrix["size"] for matrix in plan["matrices"] if matrix["kind"] == "ffn"} == {5}
-    assert plan["options"]["ratio"] == 2
-
-
-def test_a_pattern_on_the_command_line(lightformers, tiny_marian):
-    arguments = [
-        "plan",
-        tiny_marian,
-        "--rank",
-        "4",
-        "--pattern",
-        "fc1=dense",
-        "--pattern",
-        r"layers\.1\.fc2=3",
-    ]
-    _, out, _ = lightformers(*arguments, "--json", "-")
-    ranks = {matrix["name"]: matrix["size"] for matrix in json.loads(out)["matrices"]}
+    assert (code, plan["options"]["rank"]) == (0, 4)
+    ranks = {matrix["name"]: matrix["size"] for matrix in plan["matrices"]}
     assert ranks["encoder.layers.0.fc1"] is None
     assert (ranks["encoder.layers.1.fc2"], ranks["encoder.layers.0.fc2"]) == (3, 4)
 
@@ -459,7 +447,7 @@ def test_a_socks_proxy_without_its_library_is_one_message(lightformers, monkeypa
 
 def test_names_from_a_checkpoint_cannot_style_the_terminal(lightformers, tiny_marian, tmp_path):
     shutil.copytree(tiny_marian, tmp_path / "[red]model")
-    code, out, _ = lightformers("plan", tmp_path / "[red]model", "--rank", "3")
+    code, out, _ = lightformers("plan", tmp_path / "[red]model", "--rank", "3", "--method", "paper")
     assert code == 0
     assert "[red]model" in out
 
@@ -562,15 +550,11 @@ def test_options_before_a_command_are_sent_behind_it(lightformers, words):
     ("words", "number"),
     [
         ("convert TEACHER light --rank 4 --method paper", signal.SIGTERM),
-        ("benchmark conversion", signal.SIGTERM),
         ("benchmark conversion", signal.SIGKILL),
     ],
 )
 def test_told_to_end_leaves_nothing_behind(words, number, tiny_marian, tmp_path):
-    """As by `kill`, a scheduler or a container's end: no hidden folder, and no process of its own that works on.
-
-    SIGKILL leaves the folder for temporary files, and no process.
-    """
+    """As by `kill`, a scheduler or a container's end: no hidden folder, and no process of its own that works on."""
     script = f"""
 import importlib, sys
 from transformers import AutoModelForSeq2SeqLM

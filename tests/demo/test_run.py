@@ -11,21 +11,9 @@ from lightformers_hf.cli import app
 from lightformers_hf.demo import run
 from lightformers_hf.demo.run import FOLDERS, DemoSettings, run_demo
 
-TINY = DemoSettings(
-    train_pairs=400,
-    held_out_pairs=8,
-    vocabulary=400,
-    d_model=32,
-    ffn_dim=64,
-    heads=2,
-    encoder_layers=1,
-    decoder_layers=1,
-    batch_size=16,
-    teacher_steps=8,
-    minutes=0.01,
-    ratio=2.0,
-    calibration_pairs=20,
-)
+SIZES = {"vocabulary": 400, "d_model": 32, "ffn_dim": 64, "heads": 2, "encoder_layers": 1, "decoder_layers": 1}
+SIZES |= {"train_pairs": 400, "held_out_pairs": 8, "calibration_pairs": 20}
+TINY = DemoSettings(**SIZES, batch_size=16, teacher_steps=8, minutes=0.01, ratio=2.0)
 EVERYTHING = {*FOLDERS, "settings.json", "picture.png"}
 
 
@@ -43,11 +31,24 @@ def run_quietly(output, settings=TINY, **options):
     return results, console.export_text()
 
 
-@pytest.fixture(scope="session")
+def interrupted(*arguments, **options):
+    raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A finished tiny demo: its folder and what it printed."""
+    """A tiny demo that was interrupted once: its folder, what it returned, and what it printed."""
     output = tmp_path_factory.mktemp("demo") / "out"
-    return output, *run_quietly(output)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "compress", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_quietly(output)
+    assert names(output) == EVERYTHING - {"small", "picture.png"}
+    before = times(output)
+    results, printed = run_quietly(output)
+    assert printed.count("is there already") == 2
+    assert {path: times(output)[path] for path in before} == before
+    return output, results, printed
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def copy(finished, tmp_path):
     return shutil.copytree(finished[0], tmp_path / "out")
 
 
-def test_makes_everything(finished):
+def test_makes_everything_also_after_an_interruption(finished):
     output, results, printed = finished
     assert names(output) == EVERYTHING
     assert (output / "picture.png").read_bytes().startswith(b"\x89PNG")
@@ -81,25 +82,6 @@ def test_second_run_shows_what_is_there(finished):
     assert {path: time for path, time in times(output).items() if path in made} == made
 
 
-def test_goes_on_after_an_interruption(copy, monkeypatch):
-    shutil.rmtree(copy / "small")
-    (copy / "picture.png").unlink()
-    before = times(copy)
-
-    def interrupted(*arguments, **options):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "compress", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run_quietly(copy)
-    assert names(copy) == EVERYTHING - {"small", "picture.png"}
-    run_quietly(copy)
-    assert names(copy) == EVERYTHING
-    after = times(copy)
-    assert all(after[path] == time for path, time in before.items())
-
-
 def test_other_settings_are_refused(copy):
     before = times(copy)
     with pytest.raises(ValueError, match="--fresh"):
@@ -109,10 +91,6 @@ def test_other_settings_are_refused(copy):
 
 def test_fresh_removes_the_demo_and_nothing_else(copy, monkeypatch):
     (copy / "notes.txt").write_text("mine")
-
-    def interrupted(folder, *arguments):
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(run, "write_corpus", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_quietly(copy, DemoSettings(seed=1), fresh=True)

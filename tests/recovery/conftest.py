@@ -8,6 +8,9 @@ from lightformers_hf import LightFormerConfig, LightFormerForConditionalGenerati
 from lightformers_hf.recovery import RecoveryTrainer
 from lightformers_hf.text import tokenize_pairs
 
+SIZES = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 4, "dropout": 0.0}
+SIZES |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+
 
 @pytest.fixture
 def tokens(tiny_marian, parallel_sentences):
@@ -25,23 +28,10 @@ def build_trainer(tiny_marian, tmp_path, tokens):
         torch.manual_seed(1)
         teacher = AutoModelForSeq2SeqLM.from_pretrained(tiny_marian)
         if model == "lightformer":
-            sizes = {k: getattr(teacher.config, k) for k in ("vocab_size", "d_model", "pad_token_id", "eos_token_id")}
-            model = LightFormerForConditionalGeneration(
-                LightFormerConfig(
-                    **sizes,
-                    encoder_layers=2,
-                    decoder_layers=1,
-                    encoder_groups=1,
-                    encoder_attention_heads=4,
-                    decoder_attention_heads=4,
-                    encoder_ffn_dim=48,
-                    decoder_ffn_dim=48,
-                    attention_rank=8,
-                    embedding_rank=8,
-                    dropout=0.0,
-                    decoder_start_token_id=teacher.config.decoder_start_token_id,
-                )
-            )
+            names = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
+            fields = SIZES | {name: getattr(teacher.config, name) for name in names}
+            light = LightFormerConfig(**fields, encoder_groups=1, attention_rank=8, embedding_rank=8)
+            model = LightFormerForConditionalGeneration(light)
         elif model == "marian":
             model = AutoModelForSeq2SeqLM.from_pretrained(tiny_marian)
             for parameter in model.parameters():

@@ -1,7 +1,6 @@
 """The trainer and its losses against their definitions in plain arithmetic, however a batch is cut into pieces."""
 
 import copy
-import math
 from contextlib import nullcontext
 
 import pytest
@@ -9,15 +8,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recovery.conftest import SIZES
 from transformers import AutoModelForSeq2SeqLM
 
 from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration
 from lightformers_hf import processors as products
-from lightformers_hf.recovery import (
-    find_last_checkpoint,
-    hidden_loss,
-    training_loss,
-)
+from lightformers_hf.recovery import find_last_checkpoint, hidden_loss, training_loss
 
 
 def in_functions(logits, labels, teacher, alpha, temperature, smoothing):
@@ -102,30 +98,16 @@ def test_tokens_that_cannot_be_are_no_harm():
     assert logits.grad.isfinite().all()
 
 
-def log_softmax(logits):
-    largest = max(logits)
-    total = math.log(sum(math.exp(value - largest) for value in logits)) + largest
-    return [value - total for value in logits]
-
-
-def one_by_one(trainer, alpha, temperature, smoothing):
-    """The mean loss of a token, from sentences without padding and sums written out."""
+@torch.no_grad()
+def one_by_one(trainer, *settings):
+    """The mean loss of a token, from sentences without padding."""
     total, count = 0.0, 0
     for row in trainer.train_dataset:
-        ids, labels = torch.tensor([row["input_ids"]]), row["labels"]
-        start = torch.tensor([[trainer.model.config.decoder_start_token_id, *labels[:-1]]])
-        with torch.no_grad():
-            student, teacher = (
-                m.eval()(input_ids=ids, decoder_input_ids=start).logits[0].double()
-                for m in (trainer.model, trainer.teacher)
-            )
-        for s, t, label in zip(student.tolist(), teacher.tolist(), labels, strict=True):
-            log_p = log_softmax(s)
-            label_loss = -(1 - smoothing) * log_p[label] - smoothing * sum(log_p) / len(log_p)
-            log_s, log_t = (log_softmax([value / temperature for value in logits]) for logits in (s, t))
-            divergence = sum(math.exp(b) * (b - a) for a, b in zip(log_s, log_t, strict=True))
-            total += alpha * temperature**2 * divergence + (1 - alpha) * label_loss
-            count += 1
+        labels = torch.tensor(row["labels"])
+        start = torch.tensor([[trainer.model.config.decoder_start_token_id, *row["labels"][:-1]]])
+        inputs = {"input_ids": torch.tensor([row["input_ids"]]), "decoder_input_ids": start}
+        logits = [model.eval()(**inputs).logits[0].double() for model in (trainer.model, trainer.teacher)]
+        total, count = total + in_functions(logits[0], labels, logits[1], *settings).item(), count + len(labels)
     return total / count
 
 
@@ -412,20 +394,8 @@ def test_steps_are_those_of_divided_scores(rank, tiny_marian, build_trainer):
     teacher = AutoModelForSeq2SeqLM.from_pretrained(tiny_marian).config
     names = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
     torch.manual_seed(0)
-    config = LightFormerConfig(
-        **{name: getattr(teacher, name) for name in names},
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=1,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        attention_rank=rank,
-        dropout=0.0,
-        use_bias=False,
-        position_embedding_type="relative",
-    )
+    relative = {"use_bias": False, "position_embedding_type": "relative", "attention_rank": rank}
+    config = LightFormerConfig(**{name: getattr(teacher, name) for name in names}, **SIZES, **relative)
     divided = LightFormerForConditionalGeneration(config)
     adam = {"optim": "adamw_torch", "learning_rate": 3e-3, "adam_epsilon": 1e-16, "max_steps": 4}
     logits = []

@@ -13,6 +13,8 @@ from lightformers_hf.export import load_engine
 from lightformers_hf.files import read_json
 from lightformers_hf.workflows.compress import Work, choose_method, compress
 
+pytestmark = pytest.mark.usefixtures("warm_python", "few_random_texts")
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory, parallel_sentences):
@@ -154,16 +156,19 @@ def test_what_cannot_be_met_is_asked_for_anew(tiny_marian, data, tmp_path, monke
     assert read_json(tmp_path / "small" / "compress.json")["asked"]["ratio"] == 2.0
 
 
-def test_without_text_a_test_of_pairs_is_all_that_is_needed(tiny_marian, data, tmp_path):
+def test_without_text_a_test_of_pairs_is_all_that_is_needed(tiny_marian, data, tmp_path, monkeypatch):
     asked = {"minutes": 0.01, "ratio": 2.0, "progress": False}
     with pytest.raises(ValueError, match="Neither data nor test is given"):
         compress(tiny_marian, tmp_path / "none", **asked)
     assert not (tmp_path / "none").exists()
-    found = compress(tiny_marian, tmp_path / "small", test=data, **asked)
-    assert found.recovery.with_teacher
+    monkeypatch.setattr(Work, "deploy", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        compress(tiny_marian, tmp_path / "small", test=data, **asked)
+    parts = {name: read_json(tmp_path / "small" / name) for name in ("recovered/recovery.json", "results.json")}
+    assert parts["recovered/recovery.json"]["result"]["with_teacher"]
     assert not (tmp_path / "small" / "data").exists()
     assert read_json(tmp_path / "small" / "converted" / "compression.json")["calibration"] == OWN_TEXT
-    assert found.engines.data == data
+    assert parts["results.json"]["sentences"] == 30
 
 
 def test_it_goes_on_however_its_folder_and_options_are_spelled(tiny_marian, asked, finished, tmp_path, monkeypatch):

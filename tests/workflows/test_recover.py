@@ -15,14 +15,9 @@ from lightformers_hf import convert
 from lightformers_hf.files import lock, read_json
 from lightformers_hf.recovery import callbacks
 from lightformers_hf.workflows.recover import Run, recover
-from lightformers_hf.workflows.settings import (
-    choose_settings,
-    find_distance,
-    plan_steps,
-    sentences_in,
-    worth_translating,
-)
+from lightformers_hf.workflows.settings import choose_settings, find_distance, plan_steps
 
+pytestmark = pytest.mark.usefixtures("few_random_texts")
 BASE = choose_settings(4, 256, same_width=True, bf16=False, on_cpu=True)
 
 
@@ -83,17 +78,6 @@ def test_what_lost_much_is_far_whatever_its_size():
     for own, near, far in ((False, 0.86, 0.83), (True, 0.70, 0.53)):
         assert [find_distance(ratio, near, own=own) for ratio in (1.2, 4, 8)] == [1.2, 4, 8]
         assert [find_distance(ratio, far, own=own) for ratio in (1.2, 4, 8)] == [5, 5, 8]
-
-
-def test_a_validation_keeps_to_its_time():
-    assert [sentences_in(seconds, 0.1, 500) for seconds in (10, 100, 10_000)] == [50, 200, 500]
-    assert sentences_in(1000, 0.1, 7) == 7
-
-
-def test_translations_where_they_pay():
-    assert worth_translating(1000, 0.1, 600, 6)
-    assert not worth_translating(1000, 0.1, 600, 4)
-    assert not worth_translating(10_000, 0.1, 600, 6)
 
 
 @pytest.fixture(scope="module")
@@ -272,18 +256,8 @@ def test_a_multilingual_teacher_translates_into_the_light_models_language(tiny_m
     teacher.save_pretrained(tmp_path / "teacher")
     AutoTokenizer.from_pretrained(tiny_mbart50).save_pretrained(tmp_path / "teacher")
     light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light")
-    run = Run(
-        tmp_path / "light",
-        tmp_path / "out",
-        tmp_path / "teacher",
-        None,
-        None,
-        (None, None),
-        [],
-        (),
-        0,
-        False,
-    )
+    places = [tmp_path / name for name in ("light", "out", "teacher")]
+    run = Run(*places, None, None, (None, None), [], (), 0, False)
     assert light.generation_config.forced_bos_token_id is not None
     assert run.distiller.generation_config.forced_bos_token_id == light.generation_config.forced_bos_token_id
 
