@@ -4,6 +4,10 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+# Of a LightFormer that fits the small Marian of `conftest.py`.
+SIZES = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 4, "dropout": 0.0}
+SIZES |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+
 
 def make_tokenizer(folder: Path, sentences: Iterable[str], vocab_size: int = 120, longest: int = 64):
     """A `MarianTokenizer` (de→en) in `folder`, with the conventions of opus-mt: `</s>` is 0, `<pad>` comes last."""

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
+from tiny import SIZES
 from transformers import AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq, MarianTokenizer, Seq2SeqTrainingArguments
 
 from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration
 from lightformers_hf.recovery import RecoveryTrainer
 from lightformers_hf.text import tokenize_pairs
-
-SIZES = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 4, "dropout": 0.0}
-SIZES |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
 
 
 @pytest.fixture
@@ -37,14 +35,8 @@ def build_trainer(tiny_marian, tmp_path, tokens):
             for parameter in model.parameters():
                 parameter.data += 0.1 * torch.randn_like(parameter)
         recovery = {k: options.pop(k) for k in list(options) if k.startswith(("max_tokens", "distillation", "hidden"))}
-        plain = {
-            "optim": "sgd",
-            "learning_rate": 1.0,
-            "lr_scheduler_type": "constant",
-            "max_grad_norm": 0.0,
-            "seed": 0,
-        }
-        quiet = {"use_cpu": True, "logging_steps": 1, "disable_tqdm": True, "save_strategy": "no"}
+        plain = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+        quiet = {"use_cpu": True, "logging_steps": 1, "disable_tqdm": True, "save_strategy": "no", "seed": 0}
         args = Seq2SeqTrainingArguments(str(tmp_path / "out"), **(plain | quiet | options))
         tokenizer = MarianTokenizer.from_pretrained(tiny_marian)
         return RecoveryTrainer(

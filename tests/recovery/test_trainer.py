@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recovery.conftest import SIZES
+from tiny import SIZES
 from transformers import AutoModelForSeq2SeqLM
 
 from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration
