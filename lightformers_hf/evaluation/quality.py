@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -41,33 +41,19 @@ SHORTENED = 0.5  # share of the sources' length, in words and in characters, up 
 
 @dataclass(frozen=True)
 class Counter:
-    """How one metric is computed for one set of references.
+    """How one metric is computed for one set of references."""
 
-    Attributes:
-        count: counts of each pair of prediction and reference, (pairs, counts).
-        score: the metric of the sums of counts (counts).
-        signature: the variant that is computed.
-    """
-
-    count: Callable[[Texts, Texts], np.ndarray]
-    score: Callable[[np.ndarray], float]
-    signature: str
+    count: Callable[[Texts, Texts], np.ndarray]  # counts of each pair of prediction and reference, (pairs, counts)
+    score: Callable[[np.ndarray], float]  # the metric of the sums of counts (counts)
+    signature: str  # the variant that is computed
 
 
-@dataclass(frozen=True)
-class Metric:
-    """One entry of `METRICS`; scores are from 0 to 100.
+class Metric(NamedTuple):
+    """One entry of `METRICS`; scores are from 0 to 100."""
 
-    Attributes:
-        label: its name in tables.
-        counter: the `Counter` for references in a language (a code, `de`, or `None`).
-        default_for: kinds of references for which it is a default.
-        higher_is_better: whether a higher score is better.
-    """
-
-    label: str
-    counter: Callable[[Texts, str | None], Counter]
-    default_for: tuple[str, ...] = ()
+    label: str  # its name in tables
+    counter: Callable[[Texts, str | None], Counter]  # for references in a language (a code, `de`, or `None`)
+    default_for: tuple[str, ...] = ()  # kinds of references
     higher_is_better: bool = True
 
 
@@ -134,9 +120,8 @@ def _multi_bleu(references: Texts, language: str | None, *, compounds: bool = Fa
 
 def _exact_match(references: Texts, language: str | None) -> Counter:
     def count(predictions: Texts, references: Texts) -> np.ndarray:
-        return np.array(
-            [[text.split() == other.split(), 1] for text, other in zip(predictions, references, strict=True)]
-        )
+        pairs = zip(predictions, references, strict=True)
+        return np.array([[text.split() == other.split(), 1] for text, other in pairs])
 
     return Counter(count, _percentage, "equal but for spaces")
 
@@ -146,9 +131,8 @@ def _character_error_rate(references: Texts, language: str | None) -> Counter:
         pairs = [[" ".join(text.split()) for text in pair] for pair in zip(predictions, references, strict=True)]
         return np.array([[edit_distance(text, other), len(other)] for text, other in pairs])
 
-    return Counter(
-        count, _percentage, "character error rate, edits / characters of the references in percent; lower is better"
-    )
+    signature = "character error rate, edits / characters of the references in percent; lower is better"
+    return Counter(count, _percentage, signature)
 
 
 def _rouge(references: Texts, language: str | None, *, kind: str) -> Counter:
@@ -165,9 +149,7 @@ def _rouge(references: Texts, language: str | None, *, kind: str) -> Counter:
 
     def count(predictions: Texts, references: Texts) -> np.ndarray:
         if kind == "rougeLsum":
-            predictions, references = (
-                [SENTENCE_END.sub("\n", text) for text in side] for side in (predictions, references)
-            )
+            predictions, references = ([SENTENCE_END.sub("\n", t) for t in side] for side in (predictions, references))
         pairs = zip(predictions, references, strict=True)
         return np.array([[scorer.score(other, text)[kind].fmeasure, 1] for text, other in pairs])
 
@@ -176,8 +158,6 @@ def _rouge(references: Texts, language: str | None, *, kind: str) -> Counter:
 
 
 class _Words:
-    """The tokenizer that `RougeScorer` takes."""
-
     def __init__(self, *, latin: bool) -> None:
         from nltk.stem.porter import PorterStemmer
 
@@ -245,10 +225,8 @@ def check_metrics(names: Iterable[str]) -> list[str]:
         if key not in known:
             near = difflib.get_close_matches(key, known)
             near = [known[one][0] if one not in GROUPS else one for one in near]
-            raise ValueError(
-                f"There is no metric {name!r}; "
-                + (f"did you mean {' or '.join(near)}?" if near else f"there is {', '.join(metric_names())}.")
-            )
+            hint = f"did you mean {' or '.join(near)}?" if near else f"there is {', '.join(metric_names())}."
+            raise ValueError(f"There is no metric {name!r}; {hint}")
         found |= dict.fromkeys(known[key])
     return list(found)
 
@@ -256,12 +234,7 @@ def check_metrics(names: Iterable[str]) -> list[str]:
 def choose_metrics(
     names: Iterable[str], sources: Texts, references: Texts, *, default: str | None = None
 ) -> list[str]:
-    """The metrics that are asked for, or the defaults for the data.
-
-    Args:
-        names: as of `check_metrics`.
-        sources, references: the data, from whose texts the kind of references follows (`kind_of`).
-        default: this kind instead.
+    """The metrics that are asked for, or the defaults for a kind of data, by default that of the texts (`kind_of`).
 
     Raises:
         ValueError: an unknown name, or multi-bleu for references without spaces.
@@ -384,15 +357,10 @@ def describe(signatures: dict[str, str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """How much higher the score of one system is than that of another on the same texts, and its interval.
-
-    Attributes:
-        value: the difference of the two corpus scores.
-        low, high: the range of 95 % of all test sets like this one.
-    """
+    """How much higher the score of one system is than that of another on the same texts."""
 
     value: float
-    low: float
+    low: float  # of the range of 95 % of all test sets like this one
     high: float
 
     def __str__(self) -> str:
@@ -451,17 +419,13 @@ def comet_score(sources: list[str], predictions: list[str], references: list[str
     unbabel-comet asks for transformers below 5 and cannot share an environment with this package, so its command
     runs as a program of its own. The checkpoint is a pickle, which that program loads: use one you trust.
 
-    Args:
-        checkpoint: the `.ckpt` file inside a downloaded COMET model (`…/checkpoints/model.ckpt`).
-
     Raises:
         FileNotFoundError: no such checkpoint, or the command is not installed.
         ValueError: the command failed.
     """
     if not Path(checkpoint).is_file():
-        raise FileNotFoundError(
-            f"No COMET checkpoint {checkpoint}: give the .ckpt file of a downloaded model (…/checkpoints/model.ckpt)."
-        )
+        hint = "give the .ckpt file of a downloaded model (…/checkpoints/model.ckpt)."
+        raise FileNotFoundError(f"No COMET checkpoint {checkpoint}: {hint}")
     command = shutil.which("comet-score")
     if command is None:
         raise FileNotFoundError(
