@@ -6,8 +6,7 @@ public names are imported when they are first used.
 
 from typing import TYPE_CHECKING
 
-from .lazy import lazy_names
-from .registration import register_when_used
+from .registration import lazy_names, register_when_used
 
 if TYPE_CHECKING:
     from .conversion.options import CompressionOptions, StudyOptions

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
@@ -54,3 +54,25 @@ class AfterTransformers:
 
         spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
         return spec
+
+
+def lazy_names(package: str, homes: dict[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` (PEP 562) of a package that names what its modules have.
+
+    Args:
+        package: `__name__` of the package.
+        homes: public name → module that has it, relative to the package (`.trainer`).
+    """
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module = import_module(homes[name], package)
+        value = module if homes[name] == f".{name}" else getattr(module, name)  # a package that can be called
+        setattr(sys.modules[package], name, value)  # asked once
+        return value
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *homes})
+
+    return get, names

@@ -6,7 +6,7 @@ when they are first used, so that `.options` is read without torch.
 
 from typing import TYPE_CHECKING
 
-from ..lazy import lazy_names
+from ..registration import lazy_names
 
 if TYPE_CHECKING:
     from ..loading import CheckpointReader

@@ -36,7 +36,7 @@ from ..files import atomic_output, find_foreign, json_text, read_json, refuse_fo
 from ..loading import build_network, load_pretrained
 from ..processors import has_fast_bf16
 from ..recovery import RecoveryTrainer
-from ..recovery.callbacks import Progress
+from ..recovery.runs import Progress
 from ..text import load_parallel, tokenize_pairs
 from ..workflows.compress import check_parts, compress
 

@@ -10,7 +10,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ..lazy import lazy_names
+from ..registration import lazy_names
 
 if TYPE_CHECKING:
     from .engine import Engine, load_engine

@@ -1,6 +1,5 @@
 """Recovering quality: batches of a budget of tokens, and a trainer that distils. The data comes from `text`."""
 
-from .batching import TokenBatchSampler
 from .runs import (
     ScoredPart,
     find_last_checkpoint,
@@ -11,7 +10,7 @@ from .runs import (
     remove_checkpoints,
     train,
 )
-from .trainer import RecoveryTrainer, hidden_loss, training_loss
+from .trainer import RecoveryTrainer, TokenBatchSampler, hidden_loss, training_loss
 
 __all__ = [
     "RecoveryTrainer",

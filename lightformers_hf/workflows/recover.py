@@ -63,7 +63,7 @@ from ..recovery import (
     remove_checkpoints,
     train,
 )
-from ..recovery.callbacks import Clock, Pace, Progress, hush_trainer
+from ..recovery.runs import Clock, Pace, Progress, hush_trainer
 from ..results import Result
 from ..text import cut_texts, load_parallel, load_text, tokenize_pairs
 from .settings import (

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TrainerCallback
 
-from lightformers_hf.recovery import callbacks
-from lightformers_hf.recovery.callbacks import Clock, Fall, Pace
+from lightformers_hf.recovery import runs
+from lightformers_hf.recovery.runs import Clock, Fall, Pace
 
 
 @given(
@@ -57,7 +57,7 @@ def paced(build_trainer, monkeypatch):
         asked = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
         trainer = build_trainer("lightformer", rows=4, max_steps=max_steps, **asked, **options)
         clock = SimpleNamespace(monotonic=lambda: each * trainer.state.global_step)
-        monkeypatch.setattr(callbacks, "time", clock)
+        monkeypatch.setattr(runs, "time", clock)
         found, rates = Pace(seconds, int(seconds / seconds_planned), 2), Rates()
         trainer.add_callback(found)
         trainer.add_callback(rates)
@@ -117,7 +117,7 @@ def test_a_training_that_goes_on_has_the_time_that_was_left(paced, tmp_path):
 )
 def test_a_step_takes_what_most_take(moments, expected, monkeypatch):
     clock, left = Clock(), iter(moments)
-    monkeypatch.setattr(callbacks.time, "monotonic", lambda: next(left))
+    monkeypatch.setattr(runs.time, "monotonic", lambda: next(left))
     for _ in moments:
         clock.on_step_end(None, None, None)
     assert clock.seconds == expected

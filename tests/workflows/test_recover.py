@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import convert
 from lightformers_hf.files import lock, read_json
-from lightformers_hf.recovery import callbacks
+from lightformers_hf.recovery import runs
 from lightformers_hf.workflows.recover import Run, recover
 from lightformers_hf.workflows.settings import choose_settings, find_distance, plan_steps
 
@@ -104,7 +104,7 @@ def test_a_recovery_goes_on_where_it_was_interrupted(place, tiny_marian, tmp_pat
         if len(seen) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(callbacks.Progress, "on_step_end", interrupt)
+    monkeypatch.setattr(runs.Progress, "on_step_end", interrupt)
     monkeypatch.setattr("lightformers_hf.workflows.settings.MOST_EVALUATIONS", 3)
     monkeypatch.setattr("lightformers_hf.workflows.settings.FOR_VALIDATION", 1000)
     monkeypatch.setattr("lightformers_hf.workflows.recover.FOR_VALIDATION", 0.1)
