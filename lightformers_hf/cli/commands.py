@@ -11,7 +11,7 @@ import sys
 from contextlib import ExitStack, nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -55,9 +55,6 @@ from .framework import (
     section,
     show_version,
 )
-
-if TYPE_CHECKING:
-    from ..evaluation.translate import ByteSource
 
 # Fields of `CompressionOptions`: what stands for the value, and the help.
 OPTIONS_HELP = {
@@ -302,9 +299,7 @@ def translate(model: str, file: Path | None, output: Path | None, device: str, *
 
         check_file(output, [model, file])
     with ExitStack() as stack:
-        # Standard input's buffer is a buffered reader, which its type does not say.
-        standard: ByteSource = sys.stdin.buffer  # type: ignore[assignment]
-        source: ByteSource = stack.enter_context(file.open("rb")) if file else standard
+        source: Any = stack.enter_context(file.open("rb")) if file else sys.stdin.buffer
         from tqdm.auto import tqdm
 
         from ..evaluation.translate import load_translator, translate_stream

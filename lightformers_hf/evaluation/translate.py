@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from tqdm.auto import tqdm
@@ -19,19 +19,14 @@ from ..loading import DAMAGED, is_export, is_out_of_memory, load_model, load_pre
 from ..text import check_known
 
 if TYPE_CHECKING:
+    from io import BufferedReader
+
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 READ_BYTES = 1 << 16  # what translate_stream takes at once: some five hundred sentences, enough to sort by length
 UNLIMITED = sys.maxsize
 LONGEST = 1 << 16  # tokens of an output where the model does not limit them; memory is asked for at the start
-
-
-class ByteSource(Protocol):
-    """A binary file that gives what there is before it has all that is asked for: what `open(…, "rb")` returns."""
-
-    def read1(self, size: int, /) -> bytes:
-        """At most `size` bytes, from one read of what lies below; none at the end."""
 
 
 def load_translator(
@@ -131,7 +126,10 @@ def translate(
         if isinstance(bar, bool):
             bar = stack.enter_context(tqdm(total=len(texts), desc="translating", disable=not bar, unit="text"))
         bar.update(len(texts) - len(filled))
-        stack.enter_context(_evaluate_mode(model))
+        stack.enter_context(torch.inference_mode())
+        if isinstance(model, torch.nn.Module) and model.training:
+            stack.callback(model.train)
+            model.eval()
         for start in range(0, len(longest_first), batch_size):
             chosen = longest_first[start : start + batch_size]
             sequences = _generate([token_ids[i] for i in chosen], model, tokenizer, generation)
@@ -143,11 +141,8 @@ def translate(
 
 
 def check_generation(model: PreTrainedModel | Engine, generation: Mapping[str, Any]) -> None:
-    """Raise `ValueError` where more is asked for than a network has positions, tokens or memory for.
-
-    Engines look at what they are given themselves.
-    """
-    if not isinstance(model, torch.nn.Module):
+    """Raise `ValueError` where more is asked for than a network has positions, tokens or memory for."""
+    if not isinstance(model, torch.nn.Module):  # an engine checks it itself
         return
     own = model.generation_config
     length = generation.get("max_new_tokens") or own.max_new_tokens or own.max_length or 0
@@ -184,22 +179,7 @@ def _generate(
         ) from error
 
 
-@contextmanager
-def _evaluate_mode(model: PreTrainedModel | Engine) -> Iterator[None]:
-    """Inside, a network neither drops out nor records gradients; afterwards it trains again if it did."""
-    training = model if isinstance(model, torch.nn.Module) and model.training else None
-    if training is not None:
-        training.eval()
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        if training is not None:
-            training.train()
-
-
 def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[list[int]]:
-    """Token ids of each text, at most `limit` of them."""
     if not texts:
         return []
     token_ids = tokenizer(texts, verbose=False)["input_ids"]
@@ -207,17 +187,13 @@ def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, limit: int) 
     for i in cut:
         token_ids[i] = tokenizer(texts[i], truncation=True, max_length=limit)["input_ids"]
     if cut:
-        logger.warning(
-            "%d of %d inputs are longer than %d tokens and were cut: split them to have all of their text translated.",
-            len(cut),
-            len(texts),
-            limit,
-        )
+        message = "%d of %d inputs are longer than %d tokens and were cut: split them to have all of it translated."
+        logger.warning(message, len(cut), len(texts), limit)
     return token_ids
 
 
 def translate_stream(
-    source: ByteSource,
+    source: BufferedReader,
     output: BinaryIO,
     model: PreTrainedModel | Engine,
     tokenizer: PreTrainedTokenizerBase,
