@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from safetensors.torch import load_file
 
-from lightformers_hf import StudyOptions, convert, translate
+from lightformers_hf import convert, translate
 from lightformers_hf.conversion.report import MatrixReport
 from lightformers_hf.evaluation import plots
 from lightformers_hf.evaluation.benchmarks.engines import Deployed, EngineComparison, Timing
@@ -27,7 +27,7 @@ FOREIGN = '<script>document.title = "owned"</script><img src="http://192.0.2.1/x
 def light(tmp_path_factory, tiny_marian):
     """The tiny teacher at rank 8, with a training log of which the values are known."""
     folder = tmp_path_factory.mktemp("page") / "light"
-    convert(tiny_marian, folder, rank=8, method="low-rank", study=StudyOptions(refit=False))
+    convert(tiny_marian, folder, rank=8, method="paper")
     log = [{"step": step, "loss": 10 / step} for step in (10, 20, 30)]
     log += [{"step": 20, "eval_loss": 0.6, "eval_bleu": 31.0, "eval_runtime": 1.0}, {"step": 30, "train_loss": 0.5}]
     (folder / "trainer_state.json").write_text(json.dumps({"log_history": log}))
@@ -161,6 +161,13 @@ def test_results_become_a_table_with_the_teacher_once(page):
     ]  # fmt: skip
 
 
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """They are not drawn, which takes a second."""
+    monkeypatch.setattr("lightformers_hf.evaluation.page.save_picture", lambda *_, **__: None)
+
+
+@pytest.mark.usefixtures("no_pictures")
 def test_engines_become_a_table(light, tmp_path):
     names, forms = ["teacher", "a/<b>"], ["ctranslate2", "ctranslate2-int8"]
     deployed = [
@@ -186,6 +193,7 @@ def test_engines_become_a_table(light, tmp_path):
             report_page(str(light), results=[file])
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_dots_stand_at_the_rank_on_the_curve_of_a_full_svd(light, tiny_marian, monkeypatch):
     seen = {}
     kept = {}
@@ -262,6 +270,7 @@ def test_training_curves_are_the_logged_ones(light):
     assert qualities == {"bleu": [(20, 31.0)]}
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_page_shows_what_there_is(light, tmp_path):
     headings = Outline(report_page(str(light))).headings
     assert headings == ["Error of every layer", "Training", "Plan"]
@@ -270,6 +279,7 @@ def test_a_page_shows_what_there_is(light, tmp_path):
     assert Outline(report_page(str(tmp_path / "trained"))).headings == ["Training"]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_what_does_not_belong_together_is_refused(light, tiny_marian, tmp_path):
     with pytest.raises(ValueError, match=r"holds neither compression\.json nor trainer_state\.json"):
         report_page(str(tiny_marian))
@@ -327,6 +337,7 @@ def test_a_browser_shows_it_alone(page, tmp_path, browser, scheme):
     assert shown.get_by_text("encoder.layers.0.fc1").is_visible()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_two_seeds_of_a_model_are_two_rows(light, tiny_marian, data, tmp_path):
     results = [
         results_file(tmp_path / f"{seed}.json", "recovered", bleu, 4_500_000, 75.0, teacher=True)
@@ -337,6 +348,7 @@ def test_two_seeds_of_a_model_are_two_rows(light, tiny_marian, data, tmp_path):
     assert cells.count("40.0") == 1
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_metric_that_is_drawn_is_chosen(light, tmp_path):
     file = results_file(tmp_path / "r.json", "recovered", 39.0, 4_500_000, 75.0, teacher=True)
     cells = Outline(report_page(str(light), results=[file], metrics=["chrf"])).cells
