@@ -26,7 +26,7 @@ PATIENCE = 300  # seconds: a loaded machine takes long to import all there is
 def light(tmp_path_factory, tiny_marian):
     """The tiny teacher at rank 16, in a folder whose name is no text for a page."""
     folder = tmp_path_factory.mktemp("app") / "<b>light<img src=x>"
-    convert(tiny_marian, folder, rank=16, study=StudyOptions(refit=False))
+    convert(tiny_marian, folder, rank=16, method="paper")
     return folder
 
 

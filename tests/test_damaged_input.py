@@ -21,7 +21,7 @@ DEEP = "[" * 200_000
 def models(tmp_path_factory, tiny_marian, parallel_sentences):
     folder = tmp_path_factory.mktemp("damaged")
     shutil.copytree(tiny_marian, folder / "dense")
-    convert(folder / "dense", folder / "light", ratio=2, progress=False)
+    convert(folder / "dense", folder / "light", ratio=2, method="paper", progress=False)
     (folder / "test.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in parallel_sentences))
     return folder
 
@@ -102,7 +102,7 @@ def test_what_fuzzing_found(run, changes, command, message):
 )  # fmt: skip
 def test_wrong_types_in_a_configuration(run, fields):
     change("dense/config.json", **fields)
-    error = run("convert dense out --rank 8", codes=(0, 1))
+    error = run("convert dense out --rank 8 --method paper", codes=(0, 1))
     assert not error or "dense" in error or next(iter(fields)) in error
 
 
@@ -110,7 +110,7 @@ def test_wrong_types_in_a_configuration(run, fields):
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_json_of_another_kind(run, name, content):
     Path("dense", name).write_text(content)
-    error = run("convert dense out --ratio 2", codes=(0, 1))
+    error = run("convert dense out --ratio 2 --method paper", codes=(0, 1))
     assert not error or "dense" in error
 
 
@@ -126,7 +126,7 @@ def test_damaged_pickles_are_named(run):
             place = generator.choice([generator.randrange(2000), generator.randrange(len(content))])
             content[place] = generator.randrange(256)
         file.write_bytes(content[: generator.choice([len(content), generator.randrange(len(content))])])
-        error = run("convert dense out --rank 8 --overwrite", codes=(0, 1))
+        error = run("convert dense out --rank 8 --method paper --overwrite", codes=(0, 1))
         assert not error or "dense" in error
 
 

@@ -22,7 +22,7 @@ CODE = "from pathlib import Path\n\nPath({ran!r}).touch()\nraise SystemExit('str
 AUTO = ("AutoConfig", "AutoModel", "AutoModelForSeq2SeqLM", "AutoModelForCausalLM")
 COMMANDS = [
     "plan strange --ratio 2",
-    "convert strange out --ratio 2",
+    "convert strange out --ratio 2 --method paper",
     "export strange out --to onnx",
     "translate strange test.txt",
     "evaluate strange --data test.jsonl --no-speed",

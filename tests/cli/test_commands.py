@@ -177,7 +177,10 @@ def test_what_the_user_can_mend_is_one_message_and_ends_with_1(lightformers, wor
 
 
 @pytest.mark.parametrize("words", sorted(COMMANDS.keys() - WITHOUT_ANSWER))
-def test_json_is_all_there_is_on_stdout(lightformers, workplace, hub, monkeypatch, words):  # noqa: F811
+def test_json_is_all_there_is_on_stdout(lightformers, workplace, hub, monkeypatch, words, request):  # noqa: F811
+    if words == "benchmark conversion":
+        request.getfixturevalue("warm_python")
+
     def quick_demo(output, settings, **options):
         print("1/7 Write a corpus")
         return {"models": {}}
@@ -288,7 +291,7 @@ def test_an_export_is_no_source(lightformers, workplace):
     assert (code, "light was exported for another engine: give the checkpoint" in err) == (1, True)
 
 
-def test_bars_fill_no_log(workplace, warm_python):
+def test_bars_fill_no_log(workplace):
     command = [sys.executable, "-m", "lightformers_hf", "plan", "dense", "--rank", "2", "--method", "paper"]
     start = time.monotonic()
     done = subprocess.run(command, cwd=workplace, capture_output=True, text=True, check=True)

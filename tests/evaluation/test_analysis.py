@@ -24,7 +24,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from lightformers_hf import StudyOptions, convert
+from lightformers_hf import convert
 from lightformers_hf.evaluation.analysis import (
     Activation,
     _training,
@@ -464,7 +464,7 @@ def checkpoints(tmp_path_factory, tiny_marian, parallel_sentences):
     """Paths of a teacher, of a compressed model with a training log, and of parallel text."""
     folder = tmp_path_factory.mktemp("analyze")
     shutil.copytree(tiny_marian, folder / "teacher")
-    convert(tiny_marian, folder / "light $x_1$", rank=4, study=StudyOptions(refit=False), progress=False)
+    convert(tiny_marian, folder / "light $x_1$", rank=4, method="paper", progress=False)
     (folder / "light $x_1$" / "trainer_state.json").write_text(json.dumps({"log_history": LOSSES}))
     text = "".join(json.dumps({"translation": pair}) + "\n" for pair in parallel_sentences)
     (folder / "text.jsonl").write_text(text)

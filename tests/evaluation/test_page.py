@@ -224,9 +224,11 @@ def test_dots_stand_at_the_rank_on_the_curve_of_a_full_svd(light, tiny_marian, m
     assert (list(dot.get_xdata()), list(dot.get_ydata())) == ([2], [0.5])
 
 
-def test_spectra_of_shared_and_left_out_layers_are_those_of_the_teacher(tmp_path, tiny_marian, monkeypatch):
+@pytest.mark.usefixtures("no_pictures")
+def test_spectra_of_shared_and_left_out_layers_are_those_of_the_teacher(tmp_path, tiny_marian, data, monkeypatch):
     """Two encoder layers share one, of which the first is shown; the decoder keeps its last."""
-    convert(tiny_marian, tmp_path / "light", rank=8, encoder_groups=1, decoder_layers=1, method="low-rank")
+    options = {"encoder_groups": 1, "decoder_layers": 1, "calibration": str(data)}
+    convert(tiny_marian, tmp_path / "light", rank=8, method="low-rank", **options)
     seen = {}
     monkeypatch.setattr(plots, "spectra", lambda panels, matrices, values, ranks: seen.update(values))
     report_page(str(tmp_path / "light"), teacher=str(tiny_marian))

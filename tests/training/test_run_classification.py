@@ -194,9 +194,8 @@ def test_a_dense_classifier_becomes_a_light_one_fold_by_fold(base, tmp_path):
     folds = {"fold_column": "fold", "max_steps": 20}
     script.main(command(base, output_dir=tmp_path / "dense", **folds))
     for fold in range(3):
-        lightformers_hf.convert(
-            tmp_path / f"dense/fold-{fold}", tmp_path / f"light/fold-{fold}", rank=6, progress=False
-        )
+        places = [tmp_path / f"{kind}/fold-{fold}" for kind in ("dense", "light")]
+        lightformers_hf.convert(*places, rank=6, method="paper", progress=False)
     light = {"model_name_or_path": tmp_path / "light/fold-{fold}", "config_name": None, "tokenizer_name": None}
     script.main(command(base, **folds | light | {"learning_rate": 1e-9, "max_steps": 1}))
     config = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out/fold-2").config

@@ -24,7 +24,7 @@ def test_shapes_are_those_of_the_checkpoints(shapes, parameters):
         assert unique_parameters(random_teacher(shapes)) == parameters
 
 
-def test_times_every_step_of_a_conversion(monkeypatch):
+def test_times_every_step_of_a_conversion(monkeypatch, warm_python):
     monkeypatch.setitem(TEACHERS, "opus-mt", ("MarianMTModel", SMALL))
     result = time_conversion("opus-mt")
     assert list(result.steps) == ["making text", "calibrating", "weighing", "factorizing", "refitting", "balancing"]

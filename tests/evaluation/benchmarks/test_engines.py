@@ -10,7 +10,7 @@ from conversion.vocabulary.checkpoints import make_checkpoint
 from rich.console import Console
 from transformers import AutoTokenizer, GenerationConfig
 
-from lightformers_hf import StudyOptions, convert
+from lightformers_hf import convert
 from lightformers_hf.evaluation.benchmarks import engines
 from lightformers_hf.evaluation.benchmarks.engines import (
     Deployed,
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("warm_python")
 @pytest.fixture(scope="module")
 def student(tiny_marian, tmp_path_factory):
     folder = tmp_path_factory.mktemp("student") / "small"
-    convert(tiny_marian, folder, ratio=1.5, calibration=None, study=StudyOptions(refit=False), progress=False)
+    convert(tiny_marian, folder, ratio=1.5, method="paper", progress=False)
     return folder
 
 
