@@ -14,7 +14,7 @@ import psutil
 import pytest
 from evaluation.unlimited import make_unlimited
 
-from lightformers_hf import StudyOptions, app, convert, translate
+from lightformers_hf import app, convert, translate
 from lightformers_hf.export import export
 from lightformers_hf.loading import load_model
 
