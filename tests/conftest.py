@@ -122,14 +122,9 @@ def tiny_marian(tmp_path_factory, parallel_sentences) -> Path:
         )
     )
     model.generation_config = GenerationConfig(
-        bad_words_ids=[[pad]],
-        decoder_start_token_id=pad,
-        eos_token_id=0,
-        forced_eos_token_id=0,
-        pad_token_id=pad,
-        max_length=48,
-        num_beams=2,
-    )
+        bad_words_ids=[[pad]], decoder_start_token_id=pad, eos_token_id=0, forced_eos_token_id=0, pad_token_id=pad,
+        max_length=48, num_beams=2,
+    )  # fmt: skip
     batch = tokenizer(GERMAN, text_target=ENGLISH, padding=True, return_tensors="pt")
     batch["labels"][batch["labels"] == pad] = -100
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)

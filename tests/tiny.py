@@ -29,12 +29,8 @@ def make_tokenizer(folder: Path, sentences: Iterable[str], vocab_size: int = 120
     words = ["</s>", "<unk>", *(word for word in words if word not in ("<s>", "</s>", "<unk>")), "<pad>"]
     (parts / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
     tokenizer = MarianTokenizer(
-        source_spm=spm,
-        target_spm=spm,
-        vocab=str(parts / "vocab.json"),
-        source_lang="de",
-        target_lang="en",
+        source_spm=spm, target_spm=spm, vocab=str(parts / "vocab.json"), source_lang="de", target_lang="en",
         model_max_length=longest,
-    )
+    )  # fmt: skip
     tokenizer.save_pretrained(folder)
     return tokenizer

@@ -69,23 +69,17 @@ GOOD = {
 }
 # Words of the right form that ask for what is not there, and of what the message speaks.
 BAD = {
-    "plan": ("nowhere", "nowhere"),
-    "convert": ("nowhere out", "nowhere"),
+    "plan": ("nowhere", "nowhere"), "convert": ("nowhere out", "nowhere"),
     "compress": ("dense out --data nowhere.jsonl", "nowhere.jsonl"),
     "recover": ("light out --teacher dense --data nowhere.jsonl", "nowhere.jsonl"),
-    "export": ("light out --to tensorrt", "tensorrt"),
-    "translate": ("light nowhere.de", "nowhere.de"),
-    "evaluate": ("light --data nowhere.jsonl", "nowhere.jsonl"),
-    "push": ("nowhere light", "nowhere"),
-    "analyze": ("nowhere --data test.jsonl", "nowhere"),
-    "report": ("nowhere", "nowhere"),
-    "compare": ("nowhere light", "nowhere"),
-    "demo": ("test.jsonl", "test.jsonl is a file"),
-    "parameters": ("--table 'GPT T1'", "GPT T1"),
-    "benchmark conversion": ("--shapes gpt", "gpt"),
+    "export": ("light out --to tensorrt", "tensorrt"), "translate": ("light nowhere.de", "nowhere.de"),
+    "evaluate": ("light --data nowhere.jsonl", "nowhere.jsonl"), "push": ("nowhere light", "nowhere"),
+    "analyze": ("nowhere --data test.jsonl", "nowhere"), "report": ("nowhere", "nowhere"),
+    "compare": ("nowhere light", "nowhere"), "demo": ("test.jsonl", "test.jsonl is a file"),
+    "parameters": ("--table 'GPT T1'", "GPT T1"), "benchmark conversion": ("--shapes gpt", "gpt"),
     "benchmark architectures": ("--pair gpt", "gpt"),
     "benchmark engines": ("nowhere --engine transformers", "nowhere"),
-}
+}  # fmt: skip
 
 
 @pytest.fixture

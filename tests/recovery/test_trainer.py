@@ -114,13 +114,9 @@ def one_by_one(trainer, *settings):
 @pytest.mark.parametrize(("alpha", "temperature", "smoothing"), [(0.7, 2.0, 0.1), (1.0, 1.0, 0.0), (0.0, 1.0, 0.1)])
 def test_loss_is_its_definition(build_trainer, alpha, temperature, smoothing):
     trainer = build_trainer(
-        with_teacher=True,
-        distillation_alpha=alpha,
-        distillation_temperature=temperature,
-        label_smoothing_factor=smoothing,
-        per_device_train_batch_size=8,
-        max_steps=1,
-    )
+        with_teacher=True, distillation_alpha=alpha, distillation_temperature=temperature,
+        label_smoothing_factor=smoothing, per_device_train_batch_size=8, max_steps=1,
+    )  # fmt: skip
     expected = one_by_one(trainer, alpha, temperature, smoothing)
     assert trainer.train().training_loss == pytest.approx(expected, rel=1e-4)
 

@@ -42,19 +42,11 @@ def base(tmp_path):
     words = ["--kind", "words", "--output", str(tmp_path / "words")]
     build_tokenizer.main([str(tmp_path / "all.jsonl"), *words])
     return {
-        "config_name": tmp_path / "shapes.json",
-        "tokenizer_name": tmp_path / "words",
-        "train_file": tmp_path / "all.jsonl",
-        "output_dir": tmp_path / "out",
-        "max_length": 20,
-        "per_device_train_batch_size": 10,
-        "max_steps": 30,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
+        "config_name": tmp_path / "shapes.json", "tokenizer_name": tmp_path / "words",
+        "train_file": tmp_path / "all.jsonl", "output_dir": tmp_path / "out", "max_length": 20,
+        "per_device_train_batch_size": 10, "max_steps": 30, "learning_rate": 1e-2, "logging_steps": 1,
+        "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
+    }  # fmt: skip
 
 
 def results(folder):

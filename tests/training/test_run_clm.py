@@ -42,22 +42,12 @@ def base(tmp_path, parallel_sentences):
     words = ["--kind", "words", "--vocab-size", "30", "--output", str(tmp_path / "words")]
     build_tokenizer.main([str(tmp_path / "train.txt"), *words])
     return {
-        "config_name": tmp_path / "lightformer.json",
-        "tokenizer_name": tmp_path / "words",
-        "train_file": tmp_path / "train.txt",
-        "test_file": tmp_path / "test.txt",
-        "output_dir": tmp_path / "out",
-        "block_size": BLOCK,
-        "context_size": CONTEXT,
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 2,
-        "max_steps": 3,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
+        "config_name": tmp_path / "lightformer.json", "tokenizer_name": tmp_path / "words",
+        "train_file": tmp_path / "train.txt", "test_file": tmp_path / "test.txt", "output_dir": tmp_path / "out",
+        "block_size": BLOCK, "context_size": CONTEXT, "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 2, "max_steps": 3, "learning_rate": 1e-2, "logging_steps": 1,
+        "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
+    }  # fmt: skip
 
 
 def results(folder):

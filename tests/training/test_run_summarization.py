@@ -18,18 +18,10 @@ def base(tmp_path, tiny_marian, parallel_sentences):
     for name, chosen in {"train": rows, "few": rows[:3]}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
     return {
-        "model_name_or_path": tiny_marian,
-        "train_file": tmp_path / "train.jsonl",
-        "output_dir": tmp_path / "out",
-        "max_source_length": 60,
-        "max_target_length": 60,
-        "max_tokens": 100,
-        "max_steps": 2,
-        "learning_rate": 1e-5,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
+        "model_name_or_path": tiny_marian, "train_file": tmp_path / "train.jsonl", "output_dir": tmp_path / "out",
+        "max_source_length": 60, "max_target_length": 60, "max_tokens": 100, "max_steps": 2, "learning_rate": 1e-5,
+        "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
+    }  # fmt: skip
 
 
 def test_a_whole_run_with_a_teacher(base, tmp_path, tiny_marian, parallel_sentences, capsys):

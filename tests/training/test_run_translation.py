@@ -33,21 +33,11 @@ def base(tmp_path, tiny_marian, parallel_sentences):
     for name, rows in {"train": parallel_sentences, "few": parallel_sentences[:3]}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"translation": row}) + "\n" for row in rows))
     return {
-        "model_name_or_path": tiny_marian,
-        "train_file": tmp_path / "train.jsonl",
-        "source_lang": "de",
-        "target_lang": "en",
-        "output_dir": tmp_path / "out",
-        "max_source_length": 60,
-        "max_target_length": 60,
-        "max_tokens": 100,
-        "max_steps": 2,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
+        "model_name_or_path": tiny_marian, "train_file": tmp_path / "train.jsonl", "source_lang": "de",
+        "target_lang": "en", "output_dir": tmp_path / "out", "max_source_length": 60, "max_target_length": 60,
+        "max_tokens": 100, "max_steps": 2, "learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no",
+        "use_cpu": True, "disable_tqdm": True,
+    }  # fmt: skip
 
 
 def test_a_whole_run(base, tmp_path, tiny_marian, capsys, parallel_sentences):
