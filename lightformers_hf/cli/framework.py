@@ -250,7 +250,7 @@ def run(
         reason = explain(error, typed, arguments)
         if verbose or not reason:
             raise
-        if speaks:
+        if speaks or not isinstance(error, ValueError | OSError):  # which all processes raise
             click.echo(f"{click.style('error:', fg='red')} {reason}", err=True)
         raise click.exceptions.Exit(1) from None
     if answer.exit_code:
