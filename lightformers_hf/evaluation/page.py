@@ -6,7 +6,6 @@ import base64
 import io
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from ..vocabularies import match_tokens
 from . import plots
 from .analysis import read_log, singular_values
 from .benchmarks.engines import EngineComparison
-from .evaluate import Measurements, choose_columns, warn_of_overlap
+from .evaluate import Evaluation, Measurements, choose_columns, warn_of_overlap
 from .plots import KINDS, Paint, Point, save_picture, style
 from .quality import check_metrics, describe, labels
 from .translate import translate
@@ -64,25 +63,6 @@ class Sample(NamedTuple):
     reference: str
     teacher: str | None
     parts: list[tuple[str, bool]]
-
-
-@dataclass(frozen=True)
-class Result:
-    """What `lightformers evaluate --json` measured."""
-
-    model: Measurements
-    teacher: Measurements | None
-    speed_ratio: float | None
-    data: str
-    sentences: int
-    generation: dict[str, int]
-    signatures: dict[str, str]
-
-    @property
-    def conditions(self) -> str:
-        """The text that was translated, and how it was searched: only under the same ones do results compare."""
-        options = "".join(f", {name} {value}" for name, value in sorted(self.generation.items()))
-        return f"{self.sentences} sentences of {Path(self.data).name}{options}"
 
 
 def report_page(
@@ -167,7 +147,7 @@ def _pictures(
     folder: Path,
     report: CompressionReport | None,
     teacher: str | None,
-    measured: Sequence[Result | EngineComparison],
+    measured: Sequence[Evaluation | EngineComparison],
     metrics: list[str],
     *,
     progress: bool,
@@ -181,7 +161,7 @@ def _pictures(
         caption += "block."
         paint = partial(plots.errors, matrices=report.matrices)
         pictures.append(_draw("Error of every layer", paint, caption, columns=2))
-    if results := [one for one in measured if isinstance(one, Result)]:
+    if results := [one for one in measured if isinstance(one, Evaluation)]:
         pictures.append(_draw_trade_off(results, metrics))
     losses, qualities = plots.training_curves(read_log(folder / STATE_FILE))
     if losses:
@@ -255,13 +235,13 @@ def _draw_spectra(folder: Path, matrices: list[MatrixReport], name: str, *, trim
     )
 
 
-def _read_result(file: Path) -> Result | EngineComparison:
+def _read_result(file: Path) -> Evaluation | EngineComparison:
     """What `lightformers evaluate --json` or `lightformers benchmark engines --json` wrote."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(content, dict) and "timings" in content:
             return EngineComparison.read(content)
-        result = as_kind(content, Result, "it")
+        result = as_kind(content, Evaluation, "it")
         for one in filter(None, (result.model, result.teacher)):
             one.name = Path(one.name).name
         return result
@@ -274,9 +254,15 @@ def _read_result(file: Path) -> Result | EngineComparison:
         ) from None
 
 
-def _draw_trade_off(results: Sequence[Result], metrics: list[str]) -> Picture:
+def _conditions(result: Evaluation) -> str:
+    """The text that was translated, and how it was searched: only under the same ones do results compare."""
+    options = "".join(f", {name} {value}" for name, value in sorted(result.generation.items()))
+    return f"{result.sentences} sentences of {Path(result.data).name}{options}"
+
+
+def _draw_trade_off(results: Sequence[Evaluation], metrics: list[str]) -> Picture:
     """Quality against parameters and speed: relative to the teacher where all were measured beside one."""
-    conditions = sorted({result.conditions for result in results})
+    conditions = sorted(set(map(_conditions, results)))
     if len(conditions) > 1:
         raise ValueError(
             "results compare only on the same text, searched alike, but these are of "

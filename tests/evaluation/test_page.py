@@ -56,7 +56,8 @@ def results_file(path, name, bleu, parameters, speed, *, teacher=None, **changed
         "model": measured(name, bleu, parameters, speed),
         "teacher": measured("teacher", 40.0, 9_000_000, 50.0) if teacher else None,
         "speed_ratio": ratio, "data": "/somebody/test.jsonl", "source": "de", "target": "en", "sentences": 11,
-        "generation": {"num_beams": 4}, "signatures": {"bleu": "nrefs:1"}, "labels": {"bleu": "BLEU", "chrf": "chrF"},
+        "generation": {"num_beams": 4}, "signatures": {"bleu": "nrefs:1"}, "differences": {},
+        "labels": {"bleu": "BLEU", "chrf": "chrF"},
     }  # fmt: skip
     path.write_text(json.dumps(content | changed))
     return path
