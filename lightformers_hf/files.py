@@ -267,7 +267,7 @@ def check_output(
 
     Args, Raises: see `atomic_output`.
     """
-    target = _check_place(target, inputs)
+    target = check_place(target, inputs)
     with lock(target) as locked:
         if locked:
             _clean_up(target)
@@ -301,7 +301,7 @@ def atomic_output(
             them, a repository.
         OSError: the disk is full, or the place cannot be written.
     """
-    target = _check_place(target, inputs)
+    target = check_place(target, inputs)
     with parents(target), lock(target) as locked:
         if locked:
             _clean_up(target)
@@ -374,7 +374,7 @@ def refuse_foreign(folder: Path, foreign: list[str]) -> None:
         )
 
 
-def _check_place(target: str | Path, inputs: Iterable[str | os.PathLike | None]) -> Path:
+def check_place(target: str | Path, inputs: Iterable[str | os.PathLike | None]) -> Path:
     """The folder to write, without links. Raises `ValueError` where none may be written."""
     target = Path(os.path.abspath(os.path.expanduser(target)))
     if (size := len(os.fsencode(target.name))) > LONGEST_NAME:

@@ -42,6 +42,7 @@ from ..export import Engine, export, load_engine
 from ..files import (
     RECORD_FILE,
     check_output,
+    check_place,
     find_foreign,
     list_entries,
     lock,
@@ -550,14 +551,9 @@ def claim(
         if "result" in record:
             raise FileExistsError(f"{output} holds this, complete: give another folder, or --overwrite")
         return record
+    check_place(output, inputs)
     if not record and output.exists():
-        check_output(output, inputs=inputs)
-    there = [
-        path.resolve() for name in inputs if name is not None and (path := Path(os.path.expanduser(name))).exists()
-    ]
-    place = output.resolve()
-    if any(place in (path, *path.parents) or (path in place.parents and path.is_dir()) for path in there):
-        raise ValueError(f"output {output} is, holds, or lies in, what is read: give another folder")
+        check_output(output)
     return {"asked": asked}
 
 

@@ -230,7 +230,7 @@ def test_what_is_refused(place, tiny_marian, tmp_path):
     with pytest.raises(ValueError, match=r"times its teacher's parameters: give the smaller one first"):
         recover(tiny_marian, tmp_path / "a", **options(place, place / "light"))
     assert not (tmp_path / "a").exists()
-    with pytest.raises(ValueError, match="lies in, what is read"):
+    with pytest.raises(ValueError, match=r"must be apart from .* which is read"):
         recover(place / "light", place / "light" / "sub", **options(place, tiny_marian))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
