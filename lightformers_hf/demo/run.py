@@ -27,7 +27,6 @@ from transformers import (
     MarianTokenizer,
     PreTrainedModel,
     PrinterCallback,
-    Seq2SeqTrainingArguments,
     set_seed,
 )
 
@@ -39,6 +38,7 @@ from ..recovery import RecoveryTrainer
 from ..recovery.runs import Progress
 from ..text import load_parallel, tokenize_pairs
 from ..workflows.compress import check_parts, compress
+from ..workflows.settings import RecoverySettings, training_arguments
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -213,26 +213,13 @@ def train_model(
 ) -> list[tuple[int, float]]:
     """Train a model on the CPU with a progress bar; return the training loss, (step, mean since the last), in nats."""
     with tempfile.TemporaryDirectory() as scratch, tqdm(total=steps, desc="training", unit="step") as bar:
-        arguments = Seq2SeqTrainingArguments(
-            output_dir=scratch,
-            use_cpu=True,
-            bf16=has_fast_bf16(),
-            seed=settings.seed,
-            max_steps=steps,
-            # Not batches of one length by a token budget: in this corpus, sentences of one length are often of one
-            # template, and such batches took more than twice the time to learn from.
-            per_device_train_batch_size=settings.batch_size,
-            learning_rate=learning_rate,
-            lr_scheduler_type="linear",
-            warmup_steps=max(1, steps // 12),
-            adam_beta2=0.98,
-            label_smoothing_factor=label_smoothing,
-            logging_steps=max(1, steps // 60),
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-        )
+        # Not batches of one length by a token budget: sentences of one length are often of one template here, and such
+        # batches took more than twice the time to learn from.
+        size = {"per_device_train_batch_size": settings.batch_size, "label_smoothing_factor": label_smoothing}
+        places = {"output_dir": scratch, "use_cpu": True, "seed": settings.seed, "report_to": "none"}
+        rising = {"steps": steps, "warmup_steps": max(1, steps // 12), "eval_steps": 1}
+        plan = RecoverySettings(learning_rate, 0.0, 0.0, 0, has_fast_bf16(), **rising)
+        arguments = training_arguments(plan, saves=False, best_by="bleu", **size, **places)
         trainer = RecoveryTrainer(
             model,
             arguments,
