@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,16 +159,16 @@ class EngineComparison(Result):
 class Settings:
     """The numbers of `compare_engines`. Raises `ValueError` for one below 1, and for more cores than there are."""
 
-    cores: tuple[int, ...]
-    batch_sizes: tuple[int, ...]
-    beams: tuple[int, ...]
+    cores: Sequence[int]
+    batch_sizes: Sequence[int]
+    beams: Sequence[int]
     runs: int
     sentences: int
     new_tokens: int
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            values = list(value) if isinstance(value, tuple) else [value]
+        for name, value in vars(self).items():
+            values = [value] if isinstance(value, int) else list(value)
             if not values or min(values) < 1:
                 raise ValueError(f"{name} is {values}: expected numbers of 1 or more")
         if max(self.cores) > (there := os.cpu_count() or 1):
@@ -217,7 +217,7 @@ def compare_engines(
         FileNotFoundError: no such checkpoint or data.
     """
     forms, metrics = _choose_forms(forms, shortlist), check_metrics(metrics)
-    settings = Settings(tuple(cores), tuple(batch_sizes), tuple(beams), runs, sentences, new_tokens)
+    settings = Settings(cores, batch_sizes, beams, runs, sentences, new_tokens)
     names = dict(zip(_labels([teacher, *students]), [teacher, *students], strict=True))
     pairs, languages = None, (source, target)
     if data is not None:
@@ -279,23 +279,20 @@ def _tell_languages(names: dict[str, str], source: str | None, target: str | Non
     """
     tokenizers = {label: load_pretrained(AutoTokenizer, name) for label, name in names.items()}
     several = [label for label, tokenizer in tokenizers.items() if hasattr(tokenizer, "src_lang")]
-    if not several:
-        set_language_codes(next(iter(tokenizers.values())), source, target)  # which refuses codes
     teacher, *students = names
-    first_tokens: dict[str, int | None] = {}
-    for label in sorted(several, key=lambda label: label == teacher):
+    copies: dict[str, str] = {}
+    for label in sorted(several or [teacher], key=lambda label: label == teacher):  # of others, codes are refused
         light = tokenizers[students[0]] if label == teacher and students else None
         own = [getattr(light, side, None) for side in ("src_lang", "tgt_lang")]
-        first_tokens[label] = set_language_codes(tokenizers[label], *(own if all(own) else (source, target)))
-    told = [label for label, token in first_tokens.items() if token is not None]
-    copies = {label: work / f"told-{number}" for number, label in enumerate(told)}
-    for label, copy in copies.items():
-        network = load_network(names[label])
-        network.generation_config.forced_bos_token_id = first_tokens[label]
-        stored = load_pretrained(AutoConfig, names[label]).dtype or torch.float32
-        network.to(stored).save_pretrained(copy)  # as large as it is
-        tokenizers[label].save_pretrained(copy)
-    return names | {label: str(copy) for label, copy in copies.items()}
+        first = set_language_codes(tokenizers[label], *(own if all(own) else (source, target)))
+        if first is not None:
+            copies[label] = str(work / f"told-{len(copies)}")
+            network = load_network(names[label])
+            network.generation_config.forced_bos_token_id = first
+            stored = load_pretrained(AutoConfig, names[label]).dtype or torch.float32
+            network.to(stored).save_pretrained(copies[label])  # as large as it is
+            tokenizers[label].save_pretrained(copies[label])
+    return names | copies
 
 
 def _deploy(
