@@ -24,7 +24,7 @@ SMALLER = {
     "--encoder-groups 3": "--encoder-groups 1",
     "--size 40MB": "--size 150kB",
     "benchmark architectures": "benchmark architectures --pair sandwich-base --runs 1 --new-tokens 1 --no-training",
-    "test.jsonl --json": "test.jsonl --no-speed --json",
+    "evaluate recovered": "evaluate recovered --no-speed",
     "benchmark engines": "benchmark engines --cores 1 --batch-size 2 --runs 1 --new-tokens 2",
     "--max-steps 3000": "--max-steps 1 --speed-sentences 2 --speed-runs 1 --max-source-length 48 "
     "--max-target-length 48",

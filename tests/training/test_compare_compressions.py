@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import compare_compressions as script
@@ -23,22 +24,8 @@ def test_compares_and_continues(tmp_path, tiny_marian, parallel_sentences):
     data.write_text("".join(json.dumps(pair) + "\n" for pair in parallel_sentences), encoding="utf-8")
     command = [sys.executable, str(SCRIPT), str(tiny_marian), "--train-file", str(data), "--test-file", str(data)]
     command += ["--source-lang", "de", "--target-lang", "en", "--output-dir", str(tmp_path / "runs")]
-    command += [
-        "--ratios",
-        "1.5",
-        "1.2",
-        "--methods",
-        "paper",
-        "own-text",
-        "--starts",
-        "random",
-        "--trainings",
-        "distilled",
-        "--max-steps",
-        "1",
-        "--jobs",
-        "2",
-    ]
+    command += "--ratios 1.5 1.2 --methods paper own-text --starts random --trainings distilled".split()
+    command += "--max-steps 1 --jobs 2".split()
     command += ["--max-source-length", "40", "--max-target-length", "40", "--generation-max-length", "20"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -63,7 +50,10 @@ def test_compares_and_continues(tmp_path, tiny_marian, parallel_sentences):
     assert json.loads((tmp_path / "runs" / "results.json").read_text())[0]["bleu"] == 12.5  # not run again
 
 
-def test_what_else_one_would_do_and_the_engines(tmp_path, tiny_marian, parallel_sentences, capsys):
+@pytest.mark.usefixtures("warm_python")
+def test_what_else_one_would_do_and_the_engines(tmp_path, tiny_marian, parallel_sentences, capsys, monkeypatch):
+    quick = partial(script.compare_engines, runs=1, sentences=1, new_tokens=2)
+    monkeypatch.setattr(script, "compare_engines", quick)
     data, recipe = tmp_path / "data.jsonl", tmp_path / "small.yaml"
     data.write_text("".join(json.dumps(pair) + "\n" for pair in parallel_sentences), encoding="utf-8")
     recipe.write_text(
