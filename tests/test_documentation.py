@@ -39,6 +39,7 @@ PAGES = sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").
 
 # What is made smaller, so that a page takes seconds on a checkpoint of two layers and ten sentence pairs.
 SMALLER = {
+    r"reproduce\.py \w+": "reproduce.py --list",  # hours
     r"--minutes \d+": "--minutes 0.02",
     r"--max-steps \d+": "--max-steps 2 --logging-steps 1 --max-source-length 48 --max-target-length 48",
     r"--(warmup|eval|save)-steps \d+": r"--\1-steps 1",
