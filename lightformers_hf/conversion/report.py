@@ -312,11 +312,10 @@ def ranks_with_sharing(report: CompressionReport) -> Iterator[str]:
             continue
         (rank, m, n), _ = Counter(shapes).most_common(1)[0]
         larger = rank_with_sharing(rank, depths, stored)
-        count = f"as many parameters as {depths} layers of rank {rank}"
-        if worth_factorizing(m, n, larger):
-            yield f"In the {stack}, {stored} groups of rank {larger} have {count} (LightFormer, Eq. 6)."
-        else:
-            yield f"In the {stack}, {stored} groups of dense matrices have at most {count} (LightFormer, Eq. 6)."
+        what, most = (f"rank {larger}", "") if worth_factorizing(m, n, larger) else ("dense matrices", "at most ")
+        groups = f"1 group of {what} has" if stored == 1 else f"{stored} groups of {what} have"
+        count = f"{most}as many parameters as {depths} layers of rank {rank}"
+        yield f"In the {stack}, {groups} {count} (LightFormer, Eq. 6)."
 
 
 def _without_path(text: str) -> str:
