@@ -201,8 +201,7 @@ def merge_layers(originals: Originals, calibration: Calibration | None, study: S
     bases = find_bases(teacher, dense, calibration, device) if originals.is_aligned else {}
     if calibration is not None:
         change_moments(calibration, bases)
-    found = {"calibration": calibration, "weighting": study.weighting, "bases": bases}
-    return replace(originals, **found, _merged={})
+    return replace(originals, calibration=calibration, weighting=study.weighting, bases=bases, _merged={})
 
 
 def build(
