@@ -109,6 +109,7 @@ class LowRank(Form):
             return self.keep([self.name])
         (matrix, bias), metric = self.originals.linear(self.name), self._metric
         if self.originals.is_truncated_first and source is None:
+            self._decomposed.clear()
             factors = Factors(*(factor.to(matrix.dtype) for factor in self._truncate_then_merge(setting)))
             lost, whole = (each.double().norm().item() for each in (matrix - factors.left @ factors.right, matrix))
             return self._built(factors, bias, lost / whole if whole else 0.0)
