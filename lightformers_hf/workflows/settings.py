@@ -32,29 +32,18 @@ MOST_EPOCHS, MOST_EVALUATIONS = 40, 10
 
 @dataclass(frozen=True)
 class RecoverySettings:
-    """What a training is determined by, besides model and data.
+    """What a training is determined by, besides model and data."""
 
-    Attributes:
-        learning_rate: the highest; it rises for `warmup_steps` and then falls to 0 by `steps`.
-        alpha: weight of the teacher's predictions beside the labels.
-        hidden_weight: weight of the distance between the layers' states of model and teacher.
-        max_tokens: of a batch.
-        bf16: whether matrices are multiplied in bfloat16.
-        steps, warmup_steps, eval_steps: optimizer steps in all, as planned, at the beginning, and between validations.
-        dropout: of the model while it trains; 0 or what its configuration says.
-        seconds, most_steps: by which the steps are planned anew while it trains (`Pace`).
-    """
-
-    learning_rate: float
-    alpha: float
-    hidden_weight: float
-    max_tokens: int
-    bf16: bool
-    steps: int = 0
+    learning_rate: float  # the highest; it rises for `warmup_steps` and then falls to 0 by `steps`
+    alpha: float  # weight of the teacher's predictions beside the labels
+    hidden_weight: float  # weight of the distance between the layers' states of model and teacher
+    max_tokens: int  # of a batch
+    bf16: bool  # whether matrices are multiplied in bfloat16
+    steps: int = 0  # as planned
     warmup_steps: int = 0
-    eval_steps: int = 0
-    dropout: float = 0.0
-    seconds: float = 0.0
+    eval_steps: int = 0  # between validations
+    dropout: float = 0.0  # of the model while it trains; 0 or what its configuration says
+    seconds: float = 0.0  # by which the steps are planned anew while it trains (`Pace`)
     most_steps: int = 0
 
 

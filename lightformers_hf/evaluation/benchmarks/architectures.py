@@ -41,18 +41,12 @@ class Pair:
 
     The papers of Subformer and PartialFormer measured in batches on a GPU: their ratios are an orientation here, no
     reference. LightFormer's is of one sentence at a time on one core, as here.
-
-    Attributes:
-        table: of the row.
-        paper_ratio: decoding speed relative to a Transformer as printed, where it is.
-        fields: of the configuration, where they are not the row's.
-        transformer_layers: of either stack of the Transformer; `None` means as many as the architecture has.
     """
 
-    table: str
-    paper_ratio: float | None = None
-    fields: dict[str, int] = field(default_factory=dict)
-    transformer_layers: int | None = None
+    table: str  # of the row
+    paper_ratio: float | None = None  # as printed, where it is
+    fields: dict[str, int] = field(default_factory=dict)  # of the configuration, where they are not the row's
+    transformer_layers: int | None = None  # of either stack of the Transformer; `None`: as the architecture has
 
     @property
     def row(self) -> ParameterRow:
@@ -78,22 +72,17 @@ PAIRS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """Speeds of a pair.
-
-    Attributes:
-        speeds: `greedy`, `beam 4`, `training` → speed of the architecture and of the Transformer, in target tokens a
-            second; run i of the one was beside run i of the other.
-        paper_ratio: decoding speed relative to a Transformer as printed in the paper, where it is.
-        arithmetic: how many times as many multiplications the Transformer's training step has: what the ratio of
-            `training` would be if products of matrices were all that takes time, and equally fast. `None` where that
-            was not measured.
-    """
+    """Speeds of a pair."""
 
     name: str
     parameters: int
     transformer_parameters: int
+    # `greedy`, `beam 4`, `training` → speeds of the architecture and of the Transformer, in target tokens a second. Run
+    # i of the one was beside run i of the other.
     speeds: dict[str, tuple[Speed, Speed]]
     paper_ratio: float | None
+    # How many times as many multiplications the Transformer's training step has, if they were counted: the ratio of
+    # `training` if products of matrices were all that takes time, and equally fast.
     arithmetic: float | None
 
     def quartiles(self, measure: str) -> list[float]:

@@ -46,27 +46,16 @@ def clocks() -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class WholeConversion(Result):
-    """Time and memory of a conversion.
+    """Time and memory of a conversion."""
 
-    Attributes:
-        shapes: name of the checkpoint whose shapes were used.
-        options: of `convert`.
-        threads: PyTorch's.
-        checkpoint_bytes: of the source.
-        peak_bytes: resident memory of the process at most.
-        libraries_bytes: of which Python, PyTorch and Transformers took so much before.
-        steps: {step: (seconds, processor seconds)}; loading, writing and algebra between them is in `total` alone.
-        total: from the call to its return.
-    """
-
-    shapes: str
-    options: dict[str, object]
-    threads: int
+    shapes: str  # name of the checkpoint whose shapes were used
+    options: dict[str, object]  # of `convert`
+    threads: int  # PyTorch's
     checkpoint_bytes: int
-    peak_bytes: int
-    libraries_bytes: int
-    steps: dict[str, tuple[float, float]]
-    total: tuple[float, float]
+    peak_bytes: int  # resident memory of the process at most
+    libraries_bytes: int  # of which Python, PyTorch and Transformers took so much before
+    steps: dict[str, tuple[float, float]]  # {step: (seconds, processor seconds)}, without what is between them
+    total: tuple[float, float]  # from the call to its return
 
     def to_dict(self) -> dict:
         """Return the same for JSON."""
