@@ -77,8 +77,8 @@ class Comparison:
     name: str
     parameters: int
     transformer_parameters: int
-    # `greedy`, `beam 4`, `training` → speeds of the architecture and of the Transformer, in target tokens a second, run
-    # beside run.
+    # `greedy`, `beam 4`, `training` → speeds of the architecture and of the Transformer, in target tokens a second.
+    # Run i of the one was beside run i of the other.
     speeds: dict[str, tuple[Speed, Speed]]
     paper_ratio: float | None
     # How many times as many multiplications the Transformer's training step has, if they were counted: the ratio of
