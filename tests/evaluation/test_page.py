@@ -194,7 +194,6 @@ def test_engines_become_a_table(light, tmp_path):
             report_page(str(light), results=[file])
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_dots_stand_at_the_rank_on_the_curve_of_a_full_svd(light, tiny_marian, monkeypatch):
     seen = {}
     kept = {}
@@ -225,7 +224,6 @@ def test_dots_stand_at_the_rank_on_the_curve_of_a_full_svd(light, tiny_marian, m
     assert (list(dot.get_xdata()), list(dot.get_ydata())) == ([2], [0.5])
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_spectra_of_shared_and_left_out_layers_are_those_of_the_teacher(tmp_path, tiny_marian, data, monkeypatch):
     """Two encoder layers share one, of which the first is shown; the decoder keeps its last."""
     options = {"encoder_groups": 1, "decoder_layers": 1, "calibration": str(data)}
