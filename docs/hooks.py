@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: formulas as MathML, help of the commands, tables of configurations, links that GitHub shows, too."""
+"""Hooks of mkdocs: formulas as MathML, help of the commands, tables of configurations, links out of docs/."""
 
 import dataclasses
 import html
