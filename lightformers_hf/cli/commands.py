@@ -302,7 +302,7 @@ def translate(model: str, file: Path | None, output: Path | None, device: str, *
 
         check_file(output, [model, file])
     with ExitStack() as stack:
-        # Standard input's buffer is a buffered reader, which its type does not say.
+        # The buffer of standard input is a buffered reader; its type does not declare this.
         standard: ByteSource = sys.stdin.buffer  # type: ignore[assignment]
         source: ByteSource = stack.enter_context(file.open("rb")) if file else standard
         from tqdm.auto import tqdm

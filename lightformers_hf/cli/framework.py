@@ -51,7 +51,7 @@ PREPARATIONS = {"zsh": "(( $+functions[compdef] )) || { autoload -Uz compinit &&
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command found.
+    """Result of a command.
 
     Attributes:
         data: for machines, what `--json` writes.
@@ -159,7 +159,7 @@ class Group(click.Group):
         self.examples = examples
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click, which says of a command's options before its name only that there are none such."""
+        """As click, which reports options of a command in front of its name as unknown."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -231,7 +231,7 @@ def run(
     json_file: Path | None = None,
     **arguments: Any,
 ) -> None:
-    """Call a command's function, print what it returns, and say in one line what the user can mend."""
+    """Call a command's function, print its result, and print errors that the user can correct in one line."""
     to_stdout = str(json_file) == "-"
     speaks = os.environ.get("RANK", "0") == "0"  # of several processes, the first
     try:

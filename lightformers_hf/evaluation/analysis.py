@@ -129,7 +129,7 @@ def read_log(file: Path) -> list[dict[str, float]]:
 def loss_curve(log_history: Sequence[dict]) -> tuple[str, list[tuple[int, float]]]:
     """Name and (step, value) pairs of the loss in a `trainer_state.json`: `eval_loss`, else `loss` of the training.
 
-    Values that are no finite numbers are left out.
+    Values that are not finite are omitted.
 
     Raises:
         ValueError: neither was logged as a number.
@@ -299,7 +299,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What a model does with text: a value for every depth, from the input on.
+    """Behaviour of a model on text: a value for every depth, beginning with the input.
 
     Attributes:
         head_diversity: `encoder`, `decoder` (self-attention) and `cross` → means over tokens.
@@ -348,7 +348,7 @@ def behaviour(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]], *, p
 
 
 class _Meter:
-    """Sums over what hooks see. A layer that serves several depths is told apart by the order of its calls."""
+    """Sums over what hooks see. The order of the calls distinguishes the depths of a shared layer."""
 
     def __init__(self, model: PreTrainedModel):
         self.sums: dict[tuple, float] = defaultdict(float)
@@ -384,7 +384,7 @@ class _Meter:
         self.handles.append(module.register_forward_pre_hook(lambda _, arguments: see(arguments[0])))
 
     def start(self, kept: dict[str, Tensor]) -> None:
-        """A batch begins; `kept` (B, T) of each stack says which of its tokens count."""
+        """A batch begins; `kept` (B, T) of each stack masks the tokens that count."""
         self.kept, self.depth = kept, dict.fromkeys(STACKS, -1)
         for stack, mask in kept.items():
             self.tokens[stack] += int(mask.sum())

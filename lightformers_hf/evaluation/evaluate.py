@@ -51,7 +51,7 @@ MEMORY_SENTENCES = 10
 
 @dataclass
 class Measurements:
-    """What one checkpoint is and does; None where it was not measured. Memory and sizes in bytes."""
+    """Size, quality and speed of one checkpoint; None where it was not measured. Memory and sizes in bytes."""
 
     name: str
     scores: dict[str, float]  # {metric: 0 to 100}, the most important one first
@@ -193,7 +193,7 @@ def evaluate(
     with on_disk(tokenizer, model, teacher) as (light, dense):
         places = dict(zip(names, (light, dense), strict=False))
         loaded = load_pair(light, dense, device=device, source=source_lang, target=target_lang)
-        # The teacher searches with the model's number of beams, whatever its own checkpoint says.
+        # The teacher searches with the model's number of beams, whatever its checkpoint contains.
         generation = {name: value for name, value in generation.items() if value is not None}
         generation = {"num_beams": loaded["model"][0].generation_config.num_beams or 1} | generation
         source, target = choose_columns(names["model"], *loaded["model"], source_lang, target_lang)

@@ -121,7 +121,7 @@ def _multi_bleu(references: Texts, language: str | None, *, compounds: bool = Fa
     from sacremoses import MosesTokenizer
 
     language = language or "en"
-    moses = MosesTokenizer(lang=language)  # which has the rules of English for a language that it does not know
+    moses = MosesTokenizer(lang=language)  # which uses the rules of English for unknown languages
 
     def prepare(text: str) -> str:
         tokens = moses.tokenize(text, escape=False, return_str=True)
@@ -223,7 +223,7 @@ METRICS = {
     "rougeLsum": Metric("ROUGE-Lsum", partial(_rouge, kind="rougeLsum"), (SUMMARIES,)),
 }
 GROUPS = {"rouge": [name for name in METRICS if name.startswith("rouge")]}
-# Of the defaults for each kind of references, the metric that distinguishes similar models best.
+# The default metric for each kind of references that distinguishes similar models best.
 FINEST = ("cer", "rougeL", "chrf")
 
 
@@ -286,7 +286,7 @@ def selection_metric(metrics: Sequence[str], asked: Iterable[str]) -> str:
 
 
 def kind_of(sources: Texts, references: Texts) -> str:
-    """What the references are: `words` if nine of ten have no space inside, `summaries` if they are at most half as
+    """The kind of the references: `words` if nine of ten have no space inside, `summaries` if they are at most half as
     long as the sources, in words and in characters, otherwise `sentences`. A script without spaces has no words."""
     unspaced = is_unspaced(references)
     if not unspaced and sum(len(text.split()) <= 1 for text in references) >= ONE_WORD * len(references):

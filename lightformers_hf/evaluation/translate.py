@@ -52,7 +52,7 @@ def load_translator(
 
     Raises:
         ValueError: the engine is not installed, or it should run elsewhere than on the CPU; languages that the model
-            does not know, or that it was not exported for.
+            does not support, or for which it was not exported.
     """
     if not is_export(name):
         model, tokenizer = load_model(name, device=device, source=source, target=target, columns=columns)
@@ -88,7 +88,7 @@ def translate(
     """Translate (or summarize) `texts` with `generate()`, and return one output a text, in the order of `texts`.
 
     Texts are batched by length, so that little is computed on padding; empty ones come back empty without reaching
-    the model. Texts longer than the model takes are cut, and one logged warning says how many.
+    the model. Texts that are too long for the model are cut, and one warning logs their number.
 
     Args:
         model: a sequence-to-sequence model or an exported one (`load_engine`), or the folder or Hub name of either
@@ -99,7 +99,7 @@ def translate(
         prefix: stands before every text that does not begin with it, as of `load_translator`, which is asked for it
             where the model is a name.
         progress: show a bar on stderr; or a bar to move on by one for each text.
-        check: raise an error where the tokenizer does not know most of the text.
+        check: raise an error where most of the text becomes unknown tokens.
         generation: arguments of `generate()`: `num_beams`, `max_new_tokens`, … What is not given is the checkpoint's.
 
     Raises:
@@ -167,7 +167,7 @@ def _generate(
     tokenizer: PreTrainedTokenizerBase,
     generation: dict[str, Any],
 ) -> torch.Tensor | list[list[int]]:
-    """What model or engine make of sentences of token ids."""
+    """Outputs of a model or engine for sentences of token ids."""
     if not isinstance(model, torch.nn.Module):
         return model.generate(batch, **generation)
     if generation.get("max_new_tokens") is not None:  # the checkpoint's own limit would only cause a warning

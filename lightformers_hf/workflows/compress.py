@@ -55,7 +55,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Compression(Result):
-    """What came of a compression.
+    """Result of a compression.
 
     Attributes:
         output: the folder.
@@ -63,7 +63,7 @@ class Compression(Result):
         recovery: what `recover` returned.
         engines: size, speed and quality of both models, as they are and deployed.
         summary: the result in one sentence.
-        notes: what to know of it, and what to do if it is not enough.
+        notes: remarks on it, and remedies if the quality is not sufficient.
         pushed: what was pushed to the Hub.
     """
 
@@ -265,7 +265,7 @@ class Work:
                 step()
 
     def result(self, *, drawn: bool, pushed: Push | None) -> Compression:
-        """Return what the parts say.
+        """Return the summaries of the parts.
 
         Args:
             drawn: whether the test was set apart from the data.
@@ -381,7 +381,7 @@ def is_complete(part: Path) -> bool:
 
 
 def plain_columns(teacher: str, sides: tuple[str | None, str | None]) -> tuple[str, str]:
-    """The columns of the two languages; a prefix that the teacher wants is added when they are read."""
+    """The columns of the two languages; a prefix that the teacher requires is added when they are read."""
     source, target = find_columns(teacher, *(split_language(side)[0] for side in sides))
     return split_prefix(source)[0], target
 
@@ -416,7 +416,7 @@ def read_texts(given: Texts, columns: tuple[str, str], seed: int) -> list[tuple[
 def split_texts(texts: list[tuple[str, str]] | None, folder: Path, columns: tuple[str, str], given: Texts) -> Texts:
     """Files of training, validation and test: those that were given, the others from `texts`, written to `folder`.
 
-    An interrupted compression goes on with what it wrote there.
+    An interrupted compression resumes from its files there.
     """
     if texts is None:
         return given

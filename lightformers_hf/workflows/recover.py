@@ -214,7 +214,7 @@ class Run:
             self.distiller.to(torch.accelerator.current_accelerator())
         self.ratio = unique_parameters(self.distiller) / unique_parameters(self.model)
         check_ratio(self.ratio)
-        # The light model knows its languages, or has been told them.
+        # The compressed model contains its languages, or they are given.
         self.distiller.generation_config.forced_bos_token_id = self.model.generation_config.forced_bos_token_id
         self.pairs, self.held_out = self.read_data()
         self.one_language = "target" not in self.pairs.column_names  # the teacher makes the targets
@@ -286,7 +286,7 @@ class Run:
 
     @property
     def measured(self) -> list[str]:
-        """The metrics, and chrF, which tells how much was lost (`find_distance`)."""
+        """The metrics, and chrF, which measures how much was lost (`find_distance`)."""
         return [*dict.fromkeys([*self.metrics, "chrf"])]
 
     @cached_property
@@ -492,7 +492,7 @@ def show_scores(scores: dict[str, float]) -> str:
 
 @dataclass(frozen=True)
 class Recovery(Result):
-    """What came of a recovery.
+    """Result of a recovery.
 
     Attributes:
         output: the folder of the model.
@@ -591,7 +591,7 @@ def _is_same(value: Any, before: Any) -> bool:
 
 
 def find_added(folder: Path) -> list[str]:
-    """What lies in the folder of a recovery, whole or interrupted, that is not of it, in alphabetical order."""
+    """Foreign files in the folder of a complete or interrupted recovery, in alphabetical order."""
     own = rf"{re.escape(TRANSLATIONS_FILE)}|{CHECKPOINTS}|runs(/.*)?|\..*\.partial"  # while it trains
     return [name for name in find_foreign(folder, RECORD_FILE) if not re.fullmatch(own, name)]
 

@@ -30,7 +30,7 @@ DISTINCT = 2
 
 
 class Seconds(NamedTuple):
-    """Time that passed, and time the processors worked: the second tells more where the machine is shared."""
+    """Time that passed, and time the processors worked: the second is more reliable on a shared machine."""
 
     wall: float
     cpu: float
@@ -48,7 +48,7 @@ class Seconds(NamedTuple):
 
 @dataclass(frozen=True)
 class ConversionBenchmark:
-    """What was measured.
+    """Measurements.
 
     Attributes:
         shapes: name of the checkpoint whose shapes were used.
@@ -219,7 +219,7 @@ def time_conversion(shapes: str, **options: object) -> WholeConversion:
     checkpoint. Writes about three times the checkpoint's size into the folder for temporary files, and removes it.
 
     Args:
-        options: of `convert`; unless told otherwise the default conversion, at the default ratio.
+        options: of `convert`; by default the default conversion, at the default ratio.
 
     Raises:
         ValueError: unknown shapes, or the conversion failed.
