@@ -73,7 +73,7 @@ def add_prefix(config: object, source: str, target: str | None) -> str:
 
 
 def find_prefixes(config: object, source: str | None, target: str | None) -> list[str]:
-    """Prefixes of sources: that of the two languages, if they are given, otherwise those of every task; at least ""."""
+    """Prefixes of sources: that of the two languages if they are given, otherwise those of every task; at least ""."""
     prefix = split_prefix(add_prefix(config, source, target))[1] if source else ""
     return [prefix] if prefix else list(task_prefixes(config).values()) or [""]
 

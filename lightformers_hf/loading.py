@@ -273,7 +273,7 @@ class Stored:
 class CheckpointReader:
     """The tensors of a checkpoint folder: one file or several with an index, safetensors before `.bin`.
 
-    Files are mapped: a tensor's bytes are read when it is used. What `read` returns may be shared between calls, so
+    Files are mapped: a tensor's bytes are read when it is used. The result of `read` may be shared between calls, so
     it must not be written to. Pickles are never run (`torch.load(weights_only=True)`).
 
     Raises:

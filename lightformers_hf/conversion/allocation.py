@@ -20,11 +20,11 @@ from .rules import RankPolicy, Ratio
 from .sharing import Originals, find_matrices, short_name
 from .workers import Step, share_work
 
-# What a safetensors file spends on naming a tensor, about.
+# Bytes that a safetensors file needs for the name of a tensor, about.
 HEADER_BYTES = 130
 K = TypeVar("K")
 Result = TypeVar("Result")
-# What one slot of an alternative can become: forms that decide over the same matrices, of which one is chosen.
+# Choices of one slot of an alternative: forms for the same matrices, of which one is chosen.
 Slot = list[Form]
 # Slots that together have all matrices of a unit, filled independently; of a unit's alternatives one is chosen.
 Alternative = list[Slot]
@@ -113,7 +113,7 @@ def _covers(matrices: Sequence[str], parts: Collection[tuple[str, ...]]) -> Iter
 def choose(
     units: Sequence[Unit], originals: Originals, options: CompressionOptions, study: StudyOptions, *, progress: bool
 ) -> tuple[list[Form], Callable[[Form], Setting]]:
-    """The places in the forms that are chosen, largest first, and what says the setting of each.
+    """The places in the forms that are chosen, largest first, and the source of the setting of each.
 
     By rules, a setting is found only when it is asked for, which may take a decomposition.
 

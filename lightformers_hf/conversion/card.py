@@ -108,7 +108,7 @@ def write_export_card(folder: Path, metadata: Mapping[str, Any], *, engine: str,
     Args:
         metadata: of `inherited_metadata`, of the checkpoint that was exported.
         form: type of the stored numbers; integers make it a quantized model on the Hub.
-        lines: what is to be said of it.
+        lines: the remarks on it.
     """
     relation = {"base_model_relation": "quantized" if form.startswith("int") else "finetune"}
     data = ModelCardData(

@@ -225,7 +225,7 @@ def build(
 
 
 def find_config(dense: PreTrainedModel, reports: list[MatrixReport]) -> FactorizedConfig:
-    """The result's configuration: what every form says of the matrices that have it."""
+    """The result's configuration: the fields that every form sets for its matrices."""
     fields: dict[str, object] = {}
     for form in all_forms():
         fields |= form.fields([report for report in reports if report.form == form.label], dense)
@@ -272,7 +272,8 @@ def write(result: Compressed, folder: Path, place: str) -> None:
     model.generation_config = teacher.generation_config()
     model.save_pretrained(folder)
     if teacher.has_tokenizer:
-        # Loaded and saved rather than copied: the class's name gets written, which the model type no longer tells.
+        # Loaded and saved rather than copied: this writes the name of the class, which does not follow from the model
+        # type.
         teacher.tokenizer().save_pretrained(folder)
     write_report(result.report, folder)
     write_card(result.report, folder, place)

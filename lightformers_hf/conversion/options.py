@@ -17,14 +17,14 @@ from .rules import KINDS, RULES, Energy, FixedRank, RankPolicy, RankRule, Ratio
 Method = Literal["auto", "low-rank", "narrow", "paper"]
 METHODS = get_args(Method)
 
-# Budgets for all matrices together, and all ways to say how far everything is compressed.
+# Budgets for all matrices together, and all options for the size of the result.
 OTHER_BUDGETS = ("params", "size")
 BUDGETS = ("ratio", *OTHER_BUDGETS)
 HOW_FAR = ("ratio", "rank", "energy", *OTHER_BUDGETS)
 LAYERS = ("encoder_layers", "decoder_layers")
 GROUPS = ("encoder_groups", "decoder_groups")
 
-# What a method says of attention and of feed-forward networks; `auto` leaves both open.
+# Values of a method for attention and feed-forward networks; `auto` leaves both open.
 METHOD_SWITCHES: dict[str, dict[str, Any]] = {
     "auto": {},
     "low-rank": {"attention_method": "low-rank", "ffn_method": "low-rank"},
@@ -41,10 +41,10 @@ QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(b?)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class CompressionOptions:
-    """What is compressed, and how far. Of ratio, rank, energy, params and size at most one is set.
+    """Options of a compression. At most one of ratio, rank, energy, params and size is set.
 
-    With none of them, the ratio is 2, unless layers, groups, a vocabulary or a pattern are asked for: then only what
-    those say. So it is with a ratio of 1 beside them.
+    With none of them, the ratio is 2, unless layers, groups, a vocabulary or a pattern are asked for: then only the
+    patterns apply. So it is with a ratio of 1 beside them.
 
     Attributes:
         ratio: p of Eq. 12, dense parameters / kept parameters of the matrices together; above 1.
@@ -60,8 +60,9 @@ class CompressionOptions:
         pattern: a kind of matrices (`embedding`, `attention`, `ffn`), or a regular expression for the end of a
             module's name → `64` (rank), `4x` (ratio), `90%` (energy) or `dense`; an int is a rank, `None` is dense.
             It comes before the general choice, names before kinds, and of names the first that matches.
-        encoder_layers, decoder_layers: layers that are kept, evenly spread and the last among them; the others are
-            left out before anything else, and what they did is regressed on what the kept ones compute. The decoder's
+        encoder_layers, decoder_layers: number of layers that are kept, evenly spread and including the last; the
+            others are removed first, and the kept ones are refitted by least squares to the outputs of the whole
+            stack. The decoder's
             cost most time. `None` keeps all.
         encoder_groups, decoder_groups: N, number of stored layers; `None` leaves the source's sharing as it is.
         method: `low-rank`, every matrix by itself; `narrow`, narrower heads and fewer neurons; `auto`, whichever
@@ -79,8 +80,8 @@ class CompressionOptions:
             result keeps. `COLUMN=CODE` (`de=de_DE`) where the two differ. `None`: those that the tokenizer names. A
             model that is told its task before every source gets that behind the column, with a space at the end: T5's
             `de=translate German to English: `, unless its configuration has it for the two languages.
-        device: where the model runs and matrices are decomposed: `cpu`, `cuda`, `cuda:1`, `mps`, …. One that knows no
-            float64 (mps) runs the model only.
+        device: where the model runs and matrices are decomposed: `cpu`, `cuda`, `cuda:1`, `mps`, …. A device without
+            float64 (mps) only runs the model.
 
     Raises:
         ValueError: a value is out of its range, or two of them contradict each other.
@@ -204,16 +205,16 @@ class StudyOptions:
     The two methods may be that of any structural form, which `convert` checks.
 
     Attributes:
-        weighting: what errors of a matrix are weighed by: the `loss`, its `inputs` alone, or one weight a row
+        weighting: weights of errors of a matrix: the `loss`, its `inputs` alone, or one weight a row
             (`rows`), see `Calibration.metric`. Only the first makes errors of different matrices compare.
         allocation: `uniform` gives every matrix the ratio, `budget` spends the parameters that the ratio leaves where
             they spare most loss. `None` means `budget` where there is calibration and one ratio for all kinds.
         attention_method: attention by `low-rank` matrices, each by itself, or by narrower heads (`narrow`). `None`: as
-            the method says.
+            in the method.
         ffn_method: feed-forward networks by `low-rank` matrices, or with fewer neurons (`narrow`); `None` likewise.
         share_layer_norms: whether the LayerNorms of new groups are shared, too.
-        refit: regress the teacher's outputs on what every layer gets, front to back: after truncation, and before it
-            where layers are left out. `None`: where there is text, and, after truncation, no layer is shared.
+        refit: refit every layer by least squares to the teacher's outputs, front to back: after truncation, and before
+            it if layers are removed. `None`: where there is text, and, after truncation, no layer is shared.
         calibration_seed: which pairs of the calibration text are drawn.
 
     Raises:

@@ -36,7 +36,7 @@ DENSE = "dense"
 STACKS = ("encoder", "decoder")
 # Below this share, sentences differ from the teacher's (measured: RESULTS.md, "Over-confident teachers").
 CLIFF = 0.8
-# What a card hands on to the cards of models that are made from its model.
+# Metadata that a card passes to the cards of models made from its model.
 INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 
 
@@ -134,8 +134,8 @@ class CompressionReport(Result):
         architecture: `model_type` of the result.
         auto_class: the Auto class that loads the result.
         options: the options that were set, and the switches of a study.
-        calibration: the text that errors were weighed on, and layers regressed; `None`: neither was done.
-        calibrated_on: fingerprints of its sentences, so that an evaluation can tell whether it sees them again.
+        calibration: the text on which errors were weighted and layers refitted; `None`: neither was done.
+        calibrated_on: fingerprints of its sentences, so that an evaluation can detect them.
         agreement: how often the result predicts its teacher's token; `None` where no text was read.
         layers: layers of the result and of the source, {stack: [kept, before]}.
         groups: stored layers of the result and depths, {stack: [stored, depths]}.
@@ -244,12 +244,12 @@ class CompressionReport(Result):
 
     @property
     def fewer_layers(self) -> dict[str, list[int]]:
-        """`layers` of those stacks from which some were left out."""
+        """`layers` of the stacks from which layers were removed."""
         return {stack: [kept, before] for stack, (kept, before) in self.layers.items() if kept != before}
 
     @property
     def loses(self) -> bool:
-        """Whether anything but tokens was left out."""
+        """Whether anything but tokens was removed."""
         return bool(self.smaller or self.fewer_layers or self.shares)
 
     @property
@@ -277,7 +277,7 @@ class CompressionReport(Result):
         )
 
     def parts(self) -> list[Table | str]:
-        """Return the totals, and what to know of them."""
+        """Return the totals, and remarks on them."""
         return [totals_table(self), *remarks(self)]
 
     def to_dict(self) -> dict[str, Any]:
@@ -287,7 +287,7 @@ class CompressionReport(Result):
 
 
 class Plan(CompressionReport):
-    """What a conversion would do; it prints a line for every matrix, too."""
+    """Plan of a conversion; it also prints a line for every matrix."""
 
     def parts(self) -> list[Table | str]:
         """Return a table of all matrices, then as the report of a conversion."""
@@ -330,7 +330,7 @@ def read_report(file: Path) -> CompressionReport | None:
     """Read the report in a file; `None` where there is no such file.
 
     Raises:
-        ValueError: the file is damaged, or of a version of this package that said something else of a matrix.
+        ValueError: the file is damaged, or of a version of this package with other fields of a matrix.
     """
     content = read_json(file)
     if not content:
@@ -354,7 +354,7 @@ def read_report(file: Path) -> CompressionReport | None:
 
 
 def copy_report(source: str, folder: str | Path) -> None:
-    """Put the `compression.json` of a checkpoint beside what training made of it, so that a card can tell of it.
+    """Put the `compression.json` of a checkpoint beside the trained model, so that a card can describe it.
 
     Args:
         source: the checkpoint that training started from, a folder or a name on the Hub. It may have none.

@@ -223,7 +223,7 @@ class RankPolicy:
         return next(patterns, self.kinds.get(kind, self.default))
 
     def fixes(self, name: str, kind: str) -> bool:
-        """Whether a budget has no say in a matrix: its name has a rule, or its kind stays dense."""
+        """Whether the budget excludes a matrix: its name has a rule, or its kind stays dense."""
         dense_kind = kind in self.kinds and self.kinds[kind] is None
         return dense_kind or any(_matches(pattern, name) for pattern in self.names)
 

@@ -58,7 +58,8 @@ TOKEN_DAMPING = 1e-2
 TOKENS, LOGIT_ROWS = 512, 64
 # Target tokens, about, by which the spread of logits is known, of so many batches.
 SPREAD_TOKENS, SPREAD_BATCHES = 256, 4
-# Signs of `Probes` repeat after so many tokens: a prime, small enough for float32 to tell fractions of its multiples
+# Signs of `Probes` repeat after so many tokens: a prime, small enough for float32 to distinguish fractions of its
+# multiples
 # apart.
 PERIOD = 4093
 
@@ -473,7 +474,7 @@ def _add_gradients(moments: Moments, gradient: Tensor, kind: str) -> None:
 def cut_batches(batches: Sequence[Batch], tokens: int = TOKENS) -> list[Batch]:
     """Return the pairs in batches of at most so many tokens, on both sides with padding, or of one pair.
 
-    Neighbours come together where there is room, and should be of about one length.
+    Neighbours are combined if the memory is sufficient, and should have similar lengths.
     """
     cut: list[Batch] = []
     for batch in batches:

@@ -345,7 +345,7 @@ class Originals:
         dense: skeleton of the result before anything gets smaller.
         is_aligned: whether the layers of a group are merged by their inputs, after alignment; else their mean.
         calibration: the moments, if any.
-        weighting: what errors of a matrix are weighed by, see `Calibration.metric`.
+        weighting: weights of errors of a matrix, see `Calibration.metric`.
         device: where matrices and moments are, and everything is computed.
         bases: teacher's module → bases in which it is merged.
     """

@@ -560,7 +560,7 @@ def analyze(
 
 
 def _training(folder: Path) -> dict:
-    """What `Analysis` says of the training that `trainer_state.json` in the folder tells of."""
+    """Fields of `Analysis` about the training recorded in the folder's `trainer_state.json`."""
     history = read_log(folder / STATE_FILE)
     try:
         name, curve = loss_curve(history)

@@ -38,7 +38,7 @@ class Family:
     Attributes:
         architectures: names of the model classes that can be converted.
         fields: fields of `LightFormerConfig` that the family fixes by its code.
-        ignored: pattern of tensor names (without `model.`) that its checkpoints may hold and that say nothing.
+        ignored: pattern of tensor names (without `model.`) that its checkpoints may contain and that have no effect.
     """
 
     architectures: ClassVar[tuple[str, ...]]
@@ -53,7 +53,7 @@ class Family:
 
     @classmethod
     def fit_weights(cls, config: FactorizedConfig, reader: CheckpointReader) -> FactorizedConfig:
-        """`own_config` as the checkpoint's tensors have it, where the source's configuration does not tell."""
+        """`own_config` as the checkpoint's tensors have it, if the source's configuration does not contain it."""
         return config if config.tie_word_embeddings else cls.fit_tables(config, reader)
 
     @classmethod
@@ -70,7 +70,7 @@ class Family:
 
     @classmethod
     def own_name(cls, name: str) -> str | None:
-        """A tensor's name as this package's module has it, or `None` if the tensor says nothing.
+        """A tensor's name as this package's module has it, or `None` if the tensor has no effect.
 
         Checkpoints saved from a base class lack the `model.` in front.
         """

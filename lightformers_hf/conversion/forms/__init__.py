@@ -1,7 +1,7 @@
 """Structural forms: ways in which a place of a model (a matrix, an attention, a network) gets smaller.
 
 A form is a class in a file of its own in this folder, under `@register_form`. An instance is one place of one model.
-Nothing else in the package knows which forms there are.
+No other part of the package names a form.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Form(ABC):
     @classmethod
     @abstractmethod
     def fields(cls, reports: Sequence[MatrixReport], dense: PreTrainedModel) -> dict[str, object]:
-        """The fields of the result's configuration that say what matrices of this form (`reports`) became."""
+        """The fields of the result's configuration for the shapes that matrices of this form (`reports`) became."""
 
     @classmethod
     def holds(cls, module: nn.Module) -> bool:
@@ -143,7 +143,7 @@ class Form(ABC):
         Args:
             module: the layer.
             matrix: W, m×n, float64.
-            find_metric: gives the norm that says what is near, where that matters.
+            find_metric: returns the norm of the distance, if it is needed.
             name: for messages.
         """
         return {"weight": matrix.T} | ({} if bias is None else {"bias": bias})

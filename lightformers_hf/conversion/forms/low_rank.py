@@ -1,4 +1,4 @@
-"""Low rank: a matrix as the product of two thin ones, by truncated SVD (LightFormer, Eq. 1 and 7-11)."""
+"""Low rank: a matrix as the product of low-rank factors, by truncated SVD (LightFormer, Eq. 1 and 7-11)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fewer neurons: a feed-forward network of which some neurons are left out.
+"""Fewer neurons: a feed-forward network from which some neurons are removed.
 
 Those whose removal costs least go, one after the other, while the last matrix of those that stay makes up for them
 by regression (optimal brain surgeon, Hassibi and Stork 1993, for rows). In a gated network both matrices in front lose

@@ -189,7 +189,7 @@ print(json.dumps([found, Seconds.since(start), peak_memory(), libraries]))
 
 @dataclass(frozen=True)
 class WholeConversion:
-    """What `convert` took for a whole checkpoint.
+    """Time and memory of `convert` for a whole checkpoint.
 
     Attributes:
         shapes: name of the checkpoint whose shapes were used.

@@ -79,7 +79,7 @@ class Timing:
 
 @dataclass
 class EngineComparison(Result):
-    """What `compare_engines` measured, and how."""
+    """Measurements of `compare_engines`, and their settings."""
 
     models: list[str]
     deployed: list[Deployed]
@@ -213,7 +213,7 @@ def compare_engines(
         cores, batch_sizes, beams: every combination is a setting. A run of batch size 1 translates `sentences`, one at
             a time; of more, one batch.
         data, source, target, max_samples: parallel text to measure the quality on as well, with the most of `beams`.
-            Of multilingual models, source and target are also the codes, `de=deu_Latn` (`set_language_codes`).
+            For multilingual models, source and target are also the codes, `de=deu_Latn` (`set_language_codes`).
         metrics: names of `METRICS`; by default those that fit the references.
         shortlist: text from which `export` makes a shortlist; every engine is then timed without and with one.
         progress: show a bar on stderr.
