@@ -104,31 +104,31 @@ def push_to_hub(
     message: str | None = None,
     results: Sequence[str | Path] = (),
 ) -> Push:
-    """Put a checkpoint of this package on the Hub: weights, configurations, tokenizer, code, report and model card.
+    """Push a checkpoint of this package to the Hub: weights, configurations, tokenizer, code, report and model card.
 
-    All of it becomes visible together, in one commit; the same commit removes files of an earlier push that the
-    checkpoint does not contain, all others in the repository stay. After an interruption the same call resumes: files
-    that arrived are not sent again. The token is huggingface_hub's own (`hf auth login`, or HF_TOKEN).
+    One commit contains all files. It also removes files of an earlier push that the checkpoint does not contain. Other
+    files of the repository stay. After an interruption the same call resumes: files that arrived are not sent again.
+    The token is that of huggingface_hub (`hf auth login`, or HF_TOKEN).
 
     Args:
         model: the folder that `convert` or a training run wrote, or a loaded model of this package.
-        name: `user/model`, or `model` in the token's own namespace. The repository is made if it is not there.
+        name: `user/model`, or `model` in the namespace of the token. A missing repository is created.
         tokenizer: that of a loaded model.
-        private: make it private. A public one that is there already is refused.
-        revision: the branch to commit to, made if it is not there. Default: `main`.
+        private: make the repository private. An existing public repository is refused.
+        revision: the branch of the commit, created if it is missing. Default: `main`.
         message: of the commit.
         results: files written by `lightformers evaluate --json`, for the card's tables and the Hub's.
 
-    Only files with the very names of a model's parts go, and none by a link out of the folder (`preview_push` lists
-    them). A `README.md` in the folder without the line that marks a generated card is the user's own and is pushed as
-    it is, with the results among its metadata.
+    Only files with the names of a model's parts are sent, and no file by a link out of the folder (`preview_push`
+    lists them). A `README.md` in the folder without the mark of a generated card is the user's card. It is pushed
+    unchanged, with the results in its metadata.
 
     Raises:
-        FileNotFoundError: no checkpoint in `folder`, or a part of it or a file of results is not there.
-        ValueError: it is not a checkpoint of this package, its parts do not fit, or an argument is out of range.
+        FileNotFoundError: there is no checkpoint in `folder`, or a part of it or a file of results is missing.
+        ValueError: it is not a checkpoint of this package, its parts do not match, or an argument is out of range.
         PermissionError: no token, a token that the Hub refuses, or a token without write access.
-        ConnectionError: the Hub was out of reach, or the connection broke.
-        OSError: the Hub answered something else.
+        ConnectionError: the Hub was not reachable, or the connection broke.
+        OSError: another error of the Hub.
 
     Example:
         >>> push_to_hub("recovered", "me/opus-mt-de-en-light", private=True)
@@ -159,7 +159,7 @@ def push_to_hub(
 def check_push(name: str) -> None:
     """Raise `ValueError` for a name that no repository can have, and `PermissionError` without a token.
 
-    To be called before work that takes long, at whose end its folder is pushed.
+    Call it before long work whose result is pushed.
     """
     validate_repo_id(name)
     _check_token()

@@ -45,16 +45,16 @@ class MatrixReport:
     """One matrix.
 
     Attributes:
-        name: its module, as `rank_pattern` has it.
+        name: name of its module, as in `rank_pattern`.
         kind: `embedding`, `attention` or `ffn`.
         m, n: its shape in the teacher; inputs×outputs, or V×d.
-        form: what it became: `dense`, or what the form in `forms/` calls itself.
-        size: the number that the form chose (a rank, a width, neurons), `None` where it stays dense.
-        setting: form and size as a table shows them: `dense`, `rank 64`, `heads 39 wide`.
+        form: its form in the result: `dense`, or the `label` of a form in `forms/`.
+        size: the number of the form (rank, width, neurons); `None` if the matrix is dense.
+        setting: form and size as printed in tables: `dense`, `rank 64`, `heads 39 wide`.
         parameters_after: parameters kept: r(m + n), those of a narrower matrix, or mn.
         energy: share of its squared singular values that is kept.
-        relative_error: norm of what is lost / of the matrix. Both are in the report's `measure`, and of the whole
-            block or network where its matrices got narrower together.
+        relative_error: norm of the error / norm of the matrix. Energy and error use the report's `measure`. If the
+            matrices of a block or network became narrower together, they apply to the whole block.
     """
 
     name: str
@@ -76,7 +76,7 @@ class MatrixReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Share of target tokens at which the likeliest token of a model is its teacher's, each after the text's tokens.
+    """Share of target tokens at which model and teacher predict the same token, each after the tokens of the text.
 
     Attributes:
         share: of the result, from 0 to 1.
@@ -126,7 +126,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class CompressionReport(Result):
-    """A whole conversion.
+    """Report of a conversion.
 
     Attributes:
         source: name of the source, without the path to it.
@@ -139,14 +139,14 @@ class CompressionReport(Result):
         agreement: how often the result predicts its teacher's token; `None` where no text was read.
         layers: layers of the result and of the source, {stack: [kept, before]}.
         groups: stored layers of the result and depths, {stack: [stored, depths]}.
-        matrices: one a stored matrix of the result.
+        matrices: one report per stored matrix of the result.
         parameters_before, parameters_after: unique parameters of the whole models.
         bytes_before, bytes_after: bytes of the tensors of both.
-        vocabulary: where it was trimmed, the tokens of `source` and `target`, and with all layers the `parameters`
-            of the whole model: [kept, before] each.
-        languages: the codes of the languages that it has left, where some of its tokenizer's are gone.
+        vocabulary: if tokens were removed, the number of tokens of `source` and `target`, and the `parameters` of the
+            whole model: [kept, before] each.
+        languages: the remaining language codes, if some were removed.
         processor: the number of worker `threads`, whether models multiplied in `bf16`, and the `reason`.
-        inherited: what the result's card takes over from the source's: licence, languages, task, its name on the Hub.
+        inherited: metadata from the source's card: licence, languages, task, its name on the Hub.
     """
 
     source: str
