@@ -357,7 +357,7 @@ class Run:
         return {name: found[f"eval_{name}"] for name in self.measured}, time.monotonic() - start
 
     def ask_for_texts(self, seconds: float, wanted: bool | None, distance: float) -> int:
-        """Write the teacher's translations of the first sources, as many as the time allows, and return their number."""
+        """Write the teacher's translations of the first sources, as the time allows, and return their number."""
         if wanted is False and self.one_language:
             text = self.data or "text of the teacher's own"
             raise ValueError(f"{text} is of one language: leave translations out, which the targets come of")
