@@ -62,8 +62,8 @@ POSITIONS, DEPTHS = 1 << 15, 1 << 8  # believed where no tensor is as long, or w
 def resolve_source(source: str | os.PathLike) -> Path:
     """The local folder of a checkpoint: `source` itself, or the snapshot of a Hub model of that name.
 
-    Only configuration, tokenizer, card and weights of a Hub model are fetched, and `.bin` weights only where there
-    are no safetensors. Without network, a snapshot fetched before is used.
+    Only configuration, tokenizer, card and weights of a Hub model are fetched, and `.bin` weights only where there are
+    no safetensors. Without network, a snapshot fetched before is used.
 
     Raises:
         FileNotFoundError: no such folder, no such model, or the Hub is out of reach.

@@ -53,8 +53,8 @@ def make_console(file: TextIO | None = None, width: int | None = None) -> Consol
     """Return a console of `width` columns, by default as wide as the terminal, and `WIDTH` in a file or a pipe.
 
     With a given width the text is plain, whatever the environment variables for terminals are (`COLUMNS`,
-    `FORCE_COLOR`).
-    Titles and captions are lines above and below a table. Rich would fold them to the table's width, within words.
+    `FORCE_COLOR`). Titles and captions are lines above and below a table. Rich would fold them to the table's width,
+    within words.
     """
     from rich.console import Console
     from rich.table import Table

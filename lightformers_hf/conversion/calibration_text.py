@@ -38,8 +38,7 @@ if TYPE_CHECKING:  # self-generated text needs none of it
     from datasets import Dataset
 
 # Default number of sentence pairs. Short pairs are more, until each side has so many tokens per feature of d_model, or
-# so many in total: wide moments need more tokens, and wide models more time for each
-# (RESULTS.md, "Probes").
+# so many in total: wide moments need more tokens, and wide models more time for each (RESULTS.md, "Probes").
 SAMPLES, TOKENS_PER_FEATURE, MOST_TOKENS = 1000, 64, 2**15
 BATCH = 32  # pairs of a batch at most
 # Every tenth sentence is held out of the calibration, of so many at least.
@@ -313,8 +312,7 @@ def token_frequencies(tokenizer: PreTrainedTokenizerBase | None, config: PreTrai
     """Return the expected frequency of each source token, (V), not normalised; 0 for special tokens.
 
     A unigram model (SentencePiece) contains the probabilities of its tokens. Elsewhere ids are taken to be in order of
-    falling
-    frequency, as byte-pair merges are, and to follow Zipf's law. Without a tokenizer all tokens are alike.
+    falling frequency, as byte-pair merges are, and to follow Zipf's law. Without a tokenizer all tokens are alike.
     """
     special = {config.pad_token_id, config.bos_token_id, config.eos_token_id, config.decoder_start_token_id}
     if tokenizer is None:

@@ -58,8 +58,8 @@ class CompressionOptions:
             characters and bytes stay too, so that every text can still be written. `None` keeps all tokens.
         vocabulary_size: tokens of each side at most, the most frequent ones of that text. `None`: all of them.
         pattern: a kind of matrices (`embedding`, `attention`, `ffn`), or a regular expression for the end of a
-            module's name → `64` (rank), `4x` (ratio), `90%` (energy) or `dense`; an int is a rank, `None` is dense.
-            A pattern has priority over the general option, a name over a kind, and the first matching name over later
+            module's name → `64` (rank), `4x` (ratio), `90%` (energy) or `dense`; an int is a rank, `None` is dense. A
+            pattern has priority over the general option, a name over a kind, and the first matching name over later
             ones.
         encoder_layers, decoder_layers: number of layers that are kept, evenly spread and including the last; the
             others are removed first, and the kept ones are refitted by least squares to the outputs of the whole
@@ -67,8 +67,7 @@ class CompressionOptions:
         encoder_groups, decoder_groups: N, number of stored layers; `None` keeps the sharing of the source.
         method: `low-rank`, low-rank factors for each matrix; `narrow`, narrower heads and fewer neurons; `auto`, the
             better of both for each part. `paper` is plain truncated SVD of every matrix alone (Eq. 11), the ratio for
-            each (Eq. 12).
-            With groups it decomposes the mean of their layers; the paper prints no rule for this.
+            each (Eq. 12). With groups it decomposes the mean of their layers; the paper prints no rule for this.
         calibration: text on which the sensitivity of the loss is measured, never the test set: a file or a data set on
             the Hub. Sentence pairs, see `load_parallel`; or source text alone (a .txt file with one text per line, or
             one column), which the teacher translates. `None`: self-generated text. Other models than
@@ -206,8 +205,8 @@ class StudyOptions:
     The two methods may name any structural form; `convert` checks them.
 
     Attributes:
-        weighting: weights of errors of a matrix: the `loss`, its `inputs` alone, or one weight a row
-            (`rows`), see `Calibration.metric`. Only with `loss` are errors of different matrices comparable.
+        weighting: weights of errors of a matrix: the `loss`, its `inputs` alone, or one weight a row (`rows`), see
+            `Calibration.metric`. Only with `loss` are errors of different matrices comparable.
         allocation: `uniform` gives every matrix the same ratio; `budget` distributes the parameters so that the loss
             grows least. `None` means `budget` with calibration and one ratio for all kinds.
         attention_method: attention by `low-rank` factors of each matrix, or narrower heads (`narrow`). `None`: as in

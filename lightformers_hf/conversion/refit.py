@@ -144,15 +144,14 @@ class Regression:
 
     A layer's inputs x are the student's, with all layers before it regressed; its aim y is the teacher's output, and
     where that is added to states r, of which the student's r' lack some, y + β(r − r'). So what one sublayer loses,
-    the next ones make up for: all of it (β = 1) if layers were removed, half of it if matrices became smaller.
-    W* = (E[xᵀx] + ρI)⁻¹ (E[xᵀy] + ρW), all centred, truncated in the metric of the calibration; the bias makes the
-    means agree (without one, nothing is centred). W is the layer as it was in the teacher, ρ = `ridge` ·
-    the mean variance of x. Tokens have the weights of the calibration, or without one all the same.
+    the next ones make up for: all of it (β = 1) if layers were removed, half of it if matrices became smaller. W* =
+    (E[xᵀx] + ρI)⁻¹ (E[xᵀy] + ρW), all centred, truncated in the metric of the calibration; the bias makes the means
+    agree (without one, nothing is centred). W is the layer as it was in the teacher, ρ = `ridge` · the mean variance
+    of x. Tokens have the weights of the calibration, or without one all the same.
 
-    Norms put states that have lost something back to their full size, errors with them. The gain g of each becomes
-    g + β(g* − g), with g* fitted by least squares to the outputs of the teacher's norm, feature by feature; its bias
-    makes the means agree. The one before the output layer stays where β < 1: it would make the model less sure than it
-    is.
+    Norms put states that have lost something back to their full size, errors with them. The gain g of each becomes g +
+    β(g* − g), with g* fitted by least squares to the outputs of the teacher's norm, feature by feature; its bias makes
+    the means agree. The one before the output layer stays where β < 1: it would make the model less sure than it is.
 
     Attributes:
         student, teacher: LightFormers without shared layers; the teacher dense or not.

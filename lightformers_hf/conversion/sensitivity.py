@@ -59,8 +59,7 @@ TOKENS, LOGIT_ROWS = 512, 64
 # Target tokens, about, by which the spread of logits is known, of so many batches.
 SPREAD_TOKENS, SPREAD_BATCHES = 256, 4
 # Signs of `Probes` repeat after so many tokens: a prime, small enough for float32 to distinguish fractions of its
-# multiples
-# apart.
+# multiples apart.
 PERIOD = 4093
 
 Batch = dict[str, Tensor]

@@ -174,8 +174,8 @@ def make_corpus(
     """Make `counts[split]` sentence pairs for each of the splits train, validation and test.
 
     No source sentence and no target sentence occurs twice in all splits together. Some combinations are reserved for
-    validation and some for test: each sentence there holds one, and no sentence of another split does.
-    The same seed and library versions give the same corpus. `advance(n)` is called after every n new sentences.
+    validation and some for test: each sentence there holds one, and no sentence of another split does. The same seed
+    and library versions give the same corpus. `advance(n)` is called after every n new sentences.
     """
     rng = random.Random(seed)
     lines = TEMPLATES.strip().splitlines()

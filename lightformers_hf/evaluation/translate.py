@@ -51,8 +51,8 @@ def load_translator(
             (`choose_prefix`), or the one that stands behind `source`, as in `en=translate English to German: `.
 
     Raises:
-        ValueError: the engine is not installed, or the device is not the CPU; languages that the model
-            does not support, or for which it was not exported.
+        ValueError: the engine is not installed, or the device is not the CPU; languages that the model does not
+            support, or for which it was not exported.
     """
     if not is_export(name):
         model, tokenizer = load_model(name, device=device, source=source, target=target, columns=columns)

@@ -40,8 +40,7 @@ def load_trainable(
     """A checkpoint in fp32, whatever it is stored in: fp16 weights do not train. Every weight must be there.
 
     Its configuration is `config`, or its own; without `dropout` there is no dropout, whatever the configuration
-    contains. Raises
-    `ValueError` if its weights are not those of the configuration, or as `check_checkpoint`.
+    contains. Raises `ValueError` if its weights are not those of the configuration, or as `check_checkpoint`.
     """
     name = str(resolve_source(name))
     check_checkpoint(Path(name))

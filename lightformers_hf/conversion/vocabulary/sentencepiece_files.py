@@ -2,8 +2,8 @@
 
 A SentencePiece model is a message of protocol buffers (`sentencepiece_model.proto` of google/sentencepiece): field 1,
 repeated, is a piece, field 4 sentences by which a model tests itself when it is loaded, other fields define the
-tokenization.
-Fields are copied as they stand, bytes and all, so that nothing is needed here but where each begins and ends.
+tokenization. Fields are copied as they stand, bytes and all, so that nothing is needed here but where each begins and
+ends.
 """
 
 from __future__ import annotations
