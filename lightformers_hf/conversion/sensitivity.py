@@ -1,12 +1,13 @@
 """Sensitivity of the loss to an error in each matrix, measured on calibration text.
 
 Let y = x·W. To second order, and treating x and the gradient g at y as independent (K-FAC, Martens and Grosse 2015),
-replacing W by Ŵ costs ½ tr(Δᵀ C Δ G) nats a target token, Δ = W − Ŵ, C = E[xᵀx] and G = Σ gᵀg / target tokens: so far
-predictions move from the model's own (`Probes`). So errors of different matrices are in one unit, and compare.
+replacing W by Ŵ costs ½ tr(Δᵀ C Δ G) nats per target token, with Δ = W − Ŵ, C = E[xᵀx] and G = Σ gᵀg / target tokens.
+This is the divergence of the predictions (`Probes`). Errors of different matrices thus have one unit and are
+comparable.
 
-They are not independent: the loss is very sensitive to some tokens, and not at all to others. So C is a mean with
-weights |g|², which with G is the first step towards the product C ⊗ G that is nearest to E[xᵀx ⊗ gᵀg] (Van Loan and
-Pitsianis 1993).
+x and g are not independent: the loss is very sensitive to some tokens, and insensitive to others. So C is a mean with
+weights |g|². With G it is the first step of the power iteration for the product C ⊗ G nearest to E[xᵀx ⊗ gᵀg] (Van
+Loan and Pitsianis 1993).
 """
 
 from __future__ import annotations
