@@ -282,7 +282,7 @@ def build(
                 with gr.Column():
                     boxes.append(gr.Textbox(label=model.label, lines=3, interactive=False, elem_id=role))
                     boxes.append(gr.Textbox(label="tokens and time", interactive=False, elem_id=f"{role}-figures"))
-        # One at a time: times would not be a sentence's own otherwise.
+        # One at a time, so that each time belongs to one sentence.
         gr.on([button.click, text.submit], both, text, boxes, concurrency_limit=1, api_name="translate")
     return page.queue(max_size=WAITING)
 

@@ -26,7 +26,7 @@ except ImportError:  # Windows
 CARD_FILE = "README.md"
 REPORT_FILE = "compression.json"
 EXPORT_FILE = "export.json"
-RECORD_FILE = "recovery.json"  # of a recovery: what was asked for, what was chosen, what came out
+RECORD_FILE = "recovery.json"  # of a recovery: options, settings and results
 STATE_FILE = "trainer_state.json"  # transformers' Trainer writes it
 WEIGHT_FILES = (  # the one that is loaded first
     "model.safetensors",
@@ -50,9 +50,9 @@ MODEL_FILES = (
     *("*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json"),
     *(*TOKENIZER_FILES, CARD_FILE, REPORT_FILE, STATE_FILE),
 )
-MANIFEST_FILE = ".lightformers.json"  # in every folder that the package wrote: the names of what it wrote there
+MANIFEST_FILE = ".lightformers.json"  # in every folder of the package: the names of its files
 UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)  # of a folder: nothing goes into it
-LARGEST = 2.0**63  # of what is measured, nothing is more
+LARGEST = 2.0**63  # above every measured value
 LONGEST_NAME = 255  # bytes, of a file's name
 FULL = 1 << 26  # bytes left on a disk that count as none
 

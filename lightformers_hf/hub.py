@@ -49,7 +49,7 @@ MODEL_FILES = (
     "model-{0}-of-{0}.safetensors".format("[0-9]" * 5),
     "model.safetensors.index.json",
 )
-# The tokenizer's own of every class; a class lists its others.
+# Files of every tokenizer class; a class lists further ones.
 TOKENIZER_FILES = (
     tokenization.TOKENIZER_CONFIG_FILE,
     tokenization.FULL_TOKENIZER_FILE,
@@ -334,7 +334,7 @@ def _explain(error: BaseException, name: str) -> OSError:
     if isinstance(error, OSError) and not isinstance(error, (HTTPError, ConnectionError, TimeoutError)):
         return error  # of this machine, not of the Hub
     again = "run the same again, what has arrived is not sent twice, and until all has, nobody sees a part of it"
-    if "xet-write-token" in str(error) and "404" in str(error):  # what the client asks before it uploads large files
+    if "xet-write-token" in str(error) and "404" in str(error):  # request of the client before it uploads large files
         return ConnectionError(
             f"{constants.ENDPOINT} does not speak Xet, which hf_xet uploads by: set HF_HUB_DISABLE_XET=1 and {again}"
         )

@@ -41,7 +41,7 @@ from .models.configuration_lightformer import FactorizedConfig
 from .models.layers import SinusoidalPositions
 from .processors import check_device
 
-# What transformers raises, besides ValueError, for files with unexpected content.
+# Errors of transformers, besides ValueError, for files with unexpected content.
 DAMAGED = (
     *(AttributeError, TypeError, LookupError, AssertionError, ArithmeticError, RuntimeError, ImportError),
     StrictDataclassError,
@@ -353,7 +353,7 @@ def _open_file(path: Path) -> dict[str, Stored]:
 
 
 def _read_mapped(path: Path, name: str) -> Tensor:
-    # Each tensor gets a mapping of its own: its pages leave the memory of the process when it is released.
+    # Each tensor gets a separate mapping: its pages leave the memory of the process when it is released.
     with safe_open(path, framework="pt") as handle:
         return handle.get_tensor(name)
 

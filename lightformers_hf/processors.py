@@ -29,7 +29,7 @@ BF16_INSTRUCTIONS: dict[str, set[str]] = {
 }
 # Rows of products that sum over them come in multiples of this.
 ROWS = 128
-# Rows that are scaled and rounded together, so that what lies between is in the processor's cache.
+# Rows that are scaled and rounded together, so that intermediate results stay in the processor's cache.
 CACHED_ROWS = 64
 # A product's sizes are made multiples of these: tokens, and both sides of a weight.
 TOKENS, FEATURES = ROWS, 32
@@ -37,7 +37,7 @@ TOKENS, FEATURES = ROWS, 32
 FIRST_SHAPES = 6
 # Number of different matrices of a model; fewer recur within a batch, so that padding has no advantage.
 MANY_SHAPES = 16
-# Multiplications of a head above which bfloat16 is worth a program of its own.
+# Multiplications of a head above which a separate bfloat16 kernel is faster.
 SMALL_HEAD = 64**3
 
 

@@ -401,7 +401,7 @@ def _read_json(path: Path, name: str, identity: str) -> Dataset:
     from datasets.exceptions import DatasetGenerationError
 
     rows, error = None, None
-    logger = logging.getLogger("datasets.packaged_modules.json.json")  # prints what it raises, too
+    logger = logging.getLogger("datasets.packaged_modules.json.json")  # also prints the errors that it raises
     with ExitStack() as stack:
         stack.callback(setattr, logger, "disabled", logger.disabled)
         logger.disabled = True

@@ -72,7 +72,7 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
 
     units: list[Unit] = []
     taken: set[str] = set()
-    unmet: dict[str, str] = {}  # what an attention or network is asked to become, which no part of the model can
+    unmet: dict[str, str] = {}  # requested forms that no part of the model supports
     # Those of several matrices first: within them single ones are an alternative.
     for matrices in sorted((one for form in forms[::-1] for one in places[form].values()), key=len, reverse=True):
         if taken.intersection(matrices):

@@ -40,7 +40,7 @@ def read_results(file: Path, parameters: int) -> dict:
             ): variant
             for variant in dict.fromkeys(results["signatures"].values())
         }
-        # A path of this machine is nobody's business; a data set on the Hub has an owner.
+        # A local path is private; a data set on the Hub has an owner.
         data = results["data"]
         shown |= {"data": Path(data).name if is_file_name(data) else data, "rows": _rows(results)}
     except FileNotFoundError:

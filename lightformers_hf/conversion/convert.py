@@ -252,7 +252,7 @@ def fit(
         built: the built matrices; `None` if no layer is refitted.
     """
     names = list(tensors)
-    # Taken out one by one: the model and all tensors that it is made of need not be there together.
+    # Tensors are removed one by one, so that the model and all tensors are never in memory together.
     values = {name: (tensors.pop(name) if built else tensors[name]).float() for name in names}
     student = assemble(type(model), model.config, values).to(measured.whole.device)
     expected = predict_tokens(measured.whole, measured.compared)

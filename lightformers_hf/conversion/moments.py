@@ -1,4 +1,4 @@
-"""Second moments: sums over calibration samples at the modules of a model, their roots, and the norm that they define."""
+"""Second moments: sums over calibration samples at the modules of a model, their roots, and the norm they define."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNSEEN = 1e-6
 STRIP = 256
 # Rows of an embedding matrix that are taken to float64 together, and columns of a triangle.
 ROWS, COLUMNS = 4096, 512
-# Bytes of tensors that a `TensorStore` holds in memory; on a GPU, a share of what is free there.
+# Bytes of tensors that a `TensorStore` holds in memory; on a GPU, a share of its free memory.
 ROOM, FREE_SHARE = 2**26, 0.25
 Value = TypeVar("Value")
 
@@ -384,6 +384,6 @@ def damped_root(moment: Tensor, damping: float) -> Tensor:
         diagonal.copy_(before)
     if not all_finite(moment):
         raise ValueError("the calibration moments are not finite: the model's states or gradients are too large")
-    # Where all samples are alike, what is left around their mean is rounding.
+    # If all samples are equal, the rest around their mean is rounding.
     values, vectors = torch.linalg.eigh(moment)
     return torch.linalg.cholesky(vectors * values.clamp(min=damping * values.abs().max()) @ vectors.T)

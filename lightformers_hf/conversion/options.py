@@ -31,7 +31,7 @@ METHOD_SWITCHES: dict[str, dict[str, Any]] = {
     "narrow": {"attention_method": "narrow", "ffn_method": "narrow"},
     "paper": {"attention_method": "low-rank", "ffn_method": "low-rank", "allocation": "uniform", "refit": False},
 }
-# Switches of a study and what they may be.
+# Switches for experiments and their values.
 STUDY_CHOICES: dict[str, tuple[str | None, ...]] = {
     "weighting": ("loss", "inputs", "rows"),
     "allocation": (None, "uniform", "budget"),
@@ -123,7 +123,7 @@ class CompressionOptions:
             read_quantity(name, getattr(self, name))
         if self.method == "paper" and (given := self._given("calibration", *LAYERS, *OTHER_BUDGETS)):
             raise ValueError(f"method is 'paper', but the paper's procedure has no {given[0]}: leave one of them out")
-        self.policy()  # names what is out of its range
+        self.policy()  # raises an error for values out of range
         for kind in ("attention", "ffn") if self.method == "narrow" else ():
             rule = self._policy.kinds.get(kind, self._policy.default)
             if not (rule is None or isinstance(rule, Ratio)):

@@ -52,9 +52,9 @@ RIDGE, SELF_GENERATED_RIDGE = 1e-2, 0.1
 # Share of the accumulated error of the hidden states that is corrected: more helps on the sample alone (RESULTS.md,
 # "What states lack").
 CORRECTED = 0.5
-# At least this share of their mean square: what rounding in float32 may leave of the variance of constant inputs.
+# At least this share of their mean square: the variance that rounding in float32 leaves for constant inputs.
 CONSTANT = 1e-6
-# Tokens of a batch: nothing is kept for gradients, and of few the passes take less time than what is around them.
+# Tokens of a batch. Nothing is stored for gradients, and for small batches the overhead would exceed the passes.
 TOKENS = 1024
 NORMS = (nn.LayerNorm, nn.RMSNorm)
 # Target tokens whose probabilities are balanced, about; steps that balance them, occurrences of each that are added to
@@ -126,7 +126,7 @@ def bridge(
     stacks = tuple(depths) if len(depths["encoder"]) < len(teacher.get_encoder().layers) else ("decoder",)
     linear = [name for stack in stacks for name, _ in _linear_layers(shorter, stack)]
     names = [*linear, *(name for stack in stacks for name in _norms(shorter, stack))]
-    for name in linear:  # files' pages, or the teacher's own
+    for name in linear:  # mapped files, or tensors of the teacher
         for weight in shorter.get_submodule(name).parameters():
             weight.data = weight.data.clone()
     store, unchanged = TensorStore(teacher.device), Built([], {})
@@ -301,7 +301,7 @@ class Regression:
         scale = 1 + self.share * (torch.where(variance > CONSTANT * square, scale, 1) - 1)
         scale, shift = (each.float().to(norm.weight.device) for each in (scale, mean_out - mean_in * scale))
         new = {"weight": norm.weight * scale} | ({"bias": norm.bias * scale + shift} if centred else {})
-        for leaf, tensor in new.items():  # not in place: its own may be the teacher's, too
+        for leaf, tensor in new.items():  # not in place, because the teacher may share the tensor
             setattr(norm, leaf, nn.Parameter(tensor.to(norm.weight.dtype), requires_grad=False))
 
     def _solve(self, layers: dict[str, nn.Module], inputs: PairMoments, outputs: dict[str, PairMoments]) -> None:
@@ -314,7 +314,7 @@ class Regression:
             some = {name: layer for name, layer in layers.items() if (bias_of(layer) is not None) == centred}
             if not some:
                 continue
-            # Inputs that hardly vary leave a covariance of rounding; those always zero, behind what was pruned, none.
+            # Nearly constant inputs leave a covariance of rounding errors; inputs that are always zero leave none.
             seen = inputs.moment(centred=False).diagonal().mean()
             covariance = inputs.moment(centred=centred)
             ridge = max(self.ridge * covariance.diagonal().mean(), CONSTANT * seen)
@@ -337,7 +337,7 @@ class Regression:
         """Return the matrix towards which a regression is shrunk: the layer's own in the teacher if inputs fit."""
         before = self.student if self.calibration is None else self.calibration.model
         own = self.built.of_teacher(name, _matrix(before.get_submodule(name), self.device))
-        return own if len(own) == inputs else _matrix(layer, self.device)  # its inputs are others
+        return own if len(own) == inputs else _matrix(layer, self.device)  # the layer has other inputs
 
     def _metric(self, name: str, covariance: Tensor, width: int) -> Metric:
         """Return the norm of errors of a matrix with such inputs and `width` outputs."""
@@ -647,7 +647,7 @@ def balance(
         if step < BALANCING:
             shift += ((target + SMOOTHING) / (own + SMOOTHING)).log()
     if worth:
-        # A buffer of its own: the one that is there may be the teacher's.
+        # A new buffer, because the teacher may share the existing one.
         student.final_logits_bias = student.final_logits_bias + shift.float().to(student.device)
 
 

@@ -152,7 +152,7 @@ class Ratio(RankRule):
 
     def find_rank(self, name: str, m: int, n: int, singular_values: Tensor | None) -> int:
         """By Eq. 12."""
-        if worth_factorizing(m, n, 1):  # what cannot get smaller at all stays dense
+        if worth_factorizing(m, n, 1):  # a matrix that cannot become smaller stays dense
             _check_reach(name, self.ratio, m * n / (m + n))
         return rank_for_ratio(m, n, self.ratio)
 

@@ -225,7 +225,7 @@ class Calibration:
         """Raise `ValueError` for text without a token to predict, and for sums that are not finite."""
         if not self.target_tokens:
             raise ValueError("calibration: the text has no token to predict; give other text with --calibration")
-        for what in ("inputs", "gradients", "squares"):  # what is not finite somewhere makes all gradients so
+        for what in ("inputs", "gradients", "squares"):  # one value that is not finite makes all gradients so
             for name, moments in self.moments.items():
                 if not moments.finite(what):
                     what = "gradients" if what == "squares" else what
@@ -298,7 +298,7 @@ class Calibration:
         """Add inputs of a linear layer, where they hold `tokens`, with weights Σ g² where errors count (`mask`)."""
         if self._alike:
             weights = torch.ones_like(weights)
-        weights = weights.where(weights.isfinite(), 1)  # gradients that are not are found by their own sums
+        weights = weights.where(weights.isfinite(), 1)  # gradients that are not finite are found by their sums
         counted = torch.zeros_like(weights)
         counted[mask] = weights[mask]
         weights = counted[tokens].flatten()
@@ -380,7 +380,7 @@ class Calibration:
             if weighting == "rows":
                 return Metric(damped_weights(inputs.diagonal(), INPUT_DAMPING), columns)
             return Metric(Damped(inputs, INPUT_DAMPING), columns)
-        if has_bias:  # the bias takes the mean of the error; what is left is centred
+        if has_bias:  # the bias takes the mean of the error; the rest is centred
             inputs.addr_(mean, mean, alpha=-1)
         columns = Damped(self.gradients(names), GRADIENT_DAMPING)
         return Metric(Damped(inputs, INPUT_DAMPING), columns, mean if has_bias else None)

@@ -126,7 +126,7 @@ class Teacher:
             if name is None:
                 continue
             if name == SHARED and not self.config.share_encoder_decoder_embeddings:
-                shared = key  # read by a stack without a table of its own
+                shared = key  # read by a stack without a separate embedding matrix
             elif name in ties:
                 repeats.setdefault(ties[name], []).append(key)
             elif name in expected:

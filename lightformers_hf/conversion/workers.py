@@ -255,7 +255,7 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], devi
     recorded, items = torch.is_grad_enabled(), iter(items)
 
     def work(item: Item) -> Result:
-        with torch.set_grad_enabled(recorded):  # of each thread its own
+        with torch.set_grad_enabled(recorded):  # a setting of each thread
             return function(item)
 
     with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool, use_threads(1):

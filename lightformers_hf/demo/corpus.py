@@ -134,7 +134,7 @@ ARTICLES = {
 }
 SPLITS = ("train", "validation", "test")
 HELD_OUT_PERMILLE = 25  # of all combinations: so many for validation, and as many for test
-# Units by what they measure; values run up to about 10 to the power of the number.
+# Units by quantity; values go up to about 10 to the power of the number.
 UNITS = {
     "length": (3, "length-kilometer length-meter length-mile length-nautical-mile"),
     "mass": (3, "mass-kilogram mass-gram mass-pound mass-ounce"),

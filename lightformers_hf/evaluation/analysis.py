@@ -99,7 +99,7 @@ def singular_values(name: str, left: Tensor, right: Tensor | None = None) -> Ten
     """
     if right is None:
         return svd.singular_values(left.cpu(), name=name)
-    # The product's orthonormal factors on the outside change no singular value: what is inside is r×r.
+    # The orthonormal outer factors of the product change no singular value; the inner matrix is r×r.
     left, right = (torch.linalg.qr(factor.cpu().double(), mode="r").R for factor in (left, right.T))
     return svd.singular_values(left @ right.T, name=name)
 
@@ -269,7 +269,7 @@ def memory_footprint(model: PreTrainedModel) -> Footprint:
     return Footprint(**parts)
 
 
-# --- What a model does with text
+# --- Behaviour of a model on text
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ def behaviour(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]], *, p
         for batch in tqdm(batches, desc="looking inside", disable=not progress, unit="batch", leave=False):
             batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
             meter.start({"encoder": batch["attention_mask"] != 0, "decoder": batch["labels"] != -100})
-            # Without the head: logits are the largest tensor of all, and nobody looks at them.
+            # Without the head, because logits are the largest tensor and are not needed.
             model.base_model(
                 input_ids=batch["input_ids"],
                 attention_mask=batch["attention_mask"],

@@ -34,7 +34,7 @@ HAN = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # Chinese 
 # Scripts without spaces between words: Thai, Lao, Tibetan, Burmese, Khmer, Kana, Chinese characters.
 UNSPACED = re.compile(f"[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff{HAN}]")
 SENTENCE_END = re.compile(r"(?<=[.!?。！？])\s+")
-WORDS, SUMMARIES, SENTENCES = "words", "summaries", "sentences"  # what the references are
+WORDS, SUMMARIES, SENTENCES = "words", "summaries", "sentences"  # kinds of references
 ONE_WORD = 0.9  # share of references of one word from which the data are words
 SHORTENED = 0.5  # share of the sources' length, in words and in characters, up to which references are summaries
 

@@ -195,7 +195,7 @@ def _trimmed_mean(rates: list[float]) -> float:
     return fmean(sorted(rates)[dropped : len(rates) - dropped])
 
 
-# --- Memory, and processes of their own to measure in
+# --- Memory, and separate processes for measurements
 
 
 def peak_memory() -> int:

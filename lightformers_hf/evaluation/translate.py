@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-READ_BYTES = 1 << 16  # what translate_stream takes at once: some five hundred sentences, enough to sort by length
+READ_BYTES = 1 << 16  # read at once by translate_stream: some five hundred sentences, enough to sort by length
 UNLIMITED = sys.maxsize
-LONGEST = 1 << 16  # tokens of an output where the model does not limit them; memory is asked for at the start
+LONGEST = 1 << 16  # tokens of an output if the model has no limit; memory is allocated at the start
 
 
 class ByteSource(Protocol):

@@ -115,7 +115,7 @@ def train(trainer: Trainer, checkpoint: str | None = None) -> TrainOutput:
         check_resume(checkpoint, trainer)
     elif args.should_save:
         remove_checkpoints(args.output_dir)
-    # Evaluation fills in its own defaults; a classifier generates nothing.
+    # Evaluation sets its defaults; a classifier generates nothing.
     generation_config = copy.deepcopy(getattr(trainer.model, "generation_config", None))
     prepare_sharding(trainer)
     if (
@@ -232,11 +232,11 @@ def prepare_sharding(trainer: Trainer) -> None:
         group = [module for module in tied if module not in inner]
         fully_shard(
             group,
-            reshard_after_forward=False,  # the output layer needs what the first embedding has gathered
+            reshard_after_forward=False,  # the output layer needs the gathered first embedding
             mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
             offload_policy=plugin.cpu_offload,
         )
-        output = model.get_output_embeddings()  # in a low-rank output layer only a part of what is sharded
+        output = model.get_output_embeddings()  # in a low-rank output layer only a part is sharded
         whole = next((module for module in group if output in set(module.modules())), output)
         model.get_output_embeddings = lambda: whole
 

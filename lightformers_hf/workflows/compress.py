@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedTokenizerBase
 
-PLAN_FILE = "compress.json"  # what was asked for
+PLAN_FILE = "compress.json"  # options of the call
 MOST_HELD_OUT = 500  # pairs of validation and test each, where no others are given
 SCORED = 500  # sentences of the test that are translated in every engine
 PARTS = ("data", "converted", "recovered", "deployed", "results.json", "engines.json", "report.html", PLAN_FILE)
@@ -179,7 +179,7 @@ def compress(
         tested = [target for _, target in texts or ()]
         if test:
             tested = load_parallel(test, source=columns[0], target=columns[1])["target"][:]
-        choose_metrics(metrics, tested, tested)  # which refuses those that mean nothing, before the work begins
+        choose_metrics(metrics, tested, tested)  # refuses unsuitable metrics before the work begins
         if overwrite or not (output / PLAN_FILE).exists():
             begin(output, record)
         files = split_texts(texts, output / "data", columns, given)
@@ -205,7 +205,7 @@ def choose_method(arguments: Mapping[str, Any], to: str) -> tuple[dict[str, Any]
     if not (CompressionOptions(**options).policy().compresses and expands_low_rank(to)):
         return options, ""
     if "method" not in options:
-        with suppress(ValueError):  # a rank or an energy is asked for, which narrower layers do not have
+        with suppress(ValueError):  # narrower layers have no rank or energy
             CompressionOptions(**options, method="narrow")
             options["method"] = "narrow"
             return options, f"The method is narrow: {to} has no low-rank matrix multiplications."

@@ -90,7 +90,7 @@ OLD_NAMES = {"light": "model", "source": "source_lang", "target": "target_lang"}
 ENGINE, QUANTIZATION = "ctranslate2", "int8"  # in which a teacher translates fastest
 HELD_OUT = 1000  # pairs of the validation at most
 RANDOM_TEXTS = 20_000  # that are drawn where there is no text
-COMPARED = 200  # translations of the teacher that stand in for references at most
+COMPARED = 200  # at most so many translations of the teacher replace references
 LONGEST = 1024  # tokens of a text at most
 TRIAL_STEPS = 16  # by which the time of a step is known
 SAMPLE, BEAMS = 64, 4  # sources by which the speed of translating is known, and how the teacher does
@@ -163,7 +163,7 @@ def recover(
         record = claim(output, asked, overwrite=overwrite, inputs=inputs)
         set_seed(seed)
         with parents(output), lock(output), hide_bars(), hush_trainer():
-            if (output / RECORD_FILE).exists():  # as it is now that nobody else writes it
+            if (output / RECORD_FILE).exists():  # read again, now without other writers
                 record = claim(output, asked, overwrite=overwrite, inputs=inputs)
             run = Run(light, output, dense, data, validation, sides, metrics, report_to, seed, progress, device)
             if "scores" not in record:
@@ -467,7 +467,7 @@ class Run:
         best, own = trainer.model if best_step else self.load_light(dropout=True), self.own_config
         for name in ("use_cache", *(name for name in vars(own) if "dropout" in name)):  # otherwise while it trained
             setattr(best.config, name, getattr(own, name))
-        best.to(own.dtype or torch.float32).save_pretrained(self.output)  # it is to be as large as it was
+        best.to(own.dtype or torch.float32).save_pretrained(self.output)  # keeps its size on disk
         return Recovery(
             output=str(self.output),
             parameters=parameters,

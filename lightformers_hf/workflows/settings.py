@@ -10,7 +10,7 @@ from transformers import Seq2SeqTrainingArguments
 
 from ..evaluation.quality import METRICS
 
-# From this ratio on a model needs large steps, however few, and learned more from its teacher's own translations, too
+# From this ratio on, a model needs large steps, however few, and also learned more from its teacher's translations
 # (RESULTS.md, "Recovered").
 FAR = 5.0
 # So does a model with less than this share of its teacher's chrF, as after removing layers: converted models kept 0.9

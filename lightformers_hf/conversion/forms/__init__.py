@@ -24,7 +24,7 @@ from ..report import DENSE, MatrixReport
 from ..rules import RankPolicy
 from ..sharing import Originals, find_matrices, short_name
 
-# A rank or a width; `None` leaves a place as it is.
+# A rank or a width; `None` keeps a place unchanged.
 Setting = int | None
 
 

@@ -138,7 +138,7 @@ class NarrowerHeads(Form):
             second = q.T @ x @ q + means + means.T + torch.outer(bias, bias)
             gradients = self.originals.gradients(query)
             contexts, mean = self.originals.moments(out)
-            if self.originals.bias(out) is None:  # nothing takes the mean of what is lost
+            if self.originals.bias(out) is None:  # no bias takes the mean error
                 mean = torch.zeros_like(mean)
             contexts = contexts - torch.outer(mean, mean)
             at_output = self.originals.gradients(out)
@@ -180,7 +180,7 @@ class NarrowerHeads(Form):
         """Every width below that of the teacher's heads, and that."""
         queries, contexts, _ = self._bottlenecks
         costs = (queries.costs() + contexts.costs()).cpu()[1:]
-        costs[-1] = 0.0  # as it is
+        costs[-1] = 0.0  # unchanged
         sizes = torch.as_tensor(self.size(torch.tensor(self.widths))).double()
         return Choices([*self.widths[:-1], None], costs, sizes)
 

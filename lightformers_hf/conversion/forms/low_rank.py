@@ -113,7 +113,7 @@ class LowRank(Form):
         else:
             spectrum = decompose(matrix, name=short_name(self.name), rank=setting, metric=metric)
         factors = spectrum.truncate(setting)
-        if metric is not None and metric.mean is not None:  # the bias takes the mean of what the factors lose
+        if metric is not None and metric.mean is not None:  # the bias takes the mean error of the factors
             lost = metric.mean @ matrix.double() - metric.mean @ factors.left.double() @ factors.right.double()
             bias = (bias.double() + lost).to(bias.dtype)
         left, right = factors.left.to(matrix.dtype), factors.right.to(matrix.dtype)

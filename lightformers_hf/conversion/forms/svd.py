@@ -299,7 +299,7 @@ def _certified(tall: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor] | None:
     if not (gap > 0 and epsilon.square() / gap <= TOLERATED_LOSS * (total - ritz[:rank].sum())):
         return None
     rest = estimates[:-kept].flip(0).clamp(min=0)
-    known = rest.sum() > 0  # else float32 saw nothing there: what there may be is spread evenly
+    known = rest.sum() > 0  # otherwise below float32 accuracy: the rest is distributed evenly
     rest = torch.where(known, rest / rest.sum(), 1 / len(rest)) * (total - ritz.sum()).clamp(min=0)
     if rest[0] > ritz[rank - 1]:  # the estimates are rounding
         return None

@@ -28,7 +28,7 @@ from .tokenizer_json import MAIN, TokenizerJson
 if TYPE_CHECKING:
     from ..teacher import Teacher
 
-# Codes of languages that are tokens: de_DE and deu_Latn; Marian's stand between brackets.
+# Codes of languages that are tokens: de_DE and deu_Latn; Marian's are between brackets.
 CODE, MARIAN_CODE = re.compile(r"[a-z]{2,4}_[A-Za-z]{2,4}"), re.compile(r">>(.+)<<")
 SPACES = ("▁", "Ġ")  # pieces of nothing else
 BOTH = "both"  # sides
@@ -86,7 +86,7 @@ def choose_tokens(teacher: Teacher, options: CompressionOptions) -> KeptTokens:
     dropped = {token for code, token in codes.items() if code not in wanted}
     special = {str(token) for token in (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab())}
     must = (saved.needed() | special | set(codes.values())) - dropped
-    for _ in range(3):  # what the tokenizer's class adds by itself has to be there
+    for _ in range(3):  # tokens that the tokenizer's class adds must stay
         kept = _choose(teacher, vocabularies, saved, counts, must, options.vocabulary_size)
         rebuilt = rebuild(tokenizer, vocabularies, kept, wanted and [codes[code] for code in wanted])
         strange = _strange(rebuilt, vocabularies, kept)
@@ -263,7 +263,7 @@ def rebuild(
     with tempfile.TemporaryDirectory() as folder:
         save(tokenizer, Path(folder), languages)
         open_tokenizer(Path(folder)).rewrite(ids)
-        for _ in range(2):  # what a class adds by itself may show only when it is saved and loaded again
+        for _ in range(2):  # tokens that a class adds may appear only after saving and loading
             rebuilt = load_pretrained(AutoTokenizer, folder)
             rebuilt.save_pretrained(folder)
     rebuilt.name_or_path = tokenizer.name_or_path

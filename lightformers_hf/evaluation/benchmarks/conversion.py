@@ -169,7 +169,7 @@ def benchmark_conversion(shapes: str, *, runs: int = 3, samples: int | None = No
     )
 
 
-# Run in a process of its own, so that nothing but the conversion is in its memory.
+# Run in a separate process, so that only the conversion is in its memory.
 _CONVERT = """
 import json, logging, sys
 from lightformers_hf import convert

@@ -37,7 +37,7 @@ from ..translate import translate
 if TYPE_CHECKING:
     from datasets import Dataset
 
-BASELINE = "ctranslate2-int8"  # of the teacher: what its users deploy
+BASELINE = "ctranslate2-int8"  # of the teacher: the usual deployment
 SOURCE_TOKENS = 25
 RUN_DONE = "run done\n"  # lines that the measuring process prints for each
 SHORTLISTED = "+shortlist"  # behind the name of a form
