@@ -236,7 +236,7 @@ def _draw_spectra(folder: Path, matrices: list[MatrixReport], name: str, *, trim
 
 
 def _read_result(file: Path) -> Evaluation | EngineComparison:
-    """What `lightformers evaluate --json` or `lightformers benchmark engines --json` wrote."""
+    """Content of a file of `lightformers evaluate --json` or `lightformers benchmark engines --json`."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(content, dict) and "timings" in content:

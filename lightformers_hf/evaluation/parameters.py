@@ -33,7 +33,7 @@ from ..files import WEIGHT_FILES
 from ..loading import DAMAGED, build_network, check_checkpoint, find_architecture, load_pretrained, unique_parameters
 from ..recipes import recipe_config, recipe_task
 
-# Of a recipe whose script is not for sequence-to-sequence models.
+# For recipes whose script does not train sequence-to-sequence models.
 AUTO_CLASSES = {"clm": AutoModelForCausalLM, "classification": AutoModelForSequenceClassification}
 
 
@@ -43,7 +43,7 @@ class ParameterRow:
 
     table: str  # paper, table and row, as in `LightFormer T6 r4`
     model: str  # name of its class
-    millions: float  # as printed; the decimals say how it was rounded
+    millions: float  # as printed; the decimals show its rounding
     tolerance: float  # largest accepted |ours − printed| / printed
     config: dict
     note: str = ""  # what the paper leaves open, and how it was read

@@ -50,8 +50,8 @@ def load_trainable(
 ) -> PreTrainedModel:
     """A checkpoint in fp32, whatever it is stored in: fp16 weights do not train. Every weight must be there.
 
-    Its configuration is `config`, or its own; without `dropout` nothing is dropped, whatever that says. Raises
-    `ValueError` if its weights are not those of the configuration, or as `check_checkpoint`.
+    Its configuration is `config`, or its own; without `dropout` there is no dropout, whatever the configuration
+    contains. Raises `ValueError` if its weights are not those of the configuration, or as `check_checkpoint`.
     """
     name = str(resolve_source(name))
     check_checkpoint(Path(name))
@@ -116,7 +116,7 @@ def train(trainer: Trainer, checkpoint: str | None = None) -> TrainOutput:
         check_resume(checkpoint, trainer)
     elif args.should_save:
         remove_checkpoints(args.output_dir)
-    # Evaluation fills in its own defaults; a classifier generates nothing.
+    # Evaluation sets its defaults; a classifier generates nothing.
     generation_config = copy.deepcopy(getattr(trainer.model, "generation_config", None))
     prepare_sharding(trainer)
     trained = 0 if checkpoint is None or trainer.is_fsdp_enabled else load_state(checkpoint).global_step
@@ -162,7 +162,7 @@ def _is_complete(checkpoint: Path) -> bool:
 
 def check_resume(checkpoint: str, trainer: Trainer) -> None:
     """Raise a `ValueError` if `checkpoint` is of another model or tokenizer: Trainer would load what fits of it."""
-    # What says nothing of the weights, or what Trainer itself makes agree with the tokenizer before the first step.
+    # Fields without effect on the weights, and those that Trainer aligns with the tokenizer before the first step.
     passing = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
     passing |= {f"{token}_token_id" for token in ("bos", "eos", "pad")}
     before, now = load_pretrained(AutoConfig, checkpoint).to_dict(), trainer.model.config.to_dict()
@@ -178,7 +178,7 @@ def check_resume(checkpoint: str, trainer: Trainer) -> None:
 
 
 def load_state(checkpoint: str) -> TrainerState:
-    """The state of a checkpoint's training."""
+    """Data about the training in a checkpoint."""
     return TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
 
 
@@ -205,7 +205,7 @@ def prepare_sharding(trainer: Trainer) -> None:
     """Make the model of an FSDP2 run ready for accelerate to shard; before `trainer.train()`, on every process.
 
     A parameter must not lie in two FSDP groups, and accelerate, which makes one of every layer and one of what is
-    left, knows of a shared input and output table, but not of those that encoder and decoder have beside it. So the
+    left, handles a tied input and output matrix, but not separate matrices of encoder and decoder beside it. So the
     modules that share parameters become one group here; accelerate leaves alone what is sharded. Of the layer classes
     in `_no_split_modules` those are named to it that the model has. Without FSDP2 nothing is done.
     """
@@ -229,11 +229,11 @@ def prepare_sharding(trainer: Trainer) -> None:
         group = [module for module in tied if module not in inner]
         fully_shard(
             group,
-            reshard_after_forward=False,  # the output layer needs what the first embedding has gathered
+            reshard_after_forward=False,  # the output layer needs the gathered first embedding
             mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
             offload_policy=plugin.cpu_offload,
         )
-        output = model.get_output_embeddings()  # in a low-rank output layer only a part of what is sharded
+        output = model.get_output_embeddings()  # in a low-rank output layer only a part is sharded
         whole = next((module for module in group if output in set(module.modules())), output)
         model.get_output_embeddings = lambda: whole
 
@@ -280,8 +280,8 @@ class Fall:
 class Pace(TrainerCallback, ExportableState):
     """After every validation, fits the steps that are left into the time that is left, in whole parts between two.
 
-    What a step takes changes with what else a machine does; the last part says what one takes now. The learning rate
-    falls to 0 by the last step. A training that goes on has the time left that it had.
+    The time of a step changes with the load of the machine; the last steps show the current time. The learning rate
+    falls to 0 by the last step. A resumed training has the remaining time.
 
     Args:
         seconds: for the training, validation included; 0: the steps stay as they are.
@@ -298,13 +298,13 @@ class Pace(TrainerCallback, ExportableState):
         return self.before + time.monotonic() - self.began
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Content of a checkpoint."""
         return {"before": self.elapsed, "fall": dict(vars(self.fall))}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, lr_scheduler: Any = None, **_: Any
     ) -> None:
-        """Take the steps' number and rates over, and what a checkpoint says of them."""
+        """Adopt the number of steps and the rates, and those of a checkpoint."""
         kept = state.stateful_callbacks.get(type(self).__name__)
         if state.global_step and kept:
             self.before = kept["before"]
@@ -380,6 +380,6 @@ class Clock(TrainerCallback):
 
     @property
     def seconds(self) -> float:
-        """Of a step, a median: a moment in which the machine had something else to do does not count."""
+        """The median time of a step; moments of high load do not count."""
         first = min(4, len(self.times) - 2)
         return median(after - before for before, after in pairwise(self.times[first:]))

@@ -10,10 +10,10 @@ from transformers import Seq2SeqTrainingArguments
 
 from ..evaluation.quality import METRICS
 
-# From this ratio on a model needs large steps, however few, and learned more from its teacher's own translations, too
+# From this ratio on, a model needs large steps, however few, and also learned more from its teacher's translations
 # (RESULTS.md, "Recovered").
 FAR = 5.0
-# So does one with less than this share of its teacher's chrF, as where layers were left out: converted models kept 0.9
+# So does a model with less than this share of its teacher's chrF, as after removing layers: converted models kept 0.9
 # at ratio 4, and 0.8 at 6 (RESULTS.md, "Without any training"). With the teacher's own translations for references,
 # of which it has all itself, these keep 0.70 and 0.6.
 NEAR, NEAR_OWN = 0.85, 0.65
@@ -32,7 +32,7 @@ MOST_EPOCHS, MOST_EVALUATIONS = 40, 10
 
 @dataclass(frozen=True)
 class RecoverySettings:
-    """What a training is determined by, besides model and data."""
+    """Settings of a training, besides model and data."""
 
     learning_rate: float  # the highest; it rises for `warmup_steps` and then falls to 0 by `steps`
     alpha: float  # weight of the teacher's predictions beside the labels
@@ -42,7 +42,7 @@ class RecoverySettings:
     steps: int = 0  # as planned
     warmup_steps: int = 0
     eval_steps: int = 0  # between validations
-    dropout: float = 0.0  # of the model while it trains; 0 or what its configuration says
+    dropout: float = 0.0  # of the model while it trains; 0 or the value of its configuration
     seconds: float = 0.0  # by which the steps are planned anew while it trains (`Pace`)
     most_steps: int = 0
 
@@ -64,8 +64,8 @@ def choose_settings(
 
     Learning rates are those of RESULTS.md: 1e-3 up to ratio 6, 1.2e-3 at 8, 1.5e-3 from 12 on, at a width of 256; and
     as many times less as the model is wider. Hidden states compare with those of a teacher of the same width. Of
-    random text the teacher's predictions and states alone are learned, with half the rate: more of it forgets what
-    the model knows of language.
+    random text the teacher's predictions and states alone are learned, with half the rate: more training
+    damages the language model.
     """
     rate = (1e-3 + 5e-4 * min(max((ratio - 6) / 6, 0), 1)) * (0.5 if random_text else 1)
     return RecoverySettings(

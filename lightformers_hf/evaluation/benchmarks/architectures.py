@@ -27,7 +27,7 @@ SOURCE_TOKENS = TARGET_TOKENS = 25
 TRAINING_SENTENCES = 16
 DECODING = {"greedy": 1, "beam 4": 4}
 TRAINING = "training"
-# What a Marian takes from the architecture that it stands beside.
+# Fields that the Marian takes from the architecture it is compared with.
 SAME_FIELDS = (
     *("vocab_size", "d_model", "encoder_layers", "decoder_layers", "scale_embedding"),
     *("dropout", "attention_dropout", "activation_dropout"),
@@ -72,7 +72,7 @@ PAIRS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """Speeds of a pair."""
+    """Measurements of a pair."""
 
     name: str
     parameters: int

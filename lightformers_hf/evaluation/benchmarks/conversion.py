@@ -40,7 +40,7 @@ print(json.dumps([found, [end - begin for end, begin in zip(clocks(), start)], p
 
 
 def clocks() -> tuple[float, float]:
-    """Return the time, and the time the processors worked: the second tells more where the machine is shared."""
+    """Return the time, and the time the processors worked: the second is more reliable on a shared machine."""
     return time.perf_counter(), time.process_time()
 
 
@@ -97,7 +97,7 @@ def time_conversion(shapes: str, **options: object) -> WholeConversion:
     checkpoint. Writes about three times the checkpoint's size into the folder for temporary files, and removes it.
 
     Args:
-        options: of `convert`; unless told otherwise the default conversion, at the default ratio.
+        options: of `convert`; by default the default conversion, at the default ratio.
 
     Raises:
         ValueError: unknown shapes, or the conversion failed.
