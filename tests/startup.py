@@ -1,4 +1,4 @@
-"""Processor time of commands beside plain programs that they are compared with: `python tests/startup.py MODEL`.
+"""Processor time of commands beside plain programs that they are compared with: `python tests/startup.py MODEL [RUNS]`.
 
 User and system time of whole processes, which run in turn, hardly depend on what else the machine does.
 """
@@ -44,7 +44,7 @@ def main(model, runs=5):
     words = ("-c", COMMAND, "translate", model, "--max-new-tokens", "8")
     cases.append(("translate", words, {}, 0, ("-c", TRANSLATE, model), 1.2))
     for name, words, variables, code, plain, aim in cases:
-        pairs = [(measure_seconds(words, variables, code), measure_seconds(plain, {})) for _ in range(runs)]
+        pairs = [(measure_seconds(words, variables, code), measure_seconds(plain, {})) for _ in range(int(runs))]
         ours, theirs = (median(column) for column in zip(*pairs, strict=True))
         print(f"{ours / theirs:5.2f}x, aim {aim}x: {name}")
 
