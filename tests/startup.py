@@ -1,4 +1,4 @@
-"""Processor time of commands beside plain programs that they are compared with: `python tests/startup.py MODEL [RUNS]`.
+"""Processor time of commands beside plain programs, as ratios: `python tests/startup.py MODEL [RUNS]`.
 
 User and system time of whole processes, which run in turn, hardly depend on what else the machine does.
 """
