@@ -18,7 +18,7 @@ from .forms import Choices, Form, Setting, all_forms
 from .options import CompressionOptions, StudyOptions, missing_unit, read_quantity
 from .rules import RankPolicy, Ratio
 from .sharing import Originals, find_matrices, short_name
-from .workers import Step, share_work
+from .workers import Step, map_in_threads
 
 # What a safetensors file spends on naming a tensor, about.
 HEADER_BYTES = 130
@@ -182,13 +182,10 @@ def work_on_places(
     """
     sizes = [int(place.size(None)) for place in places]
 
-    def work_on(index: int) -> tuple[int, Result]:
-        return index, work(places[index])
-
     with Step(name, unit="parameter", total=sum(sizes), shown=progress) as bar:
-        for index, result in share_work(work_on, range(len(places)), device):
-            yield places[index], result
-            bar.update(sizes[index])
+        for place, size, result in zip(places, sizes, map_in_threads(work, places, device), strict=True):
+            yield place, result
+            bar.update(size)
 
 
 def sort_by_size(places: list[Form]) -> list[Form]:

@@ -16,13 +16,14 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..loading import all_finite, assemble, load_tensors, skeleton
+from ..matrices import product_of
 from ..models.configuration_lightformer import FactorizedConfig
 from ..models.heads import ConditionalGenerationHead
+from ..processors import check_device, free_memory, has_fast_bf16
 from ..text import fingerprint
 from .allocation import check_choices, choose, find_units, work_on_places
 from .calibration_text import count_tokens, draw_pairs, hold_out, sample_text
 from .card import write_card
-from .forecast import forecast
 from .forms import Built, Form, Setting, all_forms
 from .options import CompressionOptions, StudyOptions, needs_calibration, resolve_study
 from .refit import bridge, can_refit, predict_tokens, refit, share_of_equal
@@ -31,7 +32,16 @@ from .sensitivity import Batch, Calibration
 from .sharing import Originals, can_align, change_moments, find_bases, find_matrices, share_layers, short_name
 from .teacher import Teacher
 from .vocabulary.choose import choose_tokens
-from .workers import algebra_device, describe_work, find_device, is_main
+from .workers import AT_ONCE, algebra_device, count_workers, describe_work
+
+# A forecast. Seconds of one core for 10⁹ of: multiplications of layers with tokens, of the output layer with target
+# tokens, cubes of the longer sides of matrices; and so many times as many without fast products in bfloat16.
+LAYERS, LOGITS, ALGEBRA, SLOWER = 0.33, 0.33, 0.09, 2
+# The share of the work that remains if the text has its translations, seconds to load, and the exponent of the speed
+# of several threads.
+GIVEN, LOADING, SHARED = 0.6, 8.0, 0.5
+# Bytes of the libraries, and how often the model is in memory in float32: teacher, result, activations.
+LIBRARIES, COPIES = 7e8, 1.9
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +52,7 @@ class Compressed:
         teacher: the teacher, with the layers that stay.
         model: skeleton of the result.
         tensors: the result's, in the teacher's type or in float32, in which layers are regressed; empty after a dry
-            run, and in processes that do not write.
+            run.
         report: what was done.
     """
 
@@ -78,11 +88,10 @@ def compress(
 ) -> Compressed:
     """Decide what every part of the teacher in a folder becomes, and make it, unless the run is `dry`.
 
-    All processes, where there are several, go through it together and have the same results; the tensors are the main
-    process's alone. `source` is what the user called the teacher.
+    `source` is what the user called the teacher.
     """
     asked_study, study = study, resolve_study(options, study)
-    device, progress = find_device(options.device), progress and is_main()
+    device = check_device(options.device)
     checkpoint = Teacher(folder, source, options.languages_of_sides)
     whole = checkpoint.keep_tokens(choose_tokens(checkpoint, options)) if options.vocabulary else checkpoint
     teacher = whole.keep_layers({"encoder": options.encoder_layers, "decoder": options.decoder_layers})
@@ -108,8 +117,7 @@ def compress(
     originals = merge_layers(replace(originals, teacher=measured.teacher), measured.calibration, study)
     units = find_units(originals, options, study)
     places, setting = choose(units, originals, options, study, progress=progress)
-    keep = not dry and (is_main() or measured.whole is not None)
-    built, reports = build(places, setting, originals, keep=keep, progress=progress)
+    built, reports = build(places, setting, originals, keep=not dry, progress=progress)
     model = skeleton(teacher.model_class, find_config(dense, reports))
     if tensors := built.tensors:
         tensors |= originals.other_tensors()
@@ -170,7 +178,7 @@ def measure(
     pairs = draw_pairs(whole, options, study)
     if progress and device.type == "cpu":
         given = pairs is not None and "target" in pairs.column_names
-        tqdm.write(str(forecast(whole.model, count_tokens(whole, options, pairs), given=given)), file=sys.stderr)
+        tqdm.write(forecast(whole.model, count_tokens(whole, options, pairs), given=given), file=sys.stderr)
     model = whole.load().to(device)
     batches, held = hold_out(sample_text(model, whole, options, study, pairs, progress=progress))
     shorter = model if teacher is whole else teacher.load().to(device)
@@ -191,6 +199,31 @@ def measure(
     sentences = set() if pairs is None else {fingerprint(sentence) for sentence in pairs["source"]}
     agreed = batches if held is None else held
     return Measured(teacher, model, calibration, agreed, held is not None, sorted(sentences))
+
+
+def forecast(teacher: PreTrainedModel, tokens: float, *, given: bool) -> str:
+    """Estimate time and memory of the default conversion of a model, within a factor of about 1.5.
+
+    Args:
+        teacher: its skeleton, with all its layers.
+        tokens: a side, of the calibration text.
+        given: whether the text has both sides; otherwise the model generates the other.
+    """
+    layers = logits = cubes = 0.0
+    for name, kind in find_matrices(teacher):
+        m, n = product_of(teacher.get_submodule(name)).shape
+        if kind == "embedding":
+            logits = max(logits, m * n)
+        else:
+            layers, cubes = layers + m * n, cubes + max(m, n) ** 3
+    work = (LAYERS * layers + LOGITS * logits) * tokens * (GIVEN if given else 1) + ALGEBRA * cubes
+    work *= (1 if has_fast_bf16() else SLOWER) / min(count_workers(), AT_ONCE) ** SHARED
+    seconds, memory, free = LOADING + work / 1e9, LIBRARIES + COPIES * 4 * (layers + logits), free_memory()
+    time = f"{seconds / 60:.0f} minutes" if seconds > 90 else f"{max(1, round(seconds / 10)) * 10} seconds"
+    line = f"This takes at least {time}, on idle cores, and about {memory / 1e9:.1f} GB of memory."
+    if memory <= free:
+        return line
+    return f"{line} Only {free / 1e9:.1f} GB are free, so it may be ended half-way; --method paper needs least."
 
 
 def merge_layers(originals: Originals, calibration: Calibration | None, study: StudyOptions) -> Originals:

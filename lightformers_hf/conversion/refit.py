@@ -33,18 +33,7 @@ from .sensitivity import (
     token_mask,
 )
 from .sharing import find_matrices, short_name
-from .workers import (
-    Step,
-    algebra_device,
-    cast_weights,
-    fail_together,
-    fast_passes,
-    fast_products,
-    fast_sums,
-    gather_from_all,
-    map_in_order,
-    sum_over_all,
-)
+from .workers import AT_ONCE, Step, algebra_device, cast_weights, fast_passes, fast_products, map_in_threads
 
 # Weight of the layer's matrix in the regression, relative to the mean variance of its inputs, which are of sample
 # sentences or of self-generated text.
@@ -188,56 +177,48 @@ class Regression:
         total = sum(len(self.depths[stack]) for stack in stacks)
         with Step(what, total=total, unit="layer", shown=progress) as bar:
             for stack, depths in self.depths.items():
-                with fail_together():
-                    student, teacher = both = [
-                        HiddenStates(who, stack, model, self.batches, self.store)
-                        for who, model in (("student", self.student), ("teacher", self.teacher))
-                    ]
+                student, teacher = both = [
+                    HiddenStates(who, stack, model, self.batches, self.store)
+                    for who, model in (("student", self.student), ("teacher", self.teacher))
+                ]
                 passed = 0  # layers of the teacher
                 for depth, teacher_depth in enumerate(depths):
-                    with fail_together():
-                        for between in range(passed, teacher_depth):
-                            teacher.advance(between)
+                    for between in range(passed, teacher_depth):
+                        teacher.advance(between)
                     passed = teacher_depth + 1
                     if stack in stacks:
                         self._regress_layer(student, teacher, depth, teacher_depth)
                         bar.update()
                     else:
-                        with fail_together():
-                            teacher.advance(teacher_depth)
-                    with fail_together():
-                        student.advance(depth)
+                        teacher.advance(teacher_depth)
+                    student.advance(depth)
                 if stack in stacks and self._changes(last := f"model.{stack}.layer_norm"):
                     self._fit_norm(last, partial(_results, both))
-                with fail_together():
-                    for states in both:
-                        states.finish()
+                for states in both:
+                    states.finish()
 
     def _regress_layer(self, student: HiddenStates, teacher: HiddenStates, depth: int, teacher_depth: int) -> None:
         linear = [name for name, place in _linear_layers(self.student, student.name) if place == depth]
         path = f"model.{student.name}.layers.{depth}."
         norms = [name for name in _norms(self.student, student.name) if name.startswith(path) and self._changes(name)]
         names = linear + norms
-        with fail_together():
-            teacher.record(teacher_depth, names, self.share)
+        teacher.record(teacher_depth, names, self.share)
         groups: dict[int, list[str]] = {}  # those with one input are one regression, in the order of their calls
-        if self.batches:
-            for name, states in (seen := student.inputs(depth, 0, names)).items():
-                groups.setdefault(id(states), []).append(name)
-            del seen
-        for group in gather_from_all(list(groups.values()))[0]:  # the first process always has a batch
-            with fail_together():
-                student.advance_to(group[0], depth)
+        for name, states in (seen := student.inputs(depth, 0, names)).items():
+            groups.setdefault(id(states), []).append(name)
+        del seen
+        for group in groups.values():
+            student.advance_to(group[0], depth)
             if group[0] in norms:
                 with cast_weights(student.stack.layers[depth]):
                     self._fit_norm(group[0], partial(_outputs, student, teacher, group[0], depth))
                 continue
             layers = {name: self.student.get_submodule(name) for name in group}
-            with fail_together(), cast_weights(student.stack.layers[depth]), fast_sums(self.store.device):
+            with cast_weights(student.stack.layers[depth]):
                 inputs, outputs = self._sums(student, teacher, depth, layers)
             give_back_memory()
             for sums in (inputs, *outputs.values()):
-                sums.sum_over_all()
+                sums.divide()
             self._solve(layers, inputs, outputs)
         give_back_memory()
 
@@ -264,7 +245,7 @@ class Regression:
                 rows.append(aim if residual is None else aim - self.share * found[residual][mask])
             return [WeightedRows.of(each, weights[index], self.device) for each in rows]
 
-        for x, *aims in map_in_order(look, range(len(self.batches)), self.store.device):
+        for x, *aims in map_in_threads(look, range(len(self.batches)), self.store.device, AT_ONCE):
             inputs.add(x, x)
             for name, aim in zip(group, aims, strict=True):
                 outputs[name].add(x, aim)
@@ -288,10 +269,9 @@ class Regression:
             x, y = (output.to(sums.device).double() for output in outputs(index))
             return torch.stack([x.new_full((x.shape[1],), len(x)), x.sum(0), y.sum(0), (x * x).sum(0), (x * y).sum(0)])
 
-        with fail_together():
-            for part in map_in_order(add_up, range(len(self.batches)), self.store.device):
-                sums += part
-        count, *others = sum_over_all(sums)
+        for part in map_in_threads(add_up, range(len(self.batches)), self.store.device, AT_ONCE):
+            sums += part
+        count, *others = sums
         mean_in, mean_out, square, product = (other / count for other in others)
         if not centred:
             mean_in, mean_out = torch.zeros_like(mean_in), torch.zeros_like(mean_out)
@@ -425,7 +405,7 @@ class HiddenStates:
         self._each_batch(self._enter)
 
     def _each_batch(self, work: Callable[[int], None]) -> None:
-        for _ in map_in_order(work, range(len(self.batches)), self.device):
+        for _ in map_in_threads(work, range(len(self.batches)), self.device, AT_ONCE):
             pass
 
     def _enter(self, index: int) -> None:
@@ -612,14 +592,12 @@ def balance(
     cross-entropy it changes log Z − b·(teacher's) alone: the teacher is needed once, and p where there is room for it.
     """
     device = algebra_device(store.device)
-    tokens = torch.tensor(sum(int((batch["labels"] != -100).sum()) for batch in batches))
-    every = max(1, int(sum_over_all(tokens)) // BALANCED)
+    every = max(1, sum(int((batch["labels"] != -100).sum()) for batch in batches) // BALANCED)
     target = torch.zeros(student.final_logits_bias.numel(), dtype=torch.float64, device=device)
     rows = torch.empty(LOGIT_ROWS, len(target), device=student.device)  # for all: the largest thing besides the models
-    with fail_together(), cast_weights(teacher.lm_head):
+    with cast_weights(teacher.lm_head):
         for states in _target_states("teacher", batches, store, every):
             target += _probabilities(teacher, states, rows).sum(0).to(device)
-    target = sum_over_all(target)
     shift = torch.zeros_like(target)
     held: dict[int, Tensor] = {}
     losses: list[float] = []  # cross-entropy before and after each step, nats a token, but for a constant
@@ -629,7 +607,7 @@ def balance(
             continue
         own, log = torch.zeros_like(target), target.new_zeros(1)
         scale = shift.exp().float().to(student.device)
-        with fail_together(), cast_weights(student.lm_head):
+        with cast_weights(student.lm_head):
             for number, states in enumerate(_target_states("student", batches, store, every)):
                 if (weights := held.get(number)) is None:
                     weights = _probabilities(student, states, rows)
@@ -638,7 +616,6 @@ def balance(
                 sums = weights @ scale
                 log += sums.log().sum().to(device)
                 own += (sums.reciprocal() @ weights).mul_(scale).to(device)
-        own, log = sum_over_all(own), sum_over_all(log)
         losses.append(((log - shift @ target) / target.sum()).item())
         if step:
             still = (BALANCING - step) * (losses[-2] - losses[-1])
@@ -671,7 +648,7 @@ def _probabilities(model: PreTrainedModel, states: Tensor, rows: Tensor) -> Tens
 def predict_tokens(model: PreTrainedModel, batches: Sequence[Batch]) -> list[Tensor]:
     """Return the likeliest token after every target prefix of each batch."""
     predicted = []
-    with fail_together(), cast_weights(model), fast_products(model.device):
+    with cast_weights(model), fast_products(model.device):
         for batch in batches:
             inputs = {name: tensor.to(model.device) for name, tensor in batch.items() if name != "labels"}
             states = model.model(**inputs, use_cache=False).last_hidden_state
@@ -681,10 +658,9 @@ def predict_tokens(model: PreTrainedModel, batches: Sequence[Batch]) -> list[Ten
 
 
 def share_of_equal(predicted: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[float, int]:
-    """Return the share of equal tokens, over all processes, and their number."""
-    equal = sum(int((one == other).sum()) for one, other in zip(predicted, expected, strict=True))
-    sums = sum_over_all(torch.tensor([equal, sum(map(len, expected))]))
-    return (sums[0] / sums[1].clamp(min=1)).item(), int(sums[1])
+    """Return the share of equal tokens, and the number of tokens."""
+    equal, tokens = (torch.cat(each) for each in (predicted, expected))
+    return (equal == tokens).float().mean().item(), len(tokens)
 
 
 def _sublayers(

@@ -1,5 +1,6 @@
 """Converting every family: exact where nothing is cut, optimal where something is, loadable by the Auto classes."""
 
+import importlib
 import json
 import shutil
 import signal
@@ -22,8 +23,10 @@ from lightformers_hf.conversion.convert import cast_tensors
 from lightformers_hf.conversion.report import OWN_TEXT
 from lightformers_hf.conversion.teacher import Teacher
 from lightformers_hf.models import LightFormerForConditionalGeneration
+from lightformers_hf.processors import use_threads
 
 DENSE = {"pattern": {".*": None}}
+module = importlib.import_module("lightformers_hf.conversion.convert")
 
 
 @pytest.fixture(scope="module")
@@ -521,6 +524,23 @@ def test_text_that_is_not_there_is_noticed_first(tiny_marian, tmp_path, monkeypa
     for function in (partial(convert, output=tmp_path / "light"), plan):
         with pytest.raises(FileNotFoundError, match=f"No data file {text}"):
             function(tiny_marian, progress=False, **{option: text})
+
+
+@pytest.mark.parametrize(("free", "fast"), [(3e8, True), (1e12, False)])
+def test_time_and_memory_are_printed_before_the_work(tiny_marian, monkeypatch, free, fast):
+    monkeypatch.setattr(module, "free_memory", lambda: free)
+    monkeypatch.setattr(module, "has_fast_bf16", lambda: fast)
+    model = Teacher(tiny_marian, "teacher").model
+    table, names = model.get_input_embeddings().weight.numel(), ("_proj.weight", "fc1.weight", "fc2.weight")
+    shapes = [tensor.shape for name, tensor in model.named_parameters() if name.endswith(names)]
+    tokens = 30e9 / (table + sum(m * n for m, n in shapes))  # 10 s of one core, and 8 s to load
+    with use_threads(1):
+        line = module.forecast(model, tokens, given=False)
+        given = module.forecast(model, tokens * 20, given=True)
+    seconds, minutes = (20, 2) if fast else (30, 4)
+    assert line.startswith(f"This takes at least {seconds} seconds, on idle cores, and about 0.7 GB of memory.")
+    assert ("Only 0.3 GB are free" in line) == (free < 1e9)
+    assert f"at least {minutes} minutes" in given
 
 
 def test_a_model_that_makes_its_own_text_needs_no_library_for_data(tiny_marian, tmp_path):

@@ -1,8 +1,5 @@
 """Second moments, their roots and norms, and where sums are stored."""
 
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
-
 import numpy as np
 import pytest
 import torch
@@ -19,11 +16,10 @@ from lightformers_hf.conversion.moments import (
     PairMoments,
     TensorStore,
     WeightedRows,
-    lazy_property,
 )
 from lightformers_hf.conversion.refit import solve_all
-from lightformers_hf.conversion.workers import map_in_order
-from lightformers_hf.processors import factor_rows, rounded_products, use_threads
+from lightformers_hf.conversion.workers import map_in_threads
+from lightformers_hf.processors import use_threads
 
 
 @given(
@@ -43,7 +39,7 @@ def test_moments_are_those_of_all_rows(sizes, m, n, centred):
     for left, right, felt in zip(lefts, rights, weights, strict=True):
         weighed = WeightedRows.of(left, felt, torch.device("cpu"))
         sums.add(weighed, weighed if n is None else WeightedRows.of(right, felt, torch.device("cpu")))
-    sums.sum_over_all()
+    sums.divide()
 
     x, y, w = (np.concatenate([rows.double().numpy() for rows in side]) for side in (lefts, rights, weights))
     x_mean, y_mean = (np.average(side, axis=0, weights=w) for side in (x, y))
@@ -65,24 +61,6 @@ def test_weights_are_how_often_rows_come(sizes, seed):
     assert weighed.count == repeated.count
     torch.testing.assert_close(weighed.inputs, repeated.inputs, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(weighed.vectors["mean"], repeated.vectors["mean"], atol=1e-4, rtol=1e-4)
-
-
-def test_rounded_rows_have_the_moments_of_their_means():
-    """Of features that hardly vary, rounding leaves a covariance of what they are rounded to, not one of rounding."""
-    rows = 10 + 1e-3 * torch.randn(300, 20, generator=torch.Generator().manual_seed(0))
-    moments = Moments("fc1", TensorStore())
-    with rounded_products():
-        rounded = factor_rows(rows)[: len(rows)].double()
-        for some in rows.split(70):
-            moments.add_inputs(some, torch.ones(len(some)))
-        moments.add_gradients(rows)
-    assert moments.count == len(rows)
-    mean = moments.vectors["mean"].double() / moments.count
-    torch.testing.assert_close(mean, rounded.mean(0), atol=1e-5, rtol=1e-6)
-    covariance = moments.inputs / moments.count - mean.outer(mean)
-    torch.testing.assert_close(covariance, rounded.T.cov(correction=0), atol=1e-4, rtol=0)
-    torch.testing.assert_close(moments.gradients, moments.inputs, atol=1e-1, rtol=1e-5)
-    torch.testing.assert_close(rounded, rows.double(), atol=0, rtol=2**-8)
 
 
 def drawn(m, n, seed, *, is_table, samples):
@@ -142,29 +120,6 @@ def test_a_damaged_matrix_is_named():
     matrix[1, 2] = torch.nan
     with pytest.raises(ValueError, match="w: holds NaN"):
         singular_values(matrix, name="w", metric=metric)
-
-
-class Lazy:
-    """Notes who computed."""
-
-    def __init__(self, meeting):
-        self.meeting, self.computed = meeting, 0
-
-    @lazy_property
-    def value(self) -> int:
-        """A number."""
-        self.computed += 1
-        self.meeting.wait(20)
-        return 7
-
-
-def test_two_instances_are_computed_at_once_and_each_once():
-    meeting = Barrier(2)  # broken, if the second comes only after the first
-    both = [Lazy(meeting), Lazy(meeting)]
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(lambda one: one.value, both)) == [7, 7]
-    assert [one.value + one.computed for one in both] == [8, 8]
-    assert Lazy.value.__doc__ == "A number."
 
 
 @pytest.mark.parametrize("definite", [True, False])
@@ -233,5 +188,5 @@ def test_threads_at_once_find_what_they_stored():
         return number
 
     with use_threads(4):
-        assert list(map_in_order(work, range(40), torch.device("cpu"))) == list(range(40))
+        assert list(map_in_threads(work, range(40), most=4)) == list(range(40))
     assert [store[number][0].item() for number in range(40)] == [number + 2 for number in range(40)]
