@@ -117,9 +117,6 @@ def check_no_export(name: str | os.PathLike) -> None:
 def check_checkpoint(folder: Path, *, translates: bool = False) -> PreTrainedConfig:
     """The configuration of a checkpoint folder that can be loaded as it is stored.
 
-    Args:
-        translates: whether it has to be a sequence-to-sequence model.
-
     Raises:
         ValueError: an export, an adapter, a wrapped model, quantized weights, sizes that do not belong together.
         FileNotFoundError: no configuration, or no weights.
@@ -150,11 +147,7 @@ def check_config(config: PreTrainedConfig, name: str | os.PathLike) -> None:
 
 
 def find_architecture(config: PreTrainedConfig, name: str | os.PathLike) -> str | None:
-    """The name of the class that a checkpoint holds, if its configuration says it.
-
-    Raises:
-        ValueError: it says something else there than names.
-    """
+    """The name of the class that a checkpoint holds, if its configuration says it."""
     names = config.architectures
     if names is None:
         return None
@@ -411,12 +404,7 @@ def skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Pr
 
 
 def load_skeleton(folder: Path) -> PreTrainedModel:
-    """The model of this package that a folder holds, without storage.
-
-    Raises:
-        FileNotFoundError: no weights there.
-        ValueError: another model, or files that are damaged.
-    """
+    """The model of this package that a folder holds, without storage."""
     config = check_checkpoint(folder)
     architecture = find_architecture(config, folder)
     if not isinstance(config, FactorizedConfig) or architecture not in models.__all__:
@@ -430,11 +418,7 @@ def load_skeleton(folder: Path) -> PreTrainedModel:
 def assemble(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, tensors: Mapping[str, torch.Tensor]
 ) -> PreTrainedModel:
-    """The model made of these tensors themselves, in evaluation mode: nothing is copied, nothing random drawn.
-
-    Raises:
-        ValueError: see `load_tensors`.
-    """
+    """The model made of these tensors themselves, in evaluation mode: nothing is copied, nothing random drawn."""
     model = skeleton(model_class, config)
     load_tensors(model, tensors, assign=True)
     for module in model.modules():

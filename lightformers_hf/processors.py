@@ -37,11 +37,7 @@ SMALL_HEAD = 64**3
 
 
 def check_device(name: str | torch.device) -> torch.device:
-    """The device of that name.
-
-    Raises:
-        ValueError: there is none here, or it computes nothing (`meta`).
-    """
+    """The device of that name. Raises `ValueError`: there is none here, or it computes nothing (`meta`)."""
     try:
         device = torch.device(name)
         if device.type == "meta":
@@ -110,16 +106,8 @@ def bf16_support() -> tuple[bool, str]:
 
 @cache
 def _instructions() -> Mapping[str, Any]:
-    """Return the names of the processor's instruction sets, as `torch.cpu.get_capabilities` spells them."""
-    if hasattr(torch.cpu, "get_capabilities"):
-        return torch.cpu.get_capabilities()
-    # Older versions of PyTorch have no public function for it.
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return {}
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return dict.fromkeys(flags.partition(":")[2].split(), True)
+    """Return the names of the processor's instruction sets; older versions of PyTorch have no function for it."""
+    return getattr(torch.cpu, "get_capabilities", dict)()
 
 
 def _onednn_limit() -> str:
@@ -176,23 +164,24 @@ class EvenProducts(TorchFunctionMode):
 
 
 @contextmanager
-def cast_once(model: nn.Module) -> Iterator[None]:
-    """Inside, a frozen model's linear layers have weights in bfloat16: the same products under autocast, which keeps
-    what it cast of weights that learn, and casts those of others anew for every product.
+def cast_once(module: nn.Module) -> Iterator[None]:
+    """Inside, the matrices of a frozen module are in bfloat16: autocast would cast them anew for every product.
 
-    Tables to look up in stay as they are, also where an output layer has them.
+    Embedding matrices stay as they are, also if an output layer multiplies by the same tensor.
     """
-    modules = list(model.modules())
-    tables = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
-    weights = {id(module.weight): module.weight for module in modules if isinstance(module, nn.Linear)}
-    own = [(weight, weight.data) for key, weight in weights.items() if key not in tables and _is_plain(weight)]
+    owners = [owner for owner in module.modules() if not isinstance(owner, nn.Embedding)]
+    own = [(owner, name, one) for owner in owners for name, one in owner.named_parameters(recurse=False)]
+    own = [(owner, name, one) for owner, name, one in own if one.ndim == 2 and _is_plain(one)]
+    cast = {id(one): one for *_, one in own}
     try:
-        for weight, data in own:
-            weight.data = data.bfloat16()
+        for key, one in cast.items():
+            cast[key] = nn.Parameter(one.detach().bfloat16(), requires_grad=one.requires_grad)
+        for owner, name, one in own:
+            setattr(owner, name, cast[id(one)])
         yield
     finally:
-        for weight, data in own:
-            weight.data = data
+        for owner, name, one in own:
+            setattr(owner, name, one)
 
 
 @contextmanager

@@ -114,12 +114,7 @@ def load_text(
 
 
 def load_rows(data: str, *, split: str = "train") -> Dataset:
-    """All columns of a file or a Hub dataset, as `load_parallel` finds them; at least one row.
-
-    Raises:
-        FileNotFoundError: no such file, or no such dataset on the Hub.
-        ValueError: an unknown file type, unreadable or empty data.
-    """
+    """All columns of a file or a Hub dataset, as `load_parallel` finds them; at least one row."""
     rows = load_file(Path(data)) if is_file_name(data) else _load_hub(data, split)
     if len(rows) == 0:
         raise ValueError(f"{data} holds no rows: expected at least one.")
@@ -255,11 +250,7 @@ def _tokenize(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, limits
 
 
 def check_known(token_ids: Iterable[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `ValueError` where a tokenizer maps most of a text to its unknown token.
-
-    Args:
-        token_ids: ids of texts. Special tokens and spaces do not count.
-    """
+    """Raise `ValueError` where a tokenizer maps most of a text to its unknown token."""
     unknown = tokenizer.unk_token_id
     if unknown is None:
         return
@@ -368,11 +359,7 @@ def _load(path: Path, suffix: str) -> Dataset:
 
 
 def _find_features(path: Path, suffix: str) -> Features:
-    """The columns of a file, of JSON those of all rows, and all languages inside `translation`.
-
-    Raises:
-        StopIteration: the file has no row.
-    """
+    """The columns of a file, of JSON those of all rows, and all languages inside `translation`."""
     from datasets import Features, Json, Value
 
     rows = _read_rows(path, suffix)

@@ -34,16 +34,9 @@ def test_instructions_decide_whether_bfloat16_is_fast(monkeypatch, instructions,
     assert processors.has_fast_bf16() == bf16
 
 
-def test_the_names_of_instructions_are_those_of_pytorch_and_of_the_kernel(monkeypatch, tmp_path):
-    known = processors._instructions()
+def test_the_names_of_instructions_are_those_of_pytorch():
     if platform.machine() == "x86_64" and hasattr(torch.cpu, "get_capabilities"):
-        assert {"avx512_bf16", "amx_bf16"} <= set(known)
-    processors._instructions.cache_clear()
-    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    cpuinfo = "processor : 0\nflags\t\t: fpu avx512_bf16 amx_bf16\n"
-    monkeypatch.setattr(processors.Path, "read_text", lambda path, **options: cpuinfo)
-    assert processors.bf16_support() == (True, "the processor has amx_bf16")
-    processors._instructions.cache_clear()
+        assert {"avx512_bf16", "amx_bf16"} <= set(processors._instructions())
 
 
 def gradients(function, *tensors):
@@ -151,13 +144,11 @@ def test_weights_of_their_own_kind_are_left_alone(monkeypatch):
 
 
 def test_only_matrices_of_numbers_are_cast():
-    layers = nn.ModuleList([nn.Linear(3, 4), nn.Embedding(5, 3), nn.Linear(3, 5), nn.LayerNorm(3)])
-    layers[2].weight = layers[1].weight
     quantized = nn.Linear(3, 4)
     quantized.weight = nn.Parameter(torch.randn(4, 3).as_subclass(Quantized), requires_grad=False)
-    layers.append(quantized)
+    layers = nn.ModuleList([nn.Linear(3, 4), nn.LayerNorm(3), quantized])
     with cast_once(layers):
-        assert [layer.weight.dtype == torch.bfloat16 for layer in layers] == [True, False, False, False, False]
+        assert [layer.weight.dtype == torch.bfloat16 for layer in layers] == [True, False, False]
     assert {layer.weight.dtype for layer in layers} == {torch.float32}
 
 

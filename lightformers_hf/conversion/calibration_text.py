@@ -58,11 +58,7 @@ TOKEN_RULES = (
 
 
 def draw_pairs(teacher: Teacher, options: CompressionOptions, study: StudyOptions) -> Dataset | None:
-    """The user's text that is to be read, as of `sample_pairs`; `None` where there is none.
-
-    Raises:
-        ValueError: no tokenizer, unknown languages, too little text.
-    """
+    """The user's text that is to be read, as of `sample_pairs`; `None` where there is none."""
     if options.calibration is None:
         return None
     tokenizer = teacher.tokenizer()
@@ -157,10 +153,6 @@ def sample_pairs(
     """So many random pairs of the text that `options` name, or texts of the source language alone: see `load_text`.
 
     Unless `options` say how many, it is `SAMPLES`, and more where these have few tokens.
-
-    Args:
-        config: the teacher's, which may have a prefix for sources.
-        study: its `calibration_seed` says which.
     """
     data, samples = options.calibration, options.calibration_samples
     source, target = options.columns
@@ -195,16 +187,7 @@ def sample_pairs(
 def synthetic_batches(
     model: PreTrainedModel, teacher: Teacher, samples: int | None, seed: int, *, progress: bool
 ) -> list[Batch]:
-    """Batches as `Calibration` takes them, from the teacher alone.
-
-    Args:
-        model: the teacher in fp32, on the device where it is to run.
-        samples: sources; `None` means `default_sources`.
-        seed: which ones.
-
-    Raises:
-        ValueError: the teacher has no positions for text.
-    """
+    """Batches as `Calibration` takes them, from the teacher alone."""
     tokenizer = teacher.tokenizer() if teacher.has_tokenizer else None
     limit = position_limit(model.config) or LONGEST
     number, size = (samples, BATCH) if samples else default_sources(model)
@@ -230,11 +213,7 @@ def default_sources(model: PreTrainedModel) -> tuple[int, int]:
 def random_sources(
     tokenizer: PreTrainedTokenizerBase | None, config: PreTrainedConfig, number: int, seed: int, *, name: str
 ) -> list[list[int]]:
-    """Ids of so many sources of random tokens, short ones first, without special tokens.
-
-    Args:
-        name: of the model, for messages.
-    """
+    """Ids of so many sources of random tokens, short ones first, without special tokens."""
     frequencies, generator = token_frequencies(tokenizer, config), torch.Generator().manual_seed(seed)
     limit = position_limit(config) or LONGEST
     longest = min(LONGEST_SOURCE, limit - 2)
@@ -259,11 +238,7 @@ def random_texts(
 
 
 def translated_batches(model: PreTrainedModel, teacher: Teacher, texts: list[str], *, progress: bool) -> list[Batch]:
-    """Batches of the user's texts with the teacher's translations. Args: as `synthetic_batches`.
-
-    Raises:
-        ValueError: no text but empty ones.
-    """
+    """Batches of the user's texts with the teacher's translations."""
     tokenizer = teacher.tokenizer()
     positions = position_limit(model.config) or LONGEST
     limit = {"truncation": True, "max_length": min(positions, tokenizer.model_max_length)}

@@ -167,14 +167,7 @@ def measure(
     device: torch.device,
     progress: bool,
 ) -> Measured:
-    """Print a forecast, read or generate calibration text, refit the layers around removed ones, measure sensitivity.
-
-    Args:
-        whole: the teacher with all its layers.
-        removed: as of `Calibration`.
-        bridges, calibrates: whether to refit layers, and to measure sensitivity.
-        device: where models run.
-    """
+    """Print a forecast, get calibration text, refit the layers around removed ones, and measure sensitivity."""
     pairs = draw_pairs(whole, options, study)
     if progress and device.type == "cpu":
         given = pairs is not None and "target" in pairs.column_names
@@ -202,13 +195,7 @@ def measure(
 
 
 def forecast(teacher: PreTrainedModel, tokens: float, *, given: bool) -> str:
-    """Estimate time and memory of the default conversion of a model, within a factor of about 1.5.
-
-    Args:
-        teacher: its skeleton, with all its layers.
-        tokens: a side, of the calibration text.
-        given: whether the text has both sides; otherwise the model generates the other.
-    """
+    """Estimate time and memory of the default conversion of a model, within a factor of about 1.5."""
     layers = logits = cubes = 0.0
     for name, kind in find_matrices(teacher):
         m, n = product_of(teacher.get_submodule(name)).shape
@@ -238,11 +225,7 @@ def merge_layers(originals: Originals, calibration: Calibration | None, study: S
 def build(
     places: list[Form], setting: Callable[[Form], Setting], originals: Originals, *, keep: bool, progress: bool
 ) -> tuple[Built, list[MatrixReport]]:
-    """All places at their settings, largest first, one a worker; reports in the order of the model's matrices.
-
-    Args:
-        keep: whether tensors are wanted.
-    """
+    """All places at their settings, largest first, one a worker; reports in the order of the model's matrices."""
 
     def make(place: Form) -> Built:
         return place.build(setting(place))
@@ -274,14 +257,7 @@ def fit(
     *,
     progress: bool,
 ) -> Agreement:
-    """Refit the layers of a smaller model to its teacher's outputs, and compare what the two predict.
-
-    Args:
-        model: skeleton of the result.
-        teacher: with the layers that stay.
-        tensors: the result's, which are replaced by the refitted ones.
-        built: what its matrices have become; `None` where nothing is to be refitted.
-    """
+    """Refit the layers of a smaller model to its teacher's outputs, and compare what the two predict."""
     names = list(tensors)
     # Taken out one by one: the model and all tensors that it is made of need not be there together.
     values = {name: (tensors.pop(name) if built else tensors[name]).float() for name in names}

@@ -74,15 +74,7 @@ def refit(
     *,
     progress: bool,
 ) -> None:
-    """Refit the layers of a smaller model to the teacher's outputs by least squares, in place, and balance its logits.
-
-    Args:
-        student: in float32, where the teacher is. Its matrices, norms and the bias of its logits are replaced.
-        teacher: with all its layers.
-        depths: which of them the student's stand for, see `Regression`.
-        calibration: of the teacher, or of one with as many layers as the student.
-        built: what its matrices have become.
-    """
+    """Refit a smaller model's layers to the teacher's outputs by least squares, in place, and balance its logits."""
     store = TensorStore(teacher.device)
     batches = cut_batches(calibration.batches, TOKENS)
     regression = Regression(student, teacher, depths, batches, store, built, CORRECTED, calibration)
@@ -389,13 +381,7 @@ class _StopError(Exception):
 
 
 class HiddenStates:
-    """The hidden states of all batches on their way through one stack of one model, several batches at a time.
-
-    Args:
-        who: student or teacher.
-        name: of the stack, `encoder` or `decoder`.
-        store: has the states, and behind a decoder's those that its encoder gave.
-    """
+    """The hidden states of all batches on their way through one stack of one model, several batches at a time."""
 
     def __init__(self, who: str, name: str, model: PreTrainedModel, batches: Sequence[Batch], store: TensorStore):
         self.who, self.name, self.stack, self.device = who, name, getattr(model.model, name), model.device
@@ -594,10 +580,9 @@ def balance(
     device = algebra_device(store.device)
     every = max(1, sum(int((batch["labels"] != -100).sum()) for batch in batches) // BALANCED)
     target = torch.zeros(student.final_logits_bias.numel(), dtype=torch.float64, device=device)
-    rows = torch.empty(LOGIT_ROWS, len(target), device=student.device)  # for all: the largest thing besides the models
     with cast_weights(teacher.lm_head):
         for states in _target_states("teacher", batches, store, every):
-            target += _probabilities(teacher, states, rows).sum(0).to(device)
+            target += _probabilities(teacher, states).sum(0).to(device)
     shift = torch.zeros_like(target)
     held: dict[int, Tensor] = {}
     losses: list[float] = []  # cross-entropy before and after each step, nats a token, but for a constant
@@ -610,9 +595,9 @@ def balance(
         with cast_weights(student.lm_head):
             for number, states in enumerate(_target_states("student", batches, store, every)):
                 if (weights := held.get(number)) is None:
-                    weights = _probabilities(student, states, rows)
+                    weights = _probabilities(student, states)
                     if (room := room - weights.nbytes) >= 0:
-                        held[number] = weights.clone()
+                        held[number] = weights
                 sums = weights @ scale
                 log += sums.log().sum().to(device)
                 own += (sums.reciprocal() @ weights).mul_(scale).to(device)
@@ -634,14 +619,10 @@ def _target_states(who: str, batches: Sequence[Batch], store: TensorStore, every
         yield from states[(batch["labels"] != -100).to(states.device)][::every].split(LOGIT_ROWS)
 
 
-def _probabilities(model: PreTrainedModel, states: Tensor, rows: Tensor) -> Tensor:
-    """Return the probabilities of all tokens after decoder states (tokens×d), tokens×V, in the first of `rows`."""
+def _probabilities(model: PreTrainedModel, states: Tensor) -> Tensor:
+    """Return the probabilities of all tokens after decoder states (tokens×d), tokens×V."""
     with fast_products(states.device):
-        logits = model.logits_of(states)
-    likely = rows[: len(states)]
-    for own, row in zip(logits, likely, strict=True):  # one by one, in the processor's cache
-        torch.softmax(own.float(), -1, out=row)
-    return likely
+        return model.logits_of(states).float().softmax(-1)
 
 
 @torch.no_grad()
@@ -650,8 +631,7 @@ def predict_tokens(model: PreTrainedModel, batches: Sequence[Batch]) -> list[Ten
     predicted = []
     with cast_weights(model), fast_products(model.device):
         for batch in batches:
-            inputs = {name: tensor.to(model.device) for name, tensor in batch.items() if name != "labels"}
-            states = model.model(**inputs, use_cache=False).last_hidden_state
+            states = model.model(**model_inputs(batch, model.device), use_cache=False).last_hidden_state
             rows = states[token_mask(batch, "target").to(states.device)].split(LOGIT_ROWS)
             predicted.append(torch.cat([model.logits_of(part).argmax(-1) for part in rows]).cpu())
     return predicted

@@ -61,11 +61,6 @@ class Probes:
     which every token contributes.
 
     The curvature at the model describes small errors. `find_temperature` gives the T for errors of a compression.
-
-    Args:
-        size: of the vocabulary.
-        device: where the probabilities are.
-        temperature: T.
     """
 
     def __init__(self, size: int, device: torch.device, temperature: float = 1.0) -> None:
@@ -83,11 +78,6 @@ def logit_variance(logits_of: Callable[[Tensor], Tensor], states: Sequence[Tenso
     """Return how much the logits of one token vary over the text: V = Σ_v p_v Var(l_v), in nats².
 
     p is the mean probability, and l the logits less their mean under p, which no probability depends on.
-
-    Args:
-        logits_of: logits (tokens, V) of states. Called twice for each of them, to hold few logits at a time.
-        states: decoder states (tokens, d).
-        size: of the vocabulary.
     """
     count = sum(map(len, states))
 

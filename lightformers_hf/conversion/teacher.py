@@ -78,12 +78,7 @@ class Teacher:
     def __init__(self, folder: Path, source: str, languages: tuple[str | None, str | None] = (None, None)):
         check_folder(folder)
         check_no_export(folder)
-        try:
-            self.source_config = load_pretrained(AutoConfig, folder)
-        except (KeyError, ValueError) as error:
-            raise ValueError(
-                f"{folder / 'config.json'} is no configuration that transformers knows: {error}"
-            ) from None
+        self.source_config = load_pretrained(AutoConfig, folder)
         architecture = find_architecture(self.source_config, folder)
         self.family = find_family(self.source_config)
         self.reader = CheckpointReader(folder)
@@ -167,9 +162,6 @@ class Teacher:
 
         Those that stay are the last ones of parts of about equal length, so that each has what it took to get there
         behind it, if nothing else, and `bridge` makes it do that, too.
-
-        Raises:
-            ValueError: fewer than one or more than there are, or layers that are shared or differ in shape.
         """
         kept: dict[str, list[int]] = {}
         for stack, count in layers.items():
@@ -233,11 +225,7 @@ class Teacher:
         return smaller
 
     def read(self, name: str) -> Tensor:
-        """One stored tensor. A bias that a checkpoint may leave out (`final_logits_bias`) is then zero.
-
-        Raises:
-            ValueError: it holds NaN or infinity.
-        """
+        """One stored tensor. A bias that a checkpoint may leave out (`final_logits_bias`) is then zero."""
         if name in self._changed:
             return self._changed[name]
         if name not in self._names:
@@ -294,11 +282,7 @@ class Teacher:
         return bias_of(self.model.get_submodule(name)) is not None
 
     def generation_config(self) -> transformers.GenerationConfig:
-        """The checkpoint's own, or what its configuration says where it has none; it begins in the target language.
-
-        Raises:
-            ValueError: the file cannot be read, contradicts itself, or names a token that is not there.
-        """
+        """The checkpoint's own, or what its configuration says where it has none; it begins in the target language."""
         if (self.folder / "generation_config.json").is_file():
             try:
                 config = transformers.GenerationConfig.from_pretrained(self.folder)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..processors import EvenProducts, bf16_support, give_back_memory, has_fast_bf16, use_threads
+from ..processors import EvenProducts, bf16_support, cast_once, give_back_memory, has_fast_bf16, use_threads
 
 logger = logging.getLogger(__name__)
 
@@ -73,27 +73,10 @@ def fast_passes(device: torch.device) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def cast_weights(module: nn.Module) -> Iterator[None]:
-    """Inside, the matrices of a module are in the type that `fast_products` multiplies, not cast for every product.
-
-    Embedding matrices stay as they are, also if an output layer multiplies by the same tensor.
-    """
-    owners = [owner for owner in module.modules() if not isinstance(owner, nn.Embedding)]
-    own = [(owner, name, one) for owner in owners for name, one in owner.named_parameters(recurse=False)]
-    own = [(owner, name, one) for owner, name, one in own if one.ndim == 2]
-    if not has_fast_bf16() or any(one.device.type != "cpu" for *_, one in own):
-        own = []
-    cast: dict[int, nn.Parameter] = {}
-    try:
-        for owner, name, one in own:
-            if id(one) not in cast:
-                cast[id(one)] = nn.Parameter(one.detach().bfloat16(), requires_grad=one.requires_grad)
-            setattr(owner, name, cast[id(one)])
-        yield
-    finally:
-        for owner, name, one in own:
-            setattr(owner, name, one)
+def cast_weights(module: nn.Module) -> AbstractContextManager:
+    """Inside, the matrices of a module are in the type that `fast_products` multiplies, not cast for every product."""
+    on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
+    return cast_once(module) if on_cpu and has_fast_bf16() else nullcontext()
 
 
 def map_in_threads(
@@ -128,13 +111,7 @@ def map_in_threads(
 
 
 class Step(tqdm):
-    """Progress bar of a step. At its end, its time goes to the log (INFO), and freed memory to the system.
-
-    Args:
-        items: of the loop; without them it is a context, and `update` counts.
-        unit: of what it counts; parameters are counted in thousands and millions.
-        shown: whether there is a bar.
-    """
+    """Progress bar of a step. At its end, its time goes to the log (INFO), and freed memory to the system."""
 
     def __init__(
         self, name: str, items: Iterable[Any] | None = None, *, unit: str, total: int | None = None, shown: bool

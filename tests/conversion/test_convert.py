@@ -59,9 +59,18 @@ def test_without_truncation_the_result_computes_what_the_teacher_computes(teache
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval()
     assert isinstance(model, LightFormerForConditionalGeneration)
     inputs = batch(teacher)
-    with torch.no_grad():
-        expected, actual = teacher(**inputs).logits, model(**inputs).logits
-    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+    for attention in ("eager", "sdpa"):
+        for one in (teacher, model):
+            one.set_attn_implementation(attention)
+        with torch.no_grad():
+            expected, actual = teacher(**inputs).logits, model(**inputs).logits
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+    # Sentences side by side in one row, each of which sees itself alone.
+    blocks = torch.block_diag(torch.ones(4, 4), torch.ones(5, 5)).bool().expand(3, 1, -1, -1)
+    lowest = torch.finfo(torch.float32).min
+    for mask in (blocks, torch.zeros(blocks.shape).masked_fill(~blocks, lowest)):
+        expected, states = (one.get_encoder()(inputs["input_ids"], mask)[0] for one in (teacher, model))
+        torch.testing.assert_close(states, expected, atol=1e-5, rtol=0)
     inputs.pop("decoder_input_ids")
     for beams in (1, 4):
         expected = teacher.generate(**inputs, num_beams=beams, max_length=20)

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -231,18 +230,6 @@ def test_batches_side_by_side_give_what_they_give_one_after_the_other(threads, m
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-def test_nothing_is_computed_again_before_the_sublayer_that_is_regressed():
-    """Attention of a layer: to see what has one input, for its norm's, and to go on behind it."""
-    teacher, batches, depths = make_teacher(), make_batches(), {"encoder": [0, 2], "decoder": [0, 2]}
-    shorter, passes = shorten(teacher, **depths), Counter()
-    for stack in ("encoder", "decoder"):
-        for name, part in getattr(shorter.model, stack).layers[1].named_children():
-            if name.endswith("_attn"):
-                part.register_forward_hook(lambda *_, key=(stack, name): passes.update([key]))
-    bridge(shorter, teacher, depths, batches, progress=False)  # small enough for one batch
-    assert list(passes.values()) == [3, 3, 3]
-
-
 def test_what_is_bridged_is_balanced():
     """The tokens' mean probabilities come closer to the teacher's."""
     teacher, batches = make_teacher(), make_batches()
@@ -328,17 +315,3 @@ def test_balance_is_what_its_definition_says(room, spread, step, monkeypatch):
     if not won:  # which is known by the first of the steps: two passes
         assert passes.count(student) <= 2 * passes.count(teacher)
     torch.testing.assert_close(student.final_logits_bias.double(), expected if won else before.double())
-
-
-def test_nothing_is_kept_for_gradients(tiny_marian, monkeypatch, tmp_path):
-    """Of balancing, whose logits are as wide as the vocabulary."""
-    found, probabilities = [], module._probabilities
-
-    def look(*arguments):
-        found.append(probabilities(*arguments))
-        return found[-1]
-
-    monkeypatch.setattr(module, "_probabilities", look)
-    convert(tiny_marian, tmp_path / "light", ratio=4, decoder_layers=1, calibration_samples=32, progress=False)
-    assert found
-    assert not any(each.requires_grad for each in found)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from conversion.metrics import assert_sums_close, loss, weigh
+from conversion.metrics import assert_sums_close, loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -15,8 +15,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration, StudyOptions, convert, plan
 from lightformers_hf.conversion import refit
 from lightformers_hf.conversion.calibration_text import parallel_batches, sample_pairs, translated_batches
-from lightformers_hf.conversion.forms.svd import decompose
-from lightformers_hf.conversion.moments import Damped, Metric, damped_root
+from lightformers_hf.conversion.moments import damped_root
 from lightformers_hf.conversion.options import CompressionOptions
 from lightformers_hf.conversion.sensitivity import (
     PERIOD,
@@ -149,31 +148,6 @@ def test_a_tables_two_jobs_are_one_metric(calibrated):
     assert metric.left.shape == (vocabulary,)
     assert metric.right.shape == (width, width)
     assert metric.left.min() > 0
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.integers(2, 9), st.integers(2, 9), st.integers(0, 10_000), st.booleans())
-def test_no_pair_of_factors_is_cheaper(m, n, seed, is_table):
-    """Not the plain SVD's, not random ones: the weighted error is what the singular values beyond the rank say."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    matrix = draw(m, n)
-    square = draw(m, m)
-    rows = draw(m).abs() + 0.1 if is_table else Damped(square @ square.T, 0.1)
-    square = draw(n, n)
-    metric = Metric(rows, Damped(square @ square.T, 0.1))
-    rank = 1 + seed % min(m, n)
-    spectrum = decompose(matrix, name="w", metric=metric)
-    factors = spectrum.truncate(rank)
-    cost = weigh(metric, matrix - factors.left @ factors.right).square().sum()
-    torch.testing.assert_close(cost, spectrum.singular_values[rank:].square().sum(), rtol=1e-5, atol=1e-9)
-    plain = decompose(matrix, name="w").truncate(rank)
-    others = [plain.left @ plain.right, draw(m, rank) @ draw(rank, n), factors.left @ (factors.right + 0.01)]
-    for other in others:
-        assert cost <= weigh(metric, matrix - other).square().sum() + 1e-9
 
 
 def test_calibration_keeps_more(tiny_marian, text, parallel_sentences, tmp_path):
@@ -487,27 +461,6 @@ def test_their_covariance_is_the_fisher_matrix_of_the_logits(size, seed, spread,
     assert (drawn.T @ drawn / len(keys) - expected).abs().max() < 0.05
     # As of every gradient of a loss of probabilities: what is added to all logits changes none.
     torch.testing.assert_close(drawn.sum(-1), torch.zeros(len(keys)), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("size", [3, 50_000])
-def test_signs_are_as_often_up_as_down(size):
-    logits = torch.zeros(4, size)
-    drawn = Probes(size, torch.device("cpu")).draw(logits, torch.tensor([1.0, 2.0, 77.0, 4092.0]))
-    assert drawn.isfinite().all()
-    if size > 1000:
-        assert ((drawn > 0).float().mean(-1) - 0.5).abs().max() < 0.02
-        signs = drawn.sign()
-        assert (signs @ signs.T / size - torch.eye(4)).abs().max() < 0.05  # of two tokens they are independent
-
-
-def test_keys_do_not_depend_on_the_batch():
-    ids = torch.tensor([[5, 6, 7, 1], [9, 8, 1, 1]])
-    mask, labels = (ids != 1).long(), torch.tensor([[3, 4, 2], [3, 2, -100]])
-    together = token_keys({"input_ids": ids, "attention_mask": mask, "labels": labels})
-    alone = token_keys({"input_ids": ids[1:, :2], "attention_mask": mask[1:, :2], "labels": labels[1:, :2]})
-    assert torch.equal(together[1:, :2], alone)
-    assert together.unique().numel() == together.numel()
-    assert 1 <= together.min() <= together.max() <= PERIOD
 
 
 def test_the_variance_of_logits_is_that_of_what_probabilities_depend_on():

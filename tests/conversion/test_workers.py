@@ -72,7 +72,6 @@ HEAVY = ("_linalg_eigh", "linalg_cholesky_ex", "_linalg_svd", "linalg_solve_tria
     [
         {"ratio": 2.0, "method": "paper"},
         {"ratio": 3.0, "calibration": "TEXT"},
-        {"ratio": 3.0, "calibration": "TEXT", "method": "narrow"},
         {"ratio": 2.0, "calibration": "TEXT", "encoder_groups": 1},
     ],
 )

@@ -120,12 +120,10 @@ class OwnFamily(Family):
 
     @classmethod
     def own_config(cls, config: Any) -> Any:
-        """The checkpoint's own."""
         return config
 
     @classmethod
     def own_name(cls, name: str) -> str | None:
-        """The same name."""
         return name
 
 

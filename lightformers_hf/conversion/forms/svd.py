@@ -58,16 +58,11 @@ def rescale_(factors: Factors, split: Split) -> Factors:
 
 
 def _column_norms(factor: Tensor) -> Tensor:
-    """In float64, a few rows at a time: in float32 squares of small numbers would be nothing.
-
-    Norms of all parts are one tensor: each would lie where the part before it in float64 was, the next part would go
-    behind it, and the C library's heap would hold all of a table in float64.
-    """
-    rows = factor.split(CHUNK_ROWS)
-    norms = factor.new_empty(len(rows), factor.shape[1], dtype=torch.float64)
-    for part, norm in zip(rows, norms, strict=True):
-        torch.linalg.vector_norm(part, dim=0, dtype=torch.float64, out=norm)
-    return torch.linalg.vector_norm(norms, dim=0)
+    """In float64, a few rows at a time: in float32 squares of small numbers would be nothing."""
+    squares = factor.new_zeros(factor.shape[1], dtype=torch.float64)
+    for rows in factor.split(CHUNK_ROWS):
+        squares += rows.double().square().sum(0)
+    return squares.sqrt()
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,9 +96,6 @@ class Spectrum:
             rank: r, from 1 to `max_rank`.
             split: `sigma-right` gives U_r and Σ_r V_rᵀ (Eq. 11; the left columns are orthonormal), `balanced` gives
                 U_r √Σ_r and √Σ_r V_rᵀ. In a metric, columns have these lengths (`rescale_`) but are not orthogonal.
-
-        Raises:
-            ValueError: the rank is out of range.
         """
         check_rank(self.name, rank, self.max_rank)
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
@@ -146,11 +138,7 @@ def decompose(weight: Tensor, *, name: str, rank: int | None = None, metric: Met
 
 @torch.no_grad()
 def singular_values(weight: Tensor, *, name: str, metric: Metric | None = None) -> Tensor:
-    """Return all singular values, as `decompose` gives them: in half of the time.
-
-    Raises:
-        ValueError: as `decompose`.
-    """
+    """Return all singular values, as `decompose` gives them: in half of the time."""
     return _solve(lambda gram: [torch.linalg.eigvalsh(gram)], weight, name, metric)[1].flip(0).clamp(min=0).sqrt()
 
 

@@ -68,13 +68,7 @@ class KeptTokens:
 
 
 def choose_tokens(teacher: Teacher, options: CompressionOptions) -> KeptTokens:
-    """The tokens that stay of a teacher's, as `CompressionOptions` say, and the tokenizer that has them alone.
-
-    Raises:
-        ValueError: no tokenizer, or of no known kind; an unknown language; no text, or none that the tokenizer knows;
-            fewer tokens asked for than must stay.
-        FileNotFoundError: a text that is not there.
-    """
+    """The tokens that stay of a teacher's, as `CompressionOptions` say, and the tokenizer that has them alone."""
     tokenizer = teacher.tokenizer()
     vocabularies = read_vocabularies(tokenizer)
     codes = find_languages(tokenizer)
