@@ -8,7 +8,7 @@ import os
 import pickle
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -303,13 +303,6 @@ class CheckpointReader:
         for name, shape in self.shapes().items():
             sizes[self.dtype(name)] += math.prod(shape)
         return sizes.most_common(1)[0][0]
-
-    def hold(self, names: Iterable[str]) -> None:
-        """Map these tensors once, for all who read them from now on: what stays in use would be counted again with
-        every mapping. Those that are not float32 are not held: who computes with them has made copies."""
-        held = {name: tensor for name in names if (tensor := self.read(name)).dtype == torch.float32}
-        for name, tensor in held.items():
-            self._stored[name] = Stored(tuple(tensor.shape), partial(held.__getitem__, name))
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU, as stored. Raises ValueError if it is not there."""

@@ -227,7 +227,7 @@ class PairMoments:
     """
 
     def __init__(self, m: int, n: int, device: torch.device):
-        self.count, self.symmetric, self._centred = 0.0, False, False
+        self.count, self.symmetric = 0.0, False
         self.left, self.right = (torch.zeros(size, dtype=torch.float64, device=device) for size in (m, n))
         self.product = torch.zeros(m, n, device=device)
 
@@ -251,11 +251,8 @@ class PairMoments:
         self.left, self.right, self.product = (each.double().div_(self.count) for each in sums)
 
     def moment(self, *, centred: bool) -> Tensor:
-        """The covariance, or the second moment, m×n, until the other one is asked for: both have one place."""
-        if centred != self._centred:
-            self.product.addr_(self.left, self.right, alpha=-1 if centred else 1)
-            self._centred = centred
-        return self.product
+        """The covariance, or the second moment, m×n."""
+        return self.product - torch.outer(self.left, self.right) if centred else self.product
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,23 +330,15 @@ def damped_weights(squares: Tensor, damping: float) -> Tensor:
 
 
 def damped_root(moment: Tensor, damping: float) -> Tensor:
-    """L with L·Lᵀ = `moment`, damped; a multiple of the identity where nothing was seen.
-
-    Its diagonal is damped for a while, and then as it was: a copy would be as large.
-    """
-    size, diagonal = moment.shape[0], moment.diagonal()
-    before, level = diagonal.clone(), diagonal.mean().item()
+    """L with L·Lᵀ = `moment`, damped; a multiple of the identity where nothing was seen."""
+    level, damped = moment.diagonal().mean().item(), moment.clone()
     if not level > 0:
-        return torch.eye(size, dtype=torch.float64, device=moment.device) * UNSEEN
-    try:
-        # More where rounding has made it indefinite.
-        for factor in (1, 10, 100, 1000, 1e4):
-            diagonal.copy_(before + factor * damping * level)
-            root, failed = torch.linalg.cholesky_ex(moment)
-            if not failed:
-                return root
-    finally:
-        diagonal.copy_(before)
+        return torch.eye(len(moment), dtype=torch.float64, device=moment.device) * UNSEEN
+    for factor in (1, 10, 100, 1000, 1e4):  # more where rounding has made it indefinite
+        damped.diagonal().copy_(moment.diagonal() + factor * damping * level)
+        root, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            return root
     if not all_finite(moment):
         raise ValueError("the calibration moments are not finite: the model's states or gradients are too large")
     # Where all samples are alike, what is left around their mean is rounding.

@@ -292,10 +292,13 @@ class Regression:
             ridge = max(self.ridge * covariance.diagonal().mean(), CONSTANT * seen)
             matrices = {name: self._teacher_matrix(name, layer, len(covariance)) for name, layer in some.items()}
             if ridge > 0:
-                rights = [
-                    (name, outputs[name].moment(centred=centred) + ridge * own) for name, own in matrices.items()
-                ]
-                matrices = dict(solve_all(covariance, ridge, rights))
+                damped = covariance + ridge * torch.eye(len(covariance)).to(covariance)
+                root, failed = torch.linalg.cholesky_ex(damped)
+                rights = {name: outputs[name].moment(centred=centred) + ridge * own for name, own in matrices.items()}
+                matrices = {
+                    name: torch.linalg.solve(damped, right) if failed else torch.cholesky_solve(right, root)
+                    for name, right in rights.items()
+                }
             for name, layer in some.items():
                 metric = partial(self._metric, name, covariance, matrices[name].shape[1])
                 form = self._form(name, layer)
@@ -358,22 +361,6 @@ def _linear_layers(model: PreTrainedModel, stack: str) -> list[tuple[str, int]]:
 def _matrix(module: nn.Module, device: torch.device) -> Tensor:
     """W, inputs×outputs, double."""
     return product_of(module, torch.float64, device)
-
-
-def solve_all(covariance: Tensor, ridge: Tensor, rights: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """(covariance + ridge·I)⁻¹ · each of the matrices under their names, which are let go one by one."""
-    diagonal = covariance.diagonal()  # damped for a while: a second covariance is as large as the first
-    before = diagonal.clone()
-    diagonal.add_(ridge)
-    root, failed = torch.linalg.cholesky_ex(covariance)
-    while rights:
-        name, right = rights.pop(0)
-        if failed:
-            yield name, torch.linalg.solve(covariance, right)
-        else:  # as `cholesky_solve`, which copies the root
-            right = torch.linalg.solve_triangular(root, right, upper=False)
-            yield name, torch.linalg.solve_triangular(root.mT, right, upper=True)
-    diagonal.copy_(before)
 
 
 class _StopError(Exception):

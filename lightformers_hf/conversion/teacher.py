@@ -106,7 +106,6 @@ class Teacher:
         self._changed: dict[str, Tensor] = {}
         self._kept_layers: dict[str, list[int]] = {}
         self.name = printable_name(folder if Path(source).is_dir() else source)
-        self._finite: set[str] = set()
         self._names = self._match_names()
 
     def _match_names(self) -> dict[str, str]:
@@ -231,9 +230,7 @@ class Teacher:
         if name not in self._names:
             return torch.zeros(stored_tensors(self.model)[name].shape)
         tensor = self.reader.read(self._names[name])
-        if name not in self._finite:
-            check_finite(tensor, self._names[name], self.folder)
-            self._finite.add(name)
+        check_finite(tensor, self._names[name], self.folder)
         if name in self._rows:
             tensor = tensor.index_select(*self._rows[name])
         return tensor
@@ -243,7 +240,6 @@ class Teacher:
 
         Its tensors are the files', whose pages the system may drop and read again: they are not to be changed.
         """
-        self.reader.hold(key for name, key in self._names.items() if name not in self._rows)
         tensors = {name: self.read(name).float() for name in stored_tensors(self.model)}
         return assemble(self.model_class, self.config, tensors)
 

@@ -230,6 +230,7 @@ def test_small_models_make_more_text(tiny_marian, parameters, number, monkeypatc
     reader = Teacher(tiny_marian, "teacher")
     model = reader.load()
     monkeypatch.setattr(model, "num_parameters", lambda: int(parameters))
+    monkeypatch.setattr(calibration_text, "SOURCES", 256)
     assert default_sources(model) == (number, number // 8)
     if number == 512:
         monkeypatch.setattr(calibration_text, "SOURCES", 8)

@@ -17,7 +17,6 @@ from lightformers_hf.conversion.moments import (
     TensorStore,
     WeightedRows,
 )
-from lightformers_hf.conversion.refit import solve_all
 
 
 @given(
@@ -103,22 +102,6 @@ def test_a_damaged_matrix_is_named():
     matrix[1, 2] = torch.nan
     with pytest.raises(ValueError, match="w: holds NaN"):
         singular_values(matrix, name="w", metric=metric)
-
-
-@pytest.mark.parametrize("definite", [True, False])
-def test_several_right_sides_are_solved_one_by_one_and_let_go(definite):
-    """Also where there is no Cholesky root; the covariance is what it was."""
-    torch.manual_seed(0)
-    factor = torch.randn(6, 6, dtype=torch.float64)
-    covariance = factor @ factor.T if definite else factor + factor.T
-    sides = {name: torch.randn(6, width, dtype=torch.float64) for name, width in (("a", 2), ("b", 5))}
-    before, left = covariance.clone(), list(sides.items())
-    for number, (name, solution) in enumerate(solve_all(covariance, 0.5, left), start=1):
-        ridged = before + 0.5 * torch.eye(6, dtype=torch.float64)
-        torch.testing.assert_close(ridged @ solution, sides[name], rtol=0, atol=1e-9)
-        assert len(left) == len(sides) - number
-    assert number == len(sides)
-    assert torch.equal(covariance, before)
 
 
 def test_a_store_gives_back_what_it_got():
