@@ -448,11 +448,14 @@ def _read_table(path: Path, *, tabs: bool) -> Iterator[dict[str, str]]:
         header: list[str] | None = None
         try:
             for row in table:
+                is_blank = len(row) < 2 and not "".join(row).strip(" \t")
                 if header is None:
-                    header = row
-                elif len(row) == len(header):
+                    header = None if is_blank else [name or f"column {place}" for place, name in enumerate(row, 1)]
+                    if header and len(set(header)) < len(header):
+                        raise ValueError(f"line {first} names a column twice: give every column its own name")
+                elif len(row) == len(header) and not is_blank:
                     yield dict(zip(header, row, strict=True))
-                elif any(cell.strip(" \t") for cell in row) or len(row) > 1:
+                elif not is_blank:
                     fields = f"{len(row)} field{'s' * (len(row) != 1)}, the header names {len(header)}"
                     raise ValueError(
                         f"line {first}: {fields}; look for a delimiter too many or too few there"
@@ -460,7 +463,7 @@ def _read_table(path: Path, *, tabs: bool) -> Iterator[dict[str, str]]:
                     )
                 first = table.line_num + 1
         except csv.Error as error:
-            reason = str(error)
+            reason = {"unexpected end of data": "a quote is not closed"}.get(str(error), str(error))
             if "new-line" in reason:
                 reason = "holds a carriage return (\\r) within a text, where a row ends for most programs: replace it"
             raise ValueError(f"line {table.line_num if 'carriage' in reason else first}: {reason}") from None

@@ -261,7 +261,8 @@ def test_tokens_keep_their_end_and_count_it(tmp_path, tiny_marian, parallel_sent
         ("few.csv", 'de,en\n"Ein\nHund",A dog\nKatze\n', "line 4: 1 field, the header names 2"),
         ("few.tsv", "de\ten\na\tb\n\n\nEin Hund\n", "line 5: 1 field"),
         ("header.csv", "de,en,\na,b\n", "line 2: 2 fields, the header names 3"),
-        ("quote.csv", 'de,en\na,b\n"Ein Hund,A dog\n', "line 3: unexpected end of data"),
+        ("twice.csv", "de,de\na,b\n", "line 1 names a column twice"),
+        ("quote.csv", 'de,en\na,b\n"Ein Hund,A dog\n', "line 3: a quote is not closed"),
     ],
 )
 def test_fields_that_do_not_fit_the_header_name_their_line(tmp_path, name, content, message):
@@ -277,7 +278,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
 
 def test_quoted_fields_and_empty_lines_are_no_mistake(tmp_path):
     long = "x" * 200_000
-    (tmp_path / "x.csv").write_text(f'\ufeff"de",en\n"a, ""b""\nc",d\n\n   \n{long},\n', encoding="utf-8")
+    (tmp_path / "x.csv").write_text(f'\ufeff"de",en,\n"a, ""b""\nc",d,1\n\n   \n{long},,2\n', encoding="utf-8")
     pairs = load_parallel(str(tmp_path / "x.csv"), source="de", target="en")
     assert pairs[:] == {"source": ['a, "b"\nc', long], "target": ["d", ""]}
 

@@ -266,7 +266,6 @@ def fit(
     before = None
     if built is not None:
         before, _ = share_of_equal(predict_tokens(student, measured.compared), expected)
-        measured.calibration.forget("inputs")
         refit(student, measured.whole, teacher.depths, measured.calibration, built, progress=progress)
         state = student.state_dict()
         tensors.update({name: state[name].cpu() for name in names})

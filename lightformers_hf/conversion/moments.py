@@ -170,11 +170,6 @@ class Moments:
             strip.copy_(matrix[start:end, :end])
         self._store[self._name, what] = flat
 
-    def forget(self, what: str) -> None:
-        """Remove the `inputs` or `gradients`, if there are any."""
-        if self.sizes.pop(what, None) is not None and (self._name, what) in self._store:
-            del self._store[self._name, what]
-
     def add(self, what: str, vector: Tensor) -> None:
         """Add to one of the `vectors`."""
         vector = vector.to(self._store.device)

@@ -79,7 +79,6 @@ def refit(
     batches = cut_batches(calibration.batches, TOKENS)
     regression = Regression(student, teacher, depths, batches, store, built, CORRECTED, calibration)
     regression.run(tuple(depths), "refitting", progress=progress)
-    calibration.forget("gradients")
     balance(student, teacher, batches, store, progress=progress)
 
 
@@ -200,7 +199,6 @@ class Regression:
             groups.setdefault(id(states), []).append(name)
         del seen
         for group in groups.values():
-            student.advance_to(group[0], depth)
             if group[0] in norms:
                 with cast_weights(student.stack.layers[depth]):
                     self._fit_norm(group[0], partial(_outputs, student, teacher, group[0], depth))
@@ -374,7 +372,6 @@ class HiddenStates:
         self.who, self.name, self.stack, self.device = who, name, getattr(model.model, name), model.device
         self.batches, self.store = batches, store
         self.recorded: set[str] = set()  # modules within a layer
-        self._passed = 0  # sublayers of the layer that the states are within
         self._each_batch(self._enter)
 
     def _each_batch(self, work: Callable[[int], None]) -> None:
@@ -408,31 +405,20 @@ class HiddenStates:
             hook.remove()
         return found[0]
 
-    def call(self, depth: int, index: int, end: int | None = None) -> Tensor:
-        """Pass a batch from its current place through the layer's sublayers, up to `end`, and return its states."""
+    def call(self, depth: int, index: int) -> Tensor:
+        """Pass a batch from in front of the layer through it, and return its states."""
         (_, *args), kwargs = self._arguments(index)
-        states = self.store[self.who, self.name, index]
         with fast_passes(self.device):
-            for sublayer in _sublayers(self.stack.layers[depth], *args, **kwargs)[self._passed : end]:
-                states = sublayer(states)
-        return states
+            return self.stack.layers[depth](self.store[self.who, self.name, index], *args, **kwargs)
 
-    def advance(self, depth: int, end: int | None = None) -> None:
-        """Put the states behind the layer, or in front of its sublayer `end`."""
+    def advance(self, depth: int) -> None:
+        """Put the states behind the layer."""
 
         def pass_batch(index: int) -> None:
-            self.store[self.who, self.name, index] = self.call(depth, index, end)
+            self.store[self.who, self.name, index] = self.call(depth, index)
 
         with cast_weights(self.stack.layers[depth]):
             self._each_batch(pass_batch)
-        self._passed = end or 0
-
-    def advance_to(self, name: str, depth: int) -> None:
-        """Put the states in front of the sublayer that has a module: what is before it is as it is to be."""
-        kind = _within_layer(name).partition("_")[0]
-        place = {"self": 0, "encoder": 1}.get(kind, 2 if self.name == "decoder" else 1)
-        if place > self._passed:
-            self.advance(depth, place)
 
     def result(self, index: int) -> Tensor:
         """Return the output of the stack for a batch that has passed the last layer."""
@@ -562,7 +548,7 @@ def balance(
     more than it gives; and where that is certain, the others are not computed.
 
     With p the student's probabilities as they are, b makes them p·e^b / Z, Z the sum of p·e^b over the tokens. Of the
-    cross-entropy it changes log Z − b·(teacher's) alone: the teacher is needed once, and p where there is room for it.
+    cross-entropy it changes log Z − b·(teacher's) alone: the teacher is needed once.
     """
     device = algebra_device(store.device)
     every = max(1, sum(int((batch["labels"] != -100).sum()) for batch in batches) // BALANCED)
@@ -571,20 +557,16 @@ def balance(
         for states in _target_states("teacher", batches, store, every):
             target += _probabilities(teacher, states).sum(0).to(device)
     shift = torch.zeros_like(target)
-    held: dict[int, Tensor] = {}
     losses: list[float] = []  # cross-entropy before and after each step, nats a token, but for a constant
-    room, worth = store.room, True
+    worth = True
     for step in Step("balancing", range(BALANCING + 1), unit="step", shown=progress):
         if not worth:
             continue
         own, log = torch.zeros_like(target), target.new_zeros(1)
         scale = shift.exp().float().to(student.device)
         with cast_weights(student.lm_head):
-            for number, states in enumerate(_target_states("student", batches, store, every)):
-                if (weights := held.get(number)) is None:
-                    weights = _probabilities(student, states)
-                    if (room := room - weights.nbytes) >= 0:
-                        held[number] = weights
+            for states in _target_states("student", batches, store, every):
+                weights = _probabilities(student, states)
                 sums = weights @ scale
                 log += sums.log().sum().to(device)
                 own += (sums.reciprocal() @ weights).mul_(scale).to(device)
@@ -628,22 +610,3 @@ def share_of_equal(predicted: Sequence[Tensor], expected: Sequence[Tensor]) -> t
     """Return the share of equal tokens, and the number of tokens."""
     equal, tokens = (torch.cat(each) for each in (predicted, expected))
     return (equal == tokens).float().mean().item(), len(tokens)
-
-
-def _sublayers(
-    layer: nn.Module,
-    mask: Tensor | None,
-    memory: Tensor | None = None,
-    memory_mask: Tensor | None = None,
-    distances: Tensor | None = None,
-    private: nn.Module | None = None,
-    **kwargs: object,
-) -> list[Callable[[Tensor], Tensor]]:
-    """The sublayers of a `TransformerLayer`, as its `forward` calls them: hidden states → hidden states."""
-    norms = layer if private is None else private
-    mask = mask if distances is None else layer.relative_positions(distances, mask)
-    calls = [partial(layer.attend, norm=norms.self_attn_layer_norm, attention=layer.self_attn, attention_mask=mask)]
-    if memory is not None:
-        cross = {"norm": norms.encoder_attn_layer_norm, "attention": layer.encoder_attn}
-        calls.append(partial(layer.attend, **cross, key_value_states=memory, attention_mask=memory_mask))
-    return [*calls, partial(layer.feed_forward, norm=norms.final_layer_norm, network=layer)]

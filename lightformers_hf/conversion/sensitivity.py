@@ -312,12 +312,6 @@ class Calibration:
         found = [(torch.cat(self._token_weights[name]), self.moments[name].count) for name in names]
         return sum(weights / count if count else torch.ones_like(weights) for weights, count in found).sqrt()
 
-    def forget(self, what: str) -> None:
-        """Remove the second moments of `inputs` or `gradients`, each half of all that is stored: choosing and building
-        need both, refitting layers those of gradients."""
-        for moments in self.moments.values():
-            moments.forget(what)
-
     def gradients(self, names: list[str]) -> Tensor:
         """G, of one matrix that serves as each of the modules `names`."""
         return _mean([self.moments[name].gradients for name in names]).mul_(len(names) / self.target_tokens)
