@@ -323,8 +323,7 @@ def test_brackets_without_end_do_not_end_the_process(tmp_path, content, packed):
 
 
 @pytest.mark.parametrize(
-    ("content", "line"),
-    [("null", 1), ("\ufeffnull", 1), ("\n null\n", 2), ('{"de": "n{", "en": "A"}\nnull\n', 2)],
+    ("content", "line"), [("null", 1), ("\ufeffnull", 1), ("\n null\n", 2), ('{"de": "n{", "en": "A"}\nnull\n', 2)]
 )
 @pytest.mark.parametrize("name", ["test.json", "test.jsonl", "test.jsonl.gz"])
 def test_null_as_a_row_is_an_error_instead_of_a_crash(tmp_path, content, line, name):

@@ -110,7 +110,7 @@ def _covers(matrices: Sequence[str], parts: Collection[tuple[str, ...]]) -> Iter
 
 
 def choose(
-    units: Sequence[Unit], originals: Originals, options: CompressionOptions, study: StudyOptions, *, progress: bool
+    units: Sequence[Unit], originals: Originals, options: CompressionOptions, study: StudyOptions
 ) -> tuple[list[Form], Callable[[Form], Setting]]:
     """The places in the forms that are chosen, largest first, and what says the setting of each.
 
@@ -124,7 +124,7 @@ def choose(
     fixed = {place: place.follow(policy) for place in given}
     available, _ = find_budget(originals, options, fixed, free)
     places = sort_by_size([place for unit in free for alternative in unit for slot in alternative for place in slot])
-    found = work_on_places("weighing", lambda place: place.choices(), places, originals.device, progress=progress)
+    found = work_on_places("weighing", lambda place: place.choices(), places, originals.device)
     choices = dict(found)
     slots = [[[{place: choices[place] for place in slot} for slot in slots] for slots in unit] for unit in free]
     settings = fixed | allocate(slots, available)
@@ -163,7 +163,7 @@ def split_units(units: Sequence[Unit], policy: RankPolicy) -> tuple[list[Form], 
 
 
 def work_on_places(
-    name: str, work: Callable[[Form], Result], places: Sequence[Form], device: torch.device, *, progress: bool
+    name: str, work: Callable[[Form], Result], places: Sequence[Form], device: torch.device
 ) -> Iterator[tuple[Form, Result]]:
     """The places, largest first, each with what `work` returned for it.
 
@@ -171,7 +171,7 @@ def work_on_places(
     """
     sizes = [int(place.size(None)) for place in places]
 
-    with Step(name, unit="parameter", total=sum(sizes), shown=progress) as bar:
+    with Step(name, unit="parameter", total=sum(sizes)) as bar:
         for place, size, result in zip(places, sizes, map_in_threads(work, places, device), strict=True):
             yield place, result
             bar.update(size)

@@ -80,13 +80,7 @@ def count_tokens(teacher: Teacher, options: CompressionOptions, pairs: Dataset |
 
 
 def sample_text(
-    model: PreTrainedModel,
-    teacher: Teacher,
-    options: CompressionOptions,
-    study: StudyOptions,
-    pairs: Dataset | None,
-    *,
-    progress: bool,
+    model: PreTrainedModel, teacher: Teacher, options: CompressionOptions, study: StudyOptions, pairs: Dataset | None
 ) -> Sequence[Batch]:
     """Batches for a `Calibration`.
 
@@ -97,10 +91,10 @@ def sample_text(
     """
     if pairs is None:
         number, seed = options.calibration_samples, study.calibration_seed
-        return synthetic_batches(model, teacher, number, seed, progress=progress)
+        return synthetic_batches(model, teacher, number, seed)
     if "target" in pairs.column_names:
         return parallel_batches(model, teacher.tokenizer(), pairs)
-    return translated_batches(model, teacher, pairs["source"][:], progress=progress)
+    return translated_batches(model, teacher, pairs["source"][:])
 
 
 def hold_out(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch] | None]:
@@ -184,9 +178,7 @@ def sample_pairs(
     return pairs
 
 
-def synthetic_batches(
-    model: PreTrainedModel, teacher: Teacher, samples: int | None, seed: int, *, progress: bool
-) -> list[Batch]:
+def synthetic_batches(model: PreTrainedModel, teacher: Teacher, samples: int | None, seed: int) -> list[Batch]:
     """Batches as `Calibration` takes them, from the teacher alone."""
     tokenizer = teacher.tokenizer() if teacher.has_tokenizer else None
     limit = position_limit(model.config) or LONGEST
@@ -197,7 +189,7 @@ def synthetic_batches(
     # Random tokens may have translations without end.
     most = [min(2 * max(map(len, some)), limit - 1) for some in shares]
     padded = (_padded(some, tokenizer, model.config, prefixes) for some in shares)
-    return _with_targets("making text", model, teacher, padded, most, progress=progress)
+    return _with_targets("making text", model, teacher, padded, most)
 
 
 def default_sources(model: PreTrainedModel) -> tuple[int, int]:
@@ -237,7 +229,7 @@ def random_texts(
     return _decoded(sources, tokenizer, find_prefixes(config, *languages))
 
 
-def translated_batches(model: PreTrainedModel, teacher: Teacher, texts: list[str], *, progress: bool) -> list[Batch]:
+def translated_batches(model: PreTrainedModel, teacher: Teacher, texts: list[str]) -> list[Batch]:
     """Batches of the user's texts with the teacher's translations."""
     tokenizer = teacher.tokenizer()
     positions = position_limit(model.config) or LONGEST
@@ -247,17 +239,11 @@ def translated_batches(model: PreTrainedModel, teacher: Teacher, texts: list[str
     encoded = [tokenizer(some, padding=True, return_tensors="pt", **limit) for some in shares]
     most = [min(2 * one["input_ids"].shape[1] + 10, positions - 1) for one in encoded]
     padded = ((one["input_ids"], one["attention_mask"]) for one in encoded)
-    return _with_targets("translating", model, teacher, padded, most, progress=progress)
+    return _with_targets("translating", model, teacher, padded, most)
 
 
 def _with_targets(
-    what: str,
-    model: PreTrainedModel,
-    teacher: Teacher,
-    padded: Iterable[tuple[Tensor, Tensor]],
-    most: Sequence[int],
-    *,
-    progress: bool,
+    what: str, model: PreTrainedModel, teacher: Teacher, padded: Iterable[tuple[Tensor, Tensor]], most: Sequence[int]
 ) -> list[Batch]:
     """Batches as `Calibration` takes them: sources, and what the model makes of them.
 
@@ -277,7 +263,7 @@ def _with_targets(
 
     with cast_weights(model):
         made = map_in_threads(make, zip(padded, most, strict=True), model.device, AT_ONCE)
-        return list(Step(what, made, total=len(most), unit="batch", shown=progress))
+        return list(Step(what, made, total=len(most), unit="batch"))
 
 
 def token_frequencies(tokenizer: PreTrainedTokenizerBase | None, config: PreTrainedConfig) -> Tensor:

@@ -32,7 +32,7 @@ from .sensitivity import Batch, Calibration
 from .sharing import Originals, can_align, change_moments, find_bases, find_matrices, share_layers, short_name
 from .teacher import Teacher
 from .vocabulary.choose import choose_tokens
-from .workers import AT_ONCE, algebra_device, count_workers, describe_work
+from .workers import AT_ONCE, algebra_device, count_workers, describe_work, shows_progress
 
 # A forecast. Seconds of one core for 10⁹ of: multiplications of layers with tokens, of the output layer with target
 # tokens, cubes of the longer sides of matrices; and so many times as many without fast products in bfloat16.
@@ -84,7 +84,7 @@ class Measured:
 
 
 def compress(
-    folder: Path, source: str, options: CompressionOptions, study: StudyOptions | None, *, dry: bool, progress: bool
+    folder: Path, source: str, options: CompressionOptions, study: StudyOptions | None, *, dry: bool
 ) -> Compressed:
     """Decide what every part of the teacher in a folder becomes, and make it, unless the run is `dry`.
 
@@ -113,18 +113,18 @@ def compress(
     measured = Measured(teacher)
     if reads_text:
         steps = {"bridges": will_bridge, "calibrates": calibrates}
-        measured = measure(whole, teacher, options, study, removed, device=device, progress=progress, **steps)
+        measured = measure(whole, teacher, options, study, removed, device=device, **steps)
     originals = merge_layers(replace(originals, teacher=measured.teacher), measured.calibration, study)
     units = find_units(originals, options, study)
-    places, setting = choose(units, originals, options, study, progress=progress)
-    built, reports = build(places, setting, originals, keep=not dry, progress=progress)
+    places, setting = choose(units, originals, options, study)
+    built, reports = build(places, setting, originals, keep=not dry)
     model = skeleton(teacher.model_class, find_config(dense, reports))
     if tensors := built.tensors:
         tensors |= originals.other_tensors()
     agreement = None
     if tensors and measured.whole is not None:
         will_refit = will_refit and any(report.relative_error for report in reports)
-        agreement = fit(model, teacher, measured, tensors, built if will_refit else None, progress=progress)
+        agreement = fit(model, teacher, measured, tensors, built if will_refit else None)
     report = (Plan if dry else CompressionReport).of(
         checkpoint,
         model,
@@ -165,29 +165,22 @@ def measure(
     bridges: bool,
     calibrates: bool,
     device: torch.device,
-    progress: bool,
 ) -> Measured:
     """Print a forecast, get calibration text, refit the layers around removed ones, and measure sensitivity."""
     pairs = draw_pairs(whole, options, study)
-    if progress and device.type == "cpu":
+    if shows_progress() and device.type == "cpu":
         given = pairs is not None and "target" in pairs.column_names
         tqdm.write(forecast(whole.model, count_tokens(whole, options, pairs), given=given), file=sys.stderr)
     model = whole.load().to(device)
-    batches, held = hold_out(sample_text(model, whole, options, study, pairs, progress=progress))
+    batches, held = hold_out(sample_text(model, whole, options, study, pairs))
     shorter = model if teacher is whole else teacher.load().to(device)
     if bridges:
-        teacher = teacher.change(bridge(shorter, model, teacher.depths, batches, progress=progress))
+        teacher = teacher.change(bridge(shorter, model, teacher.depths, batches))
     calibration = None
     if calibrates:
         linear = [name for name, kind in find_matrices(shorter) if kind != "embedding"]
         calibration = Calibration(
-            shorter,
-            linear,
-            batches,
-            progress=progress,
-            removed=removed,
-            self_generated=pairs is None,
-            alike=study.weighting != "loss",
+            shorter, linear, batches, removed=removed, self_generated=pairs is None, alike=study.weighting != "loss"
         )
     sentences = set() if pairs is None else {fingerprint(sentence) for sentence in pairs["source"]}
     agreed = batches if held is None else held
@@ -223,7 +216,7 @@ def merge_layers(originals: Originals, calibration: Calibration | None, study: S
 
 
 def build(
-    places: list[Form], setting: Callable[[Form], Setting], originals: Originals, *, keep: bool, progress: bool
+    places: list[Form], setting: Callable[[Form], Setting], originals: Originals, *, keep: bool
 ) -> tuple[Built, list[MatrixReport]]:
     """All places at their settings, largest first, one a worker; reports in the order of the model's matrices."""
 
@@ -231,7 +224,7 @@ def build(
         return place.build(setting(place))
 
     whole = Built([], {})
-    for _, built in work_on_places("factorizing", make, places, originals.device, progress=progress):
+    for _, built in work_on_places("factorizing", make, places, originals.device):
         whole.reports.extend(built.reports)
         whole.coordinates.update(built.coordinates)
         if keep:
@@ -249,13 +242,7 @@ def find_config(dense: PreTrainedModel, reports: list[MatrixReport]) -> Factoriz
 
 
 def fit(
-    model: PreTrainedModel,
-    teacher: Teacher,
-    measured: Measured,
-    tensors: dict[str, Tensor],
-    built: Built | None,
-    *,
-    progress: bool,
+    model: PreTrainedModel, teacher: Teacher, measured: Measured, tensors: dict[str, Tensor], built: Built | None
 ) -> Agreement:
     """Refit the layers of a smaller model to its teacher's outputs, and compare what the two predict."""
     names = list(tensors)
@@ -266,7 +253,7 @@ def fit(
     before = None
     if built is not None:
         before, _ = share_of_equal(predict_tokens(student, measured.compared), expected)
-        refit(student, measured.whole, teacher.depths, measured.calibration, built, progress=progress)
+        refit(student, measured.whole, teacher.depths, measured.calibration, built)
         state = student.state_dict()
         tensors.update({name: state[name].cpu() for name in names})
     share, tokens = share_of_equal(predict_tokens(student, measured.compared), expected)

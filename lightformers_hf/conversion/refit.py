@@ -22,16 +22,7 @@ from ..processors import give_back_memory
 from .forms import Built, Form, all_forms, find_form
 from .moments import GRADIENT_DAMPING, Damped, Metric, PairMoments, TensorStore, WeightedRows
 from .options import StudyOptions
-from .sensitivity import (
-    LOGIT_ROWS,
-    SHRINKAGE,
-    Batch,
-    Calibration,
-    cut_batches,
-    model_inputs,
-    stream_of,
-    token_mask,
-)
+from .sensitivity import LOGIT_ROWS, SHRINKAGE, Batch, Calibration, cut_batches, model_inputs, stream_of, token_mask
 from .sharing import find_matrices, short_name
 from .workers import AT_ONCE, Step, algebra_device, cast_weights, fast_passes, fast_products, map_in_threads
 
@@ -66,30 +57,19 @@ def can_refit(config: FactorizedConfig, study: StudyOptions) -> bool:
 
 @torch.no_grad()
 def refit(
-    student: PreTrainedModel,
-    teacher: PreTrainedModel,
-    depths: Depths,
-    calibration: Calibration,
-    built: Built,
-    *,
-    progress: bool,
+    student: PreTrainedModel, teacher: PreTrainedModel, depths: Depths, calibration: Calibration, built: Built
 ) -> None:
     """Refit a smaller model's layers to the teacher's outputs by least squares, in place, and balance its logits."""
     store = TensorStore(teacher.device)
     batches = cut_batches(calibration.batches, TOKENS)
     regression = Regression(student, teacher, depths, batches, store, built, CORRECTED, calibration)
-    regression.run(tuple(depths), "refitting", progress=progress)
-    balance(student, teacher, batches, store, progress=progress)
+    regression.run(tuple(depths), "refitting")
+    balance(student, teacher, batches, store)
 
 
 @torch.no_grad()
 def bridge(
-    shorter: PreTrainedModel,
-    teacher: PreTrainedModel,
-    depths: Depths,
-    batches: Sequence[Batch],
-    *,
-    progress: bool,
+    shorter: PreTrainedModel, teacher: PreTrainedModel, depths: Depths, batches: Sequence[Batch]
 ) -> dict[str, Tensor]:
     """Tensors of a teacher with fewer layers, regressed so that each does what those before it did, too.
 
@@ -111,8 +91,8 @@ def bridge(
             weight.data = weight.data.clone()
     store, unchanged = TensorStore(teacher.device), Built([], {})
     regression = Regression(shorter, teacher, depths, cut_batches(batches, TOKENS), store, unchanged, share=1)
-    regression.run(stacks, "bridging", progress=progress)
-    balance(shorter, teacher, regression.batches, store, progress=progress)
+    regression.run(stacks, "bridging")
+    balance(shorter, teacher, regression.batches, store)
     state = shorter.state_dict()
     changed = [f"{name}.{leaf}" for name in names for leaf in shorter.get_submodule(name).state_dict()]
     return {name: state[name].cpu() for name in (*changed, "final_logits_bias")}
@@ -163,10 +143,10 @@ class Regression:
         """ρ, relative to the mean variance of a layer's inputs."""
         return SELF_GENERATED_RIDGE if self.calibration and self.calibration.self_generated else RIDGE
 
-    def run(self, stacks: Sequence[str], what: str, *, progress: bool) -> None:
+    def run(self, stacks: Sequence[str], what: str) -> None:
         """Regress the layers of these stacks; the others' states are computed."""
         total = sum(len(self.depths[stack]) for stack in stacks)
-        with Step(what, total=total, unit="layer", shown=progress) as bar:
+        with Step(what, total=total, unit="layer") as bar:
             for stack, depths in self.depths.items():
                 student, teacher = both = [
                     HiddenStates(who, stack, model, self.batches, self.store)
@@ -533,14 +513,7 @@ def _within_layer(name: str) -> str:
 
 
 @torch.no_grad()
-def balance(
-    student: PreTrainedModel,
-    teacher: PreTrainedModel,
-    batches: Sequence[Batch],
-    store: TensorStore,
-    *,
-    progress: bool,
-) -> None:
+def balance(student: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch], store: TensorStore) -> None:
     """Scale tokens' probabilities by e^b until their means are the teacher's: then no b has a lower cross-entropy.
 
     Every step, b += log(teacher's mean / own mean), lowers it (Darroch and Ratcliff 1972), each by less than the one
@@ -559,7 +532,7 @@ def balance(
     shift = torch.zeros_like(target)
     losses: list[float] = []  # cross-entropy before and after each step, nats a token, but for a constant
     worth = True
-    for step in Step("balancing", range(BALANCING + 1), unit="step", shown=progress):
+    for step in Step("balancing", range(BALANCING + 1), unit="step"):
         if not worth:
             continue
         own, log = torch.zeros_like(target), target.new_zeros(1)

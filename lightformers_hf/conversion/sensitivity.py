@@ -25,15 +25,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from .moments import (
-    GRADIENT_DAMPING,
-    INPUT_DAMPING,
-    Damped,
-    Metric,
-    Moments,
-    TensorStore,
-    damped_weights,
-)
+from .moments import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric, Moments, TensorStore, damped_weights
 from .workers import AT_ONCE, Step, algebra_device, cast_weights, fast_passes, fast_products, map_in_threads
 
 # Share of the mean variance of inputs by which C is shrunk towards a multiple of the identity: a sample does not show
@@ -143,7 +135,6 @@ class Calibration:
         linear: names of its linear layers.
         batches: `input_ids`, `attention_mask`, `labels` (−100 is padding) and `decoder_input_ids`. Larger ones than
             `TOKENS` are cut.
-        progress: show a progress bar.
         removed: share of the parameters that compression removes, which `find_temperature` takes.
         self_generated: whether the text is of random tokens.
         alike: whether all tokens have the same weight in C; for comparison.
@@ -158,7 +149,6 @@ class Calibration:
         linear: list[str],
         batches: Sequence[Batch],
         *,
-        progress: bool,
         removed: float = 0.5,
         self_generated: bool = False,
         alike: bool = False,
@@ -181,7 +171,7 @@ class Calibration:
         try:
             with cast_weights(self.model):
                 passes = map_in_threads(self._pass, self.batches, model.device, AT_ONCE)
-                for additions in Step("calibrating", passes, total=len(self.batches), unit="batch", shown=progress):
+                for additions in Step("calibrating", passes, total=len(self.batches), unit="batch"):
                     while additions:
                         additions.popleft()()
         finally:

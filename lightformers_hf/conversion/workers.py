@@ -24,29 +24,36 @@ Result = TypeVar("Result")
 CPU = torch.device("cpu")
 # Batches that models pass at the same time: each needs memory for the activations of a layer.
 AT_ONCE = 4
-# Worker threads of the conversion that runs; `None` outside `share_cores`.
+# Worker threads of the conversion that runs, `None` outside `share_cores`; and whether it shows progress bars.
 _worker_count: int | None = None
+_progress = False
 
 
 @contextmanager
-def share_cores() -> Iterator[None]:
+def share_cores(*, progress: bool = False) -> Iterator[None]:
     """Inside, every thread computes alone, and as many workers share the items as PyTorch had threads.
 
     The number of threads that share a matrix multiplication or a sum decides the order of the additions, and so the
     rounding. One thread for each makes the results independent of the number of cores.
     """
-    global _worker_count
-    before, _worker_count = _worker_count, torch.get_num_threads()
+    global _worker_count, _progress
+    before = _worker_count, _progress
+    _worker_count, _progress = torch.get_num_threads(), progress
     try:
         with use_threads(1):
             yield
     finally:
-        _worker_count = before
+        _worker_count, _progress = before
 
 
 def count_workers() -> int:
     """Return the number of worker threads: that of `share_cores`, or of PyTorch's threads outside it."""
     return _worker_count or torch.get_num_threads()
+
+
+def shows_progress() -> bool:
+    """Return whether the conversion that runs shows progress bars."""
+    return _progress
 
 
 def algebra_device(device: torch.device) -> torch.device:
@@ -113,11 +120,9 @@ def map_in_threads(
 class Step(tqdm):
     """Progress bar of a step. At its end, its time goes to the log (INFO), and freed memory to the system."""
 
-    def __init__(
-        self, name: str, items: Iterable[Any] | None = None, *, unit: str, total: int | None = None, shown: bool
-    ):
+    def __init__(self, name: str, items: Iterable[Any] | None = None, *, unit: str, total: int | None = None):
         scaled = unit == "parameter"
-        super().__init__(items, desc=name, unit=unit, unit_scale=scaled, total=total, disable=not shown)
+        super().__init__(items, desc=name, unit=unit, unit_scale=scaled, total=total, disable=not _progress)
         self._name, self._begun = name, (time.perf_counter(), time.process_time())
 
     def __iter__(self) -> Iterator[Any]:

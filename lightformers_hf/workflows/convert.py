@@ -70,9 +70,9 @@ def plan(
         >>> print(plan("opus-mt-de-en", ratio=4, encoder_groups=3))
     """
     asked = CompressionOptions.of(locals())
-    with share_cores(), on_disk(tokenizer, model) as (place,):
+    with share_cores(progress=progress), on_disk(tokenizer, model) as (place,):
         check_options(asked, study)
-        report = compress(resolve_source(place), model_name(model), asked, study, dry=True, progress=progress).report
+        report = compress(resolve_source(place), model_name(model), asked, study, dry=True).report
     return cast(Plan, report)
 
 
@@ -146,7 +146,7 @@ def convert(
             raise ValueError("push_to_hub needs output, the folder that is pushed: give output, too")
         return convert_in_memory(model, tokenizer, asked, study, progress=progress)
     output = Path(os.path.expanduser(output))
-    with share_cores(), on_disk(tokenizer, model) as (place,):
+    with share_cores(progress=progress), on_disk(tokenizer, model) as (place,):
         check_options(asked, study)
         check_output(output, overwrite=overwrite, inputs=[place, *asked.texts])
         if push_to_hub:
@@ -154,7 +154,7 @@ def convert(
         folder = resolve_source(place)
         inputs: list[str | Path | None] = [folder, *asked.texts]
         with atomic_output(output, overwrite=overwrite, inputs=inputs) as temporary:
-            result = compress(folder, model_name(model), asked, study, dry=False, progress=progress)
+            result = compress(folder, model_name(model), asked, study, dry=False)
             write(result, temporary, output.name)
     if push_to_hub:
         push_folder(output, push_to_hub, private=private)

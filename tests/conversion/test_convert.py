@@ -120,14 +120,7 @@ def test_the_first_factor_is_orthonormal_and_the_zero_padding_row_stays_zero(tea
 
 def test_by_the_papers_method_a_group_starts_as_the_mean_of_its_layers(teachers, tmp_path):
     folder, teacher = teachers("bart")
-    convert(
-        folder,
-        tmp_path / "out",
-        encoder_groups=2,
-        decoder_groups=1,
-        method="paper",
-        progress=False,
-    )
+    convert(folder, tmp_path / "out", encoder_groups=2, decoder_groups=1, method="paper", progress=False)
     source, state = teacher.state_dict(), tensors(tmp_path / "out")
     assert not any(".layers.2." in name for name in state)
     for leaf in ("fc1.weight", "self_attn.q_proj.bias", "final_layer_norm.weight"):
@@ -495,7 +488,7 @@ def test_the_teacher_makes_text_whatever_its_own_way_is(tiny_marian, tmp_path, s
     file = tmp_path / "teacher" / "generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     made = [
-        synthetic_batches(reader.load(), reader, 4, 0, progress=False)[0]["labels"]
+        synthetic_batches(reader.load(), reader, 4, 0)[0]["labels"]
         for reader in (Teacher(tiny_marian, "t"), Teacher(tmp_path / "teacher", "t"))
     ]
     assert torch.equal(*made)
@@ -511,7 +504,7 @@ def test_text_is_made_a_token_at_a_time_whatever_training_left(tiny_marian, tmp_
     model = reader.load()
     see = lambda module, args, output: lengths.append(output.shape[1])  # noqa: E731
     model.model.decoder.layers[0].register_forward_hook(see)
-    made = synthetic_batches(model, reader, 4, 0, progress=False)[0]["labels"]
+    made = synthetic_batches(model, reader, 4, 0)[0]["labels"]
     assert made.shape[1] > 1
     assert set(lengths) == {1}
 

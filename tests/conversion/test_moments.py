@@ -8,15 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightformers_hf.conversion.forms.svd import singular_values
-from lightformers_hf.conversion.moments import (
-    STRIP,
-    Damped,
-    Metric,
-    Moments,
-    PairMoments,
-    TensorStore,
-    WeightedRows,
-)
+from lightformers_hf.conversion.moments import STRIP, Damped, Metric, Moments, PairMoments, TensorStore, WeightedRows
 
 
 @given(

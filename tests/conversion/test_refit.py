@@ -126,7 +126,7 @@ def test_a_sublayer_makes_up_for_what_states_lack(before, end, norm, monkeypatch
     teacher, batches = make_teacher(normalize_before=before), make_batches()
     depths = {"encoder": [0, 1, 2], "decoder": [0, 2]}
     shorter = shorten(teacher, **depths)
-    changed = bridge(shorter, teacher, depths, batches, progress=False)
+    changed = bridge(shorter, teacher, depths, batches)
     own, theirs = (f"model.decoder.layers.{depth}.{{}}".format for depth in (1, 2))
     found, aimed = shorter.get_submodule(own(end)), teacher.get_submodule(theirs(end))
     x, normed = inputs_of(shorter, batches, own(end), own(norm))
@@ -166,7 +166,7 @@ def test_norms_give_what_the_teachers_give(fields, name, is_last, share, monkeyp
     own, theirs = (f"model.decoder.{name.format(depth)}" for depth in (1, 2))
     norm, aimed = shorter.get_submodule(own), teacher.get_submodule(theirs)
     before = copy.deepcopy(norm)
-    changed = bridge(shorter, teacher, depths, batches, progress=False)
+    changed = bridge(shorter, teacher, depths, batches)
     (x,), (their_x,) = inputs_of(shorter, batches, own), inputs_of(teacher, batches, theirs)
     x, y = before(x.float()).double(), aimed(their_x.float()).double()
     centred = hasattr(norm, "bias")
@@ -193,7 +193,7 @@ def test_layers_that_do_nothing_are_not_missed(stacks, rank):
             if "out_proj" in name or "fc2" in name:
                 weight.zero_()
     shorter = shorten(teacher, **depths)
-    assert set(bridge(shorter, teacher, depths, batches, progress=False)) <= set(shorter.state_dict())
+    assert set(bridge(shorter, teacher, depths, batches)) <= set(shorter.state_dict())
     for batch in batches:
         kept = batch["labels"] != -100
         torch.testing.assert_close(shorter(**batch).logits[kept], teacher(**batch).logits[kept], atol=1e-3, rtol=1e-3)
@@ -210,7 +210,7 @@ def test_a_bridged_teacher_is_left_as_it_was(stack):
         if parts[2:3] == ["layers"]:
             parts[3] = str(depths[parts[1]][int(parts[3])])
         tensor.data = teacher.get_parameter(".".join(parts)).data
-    changed = bridge(shorter, teacher, depths, make_batches(), progress=False)
+    changed = bridge(shorter, teacher, depths, make_batches())
     assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
     del changed["final_logits_bias"]
     assert {name.split(".")[1] for name in changed} == ({"encoder", "decoder"} if stack == "encoder" else {"decoder"})
@@ -222,7 +222,7 @@ def test_what_is_bridged_is_balanced():
     teacher.model.decoder.layers[2].final_layer_norm.weight.mul_(20)  # so that probabilities differ
     depths = {"encoder": [0, 1, 2], "decoder": [2]}
     shorter = shorten(teacher, **depths)
-    changed = bridge(shorter, teacher, depths, batches, progress=False)
+    changed = bridge(shorter, teacher, depths, batches)
     assert torch.equal(changed["final_logits_bias"], shorter.final_logits_bias)
 
     def means(model):
@@ -293,7 +293,7 @@ def test_balance_is_what_its_definition_says(spread, step, monkeypatch):
     batches = [{"labels": labels}, {"labels": labels}]
     passes, probabilities = [], module._probabilities
     monkeypatch.setattr(module, "_probabilities", lambda *args: passes.append(args[0]) or probabilities(*args))
-    module.balance(student, teacher, batches, store, progress=False)
+    module.balance(student, teacher, batches, store)
     won = losses[0] - losses[-1] >= WORTH_BALANCING
     assert won == (spread > 1)
     if not won:  # which is known by the first of the steps: two passes

@@ -48,7 +48,7 @@ def calibrated(tiny_marian, text):
     options = CompressionOptions(calibration=text, source_lang="de", target_lang="en", calibration_samples=10)
     batches = parallel_batches(model, tokenizer, sample_pairs(model.config, tokenizer, options, StudyOptions()))
     linear = [name for name, kind in find_matrices(model) if kind != "embedding"]
-    return model, Calibration(model, linear, batches, progress=False)
+    return model, Calibration(model, linear, batches)
 
 
 def one_by_one(model, folder, parallel_sentences, watch, temperature=1.0):
@@ -279,7 +279,7 @@ def test_of_sources_alone_the_teacher_makes_pairs(tiny_marian, parallel_sentence
     assert (len(report.calibrated_on), report.calibration) == (len(german), "x.txt")
     teacher = Teacher(tiny_marian, "tiny")
     tokenizer, marian = (auto.from_pretrained(tiny_marian) for auto in (AutoTokenizer, AutoModelForSeq2SeqLM))
-    (batch,) = translated_batches(teacher.load(), teacher, [*german, " "], progress=False)
+    (batch,) = translated_batches(teacher.load(), teacher, [*german, " "])
     sources = tokenizer(sorted(german, key=len), padding=True, return_tensors="pt")
     assert torch.equal(batch["input_ids"], sources["input_ids"])
     made = marian.generate(**sources, num_beams=1, max_new_tokens=batch["labels"].shape[1], max_length=None)
@@ -302,10 +302,10 @@ def test_states_that_are_not_finite_are_named(calibrated, tiny_marian):
         model.model.encoder.layers[1].fc1.bias[0] = 1e38
         model.model.encoder.layers[1].fc2.weight[0, 0] = 1e38
     with pytest.raises(ValueError, match=r"at model\.decoder\.\S+ hold NaN or infinite values"):
-        Calibration(model, ["model.decoder.layers.0.encoder_attn.k_proj"], calibrated[1].batches, progress=False)
+        Calibration(model, ["model.decoder.layers.0.encoder_attn.k_proj"], calibrated[1].batches)
     linear = [name for name, kind in find_matrices(model) if kind != "embedding"]
     with pytest.raises(ValueError, match=r"the inputs at model\.encoder\.layers\.1\.fc2 hold NaN or infinite values"):
-        Calibration(model, linear, calibrated[1].batches, progress=False)
+        Calibration(model, linear, calibrated[1].batches)
 
 
 def test_states_without_a_last_norm_are_calibrated_in_bfloat16(calibrated, monkeypatch):
@@ -318,7 +318,7 @@ def test_states_without_a_last_norm_are_calibrated_in_bfloat16(calibrated, monke
         LightFormerConfig(**fields, **sizes, **heads, normalize_before=True, embedding_rank=4, attention_rank=4)
     )
     name = "model.decoder.layers.0.fc1"
-    found = Calibration(model, [name], calibrated[1].batches, progress=False)
+    found = Calibration(model, [name], calibrated[1].batches)
     assert found.temperature >= 1
     assert found.moments[name].finite("inputs")
 
@@ -339,7 +339,7 @@ def test_text_without_a_token_to_predict_is_refused(calibrated):
     batches = [batch | {"labels": torch.full_like(batch["labels"], -100)} for batch in calibration.batches]
     linear = [name for name, kind in find_matrices(model) if kind != "embedding"]
     with pytest.raises(ValueError, match="no token to predict"):
-        Calibration(model, linear, batches, progress=False)
+        Calibration(model, linear, batches)
 
 
 def test_samples_that_are_all_alike_have_a_root():
@@ -356,10 +356,7 @@ def test_samples_that_are_all_alike_have_a_root():
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9), st.integers(1, 9)), max_size=5),
-    st.integers(1, 60),
-)
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9), st.integers(1, 9)), max_size=5), st.integers(1, 60))
 def test_batches_of_any_size_hold_the_same_pairs(shapes, tokens):
     """Rows, source and target lengths: each pair comes once, in order, in as few batches as have room."""
     names, batches, number = ("input_ids", "attention_mask", "labels", "decoder_input_ids"), [], iter(range(1, 10**4))

@@ -203,12 +203,12 @@ def test_a_device_that_is_not_there(tiny_marian, tmp_path, name):
     assert not (tmp_path / "light").exists()
 
 
-def over_items(shown):
-    return sum(Step("adding", [1, 2, 3], unit="number", shown=shown))
+def over_items():
+    return sum(Step("adding", [1, 2, 3], unit="number"))
 
 
-def as_context(shown):
-    with Step("adding", unit="number", total=3, shown=shown) as bar:
+def as_context():
+    with Step("adding", unit="number", total=3) as bar:
         for _ in range(3):
             bar.update()
     return 6
@@ -217,8 +217,8 @@ def as_context(shown):
 @pytest.mark.parametrize("work", [over_items, as_context])
 @pytest.mark.parametrize("shown", [True, False])
 def test_a_step_counts_and_says_what_it_took(work, shown, caplog, capsys):
-    with caplog.at_level(logging.INFO):
-        assert work(shown) == 6
+    with caplog.at_level(logging.INFO), workers.share_cores(progress=shown):
+        assert work() == 6
     assert re.fullmatch(r"adding took \d+\.\d s, \d+\.\d s of processor time", caplog.messages[-1])
     bar = capsys.readouterr().err
     assert ("adding" in bar and "3/3" in bar) == shown

@@ -94,27 +94,15 @@ IMPOSSIBLE = {
         ({"encoder_layers": 2}, "sharing='sandwich' needs 3 layers or more, encoder_layers is 2"),
         ({"sharing": "all_except_last", "decoder_layers": 2}, "'all_except_last' needs 3 layers.*decoder_layers is 2"),
         ({"sharing": "every_2", "encoder_layers": 5}, "every_2' needs an even number of layers, encoder_layers is 5"),
-        (
-            {"sandwich_dim": 15, "sandwich_attention_heads": 4},
-            "is 4, which .* sandwich_dim 15; these do: 1, 3, 5, 15",
-        ),
-        (
-            {"sandwich_dim": 17, "sandwich_attention_heads": None},
-            "is 10, which .* sandwich_dim 17; these do: 1, 17",
-        ),
+        ({"sandwich_dim": 15, "sandwich_attention_heads": 4}, "is 4, which .* sandwich_dim 15; these do: 1, 3, 5, 15"),
+        ({"sandwich_dim": 17, "sandwich_attention_heads": None}, "is 10, which .* sandwich_dim 17; these do: 1, 17"),
         (
             {"sharing": "all", "sandwich_dim": 24},
             "sandwich_dim is 24, but sharing='all' has no .*None.*16.*'sandwich'",
         ),
-        (
-            {"sharing": "none", "sandwich_ffn_dim": 30},
-            "sandwich_ffn_dim is 30.*'none' has no .*None.*24.*'sandwich'",
-        ),
+        ({"sharing": "none", "sandwich_ffn_dim": 30}, "sandwich_ffn_dim is 30.*'none' has no .*None.*24.*'sandwich'"),
         ({"encoder_attention_heads": 3}, "encoder_attention_heads is 3, which does not divide d_model 16.*1, 2, 4"),
-        (
-            {"embedding_attention_heads": 3},
-            "is 3, which .* embedding_dim 8; these do: 1, 2, 4, 8",
-        ),
+        ({"embedding_attention_heads": 3}, "is 3, which .* embedding_dim 8; these do: 1, 2, 4, 8"),
         ({"embedding": "save"}, "embedding is 'save'; it is one of adaptive, full, linear, safe"),
         ({"embedding": "full"}, "embedding_dim is 8, but embedding='full' is d_model wide.*None.*16.*'linear'"),
         ({**NARROW_BANDS, "embedding_dim": 8}, "embedding_dim is 8, but embedding='adaptive' is d_model wide.*None"),
@@ -124,17 +112,11 @@ IMPOSSIBLE = {
         ({**NARROW_BANDS, "adaptive_cutoffs": [20, 10]}, r"adaptive_cutoffs is \[20, 10\].*rise"),
         ({**NARROW_BANDS, "adaptive_cutoffs": [0, 10]}, r"adaptive_cutoffs is \[0, 10\].*rise from 1"),
         ({**NARROW_BANDS, "adaptive_factor": 0}, "adaptive_factor is 0.*at least 1"),
-        (
-            {**NARROW_BANDS, "adaptive_factor": 5},
-            "adaptive_factor is 5: 3 bands .* from 16 down to 0.64",
-        ),
+        ({**NARROW_BANDS, "adaptive_factor": 5}, "adaptive_factor is 5: 3 bands .* from 16 down to 0.64"),
         ({**NARROW_BANDS, "embedding_rank": 4}, "embedding_rank is 4, but embedding='adaptive' has narrow bands"),
     ],
     "partialformer": [
-        (
-            {"head_scaling": False},
-            "head_scaling is False, and encoder.* = 5 x 6 = 30 is not d_model 16.*equal",
-        ),
+        ({"head_scaling": False}, "head_scaling is False, and encoder.* = 5 x 6 = 30 is not d_model 16.*equal"),
         (
             {"head_scaling": False, "encoder_attention_heads": 4, "head_dim": 4},
             "decoder.* = 3 x 4 = 12 is not d_model 16",
@@ -147,10 +129,7 @@ IMPOSSIBLE = {
         ({"global_attention": "all"}, "global_attention is 'all'; it is one of content, none, relative"),
         ({"encoder_ffn_in": "cross"}, "encoder_ffn_in is 'cross'; it is one of none, self"),
         ({"encoder_style": "plain"}, "encoder_style is 'plain'; it is one of partial, vanilla"),
-        (
-            {**VANILLA, "base_attention_heads": 3},
-            "base_attention_heads is 3, which .* d_model 16; these do: 1, 2, 4",
-        ),
+        ({**VANILLA, "base_attention_heads": 3}, "base_attention_heads is 3, which .* d_model 16; these do: 1, 2, 4"),
         ({"vanilla_head_scaling": True}, "vanilla_head_scaling is True, but neither encoder_style nor decoder_style"),
         ({"embedding": "safe"}, "embedding is 'safe'; it is one of adaptive, full"),
     ],

@@ -266,9 +266,7 @@ def rebuild(
 
 
 def _strange(
-    rebuilt: PreTrainedTokenizerBase,
-    vocabularies: Mapping[str, Mapping[str, int]],
-    kept: Mapping[str, Sequence[int]],
+    rebuilt: PreTrainedTokenizerBase, vocabularies: Mapping[str, Mapping[str, int]], kept: Mapping[str, Sequence[int]]
 ) -> set[str]:
     """Tokens of a rebuilt tokenizer whose id is not the one that they were given."""
     found = set()
