@@ -19,12 +19,12 @@ import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import cache, partial
-from itertools import chain
+from functools import cache
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .files import explain_unwritable
+from .files import explain_unwritable, write_whole
 from .languages import split_language, split_prefix
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
 CHECKED = 1000  # pairs whose tokens are looked at
-ROWS = 10_000  # of a Parquet file that are read together
+ROWS = 10_000  # that are read together
 NO_ROWS = ("corresponds to no data", "at least one example")  # what the library says of a file without a row
 LARGEST_FIELD = 2**31 - 1  # characters of a cell; the csv module's own limit is 131,072
 PLAIN_NAME = re.compile(r"[\w/. +,=@-]*")
@@ -334,6 +334,7 @@ def load_lines(path: Path) -> Dataset:
 
 def _load(path: Path, suffix: str) -> Dataset:
     """A file that is there, read as one of a type; no row where it holds none."""
+    import pyarrow
     from datasets import Dataset
     from datasets.config import HF_DATASETS_CACHE
     from datasets.exceptions import DatasetGenerationError
@@ -344,9 +345,15 @@ def _load(path: Path, suffix: str) -> Dataset:
         identity = f"{suffix[1:]}-3-{'gz-' * (path.suffix == '.gz')}{content}"
         if suffix == ".parquet":  # by default, as many rows are read together as come first
             return Dataset.from_parquet(exact_name(path), config_id=identity, batch_size=ROWS)
-        features = _find_features(path, suffix)
-        rows = partial(_complete_rows, path, suffix, features)
-        return Dataset.from_generator(rows, features=features, fingerprint=identity)
+        target = Path(HF_DATASETS_CACHE, "lightformers", f"{identity}.arrow")
+        if not target.is_file():
+            features = _find_features(path, suffix)
+            rows = _complete_rows(path, suffix, features)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with write_whole(target) as file, pyarrow.ipc.new_stream(file, features.arrow_schema) as writer:
+                while chunk := list(islice(rows, ROWS)):
+                    writer.write_table(Dataset.from_list(chunk, features=features).data.table)
+        return Dataset.from_file(str(target))
     except StopIteration:
         return Dataset.from_dict({})
     except (DatasetGenerationError, ValueError, EOFError, OSError, zlib.error, RecursionError) as error:

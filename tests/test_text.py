@@ -170,7 +170,7 @@ def test_a_cache_that_takes_nothing_is_told_from_data_that_cannot_be_read(tmp_pa
         raise OSError(number, os.strerror(number), "some.lock")
 
     path = write(tmp_path, "x.jsonl")
-    monkeypatch.setattr("datasets.builder.FileLock", fail)
+    monkeypatch.setattr("lightformers_hf.text.write_whole", fail)
     with pytest.raises(OSError, match=r"the cache .* cannot be written .*HF_HOME"):
         load_rows(path)
 
