@@ -1,7 +1,6 @@
 """Second moments, their roots and norms, and where sums are stored."""
 
 import numpy as np
-import pytest
 import torch
 from conversion.metrics import weigh
 from hypothesis import given, settings
@@ -87,13 +86,6 @@ def test_what_no_sample_showed_counts_as_its_root_has_it():
     nothing, rows = Damped(torch.zeros(6, 6).double(), 1e-2), torch.randn(2, 6).double()
     torch.testing.assert_close(nothing.between(rows), (rows @ nothing.root) @ (rows @ nothing.root).T)
     assert (nothing.between(rows).diagonal() > 0).all()
-
-
-def test_a_damaged_matrix_is_named():
-    matrix, metric = drawn(4, 6, 0, is_table=False, samples=9)
-    matrix[1, 2] = torch.nan
-    with pytest.raises(ValueError, match="w: holds NaN"):
-        singular_values(matrix, name="w", metric=metric)
 
 
 def test_a_store_gives_back_what_it_got():

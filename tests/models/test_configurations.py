@@ -195,16 +195,6 @@ def test_two_vocabularies_stay_two():
     assert config_class("lightformer")(**config.to_dict()).decoder_vocab_size == 32
 
 
-def test_widths_of_a_subformer_follow_from_others():
-    fresh = config_class("subformer")
-    config = fresh(d_model=128, ffn_dim=300)
-    assert (config.sandwich_dim, config.sandwich_ffn_dim, config.sandwich_attention_heads) == (128, 300, 2)
-    assert (config.embedding_dim, config.embedding_attention_heads) == (64, 1)
-    assert fresh(d_model=128, embedding="full").embedding_attention_heads is None
-    with pytest.raises(ValueError, match="sandwich_dim is 0; it is at least 1"):
-        fresh(sandwich_dim=0)
-
-
 @pytest.mark.parametrize("variant", ["lightformer", "subformer-sandwich", "partialformer"])
 def test_what_was_changed_is_checked_when_a_model_is_made(variant):
     config = make_config(variant)
