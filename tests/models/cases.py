@@ -119,8 +119,20 @@ VARIANTS = {
         {**TWO_VOCABULARIES, "embedding_rank": 7, "position_embedding_type": "sinusoidal_half"},
     ),
     "lightformer-adaptive": ("lightformer", {**ADAPTIVE, "encoder_layers": 1, "decoder_layers": 3}),
-    "subformer-sandwich": ("subformer", {"decoder_layers": 4, "sandwich_dim": 24, "sandwich_ffn_dim": 28}),
-    "subformer-same-width": ("subformer", {"decoder_layers": 4, "sandwich_ffn_dim": 20, "embedding": "linear"}),
+    "subformer-sandwich": (
+        "subformer",
+        {"decoder_layers": 4, "sandwich_dim": 24, "sandwich_ffn_dim": 28},
+    ),
+    "subformer-same-width": (
+        "subformer",
+        {
+            "decoder_layers": 4,
+            "sandwich_ffn_dim": 20,
+            "embedding": "linear",
+            "embedding_inner_dim": 12,
+            "output_inner_dim": 10,
+        },
+    ),
     "subformer-all": ("subformer", {**FULL, "sharing": "all"}),
     "subformer-independent-ffn": ("subformer", {"sharing": "all_independent_ffn"}),
     "subformer-except-last": (

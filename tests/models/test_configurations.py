@@ -107,6 +107,8 @@ IMPOSSIBLE = {
         ({"embedding": "full"}, "embedding_dim is 8, but embedding='full' is d_model wide.*None.*16.*'linear'"),
         ({**NARROW_BANDS, "embedding_dim": 8}, "embedding_dim is 8, but embedding='adaptive' is d_model wide.*None"),
         ({"embedding_dim": -8}, "embedding_dim is -8; it is at least 1"),
+        ({"embedding_inner_dim": 9}, "embedding_inner_dim is 9, but embedding='safe' has no such .*'linear'"),
+        ({"output_inner_dim": 0}, "output_inner_dim is 0; it is at least 1"),
         ({**NARROW_BANDS, "adaptive_cutoffs": None}, "adaptive_cutoffs is None.*rise from 1 to below.*40 tokens"),
         ({**NARROW_BANDS, "adaptive_cutoffs": [10, 40]}, r"adaptive_cutoffs is \[10, 40\].*below.*40 tokens"),
         ({**NARROW_BANDS, "adaptive_cutoffs": [20, 10]}, r"adaptive_cutoffs is \[20, 10\].*rise"),
