@@ -350,7 +350,7 @@ def _load(path: Path, suffix: str) -> Dataset:
             features = _find_features(path, suffix)
             rows = _complete_rows(path, suffix, features)
             target.parent.mkdir(parents=True, exist_ok=True)
-            with write_whole(target) as file, pyarrow.ipc.new_stream(file, features.arrow_schema) as writer:
+            with write_whole(target) as opened, pyarrow.ipc.new_stream(opened, features.arrow_schema) as writer:
                 while chunk := list(islice(rows, ROWS)):
                     writer.write_table(Dataset.from_list(chunk, features=features).data.table)
         return Dataset.from_file(str(target))
