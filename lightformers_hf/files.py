@@ -26,7 +26,7 @@ except ImportError:  # Windows
 CARD_FILE = "README.md"
 REPORT_FILE = "compression.json"
 EXPORT_FILE = "export.json"
-RECORD_FILE = "recovery.json"  # of a recovery: what was asked for, what was chosen, what came out
+RECORD_FILE = "recovery.json"  # of a recovery: options, settings and results
 STATE_FILE = "trainer_state.json"  # transformers' Trainer writes it
 WEIGHT_FILES = (  # the one that is loaded first
     "model.safetensors",
@@ -45,14 +45,14 @@ TOKENIZER_FILES = (
     "*.spm",
     "*.model",
 )
-# What is read of a model's folder.
+# Files that are read from a model's folder.
 MODEL_FILES = (
     *("*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json"),
     *(*TOKENIZER_FILES, CARD_FILE, REPORT_FILE, STATE_FILE),
 )
-MANIFEST_FILE = ".lightformers.json"  # in every folder that the package wrote: the names of what it wrote there
+MANIFEST_FILE = ".lightformers.json"  # in every folder of the package: the names of its files
 UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)  # of a folder: nothing goes into it
-LARGEST = 2.0**63  # of what is measured, nothing is more
+LARGEST = 2.0**63  # above every measured value
 LONGEST_NAME = 255  # bytes, of a file's name
 FULL = 1 << 26  # bytes left on a disk that count as none
 
@@ -75,7 +75,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def as_kind(content: Any, kind: Any, place: str) -> Any:
-    """What JSON holds, as a type hint says that it should be: a data class of an object, anything else as it is.
+    """Convert the content of a JSON file to the type of a hint: objects to a data class, anything else unchanged.
 
     Args:
         content: of a file that anybody may have written.
@@ -119,7 +119,7 @@ def write_json(content: dict | list, file: Path) -> None:
 
 
 def json_text(content: dict | list, what: str) -> str:
-    """`content` as indented JSON. Raises `ValueError` that names `what` for a number that is NaN or infinite."""
+    """`content` as indented JSON."""
     try:
         return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     except ValueError:
@@ -203,7 +203,7 @@ def explain_unwritable(error: BaseException, library: str, folder: str | os.Path
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether an error says that a disk is full; writers of tensors wrap the system's in their own."""
+    """Whether an error means a full disk; writers of tensors wrap the error of the system."""
     return getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error)
 
 
@@ -270,10 +270,10 @@ def atomic_output(
 ) -> Iterator[Path]:
     """A temporary folder beside `target` that takes its place when the block ends without an exception.
 
-    Otherwise, Ctrl-C included, it is removed and `target` stays as it was. What a killed process left is cleaned up
+    Otherwise, Ctrl-C included, it is removed and `target` stays as it was. Remains of a killed process are removed
     by the next run for the same target: it held a lock on a file beside `target`, which the system took from it. Where
-    there are no locks (Windows, some network file systems), nothing tells a dead process's folder from a living one's:
-    then what is left stays, and of two writers the later finds at its end what the earlier wrote, and fails without
+    there are no locks (Windows, some network file systems), the folder of a dead process cannot be recognized. Its
+    remains stay, and the later of two writers finds the output of the earlier at its end, and fails without
     `overwrite`.
 
     Args:
@@ -323,7 +323,7 @@ def _explain_full_disk(error: BaseException, temporary: Path, target: Path) -> N
 
 
 def find_foreign(folder: Path, manifest: str = MANIFEST_FILE) -> list[str]:
-    """What lies in a folder, at any depth, that is not among `files` of its manifest, in alphabetical order."""
+    """Files in a folder, at any depth, that are not among `files` of its manifest, in alphabetical order."""
     try:
         own = read_json(folder / manifest).get("files")
     except (ValueError, OSError, RecursionError):
@@ -427,7 +427,7 @@ def lock(target: Path) -> Iterator[bool]:
                 is_there = os.path.samestat(os.fstat(descriptor), os.stat(path))
             except FileNotFoundError:
                 is_there = False
-            if not is_there:  # who held it until now removed it
+            if not is_there:  # its previous holder removed it
                 os.close(descriptor)
                 descriptor = None
         locked = descriptor is not None

@@ -1,4 +1,4 @@
-"""What this machine can compute: its device, memory, and the fastest matrix multiplications."""
+"""Properties of this machine: its device, memory, and the fastest matrix multiplications."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ BF16_INSTRUCTIONS: dict[str, set[str]] = {
 TOKENS, FEATURES = 128, 32
 # Attention whose layers are alike: its two products in an encoder's layers, and four in a decoder's.
 FIRST_SHAPES = 6
-# Of a model's matrices; fewer, as where layers are alike, recur within a batch, and are not worth filling up.
+# Number of different matrices of a model; fewer recur within a batch, so that padding has no advantage.
 MANY_SHAPES = 16
-# Multiplications of a head above which bfloat16 is worth a program of its own.
+# Multiplications of a head above which a separate bfloat16 kernel is faster.
 SMALL_HEAD = 64**3
 
 
@@ -53,7 +53,7 @@ def check_device(name: str | torch.device) -> torch.device:
 
 @contextmanager
 def use_threads(count: int) -> Iterator[None]:
-    """PyTorch computes with so many threads inside, and with as many as before afterwards."""
+    """Set the number of PyTorch's threads for a block, and restore it afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,8 +1,7 @@
 """Parallel text as two string columns, from a local file or from the Hub.
 
-The libraries that read it are imported when something is read. What was read of a file is kept in the datasets
-library's cache under the file's content: another file that takes its place, of the same path, size and time, is read
-anew.
+The libraries that read it are imported when something is read. Data of a file is kept in the cache of the datasets
+library under the hash of its content. A new file with the same path, size and time is read again.
 """
 
 from __future__ import annotations
@@ -195,7 +194,7 @@ def _is_utf8(text: bytes | None) -> bool:
 
 
 def fingerprint(sentence: str) -> str:
-    """Twelve hexadecimal digits that tell sentences apart, letter case and spaces aside."""
+    """Twelve hexadecimal digits that identify a sentence, without regard to letter case and spaces."""
     return hashlib.sha256(" ".join(sentence.casefold().split()).encode()).hexdigest()[:12]
 
 
@@ -221,7 +220,7 @@ def tokenize_pairs(
         num_proc: worker processes (default: none, in this process).
 
     Raises:
-        ValueError: the tokenizer does not know most of the text.
+        ValueError: most of the text becomes unknown tokens.
     """
     tokens = pairs.map(
         _tokenize,

@@ -1,6 +1,7 @@
-"""The pipeline of a conversion, from top to bottom; users call it by `workflows.convert`.
+"""Pipeline of a conversion, in order; users call `workflows.convert`.
 
-load → trim → shorten → share → bridge → measure → choose → build → refit → write: functions of what they are given.
+load → trim → shorten → share → bridge → measure → choose → build → refit → write: each step is a function of its
+arguments.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Measured:
         whole: the model with all layers, on its device; `None` without text.
         calibration: the moments of the teacher's matrices, if errors are weighted.
         compared: batches on which the result is compared with the teacher.
-        held_out: whether these were held out of the calibration.
+        held_out: whether these batches were held out of the calibration.
         sentences: fingerprints of the user's sentences.
     """
 
@@ -86,7 +87,7 @@ class Measured:
 def compress(
     folder: Path, source: str, options: CompressionOptions, study: StudyOptions | None, *, dry: bool
 ) -> Compressed:
-    """Decide what every part of the teacher in a folder becomes, and make it, unless the run is `dry`.
+    """Choose the form of every part of the teacher in a folder, and build it, unless the run is `dry`.
 
     `source` is what the user called the teacher.
     """
@@ -143,7 +144,7 @@ def compress(
 
 
 def check_needs(teacher: Teacher, options: CompressionOptions, study: StudyOptions) -> None:
-    """Raise `ValueError` where an option means nothing without text: no text is read."""
+    """Raise `ValueError` for options that have no effect because no text is read."""
     needed = needs_calibration(options, study)
     if needed is not None and not issubclass(teacher.model_class, ConditionalGenerationHead):
         raise ValueError(
@@ -209,7 +210,7 @@ def forecast(teacher: PreTrainedModel, tokens: float, *, given: bool) -> str:
 
 
 def merge_layers(originals: Originals, calibration: Calibration | None, study: StudyOptions) -> Originals:
-    """The matrices with what was measured of them, those of a new group in bases in which they are alike."""
+    """Return the matrices with their measurements; the layers of a new group are aligned to equal bases."""
     teacher, dense, device = originals.teacher, originals.dense, originals.device
     bases = find_bases(teacher, dense, calibration, device) if originals.is_aligned else {}
     if calibration is not None:
@@ -236,7 +237,7 @@ def build(
 
 
 def find_config(dense: PreTrainedModel, reports: list[MatrixReport]) -> FactorizedConfig:
-    """The result's configuration: what every form says of the matrices that have it."""
+    """The result's configuration: the fields that every form sets for its matrices."""
     fields: dict[str, object] = {}
     for form in all_forms():
         fields |= form.fields([report for report in reports if report.form == form.label], dense)
@@ -246,9 +247,9 @@ def find_config(dense: PreTrainedModel, reports: list[MatrixReport]) -> Factoriz
 def fit(
     model: PreTrainedModel, teacher: Teacher, measured: Measured, tensors: dict[str, Tensor], built: Built | None
 ) -> Agreement:
-    """Refit the layers of a smaller model to its teacher's outputs, and compare what the two predict."""
+    """Refit the layers of a compressed model to its teacher's outputs, and compare their predictions."""
     names = list(tensors)
-    # Taken out one by one: the model and all tensors that it is made of need not be there together.
+    # Tensors are removed one by one, so that the model and all tensors are never in memory together.
     values = {name: (tensors.pop(name) if built else tensors[name]).float() for name in names}
     student = assemble(type(model), model.config, values).to(measured.whole.device)
     expected = predict_tokens(measured.whole, measured.compared)
@@ -263,20 +264,21 @@ def fit(
 
 
 def write(result: Compressed, folder: Path, place: str) -> None:
-    """Write checkpoint, tokenizer, report and card into a folder, which will be called `place`."""
+    """Write checkpoint, tokenizer, report and card into a folder whose final name is `place`."""
     teacher, model = result.teacher, result.model
     load_tensors(model, cast_tensors(result.tensors, teacher.config.dtype or torch.float32), assign=True)
     model.generation_config = teacher.generation_config()
     model.save_pretrained(folder)
     if teacher.has_tokenizer:
-        # Loaded and saved rather than copied: the class's name gets written, which the model type no longer tells.
+        # Loaded and saved rather than copied: this writes the name of the class, which does not follow from the model
+        # type.
         teacher.tokenizer().save_pretrained(folder)
     write_report(result.report, folder)
     write_card(result.report, folder, place)
 
 
 def cast_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors in the type that the result is stored in."""
+    """Return the tensors in the type in which the result is stored."""
     cast = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     for name, tensor in cast.items():
         if not all_finite(tensor):

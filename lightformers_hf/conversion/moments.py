@@ -100,7 +100,7 @@ def _as_bytes(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True, eq=False)
 class WeightedRows:
-    """Rows x of some weight w each: products of two such are weighted sums."""
+    """Rows x with a weight w each; products of two such are weighted sums."""
 
     rows: Tensor  # √w x, tokens×m, float32
     roots: Tensor  # √w
@@ -252,7 +252,7 @@ class PairMoments:
 
 @dataclass(frozen=True, eq=False)
 class Damped:
-    """A second moment, m×m, and how much is added to its diagonal, relative to the mean of that."""
+    """A second moment, m×m, and the share of its mean diagonal that is added to the diagonal."""
 
     moment: Tensor
     damping: float
@@ -272,7 +272,7 @@ class Damped:
 
 @dataclass(frozen=True, eq=False)
 class Metric:
-    """The norm ‖Lᵀ Δ R‖_F that an error Δ of a matrix, m×n, is measured in; half its square is nats a target token.
+    """The norm ‖Lᵀ Δ R‖_F of an error Δ of an m×n matrix; half of its square is nats per target token.
 
     Attributes:
         rows: C, L is its root; or the square roots of row weights, m, for an embedding matrix.
@@ -336,6 +336,6 @@ def damped_root(moment: Tensor, damping: float) -> Tensor:
             return root
     if not all_finite(moment):
         raise ValueError("the calibration moments are not finite: the model's states or gradients are too large")
-    # Where all samples are alike, what is left around their mean is rounding.
+    # If all samples are equal, the rest around their mean is rounding.
     values, vectors = torch.linalg.eigh(moment)
     return torch.linalg.cholesky(vectors * values.clamp(min=damping * values.abs().max()) @ vectors.T)

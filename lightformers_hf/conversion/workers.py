@@ -1,4 +1,4 @@
-"""Worker threads of a conversion, its arithmetic on a CPU, and the progress bars of its steps."""
+"""Worker threads, accelerators and processes that share the work of a conversion, and its steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text in, translation out: the loop around `generate()` that the removed translation pipeline used to be."""
+"""Translation of texts with `generate()` or an engine."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-READ_BYTES = 1 << 16  # what translate_stream takes at once: some five hundred sentences, enough to sort by length
+READ_BYTES = 1 << 16  # read at once by translate_stream: some five hundred sentences, enough to sort by length
 UNLIMITED = sys.maxsize
-LONGEST = 1 << 16  # tokens of an output where the model does not limit them; memory is asked for at the start
+LONGEST = 1 << 16  # tokens of an output if the model has no limit; memory is allocated at the start
 
 
 class ByteSource(Protocol):
-    """A binary file that gives what there is before it has all that is asked for: what `open(…, "rb")` returns."""
+    """A binary file, as `open(…, "rb")` returns, whose `read1` returns the available bytes at once."""
 
     def read1(self, size: int, /) -> bytes:
         """At most `size` bytes, from one read of what lies below; none at the end."""
@@ -42,17 +42,17 @@ def load_translator(
     target: str | None = None,
     columns: bool = False,
 ) -> tuple[PreTrainedModel | Engine, PreTrainedTokenizerBase, str]:
-    """As `load_model`, but also what `lightformers export` wrote, which runs on as many CPU cores as PyTorch would.
+    """Load a checkpoint as `load_model`, or an exported model, which uses as many CPU cores as PyTorch.
 
-    Returns: the model, its tokenizer, and the prefix that every source is to begin with, which is empty for most.
+    Returns: the model, its tokenizer, and the prefix of every source, which is empty for most models.
 
     Args:
         source, target, columns: languages, as of `set_language_codes`. A T5 has the prefix of the two
             (`choose_prefix`), or the one that stands behind `source`, as in `en=translate English to German: `.
 
     Raises:
-        ValueError: the engine is not installed, or it should run elsewhere than on the CPU; languages that the model
-            does not know, or that it was not exported for.
+        ValueError: the engine is not installed, or the device is not the CPU; languages that the model does not
+            support, or for which it was not exported.
     """
     if not is_export(name):
         model, tokenizer = load_model(name, device=device, source=source, target=target, columns=columns)
@@ -87,8 +87,8 @@ def translate(
 ) -> list[str]:
     """Translate (or summarize) `texts` with `generate()`, and return one output a text, in the order of `texts`.
 
-    Texts are batched by length, so that little is computed on padding; empty ones come back empty without reaching
-    the model. Texts longer than the model takes are cut, and one logged warning says how many.
+    Texts are batched by length to reduce padding. Empty texts are returned as empty outputs. Texts that are too long
+    for the model are cut, and one warning logs their number.
 
     Args:
         model: a sequence-to-sequence model or an exported one (`load_engine`), or the folder or Hub name of either
@@ -99,8 +99,9 @@ def translate(
         prefix: stands before every text that does not begin with it, as of `load_translator`, which is asked for it
             where the model is a name.
         progress: show a bar on stderr; or a bar to move on by one for each text.
-        check: raise an error where the tokenizer does not know most of the text.
-        generation: arguments of `generate()`: `num_beams`, `max_new_tokens`, … What is not given is the checkpoint's.
+        check: raise an error where most of the text becomes unknown tokens.
+        generation: arguments of `generate()`: `num_beams`, `max_new_tokens`, … Other arguments have the values of the
+            checkpoint.
 
     Raises:
         ValueError: a model object without its tokenizer, a batch size below 1, or as of `check`.
@@ -143,7 +144,7 @@ def translate(
 
 
 def check_generation(model: PreTrainedModel | Engine, generation: Mapping[str, Any]) -> None:
-    """Raise `ValueError` where more is asked for than a network has positions, tokens or memory for.
+    """Raise `ValueError` if the arguments exceed the positions, tokens or memory of a network.
 
     Engines look at what they are given themselves.
     """
@@ -167,7 +168,7 @@ def _generate(
     tokenizer: PreTrainedTokenizerBase,
     generation: dict[str, Any],
 ) -> torch.Tensor | list[list[int]]:
-    """What model or engine make of sentences of token ids."""
+    """Outputs of a model or engine for sentences of token ids."""
     if not isinstance(model, torch.nn.Module):
         return model.generate(batch, **generation)
     if generation.get("max_new_tokens") is not None:  # the checkpoint's own limit would only cause a warning
@@ -186,7 +187,7 @@ def _generate(
 
 @contextmanager
 def _evaluate_mode(model: PreTrainedModel | Engine) -> Iterator[None]:
-    """Inside, a network neither drops out nor records gradients; afterwards it trains again if it did."""
+    """Switch a network to evaluation mode without gradients, and restore its mode afterwards."""
     training = model if isinstance(model, torch.nn.Module) and model.training else None
     if training is not None:
         training.eval()

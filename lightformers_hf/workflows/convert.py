@@ -61,7 +61,7 @@ def plan(
         tokenizer: that of a loaded model.
         ratio, rank, …, device: see `CompressionOptions`.
         progress: show a progress bar.
-        study: switches for studies.
+        study: switches for experiments.
 
     Raises:
         ValueError, FileNotFoundError: as `convert`.
@@ -111,8 +111,8 @@ def convert(
 
     `output` gets weights, configuration, tokenizer, generation configuration, the model's code, `compression.json` and
     a model card: `AutoModelForSeq2SeqLM.from_pretrained(output)` and `AutoTokenizer.from_pretrained(output)` load it.
-    It is written whole or not at all. Without `output` the compressed model itself is returned, ready for
-    `Seq2SeqTrainer`; its report is `model.compression_report`, and its tokenizer is the one of `model`.
+    The folder is written completely or not at all. Without `output` the function returns the compressed model, ready
+    for `Seq2SeqTrainer`. Its report is `model.compression_report`, and its tokenizer is that of `model`.
 
     On a CPU it uses as many worker threads as PyTorch has threads.
 
@@ -123,9 +123,9 @@ def convert(
         ratio, rank, …, device: see `CompressionOptions`.
         push_to_hub: push the complete folder to the Hub under this name, in one commit.
         private: make the repository private.
-        overwrite: replace what `output` holds, if this package wrote all of it.
+        overwrite: replace the content of `output`, if this package wrote all of it.
         progress: show a progress bar.
-        study: switches for studies.
+        study: switches for experiments.
 
     Returns: a report with `output`; the compressed model without it.
 
