@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from fnmatch import fnmatch
@@ -119,14 +119,7 @@ def write_json(content: dict | list, file: Path) -> None:
 
 
 def json_text(content: dict | list, what: str) -> str:
-    """`content` as indented JSON.
-
-    Args:
-        what: the name that an error gives to it.
-
-    Raises:
-        ValueError: a number in it is NaN or infinite, which JSON does not support.
-    """
+    """`content` as indented JSON."""
     try:
         return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     except ValueError:
@@ -238,10 +231,6 @@ def check_folder(folder: Path) -> None:
     """Raise an error where a folder holds no checkpoint and no export, or an adapter.
 
     Transformers loads an adapter together with the model beside it, if peft is installed, and ignores it otherwise.
-
-    Raises:
-        FileNotFoundError: no `config.json`.
-        ValueError: an adapter.
     """
     if (folder / "adapter_config.json").is_file():
         beside = any((folder / name).is_file() for name in WEIGHT_FILES)
@@ -309,28 +298,16 @@ def atomic_output(
         temporary = beside(target, "tmp-" + secrets.token_hex(4))
         temporary.mkdir()
         try:
-            with _identity(temporary) as is_same:
-                try:
-                    yield temporary
-                except Exception as error:
-                    if is_same(temporary):
-                        raise
-                    raise _removed(target, temporary) from error
-                if not is_same(temporary):
-                    raise _removed(target, temporary)
-                write_json({"files": list_entries(temporary)}, temporary / MANIFEST_FILE)
-                open_to_readers(temporary, MANIFEST_FILE)
-                _synchronize(temporary)
-                _replace(target, temporary, overwrite)
+            yield temporary
+            write_json({"files": list_entries(temporary)}, temporary / MANIFEST_FILE)
+            open_to_readers(temporary, MANIFEST_FILE)
+            _synchronize(temporary)
+            _replace(target, temporary, overwrite)
         except BaseException as error:
             _explain_full_disk(error, temporary, target)
             raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _removed(target: Path, temporary: Path) -> OSError:
-    return OSError(f"{target} was not written: another process removed {temporary}. Run it again.")
 
 
 def _explain_full_disk(error: BaseException, temporary: Path, target: Path) -> None:
@@ -346,11 +323,7 @@ def _explain_full_disk(error: BaseException, temporary: Path, target: Path) -> N
 
 
 def find_foreign(folder: Path, manifest: str = MANIFEST_FILE) -> list[str]:
-    """Files in a folder, at any depth, that are not among `files` of its manifest, in alphabetical order.
-
-    Args:
-        manifest: its name; that of `atomic_output` unless something else wrote the folder.
-    """
+    """Files in a folder, at any depth, that are not among `files` of its manifest, in alphabetical order."""
     try:
         own = read_json(folder / manifest).get("files")
     except (ValueError, OSError, RecursionError):
@@ -405,26 +378,11 @@ def check_place(target: str | Path, inputs: Iterable[str | os.PathLike | None]) 
 def _find_places(name: str | os.PathLike) -> Iterator[Path]:
     """Where an input lies: as it is named, where its links and its files' lead; nothing if it is no path."""
     path = Path(os.path.abspath(os.path.expanduser(name)))
-    yield from _follow(path)
-    if os.path.isdir(path):
-        for entry in path.iterdir():
-            if entry.is_symlink():
-                yield from _follow(entry)
-
-
-def _follow(path: Path) -> Iterator[Path]:
-    """A file or folder, and if it is a link what it leads to, link by link; nothing if it is not there."""
-    for _ in range(40):  # as many as systems follow
-        if not os.path.lexists(path):
-            break
-        path = path.parent.resolve() / path.name
-        yield path
-        if not path.is_symlink():
-            break
-        path = path.parent / path.readlink()
-    else:
-        raise ValueError(f"{path} is a link that leads in a circle: remove it")
-    yield path.resolve()
+    links = [entry for entry in path.iterdir() if entry.is_symlink()] if os.path.isdir(path) else []
+    for place in (path, *links):
+        if os.path.lexists(place):
+            yield place.parent.resolve() / place.name
+            yield Path(os.path.realpath(place))
 
 
 def _check_content(target: Path, overwrite: bool) -> None:
@@ -456,11 +414,7 @@ def parents(target: Path) -> Iterator[None]:
 
 @contextmanager
 def lock(target: Path) -> Iterator[bool]:
-    """Let no other process write `target`. Gives whether it is locked: where there are locks, and a folder to hold it.
-
-    Raises:
-        BlockingIOError: another process has it.
-    """
+    """Let no other process write `target`. Gives whether it is locked: there are locks, and a folder to hold one."""
     if not target.parent.is_dir():
         yield False
         return
@@ -490,29 +444,6 @@ def lock(target: Path) -> Iterator[bool]:
         if descriptor is not None:
             with suppress(OSError):
                 path.unlink()
-            os.close(descriptor)
-
-
-@contextmanager
-def _identity(folder: Path) -> Iterator[Callable[[Path], bool]]:
-    """Return a function that checks whether a path is this folder, also after another folder got its name.
-
-    The folder is held open, so that no new one gets its number; Windows opens none, and there it is not known.
-    """
-    descriptor = None if os.name == "nt" else os.open(folder, os.O_RDONLY)
-
-    def is_same(path: Path) -> bool:
-        if descriptor is None:
-            return path.is_dir()
-        try:
-            return os.path.samestat(os.fstat(descriptor), os.stat(path))
-        except OSError:
-            return False
-
-    try:
-        yield is_same
-    finally:
-        if descriptor is not None:
             os.close(descriptor)
 
 

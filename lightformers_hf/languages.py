@@ -79,15 +79,7 @@ def find_prefixes(config: object, source: str | None, target: str | None) -> lis
 
 
 def choose_prefix(config: object, source: str | None, target: str | None, *, name: str, columns: bool = True) -> str:
-    """Prefix of every source: that of the two languages; without languages the only one.
-
-    Args:
-        name: of the model, for messages.
-        columns: whether the two can be columns alone.
-
-    Raises:
-        ValueError: the configuration has prefixes, but none for these languages.
-    """
+    """Prefix of every source: that of the two languages; without languages the only one."""
     prefixes = task_prefixes(config)
     prefix = split_prefix(add_prefix(config, source or "", target))[1]
     if prefix or not prefixes or (columns and source):

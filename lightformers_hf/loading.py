@@ -8,7 +8,7 @@ import os
 import pickle
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -117,9 +117,6 @@ def check_no_export(name: str | os.PathLike) -> None:
 def check_checkpoint(folder: Path, *, translates: bool = False) -> PreTrainedConfig:
     """The configuration of a checkpoint folder that can be loaded as it is stored.
 
-    Args:
-        translates: whether it has to be a sequence-to-sequence model.
-
     Raises:
         ValueError: an export, an adapter, a wrapped model, quantized weights, sizes that do not belong together.
         FileNotFoundError: no configuration, or no weights.
@@ -150,11 +147,7 @@ def check_config(config: PreTrainedConfig, name: str | os.PathLike) -> None:
 
 
 def find_architecture(config: PreTrainedConfig, name: str | os.PathLike) -> str | None:
-    """The name of the class of a checkpoint, if its configuration contains it.
-
-    Raises:
-        ValueError: the entry does not hold names.
-    """
+    """The name of the class of a checkpoint, if its configuration contains it."""
     names = config.architectures
     if names is None:
         return None
@@ -311,13 +304,6 @@ class CheckpointReader:
             sizes[self.dtype(name)] += math.prod(shape)
         return sizes.most_common(1)[0][0]
 
-    def hold(self, names: Iterable[str]) -> None:
-        """Map these tensors once, for all who read them from now on: what stays in use would be counted again with
-        every mapping. Those that are not float32 are not held: who computes with them has made copies."""
-        held = {name: tensor for name in names if (tensor := self.read(name)).dtype == torch.float32}
-        for name, tensor in held.items():
-            self._stored[name] = Stored(tuple(tensor.shape), partial(held.__getitem__, name))
-
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU, as stored. Raises ValueError if it is not there."""
         return self._find(name).read()
@@ -411,12 +397,7 @@ def skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Pr
 
 
 def load_skeleton(folder: Path) -> PreTrainedModel:
-    """The model of this package that a folder holds, without storage.
-
-    Raises:
-        FileNotFoundError: no weights there.
-        ValueError: another model, or files that are damaged.
-    """
+    """The model of this package that a folder holds, without storage."""
     config = check_checkpoint(folder)
     architecture = find_architecture(config, folder)
     if not isinstance(config, FactorizedConfig) or architecture not in models.__all__:
@@ -430,11 +411,7 @@ def load_skeleton(folder: Path) -> PreTrainedModel:
 def assemble(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, tensors: Mapping[str, torch.Tensor]
 ) -> PreTrainedModel:
-    """The model made of these tensors themselves, in evaluation mode: nothing is copied, nothing random drawn.
-
-    Raises:
-        ValueError: see `load_tensors`.
-    """
+    """The model made of these tensors themselves, in evaluation mode: nothing is copied, nothing random drawn."""
     model = skeleton(model_class, config)
     load_tensors(model, tensors, assign=True)
     for module in model.modules():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -27,12 +26,8 @@ BF16_INSTRUCTIONS: dict[str, set[str]] = {
     "avx512_bf16": _OLDER,
     "bf16": set(),
 }
-# Rows of products that sum over them come in multiples of this.
-ROWS = 128
-# Rows that are scaled and rounded together, so that intermediate results stay in the processor's cache.
-CACHED_ROWS = 64
 # A product's sizes are made multiples of these: tokens, and both sides of a weight.
-TOKENS, FEATURES = ROWS, 32
+TOKENS, FEATURES = 128, 32
 # Attention whose layers are alike: its two products in an encoder's layers, and four in a decoder's.
 FIRST_SHAPES = 6
 # Number of different matrices of a model; fewer recur within a batch, so that padding has no advantage.
@@ -42,11 +37,7 @@ SMALL_HEAD = 64**3
 
 
 def check_device(name: str | torch.device) -> torch.device:
-    """The device of that name.
-
-    Raises:
-        ValueError: there is none here, or it computes nothing (`meta`).
-    """
+    """The device of that name. Raises `ValueError`: there is none here, or it computes nothing (`meta`)."""
     try:
         device = torch.device(name)
         if device.type == "meta":
@@ -113,90 +104,16 @@ def bf16_support() -> tuple[bool, str]:
     return bool(usable), f"the processor has {usable[0]}" if usable else f"ONEDNN_MAX_CPU_ISA is {limit}"
 
 
-def has_fast_rounding() -> bool:
-    """Whether `rounded_products` of float32 are faster than exact ones: with AMX alone.
-
-    Elsewhere the conversion to bfloat16 takes what the products save: with `avx512_bf16`, 512×512 matrices take
-    2.4 ms instead of 2.6 (AMD Zen 4, one core).
-    """
-    return bf16_support() == (True, "the processor has amx_bf16")
-
-
 @cache
 def _instructions() -> Mapping[str, Any]:
-    """Return the names of the processor's instruction sets, as `torch.cpu.get_capabilities` spells them."""
-    if hasattr(torch.cpu, "get_capabilities"):
-        return torch.cpu.get_capabilities()
-    # Older versions of PyTorch have no public function for it.
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return {}
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return dict.fromkeys(flags.partition(":")[2].split(), True)
+    """Return the names of the processor's instruction sets; older versions of PyTorch have no function for it."""
+    return getattr(torch.cpu, "get_capabilities", dict)()
 
 
 def _onednn_limit() -> str:
     """Return the newest instruction set that the user lets oneDNN use; empty without a limit."""
     names = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
     return next((os.environ[name].upper() for name in names if os.environ.get(name)), "")
-
-
-@contextmanager
-def rounded_products() -> Iterator[None]:
-    """Inside, a CPU's products of float32 matrices round their factors to bfloat16; sums and results are float32.
-
-    It holds for all threads. PyTorch before 2.9 cannot: there nothing changes.
-    """
-    settings = _product_settings()
-    if settings is None:
-        yield
-        return
-    before = settings.fp32_precision
-    settings.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        settings.fp32_precision = before
-
-
-def factor_rows(rows: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows in float32, each times one of `scales`, for a product that sums over them, and for their own sum.
-
-    Within `rounded_products` these are the numbers that are multiplied, so that means fit second moments, with zeros
-    below up to a multiple of `ROWS`: a product is a program, written for its sizes, in more time than it takes.
-    """
-    settings = _product_settings()
-    if settings is None or settings.fp32_precision != "bf16" or rows.device.type != "cpu":
-        return rows.float() if scales is None else rows.float() * scales[:, None]
-    factors = torch.empty(-(-len(rows) // ROWS) * ROWS, *rows.shape[1:])
-    factors[len(rows) :] = 0
-    for start in range(0, len(rows), CACHED_ROWS):
-        part, some = factors[start : min(start + CACHED_ROWS, len(rows))], rows[start : start + CACHED_ROWS]
-        if scales is not None:
-            some = torch.mul(some, scales[start : start + CACHED_ROWS, None], out=part)
-        part.copy_(some.bfloat16())
-    return factors
-
-
-def _product_settings() -> Any:
-    """PyTorch's own of products on a CPU; `None` where it has none."""
-    return getattr(torch.backends.mkldnn, "matmul", None)
-
-
-def product_seconds(dtype: torch.dtype) -> float:
-    """Seconds of one core for a product of two 512×512 matrices: the minimum of ten runs, or of a tenth of a second.
-
-    Other programs take none of it: it is processor time, or where that is coarse, time on the clock.
-    """
-    x = torch.ones(512, 512, dtype=dtype)
-    times: list[float] = []
-    with use_threads(1):
-        while len(times) < 10 and sum(times) < 0.1:  # in software, one in bfloat16 may take a quarter of a second
-            start, worked = time.perf_counter(), time.process_time()
-            x @ x
-            times.append(time.process_time() - worked or time.perf_counter() - start)
-    return min(times)
 
 
 class EvenProducts(TorchFunctionMode):
@@ -247,23 +164,24 @@ class EvenProducts(TorchFunctionMode):
 
 
 @contextmanager
-def cast_once(model: nn.Module) -> Iterator[None]:
-    """Inside, a frozen model's linear layers have weights in bfloat16: the same products under autocast, which keeps
-    what it cast of weights that learn, and casts those of others anew for every product.
+def cast_once(module: nn.Module) -> Iterator[None]:
+    """Inside, the matrices of a frozen module are in bfloat16: autocast would cast them anew for every product.
 
-    Tables to look up in stay as they are, also where an output layer has them.
+    Embedding matrices stay as they are, also if an output layer multiplies by the same tensor.
     """
-    modules = list(model.modules())
-    tables = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
-    weights = {id(module.weight): module.weight for module in modules if isinstance(module, nn.Linear)}
-    own = [(weight, weight.data) for key, weight in weights.items() if key not in tables and _is_plain(weight)]
+    owners = [owner for owner in module.modules() if not isinstance(owner, nn.Embedding)]
+    own = [(owner, name, one) for owner in owners for name, one in owner.named_parameters(recurse=False)]
+    own = [(owner, name, one) for owner, name, one in own if one.ndim == 2 and _is_plain(one)]
+    cast = {id(one): one for *_, one in own}
     try:
-        for weight, data in own:
-            weight.data = data.bfloat16()
+        for key, one in cast.items():
+            cast[key] = nn.Parameter(one.detach().bfloat16(), requires_grad=one.requires_grad)
+        for owner, name, one in own:
+            setattr(owner, name, cast[id(one)])
         yield
     finally:
-        for weight, data in own:
-            weight.data = data
+        for owner, name, one in own:
+            setattr(owner, name, one)
 
 
 @contextmanager

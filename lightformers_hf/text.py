@@ -11,21 +11,19 @@ import codecs
 import csv
 import gzip
 import hashlib
-import io
 import json
-import logging
 import os
 import re
 import tempfile
 import zlib
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .files import explain_unwritable
+from .files import explain_unwritable, write_whole
 from .languages import split_language, split_prefix
 
 if TYPE_CHECKING:
@@ -34,12 +32,8 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
 CHECKED = 1000  # pairs whose tokens are looked at
-BYTE_ORDER_MARK = "\ufeff"
-DEEPEST = 100  # brackets in brackets; parsers recurse, and some thousand of them end the process
-BLOCK = 1 << 24  # bytes looked at together
-ROWS = 10_000  # of a Parquet file that are read together
-# Messages of libraries about a file without rows.
-NO_ROWS = ("corresponds to no data", "at least one example", "No columns to parse from file")
+ROWS = 10_000  # that are read together
+NO_ROWS = ("corresponds to no data", "at least one example")  # what the library says of a file without a row
 LARGEST_FIELD = 2**31 - 1  # characters of a cell; the csv module's own limit is 131,072
 PLAIN_NAME = re.compile(r"[\w/. +,=@-]*")
 
@@ -119,12 +113,7 @@ def load_text(
 
 
 def load_rows(data: str, *, split: str = "train") -> Dataset:
-    """All columns of a file or a Hub dataset, as `load_parallel` finds them; at least one row.
-
-    Raises:
-        FileNotFoundError: no such file, or no such dataset on the Hub.
-        ValueError: an unknown file type, unreadable or empty data.
-    """
+    """All columns of a file or a Hub dataset, as `load_parallel` finds them; at least one row."""
     rows = load_file(Path(data)) if is_file_name(data) else _load_hub(data, split)
     if len(rows) == 0:
         raise ValueError(f"{data} holds no rows: expected at least one.")
@@ -260,11 +249,7 @@ def _tokenize(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, limits
 
 
 def check_known(token_ids: Iterable[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `ValueError` where a tokenizer maps most of a text to its unknown token.
-
-    Args:
-        token_ids: ids of texts. Special tokens and spaces do not count.
-    """
+    """Raise `ValueError` where a tokenizer maps most of a text to its unknown token."""
     unknown = tokenizer.unk_token_id
     if unknown is None:
         return
@@ -284,7 +269,7 @@ def cut_texts(tokens: Dataset, limit: int) -> list[str]:
     return [f"{n:,} of {len(tokens):,} {side}s are cut after {limit:,} tokens" for side, n in cut.items() if n]
 
 
-# --- Local files, checked before the libraries parse them, which take much for granted
+# --- Local files
 
 
 def is_lines(data: str) -> bool:
@@ -343,113 +328,170 @@ def load_lines(path: Path) -> Dataset:
     """
     path = Path(os.path.expanduser(path))
     _check_there(path)
-    lines = _load(path, ".txt")
-    marked = len(lines) and lines[0]["text"].startswith(BYTE_ORDER_MARK)
-    return lines.map(lambda row: {"text": row["text"].removeprefix(BYTE_ORDER_MARK)}) if marked else lines
+    return _load(path, ".txt")
 
 
 def _load(path: Path, suffix: str) -> Dataset:
     """A file that is there, read as one of a type; no row where it holds none."""
+    import pyarrow
     from datasets import Dataset
     from datasets.config import HF_DATASETS_CACHE
     from datasets.exceptions import DatasetGenerationError
 
     try:
-        return _read(path, suffix)
+        with path.open("rb") as file:  # the cache knows a file by its content, and how it is read
+            content = hashlib.file_digest(file, "sha256").hexdigest()[:32]
+        identity = f"{suffix[1:]}-3-{'gz-' * (path.suffix == '.gz')}{content}"
+        if suffix == ".parquet":  # by default, as many rows are read together as come first
+            return Dataset.from_parquet(exact_name(path), config_id=identity, batch_size=ROWS)
+        target = Path(HF_DATASETS_CACHE, "lightformers", f"{identity}.arrow")
+        if not target.is_file():
+            features = _find_features(path, suffix)
+            rows = _complete_rows(path, suffix, features)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with write_whole(target) as opened, pyarrow.ipc.new_stream(opened, features.arrow_schema) as writer:
+                while chunk := list(islice(rows, ROWS)):
+                    writer.write_table(Dataset.from_list(chunk, features=features).data.table)
+        return Dataset.from_file(str(target))
     except StopIteration:
         return Dataset.from_dict({})
-    except (DatasetGenerationError, ValueError, EOFError, OSError, zlib.error) as error:
+    except (DatasetGenerationError, ValueError, EOFError, OSError, zlib.error, RecursionError) as error:
         reason = error.__cause__ or error
         if any(words in f"{error} {reason}" for words in NO_ROWS):
             return Dataset.from_dict({})
         if trouble := explain_unwritable(reason, "datasets library", HF_DATASETS_CACHE):
             raise trouble from error
-        if suffix in (".json", ".jsonl") and isinstance(error, DatasetGenerationError):
-            reason = _explain_json(path, str(reason))
         raise ValueError(f"{path} cannot be read as {'text' if suffix == '.txt' else suffix[1:]}: {reason}") from error
 
 
-def _read(path: Path, suffix: str) -> Dataset:
-    """As `_load`; errors are the libraries', whose words for a file without a row are StopIteration or `NO_ROWS`."""
-    import pandas
-    from datasets import Dataset, Features, Value
-
-    name, identity = exact_name(path), _identity(path, suffix)
-    if suffix == ".parquet":
-        return Dataset.from_parquet(name, config_id=identity, batch_size=ROWS)  # by default, as many as come first
-    _check_encoding(path)
-    if suffix == ".txt":
-        return Dataset.from_text(name, config_id=identity)
-    if suffix in (".json", ".jsonl"):
-        _check_json(path)
-        return _read_json(path, name, identity)
-    # Every cell is text: without this "1984" becomes a number and "null", a German word, becomes a missing value.
-    options = {"sep": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {}
-    header = pandas.read_csv(name, nrows=0, index_col=False, **options).columns
-    _check_fields(path, len(header), tabs=suffix == ".tsv")
-    features = Features({name: Value("string") for name in header})
-    options |= {"keep_default_na": False, "index_col": False, "features": features}
-    return Dataset.from_csv(name, config_id=identity, **options)
-
-
-def _read_json(path: Path, name: str, identity: str) -> Dataset:
-    """Rows of JSON, which may lack columns, or languages inside `translation`, that others have.
-
-    The library takes columns from the first megabytes, and languages that differ there for objects of any kind.
-    """
-    from datasets import Dataset
-    from datasets.exceptions import DatasetGenerationError
-
-    rows, error = None, None
-    logger = logging.getLogger("datasets.packaged_modules.json.json")  # also prints the errors that it raises
-    with ExitStack() as stack:
-        stack.callback(setattr, logger, "disabled", logger.disabled)
-        logger.disabled = True
-        try:
-            rows = Dataset.from_json(name, config_id=identity)
-        except DatasetGenerationError as raised:
-            if "cast" not in f"{raised.__cause__}":
-                raise
-            error = raised
-        if rows is not None and isinstance(rows.features.get("translation", {}), dict):
-            return rows
-        with suppress(json.JSONDecodeError, DatasetGenerationError):
-            if features := _find_features(path):
-                columns = hashlib.sha256(repr(features).encode()).hexdigest()[:16]
-                return Dataset.from_json(name, config_id=f"{identity}-{columns}", features=features)
-    if error is not None:
-        raise error
-    return rows
-
-
-def _find_features(path: Path) -> Features | None:
-    """The columns of all rows of JSON, and all languages inside `translation`; `None` where one is no object.
-
-    Raises:
-        ValueError: `translation` holds something else than texts; names the row.
-    """
+def _find_features(path: Path, suffix: str) -> Features:
+    """The columns of a file, of JSON those of all rows, and all languages inside `translation`."""
     from datasets import Features, Json, Value
 
-    kinds: dict[str, set[type]] = {}
-    languages: dict[str, None] = {}
-    with _open(path) as file:
-        whole = file.read(1) == b"["
-        file.seek(0)
-        for number, row in enumerate(json.load(file) if whole else map(json.loads, filter(bytes.strip, file)), 1):
-            if not isinstance(row, dict) or not isinstance(row.get("translation"), dict | None):
-                return None
-            for column, value in row.items():
-                kinds.setdefault(column, set()).add(type(value))
-            for language, text in (row.get("translation") or {}).items():
-                if not isinstance(text, str | None):
-                    raise ValueError(f"row {number}, {language!r}: expected text, found {text!r:.40}")
-                languages[language] = None
+    rows = _read_rows(path, suffix)
+    first = next(rows)
+    if suffix not in (".json", ".jsonl"):
+        return Features({column: Value("string") for column in first})
     plain = {str: Value("string"), bool: Value("bool"), int: Value("int64"), float: Value("float64")}
-    features: dict[str, object] = {"translation": {language: Value("string") for language in languages}}
-    for column, found in kinds.items():
+    kinds: dict[str, set[type]] = {}
+    languages: dict[str, set[type]] = {}
+    for row in chain([first], rows):
+        for column, value in row.items():
+            is_huge = isinstance(value, int) and abs(value) >= 2**63
+            kinds.setdefault(column, set()).add(object if is_huge else type(value))
+        inner = row.get("translation")
+        for language, text in inner.items() if isinstance(inner, dict) else ():
+            languages.setdefault(language, set()).add(type(text))
+
+    def feature(found: set[type]) -> Any:
         (kind, *others) = found - {type(None)} or {str}
-        features.setdefault(column, Json() if others else plain.get(kind, Json()))
-    return Features({column: features[column] for column in kinds})
+        return Json() if others else plain.get(kind, Json())
+
+    features = {column: feature(found) for column, found in kinds.items()}
+    if kinds.get("translation", {None}) <= {dict, type(None)}:
+        features["translation"] = {language: feature(found) for language, found in languages.items()}
+    return Features(features)
+
+
+def _complete_rows(path: Path, suffix: str, features: Features) -> Iterator[dict[str, Any]]:
+    """The rows of a file with every column, and of `translation` every language."""
+    languages = features.get("translation")
+    for row in _read_rows(path, suffix):
+        complete = {column: row.get(column) for column in features}
+        if isinstance(languages, dict):
+            texts = complete["translation"] or {}
+            complete["translation"] = {language: texts.get(language) for language in languages}
+        yield complete
+
+
+def _read_rows(path: Path, suffix: str) -> Iterator[dict[str, Any]]:
+    """The rows of a file of text, {column: value}. Raises `ValueError` that names the first line that is damaged."""
+    if suffix == ".txt":
+        for _, line in _read_lines(path):
+            yield {"text": line.rstrip("\r\n")}
+    elif suffix in (".json", ".jsonl"):
+        yield from _read_json(path)
+    else:
+        yield from _read_table(path, tabs=suffix == ".tsv")
+
+
+def _read_json(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of JSON: one list of objects, or an object a line."""
+    lines = _read_lines(path)
+    for number, line in lines:
+        if number == 1 and line.lstrip().startswith("["):
+            whole = "".join([line, *(rest for _, rest in lines)])
+            rows = [(f"row {index}", row) for index, row in enumerate(_parse(whole, "its text"), 1)]
+        else:
+            rows = [(f"line {number}", _parse(line, f"line {number}"))] if line.strip() else []
+        for place, row in rows:
+            if not isinstance(row, dict):
+                raise ValueError(f"{place} is {json.dumps(row)[:40]}, expected an object")
+            yield row
+
+
+def _parse(text: str, place: str) -> Any:
+    try:
+        value = json.loads(text)
+        if "\\u" in text:  # an escaped half of a character
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} is no JSON object: {error.msg} at character {error.pos + 1}") from None
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):x}"
+        raise ValueError(f"{place} holds the lone surrogate {half}: write the whole character, or remove it") from None
+    except RecursionError:
+        raise ValueError(f"{place} is nested too deep") from None
+    return value
+
+
+def _read_table(path: Path, *, tabs: bool) -> Iterator[dict[str, str]]:
+    """Rows of .csv or .tsv. Every cell is text: neither "1984" is a number nor "null", a German word, missing."""
+    lines, first = (line for _, line in _read_lines(path)), 1
+    with ExitStack() as stack:
+        stack.callback(csv.field_size_limit, csv.field_size_limit(LARGEST_FIELD))
+        table = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(lines, strict=True)
+        header: list[str] | None = None
+        try:
+            for row in table:
+                is_blank = len(row) < 2 and not "".join(row).strip(" \t")
+                if header is None:
+                    header = None if is_blank else [name or f"column {place}" for place, name in enumerate(row, 1)]
+                    if header and len(set(header)) < len(header):
+                        raise ValueError(f"line {first} names a column twice: give every column its own name")
+                elif len(row) == len(header) and not is_blank:
+                    yield dict(zip(header, row, strict=True))
+                elif not is_blank:
+                    fields = f"{len(row)} field{'s' * (len(row) != 1)}, the header names {len(header)}"
+                    raise ValueError(
+                        f"line {first}: {fields}; look for a delimiter too many or too few there"
+                        + ("" if tabs else ", or a quote that is not closed")
+                    )
+                first = table.line_num + 1
+        except csv.Error as error:
+            reason = {"unexpected end of data": "a quote is not closed"}.get(str(error), str(error))
+            if "new-line" in reason:
+                reason = "holds a carriage return (\\r) within a text, where a row ends for most programs: replace it"
+            raise ValueError(f"line {table.line_num if 'carriage' in reason else first}: {reason}") from None
+
+
+def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Number and text of every line. Raises `ValueError` that names the first line that is not UTF-8."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        start = file.read(8)
+        marked = start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        if marked or (len(start) >= 4 and not (any(start[::2]) and any(start[1::2]))):
+            raise ValueError(f"it is in UTF-16, expected UTF-8: save it as UTF-8 (iconv -f UTF-16 -t UTF-8 {path})")
+        file.seek(0)
+        for number, line in enumerate(file, start=1):
+            try:
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                place = f"byte {line[error.start]:#x} at character {len(line[: error.start].decode()) + 1}"
+                raise ValueError(
+                    f"line {number} is not UTF-8 ({place}): save it as UTF-8 (iconv -f LATIN1 -t UTF-8, if it was "
+                    "Latin-1), or mend the line"
+                ) from None
 
 
 def exact_name(path: Path) -> str:
@@ -472,135 +514,3 @@ def _links() -> str:
     folder = tempfile.TemporaryDirectory(prefix="lightformers-")
     atexit.register(folder.cleanup)
     return folder.name
-
-
-def _identity(path: Path, suffix: str) -> str:
-    """Identity of a file in the cache: its content, and the way it is read. The library itself asks for path and time.
-
-    "2" sets it apart from that of versions which could read another file than the one that was named.
-    """
-    with path.open("rb") as file:
-        content = hashlib.file_digest(file, "sha256").hexdigest()[:32]
-    return f"{suffix[1:]}-2-{'gz-' * (path.suffix == '.gz')}{content}"
-
-
-def _open(path: Path) -> gzip.GzipFile | io.BufferedReader:
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
-
-
-def _check_encoding(path: Path) -> None:
-    """Raise a `ValueError` that names the first line that is not UTF-8."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    with _open(path) as file:
-        start = file.read(8)
-        marked = start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        if marked or (len(start) >= 4 and not (any(start[::2]) and any(start[1::2]))):
-            raise ValueError(f"it is in UTF-16, expected UTF-8: save it as UTF-8 (iconv -f UTF-16 -t UTF-8 {path})")
-        file.seek(0)
-        try:
-            while block := file.read(BLOCK):
-                decoder.decode(block)
-            decoder.decode(b"", final=True)
-            return
-        except UnicodeDecodeError:
-            file.seek(0)
-        for number, line in enumerate(file, start=1):
-            try:
-                line.decode()
-            except UnicodeDecodeError as error:
-                place = f"byte {line[error.start]:#x} at character {len(line[: error.start].decode()) + 1}"
-                raise ValueError(
-                    f"line {number} is not UTF-8 ({place}): save it as UTF-8 (iconv -f LATIN1 -t UTF-8, if it was "
-                    "Latin-1), or mend the line"
-                ) from None
-
-
-def _check_fields(path: Path, expected: int, *, tabs: bool) -> None:
-    """Raise a `ValueError` that names the first line with more or fewer fields than the header.
-
-    Where all lines have more, pandas takes the first field for a name of the row and shifts the columns; where one has
-    fewer, it fills it up with empty text.
-    """
-    with (
-        ExitStack() as stack,
-        _open(path) as packed,
-        io.TextIOWrapper(packed, encoding="utf-8-sig", newline="") as lines,
-    ):
-        stack.callback(csv.field_size_limit, csv.field_size_limit(LARGEST_FIELD))
-        rows = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(lines)
-        first = 1
-        for row in rows:
-            empty = not row or (len(row) == 1 and not row[0].strip(" \t"))  # which pandas skips
-            if len(row) != expected and not empty:
-                fields = f"{len(row)} field{'s' * (len(row) != 1)}"
-                _check_returns(path, first)
-                raise ValueError(
-                    f"line {first}: {fields}, the header names {expected}; look for a delimiter too many or too few "
-                    f"there{'' if tabs else ', or a quote that is not closed'}"
-                )
-            first = rows.line_num + 1
-
-
-def _check_returns(path: Path, last: int) -> None:
-    """Raise a `ValueError` where one of the lines up to `last`, but not every, ends with a carriage return alone."""
-    with _open(path) as packed, io.TextIOWrapper(packed, encoding="utf-8", newline="") as lines:
-        returns = [line.endswith("\r") for line in islice(lines, last)]
-    if any(returns) and not all(returns):
-        raise ValueError(
-            f"line {returns.index(True) + 1} holds a carriage return (\\r) within a text, where a row ends for most "
-            "programs: replace it by a space"
-        )
-
-
-def _explain_json(path: Path, reason: str) -> str:
-    """The message of a parser, or the first line that is not JSON: parsers count the rows of a part, from 0."""
-    with suppress(OSError, EOFError, zlib.error, RecursionError), _open(path) as file:
-        for number, line in enumerate(file, start=1):
-            if number == 1 and not line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
-                break
-            try:
-                json.dumps(json.loads(line.strip() or b"{}"), ensure_ascii=False).encode()
-            except UnicodeEncodeError as error:
-                half = f"\\u{ord(error.object[error.start]):x}"
-                return f"line {number} holds the lone surrogate {half}: write the whole character, or remove it"
-            except json.JSONDecodeError as error:
-                return f"line {number} is no JSON object: {error.msg} at character {error.pos + 1}"
-    return re.sub(r" in row \d+", "", reason)
-
-
-def _check_json(path: Path) -> None:
-    """Raise a `ValueError` for JSON that would end the process: brackets in brackets in brackets…, `null` as a row.
-
-    Only brackets, quotes and the n of null are looked at; what stands between quotes is text. A file that is no JSON
-    is the parsers'.
-    """
-    import numpy
-
-    others = bytes(sorted(set(range(256)) - set(b'[]{}"n')))
-    step = numpy.zeros(256, numpy.int64)
-    step[list(b"[{")], step[list(b"]}")] = 1, -1
-    depth, quoted, rest = 0, 0, b""
-    with _open(path) as file:
-        while block := file.read(BLOCK):
-            block = rest + block
-            # A pair of characters that begins with a backslash is none of these, wherever the block ends.
-            kept = len(block) - (len(block) - len(block.rstrip(b"\\"))) % 2
-            block, rest = block[:kept], block[kept:]
-            block = block.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, others)
-            signs = numpy.frombuffer(block, numpy.uint8)
-            inside = (numpy.cumsum(signs == ord('"')) + quoted) % 2
-            depths = numpy.cumsum(numpy.where(inside, 0, step[signs])) + depth
-            if len(depths):
-                if depths.max() > DEEPEST:
-                    raise ValueError(f"it is nested more than {DEEPEST} brackets deep")
-                if ((signs == ord("n")) & (depths == 0) & (inside == 0)).any():
-                    _check_rows(path)
-                depth, quoted = int(depths[-1]), int(inside[-1])
-
-
-def _check_rows(path: Path) -> None:
-    """Raise a `ValueError` that names the first line that begins with `null`, outside of all brackets."""
-    with _open(path) as file:
-        for number, line in enumerate(file, start=1):
-            if re.match(rb"(\xef\xbb\xbf)?\s*null", line):
-                raise ValueError(f"line {number} is null, expected an object")

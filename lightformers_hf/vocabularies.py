@@ -27,11 +27,7 @@ def read_vocabularies(tokenizer: PreTrainedTokenizerBase) -> dict[str, dict[str,
 
 
 def match_tokens(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> dict[str, list[int]] | None:
-    """{`source` and `target`: for each of our ids, theirs of the same token}; `None` where all ids are the same.
-
-    Raises:
-        ValueError: they lack a token, or an id of ours has none.
-    """
+    """{`source` and `target`: for each of our ids, theirs of the same token}; `None` where all ids are the same."""
     our_sides, their_sides = read_vocabularies(ours), read_vocabularies(theirs)
     if our_sides == their_sides:
         return None
@@ -52,12 +48,7 @@ def match_tokens(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase)
 
 
 def renumber_ids(fields: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any]:
-    """The fields of a configuration that name tokens, with new ids; words and bans of removed tokens are dropped.
-
-    Args:
-        fields: of a model's or a generation configuration.
-        kept: ids that stay, in the order of the new ones.
-    """
+    """The fields of a configuration that name tokens, with new ids; words and bans of removed tokens are dropped."""
     new = {old: number for number, old in enumerate(kept)}
     changed: dict[str, Any] = {}
     for name, ids in single_ids(fields).items():
@@ -103,11 +94,7 @@ def check_ids(generation: GenerationConfig, size: int, name: str | os.PathLike) 
 
 
 def keep_tokens(model: PreTrainedModel, source: Sequence[int], target: Sequence[int]) -> PreTrainedModel:
-    """Leave a model the rows of some of its tokens, in place: logits are theirs, and their softmax is renormalized.
-
-    Args:
-        source, target: ids that stay, in the order of their new ids; alike where both sides have one table.
-    """
+    """Leave a model the rows of some of its tokens, in place: logits are theirs, and their softmax is renormalized."""
     config = copy.deepcopy(model.config)
     for name, value in narrow_fields(config.to_dict(), source, target).items():
         setattr(config, name, value)

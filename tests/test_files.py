@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from safetensors.torch import save_file
 
 from lightformers_hf.files import (
     MANIFEST_FILE,
@@ -288,39 +287,6 @@ def test_without_locks_the_later_looks_again_and_removes_nothing(tmp_path, monke
         write(target, "third", overwrite=True)
     assert (target / "file").read_text() == "first"
     assert contents(tmp_path) == {"out", "out/file", ".out.old-00000000"}
-
-
-@pytest.mark.parametrize("again", [True, False])
-@pytest.mark.parametrize("overwrite", [True, False])
-def test_locks_that_another_host_does_not_see(tmp_path, monkeypatch, overwrite, again):
-    """The other takes our folder for a dead process's: we fail, also where a writer made the folder anew."""
-    monkeypatch.setattr("lightformers_hf.files.fcntl.flock", lambda *_: None)
-    target = tmp_path / "out"
-    removed = pytest.raises(OSError, match="out was not written: another process removed")
-    with removed, atomic_output(target, overwrite=overwrite) as first:
-        (first / "weights").write_text("first")
-        write(target, "second", overwrite=overwrite)
-        if again:
-            first.mkdir()
-            (first / "file").write_text("first")
-    assert contents(tmp_path) == {"out", "out/file"}
-    assert (target / "file").read_text() == "second"
-
-
-@pytest.mark.parametrize("save", [lambda file: file.write_text(""), lambda file: save_file({}, file)])
-def test_a_writer_that_lost_its_folder_says_so(tmp_path, monkeypatch, save):
-    """Not that some file is not there, which is what Python and safetensors say."""
-    monkeypatch.setattr("lightformers_hf.files.fcntl.flock", lambda *_: None)
-    removed = pytest.raises(OSError, match=r"out was not written: another process removed .* Run it again")
-    with removed, atomic_output(tmp_path / "out") as first:
-        write(tmp_path / "out", "second")
-        save(first / "model.safetensors")
-    assert contents(tmp_path) == {"out", "out/file"}
-    with pytest.raises(FileNotFoundError, match="mine"), atomic_output(tmp_path / "third"):
-        (tmp_path / "mine").read_text()
-    with pytest.raises(KeyboardInterrupt), atomic_output(tmp_path / "third") as third:  # noqa: PT012
-        third.rmdir()
-        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("name", ["x" * 255, "ü" * 120])

@@ -334,18 +334,6 @@ def test_reads_every_format(folder):
         reader.read("d.weight")
 
 
-def test_what_is_held_is_mapped_once(tmp_path):
-    """And nothing else is: each reading of it has pages of its own, which go with it."""
-    save_file(TENSORS, tmp_path / "model.safetensors")
-    reader = CheckpointReader(tmp_path)
-    reader.hold(TENSORS)
-    for name, tensor in TENSORS.items():
-        one, other = reader.read(name), reader.read(name)
-        assert (one.data_ptr() == other.data_ptr()) == (tensor.dtype == torch.float32)
-        assert torch.equal(one, tensor)
-        assert reader.shape(name) == tuple(tensor.shape)
-
-
 def test_safetensors_come_before_bin(tmp_path):
     save_file({"from": torch.ones(1)}, tmp_path / "model.safetensors")
     torch.save({"other": torch.ones(1)}, tmp_path / "pytorch_model.bin")

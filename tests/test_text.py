@@ -72,7 +72,7 @@ def test_languages_inside_translation(tmp_path, name):
         ("broken.jsonl", '{"de": "a", "en": "b"}\n\n{"de": "a", "en"\n', "line 3 is no JSON object: Expecting ':'"),
         ("headless.tsv", f"{'Ein Hund' * 9}\tA dog\nb\tc\n", "Ein Hund.{5}…', 'A dog'. Its first line must name"),
         ("ragged.csv", "de,en\na,b\na,b,c\n", "cannot be read"),
-        ("return.tsv", "de\ten\na\tb\nEin\rHund\tA dog\n", r"return.tsv .*: line 3 holds a carriage return \(\\r\)"),
+        ("return.tsv", "de\ten\na\tb\nEin\rHund\tA dog\n", r"return.tsv .*: line 3: holds a carriage return \(\\r\)"),
         (
             "half.jsonl",
             '{"de": "a", "en": "b"}\n{"de": "\\ud83d", "en": "b"}\n',
@@ -170,7 +170,7 @@ def test_a_cache_that_takes_nothing_is_told_from_data_that_cannot_be_read(tmp_pa
         raise OSError(number, os.strerror(number), "some.lock")
 
     path = write(tmp_path, "x.jsonl")
-    monkeypatch.setattr("datasets.builder.FileLock", fail)
+    monkeypatch.setattr("lightformers_hf.text.write_whole", fail)
     with pytest.raises(OSError, match=r"the cache .* cannot be written .*HF_HOME"):
         load_rows(path)
 
@@ -261,7 +261,8 @@ def test_tokens_keep_their_end_and_count_it(tmp_path, tiny_marian, parallel_sent
         ("few.csv", 'de,en\n"Ein\nHund",A dog\nKatze\n', "line 4: 1 field, the header names 2"),
         ("few.tsv", "de\ten\na\tb\n\n\nEin Hund\n", "line 5: 1 field"),
         ("header.csv", "de,en,\na,b\n", "line 2: 2 fields, the header names 3"),
-        ("quote.csv", 'de,en\na,b\n"Ein Hund,A dog\n', "line 3: 1 field.*quote"),
+        ("twice.csv", "de,de\na,b\n", "line 1 names a column twice"),
+        ("quote.csv", 'de,en\na,b\n"Ein Hund,A dog\n', "line 3: a quote is not closed"),
     ],
 )
 def test_fields_that_do_not_fit_the_header_name_their_line(tmp_path, name, content, message):
@@ -277,7 +278,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
 
 def test_quoted_fields_and_empty_lines_are_no_mistake(tmp_path):
     long = "x" * 200_000
-    (tmp_path / "x.csv").write_text(f'\ufeff"de",en\n"a, ""b""\nc",d\n\n   \n{long},\n', encoding="utf-8")
+    (tmp_path / "x.csv").write_text(f'\ufeff"de",en,\n"a, ""b""\nc",d,1\n\n   \n{long},,2\n', encoding="utf-8")
     pairs = load_parallel(str(tmp_path / "x.csv"), source="de", target="en")
     assert pairs[:] == {"source": ['a, "b"\nc', long], "target": ["d", ""]}
 
@@ -311,27 +312,18 @@ def test_a_folder_is_no_data(tmp_path, monkeypatch):
             load_parallel(name, source="de", target="en")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "[" * 50_000,
-        '{"de": ' + "[" * 50_000 + "]" * 50_000 + "}",
-        '{"a":\n' * 5_000,
-        '{"de": "\\"", "en":' + "[ \n" * 999,
-    ],
-)
 @pytest.mark.parametrize("packed", [False, True])
-def test_brackets_without_end_do_not_reach_the_parser(tmp_path, content, packed):
+@pytest.mark.parametrize("content", ["[" * 50_000, '{"de": ' + "[" * 50_000 + "]" * 50_000 + "}"])
+def test_brackets_without_end_do_not_end_the_process(tmp_path, content, packed):
     text = '{"de": "a [[ \\\\", "en": "b"}\n' + content
     path = tmp_path / ("x.jsonl.gz" if packed else "x.json")
     path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
-    with pytest.raises(ValueError, match="more than 100 brackets deep"):
+    with pytest.raises(ValueError, match="line 2 is nested too deep"):
         load_parallel(str(path), source="de", target="en")
 
 
 @pytest.mark.parametrize(
-    ("content", "line"),
-    [("null", 1), ("\ufeffnull", 1), ("\n null\n", 2), ("null null", 1), ('{"de": "n{", "en": "A"}\nnull\n', 2)],
+    ("content", "line"), [("null", 1), ("\ufeffnull", 1), ("\n null\n", 2), ('{"de": "n{", "en": "A"}\nnull\n', 2)]
 )
 @pytest.mark.parametrize("name", ["test.json", "test.jsonl", "test.jsonl.gz"])
 def test_null_as_a_row_is_an_error_instead_of_a_crash(tmp_path, content, line, name):

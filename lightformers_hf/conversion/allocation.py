@@ -7,7 +7,6 @@ most.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
@@ -18,7 +17,7 @@ from .forms import Choices, Form, Setting, all_forms
 from .options import CompressionOptions, StudyOptions, missing_unit, read_quantity
 from .rules import RankPolicy, Ratio
 from .sharing import Originals, find_matrices, short_name
-from .workers import Step, share_work
+from .workers import Step, map_in_threads
 
 # Bytes that a safetensors file needs for the name of a tensor, about.
 HEADER_BYTES = 130
@@ -111,14 +110,11 @@ def _covers(matrices: Sequence[str], parts: Collection[tuple[str, ...]]) -> Iter
 
 
 def choose(
-    units: Sequence[Unit], originals: Originals, options: CompressionOptions, study: StudyOptions, *, progress: bool
+    units: Sequence[Unit], originals: Originals, options: CompressionOptions, study: StudyOptions
 ) -> tuple[list[Form], Callable[[Form], Setting]]:
     """The places in the forms that are chosen, largest first, and the source of the setting of each.
 
-    With rules, a setting is computed on demand, which may require a decomposition.
-
-    Raises:
-        ValueError: a budget that cannot be met.
+    By rules, a setting is found only when it is asked for, which may take a decomposition.
     """
     policy = options.policy()
     if originals.calibration is None or not spends_budget(options, study):
@@ -126,24 +122,19 @@ def choose(
         return sort_by_size(chosen), lambda place: place.follow(policy)
     given, free = split_units(units, policy)
     fixed = {place: place.follow(policy) for place in given}
-    budget = Budget(originals, options, fixed, free)
-    budget.check()
+    available, _ = find_budget(originals, options, fixed, free)
     places = sort_by_size([place for unit in free for alternative in unit for slot in alternative for place in slot])
-    choices = dict(
-        work_on_places("weighing", lambda place: place.choices(), places, originals.device, progress=progress)
-    )
-    settings = fixed | budget.spend(choices)
+    found = work_on_places("weighing", lambda place: place.choices(), places, originals.device)
+    choices = dict(found)
+    slots = [[[{place: choices[place] for place in slot} for slot in slots] for slots in unit] for unit in free]
+    settings = fixed | allocate(slots, available)
     return sort_by_size(list(settings)), settings.__getitem__
 
 
 def check_choices(
     units: Sequence[Unit], originals: Originals, options: CompressionOptions, study: StudyOptions
 ) -> float:
-    """Return the share of the matrices' parameters that is removed, about: one half where each follows a rule.
-
-    Raises:
-        ValueError: a rule or a budget cannot be met, or has no effect. The check precedes all long computations.
-    """
+    """Return the share of the matrices' parameters that is removed, about: one half where each follows a rule."""
     policy = options.policy()
 
     def fewest(place: Form) -> Setting:
@@ -152,9 +143,7 @@ def check_choices(
 
     if spends_budget(options, study):
         given, free = split_units(units, policy)
-        budget = Budget(originals, options, {place: fewest(place) for place in given}, free)
-        budget.check()
-        return budget.removed
+        return find_budget(originals, options, {place: fewest(place) for place in given}, free)[1]
     for place in (place for alternative, *_ in units for place, *_ in alternative):
         if place.is_usual:  # the others need statistics
             fewest(place)
@@ -174,7 +163,7 @@ def split_units(units: Sequence[Unit], policy: RankPolicy) -> tuple[list[Form], 
 
 
 def work_on_places(
-    name: str, work: Callable[[Form], Result], places: Sequence[Form], device: torch.device, *, progress: bool
+    name: str, work: Callable[[Form], Result], places: Sequence[Form], device: torch.device
 ) -> Iterator[tuple[Form, Result]]:
     """The places, largest first, each with what `work` returned for it.
 
@@ -182,13 +171,10 @@ def work_on_places(
     """
     sizes = [int(place.size(None)) for place in places]
 
-    def work_on(index: int) -> tuple[int, Result]:
-        return index, work(places[index])
-
-    with Step(name, unit="parameter", total=sum(sizes), shown=progress) as bar:
-        for index, result in share_work(work_on, range(len(places)), device):
-            yield places[index], result
-            bar.update(sizes[index])
+    with Step(name, unit="parameter", total=sum(sizes)) as bar:
+        for place, size, result in zip(places, sizes, map_in_threads(work, places, device), strict=True):
+            yield place, result
+            bar.update(size)
 
 
 def sort_by_size(places: list[Form]) -> list[Form]:
@@ -196,115 +182,50 @@ def sort_by_size(places: list[Form]) -> list[Form]:
     return sorted(places, key=lambda place: place.size(None), reverse=True)
 
 
-@dataclass(frozen=True)
-class Budget:
-    """The number of parameters for all places of a model, given as a ratio, a number, or bytes.
+def find_budget(
+    originals: Originals, options: CompressionOptions, given: Mapping[Form, Setting], free: Sequence[Unit]
+) -> tuple[float, float]:
+    """Return the parameters that the free units may have together, and the share of theirs that is removed.
 
-    Attributes:
-        originals: the model.
-        options: give the budget.
-        given: settings that are fixed already.
-        free: the units that the rest is for.
+    This needs no statistics.
+
+    Raises:
+        ValueError: not even the smallest settings fit, or the model is as small already.
     """
+    name, dense, tensors = options.budget, originals.dense, stored_tensors(originals.dense)
+    asked, rule = getattr(options, name), options.policy().default
+    besides = dense.num_parameters() - sum(dense.get_submodule(one).weight.numel() for one, _ in find_matrices(dense))
+    besides += sum(int(place.size(setting)) for place, setting in given.items())
+    whole = sum(max(sum(float(slot[0].size(None)) for slot in slots) for slots in unit) for unit in free)
 
-    originals: Originals
-    options: CompressionOptions
-    given: Mapping[Form, Setting]
-    free: Sequence[Unit]
+    def least(place: Form) -> float:
+        return min(float(place.size(setting)) for setting in (place.least, None))
 
-    def _total(self) -> tuple[float, float]:
-        """Parameters of what is fixed, and the fewest that the free places can have."""
-        fixed = sum(float(place.size(setting)) for place, setting in self.given.items())
-
-        def least(place: Form) -> float:
-            return min(float(place.size(setting)) for setting in (place.least, None))
-
-        return fixed, sum(min(sum(min(map(least, slot)) for slot in slots) for slots in unit) for unit in self.free)
-
-    @property
-    def _besides(self) -> int:
-        """Parameters that are in no matrix."""
-        dense = self.originals.dense
-        matrices = (dense.get_submodule(name).weight for name, _ in find_matrices(dense))
-        return dense.num_parameters() - sum(matrix.numel() for matrix in matrices)
-
-    @property
-    def available(self) -> float:
-        """Parameters that the free places may have."""
-        name = self.options.budget
-        if name == "ratio":
-            return self._dense / self._ratio
-        asked = read_quantity(name, getattr(self.options, name))
-        fixed, _ = self._total()
-        if name == "params":
-            return asked - self._besides - fixed
-        return (asked - self._overhead) / self._itemsize - self._besides - fixed
-
-    @property
-    def _dense(self) -> float:
-        """Parameters of the free places as they are."""
-        return sum(max(sum(float(slot[0].size(None)) for slot in slots) for slots in unit) for unit in self.free)
-
-    @property
-    def removed(self) -> float:
-        """Share of the free places' parameters that is removed."""
-        return max(0.0, 1 - self.available / self._dense)
-
-    @property
-    def _ratio(self) -> float:
-        """p where the budget is a ratio, given or the default's."""
-        rule = self.options.policy().default
-        assert isinstance(rule, Ratio), f"the budget is {self.options.budget}, no ratio"
-        return rule.ratio
-
-    @property
-    def _itemsize(self) -> int:
-        return (self.originals.teacher.config.dtype or torch.float32).itemsize
-
-    @property
-    def _overhead(self) -> int:
-        """Bytes of a checkpoint that are no parameters: buffers, and a header that names every tensor."""
-        tensors = stored_tensors(self.originals.dense)
-        buffers = sum(tensor.numel() for tensor in tensors.values()) - self.originals.dense.num_parameters()
-        return HEADER_BYTES * len(tensors) + buffers * self._itemsize
-
-    def check(self) -> None:
-        """Raise `ValueError` if not even the smallest settings fit, or if the model is as small already.
-
-        This needs no statistics.
-        """
-        name, dense = self.options.budget, self.originals.dense
-        asked, (fixed, least) = getattr(self.options, name), self._total()
-        least_parameters = self._besides + fixed + least
-        if least > self.available:
-            left = f"{least_parameters:,.0f} parameters"
-            hint = ""
-            if name == "size":
-                left = f"{least_parameters * self._itemsize + self._overhead:,.0f} bytes"
-                hint = missing_unit(asked)
-            raise ValueError(
-                f"{name} is {asked or self._ratio}, which cannot be met: with everything at "
-                f"its smallest {left} are left" + (f"; {hint}" if hint else "")
-            )
-        if name == "ratio":
-            return
-        held = dense.num_parameters() if name == "params" else tensor_bytes(dense)
-        if read_quantity(name, asked) >= held:
-            has = f"{held:,} parameters" if name == "params" else f"{held / 1e6:,.1f} MB"
-            raise ValueError(
-                f"{name} is {asked}, and {self.originals.teacher.name} has {has} already: give less than that"
-            )
-
-    def spend(self, choices: Mapping[Form, Choices]) -> dict[Form, Setting]:
-        """Return the settings of the free places that lose least within the budget. Needs `check` before.
-
-        Args:
-            choices: of every free place.
-        """
-        units = [
-            [[{place: choices[place] for place in slot} for slot in slots] for slots in unit] for unit in self.free
-        ]
-        return allocate(units, self.available)
+    fewest = sum(min(sum(min(map(least, slot)) for slot in slots) for slots in unit) for unit in free)
+    itemsize = (originals.teacher.config.dtype or torch.float32).itemsize
+    # Bytes that are no parameters: buffers, and a header that names every tensor.
+    buffers = sum(tensor.numel() for tensor in tensors.values()) - dense.num_parameters()
+    overhead = HEADER_BYTES * len(tensors) + buffers * itemsize
+    if name == "ratio":
+        assert isinstance(rule, Ratio), "a budget is one number"
+        asked, available = asked or rule.ratio, whole / rule.ratio
+    elif name == "params":
+        available = read_quantity(name, asked) - besides
+    else:
+        available = (read_quantity(name, asked) - overhead) / itemsize - besides
+    if fewest > available:
+        left, hint = f"{besides + fewest:,.0f} parameters", ""
+        if name == "size":
+            left, hint = f"{(besides + fewest) * itemsize + overhead:,.0f} bytes", missing_unit(asked)
+        raise ValueError(
+            f"{name} is {asked}, which cannot be met: with everything at its smallest {left} are left"
+            + (f"; {hint}" if hint else "")
+        )
+    held = dense.num_parameters() if name == "params" else tensor_bytes(dense)
+    if name != "ratio" and read_quantity(name, asked) >= held:
+        has = f"{held:,} parameters" if name == "params" else f"{held / 1e6:,.1f} MB"
+        raise ValueError(f"{name} is {asked}, and {originals.teacher.name} has {has} already: give less than that")
+    return available, max(0.0, 1 - available / whole)
 
 
 def smallest(units: Sequence[Sequence[Sequence[Mapping[K, Choices]]]]) -> float:
@@ -337,9 +258,6 @@ def allocate(units: Sequence[Sequence[Sequence[Mapping[K, Choices]]]], budget: f
     Args:
         units: e.g. an attention block: either narrower heads, or its four matrices by themselves, each in one form
             or another.
-
-    Returns:
-        {part: setting} of the parts chosen.
 
     Raises:
         ValueError: no choice meets the budget.

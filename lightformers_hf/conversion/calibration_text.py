@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, cycle, zip_longest
+from itertools import accumulate, cycle
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ from ..text import load_text, tokenize_pairs
 from .options import CompressionOptions, StudyOptions
 from .sensitivity import Batch, cut_batches
 from .teacher import Teacher
-from .workers import Step, cast_weights, fast_products, gather_from_all, map_in_order, process_share
+from .workers import AT_ONCE, Step, cast_weights, fast_products, map_in_threads
 
 if TYPE_CHECKING:  # self-generated text needs none of it
     from datasets import Dataset
@@ -57,11 +57,7 @@ TOKEN_RULES = (
 
 
 def draw_pairs(teacher: Teacher, options: CompressionOptions, study: StudyOptions) -> Dataset | None:
-    """The user's text that is to be read, as of `sample_pairs`; `None` where there is none.
-
-    Raises:
-        ValueError: no tokenizer, unknown languages, too little text.
-    """
+    """The user's text that is to be read, as of `sample_pairs`; `None` where there is none."""
     if options.calibration is None:
         return None
     tokenizer = teacher.tokenizer()
@@ -83,15 +79,9 @@ def count_tokens(teacher: Teacher, options: CompressionOptions, pairs: Dataset |
 
 
 def sample_text(
-    model: PreTrainedModel,
-    teacher: Teacher,
-    options: CompressionOptions,
-    study: StudyOptions,
-    pairs: Dataset | None,
-    *,
-    progress: bool,
+    model: PreTrainedModel, teacher: Teacher, options: CompressionOptions, study: StudyOptions, pairs: Dataset | None
 ) -> Sequence[Batch]:
-    """Batches for a `Calibration`, of several processes the own share.
+    """Batches for a `Calibration`.
 
     Args:
         model: the teacher with all its layers, where it runs: it makes the text where the user gave none, and
@@ -100,23 +90,19 @@ def sample_text(
     """
     if pairs is None:
         number, seed = options.calibration_samples, study.calibration_seed
-        return synthetic_batches(model, teacher, number, seed, progress=progress)
+        return synthetic_batches(model, teacher, number, seed)
     if "target" in pairs.column_names:
-        return process_share(parallel_batches(model, teacher.tokenizer(), pairs))
-    return translated_batches(model, teacher, pairs["source"][:], progress=progress)
+        return parallel_batches(model, teacher.tokenizer(), pairs)
+    return translated_batches(model, teacher, pairs["source"][:])
 
 
 def hold_out(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch] | None]:
-    """Split batches into those for calibration and those with every tenth sentence; of short texts, `None`.
-
-    Several processes, which were dealt the batches in turn (`process_share`), hold out the sentences that one would.
-    """
-    counts = gather_from_all([len(batch["labels"]) for batch in batches])
-    dealt = [count for row in zip_longest(*counts, fillvalue=0) for count in row]
-    if sum(dealt) < FEWEST_SENTENCES:
+    """Split batches into those for calibration and those with every tenth sentence; of short texts, `None`."""
+    counts = [len(batch["labels"]) for batch in batches]
+    if sum(counts) < FEWEST_SENTENCES:
         return list(batches), None
     kept, held = [], []
-    for batch, seen in zip(batches, process_share(list(accumulate(dealt, initial=HELD_OUT // 2))), strict=False):
+    for batch, seen in zip(batches, accumulate(counts, initial=HELD_OUT // 2), strict=False):
         aside = (torch.arange(len(batch["labels"])) + seen) % HELD_OUT == 0
         for rows, part in ((~aside, kept), (aside, held)):
             if rows.any():
@@ -160,10 +146,6 @@ def sample_pairs(
     """So many random pairs of the text that `options` name, or texts of the source language alone: see `load_text`.
 
     Unless `options` say how many, it is `SAMPLES`, and more where these have few tokens.
-
-    Args:
-        config: the teacher's, which may have a prefix for sources.
-        study: its `calibration_seed` says which.
     """
     data, samples = options.calibration, options.calibration_samples
     source, target = options.columns
@@ -195,29 +177,18 @@ def sample_pairs(
     return pairs
 
 
-def synthetic_batches(
-    model: PreTrainedModel, teacher: Teacher, samples: int | None, seed: int, *, progress: bool
-) -> list[Batch]:
-    """This process's batches as `Calibration` takes them, from the teacher alone.
-
-    Args:
-        model: the teacher in fp32, on the device where it is to run.
-        samples: sources; `None` means `default_sources`.
-        seed: which ones.
-
-    Raises:
-        ValueError: the teacher has no positions for text.
-    """
+def synthetic_batches(model: PreTrainedModel, teacher: Teacher, samples: int | None, seed: int) -> list[Batch]:
+    """Batches as `Calibration` takes them, from the teacher alone."""
     tokenizer = teacher.tokenizer() if teacher.has_tokenizer else None
     limit = position_limit(model.config) or LONGEST
     number, size = (samples, BATCH) if samples else default_sources(model)
     sources = random_sources(tokenizer, model.config, number, seed, name=teacher.name)
     prefixes = find_prefixes(model.config, *teacher.languages)
-    shares = process_share([sources[start : start + size] for start in range(0, number, size)])
+    shares = [sources[start : start + size] for start in range(0, number, size)]
     # Random tokens may have translations without end.
     most = [min(2 * max(map(len, some)), limit - 1) for some in shares]
     padded = (_padded(some, tokenizer, model.config, prefixes) for some in shares)
-    return _with_targets("making text", model, teacher, padded, most, progress=progress)
+    return _with_targets("making text", model, teacher, padded, most)
 
 
 def default_sources(model: PreTrainedModel) -> tuple[int, int]:
@@ -233,11 +204,7 @@ def default_sources(model: PreTrainedModel) -> tuple[int, int]:
 def random_sources(
     tokenizer: PreTrainedTokenizerBase | None, config: PreTrainedConfig, number: int, seed: int, *, name: str
 ) -> list[list[int]]:
-    """Ids of so many sources of random tokens, short ones first, without special tokens.
-
-    Args:
-        name: of the model, for messages.
-    """
+    """Ids of so many sources of random tokens, short ones first, without special tokens."""
     frequencies, generator = token_frequencies(tokenizer, config), torch.Generator().manual_seed(seed)
     limit = position_limit(config) or LONGEST
     longest = min(LONGEST_SOURCE, limit - 2)
@@ -261,31 +228,21 @@ def random_texts(
     return _decoded(sources, tokenizer, find_prefixes(config, *languages))
 
 
-def translated_batches(model: PreTrainedModel, teacher: Teacher, texts: list[str], *, progress: bool) -> list[Batch]:
-    """This process's batches of the user's texts with the teacher's translations. Args: as `synthetic_batches`.
-
-    Raises:
-        ValueError: no text but empty ones.
-    """
+def translated_batches(model: PreTrainedModel, teacher: Teacher, texts: list[str]) -> list[Batch]:
+    """Batches of the user's texts with the teacher's translations."""
     tokenizer = teacher.tokenizer()
     positions = position_limit(model.config) or LONGEST
     limit = {"truncation": True, "max_length": min(positions, tokenizer.model_max_length)}
     sources = sorted(filter(str.strip, texts), key=len)
-    shares = process_share([sources[start : start + BATCH] for start in range(0, len(sources), BATCH)])
+    shares = [sources[start : start + BATCH] for start in range(0, len(sources), BATCH)]
     encoded = [tokenizer(some, padding=True, return_tensors="pt", **limit) for some in shares]
     most = [min(2 * one["input_ids"].shape[1] + 10, positions - 1) for one in encoded]
     padded = ((one["input_ids"], one["attention_mask"]) for one in encoded)
-    return _with_targets("translating", model, teacher, padded, most, progress=progress)
+    return _with_targets("translating", model, teacher, padded, most)
 
 
 def _with_targets(
-    what: str,
-    model: PreTrainedModel,
-    teacher: Teacher,
-    padded: Iterable[tuple[Tensor, Tensor]],
-    most: Sequence[int],
-    *,
-    progress: bool,
+    what: str, model: PreTrainedModel, teacher: Teacher, padded: Iterable[tuple[Tensor, Tensor]], most: Sequence[int]
 ) -> list[Batch]:
     """Batches as `Calibration` takes them: sources, and what the model makes of them.
 
@@ -304,8 +261,8 @@ def _with_targets(
         return {"input_ids": inputs, "attention_mask": mask, "labels": labels, "decoder_input_ids": targets[:, :-1]}
 
     with cast_weights(model):
-        made = map_in_order(make, zip(padded, most, strict=True), model.device)
-        return list(Step(what, made, total=len(most), unit="batch", shown=progress))
+        made = map_in_threads(make, zip(padded, most, strict=True), model.device, AT_ONCE)
+        return list(Step(what, made, total=len(most), unit="batch"))
 
 
 def token_frequencies(tokenizer: PreTrainedTokenizerBase | None, config: PreTrainedConfig) -> Tensor:

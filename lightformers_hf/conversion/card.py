@@ -112,9 +112,7 @@ def write_export_card(folder: Path, metadata: Mapping[str, Any], *, engine: str,
     """
     relation = {"base_model_relation": "quantized" if form.startswith("int") else "finetune"}
     data = ModelCardData(
-        **{**metadata, **(relation if metadata.get("base_model") else {})},
-        library_name=engine,
-        tags=[engine, form],
+        **{**metadata, **(relation if metadata.get("base_model") else {})}, library_name=engine, tags=[engine, form]
     )
     text = EXPORT_CARD.render(metadata=data.to_yaml(), mark=MARK, engine=engine, form=form, lines=lines)
     (folder / CARD_FILE).write_text(text, encoding="utf-8")

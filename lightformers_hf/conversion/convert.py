@@ -17,13 +17,14 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..loading import all_finite, assemble, load_tensors, skeleton
+from ..matrices import product_of
 from ..models.configuration_lightformer import FactorizedConfig
 from ..models.heads import ConditionalGenerationHead
+from ..processors import check_device, free_memory, has_fast_bf16
 from ..text import fingerprint
 from .allocation import check_choices, choose, find_units, work_on_places
 from .calibration_text import count_tokens, draw_pairs, hold_out, sample_text
 from .card import write_card
-from .forecast import forecast
 from .forms import Built, Form, Setting, all_forms
 from .options import CompressionOptions, StudyOptions, needs_calibration, resolve_study
 from .refit import bridge, can_refit, predict_tokens, refit, share_of_equal
@@ -32,7 +33,16 @@ from .sensitivity import Batch, Calibration
 from .sharing import Originals, can_align, change_moments, find_bases, find_matrices, share_layers, short_name
 from .teacher import Teacher
 from .vocabulary.choose import choose_tokens
-from .workers import algebra_device, describe_work, find_device, is_main
+from .workers import AT_ONCE, algebra_device, count_workers, describe_work, shows_progress
+
+# A forecast. Seconds of one core for 10⁹ of: multiplications of layers with tokens, of the output layer with target
+# tokens, cubes of the longer sides of matrices; and so many times as many without fast products in bfloat16.
+LAYERS, LOGITS, ALGEBRA, SLOWER = 0.33, 0.33, 0.09, 2
+# The share of the work that remains if the text has its translations, seconds to load, and the exponent of the speed
+# of several threads.
+GIVEN, LOADING, SHARED = 0.6, 8.0, 0.5
+# Bytes of the libraries, and how often the model is in memory in float32: teacher, result, activations.
+LIBRARIES, COPIES = 7e8, 1.9
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,9 +52,9 @@ class Compressed:
     Attributes:
         teacher: the teacher, with the layers that stay.
         model: skeleton of the result.
-        tensors: tensors of the result, in the teacher's type, or in float32 if layers are refitted; empty after a dry
-            run, and in processes that do not write.
-        report: the report of the conversion.
+        tensors: the result's, in the teacher's type or in float32, in which layers are regressed; empty after a dry
+            run.
+        report: what was done.
     """
 
     teacher: Teacher
@@ -75,15 +85,14 @@ class Measured:
 
 
 def compress(
-    folder: Path, source: str, options: CompressionOptions, study: StudyOptions | None, *, dry: bool, progress: bool
+    folder: Path, source: str, options: CompressionOptions, study: StudyOptions | None, *, dry: bool
 ) -> Compressed:
     """Choose the form of every part of the teacher in a folder, and build it, unless the run is `dry`.
 
-    Several processes run it together and get equal results; only the main process has the tensors. `source` is the
-    user's name of the teacher.
+    `source` is what the user called the teacher.
     """
     asked_study, study = study, resolve_study(options, study)
-    device, progress = find_device(options.device), progress and is_main()
+    device = check_device(options.device)
     checkpoint = Teacher(folder, source, options.languages_of_sides)
     whole = checkpoint.keep_tokens(choose_tokens(checkpoint, options)) if options.vocabulary else checkpoint
     teacher = whole.keep_layers({"encoder": options.encoder_layers, "decoder": options.decoder_layers})
@@ -107,19 +116,18 @@ def compress(
     measured = Measured(teacher)
     if reads_text:
         steps = {"bridges": will_bridge, "calibrates": calibrates}
-        measured = measure(whole, teacher, options, study, removed, device=device, progress=progress, **steps)
+        measured = measure(whole, teacher, options, study, removed, device=device, **steps)
     originals = merge_layers(replace(originals, teacher=measured.teacher), measured.calibration, study)
     units = find_units(originals, options, study)
-    places, setting = choose(units, originals, options, study, progress=progress)
-    keep = not dry and (is_main() or measured.whole is not None)
-    built, reports = build(places, setting, originals, keep=keep, progress=progress)
+    places, setting = choose(units, originals, options, study)
+    built, reports = build(places, setting, originals, keep=not dry)
     model = skeleton(teacher.model_class, find_config(dense, reports))
     if tensors := built.tensors:
         tensors |= originals.other_tensors()
     agreement = None
     if tensors and measured.whole is not None:
         will_refit = will_refit and any(report.relative_error for report in reports)
-        agreement = fit(model, teacher, measured, tensors, built if will_refit else None, progress=progress)
+        agreement = fit(model, teacher, measured, tensors, built if will_refit else None)
     report = (Plan if dry else CompressionReport).of(
         checkpoint,
         model,
@@ -160,40 +168,45 @@ def measure(
     bridges: bool,
     calibrates: bool,
     device: torch.device,
-    progress: bool,
 ) -> Measured:
-    """Print a forecast, read or generate calibration text, refit the layers around removed ones, measure sensitivity.
-
-    Args:
-        whole: the teacher with all its layers.
-        removed: as of `Calibration`.
-        bridges, calibrates: whether to refit the remaining layers, and to measure the sensitivity.
-        device: where models run.
-    """
+    """Print a forecast, get calibration text, refit the layers around removed ones, and measure sensitivity."""
     pairs = draw_pairs(whole, options, study)
-    if progress and device.type == "cpu":
+    if shows_progress() and device.type == "cpu":
         given = pairs is not None and "target" in pairs.column_names
-        tqdm.write(str(forecast(whole.model, count_tokens(whole, options, pairs), given=given)), file=sys.stderr)
+        tqdm.write(forecast(whole.model, count_tokens(whole, options, pairs), given=given), file=sys.stderr)
     model = whole.load().to(device)
-    batches, held = hold_out(sample_text(model, whole, options, study, pairs, progress=progress))
+    batches, held = hold_out(sample_text(model, whole, options, study, pairs))
     shorter = model if teacher is whole else teacher.load().to(device)
     if bridges:
-        teacher = teacher.change(bridge(shorter, model, teacher.depths, batches, progress=progress))
+        teacher = teacher.change(bridge(shorter, model, teacher.depths, batches))
     calibration = None
     if calibrates:
         linear = [name for name, kind in find_matrices(shorter) if kind != "embedding"]
         calibration = Calibration(
-            shorter,
-            linear,
-            batches,
-            progress=progress,
-            removed=removed,
-            self_generated=pairs is None,
-            alike=study.weighting != "loss",
+            shorter, linear, batches, removed=removed, self_generated=pairs is None, alike=study.weighting != "loss"
         )
     sentences = set() if pairs is None else {fingerprint(sentence) for sentence in pairs["source"]}
     agreed = batches if held is None else held
     return Measured(teacher, model, calibration, agreed, held is not None, sorted(sentences))
+
+
+def forecast(teacher: PreTrainedModel, tokens: float, *, given: bool) -> str:
+    """Estimate time and memory of the default conversion of a model, within a factor of about 1.5."""
+    layers = logits = cubes = 0.0
+    for name, kind in find_matrices(teacher):
+        m, n = product_of(teacher.get_submodule(name)).shape
+        if kind == "embedding":
+            logits = max(logits, m * n)
+        else:
+            layers, cubes = layers + m * n, cubes + max(m, n) ** 3
+    work = (LAYERS * layers + LOGITS * logits) * tokens * (GIVEN if given else 1) + ALGEBRA * cubes
+    work *= (1 if has_fast_bf16() else SLOWER) / min(count_workers(), AT_ONCE) ** SHARED
+    seconds, memory, free = LOADING + work / 1e9, LIBRARIES + COPIES * 4 * (layers + logits), free_memory()
+    time = f"{seconds / 60:.0f} minutes" if seconds > 90 else f"{max(1, round(seconds / 10)) * 10} seconds"
+    line = f"This takes at least {time}, on idle cores, and about {memory / 1e9:.1f} GB of memory."
+    if memory <= free:
+        return line
+    return f"{line} Only {free / 1e9:.1f} GB are free, so it may be ended half-way; --method paper needs least."
 
 
 def merge_layers(originals: Originals, calibration: Calibration | None, study: StudyOptions) -> Originals:
@@ -206,20 +219,15 @@ def merge_layers(originals: Originals, calibration: Calibration | None, study: S
 
 
 def build(
-    places: list[Form], setting: Callable[[Form], Setting], originals: Originals, *, keep: bool, progress: bool
+    places: list[Form], setting: Callable[[Form], Setting], originals: Originals, *, keep: bool
 ) -> tuple[Built, list[MatrixReport]]:
-    """Build all places at their settings, largest first, one per worker; reports have the order of the model's
-    matrices.
-
-    Args:
-        keep: whether tensors are wanted.
-    """
+    """All places at their settings, largest first, one a worker; reports in the order of the model's matrices."""
 
     def make(place: Form) -> Built:
         return place.build(setting(place))
 
     whole = Built([], {})
-    for _, built in work_on_places("factorizing", make, places, originals.device, progress=progress):
+    for _, built in work_on_places("factorizing", make, places, originals.device):
         whole.reports.extend(built.reports)
         whole.coordinates.update(built.coordinates)
         if keep:
@@ -237,22 +245,9 @@ def find_config(dense: PreTrainedModel, reports: list[MatrixReport]) -> Factoriz
 
 
 def fit(
-    model: PreTrainedModel,
-    teacher: Teacher,
-    measured: Measured,
-    tensors: dict[str, Tensor],
-    built: Built | None,
-    *,
-    progress: bool,
+    model: PreTrainedModel, teacher: Teacher, measured: Measured, tensors: dict[str, Tensor], built: Built | None
 ) -> Agreement:
-    """Refit the layers of a compressed model to its teacher's outputs, and compare their predictions.
-
-    Args:
-        model: skeleton of the result.
-        teacher: with the layers that stay.
-        tensors: the result's, which are replaced by the refitted ones.
-        built: the built matrices; `None` if no layer is refitted.
-    """
+    """Refit the layers of a compressed model to its teacher's outputs, and compare their predictions."""
     names = list(tensors)
     # Tensors are removed one by one, so that the model and all tensors are never in memory together.
     values = {name: (tensors.pop(name) if built else tensors[name]).float() for name in names}
@@ -261,8 +256,7 @@ def fit(
     before = None
     if built is not None:
         before, _ = share_of_equal(predict_tokens(student, measured.compared), expected)
-        measured.calibration.forget("inputs")
-        refit(student, measured.whole, teacher.depths, measured.calibration, built, progress=progress)
+        refit(student, measured.whole, teacher.depths, measured.calibration, built)
         state = student.state_dict()
         tensors.update({name: state[name].cpu() for name in names})
     share, tokens = share_of_equal(predict_tokens(student, measured.compared), expected)

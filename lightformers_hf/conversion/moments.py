@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import tempfile
 from collections.abc import Callable, Hashable, Iterator
@@ -11,12 +10,9 @@ from threading import Lock
 from typing import Any, Generic, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..loading import all_finite
-from ..processors import factor_rows
-from .workers import sum_over_all
 
 # Added to the diagonals, relative to their mean: directions that no sample showed are not free.
 INPUT_DAMPING = 1e-6
@@ -25,27 +21,21 @@ GRADIENT_DAMPING = 1e-2
 UNSEEN = 1e-6
 # Rows of a symmetric sum that are computed and stored together, up to its diagonal.
 STRIP = 256
-# Rows of an embedding matrix that are taken to float64 together, and columns of a triangle.
-ROWS, COLUMNS = 4096, 512
-# Bytes of tensors that a `TensorStore` holds in memory; on a GPU, a share of its free memory.
+# Rows of an embedding matrix that are taken to float64 together.
+ROWS = 4096
+# Bytes of tensors that a `TensorStore` holds in memory; on a GPU, a share of what is free there.
 ROOM, FREE_SHARE = 2**26, 0.25
 Value = TypeVar("Value")
 
 
 class lazy_property(Generic[Value]):  # noqa: N801, used as `property` is
-    """A property computed on first use, of several instances at once: unlike `functools.cached_property` before 3.12.
-
-    Matrices are decomposed in several threads. Two threads that access one instance at once both compute, and get
-    equal values.
-    """
+    """`functools.cached_property` without the lock that it has before Python 3.12: threads compute side by side."""
 
     def __init__(self, compute: Callable[[Any], Value]):
-        self._compute, self._name, self.__doc__ = compute, compute.__name__, compute.__doc__
+        self._compute = compute
 
     def __get__(self, instance: object, owner: type | None = None) -> Value:
-        if instance is None:  # asked of the class, as `help` does
-            return self  # type: ignore[return-value]
-        value = instance.__dict__[self._name] = self._compute(instance)
+        value = instance.__dict__[self._compute.__name__] = self._compute(instance)
         return value
 
 
@@ -71,7 +61,6 @@ class TensorStore:
         return key in self._tensors or key in self._places
 
     def __setitem__(self, key: Hashable, tensor: Tensor) -> None:
-        """Store a tensor. Raises `OSError` where the disk is full."""
         with self._lock:
             if key in self._tensors:
                 self.room += self._tensors.pop(key).nbytes
@@ -83,17 +72,9 @@ class TensorStore:
             if kind != [tensor.dtype, tensor.shape]:
                 offset = self._file.seek(0, os.SEEK_END)
             self._places[key] = offset, tensor.dtype, tensor.shape
-            try:
-                self._file.seek(offset)
-                self._file.write(_as_bytes(tensor.detach().cpu().contiguous()))
-                self._file.flush()
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-                raise OSError(
-                    f"the disk of {tempfile.gettempdir()} is full, where calibration puts what would fill the memory: "
-                    "set TMPDIR to a folder with more room"
-                ) from error
+            self._file.seek(offset)
+            self._file.write(_as_bytes(tensor.detach().cpu().contiguous()))
+            self._file.flush()
 
     def __getitem__(self, key: Hashable) -> Tensor:
         if key in self._tensors:
@@ -121,16 +102,15 @@ def _as_bytes(tensor: Tensor) -> memoryview:
 class WeightedRows:
     """Rows x with a weight w each; products of two such are weighted sums."""
 
-    rows: Tensor  # √w x, tokens×m, as `factor_rows` has them
-    roots: Tensor  # √w, of as many
+    rows: Tensor  # √w x, tokens×m, float32
+    roots: Tensor  # √w
     count: float  # Σ w
 
     @classmethod
     def of(cls, rows: Tensor, weights: Tensor, device: torch.device) -> WeightedRows:
         """Rows x, tokens×m, and their weights w, on a device."""
         roots = weights.to(device).float().sqrt()
-        factors = factor_rows(rows.to(device), roots)
-        return cls(factors, F.pad(roots, (0, len(factors) - len(roots))), weights.sum().item())
+        return cls(rows.to(device).float() * roots[:, None], roots, weights.sum().item())
 
     def sum(self) -> Tensor:
         """Σ w x, m."""
@@ -172,7 +152,7 @@ class Moments:
 
     def add_gradients(self, rows: Tensor) -> None:
         """Add to `gradients`."""
-        self._add_square("gradients", factor_rows(rows.to(self._store.device)))
+        self._add_square("gradients", rows.to(self._store.device).float())
 
     def _add_square(self, what: str, rows: Tensor) -> None:
         """Add rowsᵀ·rows, of which the lower half is computed."""
@@ -190,11 +170,6 @@ class Moments:
             strip.copy_(matrix[start:end, :end])
         self._store[self._name, what] = flat
 
-    def forget(self, what: str) -> None:
-        """Remove the `inputs` or `gradients`, if there are any."""
-        if self.sizes.pop(what, None) is not None and (self._name, what) in self._store:
-            del self._store[self._name, what]
-
     def add(self, what: str, vector: Tensor) -> None:
         """Add to one of the `vectors`."""
         vector = vector.to(self._store.device)
@@ -204,20 +179,6 @@ class Moments:
         """Whether all numbers of a sum are."""
         sums = self._flat(what) if what in self.sizes else self.vectors.get(what)
         return sums is None or all_finite(sums)
-
-    def shapes(self) -> tuple[dict, dict]:
-        """Sizes of the squares, and shapes and types of the vectors."""
-        return self.sizes, {what: (vector.shape, vector.dtype) for what, vector in self.vectors.items()}
-
-    def sum_over_all(self, shapes: tuple[dict, dict]) -> None:
-        """Sum over all processes, of which some saw no sample; `shapes` are those of one that did."""
-        self.sizes = shapes[0]
-        for what in self.sizes:
-            self._store[self._name, what] = sum_over_all(self._flat(what))
-        for what, (shape, dtype) in shapes[1].items():
-            zeros = torch.zeros(shape, dtype=dtype, device=self._store.device)
-            self.vectors[what] = sum_over_all(self.vectors.get(what, zeros))
-        self.count = sum_over_all(torch.tensor(self.count, dtype=torch.float64)).item()
 
     def _flat(self, what: str) -> Tensor:
         """The strips of a sum, one behind the other; zeros before anything is added."""
@@ -246,15 +207,22 @@ def _strips(flat: Tensor, size: int) -> Iterator[tuple[int, int, Tensor]]:
         offset += length
 
 
+def add_gram(total: Tensor, rows: Tensor) -> None:
+    """Add rowsᵀ·rows to a matrix, of which only the blocks on and below the diagonal are computed."""
+    for start in range(0, len(total), STRIP):
+        end = start + STRIP
+        total[start:end, :end].addmm_(rows[:, start:end].T, rows[:, :end])
+
+
 class PairMoments:
     """Means and second moments of pairs of rows, m and n wide, each pair of some weight, in double precision.
 
-    Until `sum_over_all` they are sums, those of products in float32, and where both of a pair are the same rows, only
-    the lower half is there.
+    Until `divide` they are sums, those of products in float32, and where both of a pair are the same rows, only the
+    lower half is there.
     """
 
     def __init__(self, m: int, n: int, device: torch.device):
-        self.count, self.symmetric, self._centred = 0.0, False, False
+        self.count, self.symmetric = 0.0, False
         self.left, self.right = (torch.zeros(size, dtype=torch.float64, device=device) for size in (m, n))
         self.product = torch.zeros(m, n, device=device)
 
@@ -264,25 +232,22 @@ class PairMoments:
         self.count += left.count
         self.left += left.sum()
         self.right += right.sum()
-        for start in range(0, left.rows.shape[1], STRIP):
-            rows, columns = slice(start, start + STRIP), slice(start + STRIP if self.symmetric else None)
-            self.product[rows, columns].addmm_(left.rows[:, rows].T, right.rows[:, columns])
+        if self.symmetric:
+            add_gram(self.product, left.rows)
+        else:
+            self.product.addmm_(left.rows.T, right.rows)
 
-    def sum_over_all(self) -> None:
-        """Sum over all processes, fill the upper half where only the lower one was computed, and divide."""
+    def divide(self) -> None:
+        """Fill the upper half where only the lower one was computed, and make means of the sums."""
         if self.symmetric:
             for start in range(STRIP, len(self.product), STRIP):
                 self.product[:start, start : start + STRIP] = self.product[start : start + STRIP, :start].T
-        self.count = sum_over_all(torch.tensor(self.count, dtype=torch.float64)).item()
         sums = (self.left, self.right, self.product)
-        self.left, self.right, self.product = (sum_over_all(each).double().div_(self.count) for each in sums)
+        self.left, self.right, self.product = (each.double().div_(self.count) for each in sums)
 
     def moment(self, *, centred: bool) -> Tensor:
-        """The covariance, or the second moment, m×n, until the other one is asked for: both have one place."""
-        if centred != self._centred:
-            self.product.addr_(self.left, self.right, alpha=-1 if centred else 1)
-            self._centred = centred
-        return self.product
+        """The covariance, or the second moment, m×n."""
+        return self.product - torch.outer(self.left, self.right) if centred else self.product
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,16 +263,11 @@ class Damped:
         return damped_root(self.moment, self.damping)
 
     def between(self, rows: Tensor) -> Tensor:
-        """X M Xᵀ, k×k, of rows X, k×m, and the damped moment M, of which one half is multiplied and no root taken."""
+        """X M Xᵀ, k×k, of rows X, k×m, and the damped moment M, without its root."""
         level = self.moment.diagonal().mean()
         if not level > 0:  # as its root has it
             return rows @ rows.T * UNSEEN**2
-        half = rows.new_zeros(len(rows), len(rows))
-        for start in range(0, len(self.moment), COLUMNS):
-            lower = self.moment[start:, start : start + COLUMNS].tril()
-            lower.diagonal().mul_(0.5).add_(0.5 * self.damping * level)
-            half.addmm_(rows[:, start:] @ lower, rows[:, start : start + COLUMNS].T)
-        return half + half.T
+        return (rows @ self.moment).add_(rows, alpha=self.damping * level.item()) @ rows.T
 
 
 @dataclass(frozen=True, eq=False)
@@ -365,23 +325,15 @@ def damped_weights(squares: Tensor, damping: float) -> Tensor:
 
 
 def damped_root(moment: Tensor, damping: float) -> Tensor:
-    """L with L·Lᵀ = `moment`, damped; a multiple of the identity where nothing was seen.
-
-    Its diagonal is damped for a while, and then as it was: a copy would be as large.
-    """
-    size, diagonal = moment.shape[0], moment.diagonal()
-    before, level = diagonal.clone(), diagonal.mean().item()
+    """L with L·Lᵀ = `moment`, damped; a multiple of the identity where nothing was seen."""
+    level, damped = moment.diagonal().mean().item(), moment.clone()
     if not level > 0:
-        return torch.eye(size, dtype=torch.float64, device=moment.device) * UNSEEN
-    try:
-        # More where rounding has made it indefinite.
-        for factor in (1, 10, 100, 1000, 1e4):
-            diagonal.copy_(before + factor * damping * level)
-            root, failed = torch.linalg.cholesky_ex(moment)
-            if not failed:
-                return root
-    finally:
-        diagonal.copy_(before)
+        return torch.eye(len(moment), dtype=torch.float64, device=moment.device) * UNSEEN
+    for factor in (1, 10, 100, 1000, 1e4):  # more where rounding has made it indefinite
+        damped.diagonal().copy_(moment.diagonal() + factor * damping * level)
+        root, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            return root
     if not all_finite(moment):
         raise ValueError("the calibration moments are not finite: the model's states or gradients are too large")
     # If all samples are equal, the rest around their mean is rounding.

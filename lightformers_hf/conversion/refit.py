@@ -22,29 +22,9 @@ from ..processors import give_back_memory
 from .forms import Built, Form, all_forms, find_form
 from .moments import GRADIENT_DAMPING, Damped, Metric, PairMoments, TensorStore, WeightedRows
 from .options import StudyOptions
-from .sensitivity import (
-    LOGIT_ROWS,
-    SHRINKAGE,
-    Batch,
-    Calibration,
-    cut_batches,
-    model_inputs,
-    stream_of,
-    token_mask,
-)
+from .sensitivity import LOGIT_ROWS, SHRINKAGE, Batch, Calibration, cut_batches, model_inputs, stream_of, token_mask
 from .sharing import find_matrices, short_name
-from .workers import (
-    Step,
-    algebra_device,
-    cast_weights,
-    fail_together,
-    fast_passes,
-    fast_products,
-    fast_sums,
-    gather_from_all,
-    map_in_order,
-    sum_over_all,
-)
+from .workers import AT_ONCE, Step, algebra_device, cast_weights, fast_passes, fast_products, map_in_threads
 
 # Weight of the layer's matrix in the regression, relative to the mean variance of its inputs, which are of sample
 # sentences or of self-generated text.
@@ -77,39 +57,19 @@ def can_refit(config: FactorizedConfig, study: StudyOptions) -> bool:
 
 @torch.no_grad()
 def refit(
-    student: PreTrainedModel,
-    teacher: PreTrainedModel,
-    depths: Depths,
-    calibration: Calibration,
-    built: Built,
-    *,
-    progress: bool,
+    student: PreTrainedModel, teacher: PreTrainedModel, depths: Depths, calibration: Calibration, built: Built
 ) -> None:
-    """Refit the layers of a smaller model to the teacher's outputs by least squares, in place, and balance its logits.
-
-    Args:
-        student: in float32, where the teacher is. Its matrices, norms and the bias of its logits are replaced.
-        teacher: with all its layers.
-        depths: which of them the student's stand for, see `Regression`.
-        calibration: of the teacher, or of one with as many layers as the student.
-        built: what its matrices have become.
-    """
+    """Refit a smaller model's layers to the teacher's outputs by least squares, in place, and balance its logits."""
     store = TensorStore(teacher.device)
     batches = cut_batches(calibration.batches, TOKENS)
     regression = Regression(student, teacher, depths, batches, store, built, CORRECTED, calibration)
-    regression.run(tuple(depths), "refitting", progress=progress)
-    calibration.forget("gradients")
-    balance(student, teacher, batches, store, progress=progress)
+    regression.run(tuple(depths), "refitting")
+    balance(student, teacher, batches, store)
 
 
 @torch.no_grad()
 def bridge(
-    shorter: PreTrainedModel,
-    teacher: PreTrainedModel,
-    depths: Depths,
-    batches: Sequence[Batch],
-    *,
-    progress: bool,
+    shorter: PreTrainedModel, teacher: PreTrainedModel, depths: Depths, batches: Sequence[Batch]
 ) -> dict[str, Tensor]:
     """Tensors of a teacher with fewer layers, regressed so that each does what those before it did, too.
 
@@ -131,8 +91,8 @@ def bridge(
             weight.data = weight.data.clone()
     store, unchanged = TensorStore(teacher.device), Built([], {})
     regression = Regression(shorter, teacher, depths, cut_batches(batches, TOKENS), store, unchanged, share=1)
-    regression.run(stacks, "bridging", progress=progress)
-    balance(shorter, teacher, regression.batches, store, progress=progress)
+    regression.run(stacks, "bridging")
+    balance(shorter, teacher, regression.batches, store)
     state = shorter.state_dict()
     changed = [f"{name}.{leaf}" for name in names for leaf in shorter.get_submodule(name).state_dict()]
     return {name: state[name].cpu() for name in (*changed, "final_logits_bias")}
@@ -183,61 +143,52 @@ class Regression:
         """ρ, relative to the mean variance of a layer's inputs."""
         return SELF_GENERATED_RIDGE if self.calibration and self.calibration.self_generated else RIDGE
 
-    def run(self, stacks: Sequence[str], what: str, *, progress: bool) -> None:
+    def run(self, stacks: Sequence[str], what: str) -> None:
         """Regress the layers of these stacks; the others' states are computed."""
         total = sum(len(self.depths[stack]) for stack in stacks)
-        with Step(what, total=total, unit="layer", shown=progress) as bar:
+        with Step(what, total=total, unit="layer") as bar:
             for stack, depths in self.depths.items():
-                with fail_together():
-                    student, teacher = both = [
-                        HiddenStates(who, stack, model, self.batches, self.store)
-                        for who, model in (("student", self.student), ("teacher", self.teacher))
-                    ]
+                student, teacher = both = [
+                    HiddenStates(who, stack, model, self.batches, self.store)
+                    for who, model in (("student", self.student), ("teacher", self.teacher))
+                ]
                 passed = 0  # layers of the teacher
                 for depth, teacher_depth in enumerate(depths):
-                    with fail_together():
-                        for between in range(passed, teacher_depth):
-                            teacher.advance(between)
+                    for between in range(passed, teacher_depth):
+                        teacher.advance(between)
                     passed = teacher_depth + 1
                     if stack in stacks:
                         self._regress_layer(student, teacher, depth, teacher_depth)
                         bar.update()
                     else:
-                        with fail_together():
-                            teacher.advance(teacher_depth)
-                    with fail_together():
-                        student.advance(depth)
+                        teacher.advance(teacher_depth)
+                    student.advance(depth)
                 if stack in stacks and self._changes(last := f"model.{stack}.layer_norm"):
                     self._fit_norm(last, partial(_results, both))
-                with fail_together():
-                    for states in both:
-                        states.finish()
+                for states in both:
+                    states.finish()
 
     def _regress_layer(self, student: HiddenStates, teacher: HiddenStates, depth: int, teacher_depth: int) -> None:
         linear = [name for name, place in _linear_layers(self.student, student.name) if place == depth]
         path = f"model.{student.name}.layers.{depth}."
         norms = [name for name in _norms(self.student, student.name) if name.startswith(path) and self._changes(name)]
         names = linear + norms
-        with fail_together():
-            teacher.record(teacher_depth, names, self.share)
+        teacher.record(teacher_depth, names, self.share)
         groups: dict[int, list[str]] = {}  # those with one input are one regression, in the order of their calls
-        if self.batches:
-            for name, states in (seen := student.inputs(depth, 0, names)).items():
-                groups.setdefault(id(states), []).append(name)
-            del seen
-        for group in gather_from_all(list(groups.values()))[0]:  # the first process always has a batch
-            with fail_together():
-                student.advance_to(group[0], depth)
+        for name, states in (seen := student.inputs(depth, 0, names)).items():
+            groups.setdefault(id(states), []).append(name)
+        del seen
+        for group in groups.values():
             if group[0] in norms:
                 with cast_weights(student.stack.layers[depth]):
                     self._fit_norm(group[0], partial(_outputs, student, teacher, group[0], depth))
                 continue
             layers = {name: self.student.get_submodule(name) for name in group}
-            with fail_together(), cast_weights(student.stack.layers[depth]), fast_sums(self.store.device):
+            with cast_weights(student.stack.layers[depth]):
                 inputs, outputs = self._sums(student, teacher, depth, layers)
             give_back_memory()
             for sums in (inputs, *outputs.values()):
-                sums.sum_over_all()
+                sums.divide()
             self._solve(layers, inputs, outputs)
         give_back_memory()
 
@@ -264,7 +215,7 @@ class Regression:
                 rows.append(aim if residual is None else aim - self.share * found[residual][mask])
             return [WeightedRows.of(each, weights[index], self.device) for each in rows]
 
-        for x, *aims in map_in_order(look, range(len(self.batches)), self.store.device):
+        for x, *aims in map_in_threads(look, range(len(self.batches)), self.store.device, AT_ONCE):
             inputs.add(x, x)
             for name, aim in zip(group, aims, strict=True):
                 outputs[name].add(x, aim)
@@ -288,10 +239,9 @@ class Regression:
             x, y = (output.to(sums.device).double() for output in outputs(index))
             return torch.stack([x.new_full((x.shape[1],), len(x)), x.sum(0), y.sum(0), (x * x).sum(0), (x * y).sum(0)])
 
-        with fail_together():
-            for part in map_in_order(add_up, range(len(self.batches)), self.store.device):
-                sums += part
-        count, *others = sum_over_all(sums)
+        for part in map_in_threads(add_up, range(len(self.batches)), self.store.device, AT_ONCE):
+            sums += part
+        count, *others = sums
         mean_in, mean_out, square, product = (other / count for other in others)
         if not centred:
             mean_in, mean_out = torch.zeros_like(mean_in), torch.zeros_like(mean_out)
@@ -320,10 +270,13 @@ class Regression:
             ridge = max(self.ridge * covariance.diagonal().mean(), CONSTANT * seen)
             matrices = {name: self._teacher_matrix(name, layer, len(covariance)) for name, layer in some.items()}
             if ridge > 0:
-                rights = [
-                    (name, outputs[name].moment(centred=centred) + ridge * own) for name, own in matrices.items()
-                ]
-                matrices = dict(solve_all(covariance, ridge, rights))
+                damped = covariance + ridge * torch.eye(len(covariance)).to(covariance)
+                root, failed = torch.linalg.cholesky_ex(damped)
+                rights = {name: outputs[name].moment(centred=centred) + ridge * own for name, own in matrices.items()}
+                matrices = {
+                    name: torch.linalg.solve(damped, right) if failed else torch.cholesky_solve(right, root)
+                    for name, right in rights.items()
+                }
             for name, layer in some.items():
                 metric = partial(self._metric, name, covariance, matrices[name].shape[1])
                 form = self._form(name, layer)
@@ -388,44 +341,21 @@ def _matrix(module: nn.Module, device: torch.device) -> Tensor:
     return product_of(module, torch.float64, device)
 
 
-def solve_all(covariance: Tensor, ridge: Tensor, rights: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """(covariance + ridge·I)⁻¹ · each of the matrices under their names, which are let go one by one."""
-    diagonal = covariance.diagonal()  # damped for a while: a second covariance is as large as the first
-    before = diagonal.clone()
-    diagonal.add_(ridge)
-    root, failed = torch.linalg.cholesky_ex(covariance)
-    while rights:
-        name, right = rights.pop(0)
-        if failed:
-            yield name, torch.linalg.solve(covariance, right)
-        else:  # as `cholesky_solve`, which copies the root
-            right = torch.linalg.solve_triangular(root, right, upper=False)
-            yield name, torch.linalg.solve_triangular(root.mT, right, upper=True)
-    diagonal.copy_(before)
-
-
 class _StopError(Exception):
     """Ends a forward pass where nothing that follows is wanted."""
 
 
 class HiddenStates:
-    """The hidden states of all batches on their way through one stack of one model, several batches at a time.
-
-    Args:
-        who: student or teacher.
-        name: of the stack, `encoder` or `decoder`.
-        store: has the states, and behind a decoder's those that its encoder gave.
-    """
+    """The hidden states of all batches on their way through one stack of one model, several batches at a time."""
 
     def __init__(self, who: str, name: str, model: PreTrainedModel, batches: Sequence[Batch], store: TensorStore):
         self.who, self.name, self.stack, self.device = who, name, getattr(model.model, name), model.device
         self.batches, self.store = batches, store
         self.recorded: set[str] = set()  # modules within a layer
-        self._passed = 0  # sublayers of the layer that the states are within
         self._each_batch(self._enter)
 
     def _each_batch(self, work: Callable[[int], None]) -> None:
-        for _ in map_in_order(work, range(len(self.batches)), self.device):
+        for _ in map_in_threads(work, range(len(self.batches)), self.device, AT_ONCE):
             pass
 
     def _enter(self, index: int) -> None:
@@ -455,31 +385,20 @@ class HiddenStates:
             hook.remove()
         return found[0]
 
-    def call(self, depth: int, index: int, end: int | None = None) -> Tensor:
-        """Pass a batch from its current place through the layer's sublayers, up to `end`, and return its states."""
+    def call(self, depth: int, index: int) -> Tensor:
+        """Pass a batch from in front of the layer through it, and return its states."""
         (_, *args), kwargs = self._arguments(index)
-        states = self.store[self.who, self.name, index]
         with fast_passes(self.device):
-            for sublayer in _sublayers(self.stack.layers[depth], *args, **kwargs)[self._passed : end]:
-                states = sublayer(states)
-        return states
+            return self.stack.layers[depth](self.store[self.who, self.name, index], *args, **kwargs)
 
-    def advance(self, depth: int, end: int | None = None) -> None:
-        """Put the states behind the layer, or in front of its sublayer `end`."""
+    def advance(self, depth: int) -> None:
+        """Put the states behind the layer."""
 
         def pass_batch(index: int) -> None:
-            self.store[self.who, self.name, index] = self.call(depth, index, end)
+            self.store[self.who, self.name, index] = self.call(depth, index)
 
         with cast_weights(self.stack.layers[depth]):
             self._each_batch(pass_batch)
-        self._passed = end or 0
-
-    def advance_to(self, name: str, depth: int) -> None:
-        """Put the states in front of the sublayer that has a module: what is before it is as it is to be."""
-        kind = _within_layer(name).partition("_")[0]
-        place = {"self": 0, "encoder": 1}.get(kind, 2 if self.name == "decoder" else 1)
-        if place > self._passed:
-            self.advance(depth, place)
 
     def result(self, index: int) -> Tensor:
         """Return the output of the stack for a batch that has passed the last layer."""
@@ -594,14 +513,7 @@ def _within_layer(name: str) -> str:
 
 
 @torch.no_grad()
-def balance(
-    student: PreTrainedModel,
-    teacher: PreTrainedModel,
-    batches: Sequence[Batch],
-    store: TensorStore,
-    *,
-    progress: bool,
-) -> None:
+def balance(student: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch], store: TensorStore) -> None:
     """Scale tokens' probabilities by e^b until their means are the teacher's: then no b has a lower cross-entropy.
 
     Every step, b += log(teacher's mean / own mean), lowers it (Darroch and Ratcliff 1972), each by less than the one
@@ -609,37 +521,28 @@ def balance(
     more than it gives; and where that is certain, the others are not computed.
 
     With p the student's probabilities as they are, b makes them p·e^b / Z, Z the sum of p·e^b over the tokens. Of the
-    cross-entropy it changes log Z − b·(teacher's) alone: the teacher is needed once, and p if the memory is
-    sufficient.
+    cross-entropy it changes log Z − b·(teacher's) alone: the teacher is needed once.
     """
     device = algebra_device(store.device)
-    tokens = torch.tensor(sum(int((batch["labels"] != -100).sum()) for batch in batches))
-    every = max(1, int(sum_over_all(tokens)) // BALANCED)
+    every = max(1, sum(int((batch["labels"] != -100).sum()) for batch in batches) // BALANCED)
     target = torch.zeros(student.final_logits_bias.numel(), dtype=torch.float64, device=device)
-    rows = torch.empty(LOGIT_ROWS, len(target), device=student.device)  # for all: the largest thing besides the models
-    with fail_together(), cast_weights(teacher.lm_head):
+    with cast_weights(teacher.lm_head):
         for states in _target_states("teacher", batches, store, every):
-            target += _probabilities(teacher, states, rows).sum(0).to(device)
-    target = sum_over_all(target)
+            target += _probabilities(teacher, states).sum(0).to(device)
     shift = torch.zeros_like(target)
-    held: dict[int, Tensor] = {}
     losses: list[float] = []  # cross-entropy before and after each step, nats a token, but for a constant
-    room, worth = store.room, True
-    for step in Step("balancing", range(BALANCING + 1), unit="step", shown=progress):
+    worth = True
+    for step in Step("balancing", range(BALANCING + 1), unit="step"):
         if not worth:
             continue
         own, log = torch.zeros_like(target), target.new_zeros(1)
         scale = shift.exp().float().to(student.device)
-        with fail_together(), cast_weights(student.lm_head):
-            for number, states in enumerate(_target_states("student", batches, store, every)):
-                if (weights := held.get(number)) is None:
-                    weights = _probabilities(student, states, rows)
-                    if (room := room - weights.nbytes) >= 0:
-                        held[number] = weights.clone()
+        with cast_weights(student.lm_head):
+            for states in _target_states("student", batches, store, every):
+                weights = _probabilities(student, states)
                 sums = weights @ scale
                 log += sums.log().sum().to(device)
                 own += (sums.reciprocal() @ weights).mul_(scale).to(device)
-        own, log = sum_over_all(own), sum_over_all(log)
         losses.append(((log - shift @ target) / target.sum()).item())
         if step:
             still = (BALANCING - step) * (losses[-2] - losses[-1])
@@ -658,50 +561,25 @@ def _target_states(who: str, batches: Sequence[Batch], store: TensorStore, every
         yield from states[(batch["labels"] != -100).to(states.device)][::every].split(LOGIT_ROWS)
 
 
-def _probabilities(model: PreTrainedModel, states: Tensor, rows: Tensor) -> Tensor:
-    """Return the probabilities of all tokens after decoder states (tokens×d), tokens×V, in the first of `rows`."""
+def _probabilities(model: PreTrainedModel, states: Tensor) -> Tensor:
+    """Return the probabilities of all tokens after decoder states (tokens×d), tokens×V."""
     with fast_products(states.device):
-        logits = model.logits_of(states)
-    likely = rows[: len(states)]
-    for own, row in zip(logits, likely, strict=True):  # one by one, in the processor's cache
-        torch.softmax(own.float(), -1, out=row)
-    return likely
+        return model.logits_of(states).float().softmax(-1)
 
 
 @torch.no_grad()
 def predict_tokens(model: PreTrainedModel, batches: Sequence[Batch]) -> list[Tensor]:
     """Return the likeliest token after every target prefix of each batch."""
     predicted = []
-    with fail_together(), cast_weights(model), fast_products(model.device):
+    with cast_weights(model), fast_products(model.device):
         for batch in batches:
-            inputs = {name: tensor.to(model.device) for name, tensor in batch.items() if name != "labels"}
-            states = model.model(**inputs, use_cache=False).last_hidden_state
+            states = model.model(**model_inputs(batch, model.device), use_cache=False).last_hidden_state
             rows = states[token_mask(batch, "target").to(states.device)].split(LOGIT_ROWS)
             predicted.append(torch.cat([model.logits_of(part).argmax(-1) for part in rows]).cpu())
     return predicted
 
 
 def share_of_equal(predicted: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[float, int]:
-    """Return the share of equal tokens, over all processes, and their number."""
-    equal = sum(int((one == other).sum()) for one, other in zip(predicted, expected, strict=True))
-    sums = sum_over_all(torch.tensor([equal, sum(map(len, expected))]))
-    return (sums[0] / sums[1].clamp(min=1)).item(), int(sums[1])
-
-
-def _sublayers(
-    layer: nn.Module,
-    mask: Tensor | None,
-    memory: Tensor | None = None,
-    memory_mask: Tensor | None = None,
-    distances: Tensor | None = None,
-    private: nn.Module | None = None,
-    **kwargs: object,
-) -> list[Callable[[Tensor], Tensor]]:
-    """The sublayers of a `TransformerLayer`, as its `forward` calls them: hidden states → hidden states."""
-    norms = layer if private is None else private
-    mask = mask if distances is None else layer.relative_positions(distances, mask)
-    calls = [partial(layer.attend, norm=norms.self_attn_layer_norm, attention=layer.self_attn, attention_mask=mask)]
-    if memory is not None:
-        cross = {"norm": norms.encoder_attn_layer_norm, "attention": layer.encoder_attn}
-        calls.append(partial(layer.attend, **cross, key_value_states=memory, attention_mask=memory_mask))
-    return [*calls, partial(layer.feed_forward, norm=norms.final_layer_norm, network=layer)]
+    """Return the share of equal tokens, and the number of tokens."""
+    equal, tokens = (torch.cat(each) for each in (predicted, expected))
+    return (equal == tokens).float().mean().item(), len(tokens)

@@ -381,10 +381,7 @@ def copy_report(source: str, folder: str | Path) -> None:
         folder: where the result lies.
     """
     found = cached_file(
-        source,
-        REPORT_FILE,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
+        source, REPORT_FILE, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
     )
     if found is not None:
         shutil.copyfile(found, Path(folder, REPORT_FILE))

@@ -129,11 +129,9 @@ class FixedRank(RankRule):
 
     @classmethod
     def read(cls, *groups: str) -> RankRule:
-        """`64`."""
         return cls(*map(int, groups))
 
     def find_rank(self, name: str, m: int, n: int, singular_values: Tensor | None) -> int:
-        """That rank."""
         if self.rank > min(m, n):
             raise ValueError(f"{name}: rank {self.rank} is above {min(m, n)}, the largest that a {m}×{n} matrix has")
         return self.rank
@@ -178,13 +176,11 @@ class Ratio(RankRule):
         _check_ratio(self.ratio)
 
     def find_rank(self, name: str, m: int, n: int, singular_values: Tensor | None) -> int:
-        """By Eq. 12."""
-        if worth_factorizing(m, n, 1):  # a matrix that cannot become smaller stays dense
+        if worth_factorizing(m, n, 1):  # what cannot get smaller at all stays dense
             _check_reach(name, self.ratio, m * n / (m + n))
         return rank_for_ratio(m, n, self.ratio)
 
     def choose_width(self, name: str, widths: list[int]) -> int:
-        """The largest of `widths` that makes the largest of them `ratio` times smaller."""
         _check_reach(name, self.ratio, max(widths) / min(widths))
         return max(width for width in widths if width * self.ratio <= max(widths))
 
@@ -202,11 +198,9 @@ class Energy(RankRule):
 
     @classmethod
     def read(cls, *groups: str) -> RankRule:
-        """`90%`."""
         return cls(*(float(group) / 100 for group in groups))
 
     def find_rank(self, name: str, m: int, n: int, singular_values: Tensor) -> int:
-        """The fewest that hold the share."""
         return rank_for_energy(singular_values, self.energy)
 
 

@@ -26,29 +26,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from .moments import (
-    GRADIENT_DAMPING,
-    INPUT_DAMPING,
-    Damped,
-    Metric,
-    Moments,
-    TensorStore,
-    damped_weights,
-)
-from .workers import (
-    Step,
-    algebra_device,
-    cast_weights,
-    fail_together,
-    fast_passes,
-    fast_products,
-    fast_sums,
-    gather_from_all,
-    is_distributed,
-    map_in_order,
-    process_share,
-    sum_over_all,
-)
+from .moments import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric, Moments, TensorStore, damped_weights
+from .workers import AT_ONCE, Step, algebra_device, cast_weights, fast_passes, fast_products, map_in_threads
 
 # Share of the mean variance of inputs by which C is shrunk towards a multiple of the identity: a sample does not show
 # all inputs, and random tokens show other inputs than real text (RESULTS.md, "Over-confident teachers").
@@ -75,13 +54,6 @@ class Probes:
     which every token contributes.
 
     The curvature at the model describes small errors. `find_temperature` gives the T for errors of a compression.
-
-    Signs depend on the token alone, not on its batch: so the sums of several processes are those of one.
-
-    Args:
-        size: of the vocabulary.
-        device: where the probabilities are.
-        temperature: T.
     """
 
     def __init__(self, size: int, device: torch.device, temperature: float = 1.0) -> None:
@@ -98,15 +70,9 @@ class Probes:
 def logit_variance(logits_of: Callable[[Tensor], Tensor], states: Sequence[Tensor], size: int) -> float:
     """Return how much the logits of one token vary over the text: V = Σ_v p_v Var(l_v), in nats².
 
-    p is the mean probability, and l the logits less their mean under p, which no probability depends on. Each of
-    several processes gives states of its own; the result is that of all.
-
-    Args:
-        logits_of: logits (tokens, V) of states. Called twice for each of them, to hold few logits at a time.
-        states: decoder states (tokens, d).
-        size: of the vocabulary.
+    p is the mean probability, and l the logits less their mean under p, which no probability depends on.
     """
-    count = sum_over_all(torch.tensor(float(sum(map(len, states)))))
+    count = sum(map(len, states))
 
     def moments(rows_of: Callable[[Tensor], Tensor]) -> Tensor:
         """Mean and second moment of what a function makes of logits."""
@@ -114,7 +80,7 @@ def logit_variance(logits_of: Callable[[Tensor], Tensor], states: Sequence[Tenso
         for part in states:
             rows = rows_of(logits_of(part).to(algebra_device(part.device)).double())
             sums += torch.stack([rows.sum(0), rows.square().sum(0)]).cpu()
-        return sum_over_all(sums) / count
+        return sums / count
 
     likely = moments(lambda logits: logits.softmax(-1))[0]
     mean, square = moments(lambda logits: logits - (logits @ likely.to(logits.device))[:, None])
@@ -169,8 +135,7 @@ class Calibration:
         model: a sequence-to-sequence model of this package, on the device where it is to run.
         linear: names of its linear layers.
         batches: `input_ids`, `attention_mask`, `labels` (−100 is padding) and `decoder_input_ids`. Larger ones than
-            `TOKENS` are cut. Each of several processes has its own; sums are over all.
-        progress: show a progress bar.
+            `TOKENS` are cut.
         removed: share of the parameters that compression removes, which `find_temperature` takes.
         self_generated: whether the text is of random tokens.
         alike: whether all tokens have the same weight in C; for comparison.
@@ -185,7 +150,6 @@ class Calibration:
         linear: list[str],
         batches: Sequence[Batch],
         *,
-        progress: bool,
         removed: float = 0.5,
         self_generated: bool = False,
         alike: bool = False,
@@ -198,9 +162,7 @@ class Calibration:
         self._token_weights: dict[str, list[Tensor]] = {}  # of each batch's tokens at each linear layer of the stacks
         self._store = TensorStore(algebra_device(model.device))
         self._current = threading.local()  # its `batch` is the `BatchPass` of a thread
-        count = int(sum_over_all(torch.tensor(len(batches))))
-        with fail_together():
-            states = self._sample_states(batches, count)
+        states = self._sample_states(batches)
         size = model.config.decoder_vocab_size
         self.temperature = find_temperature(logit_variance(model.logits_of, states, size), removed)
         self._probes = Probes(size, model.device, self.temperature)
@@ -208,17 +170,15 @@ class Calibration:
         kinds = {**dict.fromkeys(linear, "linear"), **dict.fromkeys(tables, "table"), self.output_name: "output"}
         hooks = [self._watch(name, kind) for name, kind in kinds.items()]
         try:
-            with fail_together(), cast_weights(self.model), fast_sums(self.device):
-                passes = map_in_order(self._pass, self.batches, model.device)
-                for additions in Step("calibrating", passes, total=len(self.batches), unit="batch", shown=progress):
+            with cast_weights(self.model):
+                passes = map_in_threads(self._pass, self.batches, model.device, AT_ONCE)
+                for additions in Step("calibrating", passes, total=len(self.batches), unit="batch"):
                     while additions:
                         additions.popleft()()
         finally:
             for hook in hooks:
                 hook.remove()
         self.target_tokens = sum(int(token_mask(batch, "target").sum()) for batch in self.batches)
-        if is_distributed():
-            self._sum_over_all()
         self._check()
 
     def _check(self) -> None:
@@ -247,12 +207,10 @@ class Calibration:
         return "lm_head.output" if hasattr(self.model.lm_head, "projection") else "lm_head"
 
     @torch.no_grad()
-    def _sample_states(self, batches: Sequence[Batch], count: int) -> list[Tensor]:
-        """Decoder states at some target tokens, from batches of all lengths, of all processes' `count` the same."""
-        states, every = [], -(-count // SPREAD_BATCHES)
-        for index, batch in zip(process_share(range(count)), batches, strict=False):
-            if index % every:
-                continue
+    def _sample_states(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """Decoder states at some target tokens, from batches of all lengths."""
+        states = []
+        for batch in batches[:: max(1, -(-len(batches) // SPREAD_BATCHES))]:
             parts = []
             for part in cut_batches([batch]):
                 with fast_products(self.model.device):
@@ -327,13 +285,6 @@ class Calibration:
         logits = self.model.logits_of(states).float()
         return torch.autograd.grad(logits, states, self._probes.draw(logits.detach(), keys))[0]
 
-    def _sum_over_all(self) -> None:
-        """Sum over all processes."""
-        shapes = gather_from_all({name: moments.shapes() for name, moments in self.moments.items()})
-        for name, moments in self.moments.items():
-            moments.sum_over_all(max((each[name] for each in shapes), key=lambda one: len(one[1])))
-        self.target_tokens = int(sum_over_all(torch.tensor(self.target_tokens)))
-
     def inputs(self, names: list[str]) -> tuple[Tensor, Tensor]:
         """E[xᵀx], shrunk, and E[x], tokens weighted, of one matrix that serves as each of the modules `names`."""
         parts = [self.moments[name] for name in names]
@@ -344,20 +295,13 @@ class Calibration:
         return second, mean
 
     def token_weights(self, names: list[str]) -> Tensor:
-        """Return weights of this process's tokens, in their order: the sensitivity of the loss at layers of one input.
+        """Return weights of all tokens, in their order: the sensitivity of the loss at layers of one input.
 
         The root of Σ |g|² / E[|g|²]: the errors that are left in the end are not those by which it was measured, and
         all of it would have few tokens decide (RESULTS.md, "Tokens").
         """
-        none = torch.zeros(0, device=self.device)  # of a process without text
-        found = [(torch.cat([none, *self._token_weights.get(name, ())]), self.moments[name].count) for name in names]
+        found = [(torch.cat(self._token_weights[name]), self.moments[name].count) for name in names]
         return sum(weights / count if count else torch.ones_like(weights) for weights, count in found).sqrt()
-
-    def forget(self, what: str) -> None:
-        """Remove the second moments of `inputs` or `gradients`, each half of all that is stored: choosing and building
-        need both, refitting layers those of gradients."""
-        for moments in self.moments.values():
-            moments.forget(what)
 
     def gradients(self, names: list[str]) -> Tensor:
         """G, of one matrix that serves as each of the modules `names`."""

@@ -300,12 +300,7 @@ def _blocks(cross: Tensor, heads: int) -> Tensor:
 def find_bases(
     teacher: Teacher, dense: PreTrainedModel, calibration: Calibration | None, device: torch.device
 ) -> dict[str, Bases]:
-    """Teacher's module → bases in which the layers of each new group are alike.
-
-    Args:
-        dense: what `share_layers` gave.
-        device: where they are computed.
-    """
+    """Teacher's module → bases in which the layers of each new group are alike."""
     bases: dict[str, Bases] = {}
     config, matrices = teacher.config, dict(find_matrices(dense))
     for stack in STACKS:

@@ -78,12 +78,7 @@ class Teacher:
     def __init__(self, folder: Path, source: str, languages: tuple[str | None, str | None] = (None, None)):
         check_folder(folder)
         check_no_export(folder)
-        try:
-            self.source_config = load_pretrained(AutoConfig, folder)
-        except (KeyError, ValueError) as error:
-            raise ValueError(
-                f"{folder / 'config.json'} is no configuration that transformers knows: {error}"
-            ) from None
+        self.source_config = load_pretrained(AutoConfig, folder)
         architecture = find_architecture(self.source_config, folder)
         self.family = find_family(self.source_config)
         self.reader = CheckpointReader(folder)
@@ -111,7 +106,6 @@ class Teacher:
         self._changed: dict[str, Tensor] = {}
         self._kept_layers: dict[str, list[int]] = {}
         self.name = printable_name(folder if Path(source).is_dir() else source)
-        self._finite: set[str] = set()
         self._names = self._match_names()
 
     def _match_names(self) -> dict[str, str]:
@@ -167,9 +161,6 @@ class Teacher:
 
         Those that stay are the last ones of parts of about equal length, so that each has what it took to get there
         behind it, if nothing else, and `bridge` makes it do that, too.
-
-        Raises:
-            ValueError: fewer than one or more than there are, or layers that are shared or differ in shape.
         """
         kept: dict[str, list[int]] = {}
         for stack, count in layers.items():
@@ -233,19 +224,13 @@ class Teacher:
         return smaller
 
     def read(self, name: str) -> Tensor:
-        """One stored tensor. A bias that a checkpoint may omit (`final_logits_bias`) is then zero.
-
-        Raises:
-            ValueError: it holds NaN or infinity.
-        """
+        """One stored tensor. A bias that a checkpoint may omit (`final_logits_bias`) is then zero."""
         if name in self._changed:
             return self._changed[name]
         if name not in self._names:
             return torch.zeros(stored_tensors(self.model)[name].shape)
         tensor = self.reader.read(self._names[name])
-        if name not in self._finite:
-            check_finite(tensor, self._names[name], self.folder)
-            self._finite.add(name)
+        check_finite(tensor, self._names[name], self.folder)
         if name in self._rows:
             tensor = tensor.index_select(*self._rows[name])
         return tensor
@@ -255,7 +240,6 @@ class Teacher:
 
         Its tensors are the files', whose pages the system may drop and read again: they are not to be changed.
         """
-        self.reader.hold(key for name, key in self._names.items() if name not in self._rows)
         tensors = {name: self.read(name).float() for name in stored_tensors(self.model)}
         return assemble(self.model_class, self.config, tensors)
 
@@ -294,11 +278,7 @@ class Teacher:
         return bias_of(self.model.get_submodule(name)) is not None
 
     def generation_config(self) -> transformers.GenerationConfig:
-        """The checkpoint's own, or that of its configuration; it begins in the target language.
-
-        Raises:
-            ValueError: the file cannot be read, contradicts itself, or names a token that is not there.
-        """
+        """The checkpoint's own, or that of its configuration; it begins in the target language."""
         if (self.folder / "generation_config.json").is_file():
             try:
                 config = transformers.GenerationConfig.from_pretrained(self.folder)

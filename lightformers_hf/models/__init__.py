@@ -16,11 +16,7 @@ from .modeling_lightformer import (
     LightFormerForSequenceClassification,
     LightFormerModel,
 )
-from .modeling_partialformer import (
-    PartialFormerForCausalLM,
-    PartialFormerForConditionalGeneration,
-    PartialFormerModel,
-)
+from .modeling_partialformer import PartialFormerForCausalLM, PartialFormerForConditionalGeneration, PartialFormerModel
 from .modeling_subformer import SubformerForCausalLM, SubformerForConditionalGeneration, SubformerModel
 
 __all__ = [

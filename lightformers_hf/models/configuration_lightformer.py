@@ -365,7 +365,6 @@ class LightFormerConfig(FactorizedConfig):
             self.head_dim = self.d_model // heads
 
     def check(self) -> None:
-        """Raise `ValueError` if fields cannot go together."""
         super().check()
         check_at_least("head_dim", self.head_dim, 1)
         for field in ("ffn_dim_pattern", "head_dim_pattern"):

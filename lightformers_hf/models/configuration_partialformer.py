@@ -84,7 +84,6 @@ class PartialFormerConfig(FactorizedConfig):
         return int(self.has_global_attention("decoder"))
 
     def check(self) -> None:
-        """Raise `ValueError` where fields cannot go together."""
         super().check()
         check_one_of("gate_activation", self.gate_activation, GATE_ACTIVATIONS)
         check_one_of("global_attention", self.global_attention, GLOBAL_ATTENTIONS)

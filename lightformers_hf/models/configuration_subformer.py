@@ -72,7 +72,6 @@ class SubformerConfig(FactorizedConfig):
     normalize_before: bool | None = None
 
     def set_defaults(self) -> None:
-        """Set the fields that are `None` and follow from others."""
         super().set_defaults()
         own = {
             "sandwich_dim": self.d_model,
@@ -94,7 +93,6 @@ class SubformerConfig(FactorizedConfig):
 
     @property
     def embedding_width(self) -> int:
-        """d_e, the width of the token table."""
         return self.embedding_dim
 
     @property
@@ -103,7 +101,6 @@ class SubformerConfig(FactorizedConfig):
         return int(self.embedding == "safe")
 
     def check(self) -> None:
-        """Raise `ValueError` where fields cannot go together."""
         super().check()
         check_one_of("sharing", self.sharing, SHARINGS)
         for field in ("ffn_dim", "sandwich_dim", "sandwich_ffn_dim", "embedding_dim"):

@@ -14,7 +14,6 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .configuration_lightformer import causal_config
 from .configuration_partialformer import PartialFormerConfig
@@ -265,11 +264,10 @@ class GlobalAttention(nn.Module):
         return self.distances(query).gather(-1, index.expand(*query.shape[:2], -1, -1))
 
 
-class PartialFormerLayer(GradientCheckpointingLayer):
+class PartialFormerLayer(TransformerLayer):
     """Self-attention in an encoder, self- and cross-attention in a decoder, with the networks inside; pre-norm."""
 
     def __init__(self, config: PartialFormerConfig, stack: str, index: int):
-        super().__init__()
         ffn_in = getattr(config, f"{stack}_ffn_in")
         expansion = getattr(config, f"{stack}_ffn_expansion")
 
@@ -283,37 +281,15 @@ class PartialFormerLayer(GradientCheckpointingLayer):
                 head_scaling=config.head_scaling,
             )
 
-        self.self_attn_layer_norm = nn.LayerNorm(config.d_model)
-        self.self_attn = attention("self_attn", "self")
-        if stack == "decoder" and config.is_encoder_decoder:
-            self.encoder_attn_layer_norm = nn.LayerNorm(config.d_model)
-            self.encoder_attn = attention("encoder_attn", "cross")
-        self.dropout = config.dropout
+        has_cross = stack == "decoder" and config.is_encoder_decoder
+        cross = attention("encoder_attn", "cross") if has_cross else None
+        super().__init__(config, attention("self_attn", "self"), cross, normalize_before=True)
+        add_layer_norms(self, config.d_model, has_cross)
+        self.final_layer_norm = nn.Identity()
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
-        layer_idx: int | None = None,
-        cross_layer_idx: int | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """(B, T, d) → (B, T, d). The cache slots: see `LayerStack.by_depth`."""
-        states = self.self_attn_layer_norm(hidden_states)
-        output, _ = self.self_attn(states, attention_mask=attention_mask, layer_idx=layer_idx, **kwargs)
-        hidden_states = hidden_states + apply_dropout(output, self.dropout, self.training)
-        if encoder_hidden_states is not None:
-            output, _ = self.encoder_attn(
-                self.encoder_attn_layer_norm(hidden_states),
-                key_value_states=encoder_hidden_states,
-                attention_mask=encoder_attention_mask,
-                layer_idx=cross_layer_idx,
-                **kwargs,
-            )
-            hidden_states = hidden_states + apply_dropout(output, self.dropout, self.training)
-        return hidden_states
+    def feed_forward(self, states: torch.Tensor, norm: nn.Module, network: nn.Module) -> torch.Tensor:
+        """Return the states: the networks are inside the heads."""
+        return states
 
 
 class VanillaLayer(TransformerLayer):

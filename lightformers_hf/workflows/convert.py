@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel
 from ..conversion.convert import compress, write
 from ..conversion.options import CompressionOptions, Method, StudyOptions, resolve_study
 from ..conversion.report import CompressionReport, Plan
-from ..conversion.workers import end_together, is_distributed, is_main, share_cores
+from ..conversion.workers import share_cores
 from ..deprecated import renamed_arguments
 from ..files import atomic_output, check_output
 from ..hub import check_push, push_folder
@@ -71,9 +70,9 @@ def plan(
         >>> print(plan("opus-mt-de-en", ratio=4, encoder_groups=3))
     """
     asked = CompressionOptions.of(locals())
-    with end_together(), share_cores(), on_disk(tokenizer, model) as (place,):
+    with share_cores(progress=progress), on_disk(tokenizer, model) as (place,):
         check_options(asked, study)
-        report = compress(resolve_source(place), model_name(model), asked, study, dry=True, progress=progress).report
+        report = compress(resolve_source(place), model_name(model), asked, study, dry=True).report
     return cast(Plan, report)
 
 
@@ -115,8 +114,7 @@ def convert(
     The folder is written completely or not at all. Without `output` the function returns the compressed model, ready
     for `Seq2SeqTrainer`. Its report is `model.compression_report`, and its tokenizer is that of `model`.
 
-    On a CPU the function uses as many worker threads as PyTorch has threads. Processes of `torchrun` or `accelerate
-    launch` must all call it: they share the work, and one process writes.
+    On a CPU it uses as many worker threads as PyTorch has threads.
 
     Args:
         model: a checkpoint folder, a name on the Hub, or a loaded model.
@@ -132,9 +130,9 @@ def convert(
     Returns: a report with `output`; the compressed model without it.
 
     Raises:
-        ValueError: the family of the model is not supported, the model contains NaN or does not match its
-            configuration, an option is out of its range, or another process failed.
-        FileNotFoundError: the model, its weights or one of its shards does not exist.
+        ValueError: the model is of no known family, holds NaN, does not fit its configuration, or an option is out
+            of its range.
+        FileNotFoundError: the model, its weights or one of its shards is not there.
         FileExistsError, BlockingIOError: see `files.atomic_output`.
         OSError: the push failed. The folder stays.
 
@@ -148,20 +146,17 @@ def convert(
             raise ValueError("push_to_hub needs output, the folder that is pushed: give output, too")
         return convert_in_memory(model, tokenizer, asked, study, progress=progress)
     output = Path(os.path.expanduser(output))
-    with end_together(), share_cores(), on_disk(tokenizer, model) as (place,):
+    with share_cores(progress=progress), on_disk(tokenizer, model) as (place,):
         check_options(asked, study)
-        if is_main():
-            check_output(output, overwrite=overwrite, inputs=[place, *asked.texts])
-            if push_to_hub:
-                check_push(push_to_hub)
+        check_output(output, overwrite=overwrite, inputs=[place, *asked.texts])
+        if push_to_hub:
+            check_push(push_to_hub)
         folder = resolve_source(place)
         inputs: list[str | Path | None] = [folder, *asked.texts]
-        written = atomic_output(output, overwrite=overwrite, inputs=inputs) if is_main() else nullcontext()
-        with written as temporary:
-            result = compress(folder, model_name(model), asked, study, dry=False, progress=progress)
-            if is_main():
-                write(result, temporary, output.name)
-    if push_to_hub and is_main():
+        with atomic_output(output, overwrite=overwrite, inputs=inputs) as temporary:
+            result = compress(folder, model_name(model), asked, study, dry=False)
+            write(result, temporary, output.name)
+    if push_to_hub:
         push_folder(output, push_to_hub, private=private)
     return result.report
 
@@ -175,8 +170,6 @@ def convert_in_memory(
     progress: bool,
 ) -> PreTrainedModel:
     """Convert into a temporary folder, and return the model that it holds, with its report."""
-    if is_distributed():
-        raise ValueError("output is missing: several processes share the work, and one of them writes: give output")
     if options.vocabulary:
         raise ValueError("vocabulary changes the tokenizer, too: give output, a folder for model and tokenizer")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

@@ -49,7 +49,7 @@ def loss(folder, teacher, parallel_sentences) -> float:
 def distance(light, teacher, folder) -> float:
     """Mean square of the differences of two models' logits, on text that the checkpoint in `folder` makes."""
     author, differences = Teacher(folder, "t"), []
-    for batch in synthetic_batches(author.load(), author, 64, 7, progress=False):
+    for batch in synthetic_batches(author.load(), author, 64, 7):
         kept = token_mask(batch, "target")
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         differences.append((light(**inputs).logits[kept] - teacher(**inputs).logits[kept]).flatten())

@@ -13,13 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.cases import TINY
 
-from lightformers_hf import (
-    StudyOptions,
-    SubformerConfig,
-    SubformerForConditionalGeneration,
-    convert,
-    plan,
-)
+from lightformers_hf import StudyOptions, SubformerConfig, SubformerForConditionalGeneration, convert, plan
 from lightformers_hf.conversion import forms
 from lightformers_hf.conversion.allocation import allocate, find_units, smallest, work_on_places
 from lightformers_hf.conversion.forms import Choices, all_forms, low_rank
@@ -27,6 +21,7 @@ from lightformers_hf.conversion.forms.svd import tail_energies
 from lightformers_hf.conversion.options import CompressionOptions, resolve_study
 from lightformers_hf.conversion.sharing import Originals, find_matrices, share_layers
 from lightformers_hf.conversion.teacher import Teacher
+from lightformers_hf.conversion.workers import share_cores
 
 
 def part(generator: torch.Generator, number: int) -> Choices:
@@ -210,7 +205,8 @@ def test_a_method_that_no_part_can_follow_is_refused(tmp_path):
 def test_work_is_done_on_every_place_under_a_bar_that_counts_parameters(capsys):
     places = [SimpleNamespace(size=lambda *_, n=n: 1e6 * n) for n in (3, 2, 1)]
     here = torch.device("cpu")
-    found = list(work_on_places("weighing", lambda place: place.size() / 2, places, here, progress=True))
+    with share_cores(progress=True):
+        found = list(work_on_places("weighing", lambda place: place.size() / 2, places, here))
     assert sorted((places.index(place), result) for place, result in found) == [(0, 1.5e6), (1, 1e6), (2, 0.5e6)]
     assert "weighing: 100%" in (bar := capsys.readouterr().err)
     assert "6.00M/6.00M" in bar

@@ -126,9 +126,9 @@ def test_batches_at_once_are_those_of_one_after_another(tiny_marian, parallel_se
         with use_threads(1):
             monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
             if own:
-                found.append(synthetic_batches(model, teacher, 20, 0, progress=False))
+                found.append(synthetic_batches(model, teacher, 20, 0))
             else:
-                found.append(translated_batches(model, teacher, texts, progress=False))
+                found.append(translated_batches(model, teacher, texts))
     alone, beside = found
     assert len(alone) == 5
     for one, other in zip(alone, beside, strict=True):

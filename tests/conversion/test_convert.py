@@ -1,5 +1,6 @@
 """Converting every family: exact where nothing is cut, optimal where something is, loadable by the Auto classes."""
 
+import importlib
 import json
 import shutil
 import signal
@@ -22,8 +23,10 @@ from lightformers_hf.conversion.convert import cast_tensors
 from lightformers_hf.conversion.report import OWN_TEXT
 from lightformers_hf.conversion.teacher import Teacher
 from lightformers_hf.models import LightFormerForConditionalGeneration
+from lightformers_hf.processors import use_threads
 
 DENSE = {"pattern": {".*": None}}
+module = importlib.import_module("lightformers_hf.conversion.convert")
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +59,19 @@ def test_without_truncation_the_result_computes_what_the_teacher_computes(teache
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval()
     assert isinstance(model, LightFormerForConditionalGeneration)
     inputs = batch(teacher)
-    with torch.no_grad():
-        expected, actual = teacher(**inputs).logits, model(**inputs).logits
-    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+    for attention in ("eager", "sdpa"):
+        for one in (teacher, model):
+            one.set_attn_implementation(attention)
+        with torch.no_grad():
+            expected, actual = teacher(**inputs).logits, model(**inputs).logits
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+    # Sentences side by side in one row, each of which sees itself alone.
+    blocks = torch.block_diag(torch.ones(4, 4), torch.ones(5, 5)).bool().expand(3, 1, -1, -1)
+    lowest = torch.finfo(torch.float32).min
+    ids = torch.randint(3, 48, (3, 9))
+    for mask in (blocks, torch.zeros(blocks.shape).masked_fill(~blocks, lowest)):
+        expected, states = (one.get_encoder()(ids, mask)[0] for one in (teacher, model))
+        torch.testing.assert_close(states, expected, atol=1e-5, rtol=0)
     inputs.pop("decoder_input_ids")
     for beams in (1, 4):
         expected = teacher.generate(**inputs, num_beams=beams, max_length=20)
@@ -107,14 +120,7 @@ def test_the_first_factor_is_orthonormal_and_the_zero_padding_row_stays_zero(tea
 
 def test_by_the_papers_method_a_group_starts_as_the_mean_of_its_layers(teachers, tmp_path):
     folder, teacher = teachers("bart")
-    convert(
-        folder,
-        tmp_path / "out",
-        encoder_groups=2,
-        decoder_groups=1,
-        method="paper",
-        progress=False,
-    )
+    convert(folder, tmp_path / "out", encoder_groups=2, decoder_groups=1, method="paper", progress=False)
     source, state = teacher.state_dict(), tensors(tmp_path / "out")
     assert not any(".layers.2." in name for name in state)
     for leaf in ("fc1.weight", "self_attn.q_proj.bias", "final_layer_norm.weight"):
@@ -125,8 +131,9 @@ def test_by_the_papers_method_a_group_starts_as_the_mean_of_its_layers(teachers,
     assert torch.isfinite(model(**inputs).logits).all()
 
 
-@pytest.mark.parametrize("stack", ["encoder", "decoder"])
-@pytest.mark.parametrize("name", TEACHERS)
+@pytest.mark.parametrize(
+    ("name", "stack"), [*((name, "encoder") for name in TEACHERS), ("marian", "decoder"), ("m2m_100", "decoder")]
+)
 def test_layers_that_stay_do_the_work_of_the_others(teachers, tmp_path, name, stack):
     """On other text of its own making logits are nearer to the whole teacher's, whatever the family."""
     folder, teacher = teachers(name)
@@ -190,7 +197,7 @@ def test_each_matrix_has_the_rank_that_was_asked_for(teachers, tmp_path):
 
 def test_a_matrix_that_would_not_get_smaller_stays_dense(teachers, tmp_path):
     folder, _ = teachers("marian")
-    report = plan(folder, rank=14, progress=False)  # 14·(16 + 16) > 16·16
+    report = plan(folder, rank=14, method="paper", progress=False)  # 14·(16 + 16) > 16·16
     ranks = {matrix.name: matrix.size for matrix in report.matrices}
     assert ranks["encoder.layers.0.self_attn.q_proj"] is None
     assert report.parameters_after == report.parameters_before
@@ -198,8 +205,8 @@ def test_a_matrix_that_would_not_get_smaller_stays_dense(teachers, tmp_path):
 
 def test_plan_and_convert_say_the_same_and_json_agrees_with_the_model(teachers, tmp_path):
     folder, _ = teachers("mbart")
-    planned = plan(folder, ratio=2, encoder_groups=2, progress=False)
-    done = convert(folder, tmp_path / "out", ratio=2, encoder_groups=2, progress=False)
+    options = {"ratio": 2, "encoder_groups": 2, "calibration_samples": 16, "progress": False}
+    planned, done = plan(folder, **options), convert(folder, tmp_path / "out", **options)
     assert planned.to_dict() == replace(done, agreement=None).to_dict()  # a plan makes no model to compare
     saved = json.loads((tmp_path / "out" / "compression.json").read_text())
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
@@ -242,7 +249,7 @@ def test_a_checkpoint_of_the_base_class_has_no_prefix(teachers, tmp_path):
 
 
 def test_the_tokenizer_comes_along(tiny_marian, tmp_path):
-    convert(tiny_marian, tmp_path / "out", progress=False)
+    convert(tiny_marian, tmp_path / "out", method="paper", progress=False)
     before, after = AutoTokenizer.from_pretrained(tiny_marian), AutoTokenizer.from_pretrained(tmp_path / "out")
     text = "Ein Mann läuft über die Straße."
     assert type(before) is type(after)
@@ -378,7 +385,7 @@ def test_killed_while_writing_leaves_the_old_output(teachers, tmp_path):
         "import lightformers_hf\n"
         "from lightformers_hf.conversion import convert\n"
         "convert.write_report = lambda *_: (print('writing', flush=True), time.sleep(60))\n"
-        "lightformers_hf.convert(sys.argv[1], sys.argv[2], rank=3, overwrite=True, progress=False)\n"
+        "lightformers_hf.convert(sys.argv[1], sys.argv[2], rank=3, method='paper', overwrite=True, progress=False)\n"
     )
     child = subprocess.Popen(
         [sys.executable, "-c", script, str(folder), str(tmp_path / "out")], stdout=subprocess.PIPE, text=True
@@ -388,7 +395,7 @@ def test_killed_while_writing_leaves_the_old_output(teachers, tmp_path):
     child.wait()
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
     assert len(list(tmp_path.iterdir())) == 3  # the killed run's temporary folder and lock
-    convert(folder, tmp_path / "out", rank=3, overwrite=True, progress=False)
+    convert(folder, tmp_path / "out", rank=3, method="paper", overwrite=True, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -485,7 +492,7 @@ def test_the_teacher_makes_text_whatever_its_own_way_is(tiny_marian, tmp_path, s
     file = tmp_path / "teacher" / "generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     made = [
-        synthetic_batches(reader.load(), reader, 4, 0, progress=False)[0]["labels"]
+        synthetic_batches(reader.load(), reader, 4, 0)[0]["labels"]
         for reader in (Teacher(tiny_marian, "t"), Teacher(tmp_path / "teacher", "t"))
     ]
     assert torch.equal(*made)
@@ -501,7 +508,7 @@ def test_text_is_made_a_token_at_a_time_whatever_training_left(tiny_marian, tmp_
     model = reader.load()
     see = lambda module, args, output: lengths.append(output.shape[1])  # noqa: E731
     model.model.decoder.layers[0].register_forward_hook(see)
-    made = synthetic_batches(model, reader, 4, 0, progress=False)[0]["labels"]
+    made = synthetic_batches(model, reader, 4, 0)[0]["labels"]
     assert made.shape[1] > 1
     assert set(lengths) == {1}
 
@@ -527,8 +534,27 @@ def test_text_that_is_not_there_is_noticed_first(tiny_marian, tmp_path, monkeypa
             function(tiny_marian, progress=False, **{option: text})
 
 
+@pytest.mark.parametrize(("free", "fast"), [(3e8, True), (1e12, False)])
+def test_time_and_memory_are_printed_before_the_work(tiny_marian, monkeypatch, free, fast):
+    monkeypatch.setattr(module, "free_memory", lambda: free)
+    monkeypatch.setattr(module, "has_fast_bf16", lambda: fast)
+    model = Teacher(tiny_marian, "teacher").model
+    table, names = model.get_input_embeddings().weight.numel(), ("_proj.weight", "fc1.weight", "fc2.weight")
+    shapes = [tensor.shape for name, tensor in model.named_parameters() if name.endswith(names)]
+    tokens = 30e9 / (table + sum(m * n for m, n in shapes))  # 10 s of one core, and 8 s to load
+    with use_threads(1):
+        line = module.forecast(model, tokens, given=False)
+        given = module.forecast(model, tokens * 20, given=True)
+    seconds, minutes = (20, 2) if fast else (30, 4)
+    assert line.startswith(f"This takes at least {seconds} seconds, on idle cores, and about 0.7 GB of memory.")
+    assert ("Only 0.3 GB are free" in line) == (free < 1e9)
+    assert f"at least {minutes} minutes" in given
+
+
 def test_a_model_that_makes_its_own_text_needs_no_library_for_data(tiny_marian, tmp_path):
     """Which would take 90 MB, and a second."""
-    script = "import sys; from lightformers_hf import convert; convert(*sys.argv[1:], ratio=1.5, progress=False); "
+    script = (
+        "import sys; from lightformers_hf import convert; convert(*sys.argv[1:], ratio=1.5, calibration_samples=4); "
+    )
     script += "assert 'lightformers_hf.conversion.refit' in sys.modules; assert 'datasets' not in sys.modules"
     subprocess.run([sys.executable, "-c", script, str(tiny_marian), str(tmp_path / "out")], check=True)

@@ -161,7 +161,7 @@ def test_a_start_whose_vector_is_zero_weighs_nothing(tmp_path):
     batch = {"input_ids": ids[:, 1:], "attention_mask": torch.ones_like(ids[:, 1:]), "labels": ids[:, 1:]}
     batch["decoder_input_ids"] = ids[:, :-1]
     names = ["model.decoder.layers.0.self_attn.v_proj", "model.decoder.layers.0.encoder_attn.q_proj"]
-    calibration = Calibration(model, names, [batch], progress=False)
+    calibration = Calibration(model, names, [batch])
     found, gradients = calibration.moments, {}
     table = "model.decoder.embed_tokens"
     for name in [table, *names]:
@@ -208,7 +208,7 @@ def test_own_text_begins_with_the_prefix_that_the_result_keeps(tiny_marian, tmp_
     teacher.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     reader = Teacher(folder, "teacher", ("de=say it: ", "en"))
-    batches = synthetic_batches(reader.load(), reader, 8, 0, progress=False)
+    batches = synthetic_batches(reader.load(), reader, 8, 0)
     first = make_tokenizer()("say it:", add_special_tokens=False)["input_ids"]
     for batch in batches:
         assert (batch["input_ids"][:, : len(first)] == torch.tensor(first)).all()
@@ -230,12 +230,13 @@ def test_small_models_make_more_text(tiny_marian, parameters, number, monkeypatc
     reader = Teacher(tiny_marian, "teacher")
     model = reader.load()
     monkeypatch.setattr(model, "num_parameters", lambda: int(parameters))
+    monkeypatch.setattr(calibration_text, "SOURCES", 256)
     assert default_sources(model) == (number, number // 8)
     if number == 512:
         monkeypatch.setattr(calibration_text, "SOURCES", 8)
-        batches = synthetic_batches(model, reader, None, 0, progress=False)
+        batches = synthetic_batches(model, reader, None, 0)
         assert [len(batch["input_ids"]) for batch in batches] == [16]
-        batches = synthetic_batches(model, reader, 40, 0, progress=False)
+        batches = synthetic_batches(model, reader, 40, 0)
         assert [len(batch["input_ids"]) for batch in batches] == [32, 8]  # what was asked for
 
 

@@ -7,13 +7,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
 from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration, StudyOptions, convert, plan
-from lightformers_hf.conversion.sharing import (
-    Bases,
-    align_bases,
-    change_basis,
-    merge_linear,
-    weighted_mean,
-)
+from lightformers_hf.conversion.sharing import Bases, align_bases, change_basis, merge_linear, weighted_mean
 from lightformers_hf.conversion.teacher import Linear
 
 HEADS, WIDTH, INNER, NEURONS = 3, 10, 12, 7
@@ -99,10 +93,7 @@ def test_a_layer_in_other_order_and_bases_becomes_the_first_again():
             for name in names:
                 turn = Bases(inputs=basis) if name == "out" else Bases(outputs=basis)
                 other[f"{part}.{name}_proj"] = turn.of(first[f"{part}.{name}_proj"])
-    other |= {
-        "fc1": Bases(outputs=neurons).of(first["fc1"]),
-        "fc2": Bases(inputs=neurons).of(first["fc2"]),
-    }
+    other |= {"fc1": Bases(outputs=neurons).of(first["fc1"]), "fc2": Bases(inputs=neurons).of(first["fc2"])}
     for moments in (None, [random_moments(0), random_moments(5)]):
         other_now = aligned([first, other], HEADS, moments)[1]
         for name, (matrix, bias) in first.items():

@@ -1,13 +1,10 @@
-"""Devices, worker threads, processes and steps: the result of one process on one CPU."""
+"""Devices, worker threads and steps: the result of one thread on a CPU."""
 
 import json
 import logging
-import os
 import re
-import subprocess
 import sys
 import threading
-from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -16,34 +13,15 @@ from conversion.pretended import ELSEWHERE, accelerator
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
-import lightformers_hf
 from lightformers_hf import convert, processors
 from lightformers_hf.conversion import workers
-from lightformers_hf.conversion.workers import AT_ONCE, Step, map_in_order, map_in_threads
-from lightformers_hf.processors import factor_rows, use_threads
-
-
-def test_workers_give_every_result_in_order():
-    threads = torch.get_num_threads()
-    with use_threads(3):
-        results = list(map_in_threads(lambda index: (index, torch.get_num_threads()), range(20)))
-    assert results == [(index, 1) for index in range(20)]
-    assert torch.get_num_threads() == threads
-
-
-def test_an_error_in_a_worker_is_raised():
-    def work(index):
-        if index == 3:
-            raise ValueError("matrix 3")
-        return index
-
-    with pytest.raises(ValueError, match="matrix 3"):
-        list(map_in_threads(work, range(10)))
+from lightformers_hf.conversion.workers import Step, map_in_threads
+from lightformers_hf.processors import use_threads
 
 
 @pytest.mark.parametrize("threads", [1, 3, 9])
-@pytest.mark.parametrize("recorded", [True, False])
-def test_results_come_in_order_from_side_by_side_and_few_are_ahead(threads, recorded):
+@pytest.mark.parametrize("most", [None, 4])
+def test_results_come_in_order_from_side_by_side_and_few_are_ahead(threads, most):
     begun, seen = [], []
 
     def work(index):
@@ -52,11 +30,12 @@ def test_results_come_in_order_from_side_by_side_and_few_are_ahead(threads, reco
         meeting.wait(10) if threads > 1 and index < 2 else None
         return index, torch.get_num_threads(), torch.is_grad_enabled(), threading.get_ident()
 
-    meeting = threading.Barrier(2)
+    meeting, recorded = threading.Barrier(2), most is None
     with use_threads(threads), torch.set_grad_enabled(recorded):
-        for result in map_in_order(work, range(20), torch.device("cpu")):
+        for result in map_in_threads(work, range(20), most=most):
             seen.append(result)
-            assert len(begun) <= len(seen) + min(threads, AT_ONCE)
+            assert most is None or len(begun) <= len(seen) + min(threads, most)
+        assert torch.get_num_threads() == threads
     assert [index for index, *_ in seen] == list(range(20))
     assert {used for _, used, *_ in seen} == {1}
     assert {enabled for *_, enabled, _ in seen} == {recorded}
@@ -69,7 +48,7 @@ def test_an_error_is_raised_in_its_turn():
             raise ValueError("batch 3")
         return index
 
-    results = map_in_order(work, range(10), torch.device("cpu"))
+    results = map_in_threads(work, range(10))
     with use_threads(2):
         assert [next(results) for _ in range(3)] == [0, 1, 2]
         with pytest.raises(ValueError, match="batch 3"):
@@ -93,7 +72,6 @@ HEAVY = ("_linalg_eigh", "linalg_cholesky_ex", "_linalg_svd", "linalg_solve_tria
     [
         {"ratio": 2.0, "method": "paper"},
         {"ratio": 3.0, "calibration": "TEXT"},
-        {"ratio": 3.0, "calibration": "TEXT", "method": "narrow"},
         {"ratio": 2.0, "calibration": "TEXT", "encoder_groups": 1},
     ],
 )
@@ -106,7 +84,7 @@ def test_everything_is_computed_on_the_device(tiny_marian, text, tmp_path, monke
     torch.set_num_threads(1)  # as a worker has
     with sdpa_kernel(SDPBackend.MATH):  # the one that the device has
         convert(tiny_marian, tmp_path / "cpu", **options)
-        monkeypatch.setattr(sys.modules["lightformers_hf.conversion.convert"], "find_device", lambda name: ELSEWHERE)
+        monkeypatch.setattr(sys.modules["lightformers_hf.conversion.convert"], "check_device", lambda name: ELSEWHERE)
         with accelerator() as device:
             convert(tiny_marian, tmp_path / "device", **options)
     torch.set_num_threads(threads)
@@ -121,7 +99,7 @@ def test_everything_is_computed_on_the_device(tiny_marian, text, tmp_path, monke
 
 def test_a_device_without_float64_runs_the_models_alone(tiny_marian, text, tmp_path, monkeypatch):
     """As Apple's: sums and decompositions are the CPU's, and nothing on the device is a float64."""
-    monkeypatch.setattr(sys.modules["lightformers_hf.conversion.convert"], "find_device", lambda name: ELSEWHERE)
+    monkeypatch.setattr(sys.modules["lightformers_hf.conversion.convert"], "check_device", lambda name: ELSEWHERE)
     for module in ("convert", "refit", "sensitivity"):
         name = f"lightformers_hf.conversion.{module}"
         monkeypatch.setattr(sys.modules[name], "algebra_device", lambda device: torch.device("cpu"))
@@ -132,75 +110,6 @@ def test_a_device_without_float64_runs_the_models_alone(tiny_marian, text, tmp_p
     assert any("mm" in name for name in device.there)
     light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "1")
     assert all(parameter.isfinite().all() for parameter in light.parameters())
-
-
-PROGRAM = """\
-import os, sys
-from lightformers_hf import convert
-from lightformers_hf.conversion import workers
-from lightformers_hf.conversion.forms import low_rank
-workers.has_fast_bf16 = lambda: False
-tiny, text, output = sys.argv[1:]
-convert(tiny, f"{output}/paper", ratio=2, method="paper", progress=False)
-convert(tiny, f"{output}/calibrated", ratio=3, calibration=text, progress=False)
-convert(tiny, f"{output}/single", ratio=2, calibration=text, calibration_samples=1, progress=False)  # one batch
-decompose = low_rank.decompose
-def broken(weight, *, name, rank=None, metric=None):
-    if os.environ["RANK"] == "1" and rank is not None:
-        raise RuntimeError(f"out of memory at {name}")
-    return decompose(weight, name=name, rank=rank, metric=metric)
-low_rank.decompose = broken
-try:
-    convert(tiny, f"{output}/broken", ratio=3, calibration=text, progress=False)
-except Exception as error:
-    # One write each, so that lines of two processes stay apart.
-    print(f"process {os.environ['RANK']}: {error}\\n", end="", flush=True)
-convert(tiny, f"{output}/paper", ratio=2, method="paper", progress=False)
-"""
-
-
-@pytest.mark.usefixtures("warm_python")
-def test_two_processes_give_what_one_gives(tiny_marian, text, tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    places = [str(place) for place in (tiny_marian, text, tmp_path / "two")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(lightformers_hf.__file__).parents[1])}
-    done = subprocess.run(
-        [*command, str(tmp_path / "program.py"), *places],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    # In the end the folder that is there already is refused, by the process that writes, and both end.
-    assert done.returncode == 1
-    assert done.stderr.count("is not empty: give another folder") == 2
-    # What fails in one, fails in both, and leaves nothing.
-    messages = {line for line in done.stdout.splitlines() if line.startswith("process ")}
-    assert len(messages) == 2
-    assert all("out of memory at " in message for message in messages)
-    assert {path.name for path in (tmp_path / "two").iterdir()} == {"paper", "calibrated", "single"}
-
-    convert(tiny_marian, tmp_path / "one" / "paper", ratio=2, method="paper", progress=False)
-    convert(tiny_marian, tmp_path / "one" / "calibrated", ratio=3, calibration=text, progress=False)
-    single = {"ratio": 2, "calibration": text, "calibration_samples": 1, "progress": False}
-    convert(tiny_marian, tmp_path / "one" / "single", **single)
-    one, two = ((tmp_path / name / "paper" / "model.safetensors").read_bytes() for name in ("one", "two"))
-    assert one == two
-    reports = [
-        json.loads((tmp_path / name / "calibrated" / "compression.json").read_text()) for name in ("one", "two")
-    ]
-    for one, two in zip(*(report["matrices"] for report in reports), strict=True):
-        assert one["setting"] == two["setting"]
-        # Each process estimates the spread of the logits on tokens of its own, so the temperature differs a little.
-        assert one["relative_error"] == pytest.approx(two["relative_error"], abs=1e-3)
-    batch = {"input_ids": torch.arange(3, 23)[None], "decoder_input_ids": torch.arange(30, 50)[None]}
-    for folder in ("calibrated", "single"):
-        models = [AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name / folder).eval() for name in ("one", "two")]
-        with torch.no_grad():
-            logits = [model(**batch).logits for model in models]
-        torch.testing.assert_close(*logits, atol=1e-2, rtol=1e-2)
 
 
 @pytest.fixture(scope="module")
@@ -245,15 +154,6 @@ def test_products_in_bfloat16_only_where_the_processor_multiplies_it(monkeypatch
             assert torch.nn.functional.linear(states, weight).dtype == dtype
 
 
-@pytest.mark.parametrize("faster", [True, False])
-def test_sums_of_rounded_rows_only_where_those_are_faster(faster, monkeypatch):
-    monkeypatch.setattr(workers, "has_fast_rounding", lambda: faster)
-    rows = torch.full((3, 4), 1 + 2**-12)
-    with workers.fast_sums(torch.device("cpu")):
-        rounds = not torch.equal(factor_rows(rows), rows)
-    assert rounds == (faster and hasattr(torch.backends.mkldnn, "matmul"))
-
-
 class Tied(torch.nn.Module):
     """A table, a layer, and an output layer that has the table's weights."""
 
@@ -286,17 +186,6 @@ def test_weights_are_cast_for_a_while(able, monkeypatch):
         assert types() == ({"layer.weight"} if able else set())
 
 
-def test_weights_cast_once_give_the_products_of_weights_cast_each_time(monkeypatch):
-    monkeypatch.setattr(workers, "has_fast_bf16", lambda: True)
-    layer, states = torch.nn.Linear(40, 30), torch.randn(7, 40)
-    with workers.fast_products(states.device):
-        each = layer(states)
-        with workers.cast_weights(layer):
-            once = layer(states)
-    assert once.dtype == torch.bfloat16
-    assert torch.equal(each, once)
-
-
 def test_a_conversion_in_bfloat16_is_nearly_that_in_fp32(tiny_marian, text, tmp_path, monkeypatch):
     errors = []
     for able in (False, True):
@@ -314,12 +203,12 @@ def test_a_device_that_is_not_there(tiny_marian, tmp_path, name):
     assert not (tmp_path / "light").exists()
 
 
-def over_items(shown):
-    return sum(Step("adding", [1, 2, 3], unit="number", shown=shown))
+def over_items():
+    return sum(Step("adding", [1, 2, 3], unit="number"))
 
 
-def as_context(shown):
-    with Step("adding", unit="number", total=3, shown=shown) as bar:
+def as_context():
+    with Step("adding", unit="number", total=3) as bar:
         for _ in range(3):
             bar.update()
     return 6
@@ -328,14 +217,8 @@ def as_context(shown):
 @pytest.mark.parametrize("work", [over_items, as_context])
 @pytest.mark.parametrize("shown", [True, False])
 def test_a_step_counts_and_says_what_it_took(work, shown, caplog, capsys):
-    with caplog.at_level(logging.INFO):
-        assert work(shown) == 6
+    with caplog.at_level(logging.INFO), workers.share_cores(progress=shown):
+        assert work() == 6
     assert re.fullmatch(r"adding took \d+\.\d s, \d+\.\d s of processor time", caplog.messages[-1])
     bar = capsys.readouterr().err
     assert ("adding" in bar and "3/3" in bar) == shown
-
-
-def test_parameters_are_counted_in_thousands_and_millions(capsys):
-    with Step("weighing", unit="parameter", total=36_741_120, shown=True) as bar:
-        bar.update(12_345_678)
-    assert "12.3M/36.7M" in capsys.readouterr().err

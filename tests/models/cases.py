@@ -83,10 +83,7 @@ VARIANTS = {
             "ffn_dim_pattern": {"decoder.layers.1": 7},
         },
     ),
-    "lightformer-joint-qkv": (
-        "lightformer",
-        {**LOW_RANK, "joint_qkv": True, "attention_output_projection": False},
-    ),
+    "lightformer-joint-qkv": ("lightformer", {**LOW_RANK, "joint_qkv": True, "attention_output_projection": False}),
     "lightformer-pre-norm": (
         "lightformer",
         {

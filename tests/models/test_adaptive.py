@@ -9,12 +9,7 @@ from models import references
 from models.references import Weights, double_model, like_trained
 from torch import nn
 
-from lightformers_hf.models import (
-    PartialFormerConfig,
-    PartialFormerForCausalLM,
-    SubformerConfig,
-    SubformerForCausalLM,
-)
+from lightformers_hf.models import PartialFormerConfig, PartialFormerForCausalLM, SubformerConfig, SubformerForCausalLM
 from lightformers_hf.models.low_rank import AdaptiveEmbedding, AdaptiveOutput
 
 pytestmark = pytest.mark.quick

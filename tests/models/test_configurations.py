@@ -67,27 +67,16 @@ FIELDS = {"lightformer": TINY["lightformer"], "subformer": SUBFORMER, "partialfo
 IMPOSSIBLE = {
     "lightformer": [
         ({"encoder_attention_heads": 3}, "encoder_attention_heads is 3.*d_model 16"),
-        ({"decoder_attention_heads": 0}, "decoder_attention_heads is 0.*d_model 16"),
         ({"encoder_groups": 3}, r"encoder_groups is 3.*4 layers.*\[1, 2, 4\]"),
-        ({"decoder_groups": 0}, r"decoder_groups is 0.*2 layers"),
-        ({"encoder_groups": 8}, r"encoder_groups is 8.*4 layers"),
         ({"d_model": 0}, "d_model is 0; it is at least 1"),
-        ({"vocab_size": 0}, "vocab_size is 0; it is at least 1"),
-        ({"decoder_layers": 0}, "decoder_layers is 0; it is at least 1"),
         ({"max_position_embeddings": -5}, "max_position_embeddings is -5; it is at least 1"),
         ({"dropout": 1.5}, "dropout is 1.5; it is a share, from 0 to 1"),
-        ({"attention_dropout": -0.1}, "attention_dropout is -0.1; it is a share"),
         ({"attention_rank": 0}, "attention_rank is 0"),
-        ({"ffn_rank": -1}, "ffn_rank is -1"),
-        ({"embedding_rank": 0}, "embedding_rank is 0"),
-        ({"decoder_attention_rank": 0}, "decoder_attention_rank is 0"),
-        ({"decoder_ffn_rank": 0}, "decoder_ffn_rank is 0"),
         ({"rank_pattern": {"fc1": 0}}, "rank_pattern.*fc1.* is 0"),
         ({"rank_pattern": {"fc(": 3}}, r"rank_pattern has 'fc\('"),
         ({"head_dim": 0}, "head_dim is 0; it is at least 1"),
         ({"group_residual_rank": 4}, "group_residual_rank is 4: only version 0.1 .* has residuals of depths"),
         ({"head_dim_pattern": {"self_attn": 0}}, "head_dim_pattern.*self_attn.* is 0; it is at least 1"),
-        ({"head_dim_pattern": {"self_attn(": 3}}, r"head_dim_pattern has 'self_attn\('"),
         ({"ffn_dim_pattern": {"layers.0": 0}}, "ffn_dim_pattern.*layers.0.* is 0; it is at least 1"),
         ({"head_dim": 3, "encoder_attention_heads": 0}, "encoder_attention_heads is 0; it is at least 1"),
         ({"head_dim": 3, "attention_output_projection": False}, "head_dim is 3.*attention_output_projection=True"),
@@ -103,85 +92,46 @@ IMPOSSIBLE = {
     "subformer": [
         ({"sharing": "sandwhich"}, "sharing is 'sandwhich'; it is one of all, .*every_2, none, sandwich"),
         ({"encoder_layers": 2}, "sharing='sandwich' needs 3 layers or more, encoder_layers is 2"),
-        ({"decoder_layers": 1}, "sharing='sandwich' needs 3 layers or more, decoder_layers is 1"),
         ({"sharing": "all_except_last", "decoder_layers": 2}, "'all_except_last' needs 3 layers.*decoder_layers is 2"),
         ({"sharing": "every_2", "encoder_layers": 5}, "every_2' needs an even number of layers, encoder_layers is 5"),
-        (
-            {"sandwich_dim": 15, "sandwich_attention_heads": 4},
-            "is 4, which .* sandwich_dim 15; these do: 1, 3, 5, 15",
-        ),
-        (
-            {"sandwich_dim": 17, "sandwich_attention_heads": None},
-            "is 10, which .* sandwich_dim 17; these do: 1, 17",
-        ),
+        ({"sandwich_dim": 15, "sandwich_attention_heads": 4}, "is 4, which .* sandwich_dim 15; these do: 1, 3, 5, 15"),
+        ({"sandwich_dim": 17, "sandwich_attention_heads": None}, "is 10, which .* sandwich_dim 17; these do: 1, 17"),
         (
             {"sharing": "all", "sandwich_dim": 24},
             "sandwich_dim is 24, but sharing='all' has no .*None.*16.*'sandwich'",
         ),
-        (
-            {"sharing": "none", "sandwich_ffn_dim": 30},
-            "sandwich_ffn_dim is 30.*'none' has no .*None.*24.*'sandwich'",
-        ),
+        ({"sharing": "none", "sandwich_ffn_dim": 30}, "sandwich_ffn_dim is 30.*'none' has no .*None.*24.*'sandwich'"),
         ({"encoder_attention_heads": 3}, "encoder_attention_heads is 3, which does not divide d_model 16.*1, 2, 4"),
-        ({"decoder_attention_heads": 0}, "decoder_attention_heads is 0, which does not divide d_model 16"),
-        (
-            {"embedding_attention_heads": 3},
-            "is 3, which .* embedding_dim 8; these do: 1, 2, 4, 8",
-        ),
+        ({"embedding_attention_heads": 3}, "is 3, which .* embedding_dim 8; these do: 1, 2, 4, 8"),
         ({"embedding": "save"}, "embedding is 'save'; it is one of adaptive, full, linear, safe"),
         ({"embedding": "full"}, "embedding_dim is 8, but embedding='full' is d_model wide.*None.*16.*'linear'"),
         ({**NARROW_BANDS, "embedding_dim": 8}, "embedding_dim is 8, but embedding='adaptive' is d_model wide.*None"),
         ({"embedding_dim": -8}, "embedding_dim is -8; it is at least 1"),
-        (
-            {"embedding_inner_dim": 9},
-            "embedding_inner_dim is 9, but embedding='safe' has no such .*'linear'",
-        ),
+        ({"embedding_inner_dim": 9}, "embedding_inner_dim is 9, but embedding='safe' has no such .*'linear'"),
         ({"output_inner_dim": 0}, "output_inner_dim is 0; it is at least 1"),
-        ({"sandwich_dim": -8}, "sandwich_dim is -8; it is at least 1"),
-        ({"sandwich_ffn_dim": -8}, "sandwich_ffn_dim is -8; it is at least 1"),
-        ({"ffn_dim": 0}, "ffn_dim is 0; it is at least 1"),
         ({**NARROW_BANDS, "adaptive_cutoffs": None}, "adaptive_cutoffs is None.*rise from 1 to below.*40 tokens"),
-        ({**NARROW_BANDS, "adaptive_cutoffs": []}, r"adaptive_cutoffs is \[\].*rise from 1 to below.*40 tokens"),
         ({**NARROW_BANDS, "adaptive_cutoffs": [10, 40]}, r"adaptive_cutoffs is \[10, 40\].*below.*40 tokens"),
-        ({**NARROW_BANDS, "adaptive_cutoffs": [10, 41]}, r"adaptive_cutoffs is \[10, 41\].*below.*40 tokens"),
         ({**NARROW_BANDS, "adaptive_cutoffs": [20, 10]}, r"adaptive_cutoffs is \[20, 10\].*rise"),
-        ({**NARROW_BANDS, "adaptive_cutoffs": [10, 10]}, r"adaptive_cutoffs is \[10, 10\].*rise"),
         ({**NARROW_BANDS, "adaptive_cutoffs": [0, 10]}, r"adaptive_cutoffs is \[0, 10\].*rise from 1"),
         ({**NARROW_BANDS, "adaptive_factor": 0}, "adaptive_factor is 0.*at least 1"),
-        (
-            {**NARROW_BANDS, "adaptive_factor": 5},
-            "adaptive_factor is 5: 3 bands .* from 16 down to 0.64",
-        ),
+        ({**NARROW_BANDS, "adaptive_factor": 5}, "adaptive_factor is 5: 3 bands .* from 16 down to 0.64"),
         ({**NARROW_BANDS, "embedding_rank": 4}, "embedding_rank is 4, but embedding='adaptive' has narrow bands"),
     ],
     "partialformer": [
-        (
-            {"head_scaling": False},
-            "head_scaling is False, and encoder.* = 5 x 6 = 30 is not d_model 16.*equal",
-        ),
+        ({"head_scaling": False}, "head_scaling is False, and encoder.* = 5 x 6 = 30 is not d_model 16.*equal"),
         (
             {"head_scaling": False, "encoder_attention_heads": 4, "head_dim": 4},
             "decoder.* = 3 x 4 = 12 is not d_model 16",
         ),
         ({"head_dim": 0}, "head_dim is 0; it is at least 1"),
-        ({"base_attention_heads": 0}, "base_attention_heads is 0; it is at least 1"),
-        ({"max_relative_position": 0}, "max_relative_position is 0; it is at least 1"),
         ({"encoder_attention_heads": 0}, "encoder_attention_heads is 0; it is at least 1"),
-        ({"decoder_attention_heads": -1}, "decoder_attention_heads is -1; it is at least 1"),
         ({"encoder_ffn_expansion": 0}, "encoder_ffn_expansion is 0; it is at least 1"),
-        ({"decoder_ffn_expansion": 0}, "decoder_ffn_expansion is 0; it is at least 1"),
         ({"encoder_groups": 3}, r"encoder_groups is 3, but 4 layers form equal groups only for \[1, 2, 4\]"),
-        ({"decoder_groups": 0}, r"decoder_groups is 0, but 2 layers form equal groups only for \[1, 2\]"),
         ({"gate_activation": "gelu"}, "gate_activation is 'gelu'; it is one of relu, sigmoid, tanh"),
         ({"global_attention": "all"}, "global_attention is 'all'; it is one of content, none, relative"),
         ({"encoder_ffn_in": "cross"}, "encoder_ffn_in is 'cross'; it is one of none, self"),
-        ({"decoder_ffn_in": "all"}, "decoder_ffn_in is 'all'; it is one of both, cross, none, self"),
         ({"encoder_style": "plain"}, "encoder_style is 'plain'; it is one of partial, vanilla"),
-        ({"decoder_style": "plain"}, "decoder_style is 'plain'; it is one of partial, vanilla"),
-        (
-            {**VANILLA, "base_attention_heads": 3},
-            "base_attention_heads is 3, which .* d_model 16; these do: 1, 2, 4",
-        ),
+        ({**VANILLA, "base_attention_heads": 3}, "base_attention_heads is 3, which .* d_model 16; these do: 1, 2, 4"),
         ({"vanilla_head_scaling": True}, "vanilla_head_scaling is True, but neither encoder_style nor decoder_style"),
         ({"embedding": "safe"}, "embedding is 'safe'; it is one of adaptive, full"),
     ],
@@ -247,16 +197,6 @@ def test_two_vocabularies_stay_two():
     assert config_class("lightformer")(**config.to_dict()).decoder_vocab_size == 32
 
 
-def test_widths_of_a_subformer_follow_from_others():
-    fresh = config_class("subformer")
-    config = fresh(d_model=128, ffn_dim=300)
-    assert (config.sandwich_dim, config.sandwich_ffn_dim, config.sandwich_attention_heads) == (128, 300, 2)
-    assert (config.embedding_dim, config.embedding_attention_heads) == (64, 1)
-    assert fresh(d_model=128, embedding="full").embedding_attention_heads is None
-    with pytest.raises(ValueError, match="sandwich_dim is 0; it is at least 1"):
-        fresh(sandwich_dim=0)
-
-
 @pytest.mark.parametrize("variant", ["lightformer", "subformer-sandwich", "partialformer"])
 def test_what_was_changed_is_checked_when_a_model_is_made(variant):
     config = make_config(variant)
@@ -320,10 +260,6 @@ def test_word_vectors_are_for_classification(model_class):
     assert LightFormerForSequenceClassification(config).get_input_embeddings().weight.shape == (40, 10)
 
 
-def test_no_group_field_is_one_layer_a_depth():
-    assert group_layers(3, None) == [0, 1, 2]
-
-
 @given(st.integers(1, 6), st.integers(1, 6))
 def test_groups_are_contiguous_and_equal(groups, size):
     expected = [index for index in range(groups) for _ in range(size)]
@@ -333,11 +269,6 @@ def test_groups_are_contiguous_and_equal(groups, size):
     for depth, (layer, slots) in enumerate(stack.by_depth()):
         assert layer is stack[depth // size]
         assert slots == {"layer_idx": depth, "cross_layer_idx": depth // size * size}
-
-
-def test_fresh_weights_have_the_architectures_own_start_unless_told_otherwise():
-    assert LightFormerConfig(d_model=64).init_std is None
-    assert LightFormerConfig(d_model=64, init_std=0.02).init_std == 0.02
 
 
 def test_every_head_has_a_width_that_tools_can_read(tmp_path):
@@ -474,15 +405,6 @@ def test_heads_are_free_of_the_width_under_head_scaling():
     assert vanilla.in_proj.weight.shape == (6 * (3 + 3 + 3), 16)
     assert (partial.expand.weight.shape, partial.mix.weight.shape) == ((5, 3), (5, 5))
     assert model.decoder.layers[0].fc1.weight.shape == (64, 16)
-
-
-def test_defaults_of_partialformer():
-    """§4 and the released code: ρ is 4 and 2, 8 base heads, ReLU gates, residual-like attention from the content."""
-    config = PartialFormerConfig()
-    assert (config.encoder_ffn_expansion, config.decoder_ffn_expansion, config.base_attention_heads) == (4, 2, 8)
-    assert (config.gate_activation, config.global_attention, config.ffn_residual) == ("relu", "content", True)
-    assert (config.encoder_style, config.decoder_style, config.head_scaling) == ("partial", "partial", True)
-    assert (config.encoder_ffn_in, config.decoder_ffn_in, config.ffn_glu) == ("self", "both", False)
 
 
 def test_a_causal_partialformer_keeps_its_configuration(tmp_path):

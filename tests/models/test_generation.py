@@ -72,7 +72,7 @@ def test_every_cached_step_of_a_causal_model_equals_the_whole_sequence(head, var
     assert len(cache.layers) == model.config.decoder_layers + model.config.extra_cache_slots
 
 
-@every(GENERATING)
+@every(GENERATING, SPECIAL)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_cache_changes_no_token(head, variant, mode):
     model = make_model(head, variant, seed=3)
@@ -121,7 +121,7 @@ def test_assisted_generation(variant, assistant_variant):
     assert torch.equal(model.generate(ids, assistant_model=assistant, **settings), model.generate(ids, **settings))
 
 
-@every_attention()
+@every_attention(variants=SPECIAL)
 @pytest.mark.parametrize("side", ["right", "left"])
 @torch.no_grad()
 def test_a_padded_sentence_gets_what_it_gets_alone(head, variant, attention, side):
@@ -159,7 +159,7 @@ def test_a_padded_sentence_is_continued_as_alone(head, variant, beams):
         assert [row[: len(expected)] for row, expected in zip(together.tolist(), alone, strict=True)] == alone
 
 
-@every_attention(["CausalLM"])
+@every_attention(["CausalLM"], SPECIAL)
 @torch.no_grad()
 def test_sentences_packed_in_one_row(head, variant, attention):
     """Positions that start again at 0 separate sentences of a causal model."""

@@ -8,11 +8,7 @@ import torch
 from models import references
 from models.references import SOURCES, TARGETS, Weights, double_model, padded
 
-from lightformers_hf.models import (
-    PartialFormerConfig,
-    PartialFormerForCausalLM,
-    PartialFormerForConditionalGeneration,
-)
+from lightformers_hf.models import PartialFormerConfig, PartialFormerForCausalLM, PartialFormerForConditionalGeneration
 from lightformers_hf.models.modeling_partialformer import GlobalAttention, PartialAttention
 
 pytestmark = pytest.mark.quick
@@ -151,17 +147,11 @@ def test_global_attention(kind):
 def test_cross_attention_has_no_global_attention():
     model = make({})
     attentions = model(
-        torch.tensor([SOURCES[0]]),
-        decoder_input_ids=torch.tensor([TARGETS[1]]),
-        output_attentions=True,
+        torch.tensor([SOURCES[0]]), decoder_input_ids=torch.tensor([TARGETS[1]]), output_attentions=True
     )
     with torch.no_grad():
         model.model.decoder.global_attention.in_proj.weight.mul_(3)
-    changed = model(
-        torch.tensor([SOURCES[0]]),
-        decoder_input_ids=torch.tensor([TARGETS[1]]),
-        output_attentions=True,
-    )
+    changed = model(torch.tensor([SOURCES[0]]), decoder_input_ids=torch.tensor([TARGETS[1]]), output_attentions=True)
     assert not torch.allclose(attentions.decoder_attentions[0], changed.decoder_attentions[0])
     assert all(
         torch.equal(a, b) for a, b in zip(attentions.encoder_attentions, changed.encoder_attentions, strict=True)

@@ -5,11 +5,7 @@ import torch
 from models import references
 from models.references import SOURCES, TARGETS, Weights, double_model, padded
 
-from lightformers_hf.models import (
-    SubformerConfig,
-    SubformerForCausalLM,
-    SubformerForConditionalGeneration,
-)
+from lightformers_hf.models import SubformerConfig, SubformerForCausalLM, SubformerForConditionalGeneration
 
 pytestmark = pytest.mark.quick
 

@@ -157,7 +157,7 @@ def widths_by_depth(config, stack: str) -> list[int]:
     return widths
 
 
-@every()
+@every(variants=SPECIAL)
 @torch.no_grad()
 def test_recorded_states(head, variant):
     """One attention a depth and one state more than depths, also where layers are shared."""
@@ -201,7 +201,7 @@ def test_the_attention_implementation_can_be_changed(variant):
     torch.testing.assert_close(out.logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@every(TRAINED)
+@every(TRAINED, SPECIAL)
 @torch.no_grad()
 def test_embeddings_in_place_of_ids(head, variant):
     model = make_model(head, variant, **({"embedding_dim": 10} if head == "SequenceClassification" else {}))

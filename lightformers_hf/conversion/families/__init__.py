@@ -120,12 +120,10 @@ class OwnFamily(Family):
 
     @classmethod
     def own_config(cls, config: Any) -> Any:
-        """Return the configuration unchanged."""
         return config
 
     @classmethod
     def own_name(cls, name: str) -> str | None:
-        """Return the name unchanged."""
         return name
 
 

@@ -51,7 +51,6 @@ class T5(Family):
 
     @classmethod
     def own_config(cls, config: PreTrainedConfig) -> LightFormerConfig:
-        """As every family's, under this package's names."""
         dropouts = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), config.dropout_rate)
         start = getattr(config, "decoder_start_token_id", None)
         tasks = {name: getattr(config, name) for name in ("task_specific_params",) if hasattr(config, name)}
@@ -135,7 +134,6 @@ class MT5(T5):
 
     @classmethod
     def scales_output(cls, config: PreTrainedConfig) -> bool:
-        """Never."""
         return False
 
 
@@ -148,10 +146,8 @@ class UMT5(T5):
 
     @classmethod
     def scales_output(cls, config: PreTrainedConfig) -> bool:
-        """As transformers does, which ties all of them."""
         return config.tie_word_embeddings
 
     @classmethod
     def place_of_positions(cls, layer: str) -> str:
-        """In the layer itself."""
         return f"{layer}.relative_positions.weight"

@@ -122,11 +122,7 @@ class Form(ABC):
 
     @abstractmethod
     def follow(self, policy: RankPolicy) -> Setting:
-        """The setting that a rule gives to this place.
-
-        Raises:
-            ValueError: the rule does not apply to the form or the place.
-        """
+        """The setting that a rule gives to this place."""
 
     @abstractmethod
     def build(self, setting: Setting) -> Built:

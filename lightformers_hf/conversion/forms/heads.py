@@ -82,7 +82,6 @@ class NarrowerHeads(Form):
 
     @classmethod
     def places(cls, dense: PreTrainedModel) -> dict[str, tuple[str, ...]]:
-        """Every attention of an encoder-decoder LightFormer whose heads have four matrices of their own."""
         if not hasattr(dense.config, "head_dim_pattern"):
             return {}
         modules = dense.named_modules()
@@ -90,7 +89,6 @@ class NarrowerHeads(Form):
 
     @classmethod
     def fields(cls, reports: Sequence[MatrixReport], dense: PreTrainedModel) -> dict[str, object]:
-        """The commonest width of heads as a field, the others as patterns."""
         if not reports:
             return {}
         found = {report.name.rpartition(".")[0]: report.size for report in reports}
@@ -107,7 +105,6 @@ class NarrowerHeads(Form):
 
     @property
     def least(self) -> Setting:
-        """Heads one wide."""
         return 1
 
     @property
@@ -171,13 +168,11 @@ class NarrowerHeads(Form):
         return torch.cat([self.originals.matrix(name).double(), self._bias(name)[None]])
 
     def size(self, setting: Setting | Tensor) -> Tensor | float:
-        """Parameters of the block's matrices with heads of that width."""
         inner = self.heads * (max(self.widths) if setting is None else setting)
         shapes = {part: self.shape(f"{self.name}.{part}") for part in PARTS}
         return inner * sum(n if part == "out_proj" else m for part, (m, n) in shapes.items())
 
     def choices(self) -> Choices:
-        """Every width below that of the teacher's heads, and that."""
         queries, contexts, _ = self._bottlenecks
         costs = (queries.costs() + contexts.costs()).cpu()[1:]
         costs[-1] = 0.0  # unchanged
@@ -185,12 +180,10 @@ class NarrowerHeads(Form):
         return Choices([*self.widths[:-1], None], costs, sizes)
 
     def follow(self, policy: RankPolicy) -> Setting:
-        """The largest width that makes the block as small as a ratio asks for."""
         rule = policy.rule(short_name(self.name), "attention")
         return None if rule is None else rule.choose_width(short_name(self.name), self.widths)
 
     def build(self, setting: Setting) -> Built:
-        """The block with heads of that width."""
         if setting is None:
             return self.keep([f"{self.name}.{part}" for part in PARTS])
         queries, contexts, mean = self._bottlenecks

@@ -28,7 +28,6 @@ class LowRank(Form):
 
     @classmethod
     def places(cls, dense: PreTrainedModel) -> dict[str, tuple[str, ...]]:
-        """Every matrix."""
         return {name: (name,) for name, _ in find_matrices(dense)}
 
     @classmethod
@@ -56,17 +55,14 @@ class LowRank(Form):
 
     @classmethod
     def holds(cls, module: nn.Module) -> bool:
-        """A product of two."""
         return rank_of(module) is not None
 
     @property
     def least(self) -> Setting:
-        """Rank 1, unless the matrix is smaller as it is."""
         m, n = self.shape(self.name)
         return 1 if m + n < m * n else None
 
     def size(self, setting: Setting | Tensor) -> Tensor | float:
-        """Parameters of the matrix at that rank."""
         m, n = self.shape(self.name)
         return m * n if setting is None else m * setting + setting * n
 
@@ -80,7 +76,6 @@ class LowRank(Form):
         return singular_values(matrix, name=short_name(self.name), metric=self._metric).cpu()
 
     def choices(self) -> Choices:
-        """Every rank, and dense."""
         ranks = torch.arange(1, len(self._singular_values) + 1)
         sizes = torch.as_tensor(self.size(ranks)).double()
         dense = torch.as_tensor(self.size(None)).double()
@@ -89,7 +84,6 @@ class LowRank(Form):
         return Choices([*ranks[pays].tolist(), None], costs, torch.cat([sizes[pays], dense[None]]))
 
     def follow(self, policy: RankPolicy) -> Setting:
-        """The rank that ratio, rank or energy give; of the latter the decomposition is kept for `build`."""
         name, kind = short_name(self.name), self.kind(self.name)
         values = None
         if policy.needs_spectrum(name, kind):
@@ -98,7 +92,6 @@ class LowRank(Form):
         return policy.choose(name, kind, *self.shape(self.name), values)
 
     def build(self, setting: Setting) -> Built:
-        """The matrix at that rank."""
         source = self.originals.own_module(self.name)
         if source is not None and self.holds(source):
             # A source that is factorized already, and would not get smaller, keeps the factors it has.
@@ -142,7 +135,6 @@ class LowRank(Form):
     def nearest_state(
         cls, module: nn.Module, matrix: Tensor, bias: Tensor | None, find_metric: Callable[[], Metric], *, name: str
     ) -> dict[str, Tensor]:
-        """As `Form.nearest_state`, by truncated SVD in the metric."""
         rank = rank_of(module)
         factors = decompose(matrix, name=name, rank=rank, metric=find_metric()).truncate(rank, "balanced")
         return low_rank_state(module, factors.left, factors.right, bias)

@@ -114,7 +114,6 @@ class FewerNeurons(Form):
 
     @classmethod
     def places(cls, dense: PreTrainedModel) -> dict[str, tuple[str, ...]]:
-        """Every feed-forward network of an encoder-decoder LightFormer."""
         if not hasattr(dense.config, "ffn_dim_pattern"):
             return {}
         parts = GATED_PARTS if dense.config.gated_ffn else PARTS
@@ -122,7 +121,6 @@ class FewerNeurons(Form):
 
     @classmethod
     def fields(cls, reports: Sequence[MatrixReport], dense: PreTrainedModel) -> dict[str, object]:
-        """The commonest number of each stack as a field, the others as patterns."""
         if not reports:
             return {}
         found = {report.name.rpartition(".")[0]: report.size for report in reports}
@@ -140,7 +138,6 @@ class FewerNeurons(Form):
 
     @property
     def least(self) -> Setting:
-        """One neuron."""
         return 1
 
     def _moments(self) -> tuple[Tensor, Tensor]:
@@ -187,22 +184,18 @@ class FewerNeurons(Form):
         return [len(elimination.order) - removed for removed in elimination.removed]
 
     def size(self, setting: Setting | Tensor) -> Tensor | float:
-        """Parameters of the network's matrices with so many neurons."""
         size, n = self.shape(self._last)
         return (sum(self.shape(name)[0] for name in self._first) + n) * (size if setting is None else setting)
 
     def choices(self) -> Choices:
-        """So many neurons as the elimination has a cost for."""
         sizes = torch.as_tensor(self.size(torch.tensor(self.widths))).double()
         return Choices([None, *self.widths[1:]], self._elimination.costs, sizes)
 
     def follow(self, policy: RankPolicy) -> Setting:
-        """The largest number that makes the network as small as a ratio asks for."""
         rule = policy.rule(short_name(self.name), "ffn")
         return None if rule is None else rule.choose_width(short_name(self.name), self.widths)
 
     def build(self, setting: Setting) -> Built:
-        """The network with so many neurons."""
         if setting is None:
             return self.keep([*self._first, self._last])
         elimination, (moment, mean) = self._elimination, self._moments()

@@ -68,13 +68,7 @@ class KeptTokens:
 
 
 def choose_tokens(teacher: Teacher, options: CompressionOptions) -> KeptTokens:
-    """The tokens of a teacher that stay, by `CompressionOptions`, and a tokenizer that contains only them.
-
-    Raises:
-        ValueError: no tokenizer, or an unknown kind; an unknown language; no text, or only unknown tokens; fewer
-            tokens asked for than must stay.
-        FileNotFoundError: a text that is not there.
-    """
+    """The tokens of a teacher that stay, by `CompressionOptions`, and a tokenizer that contains only them."""
     tokenizer = teacher.tokenizer()
     vocabularies = read_vocabularies(tokenizer)
     codes = find_languages(tokenizer)
@@ -272,9 +266,7 @@ def rebuild(
 
 
 def _strange(
-    rebuilt: PreTrainedTokenizerBase,
-    vocabularies: Mapping[str, Mapping[str, int]],
-    kept: Mapping[str, Sequence[int]],
+    rebuilt: PreTrainedTokenizerBase, vocabularies: Mapping[str, Mapping[str, int]], kept: Mapping[str, Sequence[int]]
 ) -> set[str]:
     """Tokens of a rebuilt tokenizer whose id is not the one that they were given."""
     found = set()

@@ -41,12 +41,10 @@ class SentencePieceFiles(SavedTokenizer):
         ]
 
     def needed(self) -> set[str]:
-        """Single characters, bytes, and special pieces of the models."""
         texts = {piece.text for model in self.models.values() for piece in model.pieces}
         return lone_characters(texts).union(*(model.needed() for model in self.models.values())) & self.known
 
     def parts(self, token: str) -> set[str]:
-        """The token, and in byte-pair encoding the tokens that are merged into it."""
         found = {token}
         for scores in self.scores:
             found |= merges_of(token, partial(_rank_in, scores)) & self.known

