@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from .layers import Expansion
 from .search import Search
 from .shortlisting import ShortlistReport, add_shortlist
 from .source import Source, read_source
+from .tokenizer_file import TokenizerReport, write_tokenizer_file
 
 SENTENCES, TOKENS = 6, 12  # of the comparison
 EXACT = 1e-3
@@ -47,6 +49,9 @@ class ExportReport:
         encoder_table: numbers of the encoder's token table, where it was multiplied out.
         shortlist: what is known of it, where there is one.
         prefix: what stands before every source, as T5 asks for: that of its two languages, or the only one.
+        tokenizer: how the written `tokenizer.json` compares with the checkpoint's tokenizer.
+        beside: {other quantization that the folder holds too: its bytes, and its mean difference of log p;
+            `None` where that difference was too large}.
     """
 
     engine: str
@@ -63,35 +68,22 @@ class ExportReport:
     encoder_table: int = 0
     shortlist: ShortlistReport | None = None
     prefix: str = ""
+    tokenizer: TokenizerReport = field(default_factory=TokenizerReport)
+    beside: dict[str, tuple[int, float] | None] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        engine: str,
-        quantization: str | None,
-        source: Source,
-        expansion: Expansion,
-        weight_bytes: int,
-        difference: float,
-        shortlist: ShortlistReport | None,
-        prefix: str,
-    ) -> ExportReport:
-        """What is known of an export."""
+    def of(cls, source: Source, expansion: Expansion, **found: Any) -> ExportReport:
+        """The report on the export of a checkpoint; `found` are the fields that these two do not hold."""
         return cls(
-            engine=engine,
-            quantization=quantization,
             source=printable_name(source.name),
             parameters=unique_parameters(source.model),
             multiplied_out=expansion.matrices,
             factor_parameters=expansion.parameters_before,
             product_parameters=expansion.parameters_after,
             narrowed_attentions=expansion.narrowed_attentions,
-            weight_bytes=weight_bytes,
-            difference=difference,
             max_position_embeddings=source.model.config.max_position_embeddings,
             encoder_table=expansion.encoder_table,
-            shortlist=shortlist,
-            prefix=prefix,
+            **found,
         )
 
     def lines(self, output: str | Path) -> list[str]:
@@ -118,6 +110,13 @@ class ExportReport:
             lines.append(f"The heads of {self.narrowed_attentions} attentions were narrowed to their rank, exactly.")
         if self.shortlist is not None:
             lines += self.shortlist.lines()
+        for other, written in self.beside.items():
+            if written is None:
+                lines.append(f"{other} is missing: its log-probabilities differ too much from the checkpoint's.")
+            else:
+                size, difference = written
+                lines.append(f"Beside it: {other}, {size / 1e6:,.1f} MB, differing by {difference:.2g} nats (mean).")
+        lines += self.tokenizer.lines()
         lines.append(
             f"Try it: lightformers translate {output}; in Python lightformers_hf.export.load_engine({str(output)!r})."
         )
@@ -146,7 +145,8 @@ def export(
         model: a checkpoint folder, or a name on the Hub.
         output: the folder to write.
         to: the engine, one of `engine_names()`.
-        quantization: `int8`, or another of the engine's `QUANTIZATIONS`. `None`: float32.
+        quantization: `int8`, or another of the engine's `QUANTIZATIONS`. `None`: float32; to ONNX, `int8` and
+            `float16` are written beside it.
         shortlist: text from which it is learned which target tokens can come with which of the source's: parallel text
             (a file or a dataset on the Hub), or text of the source alone (a file of lines, or data), which the model
             translates. The output layer is then computed for these alone. `None`: for all tokens.
@@ -167,23 +167,65 @@ def export(
     folder = resolve_source(model)
     with atomic_output(output, overwrite=overwrite, inputs=[folder, shortlist]) as temporary:
         source = read_source(folder, str(model), to, (source_lang, target_lang))
+        tokenizer_report = TokenizerReport(missing="the checkpoint has no tokenizer")
+        beside = {
+            other: write_beside(engine, source, temporary, other)
+            for other in (getattr(engine, "BESIDE", ()) if quantization is None else ())
+        }
+        before = folder_bytes(temporary)
         expansion = engine.write(source, temporary, quantization)
         columns = named_columns(source_lang, target_lang)
         listed = add_shortlist(engine, source, temporary, quantization, shortlist, columns) if shortlist else None
-        written = sum(file.stat().st_size for file in temporary.iterdir())
+        written = folder_bytes(temporary) - before
         if source.tokenizer is not None:
             source.tokenizer.save_pretrained(temporary)
-        source.generation.save_pretrained(temporary)
-        difference = measure_difference(source, engine, temporary, quantization)
+            tokenizer_report = write_tokenizer_file(source.tokenizer, temporary)
         prefixes = find_prefixes(source.model.config, source_lang, target_lang)
         prefix = prefixes[0] if len(prefixes) == 1 else ""
-        report = ExportReport.of(to, quantization, source, expansion, written, difference, listed, prefix)
+        if hasattr(engine, "write_config"):
+            engine.write_config(source, temporary, prefix)
+        source.generation.save_pretrained(temporary)
+        difference = measure_difference(source, engine, temporary, quantization)
+        report = ExportReport.of(
+            source,
+            expansion,
+            engine=to,
+            quantization=quantization,
+            weight_bytes=written,
+            difference=difference,
+            shortlist=listed,
+            prefix=prefix,
+            tokenizer=tokenizer_report,
+            beside=beside,
+        )
         write_json(asdict(report), temporary / EXPORT_FILE)
         hub_name = None if Path(os.path.expanduser(model)).is_dir() else str(model)
         inherited = inherited_metadata(folder, hub_name)
         lines = report.lines(Path(output).name)
         write_export_card(temporary, inherited, engine=to, form=quantization or "float32", lines=lines)
     return report
+
+
+def write_beside(engine: EngineFile, source: Source, folder: Path, quantization: str) -> tuple[int, float] | None:
+    """Write a model in fewer bits before the one in float32. Return its bytes and its difference of log p.
+
+    Return `None` where the difference is too large, and leave the folder without that model.
+    """
+    before = set(folder.rglob("*"))
+    engine.write(source, folder, quantization)
+    files = [file for file in folder.rglob("*") if file not in before and file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    try:
+        return size, measure_difference(source, engine, folder, quantization)
+    except ValueError:
+        for file in files:
+            file.unlink()
+        return None
+
+
+def folder_bytes(folder: Path) -> int:
+    """The bytes of all files in a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def check_engine(to: str, quantization: str | None) -> EngineFile:

@@ -223,7 +223,7 @@ def _deploy(
             name,
             folder,
             to=engine,
-            quantization=quantization,
+            quantization=quantization or "float32",
             shortlist=listed,
             source_lang=source,
             target_lang=target,

@@ -8,7 +8,9 @@ The extra of `pyproject.toml` that installs the library has the engine's name. T
 - `load(folder, search, threads)`, which returns a model ready to run (see `RunningModel`);
 - `describe_loading(folder)`, which says in a sentence how to run the folder without this package, or `None`;
 - and if it can compute a part of the output layer, `write_shortlist(source, folder, quantization, shortlist)`, which
-  writes a `Shortlist` to one of `SHORTLIST_FILES` beside what `write` wrote.
+  writes a `Shortlist` to one of `SHORTLIST_FILES` beside what `write` wrote;
+- and if one folder can hold several quantizations, `BESIDE`, those that are written with float32;
+- and if other programs need a configuration, `write_config(source, folder, prefix)`, which writes it.
 
 This file imports neither PyTorch nor any engine.
 """
