@@ -12,6 +12,7 @@ from ..conversion.options import METHODS, CompressionOptions, read_pattern
 from ..export.engines import check_engine_name, engine_names
 from .output import CHECKPOINT, DATA, Answer, Argument, check_new_folder, command, join_names, option
 
+WEB = "web"
 SOURCE = Argument("source", about="A checkpoint folder, or a name on the Hub.", type=CHECKPOINT)
 OUTPUT = Argument("output", about="The folder to write.", type=click.Path(path_type=Path))
 OVERWRITE = option("--overwrite", is_flag=True, help="Replace what a command wrote there.")
@@ -115,7 +116,9 @@ def convert(source: str, output: Path, overwrite: bool, **options: Any) -> Answe
 @command(
     SOURCE,
     OUTPUT,
-    option("--to", required=True, values=engine_names, help=f"{join_names(engine_names())}."),
+    option(
+        "--to", required=True, values=lambda: [*engine_names(), WEB], help=f"{join_names([*engine_names(), WEB])}."
+    ),
     option(
         "--quantization",
         values=("int8", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16"),
@@ -129,19 +132,53 @@ def convert(source: str, output: Path, overwrite: bool, **options: Any) -> Answe
     ),
     option("--source-lang", metavar="de", help="Its column; of multilingual models also their code, de or de=de_DE."),
     option("--target-lang", metavar="en", help="The same of the target."),
+    option("--compare", type=CHECKPOINT, metavar="TEACHER", help="Of a page for the web: a model to run beside it."),
     OVERWRITE,
 )
-def export(source: str, output: Path, to: str, quantization: str | None, overwrite: bool, **options: Any) -> Answer:
-    """Write a LightFormer, or a dense model that becomes one, for CTranslate2 or ONNX Runtime, which run it fastest.
+def export(
+    source: str,
+    output: Path,
+    to: str,
+    quantization: str | None,
+    overwrite: bool,
+    compare: str | None,
+    **options: Any,
+) -> Answer:
+    """Write a LightFormer, or a dense model that becomes one, for CTranslate2, ONNX Runtime or a web page.
 
     Says what the engine cannot express, and compares its outputs with the checkpoint's; needs
     pip install 'lightformers_hf[export]'.
 
-    Example: lightformers export opus-mt-de-en-light opus-mt-de-en-int8 --to ctranslate2 --quantization int8
+    --to web writes a static page that translates in the browser, with transformers.js; needs npm.
+
+    Examples:
+
+        lightformers export opus-mt-de-en-light opus-mt-de-en-int8 --to ctranslate2 --quantization int8
+
+        lightformers export opus-mt-de-en-light page --to web --compare opus-mt-de-en
     """
+    if to == WEB:
+        return _export_web(source, output, quantization, compare, overwrite=overwrite, **options)
     check_engine_name(to)
+    if compare is not None:
+        raise click.UsageError(f"--compare belongs to --to {WEB}, but --to is {to}. Leave it out.")
     check_new_folder(output, overwrite, [source, options["shortlist"]])
     from ..export import export as run
 
     report = run(source, output, to=to, quantization=quantization, overwrite=overwrite, **options)
+    return Answer({"output": str(output), **asdict(report)}, report.lines(output))
+
+
+def _export_web(
+    source: str, output: Path, quantization: str | None, compare: str | None, *, overwrite: bool, **options: Any
+) -> Answer:
+    """Write a page that translates in the browser."""
+    if quantization not in (None, "int8") or options.pop("shortlist") is not None:
+        raise click.UsageError(
+            f"--to {WEB} has int8 models without a shortlist. Leave --quantization and --shortlist out."
+        )
+    check_new_folder(output, overwrite, [source, compare])
+    from ..export.web import export_web
+
+    report = export_web(source, output, compare=compare, overwrite=overwrite, **options)
     return Answer({"output": str(output), **asdict(report)}, report.lines(output))

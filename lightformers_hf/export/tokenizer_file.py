@@ -66,7 +66,7 @@ def write_tokenizer_file(tokenizer: PreTrainedTokenizerBase, folder: Path) -> To
     if getattr(tokenizer, "separate_vocabs", False):
         return TokenizerReport(missing="source and target have separate vocabularies, which one file cannot hold")
     made = convert_marian(tokenizer) if kind == "MarianTokenizer" else convert_m2m_100(tokenizer)
-    made.save(str(folder / FILE))
+    made.save(str(folder / FILE), pretty=False)
     return compare(tokenizer, made)
 
 
