@@ -17,9 +17,9 @@ def test_encoder_and_decoder_have_the_logits_of_the_model(variant, tmp_path):
     model = make_model("ConditionalGeneration", variant).eval()
     ids = torch.tensor([[9, 17, 5, 22, 2]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": ids[:, :3]}
-    program, _ = exporters.OnnxExporter().export_program(model, inputs, exporters.OnnxConfig())
-    program.save(tmp_path / "model.onnx")
-    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
+    exporters.OnnxExporter().export(model, inputs, exporters.OnnxConfig()).save_pretrained(tmp_path)
+    (file,) = tmp_path.rglob("*.onnx")
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     names = {value.name for value in session.get_inputs()}
     outputs = [value.name for value in session.get_outputs()]
     found = session.run(outputs, {name: value.numpy() for name, value in inputs.items() if name in names})

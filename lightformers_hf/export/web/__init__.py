@@ -158,8 +158,7 @@ def _write_model(name: str | Path, folder: Path, source_lang: str | None, target
     """Export a model in int8, and leave what a browser loads."""
     with tempfile.TemporaryDirectory() as place:
         made = Path(place, "made")
-        languages = {"source_lang": source_lang, "target_lang": target_lang}
-        report = export(name, made, to="onnx", quantization="int8", **languages)
+        report = export(name, made, to="onnx", quantization="int8", source_lang=source_lang, target_lang=target_lang)
         if report.tokenizer.missing:
             raise ValueError(f"{name} cannot run in a browser, it has no tokenizer.json: {report.tokenizer.missing}")
         for file in (file for pattern in MODEL_FILES for file in made.glob(pattern)):
