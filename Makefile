@@ -15,7 +15,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(VENV)/installed  ## train a teacher, compress it, win its quality back: about five minutes on two cores
-	$(BIN)/lightformers demo --output demo-output
+	$(BIN)/lightformers demo demo-output
 
 check: lint  ## style, imports, types, and the tests that most mistakes fail: a minute
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m quick tests

@@ -17,11 +17,16 @@ from lightformers_hf.cli import app
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.+?)\\[)\]]</\1>', flags=re.DOTALL)
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*(?![^<]*>)")  # in text, not inside a tag
 COMMANDS = "<!-- commands -->"
+RECIPE = re.compile(r"\[([^]]+)\]\((?:\.\./)+training/recipes/[^)]+\)")
 CONFIGURATION = re.compile("<!-- fields of (\\w+) -->")
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Put the help of every command, and the fields of a configuration, where a page asks for them."""
+    """Put the help of every command, and the fields of a configuration, where a page asks for them.
+
+    Links to recipes, which are no part of the site, become the names of the files.
+    """
+    markdown = RECIPE.sub(r"`\1.yaml`", markdown)
     markdown = CONFIGURATION.sub(lambda match: "\n".join(describe_configuration(match[1])), markdown)
     return markdown.replace(COMMANDS, "\n".join(describe(app, "lightformers"))) if COMMANDS in markdown else markdown
 
@@ -43,9 +48,9 @@ def describe(command: click.Command, name: str, parent: click.Context | None = N
 
 def describe_configuration(name: str) -> Iterator[str]:
     """A table of a configuration's own fields, and of those that it gives another default."""
-    from lightformers_hf.models import configuration_base
+    from lightformers_hf.models import configuration_lightformer
 
-    shared = configuration_base.FactorizedConfig
+    shared = configuration_lightformer.FactorizedConfig
     config = getattr(lightformers_hf, name, shared)
     below = {field.name: field.default for field in dataclasses.fields(config.__mro__[1])}
     sentences = field_sentences(shared) | field_sentences(config)
@@ -75,6 +80,7 @@ def on_page_content(content: str, **_: object) -> str:
         return f'<div class="formula">{formula}</div>' if display == "block" else formula
 
     content = OPTION.sub(r'<span class="option">\g<0></span>', FORMULA.sub(replace, content))
+    content = re.sub(r'="docs/([\w/-]+)\.md"', r'="\1.html"', content)
     return content.replace('="docs/pictures/', '="pictures/')
 
 

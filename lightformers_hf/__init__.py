@@ -10,9 +10,11 @@ from .lazy import lazy_names
 from .registration import register_when_used
 
 if TYPE_CHECKING:
-    from .conversion.convert import convert, plan
     from .conversion.options import CompressionOptions, StudyOptions
+    from .evaluation.evaluate import evaluate
     from .evaluation.translate import translate
+    from .export.engine import load_engine
+    from .export.write import export
     from .hub import push_to_hub
     from .models import (
         LightFormerConfig,
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
         SubformerForConditionalGeneration,
         SubformerModel,
     )
+    from .workflows.compress import compress
+    from .workflows.convert import convert, plan
+    from .workflows.recover import recover
 
 __version__ = "0.1.0"
 
@@ -48,9 +53,14 @@ __all__ = [
     "SubformerForCausalLM",
     "SubformerForConditionalGeneration",
     "SubformerModel",
+    "compress",
     "convert",
+    "evaluate",
+    "export",
+    "load_engine",
     "plan",
     "push_to_hub",
+    "recover",
     "translate",
 ]
 
@@ -58,9 +68,14 @@ __all__ = [
 _HOMES = {
     "CompressionOptions": ".conversion.options",
     "StudyOptions": ".conversion.options",
-    "convert": ".conversion.convert",
-    "plan": ".conversion.convert",
+    "compress": ".workflows.compress",
+    "convert": ".workflows.convert",
+    "evaluate": ".evaluation.evaluate",
+    "export": ".export",
+    "load_engine": ".export.engine",
+    "plan": ".workflows.convert",
     "push_to_hub": ".hub",
+    "recover": ".workflows.recover",
     "translate": ".evaluation.translate",
 }
 

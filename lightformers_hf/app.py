@@ -187,7 +187,7 @@ def read_form(name: str) -> tuple[str, str | None]:
     if not is_export(name):
         return CHECKPOINTS, None
     written = read_json(Path(name) / EXPORT_FILE)
-    return written["engine"], written["quantization"]
+    return written["engine"], written["quantization"] or "float32"
 
 
 def deploy_alike(

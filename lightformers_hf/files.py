@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, JSON, and the names of those that more than one part knows."""
+"""Files and folders: their names, JSON, and output that is written whole or not at all, by one process at a time."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ import hashlib
 import json
 import math
 import os
+import re
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, BinaryIO, Union, cast, get_args, get_origin, get_type_hints
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 CARD_FILE = "README.md"
 REPORT_FILE = "compression.json"
 EXPORT_FILE = "export.json"
@@ -37,50 +45,19 @@ TOKENIZER_FILES = (
     "*.spm",
     "*.model",
 )
+# What is read of a model's folder.
+MODEL_FILES = (
+    *("*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json"),
+    *(*TOKENIZER_FILES, CARD_FILE, REPORT_FILE, STATE_FILE),
+)
 MANIFEST_FILE = ".lightformers.json"  # in every folder that the package wrote: the names of what it wrote there
 UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)  # of a folder: nothing goes into it
 LARGEST = 2.0**63  # of what is measured, nothing is more
 LONGEST_NAME = 255  # bytes, of a file's name
+FULL = 1 << 26  # bytes left on a disk that count as none
 
 
-def beside(path: Path, word: str) -> Path:
-    """The path `.NAME.WORD` beside a file or folder; NAME is a digest of a name that would be too long."""
-    name = path.name
-    if len(os.fsencode(name)) > LONGEST_NAME - 32:
-        name = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
-    return path.with_name(f".{name}.{word}")
-
-
-@contextmanager
-def write_whole(path: Path) -> Iterator[BinaryIO]:
-    """A binary file that takes the place of `path` when all is written; an error leaves `path` as it was.
-
-    A link stays one, to what is written; a device or a pipe is written to.
-    """
-    if path.exists() and not path.is_file():
-        with path.open("wb") as file:
-            yield file
-        return
-    path = path.resolve()
-    partial = beside(path, secrets.token_hex(4) + ".partial")
-    try:
-        with partial.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def explain_unwritable(error: BaseException, library: str, folder: str | os.PathLike) -> OSError | None:
-    """The error to raise where a library's cache in `folder` takes nothing more; `None` for any other `error`."""
-    if not isinstance(error, OSError) or error.errno not in UNWRITABLE:
-        return None
-    return OSError(
-        f"the cache of the {library}, {folder}, cannot be written ({error.strerror}): make room or give rights there, "
-        "or let the environment variable HF_HOME name another folder"
-    )
+# --- JSON
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -170,3 +147,434 @@ def find_not_finite(content: object, place: str = "") -> str | None:
     else:
         return place if isinstance(content, float) and not math.isfinite(content) else None
     return next(filter(None, (find_not_finite(value, name) for value, name in inner)), None)
+
+
+# --- Single files
+
+
+def beside(path: Path, word: str) -> Path:
+    """The path `.NAME.WORD` beside a file or folder; NAME is a digest of a name that would be too long."""
+    name = path.name
+    if len(os.fsencode(name)) > LONGEST_NAME - 32:
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
+    return path.with_name(f".{name}.{word}")
+
+
+@contextmanager
+def write_whole(path: Path) -> Iterator[BinaryIO]:
+    """A binary file that takes the place of `path` when all is written; an error leaves `path` as it was.
+
+    A link stays one, to what is written; a device or a pipe is written to.
+    """
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            yield file
+        return
+    path = path.resolve()
+    partial = beside(path, secrets.token_hex(4) + ".partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check_file(file: str | Path, inputs: Iterable[str | os.PathLike | None]) -> None:
+    """Raise `ValueError` where writing `file` would write over an input, or over a model's file in an input folder;
+    and `OSError` where it cannot be written: a folder, or a file in one that is not there or takes none."""
+    resolved = Path(os.path.expanduser(file)).resolve()
+    if resolved.is_dir():
+        raise IsADirectoryError(f"{file} is a folder: give a file")
+    if not resolved.parent.is_dir():
+        raise FileNotFoundError(f"{file} cannot be written: there is no folder {Path(file).parent}")
+    if (resolved.is_file() or not resolved.exists()) and not os.access(resolved.parent, os.W_OK):
+        raise PermissionError(f"{file} cannot be written: nothing can be put into {Path(file).parent}")
+    for name in filter(None, inputs):
+        is_part = any(fnmatch(resolved.name, pattern) for pattern in MODEL_FILES)
+        for place in _find_places(name):
+            if resolved == place or (is_part and resolved.exists() and resolved.parent == place):
+                raise ValueError(f"{file} belongs to {name}, which is read: give another file")
+
+
+def explain_unwritable(error: BaseException, library: str, folder: str | os.PathLike) -> OSError | None:
+    """The error to raise where a library's cache in `folder` takes nothing more; `None` for any other `error`."""
+    if not isinstance(error, OSError) or error.errno not in UNWRITABLE:
+        return None
+    return OSError(
+        f"the cache of the {library}, {folder}, cannot be written ({error.strerror}): make room or give rights there, "
+        "or let the environment variable HF_HOME name another folder"
+    )
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether an error says that a disk is full; writers of tensors wrap the system's in their own."""
+    return getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error)
+
+
+# --- The folder of a model
+
+
+def find_folder(source: str | os.PathLike) -> Path | None:
+    """The folder of a model by what a user calls it; `None` where that is a name on the Hub.
+
+    Raises:
+        FileNotFoundError: no such folder, and no name that the Hub could have.
+        ValueError: a file instead of a folder.
+    """
+    path = Path(os.path.expanduser(source))
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ValueError(f"{source} is a file, expected the folder of a checkpoint")
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", os.fspath(source)):
+        raise FileNotFoundError(f"{source} is no folder: expected the folder of a checkpoint, or a model's Hub name")
+    return None
+
+
+def check_folder(folder: Path) -> None:
+    """Raise an error where a folder holds no checkpoint and no export, or an adapter.
+
+    Transformers loads an adapter together with the model beside it, if peft is installed, and ignores it otherwise.
+
+    Raises:
+        FileNotFoundError: no `config.json`.
+        ValueError: an adapter.
+    """
+    if (folder / "adapter_config.json").is_file():
+        beside = any((folder / name).is_file() for name in WEIGHT_FILES)
+        raise ValueError(
+            f"{folder} holds an adapter (adapter_config.json) "
+            + ("beside a model: remove the files of the adapter, or" if beside else "and no whole model:")
+            + " merge it into its base with merge_and_unload() of peft, and give the folder where save_pretrained "
+            "writes the result"
+        )
+    if not any((folder / name).is_file() for name in ("config.json", EXPORT_FILE)):
+        raise FileNotFoundError(f"{folder} holds no config.json: give the folder of a checkpoint")
+
+
+# --- Folders that are complete or absent
+
+
+def check_output(
+    target: str | Path, *, overwrite: bool = False, inputs: Iterable[str | os.PathLike | None] = ()
+) -> Path:
+    """The folder to write, as `atomic_output` will write it; what a dead process left beside it is cleaned up.
+
+    To be called before work that takes long, which would be lost.
+
+    Args, Raises: see `atomic_output`.
+    """
+    target = _check_place(target, inputs)
+    with lock(target) as locked:
+        if locked:
+            _clean_up(target)
+    _check_content(target, overwrite)
+    return target
+
+
+@contextmanager
+def atomic_output(
+    target: str | Path, *, overwrite: bool = False, inputs: Iterable[str | os.PathLike | None] = ()
+) -> Iterator[Path]:
+    """A temporary folder beside `target` that takes its place when the block ends without an exception.
+
+    Otherwise, Ctrl-C included, it is removed and `target` stays as it was. What a killed process left is cleaned up
+    by the next run for the same target: it held a lock on a file beside `target`, which the system took from it. Where
+    there are no locks (Windows, some network file systems), nothing tells a dead process's folder from a living one's:
+    then what is left stays, and of two writers the later finds at its end what the earlier wrote, and fails without
+    `overwrite`.
+
+    Args:
+        target: the folder to write; folders above it are made.
+        overwrite: replace what `target` holds, if `atomic_output` wrote all of it.
+        inputs: what the work reads, folders or files (`None` and what is no path here, such as a name on the Hub, do
+            not matter); `target` must neither be nor hold any, wherever their links lead, nor lie in one.
+
+    Raises:
+        FileExistsError: `target` is a file, or a folder that is not empty and `overwrite` is not set, or one that
+            holds what was not written by this function.
+        BlockingIOError: another process is writing `target`.
+        ValueError: `target` lies at a forbidden place: an input, the current folder, the home folder or one above
+            them, a repository.
+        OSError: the disk is full, or the place cannot be written.
+    """
+    target = _check_place(target, inputs)
+    with parents(target), lock(target) as locked:
+        if locked:
+            _clean_up(target)
+        _check_content(target, overwrite)
+        temporary = beside(target, "tmp-" + secrets.token_hex(4))
+        temporary.mkdir()
+        try:
+            with _identity(temporary) as is_same:
+                try:
+                    yield temporary
+                except Exception as error:
+                    if is_same(temporary):
+                        raise
+                    raise _removed(target, temporary) from error
+                if not is_same(temporary):
+                    raise _removed(target, temporary)
+                write_json({"files": list_entries(temporary)}, temporary / MANIFEST_FILE)
+                open_to_readers(temporary, MANIFEST_FILE)
+                _synchronize(temporary)
+                _replace(target, temporary, overwrite)
+        except BaseException as error:
+            _explain_full_disk(error, temporary, target)
+            raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _removed(target: Path, temporary: Path) -> OSError:
+    return OSError(f"{target} was not written: another process removed {temporary}. Run it again.")
+
+
+def _explain_full_disk(error: BaseException, temporary: Path, target: Path) -> None:
+    """Raise `OSError` where a disk is full: that of the output, or the one of what was read."""
+    if not is_full_disk(error):
+        return
+    if shutil.disk_usage(temporary).free < FULL:
+        raise OSError(f"the disk is full: {target} could not be written, and nothing was changed") from error
+    raise OSError(
+        f"a disk is full, but not that of {target}, of which nothing was changed: look at the cache of downloads and "
+        f"data (HF_HOME), and at the temporary folder ({tempfile.gettempdir()})"
+    ) from error
+
+
+def find_foreign(folder: Path, manifest: str = MANIFEST_FILE) -> list[str]:
+    """What lies in a folder, at any depth, that is not among `files` of its manifest, in alphabetical order.
+
+    Args:
+        manifest: its name; that of `atomic_output` unless something else wrote the folder.
+    """
+    try:
+        own = read_json(folder / manifest).get("files")
+    except (ValueError, OSError, RecursionError):
+        own = None
+    own = own if isinstance(own, list) else []
+    return [name for name in list_entries(folder, manifest) if name not in own]
+
+
+def list_entries(folder: Path, manifest: str = MANIFEST_FILE) -> list[str]:
+    """Files and folders in a folder, at any depth, less the manifest, in alphabetical order."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path != folder / manifest)
+
+
+def refuse_foreign(folder: Path, foreign: list[str]) -> None:
+    """Raise `FileExistsError` where a folder that is to be replaced holds anything `foreign`."""
+    if foreign:
+        names = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
+        raise FileExistsError(
+            f"{folder} holds {names}, which this package did not write there and does not overwrite: give another "
+            "folder, or remove it yourself"
+        )
+
+
+def _check_place(target: str | Path, inputs: Iterable[str | os.PathLike | None]) -> Path:
+    """The folder to write, without links. Raises `ValueError` where none may be written."""
+    target = Path(os.path.abspath(os.path.expanduser(target)))
+    if (size := len(os.fsencode(target.name))) > LONGEST_NAME:
+        raise ValueError(
+            f"the output's name {target.name[:40]}… has {size} bytes, more than the {LONGEST_NAME} that file systems "
+            "take: give a shorter one"
+        )
+    target = target.resolve()
+    home, here = Path(os.path.expanduser("~")).resolve(), Path.cwd()
+    if target == target.parent or target in (home, *home.parents):
+        raise ValueError(f"the output {target} is or holds your home folder: give a new folder in it")
+    if target in (here, *here.parents):
+        raise ValueError(f"the output {target} holds the current folder and would be replaced: give another folder")
+    for name in filter(None, inputs):
+        for place in _find_places(name):
+            if target in (place, *place.parents) or (place in target.parents and place.is_dir()):
+                raise ValueError(f"the output {target} must be apart from {place}, which is read: give another folder")
+    if os.path.ismount(target):
+        raise ValueError(f"the output {target} is where a disk is mounted, give a folder in it")
+    for name in (".git", ".hg", ".svn"):
+        if (target / name).exists():
+            raise ValueError(f"the output {target} is a repository ({name}): give another folder")
+    if target.exists() and not target.is_dir():
+        raise FileExistsError(f"{target} is a file, expected a folder to write")
+    return target
+
+
+def _find_places(name: str | os.PathLike) -> Iterator[Path]:
+    """Where an input lies: as it is named, where its links and its files' lead; nothing if it is no path."""
+    path = Path(os.path.abspath(os.path.expanduser(name)))
+    yield from _follow(path)
+    if os.path.isdir(path):
+        for entry in path.iterdir():
+            if entry.is_symlink():
+                yield from _follow(entry)
+
+
+def _follow(path: Path) -> Iterator[Path]:
+    """A file or folder, and if it is a link what it leads to, link by link; nothing if it is not there."""
+    for _ in range(40):  # as many as systems follow
+        if not os.path.lexists(path):
+            break
+        path = path.parent.resolve() / path.name
+        yield path
+        if not path.is_symlink():
+            break
+        path = path.parent / path.readlink()
+    else:
+        raise ValueError(f"{path} is a link that leads in a circle: remove it")
+    yield path.resolve()
+
+
+def _check_content(target: Path, overwrite: bool) -> None:
+    """Raise `FileExistsError` where a folder holds what may not be replaced."""
+    if not _is_full(target):
+        return
+    if not overwrite:
+        raise FileExistsError(f"{target} is not empty: give another folder, or --overwrite to replace it")
+    refuse_foreign(target, find_foreign(target))
+
+
+def _is_full(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
+
+
+@contextmanager
+def parents(target: Path) -> Iterator[None]:
+    """Make the folders above `target`; after an exception those that are empty go again."""
+    made = [folder for folder in target.parents if not folder.exists()]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+@contextmanager
+def lock(target: Path) -> Iterator[bool]:
+    """Let no other process write `target`. Gives whether it is locked: where there are locks, and a folder to hold it.
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+    if not target.parent.is_dir():
+        yield False
+        return
+    path, descriptor = beside(target, "lock"), None
+    try:
+        while fcntl is not None and descriptor is None:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_there = os.path.samestat(os.fstat(descriptor), os.stat(path))
+            except FileNotFoundError:
+                is_there = False
+            if not is_there:  # who held it until now removed it
+                os.close(descriptor)
+                descriptor = None
+        locked = descriptor is not None
+    except BlockingIOError:
+        os.close(descriptor)
+        raise BlockingIOError(f"{target} is being written by another process: wait, or give another folder") from None
+    except OSError:
+        if descriptor is None:
+            raise
+        locked = False
+    try:
+        yield locked
+    finally:
+        if descriptor is not None:
+            with suppress(OSError):
+                path.unlink()
+            os.close(descriptor)
+
+
+@contextmanager
+def _identity(folder: Path) -> Iterator[Callable[[Path], bool]]:
+    """Gives a function that tells whether a path is this very folder, also after another got its name.
+
+    The folder is held open, so that no new one gets its number; Windows opens none, and there it is not known.
+    """
+    descriptor = None if os.name == "nt" else os.open(folder, os.O_RDONLY)
+
+    def is_same(path: Path) -> bool:
+        if descriptor is None:
+            return path.is_dir()
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(path))
+        except OSError:
+            return False
+
+    try:
+        yield is_same
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _replace(target: Path, temporary: Path, overwrite: bool) -> None:
+    """Give `temporary` the name of `target`, or fail and leave both; what was there may be another's by now."""
+    _check_content(target, overwrite)
+    old = beside(target, "old-" + secrets.token_hex(4))
+    try:
+        if _is_full(target):
+            target.rename(old)
+        elif os.name == "nt" and target.exists():
+            target.rmdir()
+        temporary.rename(target)  # fails where another put a folder that is not empty
+    finally:
+        if old.exists() and not target.exists():
+            old.rename(target)
+    _synchronize(target.parent, deep=False)
+    if old.exists():
+        _remove(old, target)
+
+
+def open_to_readers(folder: Path, known: str) -> None:
+    """Let who may read the file `known` read the others, too: safetensors makes its own for their owner alone."""
+    mode = (folder / known).stat().st_mode & 0o666
+    for file in folder.rglob("*"):
+        if file.is_file() and not file.is_symlink() and mode & ~file.stat().st_mode:
+            file.chmod(file.stat().st_mode | mode)
+
+
+def _synchronize(folder: Path, *, deep: bool = True) -> None:
+    """Make sure that the disk holds a folder and its files, so that no power cut after the rename loses them."""
+    for path in (*(folder.rglob("*") if deep else ()), folder):
+        if os.name == "nt" and path.is_dir():
+            continue
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _remove(folder: Path, target: Path) -> None:
+    """Remove a folder beside `target`, which at no moment is there in part under a name that anybody trusts."""
+    with suppress(OSError):
+        folder = folder.rename(beside(target, "tmp-" + secrets.token_hex(4)))
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _clean_up(target: Path) -> None:
+    """Remove what dead processes left beside `target`; put the old output back if one died while replacing it.
+
+    To be called by who holds the lock: nobody else writes then.
+    """
+    start = re.escape(beside(target, "").name)
+    pattern = re.compile(rf"{start}(tmp|old)-(\d+-)?[0-9a-f]{{8}}")  # older versions wrote a process number, too
+    found = [(match[1], path) for path in target.parent.iterdir() if (match := pattern.fullmatch(path.name))]
+    aside = sorted((path for word, path in found if word == "old"), key=lambda path: path.stat().st_ctime_ns)
+    if aside and not _is_full(target):
+        if target.exists():
+            target.rmdir()
+        aside.pop().rename(target)
+    # Where the old output's place was taken by somebody else, it may be the only one.
+    finished = aside if (target / MANIFEST_FILE).is_file() else []
+    for path in (*finished, *(path for word, path in found if word == "tmp")):
+        _remove(path, target)

@@ -6,11 +6,12 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from huggingface_hub import (
-    CommitInfo,
     CommitOperationAdd,
     CommitOperationDelete,
     HfApi,
@@ -26,12 +27,17 @@ from transformers import tokenization_utils_base as tokenization
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from . import models
-from .checkpoint import CheckpointReader
 from .conversion.card import MARK, evaluation_results, model_card, read_results
 from .conversion.report import ModelFacts, read_report
+from .deprecated import renamed_arguments, warn_renamed
 from .files import CARD_FILE, RECORD_FILE, REPORT_FILE, STATE_FILE, read_json
-from .loading import load_pretrained, load_skeleton, stored_tensors
-from .models.configuration_base import FactorizedConfig
+from .in_memory import AnyModel, on_disk
+from .loading import CheckpointReader, load_pretrained, load_skeleton, stored_tensors
+from .models.configuration_lightformer import FactorizedConfig
+from .results import Result
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # What belongs to a model; whatever else lies in its folder (optimizer states, logs, data) stays at home.
 MODEL_FILES = (
@@ -56,15 +62,46 @@ VOCABULARY_FILES = (
 )
 
 
+@dataclass(frozen=True)
+class Push(Result):
+    """What was pushed.
+
+    Attributes:
+        name: of the repository, `user/model`.
+        url: of its page.
+        commit: its hash, which pins the model: `from_pretrained(name, revision=commit)`.
+    """
+
+    name: str
+    url: str
+    commit: str
+
+    @property
+    def oid(self) -> str:
+        """The name of `commit` in version 0.1."""
+        warn_renamed("oid", "commit")
+        return self.commit
+
+    def parts(self) -> list[str]:
+        """Return where the model is, and how it is loaded."""
+        return [
+            f"{self.url} at commit {self.commit}.",
+            f'Load it: from_pretrained("{self.name}", revision="{self.commit}"), and with trust_remote_code=True, '
+            "the tokenizer too, where lightformers_hf is not installed.",
+        ]
+
+
+@renamed_arguments(folder="model")
 def push_to_hub(
-    folder: str | Path,
+    model: AnyModel,
     name: str,
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     private: bool = False,
     revision: str | None = None,
     message: str | None = None,
     results: Sequence[str | Path] = (),
-) -> CommitInfo:
+) -> Push:
     """Put a checkpoint of this package on the Hub: weights, configurations, tokenizer, code, report and model card.
 
     All of it becomes visible together, in one commit; files of an earlier push that the checkpoint no longer has are
@@ -72,14 +109,13 @@ def push_to_hub(
     that arrived are not sent again. The token is huggingface_hub's own (`hf auth login`, or HF_TOKEN).
 
     Args:
-        folder: what `convert` or a training run wrote.
+        model: the folder that `convert` or a training run wrote, or a loaded model of this package.
         name: `user/model`, or `model` in the token's own namespace. The repository is made if it is not there.
+        tokenizer: that of a loaded model.
         private: make it private. A public one that is there already is refused.
         revision: the branch to commit to, made if it is not there. Default: `main`.
         message: of the commit.
         results: files written by `lightformers evaluate --json`, for the card's tables and the Hub's.
-
-    Returns: the commit; its `oid` pins the model: `from_pretrained(name, revision=oid)`.
 
     Only files with the very names of a model's parts go, and none by a link out of the folder (`preview_push` lists
     them). A `README.md` in the folder without the line that marks a generated card is the user's own and is pushed as
@@ -91,26 +127,50 @@ def push_to_hub(
         PermissionError: no token, one that the Hub does not know, or one that may not write there.
         ConnectionError: the Hub was out of reach, or the connection broke.
         OSError: the Hub answered something else.
+
+    Example:
+        >>> push_to_hub("recovered", "me/opus-mt-de-en-light", private=True)
     """
-    folder = Path(os.path.expanduser(folder))
     if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
         raise ValueError(f"revision {revision} is a commit, which nothing can be added to: give the name of a branch")
-    model, files, measured = _collect(folder, name, results)
+    with on_disk(tokenizer, model) as (place,):
+        folder = Path(os.path.expanduser(place))
+        network, files, measured = _collect(folder, name, results)
+        _check_token()
+        with _explain_errors(name):
+            api = HfApi(library_name="lightformers_hf")
+            name = api.create_repo(name, private=private or None, exist_ok=True).repo_id
+        with _explain_errors(name):
+            there = _find_branch(api, name, revision, private)
+            adds = [CommitOperationAdd(path.name, path) for path in files]
+            adds.append(CommitOperationAdd(CARD_FILE, _card(folder, network, name, measured).encode()))
+            commit = api.create_commit(
+                name,
+                [*adds, *_deletions(there, adds)],
+                commit_message=message or f"Upload {network.config.model_type}",
+                revision=revision,
+                parent_commit=there.sha,
+            )
+    return Push(commit.repo_url.repo_id, str(commit.repo_url), commit.oid)
+
+
+def check_push(name: str) -> None:
+    """Raise `ValueError` for a name that no repository can have, and `PermissionError` without a token.
+
+    To be called before work that takes long, at whose end its folder is pushed.
+    """
+    validate_repo_id(name)
     _check_token()
-    with _explain_errors(name):
-        api = HfApi(library_name="lightformers_hf")
-        name = api.create_repo(name, private=private or None, exist_ok=True).repo_id
-    with _explain_errors(name):
-        there = _find_branch(api, name, revision, private)
-        adds = [CommitOperationAdd(path.name, path) for path in files]
-        adds.append(CommitOperationAdd(CARD_FILE, _card(folder, model, name, measured).encode()))
-        return api.create_commit(
-            name,
-            [*adds, *_deletions(there, adds)],
-            commit_message=message or f"Upload {model.config.model_type}",
-            revision=revision,
-            parent_commit=there.sha,
-        )
+
+
+def push_folder(folder: Path, name: str, *, private: bool, results: Sequence[str | Path] = ()) -> Push:
+    """Push a folder that was written just now; an error says that it is complete, and how to repeat the push."""
+    try:
+        return push_to_hub(folder, name, private=private, results=results)
+    except (OSError, ValueError) as error:
+        again = f"lightformers push {folder} {name}" + " --private" * private
+        again += "".join(f" --results {file}" for file in results)
+        raise type(error)(f"{error}. {folder} is complete: repeat the push with `{again}`") from error
 
 
 def preview_push(folder: str | Path, name: str, *, results: Sequence[str | Path] = ()) -> dict[str, int]:

@@ -19,7 +19,8 @@ def lazy_names(package: str, homes: dict[str, str]) -> tuple[Callable[[str], Any
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(homes[name], package), name)
+        module = import_module(homes[name], package)
+        value = module if homes[name] == f".{name}" else getattr(module, name)  # a package that can be called
         setattr(sys.modules[package], name, value)  # asked once
         return value
 

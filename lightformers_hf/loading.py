@@ -1,17 +1,26 @@
-"""A model by its folder or its name on the Hub: where it lies, what it is, how large it is."""
+"""Read checkpoints: open, check the configuration, check the tokenizer, read tensors, match them with a model."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+import pickle
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import RepositoryNotFoundError, StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
@@ -26,28 +35,28 @@ from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from . import models
-from .checkpoint import (
-    CheckpointReader,
-    check_config,
-    check_finite,
-    check_stored,
-    check_tokenizer,
-    check_vocabulary,
-    find_architecture,
-    no_tokenizer,
-    read_index,
-)
-from .files import EXPORT_FILE, TOKENIZER_FILES, WEIGHT_FILES, explain_unwritable, read_json
-from .folders import check_folder, find_folder
+from .files import EXPORT_FILE, TOKENIZER_FILES, WEIGHT_FILES, check_folder, explain_unwritable, find_folder, read_json
 from .languages import set_languages
-from .models.configuration_base import FactorizedConfig
-from .models.embeddings import SinusoidalPositions
+from .models.configuration_lightformer import FactorizedConfig
+from .models.layers import SinusoidalPositions
+from .processors import check_device
 
 # What transformers raises, besides ValueError, of files with other content than it takes for granted.
 DAMAGED = (
     *(AttributeError, TypeError, LookupError, AssertionError, ArithmeticError, RuntimeError, ImportError),
     StrictDataclassError,
 )
+# What tensors' names begin with where a wrapped model was saved: by what, and where the model itself is.
+WRAPPERS = {
+    "_orig_mod.": ("torch.compile", "model._orig_mod"),
+    "module.": ("DataParallel", "model.module"),
+    "base_model.model.": ("peft", "model.merge_and_unload()"),
+}
+QUANTIZED = (".SCB", ".absmax", ".quant_map", ".qweight", ".weight_format")  # what libraries add to their weights
+POSITIONS, DEPTHS = 1 << 15, 1 << 8  # believed where no tensor is as long, or where layers are shared
+
+
+# --- Open a folder or a model of the Hub
 
 
 def resolve_source(source: str | os.PathLike) -> Path:
@@ -65,8 +74,9 @@ def resolve_source(source: str | os.PathLike) -> Path:
     wanted = ["*.json", "model*.safetensors", "*.spm", "*.model", "*.txt", "README.md"]
     try:
         folder = Path(snapshot_download(str(source), allow_patterns=wanted))
-        if not any(folder.glob("model*.safetensors")):
-            folder = Path(snapshot_download(str(source), allow_patterns=[*wanted, "pytorch_model*.bin"]))
+        if any(folder.glob("model*.safetensors")):
+            return folder
+        return Path(snapshot_download(str(source), allow_patterns=[*wanted, "pytorch_model*.bin"]))
     except RepositoryNotFoundError as error:
         raise FileNotFoundError(
             f"{source} is neither a folder here nor a model on the Hub (or it is private: log in with `hf auth login`)"
@@ -79,40 +89,6 @@ def resolve_source(source: str | os.PathLike) -> Path:
             f"{source} is no folder here, and the Hub could not be asked for it ({reason}). "
             "Without network, give the folder of a checkpoint."
         ) from error
-    return folder
-
-
-def check_device(name: str | torch.device) -> torch.device:
-    """The device of that name.
-
-    Raises:
-        ValueError: there is none here, or it computes nothing (`meta`).
-    """
-    try:
-        device = torch.device(name)
-        if device.type == "meta":
-            raise RuntimeError("it holds no values")
-        torch.ones(1, device=device).sum().item()
-    except (RuntimeError, AssertionError, ImportError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"device is {str(name)!r}, which can't be used here ({reason}): give cpu, or one there is"
-        ) from None
-    return device
-
-
-class AutoClass(Protocol):
-    """`AutoConfig`, `AutoTokenizer` or one of models."""
-
-    def from_pretrained(self, name: str | os.PathLike, **options: Any) -> Any:
-        """What a checkpoint holds of it."""
-
-
-class AutoNetwork(AutoClass, Protocol):
-    """`AutoModelForSeq2SeqLM` or the like."""
-
-    def from_config(self, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-        """A model with random weights."""
 
 
 def printable_name(name: str | os.PathLike) -> str:
@@ -124,11 +100,390 @@ def printable_name(name: str | os.PathLike) -> str:
     return "".join(c for c in (path.resolve().name if path.exists() else str(name)) if c.isprintable())
 
 
-def load_pretrained(auto: AutoClass, name: str | os.PathLike, **options: Any) -> Any:
-    """As `auto.from_pretrained(name, **options)` of an Auto class, but code beside a checkpoint is never run.
+def is_export(name: str | os.PathLike) -> bool:
+    """Whether a folder was written by `lightformers export`."""
+    return Path(name, EXPORT_FILE).is_file()
 
-    Where `auto_map` names code, transformers asks on standard input whether to run it; here nobody is asked. The
-    architectures of this package, whose checkpoints have their code with them, load from the installed package.
+
+def check_no_export(name: str | os.PathLike) -> None:
+    """Raise `ValueError` where `lightformers export` wrote the folder."""
+    if is_export(name):
+        raise ValueError(f"{name} was exported for another engine: give the checkpoint that it was exported from.")
+
+
+# --- Check the configuration
+
+
+def check_checkpoint(folder: Path, *, translates: bool = False) -> PreTrainedConfig:
+    """The configuration of a checkpoint folder that can be loaded as it is stored.
+
+    Args:
+        translates: whether it has to be a sequence-to-sequence model.
+
+    Raises:
+        ValueError: an export, an adapter, a wrapped model, quantized weights, sizes that do not belong together.
+        FileNotFoundError: no configuration, or no weights.
+    """
+    check_no_export(folder)
+    check_folder(folder)
+    try:
+        config = load_pretrained(AutoConfig, folder)
+    except OSError as error:
+        raise FileNotFoundError(f"{folder} is no folder of a checkpoint: {error}") from error
+    if translates and type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"{folder} is a {config.model_type!r} model: expected a sequence-to-sequence model such as Marian, BART "
+            "or LightFormer."
+        )
+    check_stored(config, CheckpointReader(folder), folder)
+    return config
+
+
+def check_config(config: PreTrainedConfig, name: str | os.PathLike) -> None:
+    """Raise `ValueError` where a type is not one of floats, or code and architectures are not named as they are."""
+    dtype, code = config.dtype, getattr(config, "auto_map", None)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype in config.json of {name} is {dtype!r}: expected float32 or the like")
+    if not isinstance(code, dict | None) or not all(isinstance(one, str | list) for one in (code or {}).values()):
+        raise ValueError(f"auto_map in config.json of {name} is {code!r}: expected classes and their names")
+    find_architecture(config, name)
+
+
+def find_architecture(config: PreTrainedConfig, name: str | os.PathLike) -> str | None:
+    """The name of the class that a checkpoint holds, if its configuration says it.
+
+    Raises:
+        ValueError: it says something else there than names.
+    """
+    names = config.architectures
+    if names is None:
+        return None
+    if not isinstance(names, list) or not names or not all(isinstance(one, str) for one in names):
+        raise ValueError(f"architectures in config.json of {name} is {names!r}: expected a list of names")
+    return names[0]
+
+
+def check_stored(config: PreTrainedConfig, reader: CheckpointReader, name: str | os.PathLike) -> None:
+    """Raise `ValueError` for weights that are quantized, or a wrapped model's; and as `check_sizes`."""
+    names = reader.keys()
+    said = getattr(config, "quantization_config", None)
+    if said or any(key.endswith(QUANTIZED) for key in names):
+        method = said.get("quant_method") if isinstance(said, dict) else None
+        raise ValueError(
+            f"{name} holds weights that were quantized{f' by {method}' if method else ''}: give the checkpoint before "
+            "it was quantized"
+        )
+    for prefix, (wrapper, inner) in WRAPPERS.items():
+        if 2 * sum(key.startswith(prefix) for key in names) > len(names):
+            raise ValueError(
+                f"the names of the tensors of {name} begin with {prefix!r}, because a model wrapped by {wrapper} was "
+                f"saved. Save the model inside, with {inner}.save_pretrained(folder), and give that folder"
+            )
+    check_sizes(config, reader.shapes(), name)
+
+
+def check_sizes(config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]], name: str | os.PathLike) -> None:
+    """Raise `ValueError` where a configuration has a size that no tensor of its checkpoint has.
+
+    A model is built before its tensors are put in place: depths and tables that nothing was stored for would take
+    hours, or more memory than there is.
+    """
+    longest = max((max(shape, default=1) for shape in shapes.values()), default=1)
+    largest = max((math.prod(shape) for shape in shapes.values()), default=1)
+    for field, value in vars(config).items():
+        stack = field.partition("_")[0]
+        if stack in ("encoder", "decoder") and not any(stack in stored for stored in shapes):
+            continue  # what a single stack's configuration says of the other one is not built
+        if field.endswith("layers"):
+            most, what = max(DEPTHS, len(shapes)), f"{len(shapes)} tensors are stored"
+        elif field.endswith("positions") or field == "max_position_embeddings":
+            most, what = max(POSITIONS, longest), f"no stored tensor is longer than {longest}"
+        elif field in ("d_model", "hidden_size"):
+            most, what = longest, f"no stored tensor is longer than {longest}"
+        elif field.endswith(("_dim", "_size", "_heads", "_rank", "_groups", "_buckets", "d_ff", "d_kv")):
+            most, what = max(largest, DEPTHS), f"no stored tensor has more than {largest} numbers"
+        else:
+            continue
+        if isinstance(value, int) and value > most:
+            raise ValueError(f"config.json of {name} has {field!r} {value:,}, but {what}: they do not belong together")
+
+
+# --- Check the tokenizer
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds files of a tokenizer."""
+    return any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
+
+
+def no_tokenizer(name: str | os.PathLike) -> ValueError:
+    """The error where a checkpoint comes without a tokenizer."""
+    return ValueError(
+        f"{name} holds no tokenizer, or one without words (tokenizer_config.json and the files that it needs): give a "
+        "folder with one, or put its files there"
+    )
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str | os.PathLike) -> None:
+    """Raise `ValueError` for a tokenizer without words, which transformers makes of nothing; for ids, or a number of
+    tokens, that are not whole, and languages that are no text.
+
+    Makes 5.0 the number 5.
+    """
+    if not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab(), "▁", "Ġ"}:
+        raise no_tokenizer(name)
+    for side in ("source_lang", "target_lang"):
+        if not isinstance(language := getattr(tokenizer, side, None), str | None):
+            raise ValueError(f"tokenizer_config.json of {name} names {language!r} as a language: expected a word")
+    if not all(type(number) is int for number in tokenizer.get_vocab().values()):
+        raise ValueError(f"the tokenizer of {name} gives tokens other numbers than whole ones: fetch it again")
+    longest: Any = tokenizer.model_max_length
+    if type(longest) not in (int, float) or not longest >= 1 or longest != longest // 1:
+        raise ValueError(
+            f"model_max_length in tokenizer_config.json of {name} is {longest!r}: expected a whole number of tokens"
+        )
+    tokenizer.model_max_length = int(longest)
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, name: str | os.PathLike) -> None:
+    """Raise `ValueError` where a token has no row in the embedding matrix that it is looked up in."""
+    tables = {"vocab_size": tokenizer.get_vocab()}
+    if getattr(config, "decoder_vocab_size", None) not in (None, config.vocab_size):
+        tables["decoder_vocab_size"] = getattr(tokenizer, "target_encoder", tables["vocab_size"])
+    for field, tokens in tables.items():
+        last = max(tokens, key=tokens.get, default=None)
+        if last is not None and tokens[last] >= (size := getattr(config, field)):
+            raise ValueError(
+                f"the tokenizer of {name} gives {last!r} the number {tokens[last]}, but {field} is {size}: give the "
+                "checkpoint its own tokenizer, or a row for every token (resize_token_embeddings)"
+            )
+
+
+# --- Read stored tensors on demand
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: its shape, and what reads it."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+class CheckpointReader:
+    """The tensors of a checkpoint folder: one file or several with an index, safetensors before `.bin`.
+
+    Files are mapped: a tensor's bytes are read when it is used. What `read` returns may be shared between calls, so
+    it must not be written to. Pickles are never run (`torch.load(weights_only=True)`).
+
+    Raises:
+        FileNotFoundError: no weights in the folder, or a shard that the index names is not there.
+        ValueError: a file is damaged, an index disagrees with its files, or a pickle holds more than tensors.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        found = next((self.folder / name for name in WEIGHT_FILES if (self.folder / name).is_file()), None)
+        if found is None:
+            raise FileNotFoundError(f"{self.folder} holds no weights: looked for {', '.join(WEIGHT_FILES)}")
+        self._stored = _open_index(found) if found.suffix == ".json" else _open_file(found)
+
+    def keys(self) -> list[str]:
+        """The names of all tensors, sorted."""
+        return sorted(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor. Raises ValueError if it is not there."""
+        return self._find(name).shape
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """{name: shape} of all tensors, none of which is read."""
+        return {name: stored.shape for name, stored in self._stored.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type a tensor is stored in. Raises ValueError if it is not there."""
+        return self.read(name).dtype
+
+    def main_dtype(self) -> torch.dtype:
+        """The type that most numbers are stored in."""
+        sizes: Counter[torch.dtype] = Counter()
+        for name, shape in self.shapes().items():
+            sizes[self.dtype(name)] += math.prod(shape)
+        return sizes.most_common(1)[0][0]
+
+    def hold(self, names: Iterable[str]) -> None:
+        """Map these tensors once, for all who read them from now on: what stays in use would be counted again with
+        every mapping. Those that are not float32 are not held: who computes with them has made copies."""
+        held = {name: tensor for name in names if (tensor := self.read(name)).dtype == torch.float32}
+        for name, tensor in held.items():
+            self._stored[name] = Stored(tuple(tensor.shape), partial(held.__getitem__, name))
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU, as stored. Raises ValueError if it is not there."""
+        return self._find(name).read()
+
+    def _find(self, name: str) -> Stored:
+        if name not in self._stored:
+            raise ValueError(f"{self.folder} holds no tensor named {name}")
+        return self._stored[name]
+
+
+def _open_file(path: Path) -> dict[str, Stored]:
+    """{name: tensor} of one file."""
+    if path.suffix == ".safetensors":
+        try:
+            with safe_open(path, framework="pt") as handle:
+                shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged or incomplete, fetch it again ({error})") from error
+        return {name: Stored(shape, partial(_read_mapped, path, name)) for name, shape in shapes.items()}
+    try:
+        # Files from before torch 1.6 are no zip archives and cannot be mapped.
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} is damaged, or holds more than tensors and would need unsafe loading, which can run any code. "
+            "Where it is trusted, load it with the program that wrote it and save it as safetensors."
+        ) from error
+    except Exception as error:  # whatever a damaged pickle makes of the machine that reads it
+        raise ValueError(f"{path} is damaged or incomplete, fetch it again ({error})") from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise ValueError(f"{path} is no checkpoint: expected a dictionary of tensors")
+    return {name: Stored(tuple(tensor.shape), partial(tensors.get, name)) for name, tensor in tensors.items()}
+
+
+def _read_mapped(path: Path, name: str) -> Tensor:
+    # Each tensor gets a mapping of its own: the pages of those no longer used leave the process's memory with them.
+    with safe_open(path, framework="pt") as handle:
+        return handle.get_tensor(name)
+
+
+def _open_index(path: Path) -> dict[str, Stored]:
+    """{name: tensor} of all the files of an index."""
+    names_of = read_index(path)
+    if missing := [file for file in sorted(names_of) if not (path.parent / file).is_file()]:
+        raise FileNotFoundError(f"{path} names files that are not there, fetch them: {', '.join(missing)}")
+    stored = {}
+    for file, names in names_of.items():
+        held = _open_file(path.parent / file)
+        if differing := sorted(names ^ held.keys()):
+            where = f"promised but not in {file}" if differing[0] in names else f"in {file} but not promised for it"
+            raise ValueError(f"{path} disagrees with its files: {differing[0]} is {where}; fetch the checkpoint again")
+        stored |= held
+    return stored
+
+
+def read_index(path: Path) -> dict[str, set[str]]:
+    """Return {file: names of its tensors} of an index. Raises `ValueError` where the file holds no such map."""
+    try:
+        weight_map = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: expected JSON with a weight_map of names and files") from error
+    names_of: dict[str, set[str]] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{path} puts {name} into {file!r}, expected a file name in the same folder")
+        names_of.setdefault(file, set()).add(name)
+    return names_of
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether nothing in a tensor is NaN or infinite: in one pass, with no other tensor as large, such as a mask."""
+    return not tensor.numel() or all(bool(end.isfinite()) for end in torch.aminmax(tensor))
+
+
+def check_finite(tensor: Tensor, tensor_name: str, name: str | os.PathLike) -> None:
+    """Raise `ValueError` where a tensor of a checkpoint holds NaN or infinity."""
+    if not all_finite(tensor):
+        raise ValueError(
+            f"{tensor_name} of {name} holds NaN or infinite values: the checkpoint is damaged, or its training "
+            "diverged; take an earlier one"
+        )
+
+
+# --- Match tensors with a model
+
+
+def skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """The model without storage: every name and shape, no byte of weights."""
+    with torch.device("meta"):
+        return model_class(config)
+
+
+def load_skeleton(folder: Path) -> PreTrainedModel:
+    """The model of this package that a folder holds, without storage.
+
+    Raises:
+        FileNotFoundError: no weights there.
+        ValueError: another model, or files that are damaged.
+    """
+    config = check_checkpoint(folder)
+    architecture = find_architecture(config, folder)
+    if not isinstance(config, FactorizedConfig) or architecture not in models.__all__:
+        raise ValueError(f"{folder} holds a {architecture}, no model of this package: convert it first")
+    try:
+        return skeleton(getattr(models, architecture), config)
+    except DAMAGED as error:
+        raise ValueError(f"{folder / 'config.json'} describes no model: {error}") from error
+
+
+def assemble(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, tensors: Mapping[str, torch.Tensor]
+) -> PreTrainedModel:
+    """The model made of these tensors themselves, in evaluation mode: nothing is copied, nothing random drawn.
+
+    Raises:
+        ValueError: see `load_tensors`.
+    """
+    model = skeleton(model_class, config)
+    load_tensors(model, tensors, assign=True)
+    for module in model.modules():
+        if isinstance(module, SinusoidalPositions):
+            module.to_empty(device="cpu").reset()
+    return model.eval()
+
+
+def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What a checkpoint of `model` holds: its state dict less the names that only repeat another tensor."""
+    ties = model.get_expanded_tied_weights_keys(all_submodels=True)
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in ties}
+
+
+def load_tensors(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], *, assign: bool = False) -> None:
+    """Give `model` the tensors of a whole checkpoint, as `stored_tensors` names them, and tie what is tied.
+
+    Args:
+        model: with storage, or a `skeleton` where the tensors are assigned.
+        tensors: all stored ones. Names that repeat another tensor are optional.
+        assign: put the tensors themselves in place, in their own type, instead of copying their values.
+
+    Raises:
+        ValueError: a tensor is missing, has no place in the model, or has another shape; nothing is loaded then.
+    """
+    expected, stored = model.state_dict(), stored_tensors(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    wrong = {
+        "is not there": [name for name in stored if name not in tensors],
+        "has no place in it": [name for name in tensors if name not in expected],
+        "has another shape": [
+            f"{name} {tuple(tensor.shape)} instead of {shapes[name]}"
+            for name, tensor in tensors.items()
+            if shapes.get(name, tuple(tensor.shape)) != tuple(tensor.shape)
+        ],
+    }
+    if found := [f"{', '.join(names)} {what}" for what, names in wrong.items() if names]:
+        raise ValueError(f"the tensors do not fit a {type(model).__name__} of this configuration: {'; '.join(found)}")
+    model.load_state_dict(tensors, strict=False, assign=assign)
+    model.tie_weights()
+
+
+# --- Load models and tokenizers
+
+
+def load_pretrained(auto: Any, name: str | os.PathLike, **options: Any) -> Any:
+    """Return `auto.from_pretrained(name, **options)` of an Auto class, without running code beside the checkpoint.
+
+    The architectures of this package, whose checkpoints have their code with them, load from the installed package.
 
     Raises:
         ValueError: a model or tokenizer that only its own code can load, a folder without any tokenizer, a weight that
@@ -150,35 +505,14 @@ def load_pretrained(auto: AutoClass, name: str | os.PathLike, **options: Any) ->
                 if model.can_generate():
                     take_forced_start(model.generation_config, name)
             return loaded
-    except (OSError, ValueError) as error:
-        if isinstance(error, OSError) and not Path(name).exists() and str(name) not in str(error):
-            reason = str(error).partition("\n")[0]
-            raise OSError(f"{name} is no folder here, and the Hub does not give it: {reason}") from error
-        raise
+    except OSError as error:
+        if Path(name).exists() or str(name) in str(error):
+            raise
+        reason = str(error).partition("\n")[0]
+        raise OSError(f"{name} is no folder here, and the Hub does not give it: {reason}") from error
 
 
-def take_forced_start(generation: GenerationConfig, name: str | os.PathLike) -> None:
-    """Let translations begin with `forced_bos_token_id` of config.json where generation_config.json does not name it.
-
-    Transformers reads the second file alone, if there is one. Raises `ValueError` for a value that is no number.
-    """
-    if generation.forced_bos_token_id is not None:
-        return
-    first = PreTrainedConfig.get_config_dict(name)[0].get("forced_bos_token_id")
-    said = cached_file(name, "generation_config.json", _raise_exceptions_for_missing_entries=False)
-    if first is None or (said and "forced_bos_token_id" in read_json(Path(said))):
-        return
-    if type(first) is not int:
-        raise ValueError(f"forced_bos_token_id in config.json of {name} is {first!r}: expected the number of a token")
-    generation.forced_bos_token_id = first
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds files of a tokenizer."""
-    return any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
-
-
-def build_network(auto: AutoNetwork, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+def build_network(auto: Any, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     """As `auto.from_config(config, **options)`: random weights; and as in `load_pretrained`, no code is run."""
     with _no_strange_code(config.name_or_path or config.model_type):
         return auto.from_config(config, trust_remote_code=False, **options)
@@ -203,6 +537,22 @@ def _no_strange_code(name: str | os.PathLike) -> Iterator[None]:
             f"{name} cannot be loaded, one of its files is damaged, or a field of a JSON file has a wrong type or "
             f"value: {type(error).__name__}: {error}"
         ) from error
+
+
+def take_forced_start(generation: GenerationConfig, name: str | os.PathLike) -> None:
+    """Let translations begin with `forced_bos_token_id` of config.json where generation_config.json does not name it.
+
+    Transformers reads the second file alone, if there is one. Raises `ValueError` for a value that is no number.
+    """
+    if generation.forced_bos_token_id is not None:
+        return
+    first = PreTrainedConfig.get_config_dict(name)[0].get("forced_bos_token_id")
+    said = cached_file(name, "generation_config.json", _raise_exceptions_for_missing_entries=False)
+    if first is None or (said and "forced_bos_token_id" in read_json(Path(said))):
+        return
+    if type(first) is not int:
+        raise ValueError(f"forced_bos_token_id in config.json of {name} is {first!r}: expected the number of a token")
+    generation.forced_bos_token_id = first
 
 
 def load_model(
@@ -246,32 +596,6 @@ def load_network(name: str | os.PathLike, *, device: str | torch.device = "cpu")
     return model.to(device).eval()
 
 
-def check_checkpoint(folder: Path, *, translates: bool = False) -> PreTrainedConfig:
-    """The configuration of a checkpoint folder that can be loaded as it is stored.
-
-    Args:
-        translates: whether it has to be a sequence-to-sequence model.
-
-    Raises:
-        ValueError: an export, an adapter, a wrapped model, quantized weights, sizes that do not belong together.
-        FileNotFoundError: no configuration, or no weights.
-    """
-    check_no_export(folder)
-    check_folder(folder)
-    try:
-        config = load_pretrained(AutoConfig, folder)
-    except OSError as error:
-        raise FileNotFoundError(f"{folder} is no folder of a checkpoint: {error}") from error
-    if translates and type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
-        raise ValueError(
-            f"{folder} is a {config.model_type!r} model: expected a sequence-to-sequence model such as Marian, BART "
-            "or LightFormer."
-        )
-    with CheckpointReader(folder) as reader:
-        check_stored(config, reader, folder)
-    return config
-
-
 def load_pair(
     name: str | os.PathLike,
     teacher: str | os.PathLike | None,
@@ -308,88 +632,7 @@ def load_teacher(
     return load_model(name, device=device, source=source, target=target)
 
 
-def is_export(name: str | os.PathLike) -> bool:
-    """Whether a folder was written by `lightformers export`."""
-    return Path(name, EXPORT_FILE).is_file()
-
-
-def check_no_export(name: str | os.PathLike) -> None:
-    """Raise `ValueError` where `lightformers export` wrote the folder."""
-    if is_export(name):
-        raise ValueError(f"{name} was exported for another engine: give the checkpoint that it was exported from.")
-
-
-def skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """The model without storage: every name and shape, no byte of weights."""
-    with torch.device("meta"):
-        return model_class(config)
-
-
-def assemble(
-    model_class: type[PreTrainedModel], config: PreTrainedConfig, tensors: Mapping[str, torch.Tensor]
-) -> PreTrainedModel:
-    """The model made of these tensors themselves, in evaluation mode: nothing is copied, nothing random drawn.
-
-    Raises:
-        ValueError: see `load_tensors`.
-    """
-    model = skeleton(model_class, config)
-    load_tensors(model, tensors, assign=True)
-    for module in model.modules():
-        if isinstance(module, SinusoidalPositions):
-            module.to_empty(device="cpu").reset()
-    return model.eval()
-
-
-def load_skeleton(folder: Path) -> PreTrainedModel:
-    """The model of this package that a folder holds, without storage.
-
-    Raises:
-        FileNotFoundError: no weights there.
-        ValueError: another model, or files that are damaged.
-    """
-    config = check_checkpoint(folder)
-    architecture = find_architecture(config, folder)
-    if not isinstance(config, FactorizedConfig) or architecture not in models.__all__:
-        raise ValueError(f"{folder} holds a {architecture}, no model of this package: convert it first")
-    try:
-        return skeleton(getattr(models, architecture), config)
-    except DAMAGED as error:
-        raise ValueError(f"{folder / 'config.json'} describes no model: {error}") from error
-
-
-def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What a checkpoint of `model` holds: its state dict less the names that only repeat another tensor."""
-    ties = model.get_expanded_tied_weights_keys(all_submodels=True)
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in ties}
-
-
-def load_tensors(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], *, assign: bool = False) -> None:
-    """Give `model` the tensors of a whole checkpoint, as `stored_tensors` names them, and tie what is tied.
-
-    Args:
-        model: with storage, or a `skeleton` where the tensors are assigned.
-        tensors: all that is stored. Names that only repeat another tensor may be there or not.
-        assign: put the tensors themselves in place, in their own type, instead of copying their values.
-
-    Raises:
-        ValueError: a tensor is missing, has no place in the model, or has another shape; nothing is loaded then.
-    """
-    expected, stored = model.state_dict(), stored_tensors(model)
-    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
-    wrong = {
-        "is not there": [name for name in stored if name not in tensors],
-        "has no place in it": [name for name in tensors if name not in expected],
-        "has another shape": [
-            f"{name} {tuple(tensor.shape)} instead of {shapes[name]}"
-            for name, tensor in tensors.items()
-            if shapes.get(name, tuple(tensor.shape)) != tuple(tensor.shape)
-        ],
-    }
-    if found := [f"{', '.join(names)} {what}" for what, names in wrong.items() if names]:
-        raise ValueError(f"the tensors do not fit a {type(model).__name__} of this configuration: {'; '.join(found)}")
-    model.load_state_dict(tensors, strict=False, assign=assign)
-    model.tie_weights()
+# --- Count parameters and bytes
 
 
 def unique_parameters(model: PreTrainedModel) -> int:
@@ -400,9 +643,8 @@ def unique_parameters(model: PreTrainedModel) -> int:
 def learned_parameters(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Name and tensor of every parameter that was learned, a shared or tied one once.
 
-    Tables that the class computes instead of storing them (Marian's sinusoidal positions are `nn.Parameter`s) are not
-    among them, so that two ways of holding the same positions give the same number. Nor are copies of token tables:
-    without ties, transformers has one of each stack, and a shared one that no stack reads.
+    Tables that the class computes instead of storing them (Marian's sinusoidal positions are `nn.Parameter`s) do not
+    count. Nor do copies of token tables: without ties, transformers has one of each stack, and a shared one.
     """
     named = dict(model.named_parameters())
     left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
@@ -419,21 +661,15 @@ def weight_bytes(name: str | os.PathLike) -> int:
 
     Of several formats side by side only the one that is loaded counts, of shards those that the index names.
     """
-    files = _fetch_weights(name)
-    return sum(file.stat().st_size for file in files if not file.name.endswith(".index.json"))
-
-
-def _fetch_weights(name: str | os.PathLike) -> list[Path]:
-    """The files of weights that `from_pretrained` reads, index first, here or fetched from the Hub, in one folder."""
     name = os.fspath(name)
     for candidate in WEIGHT_FILES:
         found = cached_file(name, candidate, _raise_exceptions_for_missing_entries=False)
         if found is None:
             continue
-        files = [Path(found)]
+        files = [found]
         if candidate.endswith(".index.json"):
-            files += [Path(cached_file(name, shard)) for shard in sorted(read_index(files[0]))]
-        return files
+            files = [cached_file(name, shard) for shard in sorted(read_index(Path(found)))]
+        return sum(Path(file).stat().st_size for file in files)
     raise FileNotFoundError(f"{name} has no weight file: expected {' or '.join(WEIGHT_FILES[:2])}.")
 
 

@@ -1,4 +1,4 @@
-"""What this machine has to give: idle cores, the type that it multiplies fastest, and memory, kept or given back."""
+"""What this machine can compute: its device, memory, and the fastest matrix multiplications."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import psutil
 import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-# Names of <malloc.h>.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-# The largest tensors of few sizes that are kept, and what `keep_memory` has set, in bytes.
-LARGE = 2**25
-_kept: dict[int, int] = {}
-# What oneDNN and PyTorch's layer over it read, once, before their first product: how many programs they keep at most.
-CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 512, "LRU_CACHE_CAPACITY": 128}
 # Instructions that multiply bfloat16, fastest first (x86: AMX, AVX-512; ARM: bf16), and the values of
 # ONEDNN_MAX_CPU_ISA that keep oneDNN from using each.
 _OLDER = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
@@ -34,6 +31,33 @@ BF16_INSTRUCTIONS: dict[str, set[str]] = {
 ROWS = 128
 # Rows that are scaled and rounded together, so that what lies between is in the processor's cache.
 CACHED_ROWS = 64
+# A product's sizes are made multiples of these: tokens, and both sides of a weight.
+TOKENS, FEATURES = ROWS, 32
+# Attention whose layers are alike: its two products in an encoder's layers, and four in a decoder's.
+FIRST_SHAPES = 6
+# Of a model's matrices; fewer, as where layers are alike, recur within a batch, and are not worth filling up.
+MANY_SHAPES = 16
+# Multiplications of a head above which bfloat16 is worth a program of its own.
+SMALL_HEAD = 64**3
+
+
+def check_device(name: str | torch.device) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ValueError: there is none here, or it computes nothing (`meta`).
+    """
+    try:
+        device = torch.device(name)
+        if device.type == "meta":
+            raise RuntimeError("it holds no values")
+        torch.ones(1, device=device).sum().item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"device is {str(name)!r}, which can't be used here ({reason}): give cpu, or one there is"
+        ) from None
+    return device
 
 
 @contextmanager
@@ -47,86 +71,10 @@ def use_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class IdleThreads:
-    """Keeps PyTorch's threads to the cores that other programs leave: a context, and `adapt` to look again.
-
-    Threads that share every small product wait for the slowest of them. With two of them and one other busy program on
-    two cores, a training step takes thirty times as long as with a single thread.
-    """
-
-    def __enter__(self) -> Self:
-        self.allowed = torch.get_num_threads()
-        if self.allowed == 1:
-            return self
-        torch.set_num_threads(1)
-        self.seen = _clocks()
-        time.sleep(0.5)
-        self.adapt()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        torch.set_num_threads(self.allowed)
-
-    def adapt(self) -> None:
-        """Choose the number of threads by what other programs did since the last look."""
-        if self.allowed == 1:
-            return
-        before, self.seen = self.seen, _clocks()
-        elapsed, all_busy, own = (now - then for now, then in zip(self.seen, before, strict=True))
-        others = max(0.0, all_busy - own) / elapsed
-        torch.set_num_threads(max(1, min(self.allowed, round(psutil.cpu_count() - others))))
-
-
-def keep_memory(largest: int = 2**30, end: int = 2**30, programs: int | None = None) -> None:
-    """Let the C library (glibc) keep what was freed for the next tensor, as long as this process lives.
-
-    Else it returns large tensors to the system at once, and the system fills the next one's pages with zeros, one by
-    one: a tenth of a training step, a sixth of a conversion. Of programs of products few are kept (`keep_programs`).
-
-    Where sizes differ much from one tensor to the next, both are to be smaller, or a peak gets higher: what was freed
-    has no room for the next one. What one thread frees is for all that begin later.
-
-    Args:
-        largest: bytes of the largest tensor whose room is kept.
-        end: bytes that may be free at the end of what it holds before they go back.
-        programs: of products, as `keep_programs` takes them.
-    """
-    _kept.update({M_MMAP_THRESHOLD: largest, M_TRIM_THRESHOLD: end})
-    _set_malloc({**_kept, M_ARENA_MAX: 1})
-    keep_programs(programs)
-
-
-@contextmanager
-def keep_large() -> Iterator[None]:
-    """Inside, the room of large tensors is kept, too, where `keep_memory` has said to keep that of smaller ones.
-
-    For what has few sizes, so that each finds the room that another left: logits, over and over. What is free then
-    goes back at the end. Not above 32 MiB: what is free is often too small by what alignment takes, and grows.
-    """
-    _set_malloc({option: max(size, LARGE) for option, size in _kept.items()})
-    try:
-        yield
-    finally:
-        _set_malloc(_kept)
-        give_back_memory()
-
-
-def keep_programs(most: int | None = None) -> None:
-    """Let so many programs of products in bfloat16 be kept at most (`CACHES`), unless the user says how many.
-
-    A processor's product in bfloat16 is a program written for its shapes, up to half a megabyte, and 1024 of them are
-    kept, where few batches of sentences have as many tokens as another. Writing one takes a millisecond. A training
-    needs some 300 again and again (`products`); what a batch of a conversion needs is needed by its other
-    layers, and then hardly again: 64 do. To be called before the first such product.
-    """
-    for name, capacity in CACHES.items():
-        os.environ.setdefault(name, str(min(most or capacity, capacity)))
-
-
 def give_back_memory() -> None:
-    """Return to the system what was freed, where the C library keeps it (glibc): after large tensors of many sizes up
-    to a third of a process."""
-    _call_malloc("malloc_trim", 0)
+    """Return freed memory to the system (glibc): after large tensors of many sizes, up to a third of a process."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def free_memory() -> float:
@@ -142,24 +90,6 @@ def free_memory() -> float:
             continue
         free = min(free, limit - taken)
     return max(free, 0.0)
-
-
-def _set_malloc(options: dict[int, int]) -> None:
-    for option, size in options.items():
-        _call_malloc("mallopt", option, size)
-
-
-def _call_malloc(name: str, *arguments: int) -> None:
-    """Call a function of glibc's `malloc`; elsewhere nothing."""
-    if sys.platform == "linux" and (function := getattr(ctypes.CDLL(None), name, None)) is not None:
-        function(*arguments)
-
-
-def _clocks() -> tuple[float, float, float]:
-    """Seconds: on the wall, of work of all cores together, of this process's part of it."""
-    times = psutil.cpu_times()
-    own = psutil.Process().cpu_times()
-    return time.monotonic(), sum(times) - times.idle - getattr(times, "iowait", 0.0), own.user + own.system
 
 
 def has_fast_bf16() -> bool:
@@ -267,3 +197,162 @@ def product_seconds(dtype: torch.dtype) -> float:
             x @ x
             times.append(time.process_time() - worked or time.perf_counter() - start)
     return min(times)
+
+
+class EvenProducts(TorchFunctionMode):
+    """A context, in which PyTorch's layers multiply matrices of few different shapes under bfloat16 autocast.
+
+    A CPU's product in bfloat16 is a program, written for its shapes (oneDNN). In models whose matrices all differ, as
+    low-rank ones do, and with sentences, each batch of another number of tokens, writing them took half of a training
+    step (RESULTS.md, "Products of few shapes"). Here
+
+    - linear layers are multiplied with rows and columns of zeros that make their sizes multiples of `TOKENS` and
+      `FEATURES`: the same numbers, up to rounding;
+    - of attention's products those of the first shapes are made as they are, which is all there are where layers are
+      alike; small ones of other shapes (`SMALL_HEAD`) are made in float32, which needs no programs.
+
+    Elsewhere, and without autocast, nothing changes. Layers that are computed again for their gradients would be
+    computed otherwise: PyTorch leaves the context for a backward pass.
+
+    Args:
+        shapes: of attention's products, how many are the first.
+    """
+
+    def __init__(self, shapes: int = FIRST_SHAPES) -> None:
+        super().__init__()
+        self.most = shapes
+        self.shapes: set[tuple[torch.Size, torch.Size]] = set()
+
+    def __torch_function__(
+        self, function: Callable, types: tuple, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is F.linear and not kwargs and _is_cast(args[0]):
+            return _linear(*args)
+        if function is torch.matmul and not kwargs and _is_cast(args[0]):
+            return self._multiply(*args)
+        return function(*args, **kwargs)
+
+    def _multiply(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """left · right, in float32 where they are heads, small, and of one shape too many."""
+        if left.dim() != 4 or right.dim() != 4:
+            return torch.matmul(left, right)
+        shapes = (left.shape, right.shape)
+        if len(self.shapes) < self.most:
+            self.shapes.add(shapes)
+        if shapes in self.shapes or left.shape[-2] * left.shape[-1] * right.shape[-1] > SMALL_HEAD:
+            return torch.matmul(left, right)
+        with torch.autocast("cpu", enabled=False):
+            return torch.matmul(left.float(), right.float())
+
+
+@contextmanager
+def cast_once(model: nn.Module) -> Iterator[None]:
+    """Inside, a frozen model's linear layers have weights in bfloat16: the same products under autocast, which keeps
+    what it cast of weights that learn, and casts those of others anew for every product.
+
+    Tables to look up in stay as they are, also where an output layer has them.
+    """
+    modules = list(model.modules())
+    tables = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
+    weights = {id(module.weight): module.weight for module in modules if isinstance(module, nn.Linear)}
+    own = [(weight, weight.data) for key, weight in weights.items() if key not in tables and _is_plain(weight)]
+    try:
+        for weight, data in own:
+            weight.data = data.bfloat16()
+        yield
+    finally:
+        for weight, data in own:
+            weight.data = data
+
+
+@contextmanager
+def without_plans() -> Iterator[None]:
+    """Inside, fused attention on a GPU is PyTorch's own, not cuDNN's, which makes a plan for every shape of a batch.
+
+    Batches of sentences have hundreds of shapes, a step of generation has one of its own: on an H100 training took
+    four times as long until an epoch had shown them all (RESULTS.md, "On a GPU").
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def has_many_shapes(model: nn.Module) -> bool:
+    """Whether a model's matrices differ so much that `EvenProducts` are faster."""
+    return len({parameter.shape for parameter in model.parameters() if parameter.dim() == 2}) > MANY_SHAPES
+
+
+def _is_cast(states: torch.Tensor) -> bool:
+    """Whether autocast would multiply these in bfloat16 on a CPU."""
+    return (
+        states.device.type == "cpu"
+        and torch.is_autocast_enabled("cpu")
+        and torch.get_autocast_dtype("cpu") == torch.bfloat16
+    )
+
+
+def _linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`F.linear`; a weight that is more than a matrix of numbers (quantized, sharded) multiplies in its own way."""
+    if weight.dim() != 2 or not states.numel() or not _is_plain(weight):
+        return F.linear(states, weight, bias)
+    return _EvenLinear.apply(states, weight, bias)
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    """Whether it is numbers and nothing more, such as quantized or sharded ones."""
+    return type(weight) in (torch.Tensor, nn.Parameter)
+
+
+class _EvenLinear(torch.autograd.Function):
+    """x·Wᵀ + b in bfloat16, and its gradients, of matrices that are filled up with zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        n, m = weight.shape
+        flat = states.reshape(-1, m)
+        x = _fill_up(flat, _next(len(flat), TOKENS), _next(m, FEATURES))
+        w = _fill_up(weight, _next(n, FEATURES), x.shape[1])
+        b = None if bias is None else F.pad(bias.to(torch.bfloat16), (0, len(w) - n))
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w)
+        ctx.rows = len(x)
+        ctx.states, ctx.weight, ctx.bias = (
+            None if part is None else (part.shape, part.dtype) for part in (states, weight, bias)
+        )
+        return F.linear(x, w, b)[: len(flat), :n].reshape(*states.shape[:-1], n)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        (shape, dtype), (n, m) = ctx.states, ctx.weight[0]
+        upstream = upstream.reshape(-1, n)
+        g = _fill_up(upstream, ctx.rows, len(w))
+        states = weight = bias = None
+        if ctx.needs_input_grad[0]:
+            states = torch.mm(g, w)[: len(upstream), :m].to(dtype).reshape(shape)
+        if ctx.needs_input_grad[1]:
+            weight = torch.mm(g.t(), x)[:n, :m].to(ctx.weight[1])
+        if ctx.needs_input_grad[2]:
+            bias = upstream.sum(0, dtype=ctx.bias[1])
+        return states, weight, bias
+
+
+def _next(size: int, step: int) -> int:
+    """The next multiple of `step`; below it, the next power of two: a few tokens need not be many."""
+    return -(-size // step) * step if size > step else 1 << (size - 1).bit_length()
+
+
+def _fill_up(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """In bfloat16, with zeros below and at the right."""
+    height, width = matrix.shape
+    if matrix.dtype == torch.bfloat16 and (height, width) == (rows, columns) and matrix.is_contiguous():
+        return matrix
+    filled = torch.empty(rows, columns, dtype=torch.bfloat16)
+    filled[:height, :width] = matrix
+    filled[height:].zero_()
+    filled[:height, width:].zero_()
+    return filled

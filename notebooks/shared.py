@@ -6,6 +6,7 @@ Set `LIGHTFORMERS_QUICK=1` to run a notebook in seconds, with models too small t
 import os
 import sys
 import tempfile
+from dataclasses import dataclass
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,29 @@ from huggingface_hub.utils import disable_progress_bars as disable_hub_bars
 from IPython.display import Image
 from tqdm.auto import tqdm
 
-from lightformers_hf.demo.stages import DemoSettings, write_corpus, write_teacher
-from lightformers_hf.evaluation.pages.plots import style
-from lightformers_hf.folders import atomic_output
+from lightformers_hf.demo.run import DemoSettings, write_corpus, write_teacher
+from lightformers_hf.evaluation.plots import style
+from lightformers_hf.files import atomic_output
 
 QUICK = bool(os.environ.get("LIGHTFORMERS_QUICK"))
 CACHE = Path(os.environ.get("LIGHTFORMERS_NOTEBOOKS", "cache")) / ("quick" if QUICK else "full")
 TINY = {"d_model": 32, "ffn_dim": 64, "heads": 2, "vocabulary": 400, "teacher_steps": 4, "recovery_steps": 3}
+
+
+@dataclass(frozen=True)
+class NotebookSettings(DemoSettings):
+    """The demo's sizes, and those of the trainings and timings in the notebooks."""
+
+    recovery_steps: int = 200
+    recovery_learning_rate: float = 2e-3
+    speed_sentences: int = 10
+    speed_runs: int = 6
+
+
 SETTINGS = (
-    DemoSettings(train_pairs=400, held_out_pairs=8, batch_size=8, speed_sentences=1, speed_runs=1, **TINY)
+    NotebookSettings(train_pairs=400, held_out_pairs=8, batch_size=8, speed_sentences=1, speed_runs=1, **TINY)
     if QUICK
-    else DemoSettings()
+    else NotebookSettings()
 )
 
 # Bars that fill say nothing on a page.

@@ -41,7 +41,7 @@ WARM = (
         "pandas",
         "sacrebleu",
         "lightformers_hf.evaluation.evaluate",
-        "lightformers_hf.evaluation.pages.page",
+        "lightformers_hf.evaluation.page",
     ),
     *("lightformers_hf.hub", "lightformers_hf.export.engines.ctranslate2", "lightformers_hf.evaluation.analysis"),
 )
@@ -98,7 +98,7 @@ def make_base(base: Path) -> None:
 
 def run_command(words: list[str]) -> tuple[int | None, str]:
     """Exit code and all that a command says; `None` and the traceback where it raises something."""
-    from lightformers_hf.cli.entry import app
+    from lightformers_hf.cli import app
 
     said, complaints = (
         io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=errors, write_through=True)

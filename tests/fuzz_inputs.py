@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 from hypothesis import strategies as st
 
-from lightformers_hf.cli.entry import app
+from lightformers_hf.cli import app
 
 DEEP = "[" * 100_000
 NUMBERS = [0, 1, -1, 2, 3, 7, 8, 59, 60, 61, 10**4, 10**6, 10**9, 2**31, 2**63, 10**18, 10**40, -(10**9), 0.5, 1e300]
@@ -57,7 +57,7 @@ OPTIONS_OF = {
     "report": "light --output page.html",
     "push": "light user/model --dry-run",
 }
-LEFT_OUT = {"--verbose", "--speed", "--comet", "--help"}
+LEFT_OUT = {"--verbose", "--speed", "--comet", "--help", "--push-to-hub"}
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from lightformers_hf.folders import atomic_output, check_output
+from lightformers_hf.files import atomic_output, check_output
 
 # What Python tells of its calls to the file system, by the names it has for them.
 CALLS = {
@@ -62,7 +62,7 @@ def export_model(target: Path, version: str) -> None:
     """A model for another engine, in float32 or in int8."""
     from lightformers_hf.export import export
 
-    quantization = {"old": None, "new": "int8"}[version]
+    quantization = {"old": "float32", "new": "int8"}[version]
     export(target.parent.parent / "teacher", target, to="ctranslate2", quantization=quantization, overwrite=True)
 
 

@@ -159,7 +159,7 @@ def test_gigantic_sizes_are_compared_with_the_tensors(run, fields, command):
     [
         "push light user/model --dry-run", "report light --teacher dense --output page.html", "translate light text",
         "evaluate light --data test.jsonl --num-beams 1", "export light out --to ctranslate2",
-        "analyze light --data test.jsonl --output out",
+        "analyze light --data test.jsonl --pictures out",
     ],
 )  # fmt: skip
 def test_architectures_that_are_no_names(run, architectures, command):
@@ -169,7 +169,7 @@ def test_architectures_that_are_no_names(run, architectures, command):
     assert not Path("out").exists()
 
 
-@pytest.mark.parametrize("command", ["recover light --teacher dense --output out", "compress dense out"])
+@pytest.mark.parametrize("command", ["recover light out --teacher dense", "compress dense out"])
 @pytest.mark.parametrize("seed", ["12345678901234567890", "-1"])
 def test_seeds_that_numpy_does_not_take(run, command, seed):
     assert "--seed" in run(f"{command} --data test.jsonl --seed {seed}", codes=(2,))

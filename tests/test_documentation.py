@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from lightformers_hf import LightFormerConfig, PartialFormerConfig, SubformerConfig, cli, convert
-from lightformers_hf.models.configuration_base import FactorizedConfig
+from lightformers_hf.models.configuration_lightformer import FactorizedConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_python")]
 ROOT = Path(__file__).parents[1]
@@ -257,9 +257,9 @@ def site(tmp_path_factory):
 def test_the_site_builds(site):
     commands = (site / "reference/cli.html").read_text(encoding="utf-8")
     assert "lightformers convert" in commands
-    assert "narrow: fewer neurons and narrower heads" in html.unescape(commands)
+    assert "narrow: fewer neurons, narrower heads" in html.unescape(commands)
     assert "<math" in (site / "explanation/weighting.html").read_text(encoding="utf-8")
-    python = (site / "reference/python.html").read_text(encoding="utf-8")
+    python = (site / "reference/api.html").read_text(encoding="utf-8")
     assert "FileExistsError" in python
     assert (site / "search/search_index.js").is_file()  # what searches without a server
     assert 'src="pictures/compression.png"' in (site / "results.html").read_text(encoding="utf-8")

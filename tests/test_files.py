@@ -1,4 +1,4 @@
-"""Folders and files are written whole or not at all, and JSON is what every reader of JSON knows."""
+"""Folders and files are written whole or not at all, and replace nothing of others."""
 
 import errno
 import json
@@ -16,8 +16,16 @@ from unittest.mock import Mock
 import pytest
 from safetensors.torch import save_file
 
-from lightformers_hf.files import MANIFEST_FILE, json_text, write_json, write_whole
-from lightformers_hf.folders import atomic_output, check_output
+from lightformers_hf.files import (
+    MANIFEST_FILE,
+    atomic_output,
+    check_file,
+    check_output,
+    find_foreign,
+    json_text,
+    write_json,
+    write_whole,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -139,7 +147,7 @@ def test_another_disk_full(tmp_path):
 
 WRITER = """
 import sys
-from lightformers_hf.folders import atomic_output
+from lightformers_hf.files import atomic_output
 with atomic_output(sys.argv[1], overwrite=sys.argv[2] == "True") as temporary:
     (temporary / "half").write_text("new")
     print("ready", flush=True)
@@ -229,7 +237,7 @@ def test_what_is_being_removed_is_not_taken_for_what_was_set_aside(tmp_path, mon
     """Killed while the old output is removed, and then the user removes the new one: half the old one stays away."""
     target = tmp_path / "out"
     write(target, "old")
-    monkeypatch.setattr("lightformers_hf.folders.shutil.rmtree", lambda *_, **__: None)
+    monkeypatch.setattr("lightformers_hf.files.shutil.rmtree", lambda *_, **__: None)
     write(target, "new", overwrite=True)
     (left,) = (path for path in tmp_path.iterdir() if path != target)
     assert (left / "file").read_text() == "old"
@@ -268,7 +276,7 @@ NO_LOCKS = SimpleNamespace(LOCK_EX=0, LOCK_NB=0, flock=Mock(side_effect=OSError(
 
 @pytest.mark.parametrize("module", [None, NO_LOCKS])
 def test_without_locks_the_later_looks_again_and_removes_nothing(tmp_path, monkeypatch, module):
-    monkeypatch.setattr("lightformers_hf.folders.fcntl", module)
+    monkeypatch.setattr("lightformers_hf.files.fcntl", module)
     target = tmp_path / "out"
     (tmp_path / ".out.old-00000000").mkdir()
     with pytest.raises(FileExistsError, match="not empty"), atomic_output(target) as first:  # noqa: PT012
@@ -286,7 +294,7 @@ def test_without_locks_the_later_looks_again_and_removes_nothing(tmp_path, monke
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_locks_that_another_host_does_not_see(tmp_path, monkeypatch, overwrite, again):
     """The other takes our folder for a dead process's: we fail, also where a writer made the folder anew."""
-    monkeypatch.setattr("lightformers_hf.folders.fcntl.flock", lambda *_: None)
+    monkeypatch.setattr("lightformers_hf.files.fcntl.flock", lambda *_: None)
     target = tmp_path / "out"
     removed = pytest.raises(OSError, match="out was not written: another process removed")
     with removed, atomic_output(target, overwrite=overwrite) as first:
@@ -302,7 +310,7 @@ def test_locks_that_another_host_does_not_see(tmp_path, monkeypatch, overwrite, 
 @pytest.mark.parametrize("save", [lambda file: file.write_text(""), lambda file: save_file({}, file)])
 def test_a_writer_that_lost_its_folder_says_so(tmp_path, monkeypatch, save):
     """Not that some file is not there, which is what Python and safetensors say."""
-    monkeypatch.setattr("lightformers_hf.folders.fcntl.flock", lambda *_: None)
+    monkeypatch.setattr("lightformers_hf.files.fcntl.flock", lambda *_: None)
     removed = pytest.raises(OSError, match=r"out was not written: another process removed .* Run it again")
     with removed, atomic_output(tmp_path / "out") as first:
         write(tmp_path / "out", "second")
@@ -372,3 +380,129 @@ def test_json_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         write_json({"a": 2}, file)
     assert json.loads(file.read_text()) == {"a": 1}
     assert contents(tmp_path) == {"a.json"}
+
+
+def write_sub(target, content="new", **options):
+    with atomic_output(target, **options) as temporary:
+        (temporary / "sub").mkdir()
+        (temporary / "sub" / "file").write_text(content)
+
+
+def everything(folder):
+    """{every path below `folder`: its bytes}."""
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def assert_refused(error, match, target, **options):
+    """Neither the check nor the writing lets it pass, and nothing changes."""
+    before = everything(Path(target).expanduser().parent)
+    with pytest.raises(error, match=match):
+        check_output(target, overwrite=True, **options)
+    with pytest.raises(error, match=match):
+        write_sub(target, overwrite=True, **options)
+    assert everything(Path(target).expanduser().parent) == before
+
+
+def test_what_was_written_is_replaced_wherever_it_was_moved(tmp_path):
+    write_sub(tmp_path / "out", "old")
+    shutil.copytree(tmp_path / "out", tmp_path / "copy")
+    for name in ("out", "copy"):
+        assert find_foreign(tmp_path / name) == []
+        write_sub(tmp_path / name, overwrite=True)
+        assert (tmp_path / name / "sub" / "file").read_text() == "new"
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "sub/notes.txt", "own/notes.txt", "own/", ".hidden"])
+def test_what_was_added_is_named_and_kept(tmp_path, name):
+    write_sub(tmp_path / "out", "old")
+    path = tmp_path / "out" / name
+    if name.endswith("/"):
+        path.mkdir()
+    else:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    named = re.escape(name.split("/n")[0].rstrip("/") if name.startswith("own") else name)
+    assert_refused(FileExistsError, rf"out holds {named}\b.* did not write", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "manifest", [None, "", "[]", "{}", '{"files": 3}', '{"files": [[]]}', '{"files": ["x"]}', "[" * 200_000]
+)
+def test_a_folder_of_somebody_elses_is_kept(tmp_path, manifest):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for index in range(5):
+        (folder / f"{index}.png").touch()
+    if manifest is not None:
+        (folder / MANIFEST_FILE).write_text(manifest)
+    assert_refused(FileExistsError, r"photos holds 0\.png, 1\.png, 2\.png and 2 more", folder)
+
+
+@pytest.mark.parametrize("place", ["{home}", "{home}/..", "/", "~"])
+def test_home_and_what_holds_it_are_kept(tmp_path, monkeypatch, place):
+    home = tmp_path / "users" / "me"
+    home.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    with pytest.raises(ValueError, match="home folder"):
+        write_sub(place.format(home=home), overwrite=True)
+    assert everything(tmp_path) == {home.parent: None, home: None}
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch])
+def test_a_repository_is_kept(tmp_path, make):
+    write_sub(tmp_path / "out")
+    make(tmp_path / "out" / ".git")
+    assert_refused(ValueError, r"out is a repository \(\.git\)", tmp_path / "out")
+
+
+def test_inputs_are_kept_wherever_their_links_lead(tmp_path):
+    out = tmp_path / "out"
+    write_sub(out)
+    inside, source = out / "sub" / "file", tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").touch()
+    (source / "weights").symlink_to(inside)
+    (tmp_path / "data.jsonl").symlink_to(tmp_path / "second")
+    (tmp_path / "second").symlink_to(inside)
+    (tmp_path / "lost").symlink_to(out / "gone")
+    (tmp_path / "link").symlink_to(out)
+    for read in (out, inside, inside.parent, source, tmp_path / "data.jsonl", tmp_path / "lost", tmp_path / "link"):
+        assert_refused(ValueError, "must be apart from .*, which is read", out, inputs=[None, "an/other", str(read)])
+    assert_refused(ValueError, "must be apart from .*source, which is read", source / "new", inputs=[source])
+    write_sub(out, overwrite=True, inputs=[None, "a/name-on-the-hub", "x" * 300, "~nobody/x", tmp_path / "none"])
+
+
+def test_a_link_in_the_output_that_is_read_is_kept(tmp_path):
+    (tmp_path / "data").touch()
+    with atomic_output(tmp_path / "out") as temporary:
+        (temporary / "data").symlink_to(tmp_path / "data")
+    assert_refused(ValueError, "must be apart", tmp_path / "out", inputs=[tmp_path / "out" / "data"])
+
+
+def test_a_file_that_is_read_is_not_written_over(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "tokenizer.json", "evaluation.json"):
+        (model / name).touch()
+    (tmp_path / "link").symlink_to(model / "evaluation.json")
+    for name, inputs in (
+        ("model/config.json", [model]),
+        ("model/tokenizer.json", [None, model]),
+        ("model/evaluation.json", [tmp_path / "link"]),
+        ("link", [model / "evaluation.json"]),
+    ):
+        with pytest.raises(ValueError, match="is read"):
+            check_file(tmp_path / name, inputs)
+    check_file(model / "evaluation.json", [model, None, "a/name"])
+    check_file(model / "new.json", [model])
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    with pytest.raises(IsADirectoryError, match="is a folder: give a file"):
+        check_file(tmp_path, [])
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*none"):
+        check_file(tmp_path / "none" / "page.html", [])
+    check_file(os.devnull, [])
+    monkeypatch.setattr(os, "access", lambda *_: False)  # as on a disk that takes nothing
+    with pytest.raises(PermissionError, match="nothing can be put into"):
+        check_file(tmp_path / "page.html", [])

@@ -8,7 +8,7 @@ pytest.importorskip("fcntl", reason="processes are forked")
 from fuzz import Fuzzer
 from fuzz_inputs import OPTIONS_OF, Case
 
-from lightformers_hf.cli.entry import app
+from lightformers_hf.cli import app
 
 NUMBER = int(os.environ.get("LIGHTFORMERS_FUZZ", "70"))
 KINDS = ("configuration", "generation", "other files", "index", "header", "data", "options")

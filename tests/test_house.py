@@ -18,7 +18,7 @@ INTERNALS = {
     "evaluation/quality.py",
     "export/engines/ctranslate2.py",
     "loading.py",
-    "models/transformers_internals.py",
+    "models/layers.py",
 }
 
 

@@ -22,7 +22,7 @@ from lightformers_hf import cli, convert, push_to_hub, translate
 from lightformers_hf.hub import preview_push
 
 CASES = every(variants=["lightformer-private-norms", "subformer-sandwich", "partialformer-relative"])
-CODE = {"modeling_lightformer.py", "configuration_lightformer.py", "matrices.py", "attention.py", "lm_heads.py"}
+CODE = {"modeling_lightformer.py", "configuration_lightformer.py", "low_rank.py", "layers.py", "heads.py"}
 
 # Before it: the package cannot be imported. `tasks` is what to load.
 STRANGERS_LOADING = """
@@ -80,7 +80,7 @@ from transformers import AutoModelForSeq2SeqLM
 model = AutoModelForSeq2SeqLM.from_pretrained("alice/marian-light")
 assert type(model) is lightformers_hf.LightFormerForConditionalGeneration
 lightformers_hf.convert("alice/marian-light", "lighter", rank=2, method="paper", progress=False)
-sys.argv = ["lightformers", "translate", "alice/marian-light", "sentences.de", "-o", "sentences.en"]
+sys.argv = ["lightformers", "translate", "alice/marian-light", "sentences.de", "--output", "sentences.en"]
 cli.main()
 """
 
@@ -178,7 +178,7 @@ def test_strangers_load_run_and_train_what_was_pushed(hub, light, parallel_sente
     model.save_pretrained(folder)
     pinned = push_to_hub(folder, "changing").oid
     task("alice/changing", "ConditionalGeneration", model, revision=pinned)
-    (folder / "lm_heads.py").write_text("raise RuntimeError('the code of a later commit')\n")
+    (folder / "heads.py").write_text("raise RuntimeError('the code of a later commit')\n")
     assert push_to_hub(folder, "changing").oid != pinned
 
     push_to_hub(folder.parent / "lightformer-private-norms-Model", "secret", private=True)
@@ -417,9 +417,9 @@ def test_what_is_no_checkpoint_to_share(hub, copy, tiny_marian, tmp_path):
     refused(ValueError, "'marian' model.*hf upload", tiny_marian)
     refused(FileNotFoundError, "results.json is not there", results=[tmp_path / "results.json"])
     refused(ValueError, "holds no results", results=[copy / "config.json"])
-    (copy / "matrices.py").rename(copy / "matrices.txt")
-    refused(FileNotFoundError, "lacks matrices.py")
-    (copy / "matrices.txt").rename(copy / "matrices.py")
+    (copy / "low_rank.py").rename(copy / "low_rank.txt")
+    refused(FileNotFoundError, "lacks low_rank.py")
+    (copy / "low_rank.txt").rename(copy / "low_rank.py")
     (copy / "compression.json").write_text("{")
     refused(ValueError, "compression.json")
     (copy / "model.safetensors").write_bytes((copy / "model.safetensors").read_bytes()[:-10])
@@ -480,7 +480,7 @@ def test_a_secret_beside_a_model_stays_there(hub, copy):
     assert {"source.spm", "vocab.json", "tokenizer_config.json", "README.md"} <= before.keys()
 
 
-@pytest.mark.parametrize("name", ["source.spm", "chat_template.jinja", "compression.json", "README.md", "matrices.py"])
+@pytest.mark.parametrize("name", ["source.spm", "chat_template.jinja", "compression.json", "README.md", "low_rank.py"])
 def test_a_link_out_of_the_folder(hub, copy, tmp_path, name):
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -503,3 +503,25 @@ def test_a_dry_run_lists_and_sends_nothing(hub, light, monkeypatch, capsys):
         assert f"{size:,}  {name}\n" in out
     assert not hub.repositories
     assert not hub.requests
+
+
+def test_what_is_converted_is_pushed_at_once(hub, tiny_marian, tmp_path, monkeypatch, capsys):
+    options = {"rank": 8, "method": "paper", "progress": False}
+    convert(tiny_marian, tmp_path / "light", push_to_hub="alice/at-once", private=True, **options)
+    repository = hub.repositories["alice/at-once"]
+    assert (len(repository.commits), repository.private) == (2, True)  # that of a new repository, and ours
+    assert {"config.json", "model.safetensors", "compression.json", "README.md"} <= {*repository.files}
+    command = ["lightformers", "convert", tiny_marian, tmp_path / "again", "--rank", "8", "--method", "paper", "-q"]
+    monkeypatch.setattr(sys, "argv", [*map(str, command), "--push-to-hub", "alice/again"])
+    for endpoint, code in ((hub.endpoint, 0), ("http://127.0.0.1:9", 1)):
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert (end.value.code or 0) == code
+        assert (tmp_path / "again" / "model.safetensors").is_file()
+        sys.argv.append("--overwrite")
+    assert f"again is complete: repeat the push with `lightformers push {tmp_path}/again" in capsys.readouterr().err
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(PermissionError, match="log in"):  # before the conversion
+        convert(tiny_marian, tmp_path / "none", push_to_hub="alice/none", **options)
+    assert not (tmp_path / "none").exists()

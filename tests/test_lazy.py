@@ -5,19 +5,20 @@ import sys
 
 import pytest
 
-from lightformers_hf import recovery
+from lightformers_hf import export
 
 
 def test_every_public_name_is_found_and_no_other():
-    assert set(recovery.__all__) <= set(dir(recovery))
-    for name in recovery.__all__:
-        assert getattr(recovery, name).__name__ == name
-    with pytest.raises(AttributeError, match=r"'lightformers_hf\.recovery' has no attribute 'Trainer'"):
-        _ = recovery.Trainer
+    assert set(export.__all__) <= set(dir(export))
+    for name in export.__all__:
+        assert getattr(export, name).__name__ == name
+    with pytest.raises(AttributeError, match=r"'lightformers_hf\.export' has no attribute 'Exporter'"):
+        _ = export.Exporter
 
 
 def test_a_name_does_not_import_its_neighbours():
-    script = "import sys; from lightformers_hf.recovery import find_last_checkpoint; print(*sys.modules)"
+    script = "import sys; from lightformers_hf.export import Engine; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    loaded = {name for name in done.stdout.split() if name.startswith("lightformers_hf.recovery")}
-    assert loaded == {"lightformers_hf.recovery", "lightformers_hf.recovery.checkpoints"}
+    loaded = {name for name in done.stdout.split() if name.startswith("lightformers_hf.export")}
+    assert "lightformers_hf.export.engine" in loaded
+    assert "lightformers_hf.export.write" not in loaded

@@ -10,9 +10,8 @@ from huggingface_hub import ModelCard
 
 from lightformers_hf import convert
 from lightformers_hf.conversion.card import model_card
-from lightformers_hf.conversion.inheritance import inherited_metadata
-from lightformers_hf.conversion.report import ModelFacts, read_report
-from lightformers_hf.evaluation.evaluate import evaluate_model
+from lightformers_hf.conversion.report import ModelFacts, inherited_metadata, read_report
+from lightformers_hf.evaluation.evaluate import evaluate
 from lightformers_hf.export import export
 from lightformers_hf.loading import printable_name
 
@@ -28,7 +27,7 @@ def place(tmp_path_factory, tiny_marian, parallel_sentences):
     (folder / "test.jsonl").write_text("".join(lines), encoding="utf-8")
     before = os.umask(0o022)
     convert(folder / ESCAPE, folder / "light", ratio=2, calibration=str(folder / "test.jsonl"), progress=False)
-    export(folder / "light", folder / "fast", to="onnx")
+    export(folder / "light", folder / "fast", to="onnx", quantization="float32")
     os.umask(before)
     return folder
 
@@ -47,7 +46,7 @@ def test_no_path_and_no_control_character_is_written(place, name):
 
 def test_no_path_in_measurements(place, monkeypatch):
     monkeypatch.chdir(place / "light")
-    found = evaluate_model(".", str(place / "test.jsonl"), teacher=str(place / ESCAPE), speed=False)
+    found = evaluate(".", data=place / "test.jsonl", teacher=place / ESCAPE, speed=False)
     text = json.dumps(found.to_dict())
     assert str(place) not in text
     assert "u001b" not in text

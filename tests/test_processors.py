@@ -1,36 +1,19 @@
-"""Threads on cores that other programs leave, and memory that is kept."""
+"""Properties of the machine, and matrix multiplications that are rounded or of few shapes."""
 
-import os
 import platform
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
 
-from lightformers_hf import convert, processors
-from lightformers_hf.conversion.workers import count_workers
-from lightformers_hf.processors import CACHES, IdleThreads, keep_programs
+from lightformers_hf import processors
+from lightformers_hf.processors import FIRST_SHAPES, MANY_SHAPES, EvenProducts, cast_once, has_many_shapes
 
 pytestmark = pytest.mark.quick
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    """Four cores of which `busy` are at work for others, and a PyTorch that may use three."""
-    before, state = torch.get_num_threads(), {"busy": 0.0, "now": 0.0}
-
-    def clocks():
-        state["now"] += 1.0
-        return state["now"], state["now"] * state["busy"], 0.0
-
-    monkeypatch.setattr(processors, "_clocks", clocks)
-    monkeypatch.setattr(processors.psutil, "cpu_count", lambda: 4)
-    monkeypatch.setattr(time, "sleep", lambda _: None)
-    torch.set_num_threads(3)
-    yield state
-    torch.set_num_threads(before)
 
 
 def test_what_a_product_takes_is_not_what_other_programs_take(monkeypatch):
@@ -89,126 +72,6 @@ def test_the_names_of_instructions_are_those_of_pytorch_and_of_the_kernel(monkey
     processors._instructions.cache_clear()
 
 
-@pytest.mark.parametrize(("busy", "left"), [(0, 3), (1, 3), (2.1, 2), (3, 1), (4, 1)])
-def test_as_many_as_others_leave_and_as_are_allowed(machine, busy, left):
-    machine["busy"] = busy
-    with IdleThreads() as threads:
-        assert torch.get_num_threads() == left
-        machine["busy"], machine["now"] = 0, 0
-        threads.seen = (0.0, 0.0, 0.0)
-        threads.adapt()
-        assert torch.get_num_threads() == 3
-    assert torch.get_num_threads() == 3
-
-
-def test_one_thread_needs_no_look(machine, monkeypatch):
-    monkeypatch.setattr(processors, "_clocks", None)
-    torch.set_num_threads(1)
-    with IdleThreads() as threads:
-        threads.adapt()
-        assert torch.get_num_threads() == 1
-
-
-def test_conversions_leave_busy_cores_alone(machine, tiny_marian, tmp_path, monkeypatch):
-    """As many workers as cores are idle, and one thread in each."""
-    seen = []
-    monkeypatch.setattr(
-        "lightformers_hf.conversion.convert.compress",
-        lambda *_, **__: seen.append((count_workers(), torch.get_num_threads())) or 1 / 0,
-    )
-    for busy in (4, 2, 0):
-        machine["busy"] = busy
-        with pytest.raises(ZeroDivisionError):
-            convert(tiny_marian, tmp_path / "out", rank=2)
-        assert torch.get_num_threads() == 3
-    assert seen == [(1, 1), (2, 1), (3, 1)]
-
-
-FAULTS = """
-import resource
-import sys
-import torch
-from lightformers_hf.processors import keep_large, keep_memory
-
-def faults(size=2**24):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(20):
-        torch.ones(size)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-if sys.argv[1] == "all":
-    before = faults()
-    keep_memory()
-    faults()
-    print(before, faults())
-else:
-    keep_memory(largest=2**20, end=2**20)
-    before = faults(2**22)
-    with keep_large():
-        faults(2**22)
-        inside = faults(2**22)
-    print(before, inside, faults(2**22))
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep memory")
-def test_freed_tensors_are_kept_for_the_next_ones():
-    """64 MiB of new pages are 16,384 faults, or 32 of huge ones. In a process of its own, since it is for good."""
-    run = subprocess.run([sys.executable, "-c", FAULTS, "all"], capture_output=True, text=True, check=True)
-    new, kept = map(int, run.stdout.split())
-    assert new >= 20 * 32
-    assert kept < 20
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep memory")
-def test_large_tensors_are_kept_for_a_while():
-    run = subprocess.run([sys.executable, "-c", FAULTS, "large"], capture_output=True, text=True, check=True)
-    before, inside, afterwards = map(int, run.stdout.split())
-    assert min(before, afterwards) >= 20 * 8
-    assert inside < 20
-
-
-PROGRAMS = """
-import sys
-import psutil
-import torch
-from lightformers_hf.processors import keep_programs
-
-if sys.argv[1] == "forget":
-    keep_programs(128)
-weight = torch.ones(256, 256, dtype=torch.bfloat16)
-for rows in range(300, 1300):
-    torch.ones(rows, 256, dtype=torch.bfloat16) @ weight
-    if rows == 400:
-        before = psutil.Process().memory_info().rss
-print(psutil.Process().memory_info().rss - before)
-"""
-
-
-def test_programs_of_products_are_forgotten():
-    """In processes of their own: the caches' sizes are read once."""
-
-    def grown(how):
-        own = {name: value for name, value in os.environ.items() if name not in CACHES}
-        run = subprocess.run(
-            [sys.executable, "-c", PROGRAMS, how], capture_output=True, text=True, check=True, env=own
-        )
-        return int(run.stdout)
-
-    kept = grown("keep")
-    if kept < 100e6:
-        pytest.skip("this processor multiplies bfloat16 without programs for every shape")
-    assert grown("forget") < 0.3 * kept
-
-
-def test_the_user_s_own_limit_stays(monkeypatch):
-    own, other = CACHES
-    monkeypatch.setenv(own, "7")
-    monkeypatch.delenv(other, raising=False)
-    keep_programs()
-    assert [os.environ[name] for name in CACHES] == ["7", "128"]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scaled_rows_are_rounded_once(dtype):
     """Of 1, 2 and 3 parts that the processor's cache holds, and the last of them not full."""
@@ -239,3 +102,123 @@ def test_products_that_may_round_give_what_rounded_factors_do():
     with pytest.raises(ZeroDivisionError), processors.rounded_products():
         1 / 0  # noqa: B018, whatever fails inside
     assert torch.equal(processors.factor_rows(rows), rows)
+
+
+def gradients(function, *tensors):
+    """What a function makes of copies of the tensors under autocast, and the gradients of a weighed sum of it."""
+    copies = [tensor.clone().requires_grad_() for tensor in tensors]
+    with torch.autocast("cpu", torch.bfloat16):
+        output = function(*copies)
+    weights = torch.linspace(0.1, 1, output.numel()).view(output.shape)
+    (output.float() * weights).sum().backward()
+    return output, *(copy.grad for copy in copies)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_states_are_kept_for_weights_that_learn_alone(learns):
+    kept = []
+    layer = nn.Linear(40, 24).requires_grad_(learns)
+    states = torch.rand(3, 50, 40, requires_grad=True)
+    with (
+        EvenProducts(),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda each: kept.append(tuple(each.shape)) or each, lambda each: each
+        ),
+    ):
+        output = layer(states)
+    output.float().sum().backward()
+    assert kept == [(256, 64), (32, 64)][0 if learns else 1 :]
+    expected = layer.weight.detach().sum(0).expand_as(states)
+    torch.testing.assert_close(states.grad, expected, rtol=0.02, atol=0.02)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 21), max_size=3),
+    sizes=st.tuples(st.integers(1, 70), st.integers(1, 70)),
+    bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_a_layer_and_its_gradients(shape, sizes, bias, seed):
+    torch.manual_seed(seed)
+    m, n = sizes
+    # Of positive numbers, whose sums do not cancel out.
+    tensors = [torch.rand(*shape, m), torch.rand(n, m), *([torch.rand(n)] if bias else [])]
+    plain = gradients(F.linear, *tensors)
+    with EvenProducts():
+        even = gradients(F.linear, *tensors)
+    assert even[0].dtype == torch.bfloat16
+    exact = [tensor.double().requires_grad_() for tensor in tensors]
+    output = F.linear(*exact)
+    weights = torch.linspace(0.1, 1, output.numel(), dtype=torch.float64).view(output.shape)
+    (output * weights).sum().backward()
+    for ours, theirs, true in zip(even, plain, [output, *(tensor.grad for tensor in exact)], strict=True):
+        assert ours.dtype == theirs.dtype
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours.double(), true.detach(), rtol=0.02, atol=0)
+
+
+def test_products_have_few_shapes(monkeypatch):
+    """Ranks and numbers of tokens that all differ, and yet as few products as with one rank and one number."""
+    made, mm = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *parts: made.append(tuple(part.shape for part in parts)) or mm(*parts))
+    with EvenProducts(), torch.autocast("cpu", torch.bfloat16):
+        for tokens, rank in zip(range(130, 250, 10), range(33, 64, 2), strict=False):
+            F.linear(torch.randn(tokens, 64, requires_grad=True), torch.randn(rank, 64)).float().sum().backward()
+        assert {tuple(sorted(left + right)) for left, right in made} == {(64, 64, 64, 256)}
+        made.clear()  # a sum of few tokens is not made much larger
+        F.linear(torch.randn(5, 64, requires_grad=True), torch.randn(32, 64)).float().sum().backward()
+    assert [left for left, _ in made] == [(8, 32)]
+
+
+def test_attention_of_one_shape_too_many_is_in_float32():
+    with EvenProducts(), torch.autocast("cpu", torch.bfloat16):
+        for width in range(1, FIRST_SHAPES + 3):
+            heads = torch.randn(2, 3, 5, width), torch.randn(2, 3, width, 7)
+            found = [torch.matmul(*heads) for _ in range(2)]
+            expected = torch.bfloat16 if width <= FIRST_SHAPES else torch.float32
+            assert [each.dtype for each in found] == [expected] * 2
+            torch.testing.assert_close(found[0].float(), heads[0] @ heads[1], rtol=0.05, atol=0.1, check_dtype=False)
+        large = torch.randn(1, 1, 100, 64), torch.randn(1, 1, 64, 100)  # bfloat16 is worth its program
+        assert torch.matmul(*large).dtype == torch.bfloat16
+    with EvenProducts(shapes=0), torch.autocast("cpu", torch.bfloat16):  # none is to be in bfloat16
+        assert torch.matmul(torch.randn(2, 3, 5, 8), torch.randn(2, 3, 8, 5)).dtype == torch.float32
+
+
+def test_nothing_changes_without_autocast(monkeypatch):
+    monkeypatch.setattr(processors._EvenLinear, "apply", None)  # would fail
+    layer, states = nn.Linear(33, 17), torch.randn(5, 33)
+    expected = layer(states)
+    with EvenProducts():
+        assert torch.equal(layer(states), expected)
+        with torch.autocast("cpu", torch.float16):
+            layer(states)
+
+
+class Quantized(torch.Tensor):
+    """A weight that multiplies in its own way."""
+
+
+def test_weights_of_their_own_kind_are_left_alone(monkeypatch):
+    monkeypatch.setattr(processors._EvenLinear, "apply", None)
+    weight = torch.randn(4, 3).as_subclass(Quantized)
+    with EvenProducts(), torch.autocast("cpu", torch.bfloat16):
+        assert F.linear(torch.randn(2, 3), weight).shape == (2, 4)
+        assert F.linear(torch.randn(0, 3), torch.randn(4, 3)).shape == (0, 4)
+
+
+def test_only_matrices_of_numbers_are_cast():
+    layers = nn.ModuleList([nn.Linear(3, 4), nn.Embedding(5, 3), nn.Linear(3, 5), nn.LayerNorm(3)])
+    layers[2].weight = layers[1].weight
+    quantized = nn.Linear(3, 4)
+    quantized.weight = nn.Parameter(torch.randn(4, 3).as_subclass(Quantized), requires_grad=False)
+    layers.append(quantized)
+    with cast_once(layers):
+        assert [layer.weight.dtype == torch.bfloat16 for layer in layers] == [True, False, False, False, False]
+    assert {layer.weight.dtype for layer in layers} == {torch.float32}
+
+
+def test_models_whose_layers_are_alike_have_few_shapes():
+    assert not has_many_shapes(nn.ModuleList(nn.Linear(5, 3) for _ in range(50)))
+    assert has_many_shapes(nn.ModuleList(nn.Linear(5, 1 + n) for n in range(MANY_SHAPES + 1)))

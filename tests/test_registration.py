@@ -62,7 +62,8 @@ assert not {HEAVY} - {{"rich"}} & {{*sys.modules}}
 
 def test_public_names_are_there():
     for name in lightformers_hf.__all__:
-        assert getattr(lightformers_hf, name).__name__ == name
+        # `export` is the package of that name, which can be called.
+        assert getattr(lightformers_hf, name).__name__.rpartition(".")[2] == name
 
 
 @pytest.mark.parametrize(

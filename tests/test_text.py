@@ -14,10 +14,9 @@ from pyarrow import parquet
 from transformers import MarianTokenizer
 
 from lightformers_hf import translate
-from lightformers_hf.data_files import load_lines
 from lightformers_hf.evaluation.translate import translate_stream
 from lightformers_hf.loading import load_model
-from lightformers_hf.text import load_parallel, load_rows, load_text, tokenize_pairs
+from lightformers_hf.text import load_lines, load_parallel, load_rows, load_text, tokenize_pairs
 
 pytestmark = pytest.mark.quick
 

@@ -12,8 +12,8 @@ from conftest import ENGLISH, GERMAN
 from training.scripts import command, losses
 
 from lightformers_hf import convert
-from lightformers_hf.evaluation.evaluate import evaluate_model
-from lightformers_hf.evaluation.pages.page import report_page
+from lightformers_hf.evaluation.evaluate import evaluate
+from lightformers_hf.evaluation.page import report_page
 from lightformers_hf.loading import load_model
 from lightformers_hf.recovery import training_loss
 from lightformers_hf.vocabularies import keep_tokens, match_tokens
@@ -64,7 +64,9 @@ def test_training_evaluation_and_report_know_it(trimmed, tiny_marian, tmp_path, 
     found = losses(tmp_path / "out")
     assert found[-1] < found[0]
     names = {"source": "source", "target": "target"}
-    result = evaluate_model(str(tmp_path / "out"), str(data), str(tiny_marian), speed=False, **names)
+    result = evaluate(
+        tmp_path / "out", data=data, teacher=tiny_marian, speed=False, source_lang="source", target_lang="target"
+    )
     assert result.teacher.scores["bleu"] > 50  # it has all its tokens
     page = report_page(str(light), teacher=str(tiny_marian), data=str(data), samples=2, **names)
     assert "Singular values of the teacher" in page

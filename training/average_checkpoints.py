@@ -26,8 +26,7 @@ from rich.markup import escape
 
 from lightformers_hf.conversion import CheckpointReader
 from lightformers_hf.evaluation.quality import METRICS
-from lightformers_hf.files import WEIGHT_FILES
-from lightformers_hf.folders import atomic_output
+from lightformers_hf.files import WEIGHT_FILES, atomic_output
 
 TRAINING_STATE = ("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "trainer_state.json", "training_args.bin")
 WEIGHTS = (*WEIGHT_FILES, "model-*.safetensors", "pytorch_model-*.bin")

@@ -26,7 +26,7 @@ from rich.markup import escape
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lightformers_hf.folders import atomic_output
+from lightformers_hf.files import atomic_output
 
 BOS, PAD, EOS, UNK = SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 KINDS = ("bpe", "unigram", "words")

@@ -37,13 +37,12 @@ from transformers import (
 
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
 from lightformers_hf.conversion import copy_report
-from lightformers_hf.data_files import load_lines
-from lightformers_hf.evaluation.memory import end_with_parent
+from lightformers_hf.evaluation.speed import end_with_parent
 from lightformers_hf.loading import build_network, load_pretrained, unique_parameters
 from lightformers_hf.recipes import check_model_fields
 from lightformers_hf.recovery import find_last_checkpoint, load_trainable, remove_checkpoints
 from lightformers_hf.recovery import train as train_model
-from lightformers_hf.text import load_rows, take_rows
+from lightformers_hf.text import load_lines, load_rows, take_rows
 
 # Fields of configurations that speak of tokens by their ids.
 OF_TOKENS = re.compile(r"\w*vocab_size|\w+_token_ids?|bad_words_ids|\w*suppress_tokens|sequence_bias|\w+_decoder_ids")

@@ -56,8 +56,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 from lightformers_hf import CompressionOptions, StudyOptions, convert
 from lightformers_hf.conversion.teacher import Teacher
-from lightformers_hf.evaluation.benchmarks.engine_results import EngineComparison
-from lightformers_hf.evaluation.benchmarks.engines import check_forms, compare_engines
+from lightformers_hf.evaluation.benchmarks.engines import EngineComparison, check_forms, compare_engines
 from lightformers_hf.evaluation.quality import Difference
 from lightformers_hf.loading import load_pretrained, resolve_source, unique_parameters
 from lightformers_hf.recipes import check_names, load_recipe, read_value

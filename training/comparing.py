@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from lightformers_hf.evaluation.memory import PARENT
 from lightformers_hf.evaluation.quality import Difference, difference
+from lightformers_hf.evaluation.speed import PARENT
 from lightformers_hf.recovery import find_last_checkpoint, remove_checkpoints
 
 ROOM = 160  # columns of a table in a file or a pipe
@@ -96,7 +96,7 @@ def run_once(script: Path, options: list[str], folder: Path, *, one_thread: bool
 
 def save_pictures(picture: Path, paint: Callable[[list], None], *, rows: int = 1, columns: int = 1) -> None:
     """Write `<picture>.png` for light pages and `<picture>-dark.png` for dark ones; `paint` gets the panels."""
-    from lightformers_hf.evaluation.pages.plots import save_picture  # needs matplotlib
+    from lightformers_hf.evaluation.plots import save_picture  # needs matplotlib
 
     for ending, dark in ((".png", False), ("-dark.png", True)):
         save_picture(

@@ -50,8 +50,8 @@ from transformers import (
     set_seed,
 )
 
-from lightformers_hf.data_files import exact_name
 from lightformers_hf.recovery import RecoveryTrainer
+from lightformers_hf.text import exact_name
 
 BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 SENTENCE_END = re.compile(r"(?<=[.!?])(?=\s)")  # the space stays with the sentence behind it: so pieces stay words'

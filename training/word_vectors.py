@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightformers_hf.conversion import decompose
-from lightformers_hf.models.matrices import low_rank_state, product_of, rank_of
+from lightformers_hf.matrices import low_rank_state, product_of, rank_of
 
 WORD_MARKS = ("▁", "Ġ")  # what begins the first piece of a word in a subword vocabulary
 

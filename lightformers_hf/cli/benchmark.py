@@ -7,10 +7,24 @@ from dataclasses import asdict
 from typing import Any
 
 from ..conversion.options import METHODS
-from ..evaluation.benchmarks.shapes import TEACHERS, VOCABULARY_ROWS
+from ..evaluation.benchmarks import TEACHERS, VOCABULARY_ROWS
 from ..export.engines import deployment_names, split_deployment
-from .output import CHECKPOINT, DATA, Answer, Argument, Group, command, join_names, option
-from .use import AT_LEAST_ONE, MAX_SAMPLES, METRIC, SOURCE_LANG, TARGET_LANG, languages
+from .framework import (
+    AT_LEAST_ONE,
+    CHECKPOINT,
+    DATA,
+    LANGUAGES,
+    MAX_SAMPLES,
+    METRIC,
+    Answer,
+    Argument,
+    Group,
+    command,
+    given,
+    join_names,
+    option,
+    pop_languages,
+)
 
 RUNS_HELP = "Interleaved runs; medians are shown."
 
@@ -38,18 +52,17 @@ def conversion(
     """
     from ..evaluation.benchmarks.conversion import benchmark_conversion, show, show_whole, time_conversion
 
-    options: dict[str, object] = {"method": method, "ratio": ratio}
-    given = {name: value for name, value in options.items() if value is not None}
+    options = given(method=method, ratio=ratio)
     if whole:
-        taken = time_conversion(shapes, **given)
+        taken = time_conversion(shapes, **options)
         data = asdict(taken) | {"steps": {name: one._asdict() for name, one in taken.steps.items()}}
-        return Answer(data | {"total": taken.total._asdict()}, draw=lambda console: show_whole(taken, console))
-    if given:
-        raise ValueError(f"--{next(iter(given))} says how a whole checkpoint is converted: give --whole, too")
+        return Answer(data | {"total": taken.total._asdict()}, show_whole(taken))
+    if options:
+        raise ValueError(f"--{next(iter(options))} says how a whole checkpoint is converted: give --whole, too")
     result = benchmark_conversion(shapes, runs=runs, samples=samples)
     seconds = {"full_seconds": result.full_seconds, "our_seconds": result.our_seconds}
     data = asdict(result) | {name: [run._asdict() for run in of_runs] for name, of_runs in seconds.items()}
-    return Answer(data | {"speedup": result.speedup._asdict()}, draw=lambda console: show(result, console))
+    return Answer(data | {"speedup": result.speedup._asdict()}, show(result))
 
 
 @command(
@@ -67,10 +80,7 @@ def architectures(pair: tuple[str, ...], **options: Any) -> Answer:
     from ..evaluation.benchmarks.architectures import PAIRS, compare, comparison_table
 
     comparisons = [compare(name, **options, progress=True) for name in pair or PAIRS]
-    return Answer(
-        [comparison.to_dict() for comparison in comparisons],
-        draw=lambda console: console.print(comparison_table(comparisons)),
-    )
+    return Answer([comparison.to_dict() for comparison in comparisons], [comparison_table(comparisons)])
 
 
 @command(
@@ -91,8 +101,7 @@ def architectures(pair: tuple[str, ...], **options: Any) -> Answer:
     option("--data", type=DATA, help="Parallel text to measure the quality on, too."),
     METRIC,
     option("--shortlist", type=DATA, help="Text, as for export: adds every engine with a shortlist made from it."),
-    SOURCE_LANG,
-    TARGET_LANG,
+    *LANGUAGES,
     MAX_SAMPLES,
 )
 def engines(
@@ -102,8 +111,6 @@ def engines(
     cores: tuple[int, ...],
     batch_size: tuple[int, ...],
     num_beams: tuple[int, ...],
-    source_lang: str | None,
-    target_lang: str | None,
     **options: Any,
 ) -> Answer:
     """Time a teacher and its students in transformers, CTranslate2 and ONNX Runtime, in float32 and int8.
@@ -124,11 +131,11 @@ def engines(
         cores=list(cores or range(1, min(2, os.cpu_count() or 1) + 1)),
         batch_sizes=list(batch_size or (1, 32)),
         beams=list(num_beams or (1, 4)),
-        **languages(source_lang, target_lang),
+        **pop_languages(options),
         **options,
         progress=True,
     )
-    return Answer(comparison.to_dict(), draw=lambda console: console.print(*comparison.tables()))
+    return Answer.of(comparison)
 
 
 @command(
@@ -148,7 +155,7 @@ def vocabulary(shapes: str, **options: Any) -> Answer:
     from ..evaluation.benchmarks.vocabulary import benchmark_vocabulary, vocabulary_table
 
     rows = benchmark_vocabulary(shapes, **options, progress=True)
-    return Answer([row.to_dict() for row in rows], draw=lambda console: console.print(vocabulary_table(rows)))
+    return Answer([row.to_dict() for row in rows], [vocabulary_table(rows)])
 
 
 @command(
@@ -166,7 +173,7 @@ def startup(model: str | None, runs: int) -> Answer:
     from ..evaluation.benchmarks.startup import measure_startup, startup_table
 
     ratios = measure_startup(model, runs=runs, progress=True)
-    return Answer([ratio.to_dict() for ratio in ratios], draw=lambda console: console.print(startup_table(ratios)))
+    return Answer([ratio.to_dict() for ratio in ratios], [startup_table(ratios)])
 
 
 group = Group(

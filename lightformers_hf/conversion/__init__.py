@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy_names
 
 if TYPE_CHECKING:
-    from ..checkpoint import CheckpointReader
+    from ..loading import CheckpointReader
     from .forms.svd import decompose
     from .report import copy_report
 
 __all__ = ["CheckpointReader", "copy_report", "decompose"]
 
 __getattr__, __dir__ = lazy_names(
-    __name__, {"CheckpointReader": "..checkpoint", "copy_report": ".report", "decompose": ".forms.svd"}
+    __name__, {"CheckpointReader": "..loading", "copy_report": ".report", "decompose": ".forms.svd"}
 )

@@ -11,12 +11,11 @@ from typing import Any
 import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
-from ..data_files import is_file_name
 from ..files import CARD_FILE
-from ..models.configuration_base import OLDEST_TRANSFORMERS
+from ..models.configuration_lightformer import OLDEST_TRANSFORMERS
+from ..text import is_file_name
 from .forms.low_rank import LowRank
-from .inheritance import drop_strange_link
-from .report import CompressionReport, ModelFacts
+from .report import CompressionReport, ModelFacts, drop_strange_link
 
 TRANSLATORS = ("marian", "m2m_100")  # families that do nothing else
 # A card with this line is written anew by every push.
@@ -29,12 +28,7 @@ TASKS = {
 
 
 def read_results(file: Path, parameters: int) -> dict:
-    """What `lightformers evaluate --json` wrote about a model of so many unique parameters.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: another kind of file, or measurements of another model.
-    """
+    """Read the results that `lightformers evaluate --json` wrote about a model of so many unique parameters."""
     try:
         results = json.loads(Path(file).read_text(encoding="utf-8"))
         measured = results["model"]["parameters"]
@@ -87,7 +81,7 @@ def _rows(results: dict) -> list[list[str]]:
 
 
 def evaluation_results(results: Sequence[dict], task: str) -> list[EvalResult]:
-    """The same as entries of a card's `model-index`, of which the Hub makes a table."""
+    """Return results as entries of a card's `model-index`, which the Hub shows as a table."""
     return [
         EvalResult(
             task_type=task,
@@ -174,7 +168,7 @@ def model_card(
 
 
 def _changes(report: CompressionReport) -> list[str]:
-    """What became of layers and matrices, in words."""
+    """Describe the changes of layers and matrices in words."""
     fewer = [f"{kept} of its {before} {stack} layers" for stack, (kept, before) in report.fewer_layers.items()]
     shared = [
         f"its {depths} {stack} layers sharing {stored} stored ones"

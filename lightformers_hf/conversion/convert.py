@@ -1,4 +1,4 @@
-"""A trained checkpoint in, a smaller one out: the pipeline, from top to bottom.
+"""The pipeline of a conversion, from top to bottom; users call it by `workflows.convert`.
 
 load → trim → shorten → share → bridge → measure → choose → build → refit → write: functions of what they are given.
 """
@@ -7,123 +7,39 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..checkpoint import all_finite
-from ..data_files import check_data
-from ..folders import atomic_output, check_output
-from ..loading import assemble, load_tensors, resolve_source, skeleton
-from ..models.configuration_base import FactorizedConfig
-from ..models.lm_heads import ConditionalGenerationHead
-from ..processors import keep_memory
+from ..loading import all_finite, assemble, load_tensors, skeleton
+from ..models.configuration_lightformer import FactorizedConfig
+from ..models.heads import ConditionalGenerationHead
 from ..text import fingerprint
-from .agreement import hold_out, predict_tokens, share_of_equal
+from .allocation import check_choices, choose, find_units, work_on_places
+from .calibration_text import count_tokens, draw_pairs, hold_out, sample_text
 from .card import write_card
-from .choosing.choose import check_choices, choose, find_units, work_on_places
 from .forecast import forecast
-from .forms.form import Built, Form, Setting, all_forms
-from .options import CompressionOptions, StudyOptions, needs_calibration, settle
-from .refit import bridge, can_refit, refit
-from .report import OWN_TEXT, Agreement, CompressionReport, MatrixReport, write_report
-from .sharing.groups import can_align, change_moments, find_bases, find_matrices, share_layers
-from .sharing.originals import Originals, short_name
-from .statistics.calibration import Calibration
-from .statistics.text import count_tokens, draw_pairs, sample_text
+from .forms import Built, Form, Setting, all_forms
+from .options import CompressionOptions, StudyOptions, needs_calibration, resolve_study
+from .refit import bridge, can_refit, predict_tokens, refit, share_of_equal
+from .report import OWN_TEXT, Agreement, CompressionReport, MatrixReport, Plan, write_report
+from .sensitivity import Batch, Calibration
+from .sharing import Originals, can_align, change_moments, find_bases, find_matrices, share_layers, short_name
 from .teacher import Teacher
 from .vocabulary.choose import choose_tokens
-from .workers import algebra_device, describe_work, end_together, find_device, is_main, share_cores
-
-
-def plan(
-    source: str | Path, *, progress: bool = True, study: StudyOptions | None = None, **options: Any
-) -> CompressionReport:
-    """What `convert` would do, without writing anything: form, parameters and error of every matrix.
-
-    Args:
-        source: a checkpoint folder, or a name on the Hub.
-        progress: show a progress bar.
-        study: switches for studies.
-        options: the fields of `CompressionOptions`.
-
-    Raises:
-        ValueError, FileNotFoundError: as `convert`.
-    """
-    with end_together(), share_cores():
-        asked = CompressionOptions(**options)
-        check_texts(asked)
-        return compress(resolve_source(source), str(source), asked, study, dry=True, progress=progress).report
-
-
-def convert(
-    source: str | Path,
-    output: str | Path,
-    *,
-    overwrite: bool = False,
-    progress: bool = True,
-    study: StudyOptions | None = None,
-    **options: Any,
-) -> CompressionReport:
-    """Compress a trained checkpoint of Marian, BART, mBART, Pegasus, M2M100, T5, mT5, UMT5 or this package.
-
-    `output` gets weights, configuration, tokenizer, generation configuration, the model's code, `compression.json` and
-    a model card: `AutoModelForSeq2SeqLM.from_pretrained(output)` and `AutoTokenizer.from_pretrained(output)` load it.
-    It is written whole or not at all.
-
-    On a CPU it works on the cores that other programs leave, at most as many as PyTorch has threads.
-
-    Processes that `torchrun` or `accelerate launch` started must all call it: they share the work, and one of them
-    writes.
-
-    Args:
-        source: a checkpoint folder, or a name on the Hub.
-        output: the folder to write.
-        overwrite: replace what `output` holds, if this package wrote all of it.
-        progress: show a progress bar.
-        study: switches for studies.
-        options: the fields of `CompressionOptions`: `ratio=2`, `encoder_groups=3`, ….
-
-    Raises:
-        ValueError: the source is of no known family, holds NaN, does not fit its configuration, an option is out of
-            its range, or another process failed.
-        FileNotFoundError: the source, its weights or one of its shards is not there.
-        FileExistsError, BlockingIOError: see `folders.atomic_output`.
-    """
-    with end_together(), share_cores():
-        asked = CompressionOptions(**options)
-        settle(asked, study)
-        check_texts(asked)
-        if is_main():
-            check_output(output, overwrite=overwrite, inputs=[source, *asked.texts])
-        folder = resolve_source(source)
-        inputs: list[str | Path | None] = [folder, *asked.texts]
-        place = atomic_output(output, overwrite=overwrite, inputs=inputs) if is_main() else nullcontext()
-        with place as temporary:
-            result = compress(folder, str(source), asked, study, dry=False, progress=progress)
-            if is_main():
-                write(result, temporary, Path(output).name)
-    return result.report
-
-
-def check_texts(options: CompressionOptions) -> None:
-    """Raise an error as of `load_parallel` where a file of text is not there: before anything takes long."""
-    for text in options.texts:
-        check_data(text)
+from .workers import algebra_device, describe_work, find_device, is_main
 
 
 @dataclass(frozen=True, eq=False)
 class Compressed:
-    """A teacher made smaller.
+    """A compressed teacher.
 
     Attributes:
-        teacher: it, with the layers that stay.
+        teacher: the teacher, with the layers that stay.
         model: skeleton of the result.
         tensors: the result's, in the teacher's type or in float32, in which layers are regressed; empty after a dry
             run, and in processes that do not write.
@@ -136,61 +52,79 @@ class Compressed:
     report: CompressionReport
 
 
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Measurements of a teacher on calibration text.
+
+    Attributes:
+        teacher: the teacher, its layers refitted where others are removed.
+        whole: the model with all layers, on its device; `None` without text.
+        calibration: the moments of the teacher's matrices, if errors are weighted.
+        compared: batches on which the result is compared with the teacher.
+        held_out: whether these were held out of the calibration.
+        sentences: fingerprints of the user's sentences.
+    """
+
+    teacher: Teacher
+    whole: PreTrainedModel | None = None
+    calibration: Calibration | None = None
+    compared: Sequence[Batch] = ()
+    held_out: bool = False
+    sentences: list[str] = field(default_factory=list)
+
+
 def compress(
     folder: Path, source: str, options: CompressionOptions, study: StudyOptions | None, *, dry: bool, progress: bool
 ) -> Compressed:
-    """Decide what every part of a teacher becomes, and make it.
+    """Decide what every part of the teacher in a folder becomes, and make it, unless the run is `dry`.
 
     All processes, where there are several, go through it together and have the same results; the tensors are the main
-    process's alone.
-
-    Args:
-        folder: where the teacher lies.
-        source: what the user called it.
-        dry: decide and report only.
+    process's alone. `source` is what the user called the teacher.
     """
-    keep_memory(largest=6 * 2**20, end=2**26, programs=64)  # of passes; 1024×1024 in float64 would leave holes
-    asked_study, study = study, settle(options, study)
+    asked_study, study = study, resolve_study(options, study)
     device, progress = find_device(options.device), progress and is_main()
     checkpoint = Teacher(folder, source, options.languages_of_sides)
     whole = checkpoint.keep_tokens(choose_tokens(checkpoint, options)) if options.vocabulary else checkpoint
     teacher = whole.keep_layers({"encoder": options.encoder_layers, "decoder": options.decoder_layers})
     dense, aligns = share_layers(teacher, options, study), can_align(teacher, options)
-    calibrates = will_calibrate(teacher, options, aligns)
     originals = Originals(teacher, dense, aligns, device=algebra_device(device))
     units = find_units(originals, options, study)
+    is_seq2seq = issubclass(teacher.model_class, ConditionalGenerationHead)
+    calibrates = is_seq2seq and options.method != "paper" and (aligns or options.policy().compresses)
     removed = check_choices(units, originals, options, study) if calibrates else 0.0
     will_refit = can_refit(dense.config, study) and calibrates
-    will_bridge = teacher is not whole and can_bridge(teacher, study)
-    check_needs(teacher, options, study, reads_text=calibrates or will_bridge)
+    will_bridge = teacher is not whole and is_seq2seq and study.refit is not False
+    if not (calibrates or will_bridge):
+        check_needs(teacher, options, study)
     if teacher.has_tokenizer:
         teacher.tokenizer()  # one that does not fit ends it here
     teacher.generation_config()  # and so does one that cannot be written
 
-    seen = Measured(teacher)
-    if calibrates or (will_bridge and not dry):
+    reads_text = calibrates or (will_bridge and not dry)
+    measured = Measured(teacher)
+    if reads_text:
         steps = {"bridges": will_bridge, "calibrates": calibrates}
-        seen = measure(whole, teacher, options, study, removed, device=device, progress=progress, **steps)
-    originals = merge_layers(replace(originals, teacher=seen.teacher), seen.calibration, study)
+        measured = measure(whole, teacher, options, study, removed, device=device, progress=progress, **steps)
+    originals = merge_layers(replace(originals, teacher=measured.teacher), measured.calibration, study)
     units = find_units(originals, options, study)
     places, setting = choose(units, originals, options, study, progress=progress)
-    keep = not dry and (is_main() or seen.whole is not None)
+    keep = not dry and (is_main() or measured.whole is not None)
     built, reports = build(places, setting, originals, keep=keep, progress=progress)
     model = skeleton(teacher.model_class, find_config(dense, reports))
     if tensors := built.tensors:
         tensors |= originals.other_tensors()
     agreement = None
-    if tensors and seen.whole is not None:
+    if tensors and measured.whole is not None:
         will_refit = will_refit and any(report.relative_error for report in reports)
-        agreement = fit(model, teacher, seen, tensors, built if will_refit else None, progress=progress)
-    report = CompressionReport.of(
+        agreement = fit(model, teacher, measured, tensors, built if will_refit else None, progress=progress)
+    report = (Plan if dry else CompressionReport).of(
         checkpoint,
         model,
         options,
         reports,
         study=asked_study,
-        calibration=(options.calibration or OWN_TEXT) if calibrates or (will_bridge and not dry) else None,
-        calibrated_on=seen.sentences,
+        calibration=(options.calibration or OWN_TEXT) if reads_text else None,
+        calibrated_on=measured.sentences,
         agreement=agreement,
         trimmed=whole if options.vocabulary else None,
         processor=describe_work(device),
@@ -198,24 +132,19 @@ def compress(
     return Compressed(teacher, model, tensors, report)
 
 
-@dataclass(frozen=True, eq=False)
-class Measured:
-    """What sample text says of a teacher, and what it made of it.
-
-    Attributes:
-        teacher: it, its layers bridged where others are left out.
-        whole: the model with all layers, where it runs; `None` without text.
-        calibration: the moments of the teacher's matrices, if errors are weighed.
-        compared: batches on which the result is compared with the teacher; `held_out` says of which text.
-        sentences: fingerprints of those of the user.
-    """
-
-    teacher: Teacher
-    whole: PreTrainedModel | None = None
-    calibration: Calibration | None = None
-    compared: Sequence[dict[str, Tensor]] = ()
-    held_out: bool = False
-    sentences: list[str] = field(default_factory=list)
+def check_needs(teacher: Teacher, options: CompressionOptions, study: StudyOptions) -> None:
+    """Raise `ValueError` where an option means nothing without text: no text is read."""
+    needed = needs_calibration(options, study)
+    if needed is not None and not issubclass(teacher.model_class, ConditionalGenerationHead):
+        raise ValueError(
+            f"{needed} needs calibration, which is for sequence-to-sequence models; "
+            f"{teacher.name} is a {teacher.model_class.__name__}"
+        )
+    if needed is not None:
+        raise ValueError(
+            f"{needed} is given, but no matrix gets smaller and no layer merged or left out, for which text is read: "
+            f"give a ratio, a rank or a size, too, or leave {needed} out"
+        )
 
 
 def measure(
@@ -230,12 +159,12 @@ def measure(
     device: torch.device,
     progress: bool,
 ) -> Measured:
-    """Say what it will take, read or make sample text, have the layers of `teacher` bridged, and its matrices' errors
-    weighed.
+    """Print a forecast, read or generate calibration text, refit the layers around removed ones, measure sensitivity.
 
     Args:
         whole: the teacher with all its layers.
         removed: as of `Calibration`.
+        bridges, calibrates: whether to refit layers, and to measure sensitivity.
         device: where models run.
     """
     pairs = draw_pairs(whole, options, study)
@@ -260,68 +189,8 @@ def measure(
             alike=study.weighting != "loss",
         )
     sentences = set() if pairs is None else {fingerprint(sentence) for sentence in pairs["source"]}
-    return Measured(teacher, model, calibration, held or batches, bool(held), sorted(sentences))
-
-
-def fit(
-    model: PreTrainedModel,
-    teacher: Teacher,
-    seen: Measured,
-    tensors: dict[str, Tensor],
-    built: Built | None,
-    *,
-    progress: bool,
-) -> Agreement:
-    """Refit the layers of a smaller model to its teacher's outputs, and compare what the two predict.
-
-    Args:
-        model: skeleton of the result.
-        teacher: with the layers that stay.
-        tensors: the result's, which are replaced by the refitted ones.
-        built: what its matrices have become; `None` where nothing is to be refitted.
-    """
-    names = list(tensors)
-    # Taken out one by one: the model and all tensors that it is made of need not be there together.
-    values = {name: (tensors.pop(name) if built else tensors[name]).float() for name in names}
-    student = assemble(type(model), model.config, values).to(seen.whole.device)
-    expected = predict_tokens(seen.whole, seen.compared)
-    before = None
-    if built is not None:
-        before, _ = share_of_equal(predict_tokens(student, seen.compared), expected)
-        seen.calibration.forget("inputs")
-        refit(student, seen.whole, teacher.depths, seen.calibration, built, progress=progress)
-        state = student.state_dict()
-        tensors.update({name: state[name].cpu() for name in names})
-    share, tokens = share_of_equal(predict_tokens(student, seen.compared), expected)
-    return Agreement(share=share, before_refit=before, tokens=tokens, held_out=seen.held_out)
-
-
-def will_calibrate(teacher: Teacher, options: CompressionOptions, aligns: bool) -> bool:
-    """Whether errors are weighed by what they cost the loss, or what layers have in common by what goes into them."""
-    possible = issubclass(teacher.model_class, ConditionalGenerationHead) and options.method != "paper"
-    return possible and (aligns or options.policy().compresses)
-
-
-def check_needs(teacher: Teacher, options: CompressionOptions, study: StudyOptions, *, reads_text: bool) -> None:
-    """Raise `ValueError` where an option means nothing without text, and no text is to be read."""
-    needed = needs_calibration(options, study)
-    if needed is None or reads_text:
-        return
-    if not issubclass(teacher.model_class, ConditionalGenerationHead):
-        raise ValueError(
-            f"{needed} needs calibration, which is for sequence-to-sequence models; "
-            f"{teacher.name} is a {teacher.model_class.__name__}"
-        )
-    raise ValueError(
-        f"{needed} is given, but no matrix gets smaller and no layer merged or left out, for which text is read: give "
-        f"a ratio, a rank or a size, too, or leave {needed} out"
-    )
-
-
-def can_bridge(teacher: Teacher, study: StudyOptions) -> bool:
-    """Whether the layers that stay are to do the work of those left out: unless told otherwise, of a model that reads
-    one text and writes another."""
-    return issubclass(teacher.model_class, ConditionalGenerationHead) and study.refit is not False
+    agreed = batches if held is None else held
+    return Measured(teacher, model, calibration, agreed, held is not None, sorted(sentences))
 
 
 def merge_layers(originals: Originals, calibration: Calibration | None, study: StudyOptions) -> Originals:
@@ -363,6 +232,39 @@ def find_config(dense: PreTrainedModel, reports: list[MatrixReport]) -> Factoriz
     return type(dense.config)(**{**dense.config.to_dict(), **fields})
 
 
+def fit(
+    model: PreTrainedModel,
+    teacher: Teacher,
+    measured: Measured,
+    tensors: dict[str, Tensor],
+    built: Built | None,
+    *,
+    progress: bool,
+) -> Agreement:
+    """Refit the layers of a smaller model to its teacher's outputs, and compare what the two predict.
+
+    Args:
+        model: skeleton of the result.
+        teacher: with the layers that stay.
+        tensors: the result's, which are replaced by the refitted ones.
+        built: what its matrices have become; `None` where nothing is to be refitted.
+    """
+    names = list(tensors)
+    # Taken out one by one: the model and all tensors that it is made of need not be there together.
+    values = {name: (tensors.pop(name) if built else tensors[name]).float() for name in names}
+    student = assemble(type(model), model.config, values).to(measured.whole.device)
+    expected = predict_tokens(measured.whole, measured.compared)
+    before = None
+    if built is not None:
+        before, _ = share_of_equal(predict_tokens(student, measured.compared), expected)
+        measured.calibration.forget("inputs")
+        refit(student, measured.whole, teacher.depths, measured.calibration, built, progress=progress)
+        state = student.state_dict()
+        tensors.update({name: state[name].cpu() for name in names})
+    share, tokens = share_of_equal(predict_tokens(student, measured.compared), expected)
+    return Agreement(share=share, before_refit=before, tokens=tokens, held_out=measured.held_out)
+
+
 def write(result: Compressed, folder: Path, place: str) -> None:
     """Write checkpoint, tokenizer, report and card into a folder, which will be called `place`."""
     teacher, model = result.teacher, result.model
@@ -377,11 +279,7 @@ def write(result: Compressed, folder: Path, place: str) -> None:
 
 
 def cast_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors in the type that the result is stored in.
-
-    Raises:
-        ValueError: a value that the type does not hold, or that is no number.
-    """
+    """The tensors in the type that the result is stored in."""
     cast = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     for name, tensor in cast.items():
         if not all_finite(tensor):

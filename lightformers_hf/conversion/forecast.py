@@ -1,4 +1,4 @@
-"""What a conversion on sample text will take, said before it begins: minutes and memory, from shapes alone."""
+"""Forecast of the time and memory of a conversion on calibration text, from shapes alone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from ..models.matrices import product_of
+from ..matrices import product_of
 from ..processors import free_memory, product_seconds
-from .sharing.groups import find_matrices
+from .sharing import find_matrices
 from .workers import AT_ONCE, count_workers
 
 # Seconds of one core for 10⁹ of: multiplications of layers with tokens, of the output layer with target tokens, cubes
@@ -28,7 +28,7 @@ SHARED = 0.5
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a conversion takes, within a factor of one and a half or so.
+    """Time and memory of a conversion, within a factor of about 1.5.
 
     Attributes:
         seconds: on the clock, where no other program works.
@@ -52,7 +52,7 @@ class Forecast:
 
 
 def forecast(teacher: PreTrainedModel, tokens: float, *, given: bool) -> Forecast:
-    """What the default conversion of a model takes on this machine's processor, at as many threads as PyTorch has.
+    """Estimate the default conversion of a model on this machine's processor, at PyTorch's number of threads.
 
     Args:
         teacher: its skeleton, with all its layers.

@@ -1,4 +1,4 @@
-"""What a conversion is asked for: `CompressionOptions` by everybody, `StudyOptions` by who compares ways to compress.
+"""Options of a conversion: `CompressionOptions` for all users, `StudyOptions` to compare ways to compress.
 
 Importing this file imports neither torch nor transformers: the command line reads its options here.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 from ..languages import split_language
-from .choosing.rules import KINDS, RULES, Energy, FixedRank, RankPolicy, RankRule, Ratio
+from .rules import KINDS, RULES, Energy, FixedRank, RankPolicy, RankRule, Ratio
 
 Method = Literal["auto", "low-rank", "narrow", "paper"]
 METHODS = get_args(Method)
@@ -65,8 +65,8 @@ class CompressionOptions:
             cost most time. `None` keeps all.
         encoder_groups, decoder_groups: N, number of stored layers; `None` leaves the source's sharing as it is.
         method: `low-rank`, every matrix by itself; `narrow`, narrower heads and fewer neurons; `auto`, whichever
-            loses less. `paper` is the paper's procedure exactly: plain truncated SVD of every matrix alone, the ratio
-            for each.
+            loses less. `paper` is plain truncated SVD of every matrix alone (Eq. 11), the ratio for each (Eq. 12).
+            With groups it decomposes the mean of their layers; the paper prints no rule for this.
         calibration: text, never that of a test: a file or a dataset on the Hub. Sentence pairs, see `load_parallel`;
             or the source language alone, a .txt file with a text a line or one column, which the teacher translates.
             Errors are measured by what they cost the loss there. `None`: on text that the teacher makes itself;
@@ -134,6 +134,11 @@ class CompressionOptions:
             raise ValueError(
                 f"{given[0]} is one budget for all matrices: in pattern give names, or kinds that stay dense"
             )
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> CompressionOptions:
+        """Return the options among the arguments of a function, which may have others."""
+        return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
 
     def policy(self) -> RankPolicy:
         """Which rule holds for which matrix. Where the budget is no ratio, the default's 2 stands for it."""
@@ -233,7 +238,7 @@ class StudyOptions:
             )
 
 
-def settle(options: CompressionOptions, study: StudyOptions | None = None) -> StudyOptions:
+def resolve_study(options: CompressionOptions, study: StudyOptions | None = None) -> StudyOptions:
     """The switches of a study together with those that the options' method sets.
 
     `attention_method` and `ffn_method` are then `None` only where `auto` is to find out; of `paper` the allocation is

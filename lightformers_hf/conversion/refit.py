@@ -1,7 +1,8 @@
 """Refit: every linear layer and norm learns to give the teacher's outputs from the inputs that it now gets.
 
 Front to back in one pass, by regression on the calibration sentences; no labels, no back-propagation. What one layer
-loses, the next ones make up for. In the same way the layers that stay learn to do the work of those that are left out.
+loses, the next ones make up for. In the same way the layers that stay learn to do the work of removed ones. In the
+end the probabilities of tokens are balanced, and the predictions of both models compared.
 """
 
 from __future__ import annotations
@@ -9,58 +10,62 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import get_ident
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..models.configuration_base import FactorizedConfig
-from ..models.configuration_lightformer import LightFormerConfig
-from ..models.matrices import bias_of, product_of
+from ..matrices import bias_of, product_of
+from ..models.configuration_lightformer import FactorizedConfig, LightFormerConfig
 from ..processors import give_back_memory
-from .balance import balance
-from .forms.form import Built, Form, all_forms, find_form
-from .linear import solved
+from .forms import Built, Form, all_forms, find_form
+from .moments import GRADIENT_DAMPING, Damped, Metric, PairMoments, TensorStore, WeightedRows
 from .options import StudyOptions
-from .sharing.groups import find_matrices
-from .sharing.originals import short_name
-from .statistics.calibration import SHRINKAGE, Calibration, cut_batches, stream_of, token_mask
-from .statistics.metric import GRADIENT_DAMPING, Damped, Metric
-from .statistics.moments import PairMoments, weigh
-from .statistics.shelf import Shelf
-from .steps import Step
-from .walk import Walk
+from .sensitivity import (
+    LOGIT_ROWS,
+    SHRINKAGE,
+    Batch,
+    Calibration,
+    cut_batches,
+    model_inputs,
+    stream_of,
+    token_mask,
+)
+from .sharing import find_matrices, short_name
 from .workers import (
-    Turns,
+    Step,
     algebra_device,
     cast_weights,
     fail_together,
+    fast_passes,
+    fast_products,
     fast_sums,
     gather_from_all,
     map_in_order,
     sum_over_all,
 )
 
-# Weight of the layer's own matrix in the regression, relative to the mean variance of its inputs, which are of sample
+# Weight of the layer's matrix in the regression, relative to the mean variance of its inputs, which are of sample
 # sentences or of self-generated text.
 RIDGE, SELF_GENERATED_RIDGE = 1e-2, 0.1
-# Of what states lack, so much is made up for: more helps on the sample alone (RESULTS.md, "What states lack").
-MADE_UP_FOR = 0.5
+# Share of the accumulated error of the hidden states that is corrected: more helps on the sample alone (RESULTS.md,
+# "What states lack").
+CORRECTED = 0.5
 # At least this share of their mean square: what rounding in float32 may leave of the variance of constant inputs.
 CONSTANT = 1e-6
 # Tokens of a batch: nothing is kept for gradients, and of few the passes take less time than what is around them.
 TOKENS = 1024
 NORMS = (nn.LayerNorm, nn.RMSNorm)
+# Target tokens whose probabilities are balanced, about; steps that balance them, occurrences of each that are added to
+# those seen, and how many nats a token they must win together.
+BALANCED, BALANCING, SMOOTHING, WORTH_BALANCING = 8192, 4, 0.5, 0.04
 # Of `encoder` and `decoder`, which layers of a teacher those of another model stand for.
 Depths = Mapping[str, Sequence[int]]
 
 
 def can_refit(config: FactorizedConfig, study: StudyOptions) -> bool:
-    """Whether layers are to be regressed on the teacher's outputs: unless told otherwise, where none is shared.
-
-    Raises:
-        ValueError: it is asked for, and not possible.
-    """
+    """Whether layers are to be regressed on the teacher's outputs: unless told otherwise, where none is shared."""
     possible = isinstance(config, LightFormerConfig) and not (config.encoder_groups or config.decoder_groups)
     if study.refit and not possible:
         raise ValueError(
@@ -89,12 +94,12 @@ def refit(
         calibration: of the teacher, or of one with as many layers as the student.
         built: what its matrices have become.
     """
-    shelf = Shelf(teacher.device)
+    store = TensorStore(teacher.device)
     batches = cut_batches(calibration.batches, TOKENS)
-    regression = Regression(student, teacher, depths, batches, shelf, built, MADE_UP_FOR, calibration)
+    regression = Regression(student, teacher, depths, batches, store, built, CORRECTED, calibration)
     regression.run(tuple(depths), "refitting", progress=progress)
     calibration.forget("gradients")
-    balance(student, teacher, batches, shelf, progress=progress)
+    balance(student, teacher, batches, store, progress=progress)
 
 
 @torch.no_grad()
@@ -102,7 +107,7 @@ def bridge(
     shorter: PreTrainedModel,
     teacher: PreTrainedModel,
     depths: Depths,
-    batches: Sequence[dict[str, Tensor]],
+    batches: Sequence[Batch],
     *,
     progress: bool,
 ) -> dict[str, Tensor]:
@@ -124,10 +129,10 @@ def bridge(
     for name in linear:  # files' pages, or the teacher's own
         for weight in shorter.get_submodule(name).parameters():
             weight.data = weight.data.clone()
-    shelf, unchanged = Shelf(teacher.device), Built([], {})
-    regression = Regression(shorter, teacher, depths, cut_batches(batches, TOKENS), shelf, unchanged, share=1)
+    store, unchanged = TensorStore(teacher.device), Built([], {})
+    regression = Regression(shorter, teacher, depths, cut_batches(batches, TOKENS), store, unchanged, share=1)
     regression.run(stacks, "bridging", progress=progress)
-    balance(shorter, teacher, regression.batches, shelf, progress=progress)
+    balance(shorter, teacher, regression.batches, store, progress=progress)
     state = shorter.state_dict()
     changed = [f"{name}.{leaf}" for name in names for leaf in shorter.get_submodule(name).state_dict()]
     return {name: state[name].cpu() for name in (*changed, "final_logits_bias")}
@@ -135,7 +140,7 @@ def bridge(
 
 @dataclass(frozen=True, eq=False)
 class Regression:
-    """What changes the linear layers and norms of `student` in place; ranks, shapes and tables stay.
+    """A regression that changes the linear layers and norms of `student` in place; ranks and shapes stay.
 
     A layer's inputs x are the student's, with all layers before it regressed; its aim y is the teacher's output, and
     where that is added to states r, of which the student's r' lack some, y + β(r − r'). So what one sublayer loses,
@@ -152,7 +157,7 @@ class Regression:
         student, teacher: LightFormers without shared layers; the teacher dense or not.
         depths: of `encoder` and `decoder`, which of the teacher's layers each of the student's stands for.
         batches: as of `Calibration`.
-        shelf: gets the states.
+        store: gets the states.
         built: what the matrices have become: their forms, and the coordinates of outputs that are fewer.
         share: β.
         calibration: of a model that the student was made of: that has the layers as they were, and gradients for the
@@ -162,16 +167,16 @@ class Regression:
     student: PreTrainedModel
     teacher: PreTrainedModel
     depths: Depths
-    batches: Sequence[dict[str, Tensor]]
-    shelf: Shelf
+    batches: Sequence[Batch]
+    store: TensorStore
     built: Built
     share: float
     calibration: Calibration | None = None
 
     @property
     def device(self) -> torch.device:
-        """Where sums are, and what is solved."""
-        return algebra_device(self.shelf.device)
+        """Device of the sums and of the linear systems."""
+        return algebra_device(self.store.device)
 
     @property
     def ridge(self) -> float:
@@ -184,37 +189,37 @@ class Regression:
         with Step(what, total=total, unit="layer", shown=progress) as bar:
             for stack, depths in self.depths.items():
                 with fail_together():
-                    own, aim = walks = [
-                        Walk(who, stack, model, self.batches, self.shelf)
+                    student, teacher = both = [
+                        HiddenStates(who, stack, model, self.batches, self.store)
                         for who, model in (("student", self.student), ("teacher", self.teacher))
                     ]
-                passed = 0
-                for depth, aimed in enumerate(depths):
+                passed = 0  # layers of the teacher
+                for depth, teacher_depth in enumerate(depths):
                     with fail_together():
-                        for between in range(passed, aimed):
-                            aim.advance(between)
-                    passed = aimed + 1
+                        for between in range(passed, teacher_depth):
+                            teacher.advance(between)
+                    passed = teacher_depth + 1
                     if stack in stacks:
-                        self._regress_layer(own, aim, depth, aimed)
+                        self._regress_layer(student, teacher, depth, teacher_depth)
                         bar.update()
                     else:
                         with fail_together():
-                            aim.advance(aimed)
+                            teacher.advance(teacher_depth)
                     with fail_together():
-                        own.advance(depth)
+                        student.advance(depth)
                 if stack in stacks and self._changes(last := f"model.{stack}.layer_norm"):
-                    self._fit_norm(last, partial(_results, walks))
+                    self._fit_norm(last, partial(_results, both))
                 with fail_together():
-                    for walk in walks:
-                        walk.finish()
+                    for states in both:
+                        states.finish()
 
-    def _regress_layer(self, student: Walk, teacher: Walk, depth: int, aimed: int) -> None:
+    def _regress_layer(self, student: HiddenStates, teacher: HiddenStates, depth: int, teacher_depth: int) -> None:
         linear = [name for name, place in _linear_layers(self.student, student.name) if place == depth]
         path = f"model.{student.name}.layers.{depth}."
         norms = [name for name in _norms(self.student, student.name) if name.startswith(path) and self._changes(name)]
         names = linear + norms
         with fail_together():
-            teacher.record(aimed, names, self.share)
+            teacher.record(teacher_depth, names, self.share)
         groups: dict[int, list[str]] = {}  # those with one input are one regression, in the order of their calls
         if self.batches:
             for name, states in (seen := student.inputs(depth, 0, names)).items():
@@ -222,13 +227,13 @@ class Regression:
             del seen
         for group in gather_from_all(list(groups.values()))[0]:  # the first process always has a batch
             with fail_together():
-                student.reach(group[0], depth)
+                student.advance_to(group[0], depth)
             if group[0] in norms:
                 with cast_weights(student.stack.layers[depth]):
                     self._fit_norm(group[0], partial(_outputs, student, teacher, group[0], depth))
                 continue
             layers = {name: self.student.get_submodule(name) for name in group}
-            with fail_together(), cast_weights(student.stack.layers[depth]), fast_sums(self.shelf.device):
+            with fail_together(), cast_weights(student.stack.layers[depth]), fast_sums(self.store.device):
                 inputs, outputs = self._sums(student, teacher, depth, layers)
             give_back_memory()
             for sums in (inputs, *outputs.values()):
@@ -237,47 +242,33 @@ class Regression:
         give_back_memory()
 
     def _sums(
-        self, student: Walk, teacher: Walk, depth: int, layers: dict[str, nn.Module]
+        self, student: HiddenStates, teacher: HiddenStates, depth: int, layers: dict[str, nn.Module]
     ) -> tuple[PairMoments, dict[str, PairMoments]]:
         """Over all batches, of what goes into layers of one input, and of that with what is to come out of each."""
         group, width = list(layers), next(iter(layers.values())).in_features
         inputs = PairMoments(width, width, self.device)
         outputs = {name: PairMoments(width, layer.out_features, self.device) for name, layer in layers.items()}
-        weights, added_to = self._token_weights(group), student.added_to(group[0])
-        turns = Turns()  # each is added to by one batch after the other: so it does not depend on what is at once
-
-        def add_up(index: int) -> None:
-            with turns.noticing():
-                looked = self._look(student, teacher, depth, group, added_to, index)
-                x, *aims = (weigh(rows, weights[index], self.device) for rows in looked)
-            with turns.take("inputs", index):
-                inputs.add(x, x)
-            for name, aim in zip(group, aims, strict=True):
-                with turns.take(name, index):
-                    outputs[name].add(x, aim)
-
-        for _ in map_in_order(add_up, range(len(self.batches)), self.shelf.device):
-            pass
-        return inputs, outputs
-
-    def _token_weights(self, group: list[str]) -> Sequence[Tensor]:
-        """Of each batch, the weights of its tokens in the regression of layers with one input."""
-        stream = stream_of(group[0])
+        stream, residual = stream_of(group[0]), student.residual_of(group[0])
         counts = [int(token_mask(batch, stream).sum()) for batch in self.batches]
         if self.calibration is None:
-            return [torch.ones(count) for count in counts]
-        return self.calibration.token_weights(group).split(counts)
+            weights = [torch.ones(count) for count in counts]
+        else:
+            weights = self.calibration.token_weights(group).split(counts)
 
-    def _look(
-        self, student: Walk, teacher: Walk, depth: int, group: list[str], added_to: str | None, index: int
-    ) -> Iterator[Tensor]:
-        """Of a batch, what goes into the layers of a group, tokens×m, then for each what is to come out, tokens×n."""
-        mask = student.mask(stream_of(group[0]), index)
-        seen = student.inputs(depth, index, [group[0]] if added_to is None else [group[0], added_to])
-        yield seen[group[0]][mask]
-        for name in group:
-            aim = self.built.of_teacher(name, teacher.output(name, index))
-            yield aim if added_to is None else aim - self.share * seen[added_to][mask]
+        def look(index: int) -> list[WeightedRows]:
+            mask = student.mask(stream, index)
+            found = student.inputs(depth, index, [group[0]] if residual is None else [group[0], residual])
+            rows = [found[group[0]][mask]]
+            for name in group:
+                aim = self.built.of_teacher(name, teacher.output(name, index))
+                rows.append(aim if residual is None else aim - self.share * found[residual][mask])
+            return [WeightedRows.of(each, weights[index], self.device) for each in rows]
+
+        for x, *aims in map_in_order(look, range(len(self.batches)), self.store.device):
+            inputs.add(x, x)
+            for name, aim in zip(group, aims, strict=True):
+                outputs[name].add(x, aim)
+        return inputs, outputs
 
     def _changes(self, name: str) -> bool:
         """Whether there is a norm of that name, and it is to be regressed."""
@@ -298,7 +289,7 @@ class Regression:
             return torch.stack([x.new_full((x.shape[1],), len(x)), x.sum(0), y.sum(0), (x * x).sum(0), (x * y).sum(0)])
 
         with fail_together():
-            for part in map_in_order(add_up, range(len(self.batches)), self.shelf.device):
+            for part in map_in_order(add_up, range(len(self.batches)), self.store.device):
                 sums += part
         count, *others = sum_over_all(sums)
         mean_in, mean_out, square, product = (other / count for other in others)
@@ -327,29 +318,29 @@ class Regression:
             seen = inputs.moment(centred=False).diagonal().mean()
             covariance = inputs.moment(centred=centred)
             ridge = max(self.ridge * covariance.diagonal().mean(), CONSTANT * seen)
-            matrices = {name: self._own_matrix(name, layer, len(covariance)) for name, layer in some.items()}
+            matrices = {name: self._teacher_matrix(name, layer, len(covariance)) for name, layer in some.items()}
             if ridge > 0:
                 rights = [
                     (name, outputs[name].moment(centred=centred) + ridge * own) for name, own in matrices.items()
                 ]
-                matrices = dict(solved(covariance, ridge, rights))
+                matrices = dict(solve_all(covariance, ridge, rights))
             for name, layer in some.items():
                 metric = partial(self._metric, name, covariance, matrices[name].shape[1])
                 form = self._form(name, layer)
                 layer.load_state_dict(form.nearest_state(layer, matrices.pop(name), bias_of(layer), metric, name=name))
                 if (bias := bias_of(layer)) is not None:
-                    mean_in, mean_out = outputs[name].means()
+                    mean_in, mean_out = outputs[name].left, outputs[name].right
                     bias.copy_(mean_out - mean_in @ _matrix(layer, mean_in.device))
                 del outputs[name]
 
-    def _own_matrix(self, name: str, layer: nn.Module, inputs: int) -> Tensor:
-        """What a layer's regression is shrunk towards, for so many inputs: itself, as it was in the teacher."""
+    def _teacher_matrix(self, name: str, layer: nn.Module, inputs: int) -> Tensor:
+        """Return the matrix towards which a regression is shrunk: the layer's own in the teacher if inputs fit."""
         before = self.student if self.calibration is None else self.calibration.model
         own = self.built.of_teacher(name, _matrix(before.get_submodule(name), self.device))
         return own if len(own) == inputs else _matrix(layer, self.device)  # its inputs are others
 
     def _metric(self, name: str, covariance: Tensor, width: int) -> Metric:
-        """What errors of a matrix with such inputs and so many outputs cost."""
+        """Return the norm of errors of a matrix with such inputs and `width` outputs."""
         if self.calibration is None:
             columns, damping = (
                 Damped(torch.eye(width, dtype=covariance.dtype, device=covariance.device), 0.0),
@@ -361,22 +352,22 @@ class Regression:
         return Metric(Damped(covariance, damping), columns)
 
     def _form(self, name: str, layer: nn.Module) -> type[Form]:
-        """What a layer has become, or was before."""
+        """Return the form of a layer: what it has become, or was before."""
         for report in self.built.reports:
             if report.name == short_name(name):
                 return find_form(report.form)
         return next((form for form in all_forms() if form.holds(layer)), Form)
 
 
-def _outputs(student: Walk, teacher: Walk, name: str, depth: int, index: int) -> tuple[Tensor, Tensor]:
-    """What two walks' norms within a layer give of a batch, tokens×d."""
+def _outputs(student: HiddenStates, teacher: HiddenStates, name: str, depth: int, index: int) -> tuple[Tensor, Tensor]:
+    """Return the outputs of the student's and the teacher's norm within a layer for a batch, tokens×d."""
     states = student.inputs(depth, index, [name])[name][student.mask(stream_of(name), index)]
     return student.module(name, depth)(states), teacher.output(name, index)
 
 
-def _results(walks: Sequence[Walk], index: int) -> tuple[Tensor, ...]:
-    """What two walks' stacks give of a batch, tokens×d."""
-    return tuple(walk.result(index)[walk.mask(stream_of(f"model.{walk.name}."), index)] for walk in walks)
+def _results(stacks: Sequence[HiddenStates], index: int) -> tuple[Tensor, ...]:
+    """Return the outputs of both stacks for a batch, tokens×d."""
+    return tuple(stack.result(index)[stack.mask(stream_of(f"model.{stack.name}."), index)] for stack in stacks)
 
 
 def _norms(model: PreTrainedModel, stack: str) -> list[str]:
@@ -395,3 +386,321 @@ def _linear_layers(model: PreTrainedModel, stack: str) -> list[tuple[str, int]]:
 def _matrix(module: nn.Module, device: torch.device) -> Tensor:
     """W, inputs×outputs, double."""
     return product_of(module, torch.float64, device)
+
+
+def solve_all(covariance: Tensor, ridge: Tensor, rights: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """(covariance + ridge·I)⁻¹ · each of the matrices under their names, which are let go one by one."""
+    diagonal = covariance.diagonal()  # damped for a while: a second covariance is as large as the first
+    before = diagonal.clone()
+    diagonal.add_(ridge)
+    root, failed = torch.linalg.cholesky_ex(covariance)
+    while rights:
+        name, right = rights.pop(0)
+        if failed:
+            yield name, torch.linalg.solve(covariance, right)
+        else:  # as `cholesky_solve`, which copies the root
+            right = torch.linalg.solve_triangular(root, right, upper=False)
+            yield name, torch.linalg.solve_triangular(root.mT, right, upper=True)
+    diagonal.copy_(before)
+
+
+class _StopError(Exception):
+    """Ends a forward pass where nothing that follows is wanted."""
+
+
+class HiddenStates:
+    """The hidden states of all batches on their way through one stack of one model, several batches at a time.
+
+    Args:
+        who: student or teacher.
+        name: of the stack, `encoder` or `decoder`.
+        store: has the states, and behind a decoder's those that its encoder gave.
+    """
+
+    def __init__(self, who: str, name: str, model: PreTrainedModel, batches: Sequence[Batch], store: TensorStore):
+        self.who, self.name, self.stack, self.device = who, name, getattr(model.model, name), model.device
+        self.batches, self.store = batches, store
+        self.recorded: set[str] = set()  # modules within a layer
+        self._passed = 0  # sublayers of the layer that the states are within
+        self._each_batch(self._enter)
+
+    def _each_batch(self, work: Callable[[int], None]) -> None:
+        for _ in map_in_order(work, range(len(self.batches)), self.device):
+            pass
+
+    def _enter(self, index: int) -> None:
+        """Put a batch's states in front of the first layer."""
+        self.store[self.who, self.name, index] = self._arguments(index)[0][0]
+
+    def _arguments(self, index: int) -> tuple[tuple, dict]:
+        """Return the first layer's arguments for a batch: hidden states, then what all layers get, such as masks."""
+        batch = model_inputs(self.batches[index], self.device)
+        found: list[tuple] = []
+
+        def see(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            found.append((args, kwargs))
+            raise _StopError
+
+        hook = self.stack.layers[0].register_forward_pre_hook(_in_this_thread(see), with_kwargs=True)
+        try:
+            if self.name == "decoder":
+                encoded = self.store[self.who, "encoder", index]
+                memory = {"encoder_hidden_states": encoded, "encoder_attention_mask": batch["attention_mask"]}
+                self.stack(batch["decoder_input_ids"], None, use_cache=False, **memory)
+            else:
+                self.stack(batch["input_ids"], batch["attention_mask"])
+        except _StopError:
+            pass
+        finally:
+            hook.remove()
+        return found[0]
+
+    def call(self, depth: int, index: int, end: int | None = None) -> Tensor:
+        """Pass a batch from its current place through the layer's sublayers, up to `end`, and return its states."""
+        (_, *args), kwargs = self._arguments(index)
+        states = self.store[self.who, self.name, index]
+        with fast_passes(self.device):
+            for sublayer in _sublayers(self.stack.layers[depth], *args, **kwargs)[self._passed : end]:
+                states = sublayer(states)
+        return states
+
+    def advance(self, depth: int, end: int | None = None) -> None:
+        """Put the states behind the layer, or in front of its sublayer `end`."""
+
+        def pass_batch(index: int) -> None:
+            self.store[self.who, self.name, index] = self.call(depth, index, end)
+
+        with cast_weights(self.stack.layers[depth]):
+            self._each_batch(pass_batch)
+        self._passed = end or 0
+
+    def advance_to(self, name: str, depth: int) -> None:
+        """Put the states in front of the sublayer that has a module: what is before it is as it is to be."""
+        kind = _within_layer(name).partition("_")[0]
+        place = {"self": 0, "encoder": 1}.get(kind, 2 if self.name == "decoder" else 1)
+        if place > self._passed:
+            self.advance(depth, place)
+
+    def result(self, index: int) -> Tensor:
+        """Return the output of the stack for a batch that has passed the last layer."""
+        return self.stack.layer_norm(self.store[self.who, self.name, index])
+
+    def finish(self) -> None:
+        """Put the states behind the stack, and forget what modules gave, and behind a decoder the encoder's states."""
+        for index in range(len(self.batches)):
+            self.store[self.who, self.name, index] = self.result(index)
+            for key in [(self.who, name, index) for name in self.recorded]:
+                if key in self.store:
+                    del self.store[key]
+            if self.name == "decoder":
+                del self.store[self.who, "encoder", index]
+
+    def residual_of(self, name: str) -> str | None:
+        """The module whose input is what the output of the module `name` is added to; `None` where nothing is."""
+        path, _, part = name.rpartition(".")
+        before = self.stack.layers[0].normalize_before
+        if part == "fc2":
+            return f"{path}.final_layer_norm" if before else f"{path}.fc1"
+        if part == "out_proj":
+            return f"{path}_layer_norm" if before else path
+        return None
+
+    def inputs(self, depth: int, index: int, names: list[str]) -> dict[str, Tensor]:
+        """Return the inputs of the modules `names` of a layer, in the order of their calls.
+
+        The pass ends at the last of these modules.
+        """
+        found: dict[str, Tensor] = {}
+
+        def see(module: nn.Module, arguments: tuple, *, name: str) -> None:
+            found[name] = arguments[0]
+            if len(found) == len(names):
+                raise _StopError
+
+        hooks = [self.module(name, depth).register_forward_pre_hook(_in_this_thread(see, name=name)) for name in names]
+        try:
+            self.call(depth, index)
+        except _StopError:
+            pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found
+
+    def record(self, depth: int, names: list[str], share: float) -> None:
+        """Put the states behind the layer, and store what its modules give, where there are tokens that count.
+
+        Args:
+            names: of those modules, or of the same ones in a model with other depths.
+            share: of the states that an output is added to, so much is added to what is stored.
+        """
+
+        def pass_batch(index: int) -> None:
+            added: dict[str, Tensor] = {}
+
+            def see_input(module: nn.Module, arguments: tuple, *, name: str) -> None:
+                added[name] = arguments[0]
+
+            def see(module: nn.Module, arguments: tuple, output: Tensor, *, name: str) -> None:
+                output = output + share * added.pop(name) if name in added else output
+                self.store[self._key(name, index)] = output[self.mask(stream_of(name), index)]
+
+            hooks = []
+            for name in names:
+                hooks.append(self.module(name, depth).register_forward_hook(_in_this_thread(see, name=name)))
+                if (residual := self.residual_of(name)) is not None:
+                    hook = _in_this_thread(see_input, name=name)
+                    hooks.append(self.module(residual, depth).register_forward_pre_hook(hook))
+            try:
+                self.store[self.who, self.name, index] = self.call(depth, index)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+
+        with cast_weights(self.stack.layers[depth]):
+            self._each_batch(pass_batch)
+        self.recorded.update(map(_within_layer, names))
+
+    def output(self, name: str, index: int) -> Tensor:
+        """Return the output of a module of the layer that was recorded last, tokens×n."""
+        return self.store[self._key(name, index)]
+
+    def module(self, name: str, depth: int) -> nn.Module:
+        """Return the module of that name within a layer, at another depth."""
+        return self.stack.layers[depth].get_submodule(_within_layer(name))
+
+    def mask(self, stream: str, index: int) -> Tensor:
+        """Return the mask of a batch's tokens, on the device of the model."""
+        return token_mask(self.batches[index], stream).to(self.device)
+
+    def _key(self, name: str, index: int) -> tuple[str, str, int]:
+        """Key of a module's output: equal for all layers, so that each replaces the one before."""
+        return self.who, _within_layer(name), index
+
+
+def _in_this_thread(hook: Callable, **options: object) -> Callable:
+    """A hook that sees the passes of this thread alone, with such options."""
+    thread = get_ident()
+
+    def see(*arguments: object) -> object:
+        return hook(*arguments, **options) if get_ident() == thread else None
+
+    return see
+
+
+def _within_layer(name: str) -> str:
+    """`model.decoder.layers.3.self_attn.q_proj` → `self_attn.q_proj`."""
+    return name.split(".", 4)[4]
+
+
+@torch.no_grad()
+def balance(
+    student: PreTrainedModel,
+    teacher: PreTrainedModel,
+    batches: Sequence[Batch],
+    store: TensorStore,
+    *,
+    progress: bool,
+) -> None:
+    """Scale tokens' probabilities by e^b until their means are the teacher's: then no b has a lower cross-entropy.
+
+    Every step, b += log(teacher's mean / own mean), lowers it (Darroch and Ratcliff 1972), each by less than the one
+    before. Where all of them win little, b stays: sentences become as short as the teacher's own, which then costs
+    more than it gives; and where that is certain, the others are not computed.
+
+    With p the student's probabilities as they are, b makes them p·e^b / Z, Z the sum of p·e^b over the tokens. Of the
+    cross-entropy it changes log Z − b·(teacher's) alone: the teacher is needed once, and p where there is room for it.
+    """
+    device = algebra_device(store.device)
+    tokens = torch.tensor(sum(int((batch["labels"] != -100).sum()) for batch in batches))
+    every = max(1, int(sum_over_all(tokens)) // BALANCED)
+    target = torch.zeros(student.final_logits_bias.numel(), dtype=torch.float64, device=device)
+    rows = torch.empty(LOGIT_ROWS, len(target), device=student.device)  # for all: the largest thing besides the models
+    with fail_together(), cast_weights(teacher.lm_head):
+        for states in _target_states("teacher", batches, store, every):
+            target += _probabilities(teacher, states, rows).sum(0).to(device)
+    target = sum_over_all(target)
+    shift = torch.zeros_like(target)
+    held: dict[int, Tensor] = {}
+    losses: list[float] = []  # cross-entropy before and after each step, nats a token, but for a constant
+    room, worth = store.room, True
+    for step in Step("balancing", range(BALANCING + 1), unit="step", shown=progress):
+        if not worth:
+            continue
+        own, log = torch.zeros_like(target), target.new_zeros(1)
+        scale = shift.exp().float().to(student.device)
+        with fail_together(), cast_weights(student.lm_head):
+            for number, states in enumerate(_target_states("student", batches, store, every)):
+                if (weights := held.get(number)) is None:
+                    weights = _probabilities(student, states, rows)
+                    if (room := room - weights.nbytes) >= 0:
+                        held[number] = weights.clone()
+                sums = weights @ scale
+                log += sums.log().sum().to(device)
+                own += (sums.reciprocal() @ weights).mul_(scale).to(device)
+        own, log = sum_over_all(own), sum_over_all(log)
+        losses.append(((log - shift @ target) / target.sum()).item())
+        if step:
+            still = (BALANCING - step) * (losses[-2] - losses[-1])
+            worth = losses[0] - losses[-1] + still >= WORTH_BALANCING
+        if step < BALANCING:
+            shift += ((target + SMOOTHING) / (own + SMOOTHING)).log()
+    if worth:
+        # A buffer of its own: the one that is there may be the teacher's.
+        student.final_logits_bias = student.final_logits_bias + shift.float().to(student.device)
+
+
+def _target_states(who: str, batches: Sequence[Batch], store: TensorStore, every: int) -> Iterator[Tensor]:
+    """Decoder states at every n-th target token, a few at a time: they become rows as wide as the vocabulary."""
+    for index, batch in enumerate(batches):
+        states = store[who, "decoder", index]
+        yield from states[(batch["labels"] != -100).to(states.device)][::every].split(LOGIT_ROWS)
+
+
+def _probabilities(model: PreTrainedModel, states: Tensor, rows: Tensor) -> Tensor:
+    """Return the probabilities of all tokens after decoder states (tokens×d), tokens×V, in the first of `rows`."""
+    with fast_products(states.device):
+        logits = model.logits_of(states)
+    likely = rows[: len(states)]
+    for own, row in zip(logits, likely, strict=True):  # one by one, in the processor's cache
+        torch.softmax(own.float(), -1, out=row)
+    return likely
+
+
+@torch.no_grad()
+def predict_tokens(model: PreTrainedModel, batches: Sequence[Batch]) -> list[Tensor]:
+    """Return the likeliest token after every target prefix of each batch."""
+    predicted = []
+    with fail_together(), cast_weights(model), fast_products(model.device):
+        for batch in batches:
+            inputs = {name: tensor.to(model.device) for name, tensor in batch.items() if name != "labels"}
+            states = model.model(**inputs, use_cache=False).last_hidden_state
+            rows = states[token_mask(batch, "target").to(states.device)].split(LOGIT_ROWS)
+            predicted.append(torch.cat([model.logits_of(part).argmax(-1) for part in rows]).cpu())
+    return predicted
+
+
+def share_of_equal(predicted: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[float, int]:
+    """Return the share of equal tokens, over all processes, and their number."""
+    equal = sum(int((one == other).sum()) for one, other in zip(predicted, expected, strict=True))
+    sums = sum_over_all(torch.tensor([equal, sum(map(len, expected))]))
+    return (sums[0] / sums[1].clamp(min=1)).item(), int(sums[1])
+
+
+def _sublayers(
+    layer: nn.Module,
+    mask: Tensor | None,
+    memory: Tensor | None = None,
+    memory_mask: Tensor | None = None,
+    distances: Tensor | None = None,
+    private: nn.Module | None = None,
+    **kwargs: object,
+) -> list[Callable[[Tensor], Tensor]]:
+    """The sublayers of a `TransformerLayer`, as its `forward` calls them: hidden states → hidden states."""
+    norms = layer if private is None else private
+    mask = mask if distances is None else layer.relative_positions(distances, mask)
+    calls = [partial(layer.attend, norm=norms.self_attn_layer_norm, attention=layer.self_attn, attention_mask=mask)]
+    if memory is not None:
+        cross = {"norm": norms.encoder_attn_layer_norm, "attention": layer.encoder_attn}
+        calls.append(partial(layer.attend, **cross, key_value_states=memory, attention_mask=memory_mask))
+    return [*calls, partial(layer.feed_forward, norm=norms.final_layer_norm, network=layer)]

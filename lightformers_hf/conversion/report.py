@@ -1,30 +1,43 @@
-"""What a conversion did, as data. `tables.py`, `card.py` and the page of `lightformers report` draw from it."""
+"""The report of a conversion, as data and as the tables that `plan` and `convert` print.
+
+`card.py` and the page of `lightformers report` draw from the same data.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+from huggingface_hub import ModelCard, constants
+from rich import box
+from rich.markup import escape
+from rich.table import Table
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from ..files import REPORT_FILE, as_kind, read_json, write_json
+from ..files import CARD_FILE, REPORT_FILE, as_kind, read_json, write_json
 from ..loading import printable_name, tensor_bytes
-from .inheritance import inherited_metadata
+from ..results import Result
 
 if TYPE_CHECKING:
     from .options import CompressionOptions, StudyOptions
     from .teacher import Teacher
+
+logger = logging.getLogger(__name__)
 
 OWN_TEXT = "text that the model made itself"
 DENSE = "dense"
 STACKS = ("encoder", "decoder")
 # Below this share, sentences differ from the teacher's (measured: RESULTS.md, "Over-confident teachers").
 CLIFF = 0.8
+# What a card hands on to the cards of models that are made from its model.
+INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +98,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model card says of any model.
+    """Facts that the model card of every model states.
 
     Attributes:
         architecture: its `model_type`.
@@ -101,7 +114,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFacts:
-        """Those of a model of this package, which may be a skeleton."""
+        """Return the facts of a model of this package, which may be a skeleton."""
         auto_classes = {reference.split(".")[-1]: name for name, reference in model.config.auto_classes.items()}
         return cls(
             architecture=model.config.model_type,
@@ -112,7 +125,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
-class CompressionReport:
+class CompressionReport(Result):
     """A whole conversion.
 
     Attributes:
@@ -246,7 +259,7 @@ class CompressionReport:
 
     @property
     def measure(self) -> str:
-        """What `energy` and `relative_error` of the matrices are measured in."""
+        """The norm of `energy` and `relative_error` of the matrices, in words."""
         shared = "; of layers that share one, relative to what they were merged into" if self.shares else ""
         if self.calibration is None or not self.smaller:
             return f"every entry alike (Frobenius norm){shared}"
@@ -254,7 +267,7 @@ class CompressionReport:
 
     @property
     def outcome(self) -> str:
-        """How many matrices took which form: `40 low-rank (rank 3 to 64), 21 dense`."""
+        """The number of matrices in each form: `40 low-rank (rank 3 to 64), 21 dense`."""
         by_form: dict[str, list[MatrixReport]] = {}
         for matrix in sorted(self.matrices, key=lambda matrix: matrix.form == DENSE):  # those come last
             by_form.setdefault(matrix.form, []).append(matrix)
@@ -263,10 +276,26 @@ class CompressionReport:
             for form, matrices in by_form.items()
         )
 
+    def parts(self) -> list[Table | str]:
+        """Return the totals, and what to know of them."""
+        return [totals_table(self), *remarks(self)]
+
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON holds it, derived figures included."""
         matrices = [asdict(matrix) | {"parameters_before": matrix.parameters_before} for matrix in self.matrices]
         return asdict(self) | {"matrices": matrices, "ratio": self.ratio}
+
+
+class Plan(CompressionReport):
+    """What a conversion would do; it prints a line for every matrix, too."""
+
+    def parts(self) -> list[Table | str]:
+        """Return a table of all matrices, then as the report of a conversion."""
+        legend = [
+            "\nbefore, after: parameters. energy: share of Σσ² kept. error: norm of what is lost, relative.",
+            f"Energy and error: {self.measure}; of a whole block where it got narrower.\n",
+        ]
+        return [matrix_table(self), *legend, *super().parts()]
 
 
 def _without_path(text: str) -> str:
@@ -298,7 +327,7 @@ def write_report(report: CompressionReport, folder: Path) -> None:
 
 
 def read_report(file: Path) -> CompressionReport | None:
-    """What `write_report` wrote into `file`, or `None` where there is no such file.
+    """Read the report in a file; `None` where there is no such file.
 
     Raises:
         ValueError: the file is damaged, or of a version of this package that said something else of a matrix.
@@ -342,7 +371,7 @@ def copy_report(source: str, folder: str | Path) -> None:
 
 
 def _metadata(teacher: Teacher) -> dict[str, Any]:
-    """What the teacher's card hands on; where it names no languages, those that its tokenizer does."""
+    """Return the metadata that the teacher's card hands on. Languages may come from its tokenizer."""
     hub_name = teacher.name if teacher.name != printable_name(teacher.folder) else None
     inherited = inherited_metadata(teacher.folder, hub_name)
     tokenizer = teacher.tokenizer() if teacher.has_tokenizer else None
@@ -350,3 +379,112 @@ def _metadata(teacher: Teacher) -> dict[str, Any]:
     if "language" not in inherited and all(re.fullmatch("[a-z]{2,3}", str(code)) for code in named):
         inherited["language"] = list(dict.fromkeys(named))
     return inherited
+
+
+def inherited_metadata(folder: Path, hub_name: str | None) -> dict[str, str | list[str]]:
+    """Licence, languages and task that the card of a model names, for the cards of what is made from it.
+
+    Args:
+        folder: where the model lies; its card is the `README.md` there. Without one, or with metadata that cannot be
+            read, nothing is inherited.
+        hub_name: the model's name on the Hub, which becomes `base_model`; `None` for a folder, which leaves its own.
+    """
+    metadata: dict[str, str | list[str]] = {"base_model": hub_name} if hub_name else {}
+    try:
+        text = (folder / CARD_FILE).read_text(encoding="utf-8")
+        if not text.lstrip().startswith("---"):  # no metadata: nothing to warn of
+            return metadata
+        card = ModelCard(text, ignore_metadata_errors=True)
+    except FileNotFoundError:
+        return metadata
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        reason = str(error).partition("\n")[0]
+        logger.warning(f"The metadata of {folder / CARD_FILE} cannot be read, so nothing is inherited: {reason}")
+        return metadata
+    for name in INHERITED if hub_name else (*INHERITED, "base_model"):
+        value = card.data.get(name)
+        values = ["no" if item is False else item for item in (value if isinstance(value, list) else [value])]
+        if all(isinstance(item, str) for item in values):  # YAML reads the code of Norwegian as a truth value
+            metadata[name] = values if isinstance(value, list) else values[0]
+    link = metadata.get("license_link")
+    if hub_name and isinstance(link, str) and "://" not in link:  # a file of the source's repository
+        metadata["license_link"] = f"{constants.ENDPOINT}/{hub_name}/blob/main/{link}"
+    return drop_strange_link(metadata)
+
+
+def drop_strange_link(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata without a `license_link` that leads elsewhere than to a file or a page (`javascript:`)."""
+    link = metadata.get("license_link")
+    is_page = isinstance(link, str) and link.isprintable() and (":" not in link or re.match("https?://", link))
+    return {name: value for name, value in metadata.items() if name != "license_link" or is_page}
+
+
+def matrix_table(report: CompressionReport) -> Table:
+    """A row a matrix; in 120 columns nothing wraps but a name of more than 40 letters."""
+    title = f"{escape(report.source)}: every matrix"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    for column in ("matrix", "kind"):
+        table.add_column(column, overflow="fold")
+    for column in ("shape", "becomes", "before", "after", "energy", "error"):
+        table.add_column(column, justify="right")
+    for matrix in report.matrices:
+        table.add_row(
+            escape(matrix.name),
+            matrix.kind,
+            f"{matrix.m}x{matrix.n}",
+            escape(matrix.setting),
+            f"{matrix.parameters_before:,}",
+            f"{matrix.parameters_after:,}",
+            f"{matrix.energy:.1%}",
+            f"{matrix.relative_error:.4f}",
+        )
+    return table
+
+
+def totals_table(report: CompressionReport) -> Table:
+    """Parameters and megabytes of the whole models."""
+    table = Table(title="totals", title_justify="left")
+    for column in ("", "before", "after", "ratio"):
+        table.add_column(column, justify="left" if not column else "right")
+    for label, before, after, show in (
+        ("unique parameters", report.parameters_before, report.parameters_after, "{:,}".format),
+        ("megabytes", report.bytes_before, report.bytes_after, lambda size: f"{size / 1e6:,.1f}"),
+    ):
+        table.add_row(label, show(before), show(after), f"{before / after:.2f}")
+    return table
+
+
+def remarks(report: CompressionReport) -> Iterator[str]:
+    """Yield remarks on a report, a sentence or two each."""
+    if sizes := report.vocabulary:
+        (source, of_sources), (target, of_targets) = sizes["source"], sizes["target"]
+        sides = f"{source:,} of {of_sources:,} tokens"
+        if (source, of_sources) != (target, of_targets):
+            sides = f"{sides} of the source and {target:,} of {of_targets:,} of the target"
+        kept, before = sizes["parameters"]
+        yield f"The vocabulary keeps {sides}, which alone spares {before - kept:,} parameters."
+    yield f"Of {len(report.matrices)} matrices: {report.outcome}."
+    if len(report.smaller) < len(report.matrices):
+        yield "Those stay dense for which nothing smaller was asked, or whose factors would hold as many parameters."
+    if report.agreement is not None:
+        yield f"{report.agreement}.".capitalize()
+        if report.agreement.share < CLIFF:
+            remedies = ["train it with `lightformers recover`", "choose a smaller ratio"]
+            if report.calibration == OWN_TEXT:
+                remedies.append("give text like that it is for with --calibration")
+            yield f"Below {CLIFF:.0%}, outputs differ from the teacher's: {', or '.join(remedies)}."
+    if report.calibration is None and report.smaller:
+        yield (
+            "Without calibration every entry of a matrix counts alike, which costs most of the quality until the "
+            "result is trained."
+        )
+    elif report.calibration == OWN_TEXT:
+        yield (
+            f"What counts was learned from {OWN_TEXT}; --calibration with a thousand sentence pairs, or "
+            "sentences, like those it is for keeps more."
+        )
+    for stack, (kept, before) in report.fewer_layers.items():
+        yield f"The {stack} keeps {kept} of {before} layers."
+    for stack, (stored, depths) in report.groups.items():
+        if stored != depths:
+            yield f"The {stack}'s {depths} layers share {stored} stored ones."

@@ -6,20 +6,25 @@ import copy
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import models
-from ..checkpoint import CheckpointReader, check_finite, check_stored, check_vocabulary, find_architecture
-from ..folders import check_folder
+from ..files import check_folder
 from ..languages import keep_prefix, set_language_codes
 from ..loading import (
     DAMAGED,
+    CheckpointReader,
     assemble,
+    check_finite,
     check_no_export,
+    check_stored,
+    check_vocabulary,
+    find_architecture,
     has_tokenizer,
     load_pretrained,
     printable_name,
@@ -27,14 +32,26 @@ from ..loading import (
     stored_tensors,
     take_forced_start,
 )
+from ..matrices import bias_of, factors_of, product_of
 from ..models.configuration_lightformer import LightFormerConfig
-from ..models.matrices import bias_of, factors_of, product_of
 from ..vocabularies import check_ids, renumber_generation
 from .families import SHARED, STACKS, find_family
-from .linear import Linear
-from .vocabulary.kept import KeptTokens
+
+if TYPE_CHECKING:
+    from .vocabulary.choose import KeptTokens
 
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+class Linear(NamedTuple):
+    """y = x·W + b."""
+
+    matrix: Tensor  # W, m×n
+    bias: Tensor | None  # b, n
+
+    def to(self, device: torch.device) -> Linear:
+        """Return the layer on a device."""
+        return Linear(self.matrix.to(device), None if self.bias is None else self.bias.to(device))
 
 
 class Teacher:
@@ -84,16 +101,14 @@ class Teacher:
             raise ValueError(
                 f"{folder / 'config.json'} describes no model, a field has a wrong type or value: {error}"
             ) from error
-        # Of the model that is as slow as the source, whatever is left out of it later: its own, or the equal
-        # LightFormer's where costs are not known of the source's class (T5's layers have other names).
         self.folder = folder
         self.languages = languages
         self._tokenizer: PreTrainedTokenizerBase | None = None
         # The token that translations begin with. Wrong languages end it here.
         self._first_token = set_language_codes(self.tokenizer(), *languages) if any(languages) else None
         self.kept: KeptTokens | None = None
-        self._rows: dict[str, tuple[int, torch.Tensor]] = {}
-        self._changed: dict[str, torch.Tensor] = {}
+        self._rows: dict[str, tuple[int, Tensor]] = {}
+        self._changed: dict[str, Tensor] = {}
         self._kept_layers: dict[str, list[int]] = {}
         self.name = printable_name(folder if Path(source).is_dir() else source)
         self._finite: set[str] = set()
@@ -192,13 +207,13 @@ class Teacher:
 
     @property
     def depths(self) -> dict[str, Sequence[int]]:
-        """Of `encoder` and `decoder`, which of the checkpoint's layers this teacher has."""
+        """The layers of the checkpoint that this teacher has, of `encoder` and `decoder`."""
         return {
             stack: self._kept_layers.get(stack, range(getattr(self.config, f"{stack}_layers")))
             for stack in ("encoder", "decoder")
         }
 
-    def change(self, tensors: dict[str, torch.Tensor]) -> Teacher:
+    def change(self, tensors: dict[str, Tensor]) -> Teacher:
         """This teacher with other tensors under these names."""
         changed = copy.copy(self)
         changed._changed = tensors
@@ -217,7 +232,7 @@ class Teacher:
         smaller._rows = kept.rows(self.model)
         return smaller
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> Tensor:
         """One stored tensor. A bias that a checkpoint may leave out (`final_logits_bias`) is then zero.
 
         Raises:
@@ -265,8 +280,8 @@ class Teacher:
         module.load_state_dict(tensors, assign=True)
         return module.requires_grad_(False)
 
-    def factors(self, name: str) -> tuple[torch.Tensor, ...]:
-        """What a module's matrix is the product of: one matrix, or two, m×r and r×n."""
+    def factors(self, name: str) -> tuple[Tensor, ...]:
+        """Return the factors of a module's matrix: one matrix, or two, m×r and r×n."""
         return factors_of(self.module(name))
 
     def linear(self, name: str) -> Linear:

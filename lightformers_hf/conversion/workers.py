@@ -1,4 +1,4 @@
-"""Who does the work: threads, an accelerator, or several processes that share it.
+"""Worker threads, accelerators and processes that share the work of a conversion, and its steps.
 
 Processes are those that `torchrun` or `accelerate launch` start. All of them run the same program; what is shared out
 is what takes long. No process goes on where another failed.
@@ -6,23 +6,34 @@ is what takes long. No process goes on where another failed.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections import Counter, deque
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
-from threading import Condition
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from ..loading import check_device
-from ..processors import IdleThreads, bf16_support, has_fast_bf16, has_fast_rounding, rounded_products, use_threads
-from ..products import EvenProducts
+from ..processors import (
+    EvenProducts,
+    bf16_support,
+    give_back_memory,
+    has_fast_bf16,
+    has_fast_rounding,
+    rounded_products,
+    use_threads,
+)
+
+logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -34,19 +45,18 @@ _worker_count: int | None = None
 
 @contextmanager
 def share_cores() -> Iterator[None]:
-    """Inside, every thread computes alone, and as many workers share the items as other programs leave cores.
+    """Inside, every thread computes alone, and as many workers share the items as PyTorch had threads.
 
     The number of threads that share a matrix multiplication or a sum decides the order of the additions, and so the
-    rounding. One thread for each makes the results independent of the number of cores and of their load.
+    rounding. One thread for each makes the results independent of the number of cores.
     """
     global _worker_count
-    with IdleThreads():
-        before, _worker_count = _worker_count, torch.get_num_threads()
-        try:
-            with use_threads(1):
-                yield
-        finally:
-            _worker_count = before
+    before, _worker_count = _worker_count, torch.get_num_threads()
+    try:
+        with use_threads(1):
+            yield
+    finally:
+        _worker_count = before
 
 
 def count_workers() -> int:
@@ -69,7 +79,7 @@ def find_device(name: str) -> torch.device:
 
 
 def algebra_device(device: torch.device) -> torch.device:
-    """Where decompositions are computed: on the device if it knows float64, which they need, else on the CPU."""
+    """Return the device of decompositions: the one given if it supports float64, else the CPU."""
     return torch.device("cpu") if device.type == "mps" else device
 
 
@@ -142,14 +152,14 @@ def is_main() -> bool:
     return not is_distributed() or team().is_main_process
 
 
-def own_share(items: Sequence[Item]) -> Sequence[Item]:
+def process_share(items: Sequence[Item]) -> Sequence[Item]:
     """This process's share: every n-th, so that of items in order of size all have alike."""
     return items[team().process_index :: team().num_processes] if is_distributed() else items
 
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """What fails inside in any process, fails in all, with that message. All of them must come here.
+    """An error inside in any process is raised in all, with that message. All processes must enter this block.
 
     Collective operations belong between such blocks, never inside: a process that failed would be missed there.
     """
@@ -199,17 +209,8 @@ def gather_from_all(value: Result) -> list[Result]:
     return gather_object([value])
 
 
-def from_main(compute: Callable[[], Result]) -> Result:
-    """What `compute` returns in the main process, for all; what fails there, fails in all. All must come here."""
-    result = None
-    with fail_together():
-        if is_main():
-            result = compute()
-    return broadcast_object_list([result])[0] if is_distributed() else result
-
-
 def share_work(function: Callable[[Item], Result], items: Sequence[Item], device: torch.device) -> Iterator[Result]:
-    """Results of `function`, computed by all processes and seen by all; own ones as soon as they are there.
+    """Results of `function`, computed by all processes and seen by all; those of this process first.
 
     Args:
         items: the largest first, in all processes in the same order.
@@ -217,7 +218,7 @@ def share_work(function: Callable[[Item], Result], items: Sequence[Item], device
     """
     own = []
     with fail_together():
-        for result in (map_in_threads if device.type == "cpu" else map)(function, own_share(items)):
+        for result in (map_in_threads if device.type == "cpu" else map)(function, process_share(items)):
             if is_distributed():
                 own.append(result)
             yield result
@@ -230,28 +231,14 @@ def share_work(function: Callable[[Item], Result], items: Sequence[Item], device
                 yield box[0]
 
 
-def map_in_threads(
-    function: Callable[[Item], Result], items: Iterable[Item], workers: int | None = None
-) -> Iterator[Result]:
-    """Results of `function` in worker threads, each as soon as it is there (so not in the order of `items`).
+def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Results of `function` in the order of `items`, computed by worker threads.
 
     Every worker has one BLAS thread: several matrices side by side are faster than one matrix on several cores.
-    `items` is read as workers become free, so a lazily loading iterable keeps at most `workers` matrices in memory.
     Give the largest first, so that none is left for the end.
-
-    Args:
-        workers: number of threads; `count_workers` unless given.
     """
-    workers = workers or count_workers()
-    items = iter(items)
-    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        running = {pool.submit(function, item) for item in islice(items, workers)}
-        while running:
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                result = future.result()
-                running.update(pool.submit(function, item) for item in islice(items, 1))
-                yield result
+    with ThreadPoolExecutor(count_workers(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield from pool.map(function, items)
 
 
 def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], device: torch.device) -> Iterator[Result]:
@@ -279,39 +266,35 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], devi
             yield result
 
 
-class Turns:
-    """Stages of work on items side by side: one item at a time is in a stage, and all go through it in their order."""
+class Step(tqdm):
+    """Progress bar of a step. At its end, the log (INFO) gets its wall-clock time and its processor time.
 
-    def __init__(self) -> None:
-        self._passed: Counter[str] = Counter()
-        self._changed, self._failed = Condition(), False
+    Freed memory then goes back to the system.
 
-    @contextmanager
-    def take(self, stage: str, number: int) -> Iterator[None]:
-        """Wait until the items before this number, which count from 0, have left the stage.
+    Args:
+        name: of the step.
+        items: what it works on; else it is a context, and `update` counts.
+        unit: of what it counts; parameters are counted in thousands and millions.
+        total: how many there are, where `items` does not tell.
+        shown: whether there is a bar.
+    """
 
-        Raises:
-            RuntimeError: one of them failed, and never will.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._failed or self._passed[stage] == number)
-            if self._failed:
-                raise RuntimeError(f"what came before number {number} has failed")
-        try:
-            with self.noticing():
-                yield
-        finally:
-            with self._changed:
-                self._passed[stage] += 1
-                self._changed.notify_all()
+    def __init__(
+        self, name: str, items: Iterable[Any] | None = None, *, unit: str, total: int | None = None, shown: bool
+    ):
+        scaled = unit == "parameter"
+        super().__init__(items, desc=name, unit=unit, unit_scale=scaled, total=total, disable=not shown)
+        self._name, self._begun = name, (time.perf_counter(), time.process_time())
 
-    @contextmanager
-    def noticing(self) -> Iterator[None]:
-        """Let nobody wait for what fails inside, between stages."""
-        try:
-            yield
-        except BaseException:
-            with self._changed:
-                self._failed = True
-                self._changed.notify_all()
-            raise
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+        self._end()
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        self._end()
+
+    def _end(self) -> None:
+        give_back_memory()
+        clock, processor = time.perf_counter() - self._begun[0], time.process_time() - self._begun[1]
+        logger.info("%s took %.1f s, %.1f s of processor time", self._name, clock, processor)

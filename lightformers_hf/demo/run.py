@@ -2,29 +2,75 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import sentencepiece
 import transformers
 from rich.console import Console
 from rich.markup import escape
+from tqdm.auto import tqdm
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    GenerationConfig,
+    MarianConfig,
+    MarianTokenizer,
+    PreTrainedModel,
+    PrinterCallback,
+    Seq2SeqTrainingArguments,
+    set_seed,
+)
 
 from ..evaluation.translate import load_translator, translate
-from ..files import json_text, read_json, write_whole
-from ..folders import atomic_output, find_foreign, refuse_foreign
-from ..text import load_parallel
+from ..files import atomic_output, find_foreign, json_text, read_json, refuse_foreign, write_whole
+from ..loading import build_network, load_pretrained
+from ..processors import has_fast_bf16
+from ..recovery import RecoveryTrainer
+from ..recovery.callbacks import Progress
+from ..text import load_parallel, tokenize_pairs
 from ..workflows.compress import check_parts, compress
-from .stages import DemoSettings, write_corpus, write_teacher
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from matplotlib.axes import Axes
 
 FOLDERS = ("corpus", "teacher", "small")
 SETTINGS, PICTURE = "settings.json", "picture.png"
 SAMPLES = 4
+LONGEST = 96  # tokens; no sentence of the corpus comes near
+# Attention written out: on a CPU, with sentences this short, it trains a quarter faster than the fused kernel.
+ATTENTION = {"attn_implementation": "eager"}
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """How large the demo is. The defaults fill five minutes of two cores, seven without fast bfloat16."""
+
+    seed: int = 0
+    train_pairs: int = 20_000
+    held_out_pairs: int = 500  # for validation, and as many for the test
+    vocabulary: int = 1500
+    d_model: int = 256
+    ffn_dim: int = 1024
+    heads: int = 4
+    encoder_layers: int = 3
+    decoder_layers: int = 2
+    batch_size: int = 32
+    teacher_steps: int = 600
+    teacher_learning_rate: float = 1e-3
+    ratio: float = 4.0
+    calibration_pairs: int = 300
+    minutes: float = 2.0  # of the recovery
 
 
 def run_demo(
@@ -54,7 +100,7 @@ def run_demo(
     title = f"Compress it at ratio {settings.ratio:g}, train the result for {settings.minutes:g} minutes, export it"
     console.print(f"\n[bold]3/4[/bold] {title}", highlight=False)
     test = str(corpus / "test.jsonl")
-    results, tables = compress(
+    found = compress(
         teacher,
         small,
         data=str(corpus / "train.jsonl"),
@@ -65,12 +111,44 @@ def run_demo(
         ratio=settings.ratio,
         calibration_samples=settings.calibration_pairs,
     )
+    results = found.to_dict()
     console.print("\n[bold]4/4[/bold] Draw the picture", highlight=False)
     _draw(output / PICTURE, small, results)
     console.print()
-    console.print(*tables)
+    console.print(*found.engines.tables())
     _show(results, test, output, console)
     return results
+
+
+def _check_extra() -> None:
+    missing = [name for name in ("babel", "num2words", "matplotlib", "ctranslate2") if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"The demo needs {', '.join(missing)}: pip install 'lightformers_hf[demo]'")
+
+
+def _claim(output: Path, settings: DemoSettings, fresh: bool) -> None:
+    """Make `output` the folder of a demo with these settings, or find that it is one."""
+    if output.exists() and not output.is_dir():
+        raise FileExistsError(f"{output} is a file: give another folder")
+    marker = output / SETTINGS
+    if not marker.exists() and output.is_dir() and any(output.iterdir()):
+        raise FileExistsError(f"{output} is not empty and holds no demo: give another folder")
+    if marker.exists() and not asdict(settings).keys() & read_json(marker).keys():
+        raise FileExistsError(f"{marker} is no demo's: give another folder")
+    if fresh and marker.exists():
+        corpus, teacher, small = (output / name for name in FOLDERS)
+        for folder in filter(Path.is_dir, (corpus, teacher)):
+            refuse_foreign(folder, find_foreign(folder))
+        check_parts(small)
+        for path in (output / PICTURE, small, teacher, corpus):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        marker.unlink()
+    if marker.exists() and json.loads(marker.read_text(encoding="utf-8")) != asdict(settings):
+        raise ValueError(f"{output} holds a demo of other settings: start over with --fresh, or give another folder")
+    if not marker.exists():
+        output.mkdir(parents=True, exist_ok=True)
+        with write_whole(marker) as opened:
+            opened.write(json_text(asdict(settings), SETTINGS).encode())
 
 
 def _run_stage(
@@ -87,46 +165,190 @@ def _run_stage(
     console.print(f"    [green]✓[/green] {escape(done)}", highlight=False)
 
 
+def write_corpus(folder: Path, settings: DemoSettings) -> None:
+    """Write `train.jsonl`, `validation.jsonl` and `test.jsonl`, a pair `{"de": …, "en": …}` a line."""
+    from .corpus import SPLITS, make_corpus  # needs the extra `demo`
+
+    counts = dict.fromkeys(SPLITS, settings.held_out_pairs) | {"train": settings.train_pairs}
+    with tqdm(total=sum(counts.values()), desc="writing sentences", unit="pair") as bar:
+        corpus = make_corpus(counts, seed=settings.seed, advance=bar.update)
+    for split, sentences in corpus.items():
+        lines = [json.dumps({"de": s.de, "en": s.en}, ensure_ascii=False) + "\n" for s in sentences]
+        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def write_teacher(folder: Path, corpus: Path, settings: DemoSettings) -> None:
+    """Train tokenizer and Marian teacher, and save both in the layout of an opus-mt checkpoint."""
+    train = load_parallel(str(corpus / "train.jsonl"), source="de", target="en")
+    _write_tokenizer(folder, [*train["source"], *train["target"]], settings.vocabulary)
+    tokenizer = load_pretrained(AutoTokenizer, folder)
+    set_seed(settings.seed)
+    config = _teacher_config(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, settings)
+    model = build_network(AutoModelForSeq2SeqLM, config, **ATTENTION)
+    model.generation_config = GenerationConfig(
+        max_length=LONGEST,
+        num_beams=1,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        decoder_start_token_id=tokenizer.pad_token_id,
+        bad_words_ids=[[tokenizer.pad_token_id]],
+    )
+    rate = settings.teacher_learning_rate
+    train_model(
+        model, tokenizer, train, settings, steps=settings.teacher_steps, learning_rate=rate, label_smoothing=0.1
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def train_model(
+    model: PreTrainedModel,
+    tokenizer: MarianTokenizer,
+    train: Dataset,
+    settings: DemoSettings,
+    *,
+    steps: int,
+    learning_rate: float,
+    label_smoothing: float = 0.0,
+    teacher: PreTrainedModel | None = None,
+) -> list[tuple[int, float]]:
+    """Train a model on the CPU with a progress bar; return the training loss, (step, mean since the last), in nats."""
+    with tempfile.TemporaryDirectory() as scratch, tqdm(total=steps, desc="training", unit="step") as bar:
+        arguments = Seq2SeqTrainingArguments(
+            output_dir=scratch,
+            use_cpu=True,
+            bf16=has_fast_bf16(),
+            seed=settings.seed,
+            max_steps=steps,
+            # Not batches of one length by a token budget: in this corpus, sentences of one length are often of one
+            # template, and such batches took more than twice the time to learn from.
+            per_device_train_batch_size=settings.batch_size,
+            learning_rate=learning_rate,
+            lr_scheduler_type="linear",
+            warmup_steps=max(1, steps // 12),
+            adam_beta2=0.98,
+            label_smoothing_factor=label_smoothing,
+            logging_steps=max(1, steps // 60),
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        trainer = RecoveryTrainer(
+            model,
+            arguments,
+            train_dataset=tokenize_pairs(train, tokenizer, max_source_length=LONGEST, max_target_length=LONGEST),
+            data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+            callbacks=[Progress(bar)],
+            teacher=teacher,
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+
+
+def _write_tokenizer(folder: Path, sentences: list[str], vocabulary: int) -> None:
+    """A SentencePiece model for both languages; digits are pieces of their own, so that any number can be written."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=vocabulary,
+        split_digits=True,
+        character_coverage=1.0,
+        num_threads=1,
+        minloglevel=2,
+    )
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    words = [pieces.id_to_piece(i) for i in range(len(pieces)) if not (pieces.is_control(i) or pieces.is_unknown(i))]
+    vocab = {word: i for i, word in enumerate(["</s>", "<unk>", *words, "<pad>"])}
+    with tempfile.TemporaryDirectory() as scratch:
+        spm, table = Path(scratch, "source.spm"), Path(scratch, "vocab.json")
+        spm.write_bytes(model.getvalue())
+        table.write_text(json.dumps(vocab, ensure_ascii=False), encoding="utf-8")
+        MarianTokenizer(
+            source_spm=str(spm),
+            target_spm=str(spm),
+            vocab=str(table),
+            source_lang="de",
+            target_lang="en",
+            model_max_length=LONGEST,
+        ).save_pretrained(folder)
+
+
+def _teacher_config(vocabulary: int, end: int, padding: int, settings: DemoSettings) -> MarianConfig:
+    return MarianConfig(
+        vocab_size=vocabulary,
+        d_model=settings.d_model,
+        encoder_layers=settings.encoder_layers,
+        decoder_layers=settings.decoder_layers,
+        encoder_ffn_dim=settings.ffn_dim,
+        decoder_ffn_dim=settings.ffn_dim,
+        encoder_attention_heads=settings.heads,
+        decoder_attention_heads=settings.heads,
+        max_position_embeddings=LONGEST,
+        activation_function="swish",
+        scale_embedding=True,
+        static_position_embeddings=True,
+        dropout=0.0,
+        attention_dropout=0.0,
+        init_std=settings.d_model**-0.5,
+        bos_token_id=None,
+        eos_token_id=end,
+        forced_eos_token_id=None,
+        pad_token_id=padding,
+        decoder_start_token_id=padding,
+    )
+
+
 def _draw(file: Path, small: Path, results: dict[str, Any]) -> None:
-    from .picture import draw  # needs the extra `demo`
+    """Write a PNG with two panels, to be read at 800 pixels' width.
+
+    Left: training loss of the recovery by step, logarithmic. Right: size, time for a token and BLEU as shares of the
+    teacher's in transformers.
+    """
+    from ..evaluation.plots import save_picture  # needs the extra `demo`
 
     history = read_json(small / "recovered" / "trainer_state.json")["log_history"]
     losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
+
+    def paint(panels: list[Axes]) -> None:
+        left, right = panels
+        left.plot(*zip(*losses, strict=True), color="C2")
+        left.set(yscale="log", xlabel="step", ylabel="training loss, nats a token", title="Training after conversion")
+        _draw_shares(right, results["engines"])
+        right.set(title="What is left of the teacher's")
+
     with write_whole(file) as opened:
-        draw(opened, losses=losses, comparison=results["engines"])
+        save_picture(opened, paint, columns=2)
 
 
-def _check_extra() -> None:
-    missing = [name for name in ("babel", "num2words", "matplotlib", "ctranslate2") if find_spec(name) is None]
-    if missing:
-        raise ValueError(f"The demo needs {', '.join(missing)}: pip install 'lightformers_hf[demo]'")
-
-
-def _claim(output: Path, settings: DemoSettings, fresh: bool) -> None:
-    """Make `output` the folder of a demo with these settings, or find that it is one."""
-    if output.exists() and not output.is_dir():
-        raise FileExistsError(f"{output} is a file: give another folder with --output.")
-    marker = output / SETTINGS
-    if not marker.exists() and output.is_dir() and any(output.iterdir()):
-        raise FileExistsError(f"{output} is not empty and holds no demo: give another folder with --output.")
-    if marker.exists() and not asdict(settings).keys() & read_json(marker).keys():
-        raise FileExistsError(f"{marker} is no demo's: give another folder with --output.")
-    if fresh and marker.exists():
-        corpus, teacher, small = (output / name for name in FOLDERS)
-        for folder in filter(Path.is_dir, (corpus, teacher)):
-            refuse_foreign(folder, find_foreign(folder))
-        check_parts(small)
-        for path in (output / PICTURE, small, teacher, corpus):
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        marker.unlink()
-    if marker.exists() and json.loads(marker.read_text(encoding="utf-8")) != asdict(settings):
-        raise ValueError(
-            f"{output} holds a demo of other settings: start over with --fresh, or give another folder with --output."
-        )
-    if not marker.exists():
-        output.mkdir(parents=True, exist_ok=True)
-        with write_whole(marker) as opened:
-            opened.write(json_text(asdict(settings), SETTINGS).encode())
+def _draw_shares(axes: Axes, comparison: Mapping[str, Any]) -> None:
+    """Bars of size, time and BLEU relative to the first row of the comparison, and each value."""
+    places = {(place["model"], place["form"]): place for place in comparison["deployed"]}
+    rows = [
+        (places[timing["model"], timing["form"]], timing["speed"]["tokens_per_second"])
+        for timing in comparison["timings"]
+    ]
+    measures: dict[str, Callable[[Mapping[str, Any], float], float]] = {
+        "MB": lambda place, speed: place["disk_bytes"] / 1e6,
+        "ms a token": lambda place, speed: 1000 / speed,
+        "BLEU": lambda place, speed: place["scores"]["bleu"],
+    }
+    for group, (measure, read) in enumerate(measures.items()):
+        full = read(*rows[0])
+        for index, (place, speed) in enumerate(rows):
+            value, y = read(place, speed), group + 0.2 * (index - (len(rows) - 1) / 2)
+            share = value / full if full else 0
+            label = f"{place['model']}, {place['form']}" if measure == "BLEU" else None
+            axes.barh(y, share, height=0.18, color=f"C{index}", label=label)
+            axes.annotate(f" {value:.3g}", (share, y), va="center", fontsize=10)
+    axes.set(yticks=range(len(measures)), yticklabels=measures, xlim=(0, 1.15), xticks=(0, 0.25, 0.5, 0.75, 1))
+    axes.xaxis.set_major_formatter("{x:.0%}")
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.legend(fontsize=10, loc="center right", bbox_to_anchor=(1, 0.79))
 
 
 def _show(results: dict[str, Any], test: str, output: Path, console: Console) -> None:

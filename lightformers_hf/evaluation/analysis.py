@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from math import comb
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,31 +18,258 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, nn
+from torch.nn.functional import normalize
+from torch.utils.flop_counter import FlopCounterMode
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
+from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
-from lightformers_hf.conversion.choosing.rules import rank_for_energy
-from lightformers_hf.conversion.statistics.samples import parallel_batches
-from lightformers_hf.text import load_parallel
-
-from ..files import STATE_FILE
-from ..loading import load_model, printable_name
+from ..conversion.calibration_text import parallel_batches
+from ..conversion.forms import svd
+from ..conversion.rules import rank_for_energy
+from ..files import STATE_FILE, as_kind, read_json
+from ..loading import build_network, learned_parameters, load_model, printable_name
+from ..matrices import factors_of, matrices_of
+from ..text import load_parallel
 from .evaluate import MEMORY_SENTENCES, choose_columns
-from .macs import TOKENS, Footprint, Macs, generation_macs, memory_footprint
-from .measures import (
-    activated_neurons,
-    head_diversity,
-    iterations_to_convergence,
-    loss_curve,
-    matrix_spectra,
-    read_log,
-    token_uniformity,
-)
-from .memory import translation_memory
+from .speed import translation_memory
 
 STACKS = ("encoder", "decoder")
 SITES = {"encoder": "encoder", "decoder": "decoder self-attention", "cross": "cross-attention"}
 ENERGY = 0.9
+TOKENS = 20  # of source and of target: PartialFormer, Table 5
+
+
+# --- Measures of tensors and of training logs
+
+
+def head_diversity(heads: Tensor) -> Tensor:
+    """D_output of PartialFormer, Eq. 7 (Li et al. 2018): exp(−1/H² Σᵢ Σⱼ |Oⁱ·Oʲ| / (‖Oⁱ‖ ‖Oʲ‖)).
+
+    Outputs of H heads at a position, (…, H, d_k) → (…). From 1/e, all heads point the same way, to exp(−1/H), they are
+    orthogonal. A head that is zero is similar to none. Only heads of one width compare: the narrower, the more similar
+    they are by chance (|cos| of random directions is about √(2/(π·d_k))).
+    """
+    unit = normalize(heads, dim=-1, eps=torch.finfo(heads.dtype).tiny)
+    return torch.exp(-(unit @ unit.mT).abs().mean(dim=(-2, -1)))
+
+
+def token_uniformity(states: Tensor, mask: Tensor) -> Tensor:
+    """Mean Pearson correlation of two tokens of a sentence (PartialFormer, Appendix H; lower is better).
+
+    States (B, T, d), mask (B, T), 0 where a token does not count → (B): the mean over all pairs of different tokens,
+    from −1 to 1, NaN where a sentence has fewer than two. A state whose entries are all equal correlates with none.
+    """
+    centred = states - states.mean(dim=-1, keepdim=True)
+    unit = normalize(centred, dim=-1, eps=torch.finfo(states.dtype).tiny) * mask.unsqueeze(-1)
+    tokens = mask.sum(dim=-1)
+    # The square of the sum of unit vectors is the sum over all pairs; those of a token with itself are taken off.
+    pairs = unit.sum(dim=1).square().sum(dim=-1) - unit.square().sum(dim=(1, 2))
+    return pairs / (tokens * (tokens - 1))
+
+
+def activated_neurons(inner: Tensor) -> Tensor:
+    """n_act (PartialFormer, §6.5; Zhang et al. 2022): how many neurons the activation function leaves above 0.
+
+    Hidden states of a feed-forward network (B, T, width), or (B, T, H, width) of networks inside heads, whose widths
+    add up → (B, T).
+    """
+    return (inner.flatten(2) > 0).sum(dim=-1)
+
+
+def matrix_spectra(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Name and singular values (descending, float64) of every matrix that is stored, one after another.
+
+    A low-rank matrix has those of its product, as many as its rank; the product itself is never made. A tied or shared
+    matrix comes once, position tables do not come.
+
+    Raises:
+        ValueError: a matrix holds NaN or infinity.
+    """
+    for name, module in matrices_of(model):
+        if "positions" not in name.rpartition(".")[2]:
+            yield name, singular_values(name, *factors_of(module))
+
+
+@torch.no_grad()
+def singular_values(name: str, left: Tensor, right: Tensor | None = None) -> Tensor:
+    """Singular values, descending, float64, of a matrix m×n, or of the product of two, m×r and r×n, without making it.
+
+    Raises:
+        ValueError: NaN or infinity in a matrix; the message has its `name`.
+    """
+    if right is None:
+        return svd.singular_values(left.cpu(), name=name)
+    # The product's orthonormal factors on the outside change no singular value: what is inside is r×r.
+    left, right = (torch.linalg.qr(factor.cpu().double(), mode="r").R for factor in (left, right.T))
+    return svd.singular_values(left @ right.T, name=name)
+
+
+def read_log(file: Path) -> list[dict[str, float]]:
+    """The steps and numbers that a training logged into a `trainer_state.json`; nothing where there is no such file.
+
+    Raises:
+        ValueError: it holds something else; names the file.
+    """
+    content = read_json(file).get("log_history", [])
+    try:
+        history = as_kind(content, list[dict[str, Any]], "log_history")
+        for number, entry in enumerate(history):
+            as_kind(entry.get("step"), int, f"the step of entry {number}")
+            for name, value in entry.items():
+                if not isinstance(value, float | str | None):  # floats may be NaN: a loss that diverged
+                    as_kind(value, bool if isinstance(value, bool) else int, f"{name} of entry {number}")
+    except ValueError as error:
+        raise ValueError(f"{file} holds no log of a training ({error}): write it again, or remove it") from None
+    return [
+        {name: value for name, value in entry.items() if isinstance(value, float) or type(value) is int}
+        for entry in history
+    ]
+
+
+def loss_curve(log_history: Sequence[dict]) -> tuple[str, list[tuple[int, float]]]:
+    """Name and (step, value) pairs of the loss in a `trainer_state.json`: `eval_loss`, else `loss` of the training.
+
+    Values that are no finite numbers are left out.
+
+    Raises:
+        ValueError: neither was logged as a number.
+    """
+    for name in ("eval_loss", "loss"):
+        logged = [(entry["step"], entry[name]) for entry in log_history if name in entry]
+        if curve := [(step, loss) for step, loss in logged if math.isfinite(loss)]:
+            return name, curve
+    raise ValueError("the training log has neither eval_loss nor loss: train with --logging-steps or --eval-steps")
+
+
+def iterations_to_convergence(curve: Sequence[tuple[int, float]], *, tolerance: float = 0.01) -> int | None:
+    """The first step whose loss is within `tolerance`, relatively, of the lowest (Subformer, Table 7).
+
+    The paper does not say when a model has converged: here the rest of the training wins less than one percent. `None`
+    where that step is the last one, so that the loss may still fall.
+
+    Raises:
+        ValueError: an empty curve, or one without a finite value.
+    """
+    finite = [(step, loss) for step, loss in curve if math.isfinite(loss)]
+    if not finite:
+        raise ValueError("no finite loss was logged: expected one at least")
+    best = min(loss for _, loss in finite)
+    step = next(step for step, loss in finite if loss <= best + tolerance * abs(best))
+    return step if step < finite[-1][0] else None
+
+
+# --- Multiply-additions and sizes of matrices, counted on models without storage
+
+
+@dataclass(frozen=True)
+class Macs:
+    """Multiply-additions of the matrix products that translate one sentence; `output` is the layer of the logits."""
+
+    encoder: int
+    decoder: int
+    output: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.encoder + self.decoder + self.output
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Stored entries of the matrices, each counted once: Subformer, Table 9.
+
+    Attributes:
+        embedding: token and position tables, and what makes a stack's first input of them (SAFE of each stack).
+        encoder, decoder: the layers, and projections between layers of different widths.
+        output: what the output layer does not share with the token table.
+    """
+
+    embedding: int
+    encoder: int
+    decoder: int
+    output: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.embedding + self.encoder + self.decoder + self.output
+
+
+def without_storage(config: PreTrainedConfig) -> PreTrainedModel:
+    """The sequence-to-sequence model of a configuration on the `meta` device: shapes, no weights, eager attention.
+
+    Raises:
+        ValueError: not the configuration of a sequence-to-sequence model.
+    """
+    with torch.device("meta"):
+        return build_network(AutoModelForSeq2SeqLM, config, attn_implementation="eager").eval()
+
+
+def generation_macs(
+    config: PreTrainedConfig, *, source_tokens: int = TOKENS, target_tokens: int = TOKENS, use_cache: bool = False
+) -> Macs:
+    """Multiply-additions to generate `target_tokens` greedily from `source_tokens` (PartialFormer, §5.1).
+
+    The printed figures ("20 source and target tokens", Tables 5 and 10) fit a decoder that keeps nothing: for its k-th
+    token it computes all k positions again, their logits too, and the keys and values of the source. That is what is
+    counted here; with `use_cache` what `generate()` computes. All matrix products count, those of attention among
+    them; sums, norms and activations do not. Printed rows are met within 1.5 %, but PartialFormer with head scaling
+    (Table 5, #4) comes to 7.2 billion, 5 % above what is printed.
+
+    Raises:
+        ValueError: not the configuration of a sequence-to-sequence model, or fewer than one token of either.
+    """
+    if source_tokens < 1 or target_tokens < 1:
+        raise ValueError(f"{source_tokens} source and {target_tokens} target tokens: expected 1 or more of each")
+    model = without_storage(config)
+    steps, cache = [], None
+    with torch.device("meta"), torch.inference_mode():
+        with FlopCounterMode(display=False) as counter:
+            states = model.get_encoder()(torch.zeros(1, source_tokens, dtype=torch.long))
+        encoder = counter.get_total_flops() // 2  # a multiply-addition is two operations
+        for length in (1, 2, 3, 4):
+            ids = torch.zeros(1, 1 if use_cache else length, dtype=torch.long)
+            with FlopCounterMode(display=False) as counter:
+                found = model(
+                    encoder_outputs=states, decoder_input_ids=ids, past_key_values=cache, use_cache=use_cache
+                )
+            cache = found.past_key_values
+            output = sum(counter.get_flop_counts()[f"{type(model).__name__}.lm_head"].values()) // 2
+            steps.append((counter.get_total_flops() // 2 - output, output))
+    return Macs(encoder, *(_sum_over_steps(counts, target_tokens) for counts in zip(*steps, strict=True)))
+
+
+def _sum_over_steps(counts: tuple[int, ...], steps: int) -> int:
+    """Operations of so many steps, from those of the first four.
+
+    A step's are a polynomial of degree 2 in its number; but the first may also fill the cache of cross-attention.
+    """
+    first, a, b, c = counts
+    rest = steps - 1
+    return first + rest * a + comb(rest, 2) * (b - a) + comb(rest, 3) * (c - 2 * b + a)
+
+
+def memory_footprint(model: PreTrainedModel) -> Footprint:
+    """How many entries the matrices of an encoder-decoder have, part by part (Subformer, Appendix A, Table 9).
+
+    As in the table, vectors (biases, LayerNorms) do not count. Its last term has 4·d_s·d_m for the way up to the
+    sandwich and down again; two matrices d_m×d_s are what the architecture has, and what is counted here.
+    """
+    parts = dict.fromkeys(("embedding", "encoder", "decoder", "output"), 0)
+    for name, parameter in learned_parameters(model):
+        if parameter.dim() < 2:
+            continue
+        stack, _, rest = name.removeprefix("model.").partition(".")
+        if stack == "lm_head":
+            part = "output"
+        else:
+            part = "embedding" if stack == "shared" or rest.startswith(("embed_", "safe.")) else stack
+        parts[part] += parameter.numel()
+    return Footprint(**parts)
+
+
+# --- What a model does with text
 
 
 @dataclass(frozen=True)
@@ -81,50 +310,6 @@ class Behaviour:
     head_diversity: dict[str, list[float]]
     token_uniformity: dict[str, list[float]]
     ffn: dict[str, list[Activation]]
-
-
-@dataclass(frozen=True)
-class Analysis(Behaviour):
-    """All measures of one checkpoint; loss and step are `None` where it has no `trainer_state.json`, and the step also
-    where the loss had not converged.
-    """
-
-    name: str
-    label: str  # in tables and pictures
-    macs: Macs
-    macs_cached: Macs
-    footprint: Footprint
-    memory_bytes: int  # peak of a process that loads the checkpoint and translates
-    libraries_bytes: int  # the part of it that was there before the checkpoint was loaded
-    spectra: dict[str, list[float]]  # singular values of every matrix
-    loss_name: str | None = None
-    loss_curve: list[tuple[int, float]] = field(default_factory=list)
-    convergence_step: int | None = None
-
-    @property
-    def own_memory_bytes(self) -> int:
-        """Peak memory beyond what the libraries alone take."""
-        return self.memory_bytes - self.libraries_bytes
-
-    @staticmethod
-    def kind_of(matrix: str) -> str:
-        """`embedding`, `attention` or `feed-forward`, from a matrix's name."""
-        if re.search(r"fc\d|fc_gate|\.up\.|\.down\.", matrix):
-            return "feed-forward"
-        return "attention" if "attn" in matrix or "attention" in matrix else "embedding"
-
-    def energy_rank(self, kind: str) -> float:
-        """Singular values that hold 90 % of a matrix's energy, the mean over the matrices of a kind."""
-        spectra = [values for name, values in self.spectra.items() if self.kind_of(name) == kind]
-        return fmean(rank_for_energy(torch.tensor(values), ENERGY) for values in spectra) if spectra else 0.0
-
-    def to_dict(self) -> dict:
-        """Everything as nested dictionaries and lists of numbers, for JSON."""
-        ffn = {
-            stack: [asdict(layer) | {"ratio": layer.ratio, "efficiency": layer.efficiency} for layer in layers]
-            for stack, layers in self.ffn.items()
-        }
-        return asdict(self) | {"ffn": ffn}
 
 
 @torch.inference_mode()
@@ -266,6 +451,53 @@ class _Meter:
             token_uniformity={stack: means("uniformity", stack, self.sentences[stack]) for stack in STACKS},
             ffn={stack: networks(stack) for stack in STACKS},
         )
+
+
+# --- All measures of checkpoints
+
+
+@dataclass(frozen=True)
+class Analysis(Behaviour):
+    """All measures of one checkpoint; loss and step are `None` where it has no `trainer_state.json`, and the step also
+    where the loss had not converged.
+    """
+
+    name: str
+    label: str  # in tables and pictures
+    macs: Macs
+    macs_cached: Macs
+    footprint: Footprint
+    memory_bytes: int  # peak of a process that loads the checkpoint and translates
+    libraries_bytes: int  # the part of it that was there before the checkpoint was loaded
+    spectra: dict[str, list[float]]  # singular values of every matrix
+    loss_name: str | None = None
+    loss_curve: list[tuple[int, float]] = field(default_factory=list)
+    convergence_step: int | None = None
+
+    @property
+    def own_memory_bytes(self) -> int:
+        """Peak memory beyond what the libraries alone take."""
+        return self.memory_bytes - self.libraries_bytes
+
+    @staticmethod
+    def kind_of(matrix: str) -> str:
+        """`embedding`, `attention` or `feed-forward`, from a matrix's name."""
+        if re.search(r"fc\d|fc_gate|\.up\.|\.down\.", matrix):
+            return "feed-forward"
+        return "attention" if "attn" in matrix or "attention" in matrix else "embedding"
+
+    def energy_rank(self, kind: str) -> float:
+        """Singular values that hold 90 % of a matrix's energy, the mean over the matrices of a kind."""
+        spectra = [values for name, values in self.spectra.items() if self.kind_of(name) == kind]
+        return fmean(rank_for_energy(torch.tensor(values), ENERGY) for values in spectra) if spectra else 0.0
+
+    def to_dict(self) -> dict:
+        """Everything as nested dictionaries and lists of numbers, for JSON."""
+        ffn = {
+            stack: [asdict(layer) | {"ratio": layer.ratio, "efficiency": layer.efficiency} for layer in layers]
+            for stack, layers in self.ffn.items()
+        }
+        return asdict(self) | {"ffn": ffn}
 
 
 def analyze(

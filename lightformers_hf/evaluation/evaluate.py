@@ -11,7 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import AutoConfig, AutoTokenizer
 
+from ..deprecated import warn_renamed
 from ..files import REPORT_FILE, read_json
+from ..in_memory import AnyModel, model_name, on_disk
 from ..languages import add_prefix, language_code, split_language
 from ..loading import (
     load_pair,
@@ -21,8 +23,8 @@ from ..loading import (
     unique_parameters,
     weight_bytes,
 )
+from ..results import Result
 from ..text import fingerprint, load_parallel
-from .memory import translation_memory
 from .quality import (
     Difference,
     check_metrics,
@@ -35,10 +37,12 @@ from .quality import (
     signatures,
     signed,
 )
-from .speed import speed_ratio, tokens_per_second, typical_sentences
+from .speed import speed_ratio, tokens_per_second, translation_memory, typical_sentences
 from .translate import translate
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
@@ -65,7 +69,7 @@ class Measurements:
 
 
 @dataclass
-class Evaluation:
+class Evaluation(Result):
     """A checkpoint's measurements, its teacher's, and how they were taken."""
 
     model: Measurements
@@ -83,6 +87,10 @@ class Evaluation:
     def labels(self) -> dict[str, str]:
         """{metric: its name in tables}."""
         return labels(self.model.scores)
+
+    def parts(self) -> list[Table]:
+        """Return the table."""
+        return [self.table()]
 
     def to_dict(self) -> dict:
         """The same as nested dictionaries of strings and numbers, for JSON; of paths their last parts."""
@@ -136,6 +144,86 @@ def _megabytes(size: float) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
+def evaluate(
+    model: AnyModel,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    data: str | Path,
+    teacher: AnyModel | None = None,
+    source_lang: str | None = None,
+    target_lang: str | None = None,
+    split: str = "test",
+    max_samples: int | None = None,
+    batch_size: int = 32,
+    num_beams: int | None = None,
+    max_new_tokens: int | None = None,
+    device: str = "cpu",
+    speed: bool = True,
+    runs: int = 10,
+    metrics: Iterable[str] = (),
+    comet: str | None = None,
+    progress: bool = True,
+) -> Evaluation:
+    """Translate parallel data with a checkpoint (and its teacher), score it, and measure size, memory and speed.
+
+    Args:
+        model, teacher: folders or Hub names of sequence-to-sequence checkpoints, or loaded models.
+        tokenizer: that of loaded models.
+        data, split, max_samples: as for `load_parallel`.
+        source_lang, target_lang: names of columns, or languages in a column `translation`; by default the tokenizer's
+            own. Of a multilingual checkpoint also the codes, `de=deu_Latn` (`set_language_codes`). The source's may
+            bring a prefix (`load_parallel`); one that the configuration has for the two is used.
+        device: where the quality is measured; speed and memory are measured on one CPU core.
+        speed: measure tokens/s and peak memory, too (minutes).
+        runs: of the speed measurement.
+        metrics: names of `METRICS`; by default those that fit the references (`choose_metrics`).
+        comet: a local COMET checkpoint to score with as well.
+        num_beams, max_new_tokens: of `generate()`, for quality and speed alike; `None`: the checkpoint's (the number
+            of beams: the model's, for the teacher too).
+
+    Raises:
+        FileNotFoundError, ValueError: a checkpoint or data that is not there or not fit, each with what to do.
+
+    Example:
+        >>> print(evaluate("recovered", data="test.jsonl", teacher="opus-mt-de-en"))
+    """
+    names, generation = {"model": model_name(model)}, {"num_beams": num_beams, "max_new_tokens": max_new_tokens}
+    names |= {"teacher": model_name(teacher)} if teacher else {}
+    metrics = check_metrics(metrics)
+    with on_disk(tokenizer, model, teacher) as (light, dense):
+        places = dict(zip(names, (light, dense), strict=False))
+        loaded = load_pair(light, dense, device=device, source=source_lang, target=target_lang)
+        # The teacher searches with the model's number of beams, whatever its own checkpoint says.
+        generation = {name: value for name, value in generation.items() if value is not None}
+        generation = {"num_beams": loaded["model"][0].generation_config.num_beams or 1} | generation
+        source, target = choose_columns(names["model"], *loaded["model"], source_lang, target_lang)
+        pairs = load_parallel(str(data), source=source, target=target, split=split, max_samples=max_samples)
+        sources, references = list(pairs["source"]), list(pairs["target"])
+        metrics = choose_metrics(metrics, sources, references)
+        warn_of_overlap(light, str(data), sources)
+        translated: dict[str, Any] = {"batch_size": batch_size, "progress": progress} | generation
+        outputs = {role: translate(sources, *loaded[role], **translated) for role in names}
+        language = language_code(target, loaded["model"][1])
+        measured = {}
+        for role, name in names.items():
+            scores = score(outputs[role], references, metrics, language=language)
+            if comet:
+                scores["comet"] = 100 * comet_score(sources, outputs[role], references, comet)
+            measured[role] = Measurements(name, scores, unique_parameters(loaded[role][0]), weight_bytes(places[role]))
+        ratio = None
+        if speed:
+            sentences = typical_sentences(sources, references, loaded.get("teacher", loaded["model"])[1])
+            ratio = _measure_speed(measured, places, loaded, sentences, runs=runs, progress=progress, **generation)
+    differences = {}
+    if teacher:
+        texts = outputs["model"], outputs["teacher"], references
+        differences = {name: difference(*texts, metric=name, language=language) for name in metrics}
+    columns = split_language(source)[0], split_language(target)[0]
+    variants = signatures(metrics, references, language=language)
+    both = measured["model"], measured.get("teacher")
+    return Evaluation(*both, ratio, str(data), *columns, len(sources), generation, variants, differences)
+
+
 def evaluate_model(
     model: str,
     data: str,
@@ -143,72 +231,17 @@ def evaluate_model(
     *,
     source: str | None = None,
     target: str | None = None,
-    split: str = "test",
-    max_samples: int | None = None,
-    batch_size: int = 32,
-    device: str = "cpu",
-    speed: bool = True,
-    runs: int = 10,
-    metrics: Iterable[str] = (),
-    comet: str | None = None,
-    progress: bool = False,
-    **generation: int,
+    **options: Any,
 ) -> Evaluation:
-    """Translate parallel data with a checkpoint (and its teacher), score it, and measure size, memory and speed.
-
-    Args:
-        model, teacher: folders or Hub names of sequence-to-sequence checkpoints.
-        data, split, max_samples: as for `load_parallel`.
-        source, target: names of columns, or languages in a column `translation`; by default the tokenizer's own. Of
-            a multilingual checkpoint also the codes, `de=deu_Latn` (`set_language_codes`). The source's may bring a
-            prefix (`load_parallel`); one that the configuration has for the two is used.
-        device: where the quality is measured; speed and memory are measured on one CPU core.
-        speed: measure tokens/s and peak memory, too (minutes).
-        runs: of the speed measurement.
-        metrics: names of `METRICS`; by default those that fit the references (`choose_metrics`).
-        comet: a local COMET checkpoint to score with as well.
-        generation: `num_beams`, `max_new_tokens` and other numbers for `generate()`, for quality and speed alike;
-            what is not given is the checkpoint's (the number of beams: the model's, for the teacher too).
-
-    Raises:
-        FileNotFoundError, ValueError: a checkpoint or data that is not there or not fit, each with what to do.
-    """
-    metrics = check_metrics(metrics)
-    names = {"model": model} | ({"teacher": teacher} if teacher else {})
-    loaded = load_pair(model, teacher, device=device, source=source, target=target)
-    # The teacher searches with the model's number of beams, whatever its own checkpoint says.
-    generation = {"num_beams": loaded["model"][0].generation_config.num_beams or 1} | generation
-    source, target = choose_columns(model, *loaded["model"], source, target)
-    pairs = load_parallel(data, source=source, target=target, split=split, max_samples=max_samples)
-    sources, references = list(pairs["source"]), list(pairs["target"])
-    metrics = choose_metrics(metrics, sources, references)
-    warn_of_overlap(model, data, sources)
-
-    settings: dict[str, Any] = {"batch_size": batch_size, "progress": progress} | generation
-    outputs = {role: translate(sources, *loaded[role], **settings) for role in names}
-    language = language_code(target, loaded["model"][1])
-    measured = {}
-    for role, name in names.items():
-        scores = score(outputs[role], references, metrics, language=language)
-        if comet:
-            scores["comet"] = 100 * comet_score(sources, outputs[role], references, comet)
-        measured[role] = Measurements(name, scores, unique_parameters(loaded[role][0]), weight_bytes(name))
-    differences = {}
-    if teacher:
-        texts = outputs["model"], outputs["teacher"], references
-        differences = {name: difference(*texts, metric=name, language=language) for name in metrics}
-    ratio = None
-    if speed:
-        sentences = typical_sentences(sources, references, loaded.get("teacher", loaded["model"])[1])
-        ratio = _measure_speed(measured, loaded, sentences, runs=runs, progress=progress, **generation)
-    columns = split_language(source)[0], split_language(target)[0]
-    variants = signatures(metrics, references, language=language)
-    both = measured["model"], measured.get("teacher")
-    return Evaluation(*both, ratio, data, *columns, len(sources), generation, variants, differences)
+    """Call `evaluate`: the name and the arguments of version 0.1."""
+    warn_renamed("evaluate_model()", "lightformers_hf.evaluate(model, data=…, source_lang=…, target_lang=…)")
+    options = {"progress": False} | options
+    return evaluate(model, data=data, teacher=teacher, source_lang=source, target_lang=target, **options)
 
 
 def _measure_speed(
     measured: dict[str, Measurements],
+    places: dict[str, str],
     loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]],
     sentences: list[str],
     *,
@@ -223,7 +256,7 @@ def _measure_speed(
     for role, one in measured.items():
         first = {"forced_bos_token_id": loaded[role][0].generation_config.forced_bos_token_id}
         one.memory_bytes, one.libraries_bytes = translation_memory(
-            one.name, sentences[:MEMORY_SENTENCES], **first | generation
+            places[role], sentences[:MEMORY_SENTENCES], **first | generation
         )
         one.tokens_per_second, one.tokens = speeds[role].tokens_per_second, speeds[role].tokens
     return speed_ratio(speeds["model"], speeds["teacher"]) if "teacher" in speeds else None

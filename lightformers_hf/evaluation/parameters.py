@@ -29,9 +29,8 @@ from transformers import (
 
 from lightformers_hf import models
 
-from ..checkpoint import find_architecture
 from ..files import WEIGHT_FILES
-from ..loading import DAMAGED, build_network, check_checkpoint, load_pretrained, unique_parameters
+from ..loading import DAMAGED, build_network, check_checkpoint, find_architecture, load_pretrained, unique_parameters
 from ..recipes import recipe_config, recipe_task
 
 # Of a recipe whose script is not for sequence-to-sequence models.
@@ -97,7 +96,7 @@ class ParameterCount:
 
 @cache
 def parameter_rows() -> tuple[ParameterRow, ...]:
-    """Every row of the papers' tables that is kept in the package."""
+    """Return the rows of the papers' tables whose shape is printed or found by count."""
     text = resources.files(__package__).joinpath("parameter_tables.json").read_text(encoding="utf-8")
     return tuple(ParameterRow(**row) for row in json.loads(text))
 
@@ -117,8 +116,12 @@ def count_parameters(table: str = "") -> list[ParameterCount]:
     if not rows:
         names = ", ".join(dict.fromkeys(" ".join(row.table.split()[:2]) for row in parameter_rows()))
         raise ValueError(f"no row of the papers' tables contains {table!r}; there are rows of {names}")
+    counts: dict[str, float] = {}  # Several tables print the same model.
     with torch.device("meta"):
-        return [ParameterCount(row, unique_parameters(row.build()) / 1e6) for row in rows]
+        for row in rows:
+            if (key := f"{row.model} {row.config}") not in counts:
+                counts[key] = unique_parameters(row.build()) / 1e6
+    return [ParameterCount(row, counts[f"{row.model} {row.config}"]) for row in rows]
 
 
 def model_parameters(place: str, vocab_size: int | None = None) -> int:

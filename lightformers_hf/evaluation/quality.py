@@ -324,12 +324,8 @@ def score(
         ValueError: lists of different lengths, or empty ones; an unknown metric.
     """
     _check_counts(predictions, references)
-    names, found = check_metrics(metrics), {}
-    with tempfile.TemporaryDirectory() as folder:  # the library makes one, even if its cache cannot be written
-        for name in names:
-            metric = load_metric(name, language=language, keep_in_memory=True, cache_dir=folder)
-            found |= metric.compute(predictions=list(predictions), references=list(references))
-    return found
+    counters = {name: METRICS[name].counter(references, language) for name in check_metrics(metrics)}
+    return {name: one.score(one.count(predictions, references).sum(axis=0)) for name, one in counters.items()}
 
 
 def load_metric(name: str, *, language: str | None = None, **options: object) -> evaluate.Metric:
@@ -363,8 +359,7 @@ def _metric_class() -> type[evaluate.Metric]:
             )
 
         def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
-            counter = METRICS[self.config_name].counter(references, self.language)
-            return {self.config_name: counter.score(counter.count(predictions, references).sum(axis=0))}
+            return score(predictions, references, [self.config_name], language=self.language)
 
     return TextMetric
 

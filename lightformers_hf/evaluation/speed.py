@@ -1,4 +1,4 @@
-"""How fast models translate: tokens a second on one core, by the protocol of the LightFormer paper.
+"""Speed and memory of translation: tokens a second on one core, by the protocol of the LightFormer paper.
 
 "LightFormer: Light-weight Transformer Using SVD-based Weight Transfer and Parameter Sharing" (Findings of ACL 2023),
 section Speed Measures: batch size 1, 50 sentences of average output length, 10 runs, the fastest and the slowest tenth
@@ -7,13 +7,21 @@ dropped, the rest averaged. Here all models take turns within the same runs, so 
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import psutil
 import torch
 from tqdm.auto import tqdm
 
@@ -24,6 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 WARM_UP_SENTENCES = 3
+# Variable of the environment: id of the process that a measuring process works for.
+PARENT = "LIGHTFORMERS_PARENT"
 T = TypeVar("T")
 
 
@@ -183,3 +193,81 @@ def count_tokens(sequences: torch.Tensor, eos_token_id: int | list[int] | None) 
 def _trimmed_mean(rates: list[float]) -> float:
     dropped = len(rates) // 10
     return fmean(sorted(rates)[dropped : len(rates) - dropped])
+
+
+# --- Memory, and processes of their own to measure in
+
+
+def peak_memory() -> int:
+    """The largest resident memory this process ever had, in bytes, mapped files included.
+
+    Linux: VmHWM, because `ru_maxrss` starts from the size of the process that started this one.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        kibibytes = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(kibibytes.split()[1]) * 1024
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+
+
+def translation_memory(name: str | os.PathLike, sentences: list[str], **generation: Any) -> tuple[int, int]:
+    """Peak memory in bytes of a fresh process that loads a checkpoint and translates, and the libraries' part of it.
+
+    The process has one thread and translates `sentences` one at a time; the second number is its peak before the
+    checkpoint is loaded (Python, PyTorch, Transformers).
+    """
+    program = "from lightformers_hf.evaluation.speed import _measure; _measure()"
+    task = json.dumps({"name": os.fspath(name), "sentences": sentences, "generation": generation})
+    child = subprocess.run(
+        child_command(program),
+        input=task,
+        capture_output=True,
+        text=True,
+        env=child_environment(OMP_NUM_THREADS="1"),
+    )
+    if child.returncode:
+        raise ValueError(f"{name} could not be measured in a process of its own: {child.stderr.strip()[-500:]}")
+    peak, libraries = json.loads(child.stdout)
+    return peak, libraries
+
+
+def _measure() -> None:
+    """The process of `translation_memory`: a task on stdin, `[peak, libraries]` on stdout."""
+    from ..loading import load_model
+    from .translate import translate
+
+    task = json.load(sys.stdin)
+    libraries = peak_memory()
+    translate(task["sentences"], *load_model(task["name"]), batch_size=1, **task["generation"])
+    print(json.dumps([peak_memory(), libraries]))
+
+
+def child_environment(**variables: str) -> dict[str, str]:
+    """Environment of a Python process that finds the modules that this one does: no files of the user's folder are."""
+    own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(sys.path), PARENT: str(os.getpid())}
+    return {**os.environ, **own, **variables}
+
+
+def child_command(code: str, *arguments: str) -> list[str]:
+    """Return the command of a Python process that runs `code` in `child_environment` and ends with this process."""
+    guard = "from lightformers_hf.evaluation.speed import end_with_parent\nend_with_parent()\n"
+    return [sys.executable, "-c", guard + code, *arguments]
+
+
+def end_with_parent() -> None:
+    """Have this process end as soon as the one that started it has ended, also by SIGKILL.
+
+    Without `LIGHTFORMERS_PARENT` in the environment, nothing is done.
+    """
+    if parent := os.environ.pop(PARENT, None):  # processes that this one starts have another parent
+
+        def wait() -> None:
+            with suppress(psutil.NoSuchProcess):
+                psutil.Process(int(parent)).wait()
+            psutil.Process().kill()
+
+        threading.Thread(target=wait, daemon=True).start()

@@ -76,6 +76,9 @@ def translate(
     model: PreTrainedModel | Engine | str | os.PathLike,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
+    source_lang: str | None = None,
+    target_lang: str | None = None,
+    device: str = "cpu",
     batch_size: int = 32,
     prefix: str = "",
     progress: bool | tqdm = False,
@@ -91,6 +94,8 @@ def translate(
         model: a sequence-to-sequence model or an exported one (`load_engine`), or the folder or Hub name of either
             (its tokenizer then comes with it).
         tokenizer: the model's tokenizer; needed with a model object.
+        source_lang, target_lang: of a multilingual checkpoint, the codes of the languages; `None`: its own.
+        device: where a checkpoint runs that is given by its name.
         prefix: stands before every text that does not begin with it, as of `load_translator`, which is asked for it
             where the model is a name.
         progress: show a bar on stderr; or a bar to move on by one for each text.
@@ -99,9 +104,14 @@ def translate(
 
     Raises:
         ValueError: a model object without its tokenizer, a batch size below 1, or as of `check`.
+
+    Example:
+        >>> translate(["Zwei Hunde spielen im Schnee."], "deployed", num_beams=4)
     """
     if not hasattr(model, "generate"):
-        model, default_tokenizer, default_prefix = load_translator(model)
+        model, default_tokenizer, default_prefix = load_translator(
+            model, device=device, source=source_lang, target=target_lang
+        )
         tokenizer, prefix = tokenizer or default_tokenizer, prefix or default_prefix
     if tokenizer is None:
         raise ValueError("translate() got a model object without its tokenizer: pass both, or the checkpoint's name.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,7 +9,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..deprecated import renamed_arguments
 from ..files import EXPORT_FILE, read_json
+from ..in_memory import AnyModel
 from ..loading import load_network, position_limit
 from .engines import CHECKPOINTS, RunningModel, load_engine_file
 from .engines.transformers import TransformersModel
@@ -95,25 +96,33 @@ def wrap_network(network: PreTrainedModel, threads: int = 1) -> Engine:
     return Engine(CHECKPOINTS, TransformersModel(network, search, threads), search, position_limit(network.config))
 
 
-def load_engine(folder: str | os.PathLike, threads: int = 1) -> Engine:
+@renamed_arguments(folder="model")
+def load_engine(model: AnyModel, threads: int = 1) -> Engine:
     """Load what `export` wrote, or any sequence-to-sequence checkpoint under transformers, on the CPU.
 
     Args:
-        folder: an exported folder; or a checkpoint's folder or name on the Hub.
+        model: an exported folder; a checkpoint's folder or name on the Hub; or a loaded model.
         threads: cores to compute with.
 
     Raises:
         ValueError: the engine that the folder was exported for is not installed, or a shortlist there that was made
             for another model.
         FileNotFoundError: no such folder.
+
+    Example:
+        >>> engine = load_engine("deployed")
+        >>> engine.generate([tokenizer("Zwei Hunde spielen im Schnee.")["input_ids"]])
     """
-    description = read_json(Path(folder) / EXPORT_FILE)
+    if isinstance(model, PreTrainedModel):
+        return wrap_network(model, threads)
+    folder = Path(model)
+    description = read_json(folder / EXPORT_FILE)
     if not description:
-        return wrap_network(load_network(folder), threads)
+        return wrap_network(load_network(model), threads)
     if missing := [name for name in ("engine", "max_position_embeddings") if name not in description]:
-        raise ValueError(f"{Path(folder) / EXPORT_FILE} is damaged: it lacks {missing[0]!r}; export the model again")
-    check_shortlist(Path(folder), description.get("shortlist"))
+        raise ValueError(f"{folder / EXPORT_FILE} is damaged: it lacks {missing[0]!r}; export the model again")
+    check_shortlist(folder, description.get("shortlist"))
     search = Search.of(GenerationConfig.from_pretrained(folder))
-    model = load_engine_file(description["engine"]).load(Path(folder), search, threads)
+    running = load_engine_file(description["engine"]).load(folder, search, threads)
     limit, prefix = description["max_position_embeddings"], description.get("prefix") or ""
-    return Engine(description["engine"], model, search, limit, prefix)
+    return Engine(description["engine"], running, search, limit, prefix)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..models.matrices import bias_of, factors_of
+from ..matrices import bias_of, factors_of
+from ..models.layers import RelativePositions
 from ..models.modeling_lightformer import LightFormerForConditionalGeneration
-from ..models.relative_positions import RelativePositions
 
 
 @dataclass(frozen=True)

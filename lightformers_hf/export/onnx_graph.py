@@ -34,7 +34,7 @@ class Graph:
     """
 
     name: str
-    quantization: str | None
+    quantization: str
     activation: str
     normalize_before: bool
     nodes: list = field(default_factory=list)

@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 from sacrebleu import CHRF
 
-from ..data_files import is_lines, load_lines
 from ..languages import add_prefix, split_prefix
 from ..loading import position_limit, printable_name
-from ..text import check_known, load_parallel, load_rows
+from ..text import check_known, is_lines, load_lines, load_parallel, load_rows
 from .engines import EngineFile, RunningModel
 from .lexicon import LONGEST, learn_lexicon
 from .search import Search
@@ -67,7 +66,7 @@ def add_shortlist(
     engine: EngineFile,
     source: Source,
     folder: Path,
-    quantization: str | None,
+    quantization: str,
     text: str,
     columns: tuple[str | None, str | None],
 ) -> ShortlistReport:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.markup import escape
+from rich.table import Table
 from torch import Tensor
 
 from ..conversion.card import write_export_card
-from ..conversion.inheritance import inherited_metadata
-from ..files import EXPORT_FILE, write_json
-from ..folders import atomic_output, check_output
+from ..conversion.report import inherited_metadata
+from ..files import EXPORT_FILE, atomic_output, check_output, write_json
+from ..in_memory import AnyModel, model_name, on_disk
 from ..languages import find_prefixes, named_columns
 from ..loading import position_limit, printable_name, resolve_source, unique_parameters
+from ..results import Result
 from .engines import EngineFile, load_engine_file
 from .engines.transformers import TransformersModel
 from .layers import Expansion
@@ -25,6 +29,9 @@ from .shortlisting import ShortlistReport, add_shortlist
 from .source import Source, read_source
 from .tokenizer_file import TokenizerReport, write_tokenizer_file
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 SENTENCES, TOKENS = 6, 12  # of the comparison
 EXACT = 1e-3
 # Mean difference in log p, as a share of how much log p differs between tokens: unrelated models are above 1.
@@ -32,7 +39,7 @@ ALIKE = 0.5
 
 
 @dataclass(frozen=True)
-class ExportReport:
+class ExportReport(Result):
     """What was written.
 
     Attributes:
@@ -50,12 +57,11 @@ class ExportReport:
         shortlist: what is known of it, where there is one.
         prefix: what stands before every source, as T5 asks for: that of its two languages, or the only one.
         tokenizer: how the written `tokenizer.json` compares with the checkpoint's tokenizer.
-        beside: {other quantization that the folder holds too: its bytes, and its mean difference of log p;
-            `None` where that difference was too large}.
+        beside: {other quantization that the folder holds too: its bytes, and its difference of log p}.
     """
 
     engine: str
-    quantization: str | None
+    quantization: str
     source: str
     parameters: int
     multiplied_out: int
@@ -69,7 +75,7 @@ class ExportReport:
     shortlist: ShortlistReport | None = None
     prefix: str = ""
     tokenizer: TokenizerReport = field(default_factory=TokenizerReport)
-    beside: dict[str, tuple[int, float] | None] = field(default_factory=dict)
+    beside: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, source: Source, expansion: Expansion, **found: Any) -> ExportReport:
@@ -86,14 +92,25 @@ class ExportReport:
             **found,
         )
 
+    def parts(self) -> list[Table | str]:
+        """Return a table of what was written."""
+        table = Table(title=f"{escape(self.source)} for {self.engine}", show_header=False)
+        table.add_row("numbers", self.quantization)
+        table.add_row("parameters", f"{self.parameters:,}")
+        table.add_row("files of the model", f"{self.weight_bytes / 1e6:,.1f} MB")
+        table.add_row("difference of log-probabilities", f"{self.difference:.2g} nats")
+        if self.multiplied_out:
+            table.add_row("low-rank factors expanded to full matrices", f"{self.multiplied_out}")
+        return [table]
+
     def lines(self, output: str | Path) -> list[str]:
         """The same as sentences, and how to load the folder."""
-        form = self.quantization or "float32"
+        form = self.quantization
         lines = [
             f"{self.source}: {self.parameters:,} parameters, {self.weight_bytes / 1e6:,.1f} MB in {output} "
             f"({self.engine}, {form}).",
             f"Its log-probabilities differ from the checkpoint's by {self.difference:.2g} nats "
-            f"({'at most' if self.quantization in (None, 'float32') else 'mean over the tokens of its outputs'}).",
+            f"({'at most' if self.quantization == 'float32' else 'mean over the tokens of its outputs'}).",
         ]
         if self.multiplied_out:
             lines.append(
@@ -110,15 +127,11 @@ class ExportReport:
             lines.append(f"The heads of {self.narrowed_attentions} attentions were narrowed to their rank, exactly.")
         if self.shortlist is not None:
             lines += self.shortlist.lines()
-        for other, written in self.beside.items():
-            if written is None:
-                lines.append(f"{other} is missing: its log-probabilities differ too much from the checkpoint's.")
-            else:
-                size, difference = written
-                lines.append(f"Beside it: {other}, {size / 1e6:,.1f} MB, differing by {difference:.2g} nats (mean).")
+        for other, (size, difference) in self.beside.items():
+            lines.append(f"The folder also holds {other}: {size / 1e6:,.1f} MB, difference {difference:.2g} nats.")
         lines += self.tokenizer.lines()
         lines.append(
-            f"Try it: lightformers translate {output}; in Python lightformers_hf.export.load_engine({str(output)!r})."
+            f"Try it: lightformers translate {output}; in Python lightformers_hf.load_engine({str(output)!r})."
         )
         if own_way := load_engine_file(self.engine).describe_loading(Path(output)):
             lines.append(f"Without this package: {own_way}.")
@@ -126,9 +139,10 @@ class ExportReport:
 
 
 def export(
-    model: str | Path,
+    model: AnyModel,
     output: str | Path,
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     to: str,
     quantization: str | None = None,
     shortlist: str | None = None,
@@ -142,11 +156,12 @@ def export(
     whole or not at all, and only after its log-probabilities were compared with the checkpoint's.
 
     Args:
-        model: a checkpoint folder, or a name on the Hub.
+        model: a checkpoint folder, a name on the Hub, or a loaded model.
         output: the folder to write.
+        tokenizer: that of a loaded model.
         to: the engine, one of `engine_names()`.
-        quantization: `int8`, or another of the engine's `QUANTIZATIONS`. `None`: float32; to ONNX, `int8` and
-            `float16` are written beside it.
+        quantization: `int8`, or another of the engine's `QUANTIZATIONS`. `None`: int8, and to ONNX also float32 and
+            float16, in files beside it.
         shortlist: text from which it is learned which target tokens can come with which of the source's: parallel text
             (a file or a dataset on the Hub), or text of the source alone (a file of lines, or data), which the model
             translates. The output layer is then computed for these alone. `None`: for all tokens.
@@ -158,21 +173,25 @@ def export(
         ValueError: the engine is unknown or not installed, it cannot express the model (the message says which part),
             or what it computes is not what the checkpoint computes.
         FileNotFoundError: no such checkpoint.
-        FileExistsError, BlockingIOError: see `folders.atomic_output`.
+        FileExistsError, BlockingIOError: see `files.atomic_output`.
+
+    Example:
+        >>> export("recovered", "deployed", to="ctranslate2", quantization="int8")
     """
-    engine = check_engine(to, quantization)
-    if shortlist is not None and not hasattr(engine, "write_shortlist"):
-        raise ValueError(f"shortlist is given, but {to} computes all tokens of the output layer: leave shortlist out")
-    check_output(output, overwrite=overwrite, inputs=[model, shortlist])
-    folder = resolve_source(model)
-    with atomic_output(output, overwrite=overwrite, inputs=[folder, shortlist]) as temporary:
-        source = read_source(folder, str(model), to, (source_lang, target_lang))
+    engine = check_engine(to, quantization, shortlist)
+    with ExitStack() as stack:
+        (place,) = stack.enter_context(on_disk(tokenizer, model))
+        check_output(output, overwrite=overwrite, inputs=[place, shortlist])
+        folder, name = resolve_source(place), model_name(model)
+        temporary = stack.enter_context(atomic_output(output, overwrite=overwrite, inputs=[folder, shortlist]))
+        source = read_source(folder, name, to, (source_lang, target_lang))
         tokenizer_report = TokenizerReport(missing="the checkpoint has no tokenizer")
-        beside = {
-            other: write_beside(engine, source, temporary, other)
-            for other in (getattr(engine, "BESIDE", ()) if quantization is None else ())
-        }
-        before = folder_bytes(temporary)
+        beside, before = {}, 0
+        for other in getattr(engine, "BESIDE", ()) if quantization is None else ():
+            engine.write(source, temporary, other)
+            size, before = folder_bytes(temporary) - before, folder_bytes(temporary)
+            beside[other] = size, measure_difference(source, engine, temporary, other)
+        quantization = quantization or "int8"
         expansion = engine.write(source, temporary, quantization)
         columns = named_columns(source_lang, target_lang)
         listed = add_shortlist(engine, source, temporary, quantization, shortlist, columns) if shortlist else None
@@ -199,28 +218,11 @@ def export(
             beside=beside,
         )
         write_json(asdict(report), temporary / EXPORT_FILE)
-        hub_name = None if Path(os.path.expanduser(model)).is_dir() else str(model)
+        hub_name = None if Path(os.path.expanduser(place)).is_dir() else name
         inherited = inherited_metadata(folder, hub_name)
         lines = report.lines(Path(output).name)
-        write_export_card(temporary, inherited, engine=to, form=quantization or "float32", lines=lines)
+        write_export_card(temporary, inherited, engine=to, form=quantization, lines=lines)
     return report
-
-
-def write_beside(engine: EngineFile, source: Source, folder: Path, quantization: str) -> tuple[int, float] | None:
-    """Write a model in fewer bits before the one in float32. Return its bytes and its difference of log p.
-
-    Return `None` where the difference is too large, and leave the folder without that model.
-    """
-    before = set(folder.rglob("*"))
-    engine.write(source, folder, quantization)
-    files = [file for file in folder.rglob("*") if file not in before and file.is_file()]
-    size = sum(file.stat().st_size for file in files)
-    try:
-        return size, measure_difference(source, engine, folder, quantization)
-    except ValueError:
-        for file in files:
-            file.unlink()
-        return None
 
 
 def folder_bytes(folder: Path) -> int:
@@ -228,15 +230,22 @@ def folder_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def check_engine(to: str, quantization: str | None) -> EngineFile:
-    """The file of an engine. Raises `ValueError` where it is unknown, not installed, or lacks the quantization."""
+def check_engine(to: str, quantization: str | None, shortlist: str | None = None) -> EngineFile:
+    """The file of an engine. Raises `ValueError` where it is unknown, not installed, or lacks what is asked for."""
     engine = load_engine_file(to)
     if quantization not in (None, *engine.QUANTIZATIONS):
         raise ValueError(f"quantization is {quantization!r}; {to} has {', '.join(engine.QUANTIZATIONS)}")
+    if shortlist is not None and not hasattr(engine, "write_shortlist"):
+        raise ValueError(f"shortlist is given, but {to} computes all tokens of the output layer: leave shortlist out")
     return engine
 
 
-def measure_difference(source: Source, engine: EngineFile, folder: Path, quantization: str | None) -> float:
+def expands_low_rank(to: str) -> bool:
+    """Whether an engine has no low-rank matrix multiplications, so that factors become full matrices there."""
+    return getattr(load_engine_file(to), "EXPANDS_LOW_RANK", False)
+
+
+def measure_difference(source: Source, engine: EngineFile, folder: Path, quantization: str) -> float:
     """Return how far log-probabilities of the written model are from the checkpoint's, in nats, on random sentences.
 
     In float32 the result is the largest difference over random targets. In fewer bits it is the mean difference over
@@ -267,14 +276,14 @@ def measure_difference(source: Source, engine: EngineFile, folder: Path, quantiz
     sources, targets = random_sentences(config.vocab_size), random_sentences(config.decoder_vocab_size)
     expected, found = scores(sources, targets, 0)
     errors = (found - expected).abs()
-    exact = quantization in (None, "float32")
+    exact = quantization == "float32"
     if exact:
         difference, limit = float(errors.max()), EXACT * max(1.0, float(expected.abs().max()))
     else:
         spread = fmean((expected - expected.mean()).abs().tolist())
         difference, limit = float(errors.mean()), ALIKE * spread
     if not difference <= limit:
-        remedy = "Please report it." if exact else "Export it without quantization."
+        remedy = "Please report it." if exact else "Export it with quantization float32 (--quantization float32)."
         raise ValueError(
             f"the exported model's log-probabilities differ from the checkpoint's by {difference:.2g} nats, more than "
             f"{limit:.2g}: nothing was written. {remedy}"

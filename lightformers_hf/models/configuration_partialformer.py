@@ -1,7 +1,13 @@
 """Configuration of PartialFormer (Zheng et al. 2023): small gated feed-forward networks inside attention heads."""
 
-from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of, strict
-from .layer_sharing import check_groups
+from .configuration_lightformer import (
+    FactorizedConfig,
+    check_at_least,
+    check_groups,
+    check_heads,
+    check_one_of,
+    strict,
+)
 
 STYLES = ("partial", "vanilla")
 GATE_ACTIVATIONS = ("relu", "sigmoid", "tanh")
@@ -73,7 +79,7 @@ class PartialFormerConfig(FactorizedConfig):
         return self.global_attention != "none" and getattr(self, f"{stack}_style") == "partial"
 
     @property
-    def extra_cache_slots(self) -> int:
+    def extra_cache_slots(self) -> int:  # type: ignore[override]
         """The keys of A^G have the slot after those of the depths."""
         return int(self.has_global_attention("decoder"))
 

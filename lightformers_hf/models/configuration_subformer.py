@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from .configuration_base import FactorizedConfig, check_at_least, check_heads, check_one_of, strict
+from .configuration_lightformer import FactorizedConfig, check_at_least, check_heads, check_one_of, strict
 
 SHARINGS = ("sandwich", "all", "all_independent_ffn", "all_except_last", "every_2", "none")
 
@@ -92,7 +92,7 @@ class SubformerConfig(FactorizedConfig):
         return self.embedding_dim
 
     @property
-    def extra_cache_slots(self) -> int:
+    def extra_cache_slots(self) -> int:  # type: ignore[override]
         """SAFE attends too, and has the slot after those of the depths."""
         return int(self.embedding == "safe")
 

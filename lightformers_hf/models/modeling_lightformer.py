@@ -1,75 +1,63 @@
 """LightFormer: a Transformer of low-rank matrices (Eq. 7-10) whose layers are shared in groups (§3.2).
 
-Names of modules are those of Marian and BART, so that a converted weight is found where its teacher had it.
+Names of modules are those of Marian and BART, so that the conversion finds each weight under the teacher's name.
 """
 
 import copy
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.generation import GenerationMixin
-from transformers.utils.output_capturing import OutputRecorder
+from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.utils import can_return_tuple
 
-from .attention import MultiHeadAttention
-from .configuration_base import causal_config
-from .configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig
-from .embeddings import make_positions
-from .layer_sharing import LayerStack, group_layers
-from .lm_heads import (
-    CausalLMHead,
-    ConditionalGenerationHead,
-    EncoderDecoder,
-    SequenceClassificationHead,
+from .configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig, causal_config
+from .heads import CausalLMHead, ConditionalGenerationHead, EncoderDecoder
+from .layers import (
+    Depth,
+    MultiHeadAttention,
+    RelativePositions,
+    RMSNorm,
+    TransformerLayer,
+    add_feed_forward,
+    add_layer_norms,
+    find_distances,
+    make_positions,
 )
-from .matrices import from_pattern, projections
-from .relative_positions import RelativePositions, find_distances
-from .stacks import DecoderStack, EncoderStack, FactorizedPreTrainedModel, make_table
-from .transformer_layer import Depth, Dropout, RMSNorm, TransformerLayer, add_feed_forward, add_layer_norms
-from .transformers_internals import keep_own_names
+from .low_rank import from_pattern, make_embedding, projections
+from .stack import DecoderStack, EncoderStack, FactorizedPreTrainedModel, LayerStack, group_layers
 
-# The names of an encoder-decoder's encoder → those of the classifier.
-ENCODER_OF_PAIR = {r"^model\.encoder\.": "encoder.", r"^(?:model\.)?shared\.": "encoder.embed_tokens."}
+# Names of an encoder-decoder's encoder → names of the classifier's.
+ENCODER_NAMES = {r"^model\.encoder\.": "encoder.", r"^(?:model\.)?shared\.": "encoder.embed_tokens."}
 
 
 def make_norm(config: LightFormerConfig, width: int) -> nn.Module:
-    """The norm that `normalization` names, of states of that width."""
+    """Return the norm that `normalization` names, for states of that width."""
     norm = RMSNorm if config.normalization == "rms_norm" else nn.LayerNorm
     return norm(width, eps=config.norm_epsilon)
 
 
 def make_relative_positions(config: LightFormerConfig, stack: str) -> RelativePositions:
-    """The biases of the `encoder` or the `decoder`, or of one layer of it."""
+    """Return the biases of the `encoder` or the `decoder`, or of one layer of it."""
     heads = getattr(config, f"{stack}_attention_heads")
     return RelativePositions(config.relative_buckets, heads, config.relative_furthest, is_causal=stack == "decoder")
 
 
 class LightFormerLayer(TransformerLayer):
-    """One layer of either stack: self-attention (Eq. 9), cross-attention in the decoder, feed-forward (Eq. 10).
-
-    Args:
-        stack: `encoder` or `decoder`; a decoder of a causal language model has no cross-attention.
-        index: number of this stored layer, which names its matrices in `rank_pattern`.
-        private_norms: the LayerNorms come with each call, from the depth.
-    """
+    """Stored layer `index` of either stack: self-attention (Eq. 9), cross-attention in the decoder of an
+    encoder-decoder, feed-forward network (Eq. 10). Private LayerNorms belong to the depth, not to the layer."""
 
     def __init__(self, config: LightFormerConfig, stack: str, index: int, private_norms: bool):
         name = f"{stack}.layers.{index}"
 
-        def attention(part: str, is_causal: bool, joint_qkv: bool = False) -> MultiHeadAttention:
-            return MultiHeadAttention(
-                config,
-                config.d_model,
-                getattr(config, f"{stack}_attention_heads"),
-                projections(config, f"{name}.{part}", "attention", bias=config.use_bias),
-                is_causal=is_causal,
-                head_dim=from_pattern(config.head_dim_pattern, f"{name}.{part}", config.head_dim),
-                joint_qkv=joint_qkv,
-                output_projection=config.attention_output_projection,
-                scale=config.scale_attention,
-            )
+        def attention(part: str, **options: bool) -> MultiHeadAttention:
+            heads = getattr(config, f"{stack}_attention_heads")
+            project = projections(config, f"{name}.{part}", "attention", bias=config.use_bias)
+            options |= {"output_projection": config.attention_output_projection, "scale": config.scale_attention}
+            head_dim = from_pattern(config.head_dim_pattern, f"{name}.{part}", config.head_dim)
+            return MultiHeadAttention(config, config.d_model, heads, project, head_dim=head_dim, **options)
 
         has_cross = stack == "decoder" and config.is_encoder_decoder
         super().__init__(
@@ -88,7 +76,7 @@ class LightFormerLayer(TransformerLayer):
 
 
 class LightFormerPreTrainedModel(FactorizedPreTrainedModel):
-    """Weights, loading and saving of every LightFormer."""
+    """Initialization, loading and saving of every LightFormer."""
 
     config_class = LightFormerConfig
     config: LightFormerConfig
@@ -96,25 +84,27 @@ class LightFormerPreTrainedModel(FactorizedPreTrainedModel):
 
     @property
     def _supports_flash_attn(self) -> bool:  # type: ignore[override]
-        return self.config.position_embedding_type not in RELATIVE_POSITIONS  # whose biases it has no argument for
+        return self.config.position_embedding_type not in RELATIVE_POSITIONS  # it has no argument for biases
 
-    @property
-    def _supports_flex_attn(self) -> bool:  # type: ignore[override]
-        return self.config.position_embedding_type not in RELATIVE_POSITIONS
+    _supports_flex_attn = _supports_flash_attn
 
 
 class LightFormerStack(LightFormerPreTrainedModel):
-    """What encoder and decoder have in common: token and position embeddings, layers by depth, final LayerNorm."""
+    """Embeddings, layers by depth and final LayerNorm of encoder and decoder."""
 
-    def __init__(self, config: LightFormerConfig, stack: str, embedding_dim: int | None = None):
+    def __init__(self, config: LightFormerConfig, is_classifier: bool = False):
         super().__init__(config)
-        d_model, projection = config.d_model, None
-        if embedding_dim is None:
-            table = make_table(config, stack)
+        d_model, stack, positions, width = config.d_model, self.side, make_positions(config), config.embedding_dim
+        if width is None:
+            self.add_embeddings(make_embedding(config, stack), positions, d_model)
+        elif is_classifier:
+            words = nn.Embedding(config.vocab_size, width, config.pad_token_id)
+            self.add_embeddings(words, positions, d_model, nn.Linear(width, d_model))
         else:
-            table = nn.Embedding(config.vocab_size, embedding_dim, config.pad_token_id)
-            projection = nn.Linear(embedding_dim, d_model)
-        self.add_embeddings(table, make_positions(config), width=d_model, projection=projection)
+            raise ValueError(
+                f"embedding_dim is {width}, but word vectors are for LightFormerForSequenceClassification alone: "
+                "leave it None here"
+            )
         if config.layernorm_embedding:
             self.layernorm_embedding = make_norm(config, d_model)
         is_relative = config.position_embedding_type == "relative"
@@ -130,16 +120,11 @@ class LightFormerStack(LightFormerPreTrainedModel):
             add_layer_norms(depth, d_model, has_cross, partial(make_norm, config))
         self.layer_norm = make_norm(config, d_model) if config.final_layer_norm else nn.Identity()
         self.gradient_checkpointing = False
-        if self.depths is not None:  # on the device of their layers
+        if private_norms:  # which must be on the device of their layers
             self._no_split_modules = [type(self).__name__]
         if config.normalization == "rms_norm":
-            self._keep_in_fp32_modules = ["fc2"]  # whose outputs are beyond fp16 in many a T5
+            self._keep_in_fp32_modules = ["fc2"]  # its outputs exceed fp16 in many T5 models
         self.post_init()
-
-    def by_depth(self) -> Iterator[tuple[nn.Module, dict]]:
-        """Every depth's layer and its own arguments."""
-        for depth, (layer, slots) in enumerate(self.layers.by_depth()):
-            yield layer, {"own": None if self.depths is None else self.depths[depth], **slots}
 
     def run(
         self,
@@ -156,39 +141,18 @@ class LightFormerStack(LightFormerPreTrainedModel):
             else:
                 attention_mask = self.relative_positions(distances, attention_mask)
         states = hidden_states
-        for layer, arguments in self.by_depth():
-            states = layer(states, attention_mask, *cross, **arguments, **kwargs)
+        for depth, (layer, slots) in enumerate(self.layers.by_depth()):
+            private = None if self.depths is None else self.depths[depth]
+            states = layer(states, attention_mask, *cross, private=private, **slots, **kwargs)
         return self.layer_norm(states).to(hidden_states.dtype)
 
 
 class LightFormerEncoder(EncoderStack, LightFormerStack):
     """`encoder_layers` depths of bidirectional self-attention."""
 
-    _can_record_outputs = {  # noqa: RUF012
-        "hidden_states": LightFormerLayer,
-        "attentions": MultiHeadAttention,
-    }
-
-    def __init__(self, config: LightFormerConfig, embedding_dim: int | None = None):
-        super().__init__(config, "encoder", embedding_dim)
-
 
 class LightFormerDecoder(DecoderStack, LightFormerStack):
     """`decoder_layers` depths of causal self-attention, and of cross-attention if `config.is_encoder_decoder`."""
-
-    _can_record_outputs = {  # noqa: RUF012
-        "hidden_states": LightFormerLayer,
-        "attentions": OutputRecorder(MultiHeadAttention, index=1, layer_name="self_attn"),
-        "cross_attentions": OutputRecorder(MultiHeadAttention, index=1, layer_name="encoder_attn"),
-    }
-
-    def __init__(self, config: LightFormerConfig):
-        if config.embedding_dim is not None:
-            raise ValueError(
-                f"embedding_dim is {config.embedding_dim}, but word vectors are for "
-                "LightFormerForSequenceClassification alone: leave it None here"
-            )
-        super().__init__(config, "decoder")
 
 
 class LightFormerModel(EncoderDecoder, LightFormerPreTrainedModel):
@@ -219,21 +183,49 @@ class LightFormerForCausalLM(CausalLMHead, LightFormerPreTrainedModel, Generatio
         self.post_init()
 
 
-class LightFormerForSequenceClassification(SequenceClassificationHead, LightFormerPreTrainedModel):
-    """The encoder alone with a classifier (§4.2): `AutoModelForSequenceClassification`."""
+class LightFormerForSequenceClassification(LightFormerPreTrainedModel):
+    """Encoder and a classifier of its mean hidden state (§4.2): `AutoModelForSequenceClassification`."""
 
     def __init__(self, config: LightFormerConfig):
         config = copy.deepcopy(config)
         config.is_encoder_decoder = False
         super().__init__(config)
-        self.encoder = LightFormerEncoder(config, embedding_dim=config.embedding_dim)
-        self.dropout = Dropout(config.classifier_dropout)
+        self.encoder = LightFormerEncoder(config, is_classifier=True)
+        self.dropout = nn.Dropout(config.classifier_dropout)
         self.classifier = nn.Linear(config.d_model, config.num_labels)
         self.post_init()
 
+    def get_input_embeddings(self) -> nn.Module:
+        return self.encoder.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.encoder.embed_tokens = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        """Ids (B, S) → logits (B, num_labels); with `labels` (B) also the loss that `config.problem_type` asks for."""
+        outputs = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
+        states = outputs.last_hidden_state
+        kept = states.new_ones(states.shape[:2]) if attention_mask is None else attention_mask.to(states.dtype)
+        pooled = (states * kept.unsqueeze(-1)).sum(dim=1) / kept.sum(dim=1, keepdim=True).clamp(min=1)
+        logits, loss = self.classifier(self.dropout(pooled)), None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+        return SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
     @classmethod
     def from_pretrained(cls, *args: Any, key_mapping: dict[str, str] | None = None, **kwargs: Any) -> Any:
-        """As the base class; of a sequence-to-sequence checkpoint, its encoder and the table of that."""
-        loaded = super().from_pretrained(*args, key_mapping=ENCODER_OF_PAIR | (key_mapping or {}), **kwargs)
-        keep_own_names(loaded[0] if isinstance(loaded, tuple) else loaded)
+        """Extend the base class: a sequence-to-sequence checkpoint gives its encoder and the encoder's embedding."""
+        loaded = super().from_pretrained(*args, key_mapping=ENCODER_NAMES | (key_mapping or {}), **kwargs)
+        # Without this private attribute transformers saves the model under its own names, which `Trainer` expects.
+        vars(loaded[0] if isinstance(loaded, tuple) else loaded).pop("_weight_conversions", None)
         return loaded

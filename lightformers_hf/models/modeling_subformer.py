@@ -9,23 +9,48 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
-from transformers.utils.output_capturing import OutputRecorder
 
-from .attention import MultiHeadAttention
-from .configuration_base import causal_config
+from .configuration_lightformer import causal_config
 from .configuration_subformer import SubformerConfig
-from .embeddings import SinusoidalPositions
-from .layer_sharing import LayerStack
-from .lm_heads import CausalLMHead, ConditionalGenerationHead, EncoderDecoder
-from .matrices import projections, rank_of
-from .stacks import DecoderStack, EncoderStack, FactorizedPreTrainedModel, make_table
-from .starts import draw_identity, draw_isometry, set_start
-from .transformer_layer import Depth, Dropout, TransformerLayer, add_feed_forward, add_layer_norms
+from .heads import CausalLMHead, ConditionalGenerationHead, EncoderDecoder
+from .layers import (
+    Depth,
+    MultiHeadAttention,
+    SinusoidalPositions,
+    TransformerLayer,
+    add_feed_forward,
+    add_layer_norms,
+    apply_dropout,
+)
+from .low_rank import LowRankLinear, make_embedding, projections, set_initializer
+from .stack import DecoderStack, EncoderStack, FactorizedPreTrainedModel, LayerStack
 
-# Bias above which what is of unit variance passes a ReLU (nearly) unchanged.
+# With this bias, values of unit variance pass a ReLU nearly unchanged.
 WITHIN_RELU = 2.0
+
+
+class Dropout(nn.Dropout):
+    """`apply_dropout` as a module."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return apply_dropout(states, self.p, self.training)
+
+
+@torch.no_grad()
+def draw_identity(layer: nn.Linear, bias: float) -> None:
+    """Initialize a layer so that output = input + `bias`."""
+    init.eye_(layer.weight)
+    init.constant_(layer.bias, bias)
+
+
+@torch.no_grad()
+def draw_isometry(layer: nn.Linear, input_bias: float) -> None:
+    """Initialize a layer with a semi-orthogonal matrix, and with the bias that removes `input_bias` from its input."""
+    init.orthogonal_(layer.weight)
+    init.copy_(layer.bias, -input_bias * layer.weight.sum(1))
 
 
 def stored_at(sharing: str, layers: int) -> list[int]:
@@ -61,11 +86,11 @@ class SAFE(nn.Module):
         project = projections(config, name, "ffn")
         self.fc1 = project("fc1", width, width)
         self.fc2 = project("fc2", width, config.d_model)
-        # The ReLU between starts linear, so that a token's own vector arrives at the first layer as it is.
-        if rank_of(self.fc1) is None:
-            set_start(self.fc1, partial(draw_identity, bias=WITHIN_RELU))
-            if rank_of(self.fc2) is None:
-                set_start(self.fc2, partial(draw_isometry, input_bias=WITHIN_RELU))
+        # The ReLU between the two starts linear, so that the first layer gets the vector of a token unchanged.
+        if not isinstance(self.fc1, LowRankLinear):
+            set_initializer(self.fc1, partial(draw_identity, bias=WITHIN_RELU))
+            if not isinstance(self.fc2, LowRankLinear):
+                set_initializer(self.fc2, partial(draw_isometry, input_bias=WITHIN_RELU))
         self.final_layer_norm = nn.LayerNorm(config.d_model)
         self.dropout = Dropout(config.dropout)
 
@@ -105,7 +130,7 @@ class SandwichCrossAttention(nn.Module):
 
 
 class SubformerLayer(TransformerLayer):
-    """A stored layer: Transformer layer at d_m or, in the middle of a sandwich, at d_s. Depths bring their LayerNorms.
+    """A stored layer: Transformer layer at d_m or, in the middle of a sandwich, at d_s. LayerNorms belong to depths.
 
     Args:
         stack: `encoder` or `decoder`; a decoder of a causal language model has no cross-attention.
@@ -141,7 +166,7 @@ class SubformerLayer(TransformerLayer):
 
 
 class SubformerPreTrainedModel(FactorizedPreTrainedModel):
-    """Weights, loading and saving of every Subformer."""
+    """Initialization, loading and saving of every Subformer."""
 
     config_class = SubformerConfig
     config: SubformerConfig
@@ -152,9 +177,10 @@ class SubformerPreTrainedModel(FactorizedPreTrainedModel):
 class SubformerStack(SubformerPreTrainedModel):
     """Embedding, first layer, up to the sandwich and down again, last layer (Figure 1)."""
 
-    def __init__(self, config: SubformerConfig, stack: str):
+    def __init__(self, config: SubformerConfig):
         super().__init__(config)
-        self._add_table(config, stack)
+        stack = self.side
+        self._add_embeddings(config, stack)
         layers = getattr(config, f"{stack}_layers")
         self.layers = LayerStack(lambda index: SubformerLayer(config, stack, index), stored_at(config.sharing, layers))
         has_cross = stack == "decoder" and config.is_encoder_decoder
@@ -172,7 +198,7 @@ class SubformerStack(SubformerPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def _add_table(self, config: SubformerConfig, stack: str) -> None:
+    def _add_embeddings(self, config: SubformerConfig, stack: str) -> None:
         width, projection = config.d_model, None
         if config.embedding == "safe":
             width = config.embedding_dim
@@ -180,7 +206,7 @@ class SubformerStack(SubformerPreTrainedModel):
             project = projections(config, stack, "ffn")
             projection = project("embed_projection", config.embedding_dim, config.d_model)
         positions = SinusoidalPositions(config.max_position_embeddings, width)
-        self.add_embeddings(make_table(config, stack), positions, width=width, projection=projection)
+        self.add_embeddings(make_embedding(config, stack), positions, width, projection)
         if stack == "decoder" and config.decoder_embedding_scale is not None:
             self.embed_scale = config.decoder_embedding_scale
         self.safe = SAFE(config, stack) if config.embedding == "safe" else None
@@ -213,40 +239,38 @@ class SubformerStack(SubformerPreTrainedModel):
         for depth, (layer, slots) in enumerate(self.layers.by_depth()):
             if widens and depth in (1, last):
                 hidden_states = (self.up if depth == 1 else self.down)(hidden_states)
-            hidden_states = layer(hidden_states, attention_mask, *cross, own=self.depths[depth], **slots, **kwargs)
+            hidden_states = layer(hidden_states, attention_mask, *cross, private=self.depths[depth], **slots, **kwargs)
         return self.layer_norm(hidden_states)
 
 
 class SubformerEncoder(EncoderStack, SubformerStack):
     """`encoder_layers` depths of bidirectional self-attention."""
 
-    _can_record_outputs = {  # noqa: RUF012
-        "hidden_states": SubformerLayer,
-        "attentions": OutputRecorder(MultiHeadAttention, index=1, layer_name="self_attn"),
-    }
-
-    def __init__(self, config: SubformerConfig):
-        super().__init__(config, "encoder")
-
 
 class SubformerDecoder(DecoderStack, SubformerStack):
     """`decoder_layers` depths of causal self-attention, and of cross-attention if `config.is_encoder_decoder`."""
 
-    _can_record_outputs = {  # noqa: RUF012
-        "hidden_states": SubformerLayer,
-        "attentions": OutputRecorder(MultiHeadAttention, index=1, layer_name="self_attn"),
-        "cross_attentions": OutputRecorder(MultiHeadAttention, index=1, layer_name="encoder_attn"),
-    }
 
-    def __init__(self, config: SubformerConfig):
-        super().__init__(config, "decoder")
+class ProjectedOutput(nn.Module):
+    """Output layer of an embedding of width d_e: logits = output(projection(h)). (…, d_m) → (…, d_e) → (…, V)."""
+
+    def __init__(self, config: SubformerConfig, output: nn.Module):
+        super().__init__()
+        self.projection = projections(config, "lm_head", "ffn")("projection", config.d_model, config.embedding_dim)
+        self.output = output
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.output(self.projection(hidden_states))
 
 
-def output_projection(config: SubformerConfig) -> nn.Module | None:
-    """Linear(d_m → d_e) below the output layer, where the table is d_e wide."""
-    if config.embedding not in ("safe", "linear"):
-        return None
-    return projections(config, "lm_head", "ffn")("projection", config.d_model, config.embedding_dim)
+class SubformerHead:
+    """The output layer, `lm_head.output` if the embedding is d_e wide."""
+
+    def add_output(self, embedding: nn.Module, embedding_name: str, name: str = "lm_head") -> None:
+        is_factorized = self.config.is_factorized
+        super().add_output(embedding, embedding_name, "lm_head.output" if is_factorized else name)
+        if is_factorized:
+            self.lm_head = ProjectedOutput(self.config, self.lm_head)
 
 
 class SubformerModel(EncoderDecoder, SubformerPreTrainedModel):
@@ -258,16 +282,18 @@ class SubformerModel(EncoderDecoder, SubformerPreTrainedModel):
         self.post_init()
 
 
-class SubformerForConditionalGeneration(ConditionalGenerationHead, SubformerPreTrainedModel, GenerationMixin):
+class SubformerForConditionalGeneration(
+    SubformerHead, ConditionalGenerationHead, SubformerPreTrainedModel, GenerationMixin
+):
     """Subformer for translation and summarization: `AutoModelForSeq2SeqLM`."""
 
     def __init__(self, config: SubformerConfig):
         super().__init__(config)
-        self.add_head(SubformerModel(config), output_projection(config))
+        self.add_head(SubformerModel(config))
         self.post_init()
 
 
-class SubformerForCausalLM(CausalLMHead, SubformerPreTrainedModel, GenerationMixin):
+class SubformerForCausalLM(SubformerHead, CausalLMHead, SubformerPreTrainedModel, GenerationMixin):
     """The decoder alone, as a causal language model: `AutoModelForCausalLM`. Uses the `decoder_*` fields."""
 
     def __init__(self, config: SubformerConfig):
@@ -275,5 +301,5 @@ class SubformerForCausalLM(CausalLMHead, SubformerPreTrainedModel, GenerationMix
         if config.normalize_before is None:
             config.normalize_before = True  # §3: as Baevski and Auli
         super().__init__(config)
-        self.add_head(SubformerDecoder(config), output_projection(config))
+        self.add_head(SubformerDecoder(config))
         self.post_init()

@@ -1,12 +1,13 @@
-"""Parts of a training run: what is loaded, what is scored, how it goes on where it was cut off, what it leaves."""
+"""Training runs: what is loaded, scored and sharded, and how a run resumes and ends."""
 
 from __future__ import annotations
 
 import copy
+import json
 import re
 import shutil
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,22 +21,18 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     TrainerState,
-    TrainingArguments,
 )
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
-from ..checkpoint import check_vocabulary
-from ..loading import AutoClass, check_checkpoint, load_pretrained, resolve_source
-from ..processors import keep_memory
+from ..loading import check_checkpoint, check_vocabulary, load_pretrained, resolve_source
 from ..vocabularies import keep_tokens, match_tokens
-from .sharding import gather_model, prepare_sharding
 
 
 def load_trainable(
     name: str,
     attention: str | None = None,
-    auto_model: AutoClass = AutoModelForSeq2SeqLM,
+    auto_model: Any = AutoModelForSeq2SeqLM,
     config: PreTrainedConfig | None = None,
     *,
     dropout: bool = True,
@@ -104,6 +101,64 @@ class ScoredPart:
         return self.tokenizer.batch_decode(predictions, skip_special_tokens=True)
 
 
+def train(trainer: Trainer, checkpoint: str | None = None) -> TrainOutput:
+    """Train from the beginning, or from `checkpoint`; then save model and state in the output folder.
+
+    From the beginning means: checkpoints of an earlier run are deleted. From one that has all steps, nothing is
+    trained: `Trainer` would take one step more, as it does with sharded weights (FSDP).
+
+    Raises:
+        ValueError: the checkpoint is of another model or tokenizer.
+    """
+    args = trainer.args
+    if checkpoint is not None:
+        check_resume(checkpoint, trainer)
+    elif args.should_save:
+        remove_checkpoints(args.output_dir)
+    # Evaluation fills in its own defaults; a classifier generates nothing.
+    generation_config = copy.deepcopy(getattr(trainer.model, "generation_config", None))
+    prepare_sharding(trainer)
+    if (
+        checkpoint is not None
+        and not trainer.is_fsdp_enabled
+        and 0 < args.max_steps <= load_state(checkpoint).global_step
+    ):
+        result = take_checkpoint(trainer, checkpoint)
+    else:
+        result = trainer.train(resume_from_checkpoint=checkpoint)
+    if generation_config is not None:
+        trainer.model.generation_config = generation_config
+    if not trainer.accelerator.is_fsdp2:
+        trainer.save_model()
+    elif model := gather_model(trainer):
+        model.save_pretrained(args.output_dir)
+        trainer.processing_class.save_pretrained(args.output_dir)
+    trainer.save_state()
+    return result
+
+
+def find_last_checkpoint(output_dir: str | Path) -> str | None:
+    """The newest `checkpoint-<step>` folder of `output_dir` that was written to the end, or None.
+
+    `trainer_state.json` is the last file Trainer writes: a folder without it, or with a torn one, was cut off by a
+    kill. A folder whose weights or optimizer are gone (a kill while it was being deleted) does not count either.
+    """
+    folders = [f for f in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", f.name)]
+    complete = filter(_is_complete, sorted(folders, key=lambda f: int(f.name.split("-")[1]), reverse=True))
+    return next(map(str, complete), None)
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """Whether a run can go on from the folder."""
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    weights = any(checkpoint.glob("*.safetensors"))
+    optimizer = any((checkpoint / name).is_file() for name in ("optimizer.pt", "optimizer.bin"))  # .bin is of FSDP
+    return weights and optimizer and all((checkpoint / name).is_file() for name in ("config.json", "scheduler.pt"))
+
+
 def check_resume(checkpoint: str, trainer: Trainer) -> None:
     """Raise a `ValueError` if `checkpoint` is of another model or tokenizer than `trainer`'s.
 
@@ -124,44 +179,6 @@ def check_resume(checkpoint: str, trainer: Trainer) -> None:
         raise ValueError(f"{checkpoint} was trained with another tokenizer than {tokenizer.name_or_path}.")
 
 
-def train(trainer: Trainer, checkpoint: str | None = None) -> TrainOutput:
-    """Train from the beginning, or from `checkpoint`; then save model and state in the output folder.
-
-    From the beginning means: checkpoints of an earlier run are deleted. From one that has all steps, nothing is
-    trained: `Trainer` would take one step more, as it does with sharded weights (FSDP).
-
-    Raises:
-        ValueError: the checkpoint is of another model or tokenizer.
-    """
-    args = trainer.args
-    if checkpoint is not None:
-        check_resume(checkpoint, trainer)
-    elif args.should_save:
-        remove_checkpoints(args.output_dir)
-    # Evaluation fills in its own defaults; a classifier generates nothing.
-    generation_config = copy.deepcopy(getattr(trainer.model, "generation_config", None))
-    prepare_sharding(trainer)
-    keep_memory()  # as a RecoveryTrainer does by itself
-    if checkpoint is not None and not trainer.is_fsdp_enabled and has_all_steps(checkpoint, args):
-        result = take_checkpoint(trainer, checkpoint)
-    else:
-        result = trainer.train(resume_from_checkpoint=checkpoint)
-    if generation_config is not None:
-        trainer.model.generation_config = generation_config
-    if not trainer.accelerator.is_fsdp2:
-        trainer.save_model()
-    elif model := gather_model(trainer):
-        model.save_pretrained(args.output_dir)
-        trainer.processing_class.save_pretrained(args.output_dir)
-    trainer.save_state()
-    return result
-
-
-def has_all_steps(checkpoint: str, args: TrainingArguments) -> bool:
-    """Whether a checkpoint has taken all the steps that `args` ask for."""
-    return 0 < args.max_steps <= load_state(checkpoint).global_step
-
-
 def load_state(checkpoint: str) -> TrainerState:
     """What a checkpoint tells of its training."""
     return TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
@@ -175,7 +192,7 @@ def take_checkpoint(trainer: Trainer, checkpoint: str) -> TrainOutput:
     best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
     if best:  # beside the other one, wherever the folder is now
         checkpoint = str(Path(checkpoint).with_name(Path(best).name))
-    weights = load_trainable(checkpoint, auto_model=cast(AutoClass, type(trainer.model)))
+    weights = load_trainable(checkpoint, auto_model=type(trainer.model))
     trainer.model.load_state_dict(weights.state_dict())
     return TrainOutput(trainer.state.global_step, 0.0, {"train_runtime": 0.0})
 
@@ -185,3 +202,58 @@ def remove_checkpoints(folder: str | Path) -> None:
     for stale in Path(folder).glob("checkpoint-*"):
         if re.fullmatch(r"checkpoint-\d+", stale.name):
             shutil.rmtree(stale)
+
+
+def prepare_sharding(trainer: Trainer) -> None:
+    """Make the model of an FSDP2 run ready for accelerate to shard; before `trainer.train()`, on every process.
+
+    A parameter must not lie in two FSDP groups, and accelerate, which makes one of every layer and one of what is
+    left, knows of a shared input and output table, but not of those that encoder and decoder have beside it. So the
+    modules that share parameters become one group here; accelerate leaves alone what is sharded. Of the layer classes
+    in `_no_split_modules` those are named to it that the model has. Without FSDP2 nothing is done.
+    """
+    if not trainer.accelerator.is_fsdp2:
+        return
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    plugin, model = trainer.accelerator.state.fsdp_plugin, trainer.model
+    tables = {model.get_input_embeddings(), *getattr(model, "lm_head", torch.nn.Module()).modules()}
+    classes = {type(module).__name__ for module in model.modules() if module not in tables}
+    if plugin.transformer_cls_names_to_wrap is None:
+        plugin.transformer_cls_names_to_wrap = sorted(classes & set(model._no_split_modules or ()))
+    model.is_remote_code = lambda: False  # checkpoints would take torch's code of the sharded class for the model's
+    owners: dict[torch.nn.Parameter, list[torch.nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(module)
+    tied = list(dict.fromkeys(module for modules in owners.values() if len(modules) > 1 for module in modules))
+    inner = {part for module in tied for part in module.modules() if part is not module}
+    if tied:
+        group = [module for module in tied if module not in inner]
+        fully_shard(
+            group,
+            reshard_after_forward=False,  # the output layer needs what the first embedding has gathered
+            mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+            offload_policy=plugin.cpu_offload,
+        )
+        output = model.get_output_embeddings()  # in a low-rank output layer only a part of what is sharded
+        whole = next((module for module in group if output in set(module.modules())), output)
+        model.get_output_embeddings = lambda: whole
+
+
+def gather_model(trainer: Trainer) -> PreTrainedModel | None:
+    """The model of an FSDP2 run as it was before it was sharded, on the CPU of the process that saves; None on others.
+
+    To be called by every process. Its `save_pretrained` stores tied tables once, with the architecture's own code;
+    the checkpoints that `Trainer` writes meanwhile load as well, but hold every tied table under all of its names.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    if not trainer.args.should_save:
+        return None
+    model_class = next(base for base in type(trainer.model).__mro__ if not issubclass(base, FSDPModule))
+    model = model_class(trainer.model.config)
+    model.load_state_dict(state)
+    model.generation_config = trainer.model.generation_config
+    return model

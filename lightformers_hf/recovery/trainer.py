@@ -1,24 +1,94 @@
-"""The trainer that wins the quality back: `Seq2SeqTrainer` with token-budget batches and a teacher."""
+"""The trainer that recovers quality: `Seq2SeqTrainer` with token-budget batches, a teacher, and their losses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Seq2SeqTrainer
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import ModelOutput
 
-from ..processors import keep_memory
-from ..products import EvenProducts, cast_once, has_many_shapes, without_plans
+from ..models.layers import MultiHeadAttention
+from ..processors import EvenProducts, cast_once, has_many_shapes, without_plans
 from .batching import EpochCallback, TokenBatchSampler
-from .losses import IGNORED, hidden_loss, training_loss
-from .rates import slow_queries
+
+IGNORED = -100  # the label of padding
+
+
+def training_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    teacher: torch.Tensor | None = None,
+    *,
+    alpha: float = 0.5,
+    temperature: float = 1.0,
+    smoothing: float = 0.0,
+) -> torch.Tensor:
+    """α T² Σ KL(teacher ‖ student) + (1 − α) Σ cross entropy, in nats, summed over the tokens that are no padding.
+
+    The divergence is that at temperature T (Hinton et al. 2015, arXiv 1503.02531, section 2; T² keeps its gradient's
+    size the same at every temperature), the cross entropy that of `torch.nn.functional.cross_entropy`.
+
+    Args:
+        logits: the student's (..., V), of any floating type; computed with in float32.
+        labels: (...), -100 where there is padding.
+        teacher: the teacher's logits (..., V), which no gradient reaches; `None`: the cross entropy alone.
+        alpha: weight of the teacher, from 0 to 1.
+        temperature: divides both models' logits.
+        smoothing: share of the labels' probability that all tokens get in equal parts.
+    """
+    kept = labels != IGNORED
+    logits, labels = logits[kept].float(), labels[kept]
+    if teacher is None:
+        return F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum")
+    expected_logs = (teacher[kept].float() / temperature).log_softmax(-1)
+    expected = expected_logs.exp()
+    entropy = -torch.linalg.vecdot(expected, expected_logs).sum()
+    if temperature != 1:
+        logs = (logits / temperature).log_softmax(-1)
+        divergence = -torch.linalg.vecdot(expected, logs).sum() - entropy
+        loss = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum")
+        return alpha * temperature**2 * divergence + (1 - alpha) * loss
+    # Both terms are cross entropies of the same log-probabilities: one mixed target halves the passes over memory.
+    target = expected.mul_(alpha).add_((1 - alpha) * smoothing / expected.shape[-1])
+    share = (1 - alpha) * (1 - smoothing)
+    target.scatter_add_(-1, labels[:, None], target.new_full((len(target), 1), share))
+    return -torch.linalg.vecdot(target, logits.log_softmax(-1)).sum() - alpha * entropy
+
+
+def hidden_loss(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
+    """Σ ‖s/‖s‖ − t/‖t‖‖² over tokens, a mean over layers (PKD: Sun et al. 2019, arXiv 1908.09355, Eq. 7).
+
+    Args:
+        student, teacher: states (B, T, d) before the first layer and after each, of equal d. Stacks of unequal depth
+            are compared where both are equally far: with 6 and 3 layers after 2 and 1, 4 and 2, 6 and 3.
+        mask: (B, T), true where there is a token.
+
+    Raises:
+        ValueError: the widths differ.
+    """
+    depths = [len(states) - 1 for states in (student, teacher)]
+    stops = math.gcd(*depths)
+    tokens = mask.flatten().nonzero()[:, 0]  # looked up once: each time, a GPU would be waited for
+    total = 0.0
+    for stop in range(1, stops + 1):
+        pair = [states[stop * depth // stops] for states, depth in zip((student, teacher), depths, strict=True)]
+        if pair[0].shape != pair[1].shape:
+            raise ValueError(
+                f"The teacher's states are {pair[1].shape[-1]} wide, the model's {pair[0].shape[-1]}: hidden states "
+                "compare where the widths agree, set hidden_weight to 0."
+            )
+        ours, theirs = (F.normalize(one.flatten(0, 1).index_select(0, tokens).float(), dim=-1) for one in pair)
+        total = total + (ours - theirs).square().sum()
+    return total / stops
 
 
 class RecoveryTrainer(Seq2SeqTrainer):
@@ -68,8 +138,7 @@ class RecoveryTrainer(Seq2SeqTrainer):
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As in `Seq2SeqTrainer`; what a step frees is kept for the next one (`keep_memory`)."""
-        keep_memory()
+        """As in `Seq2SeqTrainer`."""
         self.seen = 0
         with cast_once(self.teacher) if self.teacher is not None and self.casts_on_cpu else nullcontext():
             return super().train(*args, **kwargs)
@@ -108,18 +177,6 @@ class RecoveryTrainer(Seq2SeqTrainer):
         )
         return self.accelerator.prepare(loader)
 
-    def with_decoder_inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A batch with `decoder_input_ids`: without them and without labels a model would make up its own."""
-        if "decoder_input_ids" not in batch:
-            model = self.accelerator.unwrap_model(self.model)
-            batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
-        return batch
-
-    def ask_teacher(self, inputs: dict[str, Any]) -> ModelOutput:
-        """The teacher's outputs for a batch without labels, with the hidden states that the loss compares."""
-        with torch.inference_mode(), self.accelerator.autocast():
-            return self.teacher(**inputs, use_cache=False, output_hidden_states=self.hidden_weight > 0)
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As in `Seq2SeqTrainer`; samples a second are those of the batches that were trained on."""
         if "train_samples_per_second" in logs:
@@ -133,7 +190,7 @@ class RecoveryTrainer(Seq2SeqTrainer):
             ValueError: the loss is NaN.
         """
         self.seen += len(args[1]["labels"]) * self.accelerator.num_processes
-        with self.even_products(), without_plans():
+        with EvenProducts() if self.evens_products else nullcontext(), without_plans():
             loss = super().training_step(*args, **kwargs)
         if loss.isnan():
             raise ValueError(
@@ -142,14 +199,12 @@ class RecoveryTrainer(Seq2SeqTrainer):
             )
         return loss
 
-    def even_products(self) -> EvenProducts | nullcontext[None]:
-        """`EvenProducts` where those help: on a CPU, in bfloat16, with many shapes. Compiled models have programs of
-        their own, and layers that are computed again, for their gradients, have to be computed alike."""
-        return EvenProducts() if self.evens_products else nullcontext()
-
     @cached_property
     def evens_products(self) -> bool:
-        """Whether those help: found out once, by the first step, before which a training may change its model."""
+        """Whether `EvenProducts` help: on a CPU, in bfloat16, with many shapes. Determined by the first step.
+
+        Compiled models have their own kernels. Layers recomputed for their gradients must be computed alike.
+        """
         again = any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
         return self.casts_on_cpu and not again and has_many_shapes(self.model)
 
@@ -176,12 +231,17 @@ class RecoveryTrainer(Seq2SeqTrainer):
             inputs: ids, masks and `labels` (B, T), padded with -100.
             num_items_in_batch: target tokens of the whole optimizer step; `None` means those of this batch.
         """
-        inputs = self.with_decoder_inputs(inputs)
         labels = inputs.pop("labels")
+        if "decoder_input_ids" not in inputs:  # without them and without labels a model would make up its own
+            own = self.accelerator.unwrap_model(self.model)
+            inputs["decoder_input_ids"] = own.prepare_decoder_input_ids_from_labels(labels=labels)
         distils = self.teacher is not None and model.training
         hidden = {"output_hidden_states": True} if distils and self.hidden_weight else {}
         outputs = model(**inputs, **hidden)
-        teacher = self.ask_teacher(inputs) if distils else None
+        teacher = None
+        if distils:
+            with torch.inference_mode(), self.accelerator.autocast():
+                teacher = self.teacher(**inputs, use_cache=False, **hidden)
         loss = training_loss(
             outputs.logits,
             labels,
@@ -232,3 +292,25 @@ def _check_teacher(student: PreTrainedModel, teacher: PreTrainedModel, alpha: fl
         raise ValueError(
             f"distillation_temperature is {temperature}: expected above 0 (1 leaves the logits as they are)."
         )
+
+
+def slow_queries(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Let queries of attention whose scores nothing divides (T5's) learn as if the scores were divided by √d_k.
+
+    Their matrices are smaller by that factor, but a step of Adam is as large as the learning rate: scores would grow
+    √d_k times as fast as in other models, until every query looks at one key alone and learns no more. With the rate
+    divided by √d_k, steps are exactly those of divided scores; the factors of a low-rank matrix share that divisor.
+    Optimizers other than Adam and AdamW stay as they are: their steps are as large as gradients, or as what they move.
+    """
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        return
+    shares: dict[nn.Parameter, float] = {}
+    for module in model.modules():
+        if isinstance(module, MultiHeadAttention) and module.scaling == 1 and not module.joint_qkv:
+            learned = [weight for weight in module.q_proj.parameters() if weight.requires_grad and weight.dim() > 1]
+            shares |= dict.fromkeys(learned, module.head_dim ** (-0.5 / max(len(learned), 1)))
+    for group in list(optimizer.param_groups):
+        for share in sorted({shares[weight] for weight in group["params"] if weight in shares}):
+            slow = [weight for weight in group["params"] if shares.get(weight) == share]
+            group["params"] = [weight for weight in group["params"] if shares.get(weight) != share]
+            optimizer.add_param_group({**group, "params": slow, "lr": group["lr"] * share})

@@ -1,1 +1,1 @@
-"""Whole ways from one model to another, each as one call: `recover` and `compress`."""
+"""Whole ways from one model to another, each as one call: `plan`, `convert`, `recover` and `compress`."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,27 +15,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
 
-from ..conversion.convert import convert
-from ..conversion.options import CompressionOptions
-from ..evaluation.benchmarks.engine_results import EngineComparison
-from ..evaluation.benchmarks.engines import compare_engines
-from ..evaluation.evaluate import evaluate_model, find_columns
-from ..evaluation.quality import check_metrics, choose_metrics
+from ..conversion.options import CompressionOptions, Method
+from ..deprecated import renamed_arguments
+from ..evaluation.benchmarks.engines import EngineComparison, compare_engines
+from ..evaluation.evaluate import evaluate, find_columns
+from ..evaluation.quality import check_metrics, choose_metrics, labels
 from ..export import export
-from ..export.engines import deployment_names
-from ..export.write import check_engine
-from ..files import RECORD_FILE, read_json, write_json, write_whole
-from ..folders import atomic_output, find_foreign, refuse_foreign
+from ..export.engines import CHECKPOINTS, deployment_names, load_engine_file
+from ..export.write import check_engine, expands_low_rank
+from ..files import RECORD_FILE, atomic_output, find_foreign, read_json, refuse_foreign, write_json, write_whole
+from ..hub import Push, check_push, push_folder
+from ..in_memory import AnyModel, identify, on_disk
 from ..languages import split_language, split_prefix
 from ..loading import hide_bars
-from ..processors import keep_programs
+from ..results import Result
 from ..text import load_parallel, load_text
-from .record import claim, find_added
-from .recover import recover
+from .convert import convert
+from .recover import Recovery, claim, find_added, recover
 from .settings import check_minutes
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from transformers import PreTrainedTokenizerBase
 
 PLAN_FILE = "compress.json"  # what was asked for
 MOST_HELD_OUT = 500  # pairs of validation and test each, where no others are given
@@ -51,73 +53,166 @@ class Texts:
     test: str
 
 
+@dataclass(frozen=True)
+class Compression(Result):
+    """What came of a compression.
+
+    Attributes:
+        output: the folder.
+        files: {part of it: its path}: `recovered` to push or to train on, `deployed` for the engine, and others.
+        recovery: what `recover` returned.
+        engines: size, speed and quality of both models, as they are and deployed.
+        summary: the result in one sentence.
+        notes: what to know of it, and what to do if it is not enough.
+        pushed: what was pushed to the Hub.
+    """
+
+    output: str
+    files: dict[str, str]
+    recovery: Recovery
+    engines: EngineComparison
+    summary: str
+    notes: list[str]
+    pushed: Push | None = None
+
+    def parts(self) -> list[Table | str]:
+        """Return the tables of the comparison, the summary and the notes."""
+        pushed = self.pushed.parts() if self.pushed else []
+        places = f"Deployed: {self.files['deployed']}. To push: {self.files['recovered']}."
+        page = [f"Report: {self.files['report.html']}."] if "report.html" in self.files else []
+        return [*self.engines.tables(), "", self.summary, *self.notes, places, *page, *pushed]
+
+
+@renamed_arguments(teacher="model")
 def compress(
-    teacher: str | Path,
+    model: AnyModel,
     output: str | Path,
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     data: str | None = None,
     validation: str | None = None,
     test: str | None = None,
     minutes: float = 30,
-    to: str = "ctranslate2",
-    quantization: str | None = "int8",
+    ratio: float | None = None,
+    rank: int | None = None,
+    energy: float | None = None,
+    params: str | None = None,
+    size: str | None = None,
+    languages: str | Sequence[str] | None = None,
+    vocabulary: str | Sequence[str] | None = None,
+    vocabulary_size: int | None = None,
+    pattern: dict[str, str | int | None] | None = None,
+    encoder_layers: int | None = None,
+    decoder_layers: int | None = None,
+    encoder_groups: int | None = None,
+    decoder_groups: int | None = None,
+    method: Method | None = None,
+    calibration: str | None = None,
+    calibration_samples: int | None = None,
     source_lang: str | None = None,
     target_lang: str | None = None,
+    to: str = "ctranslate2",
+    quantization: str | None = "int8",
+    shortlist: str | None = None,
     translations: bool | None = None,
     metrics: Iterable[str] = (),
     report_to: tuple[str, ...] = (),
     seed: int = 0,
+    device: str | None = None,
+    push_to_hub: str | None = None,
+    private: bool = False,
     overwrite: bool = False,
     progress: bool = True,
-    **options: Any,
-) -> tuple[dict[str, Any], list[Table]]:
-    """Convert, recover, evaluate, export, and report. An interrupted call goes on when it is made again.
+) -> Compression:
+    """Convert, recover, evaluate, export, and report. An interrupted call resumes when it is made again.
 
     `output` gets `converted`, `recovered` (to push, or to train on), `deployed` (for the engine), `results.json`,
     `engines.json`, with matplotlib `report.html`; and `data`, where `validation` or `test` had to be set apart.
 
     Args:
-        teacher: the checkpoint, a folder or a name on the Hub.
+        model: the checkpoint: a folder, a name on the Hub, or a loaded model.
+        output: the folder to write.
+        tokenizer: that of a loaded model.
         data: sentence pairs, or with `test` text of one language or none: see `recover`.
         validation, test: pairs that the best model is chosen by, and those that are looked at last.
-        to, quantization: of `export`; source_lang, target_lang: as of `CompressionOptions`.
+        minutes, translations, report_to, seed: see `recover`.
+        ratio, rank, …, target_lang: see `CompressionOptions`.
+        method: as there; `None`: `narrow` for an engine without low-rank matrix multiplications, else `auto`.
+        calibration: as there; `None`: the training part of `data`.
+        to, quantization, shortlist: see `export`.
         metrics: names of `METRICS` for every measurement; `recover` chooses the best model by the first.
-        minutes, translations, report_to, seed: of `recover`.
-        options: how far: `size`, `params` or `ratio`, and other fields of `CompressionOptions`.
-
-    Returns: what came out, as `files`, `recovery` and `engines` (`EngineComparison`); and this last one as tables.
+        device: where to convert, train and score; `None`: convert on the CPU, the rest on an accelerator if there
+            is one.
+        push_to_hub: push `recovered` to the Hub under this name, in one commit.
+        private: make the repository private.
+        overwrite: replace what an earlier compression wrote.
+        progress: show bars, and a line for every step.
 
     Raises:
         ValueError, FileNotFoundError, FileExistsError: as its steps, and where what is to be written is another's.
+        OSError: the push failed. The folder stays.
+
+    Example:
+        >>> print(compress("opus-mt-de-en", "small", data="train.jsonl", ratio=4, minutes=30))
     """
-    languages: dict[str, Any] = {"source_lang": source_lang, "target_lang": target_lang}
-    CompressionOptions(**options, **languages)
-    check_engine(to, quantization)
+    options, note = choose_method(locals(), to)
+    check_engine(to, quantization, shortlist)
     check_minutes(minutes)
     metrics = check_metrics(metrics)
+    if push_to_hub:
+        check_push(push_to_hub)
     output, given = Path(os.path.expanduser(output)), Texts(data, validation, test or "")
     training: dict[str, Any] = {"minutes": minutes, "translations": translations, "seed": seed}
-    asked: dict[str, Any] = {"teacher": str(teacher), "data": data, "validation": validation, "test": test, "to": to}
-    asked |= {"quantization": quantization, "metrics": metrics or None}
-    asked = json.loads(json.dumps(asked | training | languages | options))  # as read
+    asked: dict[str, Any] = {"model": identify(model), "data": data, "validation": validation, "test": test, "to": to}
+    asked |= {"quantization": quantization, "shortlist": shortlist, "metrics": metrics or None}
+    asked = json.loads(json.dumps(asked | training | {"source_lang": None, "target_lang": None} | options))  # as read
     overwrite = overwrite or is_only_planned(output)
-    record = claim(output, asked, file=PLAN_FILE, overwrite=overwrite, inputs=[teacher, data, validation, test])
-    if overwrite:
-        check_parts(output)
-    columns = plain_columns(teacher, languages)
-    texts = read_texts(given, columns, seed)
-    tested = load_parallel(test, source=columns[0], target=columns[1])["target"][:] if test else [b for _, b in texts]
-    choose_metrics(metrics, tested, tested)  # which refuses those that mean nothing, before the work begins
-    if overwrite or not (output / PLAN_FILE).exists():
-        begin(output, record)
-    files = split_texts(texts, output / "data", columns, given)
-    form = (to, quantization if quantization != "float32" else None)
-    options |= {name: value for name, value in languages.items() if value is not None}
-    training |= {"metrics": metrics, "report_to": report_to}
-    work = Work(str(teacher), output, files, columns, form, options, training, progress)
-    with hide_bars():
-        work.do()
-    return work.results()
+    with on_disk(tokenizer, model) as (teacher,):
+        inputs = [teacher, data, validation, test, shortlist]
+        record = claim(output, asked, file=PLAN_FILE, overwrite=overwrite, inputs=inputs, renamed={"teacher": "model"})
+        if overwrite:
+            check_parts(output)
+        columns = plain_columns(teacher, (source_lang, target_lang))
+        texts = read_texts(given, columns, seed)
+        tested = [target for _, target in texts or ()]
+        if test:
+            tested = load_parallel(test, source=columns[0], target=columns[1])["target"][:]
+        choose_metrics(metrics, tested, tested)  # which refuses those that mean nothing, before the work begins
+        if overwrite or not (output / PLAN_FILE).exists():
+            begin(output, record)
+        files = split_texts(texts, output / "data", columns, given)
+        form = (to, quantization if quantization != "float32" else None)
+        training |= {"metrics": metrics, "report_to": report_to, "device": device}
+        work = Work(teacher, output, files, columns, form, shortlist, options, note, training, progress)
+        with hide_bars():
+            work.do()
+    pushed = None
+    if push_to_hub:
+        pushed = push_folder(output / "recovered", push_to_hub, private=private, results=[output / "results.json"])
+    return work.result(drawn=not test, pushed=pushed)
+
+
+def choose_method(arguments: Mapping[str, Any], to: str) -> tuple[dict[str, Any], str]:
+    """Return the options of the conversion that are given, with the method for the engine, and a note on it.
+
+    Raises:
+        ValueError: options out of their range, or an unknown engine.
+    """
+    names = [option.name for option in fields(CompressionOptions) if option.name != "device"]  # where, not what
+    options = {name: arguments[name] for name in names if arguments[name] is not None}
+    if not (CompressionOptions(**options).policy().compresses and expands_low_rank(to)):
+        return options, ""
+    if "method" not in options:
+        with suppress(ValueError):  # a rank or an energy is asked for, which narrower layers do not have
+            CompressionOptions(**options, method="narrow")
+            options["method"] = "narrow"
+            return options, f"The method is narrow: {to} has no low-rank matrix multiplications."
+    if options.get("method") == "narrow":
+        return options, ""
+    return options, (
+        f"{to} has no low-rank matrix multiplications: low-rank factors are expanded to full matrices in deployed. "
+        "The method narrow avoids them, with a ratio, a size or a number of parameters."
+    )
 
 
 @dataclass(frozen=True)
@@ -128,7 +223,9 @@ class Work:
         teacher: folder or Hub name.
         files, columns: the text, and its two columns.
         form: engine and quantization.
+        shortlist: text for a shortlist of the deployed model.
         options: of `convert`.
+        note: on its method.
         training: of `recover`.
     """
 
@@ -137,7 +234,9 @@ class Work:
     files: Texts
     columns: tuple[str, str]
     form: tuple[str, str | None]
+    shortlist: str | None
     options: dict[str, Any]
+    note: str
     training: dict[str, Any]
     progress: bool
 
@@ -155,7 +254,8 @@ class Work:
 
     def do(self) -> None:
         """Do the steps whose part is not there yet."""
-        keep_programs()  # as many as the recovery needs, which comes after a conversion
+        if self.note and self.progress:
+            tqdm.write(self.note)
         for number, (name, step) in enumerate(self.steps.items(), start=1):
             complete = is_complete(self.output / name)
             if self.progress:
@@ -164,12 +264,25 @@ class Work:
             if not complete:
                 step()
 
-    def results(self) -> tuple[dict[str, Any], list[Table]]:
-        """What `compress` returns."""
+    def result(self, *, drawn: bool, pushed: Push | None) -> Compression:
+        """Return what the parts say.
+
+        Args:
+            drawn: whether the test was set apart from the data.
+        """
         found = {name: str(self.output / name) for name in PARTS if (self.output / name).exists()}
-        recovery = read_json(self.output / "recovered" / RECORD_FILE)["result"]
+        recovery = Recovery(**read_json(self.output / "recovered" / RECORD_FILE)["result"])
         comparison = EngineComparison.read(read_json(self.output / "engines.json"))
-        return {"files": found, "recovery": recovery, "engines": comparison.to_dict()}, comparison.tables()
+        notes = [self.note] if self.note else []
+        if drawn:
+            notes.append("The test was drawn from your data: a teacher trained on this text looks better than it is.")
+        notes += [
+            "If the quality is not enough, give more minutes, more text, or a smaller ratio.",
+            "If it is not small or fast enough, give a larger ratio, fewer decoder layers, or a shortlist.",
+        ]
+        text = "held-out pairs of your data" if drawn else f"pairs of {Path(self.files.test).name}"
+        summary = summarize(recovery, comparison, self.form[0], text)
+        return Compression(str(self.output), found, recovery, comparison, summary, notes, pushed)
 
     @property
     def light(self) -> str:
@@ -177,52 +290,82 @@ class Work:
         return str(self.output / "recovered")
 
     @property
-    def named(self) -> dict[str, Any]:
-        """What measurements are told alike."""
-        metrics = self.training["metrics"]
-        return {"source": self.columns[0], "target": self.columns[1], "progress": self.progress, "metrics": metrics}
+    def sides(self) -> dict[str, str | None]:
+        """The two languages as they were given."""
+        return {name: self.options.get(name) for name in ("source_lang", "target_lang")}
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """Arguments that all measurements share."""
+        return {"progress": self.progress, "metrics": self.training["metrics"]}
 
     def convert(self) -> None:
         """Make the teacher smaller."""
         text = {"calibration": self.files.train} if CompressionOptions(**self.options).reads_text else {}
-        convert(self.teacher, self.output / "converted", progress=self.progress, **text | self.options)
+        device = {"device": self.training["device"] or "cpu"}
+        convert(self.teacher, self.output / "converted", progress=self.progress, **text | self.options | device)
 
     def recover(self) -> None:
-        """Train the result with its teacher, or go on with that."""
+        """Train the result with its teacher, or resume that."""
         texts = {"data": self.files.train, "validation": self.files.validation}
-        languages = {name.removesuffix("_lang"): self.options.get(name) for name in ("source_lang", "target_lang")}
-        asked = texts | languages | self.training | {"progress": self.progress}
+        asked = texts | self.sides | self.training | {"progress": self.progress}
         recover(self.output / "converted", self.light, teacher=self.teacher, **asked)
 
     def evaluate(self) -> None:
         """Score it beside its teacher on the test."""
         device = str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
-        settings: dict[str, Any] = {"device": device, "speed": False, "num_beams": 1}
-        found = evaluate_model(self.light, self.files.test, self.teacher, **self.named, **settings)
+        settings: dict[str, Any] = {"device": self.training["device"] or device, "speed": False, "num_beams": 1}
+        settings |= {"source_lang": self.columns[0], "target_lang": self.columns[1]} | self.measured
+        found = evaluate(self.light, data=self.files.test, teacher=self.teacher, **settings)
         write_json(found.to_dict(), self.output / "results.json")
 
     def deploy(self) -> None:
         """Export it."""
-        export(self.light, self.output / "deployed", to=self.form[0], quantization=self.form[1])
+        to, quantization = self.form
+        text: dict[str, Any] = {"shortlist": self.shortlist, **self.sides} if self.shortlist else {}
+        export(self.light, self.output / "deployed", to=to, quantization=quantization, **text)
 
     def compare(self) -> None:
         """Measure both models, as they are and deployed: speed, size, quality."""
         deployed = "-".join(filter(None, self.form))
-        forms = ["transformers", deployed if deployed in deployment_names() else self.form[0]]
+        forms = [CHECKPOINTS, deployed if deployed in deployment_names() else self.form[0]]
         settings: dict[str, Any] = {"cores": (1,), "batch_sizes": (1,), "beams": (1,), "max_samples": SCORED}
-        source, target = find_columns(self.light, *self.columns)  # which keeps a prefix that was given
-        settings |= self.named | {"source": source, "target": target}
+        sides = self.sides if self.shortlist else {}  # an export for a shortlist needs the languages' codes, too
+        named = (sides.get("source_lang") or self.columns[0], sides.get("target_lang") or self.columns[1])
+        source, target = find_columns(self.light, *named)  # which keeps a prefix that was given
+        settings |= self.measured | {"source": source, "target": target, "shortlist": self.shortlist}
         found = compare_engines(self.teacher, [self.light], forms=forms, data=self.files.test, **settings)
         write_json(found.to_dict(), self.output / "engines.json")
 
     def report(self) -> None:
         """Write the page."""
-        from ..evaluation.pages.page import report_page  # needs matplotlib
+        from ..evaluation.page import report_page  # needs matplotlib
 
         results = [self.output / "results.json", self.output / "engines.json"]
-        page = report_page(self.light, teacher=self.teacher, data=self.files.test, results=results, **self.named)
+        settings = self.measured | {"source": self.columns[0], "target": self.columns[1], "results": results}
+        page = report_page(self.light, teacher=self.teacher, data=self.files.test, **settings)
         with write_whole(self.output / "report.html") as file:
             file.write(page.encode())
+
+
+def summarize(recovery: Recovery, comparison: EngineComparison, to: str, text: str) -> str:
+    """Return the result in one sentence: parameters, bytes, speed and quality beside the teacher's.
+
+    Args:
+        text: what the pairs of the test are.
+    """
+    teacher, light = comparison.models
+    before = next(place for place in comparison.deployed if (place.model, place.form) == (teacher, CHECKPOINTS))
+    after = [place for place in comparison.deployed if place.model == light][-1]
+    speed = next(timing.to_teacher for timing in comparison.timings if timing.key == after.key)
+    metric, score = next(iter(after.scores.items()))
+    sizes = [f"{place.disk_bytes / 1e6:,.1f} MB" for place in (before, after)]
+    return (
+        f"{recovery.ratio:.1f}x fewer parameters, {' → '.join(sizes)}, "
+        f"{speed:.1f}x as fast as the teacher in {getattr(load_engine_file(to), 'NAME', to)}; "
+        f"{labels(after.scores)[metric]} {score:.1f} instead of {before.scores[metric]:.1f} on "
+        f"{comparison.quality_sentences} {text}."
+    )
 
 
 def is_only_planned(output: Path) -> bool:
@@ -237,10 +380,9 @@ def is_complete(part: Path) -> bool:
     return part.exists()
 
 
-def plain_columns(teacher: str | Path, languages: dict[str, str | None]) -> tuple[str, str]:
+def plain_columns(teacher: str, sides: tuple[str | None, str | None]) -> tuple[str, str]:
     """The columns of the two languages; a prefix that the teacher wants is added when they are read."""
-    named = (split_language(languages["source_lang"])[0], split_language(languages["target_lang"])[0])
-    source, target = find_columns(str(teacher), *named)
+    source, target = find_columns(teacher, *(split_language(side)[0] for side in sides))
     return split_prefix(source)[0], target
 
 

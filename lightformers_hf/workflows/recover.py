@@ -1,16 +1,21 @@
-"""The quality of a compressed model won back by one call, of the parts `training/run_translation.py` is made of."""
+"""Recover the quality of a compressed model by one call, of the parts `training/run_translation.py` is made of.
+
+From top to bottom: the call, one recovery, its record on disk, and the teacher in a fast engine.
+"""
 
 from __future__ import annotations
 
 import copy
 import os
+import re
+import tempfile
 import time
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset, concatenate_datasets
@@ -27,22 +32,40 @@ from transformers import (
     set_seed,
 )
 
-from ..checkpoint import check_vocabulary
 from ..conversion import copy_report
-from ..conversion.statistics.synthesis import random_texts
+from ..conversion.calibration_text import random_texts
+from ..deprecated import renamed_arguments
 from ..evaluation.evaluate import choose_columns
 from ..evaluation.quality import METRICS, check_metrics, choose_metrics, labels, score, selection_metric
 from ..evaluation.translate import longest_input, translate
-from ..files import RECORD_FILE, read_json, write_json
-from ..folders import lock, parents
+from ..export import Engine, export, load_engine
+from ..files import (
+    RECORD_FILE,
+    check_output,
+    find_foreign,
+    list_entries,
+    lock,
+    open_to_readers,
+    parents,
+    read_json,
+    write_json,
+)
+from ..in_memory import AnyModel, identify, on_disk
 from ..languages import language_code, named_columns, set_languages
-from ..loading import hide_bars, load_pretrained, resolve_source, unique_parameters
-from ..processors import IdleThreads, has_fast_bf16
-from ..recovery import RecoveryTrainer, ScoredPart, find_last_checkpoint, load_distiller, load_trainable, train
-from ..recovery.pace import Pace
-from ..recovery.progress import Clock, Progress, hush_trainer
+from ..loading import check_vocabulary, hide_bars, load_pretrained, resolve_source, unique_parameters
+from ..processors import has_fast_bf16
+from ..recovery import (
+    RecoveryTrainer,
+    ScoredPart,
+    find_last_checkpoint,
+    load_distiller,
+    load_trainable,
+    remove_checkpoints,
+    train,
+)
+from ..recovery.callbacks import Clock, Pace, Progress, hush_trainer
+from ..results import Result
 from ..text import cut_texts, load_parallel, load_text, tokenize_pairs
-from .record import TRANSLATIONS_FILE, Recovery, begin, claim, finish, show_scores
 from .settings import (
     FAR,
     FOR_TRANSLATIONS,
@@ -57,8 +80,14 @@ from .settings import (
     training_arguments,
     worth_translating,
 )
-from .translator import fastest_translator, time_translations
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+TRANSLATIONS_FILE = "translations.json"  # the teacher's, and their sources: data may change before it resumes
+CHECKPOINTS = r"checkpoint-\d+(/.*)?"  # of the training, until it ends
+OLD_NAMES = {"light": "model", "source": "source_lang", "target": "target_lang"}
+ENGINE, QUANTIZATION = "ctranslate2", "int8"  # in which a teacher translates fastest
 HELD_OUT = 1000  # pairs of the validation at most
 RANDOM_TEXTS = 20_000  # that are drawn where there is no text
 COMPARED = 200  # translations of the teacher that stand in for references at most
@@ -67,20 +96,23 @@ TRIAL_STEPS = 16  # by which the time of a step is known
 SAMPLE, BEAMS = 64, 4  # sources by which the speed of translating is known, and how the teacher does
 
 
+@renamed_arguments(light="model", source="source_lang", target="target_lang")
 def recover(
-    light: str | Path,
+    model: AnyModel,
     output: str | Path,
     *,
-    teacher: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    teacher: AnyModel,
     data: str | None = None,
     validation: str | None = None,
     minutes: float = 30,
-    source: str | None = None,
-    target: str | None = None,
+    source_lang: str | None = None,
+    target_lang: str | None = None,
     translations: bool | None = None,
     metrics: Iterable[str] = (),
     report_to: tuple[str, ...] = (),
     seed: int = 0,
+    device: str | None = None,
     overwrite: bool = False,
     progress: bool = True,
 ) -> Recovery:
@@ -88,24 +120,26 @@ def recover(
 
     The model with the best score on the validation text is kept, which may be the one it began with. The score is
     that of the first of `metrics`, by default chrF; for references of one word the character error rate, for summaries
-    ROUGE-L. BLEU does not distinguish similar models (RESULTS.md, "In half an hour"). An interrupted call goes on when
+    ROUGE-L. BLEU does not distinguish similar models (RESULTS.md, "In half an hour"). An interrupted call resumes when
     it is made again.
 
     Args:
-        light: the compressed checkpoint, a folder or a name on the Hub.
+        model: the compressed checkpoint: a folder, a name on the Hub, or a loaded model.
         output: the folder to write.
-        teacher: the checkpoint that it was made from.
+        tokenizer: that of loaded models.
+        teacher: the checkpoint that it was made from, or a loaded model.
         data: sentence pairs as of `load_parallel`, or text of the source language alone, which the teacher translates;
             `None`: random tokens, which it translates, too.
         validation: other pairs, of which the first 1000 at most are taken; `None`: a part of `data`, which is then
             compared with the teacher's own translations where there are no pairs.
         minutes: for everything. How long a step takes is measured, again at every validation: the steps that are left
             are made to fit into the time that is left.
-        source, target: columns, and of multilingual models the languages' codes, as in `CompressionOptions`.
+        source_lang, target_lang: columns, and of multilingual models the languages' codes, as in `CompressionOptions`.
         translations: learn from the teacher's translations of the sources, too; `None`: where that pays.
         metrics: names of `METRICS`; by default those that fit the references.
         report_to: where else the training is logged: `tensorboard`, `trackio`, `wandb`, ….
         seed: of everything that is drawn.
+        device: `cpu`, or the accelerator's; `None`: the accelerator if there is one.
         overwrite: begin anew in a folder that holds another recovery.
         progress: show bars, and a line for every validation.
 
@@ -113,27 +147,41 @@ def recover(
         ValueError: an option out of its range, data or models that do not fit.
         FileNotFoundError: a model or a file that is not there.
         FileExistsError: `output` holds something else than this recovery, interrupted.
+
+    Example:
+        >>> recover("light", "recovered", teacher="opus-mt-de-en", data="train.jsonl", minutes=30)
     """
     start, metrics = time.monotonic(), check_metrics(metrics)
     check_minutes(minutes)
-    asked: dict[str, Any] = {"light": str(light), "teacher": str(teacher), "data": data, "validation": validation}
-    asked |= {"minutes": minutes, "source": source, "target": target, "translations": translations, "seed": seed}
-    asked |= {"metrics": metrics or None}
-    output, inputs = Path(os.path.expanduser(output)), [light, teacher, data, validation]
-    record = claim(output, asked, overwrite=overwrite, inputs=inputs)
-    set_seed(seed)
-    idle = nullcontext() if torch.accelerator.is_available() else IdleThreads()
-    with parents(output), lock(output), hide_bars(), hush_trainer(), idle as threads:
-        if (output / RECORD_FILE).exists():  # as it is now that nobody else writes it
-            record = claim(output, asked, overwrite=overwrite, inputs=inputs)
-        run = Run(
-            light, output, teacher, data, validation, (source, target), metrics, report_to, seed, progress, threads
+    trains_on_cpu(device)
+    asked: dict[str, Any] = {"model": identify(model), "teacher": identify(teacher), "data": data}
+    asked |= {"validation": validation, "minutes": minutes, "translations": translations, "seed": seed}
+    asked |= {"source_lang": source_lang, "target_lang": target_lang, "metrics": metrics or None}
+    output, sides = Path(os.path.expanduser(output)), (source_lang, target_lang)
+    with on_disk(tokenizer, model, teacher) as (light, dense):
+        inputs = [light, dense, data, validation]
+        record = claim(output, asked, overwrite=overwrite, inputs=inputs)
+        set_seed(seed)
+        with parents(output), lock(output), hide_bars(), hush_trainer():
+            if (output / RECORD_FILE).exists():  # as it is now that nobody else writes it
+                record = claim(output, asked, overwrite=overwrite, inputs=inputs)
+            run = Run(light, output, dense, data, validation, sides, metrics, report_to, seed, progress, device)
+            if "scores" not in record:
+                begin(output, record)
+                record |= run.prepare(minutes, translations, start)
+                write_json(record, output / RECORD_FILE)
+            return finish(output, record, run.train(record))
+
+
+def trains_on_cpu(device: str | None) -> bool:
+    """Whether a recovery runs on the CPU. Raises `ValueError` for a device that it cannot be sent to."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device not in (None, "cpu", accelerator and accelerator.type):
+        raise ValueError(
+            f"device is {device!r}, expected cpu{f' or {accelerator.type}' if accelerator else ''}: a training uses "
+            "all accelerators that CUDA_VISIBLE_DEVICES names"
         )
-        if "scores" not in record:
-            begin(output, record)
-            record |= run.prepare(minutes, translations, start)
-            write_json(record, output / RECORD_FILE)
-        return finish(output, record, run.train(record))
+    return device == "cpu" or accelerator is None
 
 
 @dataclass(eq=False)
@@ -150,18 +198,19 @@ class Run:
     report_to: tuple[str, ...]
     seed: int
     progress: bool
-    threads: IdleThreads | None
+    device: str | None = None
 
     def __post_init__(self) -> None:
+        self.on_cpu = trains_on_cpu(self.device)
         self.folder = resolve_source(self.light)
         self.tokenizer: PreTrainedTokenizerBase = load_pretrained(AutoTokenizer, self.folder)
         # Attention written out: on a CPU, with sentences, it trains faster than the fused kernel.
-        self.attention = "eager" if self.threads else None
-        self.bf16 = has_fast_bf16() if self.threads else torch.cuda.is_bf16_supported(including_emulation=False)
+        self.attention = "eager" if self.on_cpu else None
+        self.bf16 = has_fast_bf16() if self.on_cpu else torch.cuda.is_bf16_supported(including_emulation=False)
         self.model = self.load_light(dropout=False)
         check_vocabulary(self.tokenizer, self.model.config, self.light)
         self.distiller = load_distiller(str(self.teacher), self.tokenizer, self.attention)
-        if self.threads is None:
+        if not self.on_cpu:
             self.distiller.to(torch.accelerator.current_accelerator())
         self.ratio = unique_parameters(self.distiller) / unique_parameters(self.model)
         check_ratio(self.ratio)
@@ -276,7 +325,7 @@ class Run:
                 distance, before["chrf"] / max(teacher["chrf"], 1), own=self.compares_with_teacher
             )
         fits = {"same_width": width == self.distiller.config.hidden_size, "bf16": self.bf16}
-        fits |= {"on_cpu": self.threads is not None, "random_text": self.data is None}
+        fits |= {"on_cpu": self.on_cpu, "random_text": self.data is None}
         settings = choose_settings(distance, width, **fits)
         count = self.ask_for_texts(60 * minutes, translations, distance)
         pairs = self.training_pairs(count)
@@ -317,7 +366,7 @@ class Run:
         if not (self.one_language or wanted or (wanted is None and distance >= FAR)):
             return 0
         translator = fastest_translator(self.distiller, self.tokenizer)
-        if translator is self.distiller and self.threads is not None:
+        if translator is self.distiller and self.on_cpu:
             self.say("the teacher translates by generate(): CTranslate2, if installed, takes a fifth of the time")
         beams = 1 if self.data is None else BEAMS  # of random tokens more texts are better
         sample, took = time_translations(sources[:SAMPLE], translator, self.tokenizer, beams)
@@ -368,7 +417,7 @@ class Run:
             saves=saves,
             best_by=self.best_by,
             output_dir=str(self.output),
-            use_cpu=self.threads is not None,
+            use_cpu=self.on_cpu,
             seed=self.seed,
             generation_max_length=self.longest_output,
             report_to=list(self.report_to) if saves else "none",
@@ -401,7 +450,7 @@ class Run:
         trainer.add_callback(pace)
         checkpoint = find_last_checkpoint(self.output)
         with tqdm(total=settings.steps, desc="recovering", unit="step", disable=not self.progress) as bar:
-            trainer.add_callback(Progress(bar, self.threads, labels(self.metrics)))
+            trainer.add_callback(Progress(bar, labels(self.metrics)))
             train(trainer, checkpoint)
         copy_report(str(self.folder), self.output)
         state = trainer.state
@@ -434,3 +483,161 @@ class Run:
             translations=record["translations"],
             settings=record["settings"],
         )
+
+
+def show_scores(scores: dict[str, float]) -> str:
+    """Scores of a model on the validation text, greedy: `BLEU 12.3, chrF 45.6`."""
+    return ", ".join(f"{label} {scores[name]:.1f}" for name, label in labels(scores).items())
+
+
+@dataclass(frozen=True)
+class Recovery(Result):
+    """What came of a recovery.
+
+    Attributes:
+        output: the folder of the model.
+        parameters, ratio: unique ones, and how many times as many the teacher has.
+        before, after, teacher: {metric: score} on the validation text: as it was, as it is, and the teacher's.
+        best_by: the metric by which the model that was kept is the best.
+        sentences: of that text.
+        with_teacher: whether its references are the teacher's own translations, as there are no others.
+        steps, best_step: trained, and after how many the model is that was kept; 0: none was better than at first.
+        minutes: the training took, without what was lost where it was interrupted.
+        translations: how many sources the teacher translated first.
+        settings: how it was trained.
+    """
+
+    output: str
+    parameters: int
+    ratio: float
+    before: dict[str, float]
+    after: dict[str, float]
+    teacher: dict[str, float]
+    best_by: str
+    sentences: int
+    with_teacher: bool
+    steps: int
+    best_step: int
+    minutes: float
+    translations: int
+    settings: dict[str, Any]
+
+    def parts(self) -> list[Table]:
+        """Return the table."""
+        return [self.table()]
+
+    def table(self) -> Table:
+        """Return scores before and after, sizes, and how it was trained."""
+        from rich.table import Table
+
+        table = Table(title="Recovery", show_header=False)
+        what = "the teacher as reference" if self.with_teacher else "validation"
+        table.add_row(f"{what}, before", show_scores(self.before))
+        table.add_row(f"{what}, after", show_scores(self.after))
+        table.add_row("the teacher's", f"{show_scores(self.teacher)}, greedy, {self.sentences} sentences")
+        table.add_row("the best was chosen by", labels([self.best_by])[self.best_by])
+        table.add_row("parameters", f"{self.parameters:,}, the teacher's / {self.ratio:.1f}")
+        best = f"best after {self.best_step:,}" if self.best_step else "none better than it was: more minutes help"
+        table.add_row("trained", f"{self.steps:,} steps in {self.minutes:.1f} minutes, {best}")
+        if self.translations:
+            table.add_row("the teacher's translations", f"{self.translations:,}")
+        return table
+
+
+def claim(
+    output: Path,
+    asked: dict[str, Any],
+    *,
+    overwrite: bool,
+    inputs: Sequence[str | None],
+    file: str = RECORD_FILE,
+    renamed: Mapping[str, str] = OLD_NAMES,
+) -> dict[str, Any]:
+    """The record, by the name of `file`, of the interrupted work that `output` holds, or a new one.
+
+    Args:
+        renamed: {name of an option in records of version 0.1: its name}.
+
+    Raises:
+        FileExistsError, ValueError: see `recover`.
+    """
+    record = read_json(output / file) if output.is_dir() else {}
+    if record and not overwrite:
+        before = {renamed.get(name, name): value for name, value in record.get("asked", {}).items()}
+        if name := next((name for name, value in asked.items() if not _is_same(value, before.get(name))), None):
+            raise FileExistsError(
+                f"{output} holds one with another {name}, {before.get(name)!r}: give the same options to go on with "
+                "it, another folder, or --overwrite"
+            )
+        if "result" in record:
+            raise FileExistsError(f"{output} holds this, complete: give another folder, or --overwrite")
+        return record
+    if not record and output.exists():
+        check_output(output, inputs=inputs)
+    there = [
+        path.resolve() for name in inputs if name is not None and (path := Path(os.path.expanduser(name))).exists()
+    ]
+    place = output.resolve()
+    if any(place in (path, *path.parents) or (path in place.parents and path.is_dir()) for path in there):
+        raise ValueError(f"output {output} is, holds, or lies in, what is read: give another folder")
+    return {"asked": asked}
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    """Whether two values are equal, or paths of one place."""
+    if isinstance(value, str) and isinstance(before, str):
+        return value == before or os.path.abspath(value) == os.path.abspath(before)
+    return value == before
+
+
+def find_added(folder: Path) -> list[str]:
+    """What lies in the folder of a recovery, whole or interrupted, that is not of it, in alphabetical order."""
+    own = rf"{re.escape(TRANSLATIONS_FILE)}|{CHECKPOINTS}|runs(/.*)?|\..*\.partial"  # while it trains
+    return [name for name in find_foreign(folder, RECORD_FILE) if not re.fullmatch(own, name)]
+
+
+def begin(output: Path, record: dict[str, Any]) -> None:
+    """Write the record of a recovery that begins; what an earlier one left goes."""
+    output.mkdir(parents=True, exist_ok=True)
+    remove_checkpoints(output)
+    (output / TRANSLATIONS_FILE).unlink(missing_ok=True)
+    write_json(record, output / RECORD_FILE)
+
+
+def finish(output: Path, record: dict[str, Any], found: Recovery) -> Recovery:
+    """Write down, and return, what came of a recovery; its checkpoints go."""
+    left = [name for name in list_entries(output, RECORD_FILE) if not re.fullmatch(CHECKPOINTS, name)]
+    write_json(record | {"result": asdict(found), "files": left}, output / RECORD_FILE)
+    open_to_readers(output, RECORD_FILE)
+    remove_checkpoints(output)
+    return found
+
+
+def fastest_translator(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | Engine:
+    """`network` in CTranslate2 and int8, on as many cores as PyTorch has now, where that can be; else itself.
+
+    It takes a fifth of the time of `generate()` (RESULTS.md, "In half an hour"). It cannot be beside a GPU, without
+    CTranslate2, and for a network or a way to generate that the engine does not express. Nothing of it stays on disk.
+    """
+    if network.device.type != "cpu" or find_spec(ENGINE) is None:
+        return network
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint, exported = Path(folder, "checkpoint"), Path(folder, "exported")
+            network.save_pretrained(checkpoint)
+            tokenizer.save_pretrained(checkpoint)
+            export(checkpoint, exported, to=ENGINE, quantization=QUANTIZATION)
+            engine = load_engine(exported, threads=torch.get_num_threads())
+    except (ValueError, OSError):  # it cannot be expressed, or the disk is full: slower is no reason to end
+        return network
+    fits = engine.longest_input is None or engine.search.max_new_tokens <= engine.longest_input
+    return engine if fits else network
+
+
+def time_translations(
+    sources: list[str], translator: PreTrainedModel | Engine, tokenizer: PreTrainedTokenizerBase, beams: int
+) -> tuple[list[str], float]:
+    """Translations, and the seconds that each took."""
+    start = time.monotonic()
+    texts = translate(sources, translator, tokenizer, num_beams=beams)
+    return texts, max(time.monotonic() - start, 1e-9) / len(texts)

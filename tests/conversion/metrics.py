@@ -3,9 +3,9 @@
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from lightformers_hf.conversion.statistics.calibration import token_mask
-from lightformers_hf.conversion.statistics.metric import Damped
-from lightformers_hf.conversion.statistics.synthesis import synthetic_batches
+from lightformers_hf.conversion.calibration_text import synthetic_batches
+from lightformers_hf.conversion.moments import Damped
+from lightformers_hf.conversion.sensitivity import token_mask
 from lightformers_hf.conversion.teacher import Teacher
 
 

@@ -1,22 +1,21 @@
 """How often a compressed model predicts its teacher's token, and what a teacher that is sure of its text keeps."""
 
-import io
 import json
 import random
+import shutil
 
 import pytest
 import torch
 from conversion.reports import matrix, report_of
-from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForSeq2SeqLM, BartConfig, BartForConditionalGeneration, PreTrainedTokenizerFast
 
 from lightformers_hf import convert
-from lightformers_hf.conversion.agreement import hold_out, predict_tokens, share_of_equal
+from lightformers_hf.conversion import sensitivity as calibration
+from lightformers_hf.conversion.calibration_text import hold_out
 from lightformers_hf.conversion.card import model_card
+from lightformers_hf.conversion.refit import predict_tokens, share_of_equal
 from lightformers_hf.conversion.report import OWN_TEXT, Agreement, ModelFacts, read_report, write_report
-from lightformers_hf.conversion.statistics import calibration
-from lightformers_hf.conversion.tables import print_report
 from lightformers_hf.conversion.teacher import Teacher
 
 FACTS = ModelFacts(architecture="lightformer", auto_class="AutoModelForSeq2SeqLM", parameters=60, bytes=240)
@@ -31,7 +30,7 @@ def test_every_tenth_sentence_is_held_out(sizes):
     found = [torch.cat([batch["labels"] for batch in part]).flatten() if part else rows[:0] for part in (kept, held)]
     assert torch.equal(torch.cat(found).sort().values, rows)
     assert len(found[1]) == (0 if len(rows) < 100 else pytest.approx(len(rows) / 10, abs=1))
-    assert all(torch.equal(batch["input_ids"], batch["labels"]) for batch in kept + held)
+    assert all(torch.equal(batch["input_ids"], batch["labels"]) for batch in kept + (held or []))
 
 
 def letters(rows: list[list[int]]) -> torch.Tensor:
@@ -117,7 +116,7 @@ def test_a_teacher_that_is_sure_keeps_its_outputs(sure_teacher, tmp_path, monkey
     folder, data, batch = sure_teacher
     options = {"ratio": 2, "calibration": str(data), "source_lang": "source", "target_lang": "target"}
     report = convert(folder, tmp_path / "new", progress=False, **options)
-    monkeypatch.setattr(calibration, "temperature_of", lambda variance, removed: 1.0)
+    monkeypatch.setattr(calibration, "find_temperature", lambda variance, removed: 1.0)
     exact = convert(folder, tmp_path / "exact", progress=False, **options)
     teacher, new, old = (kept_words(path, batch) for path in (folder, tmp_path / "new", tmp_path / "exact"))
     print(teacher, new, old, report.agreement, exact.agreement)
@@ -152,9 +151,7 @@ def test_the_summary_and_the_card_say_how_often_tokens_agree(tmp_path):
         write_report(report, tmp_path)
         assert read_report(tmp_path / "compression.json") == report
         assert f"As converted, it {agreement}." in " ".join(model_card(FACTS, report).split())
-        file = io.StringIO()
-        print_report(report, Console(file=file, width=120))
-        return " ".join(file.getvalue().split())
+        return " ".join(str(report).split())
 
     sure = summary(0.941, calibration="train.jsonl")
     assert "Agrees with its teacher on 94.1% of 1,234 held-out tokens (50.0% before the refit)." in sure
@@ -165,3 +162,22 @@ def test_the_summary_and_the_card_say_how_often_tokens_agree(tmp_path):
     assert "smaller ratio" in lost
     assert "--calibration" not in lost
     assert "--calibration" in summary(0.79, calibration=OWN_TEXT)
+
+
+@pytest.mark.parametrize("change", ["probabilities of 0 and 1", "outputs without end"])
+def test_unusual_teachers_are_converted(sure_teacher, tmp_path, change):
+    folder, data, _ = sure_teacher
+    shutil.copytree(folder, tmp_path / "teacher")
+    model = BartForConditionalGeneration.from_pretrained(folder)
+    with torch.no_grad():
+        if change == "outputs without end":
+            model.final_logits_bias[0, END] = -1e4
+        else:
+            norm = model.model.decoder.layers[-1].final_layer_norm
+            norm.weight *= 1000
+            norm.bias *= 1000
+    model.save_pretrained(tmp_path / "teacher")
+    for name, text in (("pairs", str(data)), ("self-generated", None)):
+        columns = {"calibration": text, "source_lang": "source", "target_lang": "target"} if text else {}
+        report = convert(tmp_path / "teacher", tmp_path / name, ratio=2, progress=False, **columns)
+        assert report.agreement.share > 0.5

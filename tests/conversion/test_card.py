@@ -13,8 +13,7 @@ from markdown_it import MarkdownIt
 
 from lightformers_hf import convert, plan
 from lightformers_hf.conversion.card import model_card, read_results, write_export_card
-from lightformers_hf.conversion.inheritance import inherited_metadata
-from lightformers_hf.conversion.report import ModelFacts
+from lightformers_hf.conversion.report import ModelFacts, inherited_metadata
 
 pytestmark = pytest.mark.quick
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer, M2M100Tokenizer, MBartForConditionalGeneration
 
 from lightformers_hf import convert, translate
-from lightformers_hf.evaluation.evaluate import evaluate_model
+from lightformers_hf.evaluation.evaluate import evaluate
 from lightformers_hf.evaluation.translate import load_translator
 from lightformers_hf.export import export, load_engine
 from lightformers_hf.languages import set_language_codes
@@ -57,8 +57,14 @@ def test_its_teacher_is_asked_for_the_same_languages(tiny_mbart50, data, tmp_pat
     teacher = load_teacher(tiny_mbart50, light)
     (said,) = translate(["Zwei Hunde spielen im Schnee."], *teacher, num_beams=1, max_new_tokens=6)
     assert said == light.decode(wanted[0], skip_special_tokens=True)
-    found = evaluate_model(
-        str(tmp_path / "light"), data, str(tiny_mbart50), source="de", target="en", speed=False, max_new_tokens=6
+    found = evaluate(
+        str(tmp_path / "light"),
+        data=data,
+        teacher=tiny_mbart50,
+        source_lang="de",
+        target_lang="en",
+        speed=False,
+        max_new_tokens=6,
     )
     assert found.teacher.scores["bleu"] >= 0
 
@@ -87,7 +93,14 @@ def test_every_command_sets_the_languages_alike(tiny_mbart50, data, tmp_path, li
     limits = ["--num-beams", "1", "--max-new-tokens", "6"]
     code, said, _ = lightformers("translate", tiny_mbart50, tmp_path / "in.txt", *given, *limits)
     assert (code, said) == (0, wanted + "\n")
-    export(tiny_mbart50, tmp_path / "onnx", to="onnx", source_lang="de=de_DE", target_lang="en=fr_XX")
+    export(
+        tiny_mbart50,
+        tmp_path / "onnx",
+        to="onnx",
+        source_lang="de=de_DE",
+        target_lang="en=fr_XX",
+        quantization="float32",
+    )
     assert translate([text], tmp_path / "onnx", **options) == [wanted]
     model, _, _ = load_translator(tmp_path / "onnx", source="de_DE", target="fr_XX")
     assert model.search.forced_start == first
@@ -99,8 +112,8 @@ def test_every_command_sets_the_languages_alike(tiny_mbart50, data, tmp_path, li
         "lightformers_hf.evaluation.evaluate.translate",
         lambda texts, model, tokenizer, **_: asked.append((tokenizer.src_lang, first_token(model))) or texts,
     )
-    languages = {"source": "de=de_DE", "target": "en=fr_XX"}
-    found = evaluate_model(str(tiny_mbart50), data, str(tiny_mbart50), speed=False, **languages)
+    languages = {"source_lang": "de=de_DE", "target_lang": "en=fr_XX"}
+    found = evaluate(tiny_mbart50, data=data, teacher=tiny_mbart50, speed=False, **languages)
     assert asked == [("de_DE", first)] * 2
     assert (found.source, found.target) == ("de", "en")
     for command in (["evaluate", tiny_mbart50, "--data", data, "--no-speed"], ["translate", tiny_mbart50, data]):
@@ -147,7 +160,7 @@ def test_the_prefix_of_a_task_is_every_commands(tiny_marian, tmp_path, caplog):
     (wanted,) = translate([prefix + text], *load_model(tiny_marian), **options)
     tasks = {"translation_de_to_en": {"prefix": prefix}, "odd": 3, "summarization": {"num_beams": 2}}
     assert translate([text, prefix + text, " "], tell(tasks), **options) == [wanted, wanted, ""]
-    export(tmp_path / "model", tmp_path / "onnx", to="onnx")
+    export(tmp_path / "model", tmp_path / "onnx", to="onnx", quantization="float32")
     assert translate([text], tmp_path / "onnx", **options) == [wanted]
     tell(tasks | {"translation_en_to_de": {"prefix": "Zwei: "}})
     assert load_translator(tmp_path / "model", source="de", target="en")[2] == prefix

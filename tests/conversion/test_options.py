@@ -6,15 +6,15 @@ import sys
 import pytest
 
 from lightformers_hf import CompressionOptions, StudyOptions
-from lightformers_hf.conversion.choosing.rules import Energy, FixedRank, Ratio
 from lightformers_hf.conversion.options import (
     missing_unit,
     needs_calibration,
     read_choice,
     read_pattern,
     read_quantity,
-    settle,
+    resolve_study,
 )
+from lightformers_hf.conversion.rules import Energy, FixedRank, Ratio
 from lightformers_hf.languages import split_language
 
 
@@ -206,15 +206,15 @@ def test_switches_that_cannot_be(switches, message):
 )
 def test_options_and_switches_that_contradict_each_other(options, switches, message):
     with pytest.raises(ValueError, match=message):
-        settle(CompressionOptions(**options), StudyOptions(**switches))
+        resolve_study(CompressionOptions(**options), StudyOptions(**switches))
 
 
 def test_a_method_sets_switches():
-    assert settle(CompressionOptions()) == StudyOptions()
-    narrow = settle(CompressionOptions(method="narrow"), StudyOptions(calibration_seed=3))
+    assert resolve_study(CompressionOptions()) == StudyOptions()
+    narrow = resolve_study(CompressionOptions(method="narrow"), StudyOptions(calibration_seed=3))
     assert narrow == StudyOptions(attention_method="narrow", ffn_method="narrow", calibration_seed=3)
-    assert settle(CompressionOptions(method="paper")).allocation == "uniform"
-    assert settle(CompressionOptions(method="paper"), StudyOptions(refit=False)).refit is False
+    assert resolve_study(CompressionOptions(method="paper")).allocation == "uniform"
+    assert resolve_study(CompressionOptions(method="paper"), StudyOptions(refit=False)).refit is False
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_method_sets_switches():
 )
 def test_what_needs_calibration(options, switches, name):
     asked = CompressionOptions(**options)
-    assert needs_calibration(asked, settle(asked, StudyOptions(**switches))) == name
+    assert needs_calibration(asked, resolve_study(asked, StudyOptions(**switches))) == name
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from lightformers_hf import convert
 from lightformers_hf.conversion.forms.heads import Bottlenecks
 from lightformers_hf.conversion.forms.neurons import Elimination
 from lightformers_hf.conversion.forms.svd import decompose
-from lightformers_hf.conversion.statistics.metric import Damped, Metric, damped_weights
+from lightformers_hf.conversion.moments import Damped, Metric, damped_weights
 
 # Half of d_model and of the feed-forward width is more than a rank and 32: the fast route is taken.
 CONFIG = MarianConfig(

@@ -1,11 +1,12 @@
-"""Devices, worker threads and processes: the result of one process on one CPU."""
+"""Devices, worker threads, processes and steps: the result of one process on one CPU."""
 
 import json
+import logging
 import os
+import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from statistics import fmean
 
@@ -18,33 +19,15 @@ from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 import lightformers_hf
 from lightformers_hf import convert, processors
 from lightformers_hf.conversion import workers
-from lightformers_hf.conversion.workers import AT_ONCE, Turns, map_in_order, map_in_threads
+from lightformers_hf.conversion.workers import AT_ONCE, Step, map_in_order, map_in_threads
 from lightformers_hf.processors import factor_rows, use_threads
 
 
-def test_workers_give_every_result_and_hold_few_items():
+def test_workers_give_every_result_in_order():
     threads = torch.get_num_threads()
-    lock, live, most = threading.Lock(), 0, 0
-
-    def items():
-        nonlocal live, most
-        for index in range(20):
-            with lock:
-                live += 1
-                most = max(most, live)
-            yield index
-
-    def work(index):
-        nonlocal live
-        used = torch.get_num_threads()
-        with lock:
-            live -= 1
-        return index, used
-
-    results = list(map_in_threads(work, items(), workers=3))
-    assert sorted(index for index, _ in results) == list(range(20))
-    assert {used for _, used in results} == {1}
-    assert most <= 3
+    with use_threads(3):
+        results = list(map_in_threads(lambda index: (index, torch.get_num_threads()), range(20)))
+    assert results == [(index, 1) for index in range(20)]
     assert torch.get_num_threads() == threads
 
 
@@ -55,7 +38,7 @@ def test_an_error_in_a_worker_is_raised():
         return index
 
     with pytest.raises(ValueError, match="matrix 3"):
-        list(map_in_threads(work, range(10), workers=2))
+        list(map_in_threads(work, range(10)))
 
 
 @pytest.mark.parametrize("threads", [1, 3, 9])
@@ -90,47 +73,6 @@ def test_an_error_is_raised_in_its_turn():
     with use_threads(2):
         assert [next(results) for _ in range(3)] == [0, 1, 2]
         with pytest.raises(ValueError, match="batch 3"):
-            next(results)
-
-
-def test_stages_are_passed_one_at_a_time_and_in_order():
-    """Whatever each item takes: the first of two stages is longer for even ones, the second for odd ones."""
-    turns, within, passed = Turns(), {"first": 0, "second": 0}, {"first": [], "second": []}
-
-    def work(index):
-        for stage, parity in (("first", 0), ("second", 1)):
-            with turns.take(stage, index):
-                within[stage] += 1
-                assert within[stage] == 1
-                time.sleep(0.01 * (index % 2 == parity))
-                passed[stage].append(index)
-                within[stage] -= 1
-        return index
-
-    with use_threads(3):
-        assert list(map_in_order(work, range(12), torch.device("cpu"))) == list(range(12))
-    assert passed == {"first": list(range(12)), "second": list(range(12))}
-
-
-@pytest.mark.parametrize("within", [True, False])
-def test_none_waits_for_one_that_failed(within):
-    """In a stage, or between two."""
-    turns = Turns()
-
-    def work(index):
-        with turns.take("first", index):
-            pass
-        with turns.take("second", index) if within else turns.noticing():
-            if index == 1:
-                raise ValueError("batch 1")
-        with turns.take("third", index):
-            pass
-        return index
-
-    with use_threads(3):
-        results = map_in_order(work, range(10), torch.device("cpu"))
-        assert next(results) == 0
-        with pytest.raises(ValueError, match="batch 1"):
             next(results)
 
 
@@ -180,7 +122,7 @@ def test_everything_is_computed_on_the_device(tiny_marian, text, tmp_path, monke
 def test_a_device_without_float64_runs_the_models_alone(tiny_marian, text, tmp_path, monkeypatch):
     """As Apple's: sums and decompositions are the CPU's, and nothing on the device is a float64."""
     monkeypatch.setattr(sys.modules["lightformers_hf.conversion.convert"], "find_device", lambda name: ELSEWHERE)
-    for module in ("convert", "refit", "balance", "statistics.calibration"):
+    for module in ("convert", "refit", "sensitivity"):
         name = f"lightformers_hf.conversion.{module}"
         monkeypatch.setattr(sys.modules[name], "algebra_device", lambda device: torch.device("cpu"))
     options = {"calibration": text, "calibration_samples": 8, "progress": False}
@@ -251,7 +193,8 @@ def test_two_processes_give_what_one_gives(tiny_marian, text, tmp_path):
     ]
     for one, two in zip(*(report["matrices"] for report in reports), strict=True):
         assert one["setting"] == two["setting"]
-        assert one["relative_error"] == pytest.approx(two["relative_error"], abs=1e-4)
+        # Each process estimates the spread of the logits on tokens of its own, so the temperature differs a little.
+        assert one["relative_error"] == pytest.approx(two["relative_error"], abs=1e-3)
     batch = {"input_ids": torch.arange(3, 23)[None], "decoder_input_ids": torch.arange(30, 50)[None]}
     for folder in ("calibrated", "single"):
         models = [AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name / folder).eval() for name in ("one", "two")]
@@ -281,24 +224,15 @@ def wide_marian(tmp_path_factory):
     return folder
 
 
-def test_neither_threads_nor_load_change_a_byte(wide_marian, tmp_path, monkeypatch):
-    """One thread and two, on idle cores and on busy ones, in the processor's fastest arithmetic."""
+def test_threads_do_not_change_a_byte(wide_marian, tmp_path, monkeypatch):
+    """One thread and two, in the processor's fastest arithmetic."""
     monkeypatch.setattr(workers, "has_fast_bf16", processors.has_fast_bf16)
-    monkeypatch.setattr(processors.psutil, "cpu_count", lambda: 2)
     written = []
-    for threads, busy in ((1, 0), (2, 0), (2, 1), (1, 1)):
-        monkeypatch.setattr(processors, "_clocks", lambda busy=busy: (time.monotonic(), busy * time.monotonic(), 0.0))
-        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * busy)]
-        try:
-            with use_threads(threads):
-                convert(
-                    wide_marian, tmp_path / "light", ratio=3, calibration_samples=16, progress=False, overwrite=True
-                )
-        finally:
-            for process in others:
-                process.kill()
+    for threads in (1, 2):
+        with use_threads(threads):
+            convert(wide_marian, tmp_path / "light", ratio=3, calibration_samples=16, progress=False, overwrite=True)
         written.append({path.name: path.read_bytes() for path in (tmp_path / "light").iterdir()})
-    assert written == written[:1] * 4
+    assert written[0] == written[1]
     bf16, reason = processors.bf16_support()
     assert json.loads(written[0]["compression.json"])["processor"] == {"bf16": bf16, "reason": reason}
 
@@ -378,3 +312,30 @@ def test_a_device_that_is_not_there(tiny_marian, tmp_path, name):
     with pytest.raises(ValueError, match=rf"device is '{name}', which can't be used here"):
         convert(tiny_marian, tmp_path / "light", device=name, progress=False)
     assert not (tmp_path / "light").exists()
+
+
+def over_items(shown):
+    return sum(Step("adding", [1, 2, 3], unit="number", shown=shown))
+
+
+def as_context(shown):
+    with Step("adding", unit="number", total=3, shown=shown) as bar:
+        for _ in range(3):
+            bar.update()
+    return 6
+
+
+@pytest.mark.parametrize("work", [over_items, as_context])
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_step_counts_and_says_what_it_took(work, shown, caplog, capsys):
+    with caplog.at_level(logging.INFO):
+        assert work(shown) == 6
+    assert re.fullmatch(r"adding took \d+\.\d s, \d+\.\d s of processor time", caplog.messages[-1])
+    bar = capsys.readouterr().err
+    assert ("adding" in bar and "3/3" in bar) == shown
+
+
+def test_parameters_are_counted_in_thousands_and_millions(capsys):
+    with Step("weighing", unit="parameter", total=36_741_120, shown=True) as bar:
+        bar.update(12_345_678)
+    assert "12.3M/36.7M" in capsys.readouterr().err

@@ -9,8 +9,7 @@ from rich.console import Console
 
 from lightformers_hf.cli import app
 from lightformers_hf.demo import run
-from lightformers_hf.demo.run import FOLDERS, run_demo
-from lightformers_hf.demo.stages import DemoSettings
+from lightformers_hf.demo.run import FOLDERS, DemoSettings, run_demo
 
 TINY = DemoSettings(
     train_pairs=400,
@@ -159,7 +158,7 @@ def test_command_line_says_how_to_go_on_after_ctrl_c(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "run_demo", interrupted)
-    result = CliRunner().invoke(app, ["demo", "--output", str(tmp_path / "out"), "--seed", "5", "--fresh"])
+    result = CliRunner().invoke(app, ["demo", str(tmp_path / "out"), "--seed", "5", "--fresh"])
     assert called == [(tmp_path / "out", DemoSettings(seed=5), True)]
     assert result.exit_code == 130
-    assert "goes on" in result.output
+    assert "resumes" in result.output

@@ -1,7 +1,8 @@
-"""What hooks measure beside what the models' own outputs say, and the command that shows it."""
+"""The papers' measures beside their equations, closed formulas, and what the models' own outputs say."""
 
 import io
 import json
+import math
 import re
 import shutil
 import sys
@@ -12,7 +13,7 @@ import torch
 from matplotlib.cbook import is_math_text
 from matplotlib.image import imread
 from matplotlib.text import Text
-from models.cases import make_model, padded, sentences
+from models.cases import make_config, make_model, padded, sentences
 from rich.console import Console
 from transformers import (
     BartConfig,
@@ -24,12 +25,279 @@ from transformers import (
 )
 
 from lightformers_hf import StudyOptions, convert
-from lightformers_hf.evaluation.analysis import Activation, _training, analysis_table, analyze, behaviour
-from lightformers_hf.evaluation.macs import generation_macs
-from lightformers_hf.evaluation.measures import head_diversity
-from lightformers_hf.evaluation.pages.plots import as_text, save_picture
+from lightformers_hf.evaluation.analysis import (
+    Activation,
+    _training,
+    activated_neurons,
+    analysis_table,
+    analyze,
+    behaviour,
+    generation_macs,
+    head_diversity,
+    iterations_to_convergence,
+    loss_curve,
+    matrix_spectra,
+    memory_footprint,
+    singular_values,
+    token_uniformity,
+    without_storage,
+)
+from lightformers_hf.evaluation.parameters import find_row
+from lightformers_hf.evaluation.plots import as_text, save_picture
 from lightformers_hf.files import MANIFEST_FILE
 from lightformers_hf.loading import load_model
+from lightformers_hf.models import LightFormerConfig, SubformerConfig
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_head_diversity_is_equation_7():
+    heads = random(2, 3, 4, 5)
+    found = head_diversity(heads)
+    assert found.shape == (2, 3)
+    for sentence in range(2):
+        for token in range(3):
+            outputs, total = heads[sentence, token], 0.0
+            for i in range(4):
+                for j in range(4):
+                    dot = sum(float(a) * float(b) for a, b in zip(outputs[i], outputs[j], strict=True))
+                    total += abs(dot) / (math.hypot(*outputs[i].tolist()) * math.hypot(*outputs[j].tolist()))
+            assert found[sentence, token].item() == pytest.approx(math.exp(-total / 16))
+
+
+def test_head_diversity_at_its_ends():
+    head = random(6)
+    same = torch.stack([head, 3 * head, -head, 0.01 * head])
+    assert head_diversity(same).item() == pytest.approx(math.exp(-1))
+    assert head_diversity(2 * torch.eye(4)).item() == pytest.approx(math.exp(-1 / 4))
+    assert head_diversity(torch.zeros(3, 5)).item() == 1
+
+
+def test_token_uniformity_is_the_mean_pearson_correlation_of_pairs():
+    states, mask = random(2, 5, 7) + 3, torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 1, 0]])
+    states[1, 1] = torch.nan_to_num(states[1, 1]) * 100  # does not count
+    found = token_uniformity(states, mask)
+    for sentence, kept in enumerate(([0, 1, 2, 3, 4], [0, 2, 3])):
+        correlations = torch.corrcoef(states[sentence, kept])
+        pairs = [correlations[i, j].item() for i in range(len(kept)) for j in range(len(kept)) if i != j]
+        assert found[sentence].item() == pytest.approx(sum(pairs) / len(pairs))
+
+
+def test_token_uniformity_at_its_ends():
+    token, mask = random(1, 1, 6), torch.ones(1, 3)
+    alike = torch.cat([token, 2 * token + 5, 0.5 * token - 1], dim=1)
+    assert token_uniformity(alike, mask).item() == pytest.approx(1)
+    assert token_uniformity(torch.cat([token, -token], dim=1), mask[:, :2]).item() == pytest.approx(-1)
+    assert token_uniformity(torch.ones(1, 3, 6), mask).item() == 0
+    assert token_uniformity(token, mask[:, :1]).isnan()
+
+
+def test_activated_neurons_are_those_above_zero():
+    inner = torch.tensor([[[1.0, 0.0, -2.0], [0.5, 1e-9, 3.0]]])
+    assert activated_neurons(inner).tolist() == [[1, 3]]
+    # Four networks of two neurons each, inside heads.
+    assert activated_neurons(torch.tensor([[[[1.0, 0.0], [1.0, 1.0], [0.0, -1.0], [0.0, 2.0]]]])).tolist() == [[4]]
+
+
+@pytest.mark.parametrize("shape", [(30, 8), (8, 30), (9, 9)])
+def test_singular_values_of_a_matrix_and_of_a_product(shape):
+    m, n = shape
+    matrix, left, right = random(m, n), random(m, 4, seed=1), random(4, n, seed=2)
+    torch.testing.assert_close(singular_values("w", matrix), torch.linalg.svdvals(matrix))
+    torch.testing.assert_close(singular_values("w", left, right), torch.linalg.svdvals(left @ right)[:4])
+    with pytest.raises(ValueError, match="fc1"):
+        singular_values("fc1", matrix * math.nan)
+
+
+@pytest.mark.parametrize("variant", ["lightformer-low-rank", "lightformer-groups", "subformer-sandwich"])
+def test_spectra_of_a_model_are_those_of_every_stored_matrix_once(variant):
+    model = make_model("ConditionalGeneration", variant)
+    spectra = dict(matrix_spectra(model))
+    # Of every module that maps vectors, what it does to a basis, whatever it is made of.
+    for name, values in spectra.items():
+        module = model.get_submodule(name)
+        if isinstance(module, torch.nn.Embedding):
+            matrix = module(torch.arange(module.num_embeddings))
+        else:
+            identity = torch.eye(module.in_features)
+            matrix = module(identity) - module(torch.zeros_like(identity))
+        expected = torch.linalg.svdvals(matrix.detach().double())
+        assert values.tolist() == pytest.approx(expected[: len(values)].tolist(), rel=1e-4, abs=1e-5)
+        assert expected[len(values) :].sum() < 1e-4
+    stored = [name for name, parameter in model.named_parameters() if parameter.dim() == 2]
+    second_factors = [name for name in stored if name.endswith((".u.weight", "shared.basis"))]
+    assert len(spectra) == len(stored) - len(second_factors)
+
+
+def test_the_loss_is_that_of_the_evaluation_where_there_is_one():
+    log = [{"step": 1, "loss": 4.0}, {"step": 2, "loss": 3.0, "eval_bleu": 1}, {"step": 2, "train_loss": 3.5}]
+    assert loss_curve(log) == ("loss", [(1, 4.0), (2, 3.0)])
+    assert loss_curve([*log, {"step": 2, "eval_loss": 3.2}]) == ("eval_loss", [(2, 3.2)])
+    with pytest.raises(ValueError, match="neither eval_loss nor loss"):
+        loss_curve([{"step": 1, "eval_bleu": 3}])
+
+
+def test_convergence_is_the_first_step_near_the_lowest_loss():
+    curve = [(100, math.nan), (200, 3.0), (300, 2.015), (400, 2.05), (500, 2.0), (600, 2.4)]
+    assert iterations_to_convergence(curve) == 300
+    assert iterations_to_convergence(curve, tolerance=0.001) == 500
+    assert iterations_to_convergence(curve, tolerance=1) == 200
+    assert iterations_to_convergence([(100, 3.0), (200, 2.5), (300, 2.0)]) is None  # it still falls
+    with pytest.raises(ValueError, match="finite"):
+        iterations_to_convergence([(1, math.inf)])
+
+
+S, T = 5, 7  # source and target tokens
+STEPS, SQUARES = T * (T + 1) // 2, T * (T + 1) * (2 * T + 1) // 6  # sums of k and k²
+
+
+def marian(width, layers, ffn_dim, vocab_size=34040):
+    return MarianConfig(
+        vocab_size=vocab_size,
+        d_model=width,
+        encoder_layers=layers,
+        decoder_layers=6,
+        encoder_attention_heads=8,
+        decoder_attention_heads=8,
+        encoder_ffn_dim=ffn_dim,
+        decoder_ffn_dim=ffn_dim,
+        pad_token_id=1,
+        decoder_start_token_id=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "printed", "difference"),
+    [
+        (marian(512, 6, 2048), 9.9, 0.015),  # PartialFormer, Table 5, #1
+        (marian(512, 6, 384), 7.7, 0.015),  # Table 10
+        (find_row("PartialFormer T5 #3 without head scaling").model_config(), 5.2, 0.015),
+        (find_row("PartialFormer T1 24-6 360/45 30-16").model_config(), 6.9, 0.05),  # Table 5, #4
+    ],
+    ids=["transformer", "light-ffn", "no-head-scaling", "head-scaling"],
+)
+def test_macs_as_printed(config, printed, difference):
+    assert generation_macs(config).total / 1e9 == pytest.approx(printed, rel=difference)
+
+
+def test_macs_of_a_transformer_in_a_formula():
+    d, f, V = 16, 24, 40
+    config = marian(d, 2, f, vocab_size=V)
+    attention = 4 * d * d
+    encoder = 2 * (S * (attention + 2 * d * f) + 2 * S * S * d)
+    cross_keys = 6 * 2 * S * d * d
+    a_token = 6 * (attention + 2 * d * d + 2 * d * f)
+
+    macs = generation_macs(config, source_tokens=S, target_tokens=T)
+    decoder = STEPS * a_token + T * cross_keys + 6 * 2 * d * (SQUARES + STEPS * S)
+    assert (macs.encoder, macs.decoder, macs.output) == (encoder, decoder, STEPS * d * V)
+
+    macs = generation_macs(config, source_tokens=S, target_tokens=T, use_cache=True)
+    decoder = T * a_token + cross_keys + 6 * 2 * d * (STEPS + T * S)
+    assert (macs.encoder, macs.decoder, macs.output) == (encoder, decoder, T * d * V)
+    assert macs.total == encoder + decoder + T * d * V
+
+
+def test_macs_of_low_rank_matrices_are_those_of_their_factors():
+    d, f, V, r, q, e = 16, 24, 40, 3, 5, 7
+    config = LightFormerConfig(
+        vocab_size=V,
+        d_model=d,
+        encoder_layers=2,
+        encoder_groups=1,  # stored once, computed twice
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=f,
+        decoder_ffn_dim=f,
+        attention_rank=r,
+        ffn_rank=q,
+        embedding_rank=e,
+    )
+    macs = generation_macs(config, source_tokens=S, target_tokens=T)
+    layer = 4 * r * 2 * d + 2 * q * (d + f)
+    assert macs.encoder == S * e * d + 2 * (S * layer + 2 * S * S * d)
+    assert macs.output == STEPS * e * (d + V)
+
+
+def test_macs_of_heads_with_networks_inside():
+    config = make_config("partialformer", encoder_layers=1, decoder_layers=1)
+    d, w, H, h = 16, 4, 5, 2
+    macs = generation_macs(config, source_tokens=S, target_tokens=T)
+    projections = d * w * (2 * h + 2 * H) + H * w * d  # q and k of h heads; values, gates and output of H
+    networks = H * 2 * w * 4 * w
+    maps = S * S * (h * w + h * H + H * H + H * w)  # logits, from h heads to H, and what they weigh
+    once = S * d * 2 * H * w + S * S * H * w  # global attention
+    assert macs.encoder == S * (projections + networks) + maps + once
+
+
+@pytest.mark.parametrize("tokens", [(0, 1), (1, 0)])
+def test_macs_of_nothing(tokens):
+    with pytest.raises(ValueError, match="expected 1 or more"):
+        generation_macs(marian(16, 1, 16), source_tokens=tokens[0], target_tokens=tokens[1])
+
+
+def footprint(**fields):
+    defaults = {"vocab_size": 300, "d_model": 64, "ffn_dim": 96, "encoder_layers": 6, "decoder_layers": 6}
+    config = SubformerConfig(**{**defaults, "embedding_dim": 32, "embedding_attention_heads": 4, **fields})
+    return memory_footprint(without_storage(config))
+
+
+def test_footprint_is_table_9_of_subformer():
+    V, d_m, f_m, d_s, f_s, d_e, L = 300, 64, 96, 80, 112, 32, 6
+    full = {"embedding": "full", "embedding_dim": None}
+    transformer = footprint(sharing="none", **full)
+    assert transformer.embedding == d_m * V
+    assert transformer.encoder == L * (4 * d_m**2 + 2 * f_m * d_m)
+
+    naive = footprint(sandwich_dim=d_m, sandwich_ffn_dim=4 * d_m, ffn_dim=4 * d_m, sandwich_attention_heads=4, **full)
+    assert naive.encoder == 3 * (4 * d_m**2 + 2 * (4 * d_m * d_m))
+
+    subformer = footprint(sandwich_dim=d_s, sandwich_ffn_dim=f_s, sandwich_attention_heads=4)
+    safe = 5 * d_e**2 + d_e * d_m
+    assert subformer.embedding == d_e * V + 2 * safe  # the table has one stack
+    printed = 2 * (4 * d_m**2 + 2 * f_m * d_m) + (4 * d_s**2 + 2 * (f_s * d_s + 2 * d_s * d_m))
+    assert subformer.encoder == printed - 2 * d_s * d_m  # the table counts the ways up and down twice
+    assert subformer.output == d_m * d_e
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config"),
+    [
+        (MarianMTModel, marian(16, 2, 24, vocab_size=40)),
+        (
+            BartForConditionalGeneration,
+            BartConfig(
+                vocab_size=40,
+                d_model=16,
+                encoder_layers=2,
+                decoder_layers=6,
+                encoder_attention_heads=8,
+                decoder_attention_heads=8,
+                encoder_ffn_dim=24,
+                decoder_ffn_dim=24,
+                max_position_embeddings=30,
+            ),
+        ),
+    ],
+    ids=["marian", "bart"],
+)
+def test_footprint_of_a_dense_checkpoint(model_class, config):
+    found = memory_footprint(model_class(config))
+    learned_positions = 2 * 32 * 16 if isinstance(config, BartConfig) else 0  # those of Marian are computed
+    assert found.embedding == 40 * 16 + learned_positions
+    assert found.encoder == 2 * (4 * 16**2 + 2 * 16 * 24)
+    assert found.decoder == 6 * (8 * 16**2 + 2 * 16 * 24)
+    assert found.output == 0
+    assert found.total == found.embedding + found.encoder + found.decoder
+
+
+def test_counting_takes_no_storage():
+    model = without_storage(marian(512, 6, 2048))
+    assert {parameter.device for parameter in model.parameters()} == {torch.device("meta")}
+
 
 DENSE = {
     "vocab_size": 40,
@@ -257,7 +525,7 @@ def test_analyze_models_side_by_side(lightformers, checkpoints, tmp_path):
     models = [checkpoints / "teacher", checkpoints / "light $x_1$"]
     text, pictures = checkpoints / "text.jsonl", tmp_path / "inside"
     code, printed, error = lightformers(
-        "analyze", *models, "--data", text, "--output", pictures, "--json", tmp_path / "a.json"
+        "analyze", *models, "--data", text, "--pictures", pictures, "--json", tmp_path / "a.json"
     )
     assert code == 0, error
     for expected in ("head diversity, encoder", "million MACs", "peak memory", "rank of 90 % energy", "steps to"):
@@ -318,11 +586,11 @@ def test_bad_input_is_one_message_and_leaves_nothing(lightformers, checkpoints, 
         ((tmp_path / "missing", "--data", text), "is no folder"),
         ((teacher, "--data", tmp_path / "missing.jsonl"), "missing.jsonl"),
         ((teacher, "--data", text, "--source-lang", "fr"), "'fr'"),
-        ((teacher, "--data", text, "--output", tmp_path / "full"), "is not empty"),
-        ((teacher, "--data", text, "--output", teacher, "--overwrite"), "must be apart from"),
-        ((teacher, "--data", text, "--output", text.parent, "--overwrite"), "must be apart from"),
+        ((teacher, "--data", text, "--pictures", tmp_path / "full"), "is not empty"),
+        ((teacher, "--data", text, "--pictures", teacher, "--overwrite"), "must be apart from"),
+        ((teacher, "--data", text, "--pictures", text.parent, "--overwrite"), "must be apart from"),
     ):
-        code, _, error = lightformers("analyze", "--output", tmp_path / "new", *arguments)
+        code, _, error = lightformers("analyze", "--pictures", tmp_path / "new", *arguments)
         assert code == 1
         assert message in error.replace("\n", " ")
         assert "Traceback" not in error
@@ -332,7 +600,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(lightformers, checkpoints, 
 def test_pictures_need_matplotlib(lightformers, checkpoints, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     arguments = ("analyze", checkpoints / "teacher", "--data", checkpoints / "text.jsonl")
-    code, _, error = lightformers(*arguments, "--output", tmp_path / "new")
+    code, _, error = lightformers(*arguments, "--pictures", tmp_path / "new")
     assert code == 1
     assert "pip install" in error
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""`evaluate_model` and the two commands, on a checkpoint that is there, and on all that is not."""
+"""`evaluate` and the two commands, on a checkpoint that is there, and on all that is not."""
 
 import io
 import json
@@ -8,7 +8,7 @@ import sacrebleu
 from rich.console import Console
 
 from lightformers_hf import StudyOptions, convert
-from lightformers_hf.evaluation.evaluate import evaluate_model
+from lightformers_hf.evaluation.evaluate import evaluate
 from lightformers_hf.evaluation.quality import Difference
 from lightformers_hf.evaluation.translate import translate
 from lightformers_hf.loading import load_model, unique_parameters
@@ -22,8 +22,8 @@ def data(tmp_path_factory, parallel_sentences):
 
 
 def test_everything_beside_a_teacher(tiny_marian, data, parallel_sentences):
-    evaluation = evaluate_model(
-        str(tiny_marian), data, str(tiny_marian), runs=1, num_beams=1, max_new_tokens=20, max_samples=8
+    evaluation = evaluate(
+        str(tiny_marian), data=data, teacher=str(tiny_marian), runs=1, num_beams=1, max_new_tokens=20, max_samples=8
     )
     model, tokenizer = load_model(tiny_marian)
     pairs = parallel_sentences[:8]
@@ -135,23 +135,6 @@ def test_warns_of_sentences_that_the_conversion_was_calibrated_on(
     assert (parallel_sentences[0]["de"] in caplog.text) == seen
 
 
-def test_an_empty_data_file(lightformers, tiny_marian, tmp_path):
-    (tmp_path / "empty.jsonl").touch()
-    code, _, error = lightformers("evaluate", tiny_marian, "--data", tmp_path / "empty.jsonl")
-    assert code == 1
-    assert "empty.jsonl" in error
-    assert "no rows" in error
-
-
-@pytest.mark.parametrize("command", [["translate"], ["evaluate", "--data", "x.jsonl"]])
-def test_a_model_that_is_not_there(lightformers, tmp_path, command):
-    code, printed, error = lightformers(*command, tmp_path / "missing")
-    assert code == 1
-    assert not printed
-    assert "is no folder" in error.replace("\n", " ")
-    assert "Traceback" not in error
-
-
 def test_a_tokenizer_without_languages(lightformers, tiny_marian, tmp_path, data):
     import shutil
 
@@ -173,19 +156,12 @@ def test_translate_a_file_and_a_pipe(lightformers, tiny_marian, tmp_path, parall
     code, printed, _ = lightformers("translate", tiny_marian, *options, stdin="\n".join(german).encode())
     assert (code, printed.splitlines()) == (0, expected)
     code, printed, _ = lightformers(
-        "translate", tiny_marian, tmp_path / "in.txt", "-o", tmp_path / "out.txt", *options
+        "translate", tiny_marian, tmp_path / "in.txt", "--output", tmp_path / "out.txt", *options
     )
     assert (code, printed) == (0, "")
     assert (tmp_path / "out.txt").read_text(encoding="utf-8").splitlines() == expected
 
-    code, _, error = lightformers("translate", tiny_marian, tmp_path / "missing.txt", "-o", tmp_path / "new.txt")
+    code, _, error = lightformers("translate", tiny_marian, tmp_path / "missing.txt", "--output", tmp_path / "new.txt")
     assert code == 1
     assert "missing.txt" in error
     assert {path.name for path in tmp_path.iterdir()} == {"in.txt", "out.txt"}
-
-
-@pytest.mark.parametrize("command", ["translate", "evaluate"])
-def test_help_teaches_with_an_example(lightformers, command):
-    code, printed, _ = lightformers(command, "--help")
-    assert code == 0
-    assert f"lightformers {command} ./small" in printed

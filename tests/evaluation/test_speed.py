@@ -1,10 +1,18 @@
-"""Speed: tokens are counted right, models take turns, threads come back. No test here looks at a clock."""
+"""Speed and memory: tokens are counted right, models take turns, threads come back. No test here looks at a clock."""
 
 import pytest
 import torch
 
 from lightformers_hf.evaluation import speed
-from lightformers_hf.evaluation.speed import Speed, count_tokens, speed_ratio, tokens_per_second, typical_sentences
+from lightformers_hf.evaluation.speed import (
+    Speed,
+    count_tokens,
+    peak_memory,
+    speed_ratio,
+    tokens_per_second,
+    translation_memory,
+    typical_sentences,
+)
 from lightformers_hf.loading import load_model
 
 
@@ -102,3 +110,22 @@ def test_typical_sentences_have_references_of_average_length(loaded):
 def test_nothing_to_measure(loaded):
     with pytest.raises(ValueError, match="speed of 0 sentences"):
         tokens_per_second({"model": loaded}, [])
+
+
+def test_peak_memory_grows_with_what_is_allocated():
+    before = peak_memory()
+    block = torch.ones(before // 4 + 50_000_000)  # four bytes each: more than all memory in use so far
+    grown = peak_memory() - before
+    assert block.nbytes * 0.7 < grown < block.nbytes * 1.3
+
+
+def test_memory_of_a_translation_does_not_depend_on_the_calling_process(tiny_marian):
+    block = torch.ones(200_000_000)  # 800 MB
+    peak, libraries = translation_memory(tiny_marian, ["Der Hund schläft."], num_beams=1, max_new_tokens=5)
+    assert 20e6 < libraries < peak < peak_memory() - block.nbytes / 2
+
+
+def test_a_measurement_that_fails_says_so(tiny_marian, monkeypatch):
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(ValueError, match="could not be measured in a process of its own"):
+        translation_memory(tiny_marian, ["Der Hund schläft."])

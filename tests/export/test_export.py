@@ -59,7 +59,7 @@ def assert_same_tokens(model, folder, beams=(1, 4), **options):
 @pytest.mark.parametrize("variant", LIGHTFORMERS)
 def test_tokens_of_every_variant(to, variant, tmp_path):
     model = make_model("ConditionalGeneration", variant)
-    export(save(model, tmp_path / "model"), tmp_path / "out", to=to)
+    export(save(model, tmp_path / "model"), tmp_path / "out", to=to, quantization="float32")
     assert_same_tokens(model, tmp_path / "out")
 
 
@@ -69,7 +69,7 @@ def test_tokens_of_dense_teachers(to, name, tmp_path):
     teacher = make_teacher(name, tmp_path / "teacher")
     teacher.generation_config.forced_eos_token_id = None  # beam search in CTranslate2 ends without it
     save(teacher, tmp_path / "teacher")
-    export(tmp_path / "teacher", tmp_path / "out", to=to)
+    export(tmp_path / "teacher", tmp_path / "out", to=to, quantization="float32")
     assert_same_tokens(teacher, tmp_path / "out")
 
 
@@ -82,7 +82,7 @@ def test_tokens_of_dense_teachers(to, name, tmp_path):
 )
 def test_tokens_of_single_fields(to, fields, tmp_path):
     model = make_model("ConditionalGeneration", "lightformer", encoder_layers=1, **fields)
-    export(save(model, tmp_path / "model"), tmp_path / "out", to=to)
+    export(save(model, tmp_path / "model"), tmp_path / "out", to=to, quantization="float32")
     assert_same_tokens(model, tmp_path / "out")
 
 
@@ -106,7 +106,7 @@ def test_onnx_searches_as_generate_does(generation, tmp_path):
     folder = save(model, tmp_path / "model")
     model.generation_config.update(**generation)
     model.generation_config.save_pretrained(folder)
-    export(folder, tmp_path / "out", to="onnx")
+    export(folder, tmp_path / "out", to="onnx", quantization="float32")
     assert_same_tokens(model, tmp_path / "out", beams=(1, 2, 4))
 
 
@@ -116,7 +116,7 @@ def test_ctranslate2_knows_the_options_of_greedy_search(generation, tmp_path):
     folder = save(model, tmp_path / "model")
     model.generation_config.update(**generation)
     model.generation_config.save_pretrained(folder)
-    export(folder, tmp_path / "out", to="ctranslate2")
+    export(folder, tmp_path / "out", to="ctranslate2", quantization="float32")
     assert_same_tokens(model, tmp_path / "out", beams=(1,))
 
 
@@ -128,7 +128,7 @@ def test_as_many_tokens_as_generate_without_a_limit_and_as_fit_within_one_that_i
     least = 19 if longest is None else 29
     model.generation_config.update(max_length=longest, min_new_tokens=least, forced_eos_token_id=None)
     model.generation_config.save_pretrained(folder)
-    export(folder, tmp_path / "out", to=to)
+    export(folder, tmp_path / "out", to=to, quantization="float32")
     engine, (sentence, *_) = load_engine(tmp_path / "out"), SENTENCES
     (found,) = engine.generate([sentence], num_beams=1)
     if longest is None:
@@ -141,7 +141,7 @@ def test_as_many_tokens_as_generate_without_a_limit_and_as_fit_within_one_that_i
 @pytest.mark.parametrize("to", ENGINES)
 def test_forced_length_and_options_of_a_call(to, tmp_path):
     model = make_model("ConditionalGeneration", "lightformer")
-    export(save(model, tmp_path / "model", num_beams=3), tmp_path / "out", to=to)
+    export(save(model, tmp_path / "model", num_beams=3), tmp_path / "out", to=to, quantization="float32")
     engine, checkpoint = load_engine(tmp_path / "out"), load_engine(tmp_path / "model")
     assert checkpoint.name == "transformers"
     for options in ({"forced_length": 9}, {"forced_length": 9, "num_beams": 1}, {"max_new_tokens": 3}, {}):
@@ -204,21 +204,21 @@ def test_shared_layers_and_tied_tables_are_stored_once(to, quantization, tmp_pat
 def test_ctranslate2_narrows_heads_to_the_rank_of_their_products(tmp_path):
     fields = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "decoder_groups": 1}
     model = make_model("ConditionalGeneration", "lightformer", attention_rank=3, **fields)
-    report = export(save(model, tmp_path / "model"), tmp_path / "out", to="ctranslate2")
+    report = export(save(model, tmp_path / "model"), tmp_path / "out", to="ctranslate2", quantization="float32")
     assert (report.multiplied_out, report.narrowed_attentions) == (12, 3)
     assert report.factor_parameters == 12 * 2 * 32 * 3
     # Heads of rank 3: of 4 heads in the encoder, of 2 in the decoder; queries may need one more for their bias.
     widths = 4 * 4 + 2 * 2 * 4
     assert report.product_parameters <= 4 * 32 * widths
     assert_same_tokens(model, tmp_path / "out")
-    assert export(tmp_path / "model", tmp_path / "onnx", to="onnx").multiplied_out == 0
+    assert export(tmp_path / "model", tmp_path / "onnx", to="onnx", quantization="float32").multiplied_out == 0
 
 
 @pytest.fixture(scope="module")
 def exported(tiny_marian, tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported")
     for to in ENGINES:
-        export(tiny_marian, folder / to, to=to)
+        export(tiny_marian, folder / to, to=to, quantization="float32")
     return folder
 
 
@@ -258,7 +258,7 @@ def test_a_tokenizer_with_fewer_tokens_than_ids(tmp_path):
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="w3", eos_token="w2", pad_token="w1"
     ).save_pretrained(folder)
-    export(folder, tmp_path / "out", to="ctranslate2")
+    export(folder, tmp_path / "out", to="ctranslate2", quantization="float32")
     assert_same_tokens(model, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "shared_vocabulary.json").read_text())[33:37] == [
         "w33",
@@ -285,9 +285,8 @@ def test_command_line(exported, tiny_marian, tmp_path, monkeypatch, capsys):
     (tmp_path / "text").write_text("Zwei Hunde spielen im Schnee.\n", encoding="utf-8")
     code, out, _ = run("translate", exported / "onnx", tmp_path / "text")
     assert (code, out) == (0, "Two dogs are playing in the snow.\n")
-    data = tmp_path / "x.jsonl"
-    data.write_text('{"de": "Ein Hund.", "en": "A dog."}\n', encoding="utf-8")
-    code, _, err = run("evaluate", exported / "onnx", "--data", data)
+    (tmp_path / "pairs.jsonl").write_text('{"de": "Hund", "en": "dog"}\n')
+    code, _, err = run("evaluate", exported / "onnx", "--data", tmp_path / "pairs.jsonl")
     assert (code, "exported for another engine" in err) == (1, True)
 
 
@@ -327,11 +326,11 @@ def test_a_model_that_computes_something_else_is_not_kept(tiny_marian, tmp_path,
 
     monkeypatch.setattr(onnx.Graph, "norm", lambda graph, states, norm: states)
     with pytest.raises(ValueError, match="differ from the checkpoint's by"):
-        export(tiny_marian, tmp_path / "out", to="onnx")
+        export(tiny_marian, tmp_path / "out", to="onnx", quantization="float32")
     right = onnx.quantize_rows
     monkeypatch.undo()
     monkeypatch.setattr(onnx, "quantize_rows", lambda table: (right(table)[0][::-1], right(table)[1]))
-    with pytest.raises(ValueError, match="Export it without quantization"):
+    with pytest.raises(ValueError, match="Export it with quantization float32"):
         export(tiny_marian, tmp_path / "out", to="onnx", quantization="int8")
     assert not (tmp_path / "out").exists()
 

@@ -56,7 +56,7 @@ def test_outputs_are_those_with_every_other_token_suppressed(tiny_marian, text, 
     model, tokenizer = (auto.from_pretrained(light) for auto in (AutoModelForSeq2SeqLM, AutoTokenizer))
     model.generation_config.update(early_stopping=True, forced_eos_token_id=None, bad_words_ids=None)
     model.save_pretrained(light)
-    report = export(light, tmp_path / "out", to=to, shortlist=text)
+    report = export(light, tmp_path / "out", to=to, shortlist=text, quantization="float32")
     assert report.shortlist.candidates < report.shortlist.vocabulary / 2
     always, given = read_shortlist(tmp_path / "out", tokenizer.get_vocab())
     engine = load_engine(tmp_path / "out")
@@ -82,7 +82,7 @@ def test_translations_begin_in_their_language(text, tmp_path, monkeypatch, to):
     model, tokenizer = (auto.from_pretrained(tmp_path / "pair") for auto in (AutoModelForSeq2SeqLM, AutoTokenizer))
     model.generation_config.update(early_stopping=True, forced_eos_token_id=None)
     model.save_pretrained(tmp_path / "pair")
-    export(tmp_path / "pair", tmp_path / "out", to=to, shortlist=text, **sides)
+    export(tmp_path / "pair", tmp_path / "out", to=to, shortlist=text, **sides, quantization="float32")
     always, given = read_shortlist(tmp_path / "out", tokenizer.get_vocab())
     engine = load_engine(tmp_path / "out")
     for sentence in GERMAN[:3]:
@@ -105,10 +105,10 @@ def test_models_with_rows_that_are_no_tokens(text, tmp_path, to, family):
         file = tmp_path / "model" / "tokenizer_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"tgt_lang": None}))
         with pytest.raises(ValueError, match="has many languages: give source_lang and target_lang"):
-            export(tmp_path / "model", tmp_path / "out", to=to, shortlist=text)
+            export(tmp_path / "model", tmp_path / "out", to=to, shortlist=text, quantization="float32")
     if family == "nllb":
         sides = {"source_lang": "de=deu_Latn", "target_lang": "en=fra_Latn"}
-    report = export(tmp_path / "model", tmp_path / "out", to=to, shortlist=text, **sides)
+    report = export(tmp_path / "model", tmp_path / "out", to=to, shortlist=text, **sides, quantization="float32")
     assert report.shortlist.pairs == 36
     first = json.loads((tmp_path / "out" / "generation_config.json").read_text()).get("forced_bos_token_id")
     if family != "t5":
@@ -120,12 +120,12 @@ def test_models_with_rows_that_are_no_tokens(text, tmp_path, to, family):
 
 def test_the_languages_of_m2m100_are_in_the_vocabulary_of_ctranslate2(tmp_path):
     make_checkpoint("m2m_100", tmp_path / "model")
-    export(tmp_path / "model", tmp_path / "out", to="ctranslate2")
+    export(tmp_path / "model", tmp_path / "out", to="ctranslate2", quantization="float32")
     assert {"__de__", "__en__"} <= set(json.loads((tmp_path / "out" / "shared_vocabulary.json").read_text()))
 
 
 @pytest.mark.parametrize("to", ENGINES)
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", ["float32", "int8"])
 def test_translations_stay_where_all_is_covered(tiny_marian, text, tmp_path, to, quantization):
     for name, listed in (("plain", None), ("short", text)):
         report = export(tiny_marian, tmp_path / name, to=to, quantization=quantization, shortlist=listed)
@@ -143,7 +143,7 @@ def test_translations_stay_where_all_is_covered(tiny_marian, text, tmp_path, to,
 def test_text_of_the_source_alone_is_translated(tiny_marian, tmp_path):
     lines = tmp_path / "lines.de"
     lines.write_text("\n".join(GERMAN * 4) + "\n\n", encoding="utf-8")
-    report = export(tiny_marian, tmp_path / "out", to="ctranslate2", shortlist=str(lines))
+    report = export(tiny_marian, tmp_path / "out", to="ctranslate2", shortlist=str(lines), quantization="float32")
     assert report.shortlist.own_translations
     assert report.shortlist.chrf is None
     assert report.shortlist.coverage == 1.0
@@ -151,8 +151,8 @@ def test_text_of_the_source_alone_is_translated(tiny_marian, tmp_path):
 
 @pytest.mark.parametrize("to", ENGINES)
 def test_a_shortlist_of_another_model_is_refused(tiny_marian, text, tmp_path, to):
-    export(tiny_marian, tmp_path / "out", to=to, shortlist=text)
-    export(tiny_marian, tmp_path / "plain", to=to)
+    export(tiny_marian, tmp_path / "out", to=to, shortlist=text, quantization="float32")
+    export(tiny_marian, tmp_path / "plain", to=to, quantization="float32")
     shutil.copy(tmp_path / "out" / FILES[to], tmp_path / "plain")
     with pytest.raises(ValueError, match="was not made for this model, whose vocabulary may be another"):
         load_engine(tmp_path / "plain")
@@ -173,14 +173,20 @@ def test_a_shortlist_of_another_model_is_refused(tiny_marian, text, tmp_path, to
 def test_text_that_cannot_be(tiny_marian, tmp_path, content, message):
     (tmp_path / "bad.jsonl").write_text(content)
     with pytest.raises(ValueError, match=message):
-        export(tiny_marian, tmp_path / "out", to="ctranslate2", shortlist=str(tmp_path / "bad.jsonl"))
+        export(
+            tiny_marian,
+            tmp_path / "out",
+            to="ctranslate2",
+            shortlist=str(tmp_path / "bad.jsonl"),
+            quantization="float32",
+        )
     assert not (tmp_path / "out").exists()
 
 
 def test_a_shortlist_needs_a_tokenizer(tiny_marian, text, tmp_path):
     bare = shutil.copytree(tiny_marian, tmp_path / "bare", ignore=shutil.ignore_patterns("*.spm", "vocab*", "tok*"))
     with pytest.raises(ValueError, match="has no tokenizer to read the text by"):
-        export(bare, tmp_path / "out", to="onnx", shortlist=text)
+        export(bare, tmp_path / "out", to="onnx", shortlist=text, quantization="float32")
 
 
 def test_model_1_against_its_equations():
@@ -229,7 +235,7 @@ def test_sources_have_the_prefix_that_the_model_is_told_what_to_do_by(text, give
 
 
 def test_a_damaged_description_is_named(tiny_marian, tmp_path):
-    export(tiny_marian, tmp_path / "out", to="ctranslate2")
+    export(tiny_marian, tmp_path / "out", to="ctranslate2", quantization="float32")
     file = tmp_path / "out" / "export.json"
     description = json.loads(file.read_text())
     for name in ("engine", "max_position_embeddings"):

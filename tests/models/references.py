@@ -444,8 +444,17 @@ def assert_real_positions_equal(actual: torch.Tensor, mask: torch.Tensor, expect
         np.testing.assert_allclose(actual[row, mask[row].bool()].detach().numpy(), np.array(alone), rtol=0, atol=1e-10)
 
 
-def check_logits(model, logits_of: Callable, side: str) -> None:
-    """A padded batch through an encoder-decoder, against `logits_of(weights, config, source, target)`."""
+def check_logits(model, logits_of: Callable, side: str | None) -> None:
+    """A padded batch through an encoder-decoder, against `logits_of(weights, config, source, target)`.
+
+    Without a side, a sentence alone and without any mask: another path of fused attention.
+    """
+    if side is None:
+        source, target = SOURCES[0], TARGETS[1]
+        logits = model(torch.tensor([source]), decoder_input_ids=torch.tensor([target])).logits
+        expected = logits_of(Weights.of(model), model.config, source, target)
+        assert_real_positions_equal(logits, torch.ones(1, len(target)), [expected])
+        return
     config, weights = model.config, Weights.of(model)
     source, source_mask = padded(SOURCES, side, config.pad_token_id)
     target, target_mask = padded(TARGETS, side, config.pad_token_id)
@@ -453,14 +462,6 @@ def check_logits(model, logits_of: Callable, side: str) -> None:
     expected = [logits_of(weights, config, *pair) for pair in zip(SOURCES, TARGETS, strict=True)]
     assert np.std(expected[0]) > 0.1  # the comparison is of numbers that say something
     assert_real_positions_equal(logits, target_mask, expected)
-
-
-def check_unpadded_logits(model, logits_of: Callable) -> None:
-    """As `check_logits`, for a sentence alone and without any mask: another path of fused attention."""
-    source, target = SOURCES[0], TARGETS[1]
-    logits = model(torch.tensor([source]), decoder_input_ids=torch.tensor([target])).logits
-    expected = logits_of(Weights.of(model), model.config, source, target)
-    assert_real_positions_equal(logits, torch.ones(1, len(target)), [expected])
 
 
 def check_ranks(model, expected: dict[str, set[int]]) -> None:

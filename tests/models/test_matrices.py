@@ -7,22 +7,17 @@ from hypothesis import strategies as st
 from models.cases import TINY, make_model
 from torch import nn
 
+from lightformers_hf.matrices import bias_of, factors_of, low_rank_state, matrices_of, product_of, rank_of
 from lightformers_hf.models import LightFormerConfig, LightFormerForConditionalGeneration
-from lightformers_hf.models.matrices import (
+from lightformers_hf.models.low_rank import (
     LowRankEmbedding,
     LowRankLinear,
     LowRankOutput,
-    bias_of,
-    factors_of,
     from_pattern,
-    low_rank_state,
     make_embedding,
-    make_linear,
     make_output,
-    matrices_of,
     pattern_matches,
-    product_of,
-    rank_of,
+    projections,
 )
 
 pytestmark = pytest.mark.quick
@@ -55,11 +50,15 @@ def test_embedding_and_output_are_their_product():
     assert isinstance(embedding, nn.Embedding)
 
 
+def of_rank(rank: int | None) -> LightFormerConfig:
+    return LightFormerConfig(vocab_size=11, d_model=8, ffn_rank=rank, embedding_rank=rank)
+
+
 MAKERS = {
-    "linear": lambda rank: make_linear(8, 11, rank, name="linear"),
-    "linear without bias": lambda rank: make_linear(8, 11, rank, name="linear", bias=False),
-    "table": lambda rank: make_embedding(11, 8, rank, name="table", padding_idx=1),
-    "output": lambda rank: make_output(8, 11, rank, name="output"),
+    "linear": lambda rank: projections(of_rank(rank), "encoder.layers.0", "ffn")("fc1", 8, 11),
+    "linear without bias": lambda rank: projections(of_rank(rank), "encoder", "ffn", bias=False)("fc1", 8, 11),
+    "embedding": lambda rank: make_embedding(of_rank(rank), "encoder"),
+    "output": lambda rank: make_output(of_rank(rank), "lm_head"),
 }
 
 
@@ -128,56 +127,8 @@ def test_a_resized_output_layer_still_says_what_it_is(embedding_rank):
 
 
 def test_a_table_has_no_bias():
-    with pytest.raises(ValueError, match=r"bias of 4 numbers.*LowRankEmbedding"):
+    with pytest.raises(ValueError, match=r"bias of 4 numbers.*embedding"):
         low_rank_state(nn.Embedding(4, 5), torch.ones(4, 1), torch.ones(1, 5), torch.zeros(4))
-
-
-@pytest.mark.parametrize("embedding_rank", [None, 7])
-def test_fresh_model(embedding_rank):
-    """Every matrix has the configured spread, biases are zero, LayerNorms one, the padding row exactly zero."""
-    ranks = {"attention_rank": 40, "ffn_rank": 40} if embedding_rank else {}
-    config = LightFormerConfig(
-        **{
-            **TINY["lightformer"],
-            "d_model": 128,
-            "encoder_ffn_dim": 128,
-            "decoder_ffn_dim": 128,
-            "vocab_size": 400,
-            "init_std": 0.05,
-        },
-        **ranks,
-        embedding_rank=embedding_rank,
-    )
-    torch.manual_seed(0)
-    model = LightFormerForConditionalGeneration(config)
-    table = model.get_input_embeddings()
-    assert torch.equal(table(torch.tensor([config.pad_token_id])), torch.zeros(1, 128))
-    assert table(torch.arange(4, 400)).std().item() == pytest.approx(0.05, rel=0.15)
-    query, norm = model.model.encoder.layers[0].self_attn.q_proj, model.model.encoder.layers[0].final_layer_norm
-    matrix = query.v.weight @ query.u.weight if embedding_rank else query.weight
-    assert matrix.std().item() == pytest.approx(0.05, rel=0.15)
-    assert torch.count_nonzero(query.v.bias if embedding_rank else query.bias) == 0
-    assert torch.equal(norm.weight, torch.ones(128))
-
-
-def test_none_means_dense():
-    assert type(make_linear(4, 5, None, name="a")) is nn.Linear
-    assert type(make_embedding(4, 5, None, name="a", padding_idx=1)) is nn.Embedding
-    assert type(make_output(4, 5, None, name="a")) is nn.Linear
-
-
-@pytest.mark.parametrize("rank", [0, -3, 17])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda rank, name: make_linear(16, 24, rank, name=name),
-        lambda rank, name: make_embedding(40, 16, rank, name=name, padding_idx=1),
-        lambda rank, name: make_output(16, 40, rank, name=name),
-    ],
-)
-def test_impossible_rank_names_the_module(make, rank):
-    with pytest.raises(ValueError, match=rf"some\.where is {rank}.*1 to 16"):
-        make(rank, "some.where")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from lightformers_hf.models import (
     PartialFormerForCausalLM,
     PartialFormerForConditionalGeneration,
 )
-from lightformers_hf.models.partial_attention import GlobalAttention, PartialAttention
+from lightformers_hf.models.modeling_partialformer import GlobalAttention, PartialAttention
 
 pytestmark = pytest.mark.quick
 
@@ -70,15 +70,10 @@ def make(variant: dict, model_class=PartialFormerForConditionalGeneration, seed:
     return double_model(model_class, PartialFormerConfig(**{**TINY, **variant, **fields}), seed)
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("side", ["right", "left", None])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits(variant, side):
     references.check_logits(make(VARIANTS[variant]), references.partialformer_logits, side)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_without_masks(variant):
-    references.check_unpadded_logits(make(VARIANTS[variant]), references.partialformer_logits)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

@@ -16,17 +16,10 @@ from lightformers_hf import (
     SubformerForCausalLM,
     SubformerForConditionalGeneration,
 )
-from lightformers_hf.models.matrices import (
-    LowRankEmbedding,
-    LowRankLinear,
-    LowRankOutput,
-    factors_of,
-    matrices_of,
-    product_of,
-)
+from lightformers_hf.matrices import bias_of, factors_of, matrices_of, product_of
+from lightformers_hf.models.low_rank import LowRankEmbedding, LowRankLinear, LowRankOutput, draw_matrix
+from lightformers_hf.models.modeling_partialformer import PartialAttention, draw_parts
 from lightformers_hf.models.modeling_subformer import SAFE
-from lightformers_hf.models.partial_attention import PartialAttention
-from lightformers_hf.models.starts import draw, draw_parts
 
 TINY = {kind: {**fields, "init_std": None} for kind, fields in STARTED.items()}
 CLASSES = {
@@ -55,7 +48,7 @@ def test_fresh_product_has_the_spread_of_a_fresh_matrix(rank):
         LowRankOutput(256, 300, rank),
     )
     for module in (linear.u, linear.v, embedding, output, output.output):
-        draw(module, std)
+        draw_matrix(module, std)
     for module in (linear, embedding, output):
         assert product_of(module).std().item() == pytest.approx(std, rel=0.15)
         assert abs(product_of(module).mean().item()) < std / 10
@@ -71,7 +64,7 @@ def test_matrices_side_by_side_start_as_if_each_were_alone(rank):
     for part, width in zip(product_of(layer).split(parts, dim=1), parts, strict=True):
         if width:
             assert part.std().item() == pytest.approx(xavier(128, width) / math.sqrt(2), rel=0.1)
-    assert torch.equal(layer.bias, torch.cat([torch.zeros(96), torch.ones(400)]))
+    assert torch.equal(bias_of(layer), torch.cat([torch.zeros(96), torch.ones(400)]))
 
 
 @pytest.mark.parametrize("ranks", [{}, {"attention_rank": 48, "ffn_rank": 48}])
@@ -110,6 +103,9 @@ def test_init_std_replaces_every_start(kind, ranks):
     biases = [tensor for name, tensor in model.named_parameters() if name.endswith("bias")]
     assert biases
     assert not any(torch.count_nonzero(bias) for bias in biases)
+    assert not model.get_input_embeddings()(torch.tensor([model.config.pad_token_id])).any()
+    norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
+    assert all(torch.equal(norm.weight, torch.ones_like(norm.weight)) for norm in norms)
 
 
 def test_safe_starts_as_a_linear_map_that_keeps_lengths():

@@ -217,7 +217,7 @@ def test_embeddings_in_place_of_ids(head, variant):
         torch.testing.assert_close(
             model(inputs_embeds=vectors, decoder_inputs_embeds=target, **batch).logits, expected
         )
-    with pytest.raises(ValueError, match="exactly one"):
+    with pytest.raises(ValueError, match=r"exactly one|decoder_input_ids is missing"):
         model(**batch)
 
 

@@ -4,18 +4,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models.cases import TINY, make_model
+from models.cases import make_model
 from torch import nn
 
-from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration
-from lightformers_hf.models.transformer_layer import drop
+from lightformers_hf.models.layers import apply_dropout
 
 
 @given(share=st.floats(0.001, 0.999), seed=st.integers(0, 2**32 - 1))
 def test_each_element_is_dropped_with_its_share_and_independently(share, seed):
     """Four elements have one random number: frequencies of all their 16 outcomes within 6 standard deviations."""
     torch.manual_seed(seed)
-    kept = drop(torch.ones(40_000, 4), share, training=True).ne(0)
+    kept = apply_dropout(torch.ones(40_000, 4), share, training=True).ne(0)
     outcomes = torch.bincount(kept.long() @ torch.tensor([1, 2, 4, 8]), minlength=16)
     for outcome, seen in enumerate(outcomes.tolist()):
         ones = outcome.bit_count()
@@ -29,7 +28,7 @@ def test_what_is_kept_is_scaled_and_so_is_its_gradient(shape, dtype):
     """1/(1 − p), as torch's own has it, so that the mean stays; any number of elements, and views of others."""
     states = torch.randn(shape, dtype=dtype).movedim(0, -1) if shape else torch.randn((), dtype=dtype)
     states.requires_grad_()
-    dropped = drop(states, 0.25, training=True)
+    dropped = apply_dropout(states, 0.25, training=True)
     assert dropped.shape == states.shape
     assert dropped.dtype == dtype
     (gradient,) = torch.autograd.grad(dropped.sum(), states)
@@ -40,23 +39,23 @@ def test_what_is_kept_is_scaled_and_so_is_its_gradient(shape, dtype):
 
 def test_a_seed_repeats_it_and_evaluation_has_none():
     states = torch.ones(100)
-    first, second = (drop(states, 0.5, training=bool(torch.manual_seed(7))) for _ in range(2))
+    first, second = (apply_dropout(states, 0.5, training=bool(torch.manual_seed(7))) for _ in range(2))
     assert torch.equal(first, second)
-    assert not torch.equal(first, drop(states, 0.5, training=True))
-    assert drop(states, 0.5, training=False) is states
-    assert drop(states, 0.0, training=True) is states
-    assert not drop(states, 1.0, training=True).any()
+    assert not torch.equal(first, apply_dropout(states, 0.5, training=True))
+    assert apply_dropout(states, 0.5, training=False) is states
+    assert apply_dropout(states, 0.0, training=True) is states
+    assert not apply_dropout(states, 1.0, training=True).any()
 
 
 def test_it_compiles_without_a_break():
-    compiled = torch.compile(lambda states: drop(states, 0.5, True), fullgraph=True, backend="eager")
+    compiled = torch.compile(lambda states: apply_dropout(states, 0.5, True), fullgraph=True, backend="eager")
     assert 0 < compiled(torch.ones(64)).ne(0).sum() < 64
 
 
-@pytest.mark.parametrize("variant", ["subformer-sandwich", "lightformer"])
-def test_modules_that_drop_are_no_others(variant):
-    head = "SequenceClassification" if variant == "lightformer" else "Model"
-    droppers = [module for module in make_model(head, variant).modules() if isinstance(module, nn.Dropout)]
+def test_modules_that_drop_are_no_others():
+    droppers = [
+        module for module in make_model("Model", "subformer-sandwich").modules() if isinstance(module, nn.Dropout)
+    ]
     assert droppers
     states = torch.ones(50)
     for dropper in droppers:
@@ -64,20 +63,5 @@ def test_modules_that_drop_are_no_others(variant):
         torch.manual_seed(1)
         dropped = dropper(states)
         torch.manual_seed(1)
-        assert torch.equal(dropped, drop(states, 0.5, training=True))
+        assert torch.equal(dropped, apply_dropout(states, 0.5, training=True))
         assert dropper.eval()(states) is states
-
-
-@pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("stack", ["encoder", "decoder"])
-def test_sublayers_one_after_the_other_are_the_layer(stack, before):
-    torch.manual_seed(0)
-    config = LightFormerConfig(**TINY["lightformer"], normalize_before=before)
-    layer = getattr(LightFormerForConditionalGeneration(config).eval().model, stack).layers[0]
-    states, encoded = torch.randn(2, 5, config.d_model), torch.randn(2, 7, config.d_model)
-    memory = {"encoder_hidden_states": encoded} if stack == "decoder" else {}
-    whole = layer(states, None, **memory)
-    count = 3 if memory else 2
-    for place in range(count):
-        states = layer(states, None, **memory, sublayers=slice(place, place + 1))
-        assert torch.equal(states, whole) == (place == count - 1)

@@ -1,19 +1,105 @@
-"""The trainer's loss against its definition in plain arithmetic, however the batch is cut into pieces."""
+"""The trainer and its losses against their definitions in plain arithmetic, however a batch is cut into pieces."""
 
+import copy
 import math
-import os
 from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForSeq2SeqLM
 
-from lightformers_hf import products
-from lightformers_hf.processors import CACHES
+from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration
+from lightformers_hf import processors as products
 from lightformers_hf.recovery import (
     find_last_checkpoint,
     hidden_loss,
+    training_loss,
 )
+
+
+def in_functions(logits, labels, teacher, alpha, temperature, smoothing):
+    """The definition."""
+    kept = labels != -100
+    logits, labels = logits[kept], labels[kept]
+    loss = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum")
+    if teacher is None:
+        return loss
+    student, teacher = ((x / temperature).log_softmax(-1) for x in (logits, teacher[kept]))
+    divergence = F.kl_div(student, teacher, log_target=True, reduction="sum")
+    return alpha * temperature**2 * divergence + (1 - alpha) * loss
+
+
+def draw(seed, sentences=3, length=5, size=11):
+    """Logits of student and teacher, and labels with padding."""
+    generator = torch.Generator().manual_seed(seed)
+    student, teacher = (4 * torch.randn(sentences, length, size, generator=generator).double() for _ in range(2))
+    labels = torch.randint(0, size, (sentences, length), generator=generator)
+    labels[torch.rand(labels.shape, generator=generator) < 0.3] = -100
+    return student, labels, teacher
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 10**6),
+    taught=st.booleans(),
+    alpha=st.floats(0, 1),
+    temperature=st.sampled_from([1.0, 0.5, 3.0]),
+    smoothing=st.sampled_from([0.0, 0.1]),
+)
+def test_value_and_gradient_are_those_of_the_definition(seed, taught, alpha, temperature, smoothing):
+    student, labels, teacher = draw(seed)
+    theirs = teacher if taught else None
+    expected = student.clone().requires_grad_()
+    value = in_functions(expected, labels, theirs, alpha, temperature, smoothing)
+    value.backward()
+    ours = student.float().requires_grad_()
+    loss = training_loss(ours, labels, theirs, alpha=alpha, temperature=temperature, smoothing=smoothing)
+    (3 * loss).backward()
+    torch.testing.assert_close(loss.double(), value, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.grad.double(), 3 * expected.grad, rtol=1e-4, atol=1e-5)
+    assert not ours.grad[labels == -100].any()
+
+
+def test_equals_have_no_divergence_and_no_gradient():
+    student, labels, _ = draw(1)
+    logits = student.float().requires_grad_()
+    loss = training_loss(logits, labels, logits.detach(), alpha=1.0, temperature=3.0)
+    loss.backward()
+    assert loss.item() == pytest.approx(0, abs=1e-5)
+    assert logits.grad.abs().max() < 1e-6
+    assert training_loss(logits, labels, logits.detach().flip(-1), alpha=1.0, temperature=3.0).item() > 0.1
+
+
+def test_half_precision_is_summed_in_single():
+    student, labels, teacher = draw(2, 40, 20, 300)
+    expected = in_functions(student.bfloat16().double(), labels, teacher.bfloat16().double(), 0.7, 1.0, 0.0)
+    logits = student.bfloat16().requires_grad_()
+    loss = training_loss(logits, labels, teacher.bfloat16(), alpha=0.7)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert logits.grad.dtype == torch.bfloat16
+
+
+def test_of_padding_alone_there_is_no_loss():
+    logits = torch.randn(2, 3, 7, requires_grad=True)
+    loss = training_loss(logits, torch.full((2, 3), -100))
+    loss.backward()
+    assert loss.item() == 0
+    assert not logits.grad.any()
+
+
+def test_tokens_that_cannot_be_are_no_harm():
+    student, labels, _ = draw(3)
+    student[..., 4], labels[labels == 4] = -torch.inf, 5
+    logits = student.float().requires_grad_()
+    loss = training_loss(logits, labels)
+    loss.backward()
+    assert loss.item() == pytest.approx(in_functions(student, labels, None, 0, 1, 0).item(), rel=1e-5)
+    assert logits.grad.isfinite().all()
 
 
 def log_softmax(logits):
@@ -202,14 +288,6 @@ def test_only_complete_checkpoints_are_found(tmp_path):
     assert find_last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-20")
 
 
-def test_training_keeps_memory_however_it_is_begun(build_trainer, monkeypatch):
-    """By `train()` alone, too, as in a notebook: few programs of products are kept."""
-    for name in CACHES:
-        monkeypatch.delenv(name, raising=False)
-    build_trainer(max_steps=1).train()
-    assert [os.environ.get(name) for name in CACHES] == ["512", "128"]
-
-
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_training_ends_at_the_first_loss_that_is_nan(build_trainer, steps):
     trainer = build_trainer(max_steps=3, per_device_train_batch_size=4, logging_steps=500)
@@ -258,7 +336,7 @@ def test_attention_is_planned_for_no_batch(build_trainer, before):
 
 
 def test_models_whose_layers_are_alike_multiply_as_ever(build_trainer):
-    assert isinstance(build_trainer(bf16=True).even_products(), nullcontext)
+    assert not build_trainer(bf16=True).evens_products
 
 
 def test_layers_that_are_computed_again_for_their_gradients(build_trainer, monkeypatch):
@@ -310,3 +388,54 @@ def test_a_training_is_the_same(build_trainer, monkeypatch, model):
 
     even = losses(True)
     assert even == pytest.approx(losses(False), rel=0.02)
+
+
+HEAD = 8
+
+
+def undivided(model):
+    """The same model with scores that nothing divides, their divisor in the queries' matrices."""
+    config = copy.deepcopy(model.config)
+    config.scale_attention = False
+    other = LightFormerForConditionalGeneration(config)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    for name, weight in weights.items():
+        if ".q_proj." in name:
+            weight *= HEAD ** (-0.5 if name.endswith("q_proj.weight") else -0.25)
+    other.load_state_dict(weights)
+    return other
+
+
+@pytest.mark.parametrize("rank", [None, 6])
+def test_steps_are_those_of_divided_scores(rank, tiny_marian, build_trainer):
+    """Queries of scores that nothing divides learn as those of divided scores do: the same steps, the same answers."""
+    teacher = AutoModelForSeq2SeqLM.from_pretrained(tiny_marian).config
+    names = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
+    torch.manual_seed(0)
+    config = LightFormerConfig(
+        **{name: getattr(teacher, name) for name in names},
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        attention_rank=rank,
+        dropout=0.0,
+        use_bias=False,
+        position_embedding_type="relative",
+    )
+    divided = LightFormerForConditionalGeneration(config)
+    adam = {"optim": "adamw_torch", "learning_rate": 3e-3, "adam_epsilon": 1e-16, "max_steps": 4}
+    logits = []
+    for model in (divided, undivided(divided)):
+        trainer = build_trainer(model, rows=10, **adam)
+        names = ("input_ids", "attention_mask", "labels")
+        batch = trainer.data_collator([{name: trainer.train_dataset[row][name] for name in names} for row in range(4)])
+        before = model.eval()(**batch).logits
+        trainer.train()
+        logits.append([before, model.eval()(**batch).logits])
+    torch.testing.assert_close(logits[1][0], logits[0][0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits[1][1], logits[0][1], atol=1e-3, rtol=0)
+    assert (logits[0][1] - logits[0][0]).abs().max() > 0.1

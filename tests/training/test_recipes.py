@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import string
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +12,7 @@ import build_tokenizer
 import pytest
 import torch
 import yaml
+from click.testing import CliRunner
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,6 +20,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
+from lightformers_hf import cli
 from lightformers_hf.loading import unique_parameters
 
 TRAINING = Path(arguments.__file__).parent
@@ -92,7 +95,7 @@ def data(tmp_path_factory, parallel_sentences, tiny_marian):
     folder = tmp_path_factory.mktemp("recipes")
     german, english = ([pair[language] for pair in parallel_sentences] for language in ("de", "en"))
     rows = [
-        {"translation": dict.fromkeys(("fr", "ro"), g) | {"de": g, "en": e}, "document": e, "summary": g}
+        {"translation": dict.fromkeys(("fi", "fr", "lv", "ro"), g) | {"de": g, "en": e}, "document": e, "summary": g}
         for g, e in zip(german, english, strict=True)
     ]
     reviews = [{"text": text, "label": i % 2} for i, text in enumerate(english * 2)]
@@ -124,19 +127,23 @@ def tiny(fields):
     return small
 
 
-def trains(path):
-    """Whether a recipe has options of training, and is not only another model of its base.
+def options_of(path):
+    """What a recipe trains otherwise than its base: the base and the names of options; `None` if only the model.
 
     Where these stand in a file without a model, one of the models below it is taken.
     """
     recipe = yaml.safe_load(path.read_text())
-    return bool(recipe.keys() - {"base", "model"}) or (recipe.get("base"), path.stem) == (
-        "training.yaml",
-        "transformer",
-    )
+    base, others = recipe.get("base"), recipe.keys() - {"base", "model"}
+    if not others and (base, path.stem) != ("training.yaml", "transformer"):
+        return None
+    return path.parent, base, frozenset(others)
 
 
-@pytest.mark.parametrize("path", filter(trains, RECIPES), ids=id_of)
+# One recipe for each set of options takes the script, the others build their model.
+SCRIPTED = list({options_of(path): path for path in reversed(RECIPES) if options_of(path)}.values())
+
+
+@pytest.mark.parametrize("path", SCRIPTED, ids=id_of)
 def test_two_steps_of_the_script(path, data, tmp_path):
     name, recipe = script_of(path), arguments.load_recipe(path)
     fields = tiny(recipe["model"])
@@ -152,7 +159,7 @@ def test_two_steps_of_the_script(path, data, tmp_path):
     assert {field: saved[field] for field in fields} == fields
 
 
-@pytest.mark.parametrize("path", [path for path in RECIPES if not trains(path)], ids=id_of)
+@pytest.mark.parametrize("path", [path for path in RECIPES if path not in SCRIPTED], ids=id_of)
 def test_two_steps_of_another_model(path):
     """Its options are those of its base, which the script has taken."""
     auto = AUTO.get(script_of(path), AutoModelForSeq2SeqLM)
@@ -172,6 +179,37 @@ def test_two_steps_of_another_model(path):
     for old, new in zip(before, model.parameters(), strict=True):
         assert new.isfinite().all()
         assert not torch.equal(old, new)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in RECIPES if "lightformers convert" in path.read_text() and path.parent.name == "lightformer"],
+    ids=id_of,
+)
+def test_the_conversion_of_a_head_gives_the_shapes_of_the_recipe(path, tmp_path):
+    head = path.read_text().replace("\\\n#", "")
+    (words,) = re.findall(r"#   lightformers (convert .*)", head)
+    words = shlex.split(re.sub(r"/fold-0", "", words))
+    (teacher,) = path.parent.glob(f"{Path(words[1]).name}.yaml")
+    auto = AUTO.get(script_of(path), AutoModelForSeq2SeqLM)
+    tokens = {"vocab_size": 50, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
+
+    def build(recipe):
+        return auto.from_config(AutoConfig.for_model(**tiny(arguments.load_recipe(recipe)["model"]) | tokens))
+
+    build(teacher).save_pretrained(tmp_path / "teacher")
+    words[1:3] = map(str, (tmp_path / "teacher", tmp_path / "light"))
+    small = {"--rank": 4, "--encoder-groups": TINY["encoder_groups"], "embedding": 4, "decoder.layers.*": 3}
+    for number, word in enumerate(words):
+        name, equals, _ = word.partition("=")
+        if equals:
+            words[number] = f"{name}={small[name]}"
+        elif word in small:
+            words[number + 1] = str(small[word])
+    result = CliRunner().invoke(cli.app, words)
+    assert result.exit_code == 0, result.output
+    light = auto.from_pretrained(tmp_path / "light")
+    assert {n: p.shape for n, p in light.named_parameters()} == {n: p.shape for n, p in build(path).named_parameters()}
 
 
 @pytest.fixture

@@ -1,15 +1,17 @@
 """A compression by one call: its folder, that it goes on, and what it refuses."""
 
+import dataclasses
 import json
 import shutil
 
 import pytest
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from lightformers_hf import CompressionOptions
 from lightformers_hf.conversion.report import OWN_TEXT
 from lightformers_hf.export import load_engine
 from lightformers_hf.files import read_json
-from lightformers_hf.workflows.compress import Work, compress
+from lightformers_hf.workflows.compress import Work, choose_method, compress
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +54,9 @@ def test_a_compression_goes_on_where_it_was_interrupted(tiny_marian, asked, plac
     trained = (output / "recovered" / "model.safetensors").stat().st_mtime_ns
     with pytest.raises(FileExistsError, match="another ratio"):
         compress(tiny_marian, output, **asked | {"ratio": 3.0})
-    found, tables = compress(tiny_marian, output, **asked)
+    found = compress(tiny_marian, output, **asked)
     assert (output / "recovered" / "model.safetensors").stat().st_mtime_ns == trained
-    assert [table.row_count for table in tables] == [4]  # two models in two engines
+    assert [table.row_count for table in found.engines.tables()] == [4]  # two models in two engines
 
     parts = {
         part: (output / "data" / f"{part}.jsonl").read_text().splitlines() for part in ("train", "validation", "test")
@@ -66,7 +68,7 @@ def test_a_compression_goes_on_where_it_was_interrupted(tiny_marian, asked, plac
     tokenizer = AutoTokenizer.from_pretrained(output / "recovered")
     assert AutoModelForSeq2SeqLM.from_pretrained(output / "recovered").num_parameters() == plan["parameters_after"]
     assert load_engine(output / "deployed").generate([tokenizer("Ein Hund.")["input_ids"]])
-    assert found["engines"]["data"].endswith("test.jsonl")
+    assert found.engines.data.endswith("test.jsonl")
     assert "<h2>Training</h2>" in (output / "report.html").read_text()
     assert "<h2>Deployed: 1 core, batch 1, beam 1</h2>" in (output / "report.html").read_text()
 
@@ -122,7 +124,7 @@ def test_a_link_in_place_of_a_part_is_not_followed(tiny_marian, asked, finished,
         ({"test": "tset.jsonl"}, "tset.jsonl"),
         ({"validation": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"quantization": "in8"}, "quantization is 'in8'; ctranslate2 has"),
-        ({"to": "onnx", "quantization": "float16"}, "quantization is 'float16'; onnx has"),
+        ({"to": "onnx", "quantization": "bfloat16"}, "quantization is 'bfloat16'; onnx has"),
         ({"minutes": 0}, "minutes is 0"),
         ({"minutes": float("inf")}, "minutes is inf"),
     ],
@@ -157,11 +159,11 @@ def test_without_text_a_test_of_pairs_is_all_that_is_needed(tiny_marian, data, t
     with pytest.raises(ValueError, match="Neither data nor test is given"):
         compress(tiny_marian, tmp_path / "none", **asked)
     assert not (tmp_path / "none").exists()
-    found, _ = compress(tiny_marian, tmp_path / "small", test=data, **asked)
-    assert found["recovery"]["with_teacher"]
+    found = compress(tiny_marian, tmp_path / "small", test=data, **asked)
+    assert found.recovery.with_teacher
     assert not (tmp_path / "small" / "data").exists()
     assert read_json(tmp_path / "small" / "converted" / "compression.json")["calibration"] == OWN_TEXT
-    assert found["engines"]["data"] == data
+    assert found.engines.data == data
 
 
 def test_it_goes_on_however_its_folder_and_options_are_spelled(tiny_marian, asked, finished, tmp_path, monkeypatch):
@@ -187,3 +189,22 @@ def test_only_what_is_missing_is_set_apart(tiny_marian, asked, tmp_path, monkeyp
         compress(tiny_marian, tmp_path / "small", test=str(test), **asked)
     made = {file.stem: len(file.read_text().splitlines()) for file in (tmp_path / "small" / "data").glob("*.jsonl")}
     assert made == {"train": 27, "validation": 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "method", "note"),
+    [
+        ({"ratio": 2.0}, "narrow", "The method is narrow"),
+        ({"ratio": 2.0, "to": "onnx"}, None, ""),
+        ({"rank": 4}, None, "expanded to full matrices"),
+        ({"ratio": 2.0, "method": "low-rank"}, "low-rank", "expanded to full matrices"),
+        ({"ratio": 2.0, "method": "narrow"}, "narrow", ""),
+        ({"decoder_layers": 1}, None, ""),
+    ],
+)
+def test_the_method_fits_the_engine(options, method, note):
+    fields = dict.fromkeys(option.name for option in dataclasses.fields(CompressionOptions))
+    chosen, said = choose_method(fields | options, options.get("to", "ctranslate2"))
+    assert chosen.get("method") == method
+    assert said.startswith(note) or note in said
+    assert bool(said) == bool(note)

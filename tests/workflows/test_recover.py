@@ -12,10 +12,8 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import convert
-from lightformers_hf.files import read_json
-from lightformers_hf.folders import lock
-from lightformers_hf.processors import IdleThreads
-from lightformers_hf.recovery import progress
+from lightformers_hf.files import lock, read_json
+from lightformers_hf.recovery import callbacks
 from lightformers_hf.workflows.recover import Run, recover
 from lightformers_hf.workflows.settings import (
     choose_settings,
@@ -122,7 +120,7 @@ def test_a_recovery_goes_on_where_it_was_interrupted(place, tiny_marian, tmp_pat
         if len(seen) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(progress.Progress, "on_step_end", interrupt)
+    monkeypatch.setattr(callbacks.Progress, "on_step_end", interrupt)
     monkeypatch.setattr("lightformers_hf.workflows.settings.MOST_EVALUATIONS", 3)
     monkeypatch.setattr("lightformers_hf.workflows.settings.FOR_VALIDATION", 1000)
     monkeypatch.setattr("lightformers_hf.workflows.recover.FOR_VALIDATION", 0.1)
@@ -260,7 +258,7 @@ def test_what_is_refused(place, tiny_marian, tmp_path):
 def test_a_multilingual_teacher_recovers_without_text(tiny_mbart50, tmp_path):
     convert(tiny_mbart50, tmp_path / "light", rank=4, method="paper", progress=False)
     asked = {"teacher": tiny_mbart50, "minutes": 0.02, "progress": False}
-    found = recover(tmp_path / "light", tmp_path / "out", source="de=de_DE", target="en=en_XX", **asked)
+    found = recover(tmp_path / "light", tmp_path / "out", source_lang="de=de_DE", target_lang="en=en_XX", **asked)
     assert found.with_teacher
     assert found.steps >= 1
 
@@ -285,7 +283,6 @@ def test_a_multilingual_teacher_translates_into_the_light_models_language(tiny_m
         (),
         0,
         False,
-        IdleThreads(),
     )
     assert light.generation_config.forced_bos_token_id is not None
     assert run.distiller.generation_config.forced_bos_token_id == light.generation_config.forced_bos_token_id
@@ -305,7 +302,7 @@ def test_pairs_in_long_strings_have_translations_too(place, tiny_marian, tmp_pat
     rows = [json.loads(line)["translation"] for line in (place / "pairs.jsonl").read_text().splitlines()]
     table = pa.table({name: pa.array([row[name] for row in rows], pa.large_string()) for name in ("de", "en")})
     parquet.write_table(table, tmp_path / "pairs.parquet")
-    asked = options(place, tiny_marian, data=str(tmp_path / "pairs.parquet"), source="de", target="en")
+    asked = options(place, tiny_marian, data=str(tmp_path / "pairs.parquet"), source_lang="de", target_lang="en")
     assert recover(place / "light", tmp_path / "out", translations=True, **asked).translations > 0
 
 
@@ -321,7 +318,7 @@ def test_what_is_cut_is_said(place, tiny_marian, tmp_path, capsys):
 def test_a_prefix_that_is_given_stands_before_the_sources(place, tiny_marian, tmp_path):
     languages = ("de=translate: ", "en")
     data = str(place / "pairs.jsonl")
-    run = Run(place / "light", tmp_path / "out", tiny_marian, data, None, languages, [], (), 0, False, IdleThreads())
+    run = Run(place / "light", tmp_path / "out", tiny_marian, data, None, languages, [], (), 0, False)
     assert all(text.startswith("translate: ") for text in [*run.pairs["source"], *run.held_out["source"]])
 
 

@@ -9,8 +9,8 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from lightformers_hf import SubformerConfig, SubformerForConditionalGeneration
 from lightformers_hf.evaluation.translate import translate
 from lightformers_hf.export import Engine
-from lightformers_hf.workflows import translator
-from lightformers_hf.workflows.translator import fastest_translator, time_translations
+from lightformers_hf.workflows import recover
+from lightformers_hf.workflows.recover import fastest_translator, time_translations
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_it_says_what_the_network_says(teacher, parallel_sentences, monkeypatch)
     sources = [pair["de"] for pair in parallel_sentences]
     expected = translate(sources, network, tokenizer, num_beams=1)
     with monkeypatch.context() as patched:
-        patched.setattr(translator, "QUANTIZATION", "float32")
+        patched.setattr(recover, "QUANTIZATION", "float32")
         exact = fastest_translator(network, tokenizer)
     assert isinstance(exact, Engine)
     texts, seconds = time_translations(sources, exact, tokenizer, 1)
@@ -72,12 +72,12 @@ def test_a_full_disk_is_no_reason_to_end(teacher, monkeypatch):
     def fail(*_, **__):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(translator, "export", fail)
+    monkeypatch.setattr(recover, "export", fail)
     assert fastest_translator(*teacher) is teacher[0]
 
 
 def test_without_the_engine(teacher, monkeypatch):
-    monkeypatch.setattr(translator, "find_spec", lambda _: None)
+    monkeypatch.setattr(recover, "find_spec", lambda _: None)
     assert fastest_translator(*teacher) is teacher[0]
 
 

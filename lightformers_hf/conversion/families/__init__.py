@@ -7,6 +7,8 @@ BART's own.
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -14,10 +16,8 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedConfig
 
-from ...checkpoint import CheckpointReader
-from ...models.configuration_base import FactorizedConfig
-from ...models.configuration_lightformer import LightFormerConfig
-from ..registry import import_files
+from ...loading import CheckpointReader
+from ...models.configuration_lightformer import FactorizedConfig, LightFormerConfig
 
 # Fields that Marian, BART and their relatives call as LightFormer does.
 SHARED_FIELDS = (
@@ -99,7 +99,8 @@ def find_family(config: PreTrainedConfig) -> type[Family]:
     Raises:
         ValueError: no such family, or a model of it that is not sequence-to-sequence.
     """
-    import_files(__name__)
+    for file in pkgutil.iter_modules(__path__):  # each registers itself
+        importlib.import_module(f"{__name__}.{file.name}")
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise ValueError(
@@ -112,3 +113,42 @@ def find_family(config: PreTrainedConfig) -> type[Family]:
             f"of the family {config.model_type!r} these can be converted: {', '.join(family.architectures)}"
         )
     return family
+
+
+class OwnFamily(Family):
+    """Names and configuration are this package's already."""
+
+    @classmethod
+    def own_config(cls, config: Any) -> Any:
+        """The checkpoint's own."""
+        return config
+
+    @classmethod
+    def own_name(cls, name: str) -> str | None:
+        """The same name."""
+        return name
+
+
+@register_family("lightformer")
+class LightFormer(OwnFamily):
+    """LightFormers, of any rank."""
+
+    architectures = (
+        "LightFormerForConditionalGeneration",
+        "LightFormerForCausalLM",
+        "LightFormerForSequenceClassification",
+    )
+
+
+@register_family("subformer")
+class Subformer(OwnFamily):
+    """Subformers."""
+
+    architectures = ("SubformerForConditionalGeneration", "SubformerForCausalLM")
+
+
+@register_family("partialformer")
+class PartialFormer(OwnFamily):
+    """PartialFormers."""
+
+    architectures = ("PartialFormerForConditionalGeneration", "PartialFormerForCausalLM")

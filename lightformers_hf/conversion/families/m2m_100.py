@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedConfig
 
-from ...models.configuration_base import FactorizedConfig
+from ...models.configuration_lightformer import FactorizedConfig
 from . import POSITION_TABLES, Family, register_family
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedConfig
 
-from ...checkpoint import CheckpointReader
+from ...loading import CheckpointReader
 from ...models.configuration_lightformer import LightFormerConfig
 from . import Family, register_family
 

@@ -1,1 +1,220 @@
-"""Structural forms: what a part of a model can become to be smaller."""
+"""Structural forms: ways in which a place of a model (a matrix, an attention, a network) gets smaller.
+
+A form is a class in a file of its own in this folder, under `@register_form`. An instance is one place of one model.
+Nothing else in the package knows which forms there are.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...matrices import product_of
+from ..moments import Metric
+from ..report import DENSE, MatrixReport
+from ..rules import RankPolicy
+from ..sharing import Originals, find_matrices, short_name
+
+# A rank or a width; `None` leaves a place as it is.
+Setting = int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """The choices for one part of a model.
+
+    Attributes:
+        settings: a rank or a width each; `None` leaves the part as it is.
+        costs: what each loses, in one unit for all parts (K) float64.
+        sizes: parameters of each (K) float64.
+    """
+
+    settings: list[int | None]
+    costs: Tensor
+    sizes: Tensor
+
+    def best(self, price: float) -> tuple[float, int]:
+        """The least cost + price · size, and where it is."""
+        value, index = (self.costs + price * self.sizes).min(0)
+        return value.item(), int(index)
+
+
+@dataclass(frozen=True, eq=False)
+class Built:
+    """The tensors and reports that a place became.
+
+    Attributes:
+        reports: of its matrices.
+        tensors: under the names that the result's checkpoint has.
+        coordinates: module → what its outputs are of the teacher's, where they are fewer: of each head so many sums
+            (h×n/h×n'/h), or, as whole numbers (n'), these of them.
+    """
+
+    reports: list[MatrixReport]
+    tensors: dict[str, Tensor]
+    coordinates: dict[str, Tensor] = field(default_factory=dict)
+
+    def of_teacher(self, name: str, outputs: Tensor) -> Tensor:
+        """Return the outputs that a module should give, from the teacher's (rows×n)."""
+        coordinates = self.coordinates.get(name)
+        if coordinates is None:
+            return outputs
+        if not coordinates.is_floating_point():
+            return outputs[:, coordinates.to(outputs.device)]
+        heads = outputs.unflatten(1, coordinates.shape[:2]).transpose(0, 1) @ coordinates.to(outputs)
+        return heads.transpose(0, 1).flatten(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Form(ABC):
+    """A place of a model, and what it can become.
+
+    Attributes:
+        name: of the place's module, with the head's `model.`.
+        originals: the matrices to start from.
+        label: what reports call the form.
+        method: the value of the option `method` that asks for this form alone.
+        is_usual: whether the form is taken where nothing else is asked for: one form is.
+    """
+
+    name: str
+    originals: Originals
+    label: ClassVar[str]
+    method: ClassVar[str]
+    is_usual: ClassVar[bool] = False
+
+    @classmethod
+    @abstractmethod
+    def places(cls, dense: PreTrainedModel) -> dict[str, tuple[str, ...]]:
+        """{place: the matrices that it decides over} of a model in which nothing is smaller yet."""
+
+    @classmethod
+    @abstractmethod
+    def fields(cls, reports: Sequence[MatrixReport], dense: PreTrainedModel) -> dict[str, object]:
+        """The fields of the result's configuration that say what matrices of this form (`reports`) became."""
+
+    @classmethod
+    def holds(cls, module: nn.Module) -> bool:
+        """Whether a module of the source has this form already: then `build(None)` leaves it in it."""
+        return False
+
+    @property
+    @abstractmethod
+    def least(self) -> Setting:
+        """The setting that takes least."""
+
+    @abstractmethod
+    def size(self, setting: Setting | Tensor) -> Tensor | float:
+        """Parameters of the place's matrices at a setting, or at each of several in a tensor."""
+
+    @abstractmethod
+    def choices(self) -> Choices:
+        """All settings, each with its cost and its size."""
+
+    @abstractmethod
+    def follow(self, policy: RankPolicy) -> Setting:
+        """The setting that a rule gives to this place by itself.
+
+        Raises:
+            ValueError: the rule does not fit the form, or the place.
+        """
+
+    @abstractmethod
+    def build(self, setting: Setting) -> Built:
+        """The place at that setting."""
+
+    @classmethod
+    def nearest_state(
+        cls, module: nn.Module, matrix: Tensor, bias: Tensor | None, find_metric: Callable[[], Metric], *, name: str
+    ) -> dict[str, Tensor]:
+        """State of a linear layer of this form whose matrix is the nearest to `matrix` that the layer can have.
+
+        By default that of an `nn.Linear`, which can have it.
+
+        Args:
+            module: the layer.
+            matrix: W, m×n, float64.
+            find_metric: gives the norm that says what is near, where that matters.
+            name: for messages.
+        """
+        return {"weight": matrix.T} | ({} if bias is None else {"bias": bias})
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """(m, n) of a matrix, from the skeleton."""
+        return tuple(product_of(self.originals.module(name)).shape)
+
+    def kind(self, name: str) -> str:
+        """The kind of a matrix: `embedding`, `attention` or `ffn`."""
+        return self.originals.module(name).kind
+
+    def report(self, name: str, size: int | None, setting: str, parameters: int, error: float) -> MatrixReport:
+        """The report of a matrix with a relative `error`, which stays dense where its `size` is `None`."""
+        m, n = self.shape(name)
+        return MatrixReport(
+            name=short_name(name), kind=self.kind(name), m=m, n=n, form=DENSE if size is None else self.label,
+            size=size, setting=setting, parameters_after=parameters, energy=1 - error**2, relative_error=error,
+        )  # fmt: skip
+
+    def keep(self, names: Sequence[str]) -> Built:
+        """Matrices as they are."""
+        tensors, reports = {}, []
+        for name in names:
+            matrix, bias = self.originals.linear(name)
+            tensors[name] = {"weight": matrix if self.kind(name) == "embedding" else matrix.T, "bias": bias}
+            reports.append(self.report(name, None, DENSE, matrix.numel(), 0.0))
+        return Built(reports, to_store(tensors))
+
+
+FORMS: list[type[Form]] = []
+
+
+def register_form(form: type[Form]) -> type[Form]:
+    """Make a class one of the forms."""
+    FORMS.append(form)
+    return form
+
+
+def find_form(label: str) -> type[Form]:
+    """The form that reports call so; `Form` itself, which does nothing to a matrix, of a dense one."""
+    return next((form for form in all_forms() if form.label == label), Form)
+
+
+def all_forms() -> list[type[Form]]:
+    """Every form, the usual one first."""
+    for file in pkgutil.iter_modules(__path__):  # each registers itself
+        importlib.import_module(f"{__name__}.{file.name}")
+    return sorted(FORMS, key=lambda form: not form.is_usual)
+
+
+def to_store(tensors: Mapping[str, Mapping[str, Tensor | None]]) -> dict[str, Tensor]:
+    """{module: {leaf: tensor}} → {name: tensor} on the CPU, without what is `None`.
+
+    A copy where it is a view, so that no source stays mapped and nothing is copied a second time on writing.
+    """
+    return {
+        f"{name}.{leaf}": tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, leaves in tensors.items()
+        for leaf, tensor in leaves.items()
+        if tensor is not None
+    }
+
+
+def commonest(values: list) -> object:
+    """The value that stands most often in a list; `None` of an empty one."""
+    return Counter(values).most_common(1)[0][0] if values else None
+
+
+def find_blocks(dense: PreTrainedModel, names: Iterable[str], parts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """{module: its matrices} of those modules of an encoder-decoder whose `parts` are all matrices of their own."""
+    matrices = dict(find_matrices(dense))
+    blocks = {name: tuple(f"{name}.{part}" for part in parts) for name in names if name.startswith("model.")}
+    return {name: own for name, own in blocks.items() if all(part in matrices for part in own)}

@@ -21,15 +21,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...models.attention import MultiHeadAttention
-from ..choosing.budget import Choices, tail_energies
-from ..choosing.rules import RankPolicy
-from ..lazy import lazy_property
+from ...models.layers import MultiHeadAttention
+from ..moments import GRADIENT_DAMPING, INPUT_DAMPING, damped_root, lazy_property
 from ..report import MatrixReport
-from ..sharing.originals import short_name
-from ..statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, damped_root
-from .form import Built, Form, Setting, commonest, find_blocks, register_form, to_store
-from .svd import Factors, rescale_
+from ..rules import RankPolicy
+from ..sharing import short_name
+from . import Built, Choices, Form, Setting, commonest, find_blocks, register_form, to_store
+from .svd import Factors, rescale_, tail_energies
 
 PARTS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
@@ -58,7 +56,7 @@ class Bottlenecks:
         return cls(into, out_of, values)
 
     def costs(self) -> Tensor:
-        """What all heads together lose at inner widths 0 … d_k."""
+        """Return the loss of all heads together at inner widths 0 … d_k."""
         return torch.stack([tail_energies(values) for values in self.singular_values]).sum(0)
 
     def at(self, width: int) -> tuple[Tensor, Tensor]:
@@ -125,7 +123,7 @@ class NarrowerHeads(Form):
 
     @lazy_property
     def _bottlenecks(self) -> tuple[Bottlenecks, Bottlenecks, Tensor]:
-        """Of queries, of contexts, and the mean of the context."""
+        """The bottlenecks of queries and of contexts, and the mean of the context."""
         query, key, value, out = (f"{self.name}.{part}_proj" for part in ("q", "k", "v", "out"))
         q, bias = self.originals.matrix(query).double(), self._bias(query)
         moments, heads = self.originals.moments(query), self.heads
@@ -149,7 +147,7 @@ class NarrowerHeads(Form):
         return queries, Bottlenecks.of(diagonal_blocks(contexts, heads), diagonal_blocks(of_contexts, heads)), mean
 
     def _bias(self, name: str) -> Tensor:
-        """Of a matrix (n), double; zeros where it has none."""
+        """Return the bias of a matrix (n), double; zeros where it has none."""
         matrix, bias = self.originals.linear(name)
         return matrix.new_zeros(matrix.shape[1], dtype=torch.float64) if bias is None else bias.double()
 
@@ -217,13 +215,5 @@ class NarrowerHeads(Form):
             else:
                 new, new_bias = matrix.double() @ whole[part], self._bias(name) @ whole[part]
             tensors[name] = {"weight": new.T.to(matrix.dtype), "bias": None if bias is None else new_bias.to(bias)}
-            reports.append(self._report(name, setting, new.numel(), share))
+            reports.append(self.report(name, setting, f"heads {setting} wide", new.numel(), share**0.5))
         return Built(reports, to_store(tensors), {f"{self.name}.{part}": h.cpu() for part, h in coordinates.items()})
-
-    def _report(self, name: str, width: int, parameters: int, share: float) -> MatrixReport:
-        """Of one matrix; `share` of the block's energy is lost."""
-        m, n = self.shape(name)
-        return MatrixReport(
-            name=short_name(name), kind=self.kind(name), m=m, n=n, form=self.label, size=width,
-            setting=f"heads {width} wide", parameters_after=parameters, energy=1 - share, relative_error=share**0.5,
-        )  # fmt: skip

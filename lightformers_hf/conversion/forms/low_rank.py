@@ -9,16 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...models.matrices import low_rank_state, rank_of
-from ..choosing.budget import Choices, tail_energies
-from ..choosing.rules import RankPolicy
-from ..lazy import lazy_property
+from ...matrices import low_rank_state, rank_of
+from ..moments import Metric, lazy_property
 from ..report import MatrixReport
-from ..sharing.groups import STACKS, find_matrices
-from ..sharing.originals import short_name
-from ..statistics.metric import Metric
-from .form import Built, Form, Setting, commonest, register_form, to_store
-from .svd import Factors, Spectrum, decompose, singular_values
+from ..rules import RankPolicy
+from ..sharing import STACKS, find_matrices, short_name
+from . import Built, Choices, Form, Setting, commonest, register_form, to_store
+from .svd import Factors, Spectrum, decompose, singular_values, tail_energies
 
 
 @register_form
@@ -107,7 +104,7 @@ class LowRank(Form):
             # A source that is factorized already, and would not get smaller, keeps the factors it has.
             own = self.originals.factors(self.name)
             if setting is None or setting >= own[0].shape[1]:
-                return self._built(Factors(*own), self.originals.bias(self.name), 1.0, 0.0)
+                return self._built(Factors(*own), self.originals.bias(self.name), 0.0)
         if setting is None:
             return self.keep([self.name])
         (matrix, bias), metric = self.originals.linear(self.name), self._metric
@@ -123,7 +120,7 @@ class LowRank(Form):
         if self.kind(self.name) == "embedding":
             # A padding row that is exactly zero stays so. A mask of all elements would be a quarter of the table.
             left[torch.linalg.vector_norm(matrix, ord=torch.inf, dim=1) == 0] = 0
-        return self._built(Factors(left, right), bias, spectrum.energy(setting), spectrum.relative_error(setting))
+        return self._built(Factors(left, right), bias, spectrum.relative_error(setting))
 
     @classmethod
     def nearest_state(
@@ -134,11 +131,8 @@ class LowRank(Form):
         factors = decompose(matrix, name=name, rank=rank, metric=find_metric()).truncate(rank, "balanced")
         return low_rank_state(module, factors.left, factors.right, bias)
 
-    def _built(self, factors: Factors, bias: Tensor | None, energy: float, relative_error: float) -> Built:
-        (m, n), rank = self.shape(self.name), factors.left.shape[1]
-        report = MatrixReport(
-            name=short_name(self.name), kind=self.kind(self.name), m=m, n=n, form=self.label, size=rank,
-            setting=f"rank {rank}", parameters_after=rank * (m + n), energy=energy, relative_error=relative_error,
-        )  # fmt: skip
+    def _built(self, factors: Factors, bias: Tensor | None, error: float) -> Built:
+        rank = factors.left.shape[1]
+        report = self.report(self.name, rank, f"rank {rank}", sum(factor.numel() for factor in factors), error)
         state = low_rank_state(self.originals.module(self.name), *factors, bias)
         return Built([report], to_store({self.name: state}))

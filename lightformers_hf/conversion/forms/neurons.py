@@ -15,14 +15,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..choosing.budget import Choices
-from ..choosing.rules import RankPolicy
-from ..lazy import lazy_property
+from ..moments import GRADIENT_DAMPING, INPUT_DAMPING, damped_root, lazy_property
 from ..report import MatrixReport
-from ..sharing.groups import STACKS
-from ..sharing.originals import short_name
-from ..statistics.metric import GRADIENT_DAMPING, INPUT_DAMPING, STRIP, damped_root
-from .form import Built, Form, Setting, commonest, find_blocks, register_form, to_store
+from ..rules import RankPolicy
+from ..sharing import STACKS, short_name
+from . import Built, Choices, Form, Setting, commonest, find_blocks, register_form, to_store
 
 # Matrices of a network, the last one behind its neurons; without a gate, and with one.
 PARTS, GATED_PARTS = ("fc1", "fc2"), ("fc_gate", "fc1", "fc2")
@@ -30,6 +27,8 @@ PARTS, GATED_PARTS = ("fc1", "fc2"), ("fc_gate", "fc1", "fc2")
 STEP = 1 / 128
 # So many such updates change the inverse together: to read and write it takes longer than to multiply.
 UPDATES = 8
+# Rows of the inverse that are moved together.
+ROWS = 512
 # Relative, below which a square in float64 may be negative.
 ROUNDING = 1e-12
 
@@ -87,8 +86,8 @@ class Elimination:
                 order.append(ids[goes[price[goes].argsort()]])
             block.addmm_(change.T, change, alpha=-1)
             places = stay.nonzero().squeeze(1)
-            for start in range(0, len(places), STRIP):  # each to a place that was read before, or its own
-                part = places[start : start + STRIP]
+            for start in range(0, len(places), ROWS):  # each to a place that was read before, or its own
+                part = places[start : start + ROWS]
                 rows[start : start + len(part)] = rows[part]
                 inverse[start : start + len(part), : len(places)] = inverse[part].gather(
                     1, places.expand(len(part), -1)
@@ -220,11 +219,6 @@ class FewerNeurons(Form):
         share = (cost / most).clamp(0, 1).item() if most > 0 else 0.0
         reports = []
         for name in (*self._first, self._last):
-            m, n = self.shape(name)
-            report = MatrixReport(
-                name=short_name(name), kind=self.kind(name), m=m, n=n, form=self.label, size=setting,
-                setting=f"{setting} neurons", parameters_after=m * n * setting // size, energy=1 - share,
-                relative_error=share**0.5,
-            )  # fmt: skip
-            reports.append(report)
+            parameters = math.prod(self.shape(name)) * setting // size
+            reports.append(self.report(name, setting, f"{setting} neurons", parameters, share**0.5))
         return Built(reports, to_store(tensors), dict.fromkeys(self._first, kept.cpu()))

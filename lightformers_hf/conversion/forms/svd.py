@@ -28,8 +28,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ...checkpoint import all_finite
-from ..statistics.metric import Metric
+from ...loading import all_finite
+from ..moments import Metric
 
 # Share of the discarded energy that the fast route may lose: half of it is the relative excess of the error.
 TOLERATED_LOSS = 2e-6
@@ -56,7 +56,7 @@ class Factors(NamedTuple):
 
 
 def rescale_(factors: Factors, split: Split) -> Factors:
-    """The same product, with every column of the left factor and row of the right one as long as `split` has them.
+    """Return the factors with the lengths of columns of the left and rows of the right one that `split` asks for.
 
     `balanced`: equally long. `sigma-right`: the left one of length 1. Training takes steps of one size everywhere, and
     a factor a thousand times smaller than its partner would not survive the first. Beside a zero, what is no zero gets
@@ -106,10 +106,6 @@ class Spectrum:
     projected: Tensor | None  # weight·basis where it is known already
     transposed: bool
     inverse: Tensor | None = None  # in a metric, VᵀR⁻¹, max_rank×n'
-
-    def energy(self, rank: int) -> float:
-        """Share of the sum of squared singular values that the first `rank` hold, in [0, 1] (1 for a zero matrix)."""
-        return 1 - self.relative_error(rank) ** 2
 
     def relative_error(self, rank: int) -> float:
         """Frobenius error of the best approximation of that rank, divided by the norm of W (0 for a zero matrix)."""
@@ -193,7 +189,7 @@ def decompose(weight: Tensor, *, name: str, rank: int | None = None, metric: Met
 
 @torch.no_grad()
 def singular_values(weight: Tensor, *, name: str, metric: Metric | None = None) -> Tensor:
-    """Those of `decompose` without a rank, all and exact, where nothing else is wanted: in half of the time.
+    """Return all singular values, exact, as `decompose` without a rank gives them: in half of the time.
 
     Raises:
         ValueError: as `decompose`.
@@ -213,7 +209,7 @@ def _stand_up(weight: Tensor, name: str) -> Tensor:
 
 
 def _solve(solver: Callable[[Tensor], Any], gram: Tensor, tall: Tensor, name: str) -> Any:
-    """What one of torch's eigensolvers makes of W's Gram matrix. Raises `ValueError` where that is not finite."""
+    """Call one of torch's eigensolvers on W's Gram matrix. Raises `ValueError` where it does not converge."""
     _check_energy(gram.diagonal().max().item(), tall, name)
     try:
         return solver(gram)
@@ -309,3 +305,9 @@ def _certified(tall: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor] | None:
         return None
     tail = torch.cat([ritz[rank:], rest]).sort(descending=True).values
     return torch.cat([ritz[:rank], tail]), space @ rotation, image @ rotation
+
+
+def tail_energies(values: Tensor) -> Tensor:
+    """Σ_{i>r} s_i² for r = 0 … K: what truncation at r loses."""
+    squares = values.double().square()
+    return torch.cat([squares.flip(0).cumsum(0).flip(0), squares.new_zeros(1)])

@@ -1,4 +1,4 @@
-"""Which tokens of a checkpoint stay, and its tokenizer made of them."""
+"""Which tokens of a checkpoint stay: those of the text that the user gives, and those that write any text."""
 
 from __future__ import annotations
 
@@ -7,25 +7,64 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...languages import split_language
 from ...loading import load_pretrained
-from ...vocabularies import read_vocabularies
+from ...models.configuration_lightformer import FactorizedConfig
+from ...text import is_lines, load_lines, load_rows
+from ...vocabularies import narrow_fields, read_vocabularies, single_ids, token_axes
 from ..options import CompressionOptions
-from ..teacher import Teacher
-from .kept import KeptTokens, named_ids
-from .kinds import SavedTokenizer, open_tokenizer, unknown_kind
-from .texts import BOTH, read_texts
+from . import SavedTokenizer, unknown_kind
+from .sentencepiece_files import SentencePieceFiles
+from .tokenizer_json import MAIN, TokenizerJson
+
+if TYPE_CHECKING:
+    from ..teacher import Teacher
 
 # Codes of languages that are tokens: de_DE and deu_Latn; Marian's stand between brackets.
 CODE, MARIAN_CODE = re.compile(r"[a-z]{2,4}_[A-Za-z]{2,4}"), re.compile(r">>(.+)<<")
 SPACES = ("▁", "Ġ")  # pieces of nothing else
+BOTH = "both"  # sides
+AT_ONCE = 1000  # sentences that are read together
 CHECKED = 2000  # sentences that are cut again by the new tokenizer
 
 Counts = dict[str, Counter[int]]  # {side: {id: how often}}
+
+
+@dataclass(frozen=True, eq=False)
+class KeptTokens:
+    """Tokens of a checkpoint that stay.
+
+    Attributes:
+        source, target: their old ids, in the order of the new ones; the same list where both sides have one
+            vocabulary.
+        tokenizer: with the new ids.
+        languages: the codes that stay, where some go.
+    """
+
+    source: Sequence[int]
+    target: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase
+    languages: Sequence[str] = ()
+
+    def config(self, config: FactorizedConfig) -> FactorizedConfig:
+        """A configuration of this package for the smaller vocabulary."""
+        fields = config.to_dict()
+        return type(config)(**{**fields, **narrow_fields(fields, self.source, self.target)})
+
+    def rows(self, model: PreTrainedModel) -> dict[str, tuple[int, Tensor]]:
+        """{tensor: (dimension, the indices that stay there)} of a model's tensors that have an entry a token."""
+        return {
+            name: (dimension, torch.tensor(self.source if ".encoder." in name else self.target))
+            for name, dimension in token_axes(model).items()
+        }
 
 
 def choose_tokens(teacher: Teacher, options: CompressionOptions) -> KeptTokens:
@@ -62,6 +101,11 @@ def choose_tokens(teacher: Teacher, options: CompressionOptions) -> KeptTokens:
     return result
 
 
+def open_tokenizer(folder: Path) -> SavedTokenizer:
+    """The tokenizer of a folder. Raises `ValueError` for one of a kind that is not known here."""
+    return TokenizerJson(folder) if (folder / MAIN).is_file() else SentencePieceFiles(folder)
+
+
 def find_languages(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """{code: token} of the languages that a tokenizer knows."""
     if codes := getattr(tokenizer, "lang_code_to_token", None):  # M2M100
@@ -73,11 +117,7 @@ def find_languages(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 def choose_languages(codes: Mapping[str, str], options: CompressionOptions, name: str) -> list[str]:
-    """The codes that stay: those asked for, and those of source and target; all where nothing is asked.
-
-    Raises:
-        ValueError: a code that the tokenizer does not know.
-    """
+    """The codes that stay: those asked for, and those of source and target; all where nothing is asked."""
     if not options.languages:
         return list(codes)
     if not codes:
@@ -110,11 +150,7 @@ def save(tokenizer: PreTrainedTokenizerBase, folder: Path, languages: Sequence[s
 def count_tokens(
     tokenizer: PreTrainedTokenizerBase, vocabularies: Mapping[str, Mapping[str, int]], options: CompressionOptions
 ) -> tuple[Counts, list[tuple[str, str]]]:
-    """How often each token occurs in the texts, and (side, sentence) of the first of them.
-
-    Raises:
-        ValueError: the texts are empty, or none of their tokens is known.
-    """
+    """Count each token in the texts. Return the counts, and (side, sentence) of the first sentences."""
     counts: Counts = {side: Counter() for side in vocabularies}
     both = ("source", "target") if hasattr(tokenizer, "spm_target") else ("source",)  # Marian's sides cut by their own
     sample: list[tuple[str, str]] = []
@@ -137,6 +173,40 @@ def count_tokens(
     return counts, sample
 
 
+def read_texts(names: Sequence[str], columns: tuple[str | None, str | None]) -> Iterator[tuple[str, list[str]]]:
+    """(`source`, `target` or `both`, some sentences) until all text is read.
+
+    Args:
+        names: files of data as `load_parallel` takes them, files of lines (any other ending), or names on the Hub.
+        columns: those of source and target, or languages in a column `translation`. Where a data set has neither, all
+            its columns of text are of both sides, and so are lines.
+    """
+    for name in names:
+        found = False
+        for side, texts in _read(name, columns):
+            found = found or any(text.strip() for text in texts)
+            yield side, texts
+        if not found:
+            raise ValueError(f"vocabulary {name} holds no text: give sentences like those that are to be translated")
+
+
+def _read(name: str, columns: tuple[str | None, str | None]) -> Iterator[tuple[str, list[str]]]:
+    rows = load_lines(Path(name)) if is_lines(name) else load_rows(name).flatten()
+    short = {column.removeprefix("translation."): column for column in rows.column_names}
+    named = zip(("source", "target"), columns, strict=True)
+    sides = [(side, short[column]) for side, column in named if column in short]
+    text = [name for name, kind in rows.features.items() if getattr(kind, "dtype", "") in ("string", "large_string")]
+    sides = sides or [(BOTH, column) for column in text]
+    for side, column in sides:
+        values = rows[column]
+        for start in range(0, len(rows), AT_ONCE):
+            texts = values[start : start + AT_ONCE]
+            bad = next((text for text in texts if not isinstance(text, str) or "\0" in text), None)
+            if bad is not None or None in texts:
+                raise ValueError(f"vocabulary {name}, {column!r}: expected text, found {bad!r:.40}")
+            yield side, texts
+
+
 def cut(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], side: str) -> list[list[int]]:
     """Ids of texts as one side reads them, without those that only frame a sentence."""
     if side == "target" and getattr(tokenizer, "tgt_lang", "") is None:  # many languages, none chosen: cut alike
@@ -157,7 +227,8 @@ def _choose(
     config = teacher.config
     sizes = {"source": config.vocab_size, "target": getattr(config, "decoder_vocab_size", config.vocab_size)}
     configs = [config.to_dict(), teacher.generation_config().to_dict()]
-    named = sorted({number for number in named_ids(configs) if 0 <= number < min(sizes.values())})
+    ids = {number for fields in configs for numbers in single_ids(fields).values() for number in numbers}
+    named = sorted(number for number in ids if 0 <= number < min(sizes.values()))
     kept = {}
     for side, vocabulary in vocabularies.items():
         token_of = {number: token for token, number in vocabulary.items()}
@@ -217,14 +288,10 @@ def _strange(
 
 def _check_cuts(tokenizer: PreTrainedTokenizerBase, kept: KeptTokens, sample: Sequence[tuple[str, str]]) -> None:
     """Raise a `ValueError` where a text whose tokens all stay is cut differently than before."""
-    new = {"source": dict(_numbered(kept.source)), "target": dict(_numbered(kept.target))}
+    new = {side: {old: number for number, old in enumerate(getattr(kept, side))} for side in ("source", "target")}
     for side in {side for side, _ in sample}:
         texts = [text for one, text in sample if one == side]
         pairs = zip(texts, cut(tokenizer, texts, side), cut(kept.tokenizer, texts, side), strict=True)
         for text, before, after in pairs:
             if {*before} <= new[side].keys() and [new[side][token] for token in before] != after:
                 raise unknown_kind(f"{text!r:.60} is cut differently without the tokens that go")
-
-
-def _numbered(old: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return ((number, place) for place, number in enumerate(old))

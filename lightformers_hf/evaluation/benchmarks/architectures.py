@@ -111,15 +111,8 @@ class Comparison:
             }
             for measure, (ours, transformer) in self.speeds.items()
         }
-        return {
-            "name": self.name,
-            "table": PAIRS[self.name].table,
-            "parameters": self.parameters,
-            "transformer_parameters": self.transformer_parameters,
-            "paper_ratio": self.paper_ratio,
-            "arithmetic": self.arithmetic,
-            "measures": measures,
-        }
+        fields = {name: value for name, value in vars(self).items() if name != "speeds"}
+        return fields | {"table": PAIRS[self.name].table, "measures": measures}
 
 
 def transformer_beside(pair: Pair, positions: int) -> MarianMTModel:

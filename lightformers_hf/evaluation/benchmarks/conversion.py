@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...conversion.choosing.rules import rank_for_ratio
 from ...conversion.forms.svd import decompose
+from ...conversion.rules import rank_for_ratio
 from ...conversion.workers import map_in_threads
-from ..memory import child_command, child_environment
-from .shapes import teacher_class
+from ..benchmarks import teacher_class
+from ..speed import child_command, child_environment
 
 RATIO = 4.0
 # Distinct matrices of a shape; a checkpoint of more repeats them, so that memory stays small.
@@ -153,8 +152,7 @@ def benchmark_conversion(shapes: str, *, runs: int = 3, samples: int | None = No
             for index in range(timed):
                 torch.linalg.svd(distinct[shape][index % len(distinct[shape])], full_matrices=False)
             spent = Seconds.since(start)
-            wall += spent.wall * count / timed
-            cpu += spent.cpu * count / timed
+            wall, cpu = wall + spent.wall * count / timed, cpu + spent.cpu * count / timed
         full_seconds.append(Seconds(wall, cpu))
         start = Seconds.now()
         for _ in map_in_threads(_factorize, all_matrices()):
@@ -175,14 +173,14 @@ def benchmark_conversion(shapes: str, *, runs: int = 3, samples: int | None = No
 _CONVERT = """
 import json, logging, sys
 from lightformers_hf import convert
-from lightformers_hf.conversion import steps
+from lightformers_hf.conversion import workers
 from lightformers_hf.evaluation.benchmarks.conversion import Seconds
-from lightformers_hf.evaluation.memory import peak_memory
+from lightformers_hf.evaluation.speed import peak_memory
 source, output, options = sys.argv[1:]
 found, taken = [], logging.Handler()
 taken.emit = lambda record: found.append(record.args)
-steps.logger.addHandler(taken)
-steps.logger.setLevel(logging.INFO)
+workers.logger.addHandler(taken)
+workers.logger.setLevel(logging.INFO)
 libraries, start = peak_memory(), Seconds.now()
 convert(source, output, **json.loads(options))
 print(json.dumps([found, Seconds.since(start), peak_memory(), libraries]))
@@ -241,8 +239,8 @@ def time_conversion(shapes: str, **options: object) -> WholeConversion:
     return WholeConversion(shapes, options, torch.get_num_threads(), size, peak, libraries, steps, Seconds(*total))
 
 
-def show_whole(result: WholeConversion, console: Console) -> None:
-    """Print what a whole conversion took as a table."""
+def show_whole(result: WholeConversion) -> list[Table | str]:
+    """Return what a whole conversion took as a table."""
     options = ", ".join(f"{name} {value}" for name, value in result.options.items()) or "default options"
     table = Table(title=f"{result.shapes}: convert with {options}", caption=f"{result.threads} threads")
     for heading in ("step", "seconds", "CPU seconds"):
@@ -250,11 +248,11 @@ def show_whole(result: WholeConversion, console: Console) -> None:
     rows = {**result.steps, "all, with what is between": result.total}
     for name, seconds in rows.items():
         table.add_row(name, f"{seconds.wall:,.1f}", f"{seconds.cpu:,.1f}")
-    console.print(table)
-    console.print(
+    return [
+        table,
         f"checkpoint {result.checkpoint_bytes / 1e6:,.0f} MB, peak memory {result.peak_bytes / 1e6:,.0f} MB, of which "
-        f"the libraries took {result.libraries_bytes / 1e6:,.0f} MB"
-    )
+        f"the libraries took {result.libraries_bytes / 1e6:,.0f} MB",
+    ]
 
 
 def _factorize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -273,8 +271,8 @@ def excess(weight: Tensor) -> float:
     return (torch.stack(errors).norm() / optimum - 1).item()
 
 
-def show(result: ConversionBenchmark, console: Console) -> None:
-    """Print a measurement as a table."""
+def show(result: ConversionBenchmark) -> list[Table | str]:
+    """Return a measurement as a table."""
     counts = matrices_of(result.shapes)
     parameters = sum(m * n * count for (m, n), count in counts.items())
     table = Table(
@@ -290,8 +288,8 @@ def show(result: ConversionBenchmark, console: Console) -> None:
     for name, (seconds, speed) in rows.items():
         cells = [cell for pair in zip(seconds, speed, strict=True) for cell in (f"{pair[0]:.2f}", f"{pair[1]:.2f}×")]
         table.add_row(name, *cells)
-    console.print(table)
-    console.print(f"worst error above the Eckart-Young optimum: {result.worst_excess:.1e} (relative)")
+    parts = [table, f"worst error above the Eckart-Young optimum: {result.worst_excess:.1e} (relative)"]
     if result.full_samples < max(counts.values()):
         note = f"at most {result.full_samples} matrices of a shape timed, multiplied by their number"
-        console.print(f"full torch.linalg.svd: {note}")
+        parts.append(f"full torch.linalg.svd: {note}")
+    return parts

@@ -10,33 +10,176 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich import box
+from rich.markup import escape
+from rich.table import Table
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
 from ...export import Engine, export, load_engine
 from ...export.engines import CHECKPOINTS, deployment_names, load_engine_file, split_deployment
+from ...files import as_kind
 from ...languages import language_code, set_language_codes
 from ...loading import load_network, load_pretrained, weight_bytes
+from ...results import Result
 from ...text import load_parallel
 from ..evaluate import find_columns
-from ..memory import child_command, child_environment
-from ..quality import check_metrics, choose_metrics, score, signatures
-from ..speed import speed_of, speed_ratio, take_turns, typical_sentences
+from ..quality import check_metrics, choose_metrics, describe, labels, score, signatures
+from ..speed import Speed, child_command, child_environment, speed_of, speed_ratio, take_turns, typical_sentences
 from ..translate import translate
-from .engine_results import BASELINE, Deployed, EngineComparison, Timing
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+BASELINE = "ctranslate2-int8"  # of the teacher: what its users deploy
 SOURCE_TOKENS = 25
 RUN_DONE = "run done\n"  # what the process that measures says of each
 SHORTLISTED = "+shortlist"  # behind the name of a form
+
+
+@dataclass
+class Deployed:
+    """A model in one form: bytes on disk, and its quality where it was measured."""
+
+    model: str
+    form: str
+    folder: str
+    disk_bytes: int
+    scores: dict[str, float] = field(default_factory=dict)  # {metric: 0 to 100}
+
+    @property
+    def key(self) -> str:
+        return f"{self.model} {self.form}"
+
+
+@dataclass
+class Timing:
+    """Speed of a deployed model: median ratios over runs to the teacher in the same form, and in the baseline's."""
+
+    model: str
+    form: str
+    cores: int
+    batch_size: int
+    beams: int
+    speed: Speed
+    to_teacher: float | None = None
+    to_baseline: float | None = None
+
+    @property
+    def key(self) -> str:
+        """Of what was timed, as `Deployed.key`."""
+        return f"{self.model} {self.form}"
+
+
+@dataclass
+class EngineComparison(Result):
+    """What `compare_engines` measured, and how."""
+
+    models: list[str]
+    deployed: list[Deployed]
+    timings: list[Timing]
+    new_tokens: int
+    sentences: int
+    data: str | None = None
+    quality_beams: int | None = None
+    quality_sentences: int | None = None
+    signatures: dict[str, str] = field(default_factory=dict)  # {metric: the variant of it that was computed}
+
+    def parts(self) -> list[Table]:
+        """Return the tables."""
+        return self.tables()
+
+    @classmethod
+    def read(cls, content: Any) -> EngineComparison:
+        """From what `to_dict` made, read from a file that anybody may have written.
+
+        Raises:
+            ValueError: it is something else; names what is missing or wrong.
+        """
+        found = as_kind(content, cls, "it")
+        deployed = {place.key for place in found.deployed}
+        if not found.timings or any(timing.key not in deployed for timing in found.timings):
+            raise ValueError("no timings, or some of models that were not deployed")
+        return found
+
+    def rows(self) -> dict[str, list[list[str]]]:
+        """{setting: its table's rows, the head first}: a row a form and model, in the order of the timings."""
+        deployed = {place.key: place for place in self.deployed}
+        scores = labels(self.deployed[0].scores).values()
+        head = ["engine", "model", "tokens/s", "same", *(("int8",) if self.has_baseline else ()), "MB", *scores]
+        found: dict[str, list[list[str]]] = {}
+        for timing in self.timings:
+            place = deployed[timing.key]
+            ratios = [timing.to_teacher, *((timing.to_baseline,) if self.has_baseline else ())]
+            row = [timing.form, timing.model, f"{timing.speed.tokens_per_second:,.0f}"]
+            row += ["" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
+            row += [f"{place.disk_bytes / 1e6:,.1f}"]
+            row += [f"{score:.1f}" for score in place.scores.values()]
+            cores = f"{timing.cores} core{'s' * (timing.cores > 1)}"
+            found.setdefault(f"{cores}, batch {timing.batch_size}, beam {timing.beams}", [head]).append(row)
+        return found
+
+    def notes(self) -> list[str]:
+        """What the numbers mean."""
+        notes = [
+            f"{self.new_tokens} tokens for every sentence; ratios are medians over {self.runs} interleaved runs:",
+            "'same' to the teacher in the same engine"
+            + (f", 'int8' to the teacher in {BASELINE}." if self.has_baseline else "."),
+        ]
+        if self.data:
+            quality = f"{self.quality_sentences} sentences of {Path(self.data).name}, beam {self.quality_beams}"
+            notes.append(f"Quality: {quality}.")
+        return [*notes, *describe(self.signatures)]
+
+    def tables(self) -> list[Table]:
+        """One table a setting, one row a model and form; what they mean is said below the last."""
+        tables = []
+        for setting, (head, *rows) in self.rows().items():
+            table = Table(title=setting, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+            table.add_column(head[0], overflow="fold", min_width=len(BASELINE))
+            table.add_column(head[1], overflow="fold", min_width=8)
+            for column in head[2:]:
+                table.add_column(column, justify="right", no_wrap=True)
+            for form, model, *numbers in rows:
+                table.add_row(form, escape(model), *numbers)
+            tables.append(table)
+        tables[-1].caption = escape("\n".join(self.notes()))
+        return tables
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether the teacher was timed in that engine, too."""
+        return any(timing.to_baseline is not None for timing in self.timings)
+
+    @property
+    def runs(self) -> int:
+        return len(self.timings[0].speed.runs)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The numbers of `compare_engines`. Raises `ValueError` for one below 1, and for more cores than there are."""
+
+    cores: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    beams: tuple[int, ...]
+    runs: int
+    sentences: int
+    new_tokens: int
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            values = list(value) if isinstance(value, tuple) else [value]
+            if not values or min(values) < 1:
+                raise ValueError(f"{name} is {values}: expected numbers of 1 or more")
+        if max(self.cores) > (there := os.cpu_count() or 1):
+            raise ValueError(f"cores is {max(self.cores)}: this machine has {there}")
 
 
 def compare_engines(
@@ -88,14 +231,15 @@ def compare_engines(
         source, target = find_columns(teacher, source, target)
         pairs = load_parallel(data, source=source, target=target, split="test", max_samples=max_samples)
         metrics = choose_metrics(metrics, pairs["source"][:], pairs["target"][:])
-    steps = len(names) * len(forms) * ((1 if pairs is None else 2) + len(cores) * settings.runs_of_each)
+    timed = runs * len(cores) * len(batch_sizes) * len(beams)
+    steps = len(names) * len(forms) * ((1 if pairs is None else 2) + timed)
     with tempfile.TemporaryDirectory() as work, tqdm(total=steps, disable=not progress, unit="step") as bar:
         if pairs is not None or any(languages):
             names = _tell_languages(names, *languages, Path(work))
         text = (shortlist, source, target)
         deployed = [_deploy(label, names[label], form, Path(work), text, bar) for label in names for form in forms]
         comparison = EngineComparison(list(names), deployed, [], new_tokens, sentences, data)
-        inputs = _inputs(names, pairs, settings.most_sentences)
+        inputs = _inputs(names, pairs, max(sentences if 1 in batch_sizes else 1, *batch_sizes))
         for count in settings.cores:
             bar.set_description(f"measure on {count} core{'s' * (count > 1)}")
             comparison.timings += _measure_speed(deployed, inputs, count, settings, bar)
@@ -103,6 +247,49 @@ def compare_engines(
         if pairs is not None:
             _add_quality(comparison, names, pairs, metrics, language_code(target), settings, bar)
     return comparison
+
+
+def check_forms(forms: Sequence[str]) -> None:
+    """Raise `ValueError` for a name that is none of `deployment_names()`, or whose engine is not installed."""
+    for engine, _ in map(split_deployment, forms):
+        if engine != CHECKPOINTS:
+            load_engine_file(engine)
+
+
+def _choose_forms(forms: Sequence[str] | None, shortlist: str | None) -> list[str]:
+    """The forms to measure, each with a shortlist, too, where there is one and its engine takes it."""
+    chosen = _all_forms() if forms is None else list(dict.fromkeys(forms))
+    check_forms(chosen)
+    if shortlist is None:
+        return chosen
+    return [each for form in chosen for each in (form, f"{form}{SHORTLISTED}") if _can_be(each)]
+
+
+def _all_forms() -> list[str]:
+    """Every deployment that the engines have: not all know int8."""
+    forms = []
+    for form in deployment_names():
+        engine, quantization = split_deployment(form)
+        if quantization is None or quantization in load_engine_file(engine).QUANTIZATIONS:
+            forms.append(form)
+    return forms
+
+
+def _can_be(form: str) -> bool:
+    """Whether an engine has this form: not all compute a part of the output layer."""
+    engine, _ = split_deployment(form.removesuffix(SHORTLISTED))
+    plain = not form.endswith(SHORTLISTED)
+    return plain or (engine != CHECKPOINTS and hasattr(load_engine_file(engine), "write_shortlist"))
+
+
+def _labels(names: list[str]) -> list[str]:
+    """What the models are called: folders by as many last parts of their paths as tell all of them apart."""
+    parts = [Path(name).parts if Path(name).is_dir() else (name,) for name in names]
+    for count in range(1, max(map(len, parts)) + 1):
+        short = ["/".join(each[-count:]) for each in parts]
+        if len(set(short)) == len(short):
+            return short
+    return names
 
 
 def _tell_languages(names: dict[str, str], source: str | None, target: str | None, work: Path) -> dict[str, str]:
@@ -129,79 +316,6 @@ def _tell_languages(names: dict[str, str], source: str | None, target: str | Non
         network.to(stored).save_pretrained(copy)  # as large as it is
         tokenizers[label].save_pretrained(copy)
     return names | {label: str(copy) for label, copy in copies.items()}
-
-
-def _choose_forms(forms: Sequence[str] | None, shortlist: str | None) -> list[str]:
-    """The forms to measure, each with a shortlist, too, where there is one and its engine takes it."""
-    chosen = _all_forms() if forms is None else list(dict.fromkeys(forms))
-    check_forms(chosen)
-    if shortlist is None:
-        return chosen
-    return [each for form in chosen for each in (form, f"{form}{SHORTLISTED}") if _can_be(each)]
-
-
-def check_forms(forms: Sequence[str]) -> None:
-    """Raise `ValueError` for a name that is none of `deployment_names()`, or whose engine is not installed."""
-    for engine, _ in map(split_deployment, forms):
-        if engine != CHECKPOINTS:
-            load_engine_file(engine)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The numbers of `compare_engines`. Raises `ValueError` for one below 1, and for more cores than there are."""
-
-    cores: tuple[int, ...]
-    batch_sizes: tuple[int, ...]
-    beams: tuple[int, ...]
-    runs: int
-    sentences: int
-    new_tokens: int
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            values = list(value) if isinstance(value, tuple) else [value]
-            if not values or min(values) < 1:
-                raise ValueError(f"{name} is {values}: expected numbers of 1 or more")
-        if max(self.cores) > (there := os.cpu_count() or 1):
-            raise ValueError(f"cores is {max(self.cores)}: this machine has {there}")
-
-    @property
-    def runs_of_each(self) -> int:
-        """Runs of one model on so many cores."""
-        return self.runs * len(self.batch_sizes) * len(self.beams)
-
-    @property
-    def most_sentences(self) -> int:
-        """Sentences of the largest run."""
-        return max(self.sentences if 1 in self.batch_sizes else 1, *self.batch_sizes)
-
-
-def _all_forms() -> list[str]:
-    """Every deployment that the engines have: not all know int8."""
-    forms = []
-    for form in deployment_names():
-        engine, quantization = split_deployment(form)
-        if quantization is None or quantization in load_engine_file(engine).QUANTIZATIONS:
-            forms.append(form)
-    return forms
-
-
-def _labels(names: list[str]) -> list[str]:
-    """What the models are called: folders by as many last parts of their paths as tell all of them apart."""
-    parts = [Path(name).parts if Path(name).is_dir() else (name,) for name in names]
-    for count in range(1, max(map(len, parts)) + 1):
-        short = ["/".join(each[-count:]) for each in parts]
-        if len(set(short)) == len(short):
-            return short
-    return names
-
-
-def _can_be(form: str) -> bool:
-    """Whether an engine has this form: not all compute a part of the output layer."""
-    engine, _ = split_deployment(form.removesuffix(SHORTLISTED))
-    plain = not form.endswith(SHORTLISTED)
-    return plain or (engine != CHECKPOINTS and hasattr(load_engine_file(engine), "write_shortlist"))
 
 
 def _deploy(
@@ -302,18 +416,21 @@ def _measure() -> None:
         for key, (_, ids) in task["models"].items():
             batches = [[sentence] for sentence in ids[: task["sentences"]]] if size == 1 else [ids[:size]]
             engines[key].generate(batches[0], num_beams=beams, forced_length=task["new_tokens"])
-            actions[key] = partial(_time_run, engines[key], batches, beams, task["new_tokens"])
+            actions[key] = partial(time_run, engines[key], batches, beams, task["new_tokens"], tell=True)
         found += [[size, beams, key, timed] for key, timed in take_turns(actions, runs=task["runs"]).items()]
     print(json.dumps(found))
 
 
-def _time_run(engine: Engine, batches: list[list[list[int]]], beams: int, new_tokens: int) -> tuple[int, float]:
-    """Tokens generated, and the seconds it took."""
+def time_run(
+    engine: Engine, batches: list[list[list[int]]], beams: int, new_tokens: int, *, tell: bool = False
+) -> tuple[int, float]:
+    """Tokens generated, and the seconds it took. With `tell`, a line on stdout says when it is done."""
     start = time.perf_counter()
     for batch in batches:
         engine.generate(batch, num_beams=beams, forced_length=new_tokens)
     seconds = time.perf_counter() - start
-    print(RUN_DONE, end="", flush=True)
+    if tell:
+        print(RUN_DONE, end="", flush=True)
     return sum(map(len, batches)) * new_tokens, seconds
 
 

@@ -7,7 +7,6 @@ a sentence is given, for random weights say nothing of what can come.
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,8 +26,9 @@ from ...export.shortlist import Shortlist, special_tokens
 from ...export.source import Source
 from ...loading import skeleton, unique_parameters
 from ...models import LightFormerConfig, LightFormerForConditionalGeneration
+from ..benchmarks import VOCABULARY_ROWS, teacher_class
 from ..speed import Speed, speed_of, speed_ratio, take_turns
-from .shapes import VOCABULARY_ROWS, teacher_class
+from .engines import time_run
 
 ENGINE, QUANTIZATION = "ctranslate2", "int8"
 SOURCE_TOKENS = 15
@@ -103,7 +103,7 @@ def benchmark_vocabulary(
             if counts[name] <= LARGEST:
                 engines, sizes[name] = write_engines(config, Path(work, str(number)), candidates)
                 actions |= {
-                    (name, size): partial(_time_run, one, batches, new_tokens) for size, one in engines.items()
+                    (name, size): partial(time_run, one, batches, 1, new_tokens) for size, one in engines.items()
                 }
             bar.update()
         bar.close()
@@ -144,14 +144,6 @@ def write_engines(config: LightFormerConfig, folder: Path, candidates: Sequence[
             engine.write_shortlist(source, place, QUANTIZATION, Shortlist(config.vocab_size, always, {}))
         found[size] = Engine(ENGINE, engine.load(place, search, 1), search, config.max_position_embeddings)
     return found, written
-
-
-def _time_run(engine: Engine, batches: list[list[list[int]]], new_tokens: int) -> tuple[int, float]:
-    """Tokens generated, and the seconds it took."""
-    start = time.perf_counter()
-    for batch in batches:
-        engine.generate(batch, num_beams=1, forced_length=new_tokens)
-    return len(batches) * new_tokens, time.perf_counter() - start
 
 
 def vocabulary_table(rows: Sequence[VocabularyRow]) -> Table:

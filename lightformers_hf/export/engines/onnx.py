@@ -30,12 +30,13 @@ from ..search import Search, Step, generate, log_softmax
 from ..shortlist import Shortlist, narrow_search
 from ..source import Source
 
+NAME = "ONNX Runtime"
 QUANTIZATIONS = ("float32", "int8", "float16")
-BESIDE = ("float16", "int8")  # what `export` writes with float32, in this order: `load` prefers the last
+BESIDE = ("float32", "float16")  # what `export` writes before int8, in this order: `load` prefers the last
 SHORTLIST = "shortlist.json"
 FOLDER, ENCODER, DECODER = "onnx", "encoder_model", "decoder_model_merged"
 # Ends of file names, that which `load` prefers first.
-SUFFIXES = {"float32": "", "int8": "_quantized", "float16": "_fp16"}
+SUFFIXES = {"int8": "_quantized", "float16": "_fp16", "float32": ""}
 SIDES = ("encoder", "decoder")
 # {tokenizer: family} of those that optimum and transformers.js have classes for; another one is run as BART.
 FAMILIES = {
@@ -49,7 +50,7 @@ LARGEST_FILE = 2**31 - 1  # of a message of protocol buffers
 OUTPUT = "output"  # begins the names of the nodes of the output layer
 
 
-def write(source: Source, folder: Path, quantization: str | None) -> Expansion:
+def write(source: Source, folder: Path, quantization: str) -> Expansion:
     """Write both graphs to `folder`/onnx. Low-rank factors stay as they are.
 
     Raises:
@@ -72,7 +73,7 @@ def write(source: Source, folder: Path, quantization: str | None) -> Expansion:
     }.items():
         graph = Graph(name.partition("_")[0], quantization, activation, source.model.config.normalize_before)
         build(graph)
-        file = folder / FOLDER / f"{name}{SUFFIXES[quantization or 'float32']}.onnx"
+        file = folder / FOLDER / f"{name}{SUFFIXES[quantization]}.onnx"
         if (size := sum(len(tensor.raw_data) for tensor in graph.constants.values())) > LARGEST_FILE:
             raise ValueError(
                 f"{file.name} would have {size / 1e9:.1f} GB, and an ONNX file holds 2: give quantization int8 or "
@@ -86,7 +87,7 @@ def write(source: Source, folder: Path, quantization: str | None) -> Expansion:
     return expansion
 
 
-def write_shortlist(source: Source, folder: Path, quantization: str | None, shortlist: Shortlist) -> None:
+def write_shortlist(source: Source, folder: Path, quantization: str, shortlist: Shortlist) -> None:
     """Write which tokens can come. Only the loop of this package reads it; the graphs stay as they are."""
     shortlist.save(folder / SHORTLIST)
 

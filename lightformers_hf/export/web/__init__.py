@@ -20,10 +20,10 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto
 
-from ...files import CARD_FILE, write_json
-from ...folders import atomic_output, check_output
+from ...files import CARD_FILE, atomic_output, check_output, write_json
 from ...languages import language_code
 from ...loading import printable_name
+from ...results import Result
 from ..write import ExportReport, export, folder_bytes
 
 TRANSFORMERS_JS = "4.3.2"
@@ -51,12 +51,12 @@ http://localhost:8000. After the first visit the page works without network. To 
 `hf upload USER/SPACE {folder} --repo-type space`.
 
 `vendor/` holds transformers.js {version} and ONNX Runtime {runtime} from the npm registry.
-`lightformers export MODEL {folder} --to web` fetches them with `npm pack`.
+`lightformers web MODEL {folder}` fetches them with `npm pack`.
 """
 
 
 @dataclass(frozen=True)
-class WebReport:
+class WebReport(Result):
     """A page that was written.
 
     Attributes:
@@ -71,18 +71,14 @@ class WebReport:
     program_bytes: int
     program_gzip_bytes: int
 
-    def lines(self, output: str | Path) -> list[str]:
-        """The same as sentences, and how to open the page."""
-        sizes = [
+    def parts(self) -> list[str]:
+        """Return the sizes."""
+        return [
             f"{name}: {size / 1e6:.1f} MB on disk, {packed / 1e6:.1f} MB with gzip."
             for name, size, packed in (
                 ("Model", self.model_bytes, self.model_gzip_bytes),
                 ("transformers.js and ONNX Runtime", self.program_bytes, self.program_gzip_bytes),
             )
-        ]
-        return [
-            f"Written to {output}. {' '.join(sizes)}",
-            f"Open it: python -m http.server --directory {output}, then http://localhost:8000",
         ]
 
 
@@ -108,15 +104,11 @@ def export_web(
         ValueError: as `export`; also a tokenizer that `tokenizer.json` cannot hold; npm is missing, or fails.
         FileNotFoundError, FileExistsError, BlockingIOError: as `export`.
     """
-    if shutil.which("npm") is None:
-        raise ValueError(
-            "the page needs transformers.js from the npm registry, and npm is not installed: install Node"
-        )
     check_output(output, overwrite=overwrite, inputs=[model, compare])
     names = {"model": model, **({"compare": compare} if compare else {})}
     with atomic_output(output, overwrite=overwrite, inputs=list(names.values())) as temporary:
-        reports = [_write_model(name, temporary / key, source_lang, target_lang) for key, name in names.items()]
         versions = vendor(temporary / "vendor")
+        reports = [_write_model(name, temporary / key, source_lang, target_lang) for key, name in names.items()]
         title = f"{printable_name(model)} in the browser"
         tokenizer = json.loads((temporary / "model" / "tokenizer_config.json").read_text(encoding="utf-8"))
         language = source_lang or tokenizer.get("source_lang")
@@ -130,8 +122,8 @@ def export_web(
             ],
         }
         write_json(page, temporary / "page.json")
-        for file in PAGE_FILES:
-            shutil.copyfile(Path(__file__).parent / file, temporary / file)
+        for name in PAGE_FILES:
+            shutil.copyfile(Path(__file__).parent / name, temporary / name)
         digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(temporary.rglob("*.*"))]
         worker = temporary / "sw.js"
         version = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
@@ -188,7 +180,15 @@ def share_weights(folder: Path) -> None:
 
 
 def vendor(folder: Path) -> dict[str, str]:
-    """Put transformers.js and the WebAssembly that it runs into a folder. Return {package: version}."""
+    """Put transformers.js and the WebAssembly that it runs into a new folder. Return {package: version}.
+
+    Raises:
+        ValueError: npm is not installed, or fails.
+    """
+    if shutil.which("npm") is None:
+        raise ValueError(
+            "the page needs transformers.js from the npm registry, and npm is not installed: install Node"
+        )
     folder.mkdir()
     versions = {"@huggingface/transformers": TRANSFORMERS_JS}
     with tempfile.TemporaryDirectory() as place:

@@ -9,7 +9,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from lightformers_hf import convert
 from lightformers_hf.conversion.teacher import Teacher
-from lightformers_hf.models.relative_positions import RelativePositions
+from lightformers_hf.models.layers import RelativePositions
 
 SHAPES = {
     "vocab_size": 40,

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
 from lightformers_hf import StudyOptions, convert
-from lightformers_hf.conversion.forms.form import Built
+from lightformers_hf.conversion import sensitivity
+from lightformers_hf.conversion.forms import Built
 from lightformers_hf.conversion.forms.heads import Bottlenecks, diagonal_blocks
 from lightformers_hf.conversion.forms.neurons import Elimination
-from lightformers_hf.conversion.statistics import calibration
 
 
 def moment(generator: torch.Generator, size: int) -> torch.Tensor:
@@ -125,7 +125,7 @@ def logits(model) -> torch.Tensor:
 
 def test_what_heads_and_neurons_do_not_use_is_left_out_without_loss(narrow_inside, tmp_path, monkeypatch):
     folder, teacher = narrow_inside
-    monkeypatch.setattr(calibration, "SELF_GENERATED_SHRINKAGE", 0.0)  # otherwise all inputs count as seen
+    monkeypatch.setattr(sensitivity, "SELF_GENERATED_SHRINKAGE", 0.0)  # otherwise all inputs count as seen
     halved = {"method": "narrow", "pattern": {"attention": "2x", "ffn": "2x"}}
     report = convert(folder, tmp_path / "light", **halved, study=StudyOptions(refit=False), progress=False)
     light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light").eval()

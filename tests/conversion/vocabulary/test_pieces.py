@@ -7,7 +7,8 @@ from conversion.vocabulary.checkpoints import scores, train_pieces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightformers_hf.conversion.vocabulary.pieces import PieceModel, lone_characters, merges_of
+from lightformers_hf.conversion.vocabulary import lone_characters, merges_of
+from lightformers_hf.conversion.vocabulary.sentencepiece_files import PieceModel
 
 pytestmark = pytest.mark.quick
 MODELS = {kind: train_pieces(GERMAN + ENGLISH, 200, kind) for kind in ("unigram", "bpe")}
@@ -28,14 +29,14 @@ def test_pieces_are_what_the_library_reads(tmp_path, kind):
         library.id_to_piece(i) for i in range(library.get_piece_size()) if library.is_control(i)
     }
     assert model.is_bpe == (kind == "bpe")
-    assert model.keep(lambda _: True) == MODELS[kind]
+    assert model.without(set()) == MODELS[kind]
 
 
 def test_sentences_by_which_a_model_tests_itself_are_left_out(tmp_path):
     sample = b"\x0a\x03abc\x12\x03xyz"  # that abc is cut into xyz
     test = b"\x0a" + bytes([len(sample)]) + sample
     (tmp_path / "x.model").write_bytes(MODELS["bpe"] + b"\x22" + bytes([len(test)]) + test)
-    assert PieceModel.read(tmp_path / "x.model").keep(lambda _: True) == MODELS["bpe"]
+    assert PieceModel.read(tmp_path / "x.model").without(set()) == MODELS["bpe"]
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -50,7 +51,7 @@ def test_text_is_cut_as_before(tmp_path_factory, kind, chosen):
     for sentence in chosen:
         for piece in library.encode(sentence, out_type=str):
             kept |= merges_of(piece, lambda left, right: rank.get(left + right)) if model.is_bpe else {piece}
-    small = sentencepiece.SentencePieceProcessor(model_proto=model.keep(lambda piece: piece.text in kept))
+    small = sentencepiece.SentencePieceProcessor(model_proto=model.without({*texts} - kept))
     for sentence in (*chosen, "Ж und Я"):
         assert small.encode(sentence, out_type=str) == library.encode(sentence, out_type=str) or sentence[0] == "Ж"
     for sentence in GERMAN + ENGLISH:

@@ -1,11 +1,12 @@
 """The benchmark of factorization, on shapes small enough for a test."""
 
+import io
+
 import pytest
 import torch
-from rich.console import Console
 
+from lightformers_hf.evaluation import benchmarks as shapes
 from lightformers_hf.evaluation.benchmarks import conversion as benchmark
-from lightformers_hf.evaluation.benchmarks import shapes
 from lightformers_hf.evaluation.benchmarks.conversion import (
     benchmark_conversion,
     excess,
@@ -15,6 +16,7 @@ from lightformers_hf.evaluation.benchmarks.conversion import (
     time_conversion,
     trained_like,
 )
+from lightformers_hf.results import print_parts
 
 SMALL = {"vocab_size": 100, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 99,
          "decoder_start_token_id": 99, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "encoder_attention_heads": 2,
@@ -44,9 +46,9 @@ def test_measures_and_shows(small):
     result = benchmark_conversion("opus-mt", runs=2, samples=1)
     assert len(result.full_seconds) == len(result.our_seconds) == 2
     assert result.worst_excess < 1e-5
-    console = Console(record=True, width=120)
-    show(result, console)
-    shown = console.export_text()
+    file = io.StringIO()
+    print_parts(show(result), file)
+    shown = file.getvalue()
     assert "17 matrices" in shown  # 12 of attention, 4 of networks, the table
     assert f"{result.speedup.wall:.2f}×" in shown
     assert "at most 1 matrices of a shape timed" in shown
@@ -68,9 +70,9 @@ def test_times_every_step_of_a_whole_conversion(small):
     assert 0 < sum(step.wall for step in result.steps.values()) < result.total.wall
     assert 4 * 5_000 < result.checkpoint_bytes < 100_000
     assert result.peak_bytes > result.libraries_bytes > result.checkpoint_bytes
-    console = Console(record=True, width=120)
-    show_whole(result, console)
-    shown = console.export_text()
+    file = io.StringIO()
+    print_parts(show_whole(result), file)
+    shown = file.getvalue()
     assert f"{result.total.wall:.1f}" in shown
     assert "default options" in shown
 

@@ -12,8 +12,13 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from lightformers_hf import StudyOptions, convert
 from lightformers_hf.evaluation.benchmarks import engines
-from lightformers_hf.evaluation.benchmarks.engine_results import Deployed, EngineComparison, Timing
-from lightformers_hf.evaluation.benchmarks.engines import _tell_languages, compare_engines
+from lightformers_hf.evaluation.benchmarks.engines import (
+    Deployed,
+    EngineComparison,
+    Timing,
+    _tell_languages,
+    compare_engines,
+)
 from lightformers_hf.evaluation.speed import Speed
 from lightformers_hf.export.engines import deployment_names
 

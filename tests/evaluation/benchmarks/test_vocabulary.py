@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from lightformers_hf import LightFormerForConditionalGeneration
-from lightformers_hf.evaluation.benchmarks import shapes
+from lightformers_hf.evaluation import benchmarks as shapes
 from lightformers_hf.evaluation.benchmarks import vocabulary as benchmark
 from lightformers_hf.evaluation.benchmarks.vocabulary import benchmark_vocabulary, find_config, vocabulary_table
 from lightformers_hf.evaluation.speed import speed_ratio

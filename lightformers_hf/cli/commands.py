@@ -1,0 +1,621 @@
+"""The commands of `lightformers`, each one call of a public function.
+
+What a command needs is imported inside it: `--help`, a wrong option and TAB wait for neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import ExitStack, nullcontext
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..conversion.options import METHODS, CompressionOptions, read_pattern
+from ..export.engines import check_engine_name, engine_names
+from . import benchmark
+from .framework import (
+    AT_LEAST_ONE,
+    BATCH_SIZE,
+    CHECKPOINT,
+    DATA,
+    DATA_HELP,
+    DEVICE,
+    FILE,
+    LANGUAGES,
+    MAX_NEW_TOKENS,
+    MAX_SAMPLES,
+    METRIC,
+    MODEL,
+    NAME,
+    NUM_BEAMS,
+    OUTPUT,
+    OVERWRITE,
+    PLACE,
+    SEED,
+    SPLIT,
+    Answer,
+    Argument,
+    Group,
+    Option,
+    check_installed,
+    check_new_folder,
+    check_open,
+    command,
+    given,
+    install_completion,
+    join_names,
+    open_streams,
+    option,
+    pop_languages,
+    section,
+    show_version,
+)
+
+if TYPE_CHECKING:
+    from ..evaluation.translate import ByteSource
+
+# Fields of `CompressionOptions`: what stands for the value, and the help.
+OPTIONS_HELP = {
+    "ratio": ("P", "Dense / kept parameters of the matrices. Default: 2."),
+    "params": ("20M", "Instead: parameters of the compressed model at most."),
+    "size": ("40MB", "Instead: bytes of its weights at most."),
+    "rank": ("R", "Instead: singular values kept in each matrix."),
+    "energy": ("E", "Instead: share of their squares kept in each."),
+    "pattern": (
+        "NAME=CHOICE",
+        "NAME: embedding, attention, ffn, or the end of module names. CHOICE: 64 (rank), 4x (ratio), 90% (energy) or "
+        "dense. Repeatable.",
+    ),
+    "vocabulary": ("PATH", "Text whose tokens stay: file, Hub name. Repeatable."),
+    "vocabulary_size": ("N", "Keep only its N most frequent tokens."),
+    "languages": ("de_DE,en_XX", "Codes that stay in the vocabulary. Default: all."),
+    "encoder_layers": ("N", "Layers of the encoder to keep."),
+    "decoder_layers": ("N", "The same for the decoder, which costs most time."),
+    "encoder_groups": ("N", "Layers that are stored; the others share them."),
+    "decoder_groups": ("N", "The same for the decoder."),
+    "method": (
+        "METHOD",
+        "low-rank: factors; narrow: fewer neurons, narrower heads; auto: the better of both; paper: plain SVD.",
+    ),
+    "calibration": (
+        "PATH",
+        "Text to weight errors on, never a test's: pairs, or sources alone (.txt). Default: self-generated.",
+    ),
+    "calibration_samples": ("N", "How many pairs are drawn. Default: 1000 or more."),
+    "source_lang": ("de", "Column; of multilingual models also the code, de or de=de_DE; T5: de='a prefix: '."),
+    "target_lang": ("en", "The same for the target."),
+    "device": ("cpu", "Where to compute: cpu, cuda, cuda:1, mps."),
+}
+REPEATABLE = ("pattern", "vocabulary", "languages")
+
+
+def compression_options() -> dict[str, Option]:
+    """One option for every field of `CompressionOptions`, in the order of the help."""
+    types = {field.name: field.type for field in fields(CompressionOptions)}
+    made = {}
+    for name, (metavar, help_text) in OPTIONS_HELP.items():
+        kind = {"float": float, "int": int}.get(str(types[name]).partition(" ")[0], str)
+        kind = DATA if name in ("calibration", "vocabulary") else kind
+        settings: dict[str, Any] = {"metavar": metavar, "help": help_text, "type": kind}
+        settings |= {"multiple": name in REPEATABLE, "values": METHODS if name == "method" else ()}
+        made[name] = option(f"--{name.replace('_', '-')}", **settings)
+    return made
+
+
+PUSH = (
+    option("--push-to-hub", metavar="NAME", help="Push the complete folder to the Hub: you/model."),
+    option("--private", is_flag=True, help="Make that repository private."),
+)
+TRAINING = (
+    option(
+        "--data",
+        type=DATA,
+        help="Sentence pairs, or sources alone, which the teacher translates: a file, or a Hub name. Default: random "
+        "tokens, which it translates, too.",
+    ),
+    option("--validation", type=DATA, help="Pairs to choose the best model by. Default: a part of --data."),
+    option(
+        "--minutes",
+        type=click.FloatRange(min=0, min_open=True),
+        default=30.0,
+        metavar="M",
+        help="Time to measure, translate and train.",
+    ),
+    option(
+        "--translations/--no-translations",
+        default=None,
+        help="Train on the teacher's translations, too. Default: where that pays.",
+    ),
+    METRIC,
+    option("--report-to", multiple=True, help="Log to tensorboard, trackio, wandb, …. Repeatable."),
+    option("--seed", type=SEED, default=0, help="Seed of everything that is random."),
+)
+TO: dict[str, Any] = {"values": engine_names, "help": f"Engine: {join_names(engine_names())}."}
+DEPLOYMENT = (
+    option(
+        "--quantization",
+        values=("int8", "float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16"),
+        help="float32, int8, or another type of numbers that the engine has. Default: int8; `export --to onnx` also "
+        "writes float32 and float16.",
+    ),
+    option(
+        "--shortlist",
+        type=DATA,
+        metavar="PATH",
+        help="Text, parallel or sources alone. The engine then computes only tokens that match the source's.",
+    ),
+)
+
+
+def read_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given. An error in those of a conversion is raised before torch is imported."""
+    found = given(**options)
+    found |= {"pattern": read_pattern(found["pattern"])} if "pattern" in found else {}
+    CompressionOptions.of(found)
+    return found
+
+
+@command(MODEL, *compression_options().values())
+def plan(model: str, **options: Any) -> Answer:
+    """Show what `convert` would do to every matrix: rank, parameters, energy kept, error. Writes nothing.
+
+    Example: lightformers plan Helsinki-NLP/opus-mt-de-en --ratio 3 --encoder-groups 3
+    """
+    found = read_options(options)
+    from ..workflows.convert import plan as run
+
+    return Answer.of(run(model, **found))
+
+
+@command(MODEL, OUTPUT, *compression_options().values(), *PUSH, OVERWRITE)
+def convert(model: str, output: Path, overwrite: bool, private: bool, **options: Any) -> Answer:
+    """Compress a trained Marian, BART, mBART, Pegasus, M2M100, T5, mT5, UMT5 or LightFormer checkpoint.
+
+    The output loads with AutoModelForSeq2SeqLM and AutoTokenizer. `recover` restores quality that it lost.
+
+    Example: lightformers convert Helsinki-NLP/opus-mt-de-en opus-light --ratio 2
+    """
+    found = read_options(options)
+    check_new_folder(output, overwrite, [model, found.get("calibration"), *found.get("vocabulary", ())])
+    from ..loading import has_tokenizer
+    from ..workflows.convert import convert as run
+
+    report = run(model, output, overwrite=overwrite, private=private, **found)
+    lines = [f"Written to {output}; its compression.json lists every matrix."]
+    if not has_tokenizer(output):
+        lines.append(f"{model} has no tokenizer, so {output} has none either: put the files of one into it.")
+    if name := found.get("push_to_hub"):
+        lines.append(f"Pushed to {name}.")
+    return Answer.of(report, *lines, output=str(output))
+
+
+@command(
+    Argument("model", type=CHECKPOINT, about="Folder or Hub name of the compressed checkpoint."),
+    OUTPUT,
+    option("--teacher", type=CHECKPOINT, required=True, help="The checkpoint that it was made from."),
+    *TRAINING,
+    *LANGUAGES,
+    option("--device", metavar="cpu", help="Where to train: cpu. Default: an accelerator, if there is one."),
+    option("--overwrite", is_flag=True, help="Start over in the folder of an earlier recovery."),
+)
+def recover(model: str, output: Path, **options: Any) -> Answer:
+    """Recover the quality of a compressed model: train it with its teacher for so many minutes.
+
+    The settings follow from how far the model was compressed and from the time, which the first steps measure. The
+    model with the best validation score is kept. The score is the first --metric; by default chrF, for outputs of one
+    word the character error rate, for summaries ROUGE-L. The same command resumes an interrupted recovery.
+
+    Example: lightformers recover light recovered --teacher opus-mt-de-en --data train.jsonl --minutes 30
+    """
+    from ..workflows.recover import recover as run
+
+    return Answer.of(run(model, output, **options), f"Written to {output}.")
+
+
+@command(
+    Argument("model", type=CHECKPOINT, about="Folder or Hub name of the trained checkpoint."),
+    Argument("output", type=FILE, about="The folder for everything that is made."),
+    *section("Data and training", TRAINING),
+    *section("Conversion", [one for name, one in compression_options().items() if name != "device"]),
+    *section("Deployment", [option("--to", default="ctranslate2", **TO), *DEPLOYMENT]),
+    option("--test", type=DATA, help="Pairs for the last measurement. Default: a part of --data, if pairs."),
+    option("--device", metavar="cpu", help="Where to convert, train and score. Default: cpu, then an accelerator."),
+    *PUSH,
+    option("--overwrite", is_flag=True, help="Start over in the folder of an earlier compression."),
+)
+def compress(model: str, output: Path, **options: Any) -> Answer:
+    """Make a trained model small and ready to deploy: convert, recover, evaluate, export and report in one call.
+
+    The folder gets: recovered (to push), deployed (for the engine), report.html, and all measurements. For an engine
+    without low-rank matrix multiplications the method is narrow, unless --method names another. The same command
+    resumes an interrupted compression.
+
+    Examples:
+
+        lightformers compress opus-mt-de-en small --data train.jsonl --ratio 4
+
+        lightformers compress nllb pair --data train.jsonl --vocabulary train.jsonl --languages deu_Latn,eng_Latn \
+--source-lang de=deu_Latn --target-lang en=eng_Latn --shortlist train.jsonl
+    """
+    check_engine_name(options["to"])
+    found = read_options(options)
+    from ..workflows.compress import compress as run
+
+    return Answer.of(run(model, output, **found))
+
+
+@command(MODEL, OUTPUT, option("--to", required=True, **TO), *DEPLOYMENT, *LANGUAGES, OVERWRITE)
+def export(model: str, output: Path, to: str, overwrite: bool, **options: Any) -> Answer:
+    """Write a LightFormer, or a dense model that becomes one, for CTranslate2 or ONNX Runtime, which run it fastest.
+
+    The layout of --to onnx is that of transformers.js and optimum; `lightformers web` writes a page around it.
+
+    Its outputs are compared with the checkpoint's. A message lists what the engine does not support. Needs
+    pip install 'lightformers_hf[export]'.
+
+    Example: lightformers export opus-mt-de-en-light opus-mt-de-en-int8 --to ctranslate2 --quantization int8
+    """
+    check_engine_name(to)
+    check_new_folder(output, overwrite, [model, options["shortlist"]])
+    from ..export.write import export as run
+
+    report = run(model, output, to=to, overwrite=overwrite, **options)
+    return Answer({"output": str(output), **report.to_dict()}, report.lines(output))
+
+
+@command(
+    MODEL,
+    OUTPUT,
+    option("--compare", type=CHECKPOINT, metavar="TEACHER", help="A second model that the page runs beside it."),
+    option("--source-lang", metavar="de_DE", help="Of a multilingual model: code of the source's language."),
+    option("--target-lang", metavar="en_XX", help="Code of the language to translate into."),
+    OVERWRITE,
+)
+def web(model: str, output: Path, overwrite: bool, **options: Any) -> Answer:
+    """Write a static web page that translates in the browser, with transformers.js, without a server.
+
+    The folder works on any web server, and is a static Space on the Hub: see `lightformers push`. Needs npm, and
+    pip install 'lightformers_hf[onnx]'.
+
+    Example: lightformers web opus-mt-de-en-light page --compare opus-mt-de-en
+    """
+    check_new_folder(output, overwrite, [model, options["compare"]])
+    from ..export.web import export_web
+
+    report = export_web(model, output, overwrite=overwrite, **options)
+    opening = f"Written to {output}. Open it: python -m http.server --directory {output}, then http://localhost:8000"
+    return Answer.of(report, opening, output=str(output))
+
+
+TRANSLATED = (
+    option("--source-lang", metavar="de_DE", help="Code of the source's language; T5: en, or en='a prefix: '."),
+    option("--target-lang", metavar="en_XX", help="Code of the language to translate into."),
+)
+
+
+@command(
+    MODEL,
+    Argument("file", required=False, type=FILE, about="Text, one sentence a line. Default: standard input."),
+    option("--output", type=FILE, help="File to write. Default: standard output."),
+    BATCH_SIZE,
+    NUM_BEAMS,
+    MAX_NEW_TOKENS,
+    *TRANSLATED,
+    DEVICE,
+)
+def translate(model: str, file: Path | None, output: Path | None, device: str, **options: Any) -> None:
+    """Translate (or summarize) text, one sentence a line in, one line out.
+
+    Lines are translated as they arrive, also from a pipe. A file given as --output appears when all of it is written.
+
+    Examples:
+
+        echo "Ein Hund läuft." | lightformers translate Helsinki-NLP/opus-mt-de-en
+
+        lightformers translate ./small news.de --output news.en --num-beams 4
+    """
+    if file is None:
+        check_open("stdin", "name a file to translate")
+    if output is None:
+        check_open("stdout", "give --output a file")
+    else:
+        from ..files import check_file
+
+        check_file(output, [model, file])
+    with ExitStack() as stack:
+        # Standard input's buffer is a buffered reader, which its type does not say.
+        standard: ByteSource = sys.stdin.buffer  # type: ignore[assignment]
+        source: ByteSource = stack.enter_context(file.open("rb")) if file else standard
+        from tqdm.auto import tqdm
+
+        from ..evaluation.translate import load_translator, translate_stream
+        from ..files import write_whole
+
+        network, tokenizer, prefix = load_translator(model, device=device, **pop_languages(options))
+        sink = stack.enter_context(write_whole(output)) if output else sys.stdout.buffer
+        bar = stack.enter_context(tqdm(unit="text", disable=None))
+        translate_stream(source, sink, network, tokenizer, prefix=prefix, progress=bar, **given(**options))
+
+
+@command(
+    MODEL,
+    option("--data", type=DATA, required=True, help=DATA_HELP),
+    option("--teacher", type=CHECKPOINT, help="The dense checkpoint to compare with."),
+    *LANGUAGES,
+    SPLIT,
+    MAX_SAMPLES,
+    BATCH_SIZE,
+    NUM_BEAMS,
+    MAX_NEW_TOKENS,
+    DEVICE,
+    option("--speed/--no-speed", default=True, help="Measure tokens/s and peak memory on one core (minutes)."),
+    METRIC,
+    option("--comet", type=PLACE, help="Local COMET checkpoint (.ckpt); needs the command comet-score."),
+)
+def evaluate(model: str, **options: Any) -> Answer:
+    """Measure a checkpoint, beside its teacher if there is one: quality, parameters, bytes, speed, memory.
+
+    Quality is BLEU and chrF; for outputs of one word exact match and character error rate come first, for summaries
+    it is ROUGE. --metric chooses.
+
+    Without --source-lang and --target-lang, the languages that the tokenizer names are read from the data's column
+    'translation'.
+
+    Speed is tokens/s on one core: 50 sentences of average length, one at a time, 10 runs, model and teacher in turn.
+
+    Examples:
+
+        lightformers evaluate ./small --teacher ./teacher --data test.jsonl
+
+        lightformers evaluate ./small --data test.csv --source-lang de --target-lang en --json -
+    """
+    from ..evaluation.evaluate import evaluate as run
+
+    return Answer.of(run(model, **options))
+
+
+@command(
+    Argument("teacher", type=CHECKPOINT, about="Folder or Hub name of the dense checkpoint."),
+    Argument("model", type=CHECKPOINT, about="The smaller one; like the teacher, it may be an export."),
+    option("--num-beams", type=AT_LEAST_ONE, help="Beams of both. Default: the smaller model's."),
+    MAX_NEW_TOKENS,
+    *TRANSLATED,
+    option("--port", type=click.IntRange(1, 65535), help="Port to serve at. Default: the first free one from 7860."),
+    option("--host", default="127.0.0.1", help="Address to serve at: 127.0.0.1 for this machine, 0.0.0.0 for all."),
+    option("--open", "browser", is_flag=True, help="Open the page in the browser."),
+)
+def compare(teacher: str, model: str, port: int | None, host: str, browser: bool, **options: Any) -> None:
+    """Serve a page to try two models side by side: type a sentence, see both translations, tokens and time.
+
+    Nothing leaves this machine. Ctrl-C ends it. The same page is a Space on the Hub: see lightformers_hf/app.py. Needs
+    pip install 'lightformers_hf[app]'.
+
+    Example: lightformers compare opus-mt-de-en opus-mt-de-en-light --open
+    """
+    check_installed("gradio", "app", "compare")
+    from ..app import build, check_address, serve, wait
+
+    check_address(host, port)
+    page = build(teacher, model, **pop_languages(options), **options)
+    address = serve(page, host=host, port=port, browser=browser)
+    click.echo(f"Both models are at {address} until Ctrl-C.")
+    wait(page)
+
+
+@command(
+    Argument("model", type=FILE, about="The folder that convert or a training run wrote."),
+    Argument("name", about="user/model, or model in your own namespace on the Hub."),
+    option("--private", is_flag=True, help="Make the repository private."),
+    option("--revision", "--branch", "revision", help="Branch to commit to. Default: main."),
+    option("--message", "-m", help="Message of the commit."),
+    option(
+        "--results",
+        type=FILE,
+        multiple=True,
+        help="A file that evaluate --json wrote: becomes a table of the model card. Repeatable.",
+    ),
+    option("--dry-run", is_flag=True, help="List the files that would be sent, and send nothing."),
+)
+def push(model: Path, name: str, results: tuple[Path, ...], dry_run: bool, **options: Any) -> Answer:
+    """Share a checkpoint on the Hub with its code, so that users without this package can load it.
+
+    One commit: weights, configuration, tokenizer, code, compression.json and a model card. Log in before with
+    'hf auth login', or set HF_TOKEN. The same command resumes an interrupted push.
+
+    Examples:
+
+        lightformers push recovered user/opus-mt-de-en-light --dry-run
+
+        lightformers push recovered user/opus-mt-de-en-light --results results.json
+
+        lightformers push recovered opus-mt-de-en-light --private --revision v2 --message "Trained longer"
+    """
+    from ..files import check_folder
+
+    check_folder(model)
+    from ..hub import preview_push, push_to_hub
+
+    if dry_run:
+        sizes = preview_push(model, name, results=results)
+        lines = [f"{size:15,}  {file}" for file, size in sizes.items()]
+        return Answer({"name": name, "files": sizes}, [*lines, f"{sum(sizes.values()):15,}  bytes to {name}."])
+    return Answer.of(push_to_hub(model, name, results=results, **options))
+
+
+@command(
+    Argument("output", type=FILE, required=False, default="demo-output", about="Folder. Default: demo-output."),
+    option("--seed", type=SEED, default=0, help="Seed of the corpus and of every training."),
+    option("--fresh", is_flag=True, help="Remove what an earlier demo made there, and start over."),
+)
+def demo(output: Path, seed: int, fresh: bool) -> Answer:
+    """See it all work in five to seven minutes, offline: train a teacher, compress it, recover its quality, measure.
+
+    The same command resumes an interrupted demo; needs pip install 'lightformers_hf[demo]'.
+
+    Example: lightformers demo demo-output
+    """
+    from ..demo.run import DemoSettings, run_demo
+    from ..results import make_console
+
+    try:
+        results = run_demo(output, DemoSettings(seed=seed), fresh=fresh, console=make_console())
+    except KeyboardInterrupt:
+        click.echo(f"\nStopped. The complete parts stay in {output}: the same command resumes there.", err=True)
+        raise click.exceptions.Exit(130) from None
+    return Answer(results)
+
+
+@command(
+    Argument("models", type=CHECKPOINT, nargs=-1, required=True, about="Folders or Hub names, shown side by side."),
+    option("--data", type=DATA, required=True, help=DATA_HELP),
+    option("--pictures", type=FILE, help="Folder for a picture of every measure, for light and for dark pages."),
+    OVERWRITE,
+    *LANGUAGES,
+    SPLIT,
+    MAX_SAMPLES,
+    DEVICE,
+)
+def analyze(models: tuple[str, ...], data: str, pictures: Path | None, overwrite: bool, **options: Any) -> Answer:
+    """Look inside checkpoints by the papers' measures: heads, tokens, neurons, MACs, memory, singular values.
+
+    Head diversity, token uniformity, activated neurons: layer by layer, while the model reads the text's two sides.
+    MACs and memory of the matrices follow from the shapes, the steps to convergence from a trainer_state.json beside
+    the weights. Pictures need pip install 'lightformers_hf[demo]'.
+
+    Example: lightformers analyze ./teacher ./small --data test.jsonl --pictures inside
+    """
+    inputs = [*models, data]
+    if pictures is not None:
+        check_installed("matplotlib", "demo", "--pictures")
+        check_new_folder(pictures, overwrite, inputs)
+    from ..evaluation.analysis import analysis_table
+    from ..evaluation.analysis import analyze as run
+    from ..files import atomic_output
+
+    with atomic_output(pictures, overwrite=overwrite, inputs=inputs) if pictures else nullcontext() as folder:
+        analyses = run(list(models), data, **pop_languages(options), **options, progress=True)
+        if folder:
+            from ..evaluation.plots import draw_analyses
+
+            draw_analyses(analyses, folder)
+    return Answer([analysis.to_dict() for analysis in analyses], [analysis_table(analyses)])
+
+
+@command(
+    Argument("model", type=CHECKPOINT, about="What convert or a training run wrote: folder, or Hub name."),
+    option("--output", type=FILE, default="report.html", help="The page to write. A file of that name is replaced."),
+    option(
+        "--teacher",
+        type=CHECKPOINT,
+        help="The checkpoint it was made from: adds singular values with the chosen ranks, and its translations.",
+    ),
+    option("--data", type=DATA, help="Parallel text, as for evaluate: adds sample translations."),
+    option(
+        "--results",
+        type=FILE,
+        multiple=True,
+        help="A file that evaluate --json wrote, of this model or others: adds quality against size and speed; or "
+        "benchmark engines --json. Repeatable.",
+    ),
+    METRIC,
+    option("--samples", type=AT_LEAST_ONE, default=8, help="Translations shown, evenly spread over the data."),
+    *LANGUAGES,
+    SPLIT,
+    NUM_BEAMS,
+    MAX_NEW_TOKENS,
+)
+def report(model: str, output: Path, **options: Any) -> Answer:
+    """Write one HTML page about a compressed model: plan, pictures, translations beside the teacher's.
+
+    The page loads nothing from elsewhere, and follows the browser's light or dark mode. The plan and the errors come
+    from compression.json, the training curve from trainer_state.json. Needs pip install 'lightformers_hf[demo]'.
+
+    Example: lightformers report ./small --teacher ./teacher --data test.jsonl --results results.json
+    """
+    check_installed("matplotlib", "demo", "report")
+    from ..files import check_file
+
+    check_file(output, [model, *(options[name] for name in ("teacher", "data")), *options["results"]])
+    from ..evaluation.page import report_page
+    from ..files import write_whole
+
+    page = report_page(model, **pop_languages(options), **given(**options), progress=True)
+    with write_whole(output) as file:
+        file.write(page.encode())
+    return Answer({"output": str(output)}, [f"Written to {output}: open it in a browser."])
+
+
+@command(
+    Argument(
+        "models", type=PLACE, nargs=-1, about="Recipes (.yaml), folders or Hub names. Default: the papers' tables."
+    ),
+    option("--vocab-size", type=AT_LEAST_ONE, help="Tokens of a recipe's model. Default: of its tokenizer or head."),
+    option("--table", default="", help="Only rows whose name contains this, e.g. 'Subformer T2'."),
+)
+def parameters(models: tuple[str, ...], vocab_size: int | None, table: str) -> Answer:
+    """Count the parameters of recipes and models, without training or loading them; or print the papers' tables.
+
+    Shared and tied parameters count once. A table has the printed count, ours, and the difference; the command exits
+    with 1 where a row differs by more than its tolerance.
+
+    Examples:
+
+        lightformers parameters training/recipes/multi30k/lightformer.yaml --vocab-size 8000
+
+        lightformers parameters --table PartialFormer
+    """
+    if models:
+        if table:
+            raise ValueError("--table is of the papers' tables: leave it out, or the models")
+        from ..evaluation.parameters import model_parameters
+
+        found = {place: model_parameters(place, vocab_size) for place in models}
+        return Answer(found, [f"{count:15,}  {place}" for place, count in found.items()])
+    if vocab_size is not None:
+        raise ValueError("--vocab-size is of a recipe's model: name a recipe")
+    from ..evaluation.parameters import count_parameters, parameter_table
+
+    counts = count_parameters(table)
+    is_within = all(count.within for count in counts)
+    return Answer([count.to_dict() for count in counts], [parameter_table(counts)], exit_code=0 if is_within else 1)
+
+
+ABOUT_ITSELF: dict[str, Any] = {"is_flag": True, "expose_value": False, "is_eager": True}
+app = Group(
+    NAME,
+    help="Make a trained translation or summarization model smaller and faster, and recover its quality.",
+    examples="Example: lightformers compress Helsinki-NLP/opus-mt-de-en small --data train.jsonl --ratio 4",
+    commands=[
+        *(compress, plan, convert, recover, export, web, translate, evaluate, compare, push, demo),
+        *(analyze, report, parameters, benchmark.group),
+    ],
+    params=[
+        click.Option(["--version"], callback=show_version, help="Show the version and exit.", **ABOUT_ITSELF),
+        click.Option(
+            ["--install-completion"],
+            callback=install_completion,
+            help="Let your shell (bash, zsh or fish) complete commands and options.",
+            **ABOUT_ITSELF,
+        ),
+    ],
+)
+
+
+def main() -> None:
+    """Run the command line, under the same name however it was started."""
+    open_streams()
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_MININTERVAL", "30")  # seconds: bars fill no log
+    # Compiled kernels of bfloat16 matrix multiplications that oneDNN and PyTorch keep, up to 0.5 MB each. A training
+    # uses about 300 of them again and again, a conversion few.
+    kernels, plans = ("64", "64") if sys.argv[1:2] in (["convert"], ["plan"]) else ("512", "128")
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", kernels)
+    os.environ.setdefault("LRU_CACHE_CAPACITY", plans)
+    # An error, as Ctrl-C is, so that what is begun is removed, and processes that work for this one end with it.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    app(prog_name=NAME)

@@ -1,0 +1,392 @@
+"""Which form every place of a model gets, and which setting: place by place by rules, or together under one budget.
+
+A budget is given as `ratio`, `params` or `size`. Places compete for its parameters, and each gets those that reduce
+the estimated loss most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from ..loading import stored_tensors, tensor_bytes
+from .forms import Choices, Form, Setting, all_forms
+from .options import CompressionOptions, StudyOptions, missing_unit, read_quantity
+from .rules import RankPolicy, Ratio
+from .sharing import Originals, find_matrices, short_name
+from .workers import Step, share_work
+
+# What a safetensors file spends on naming a tensor, about.
+HEADER_BYTES = 130
+K = TypeVar("K")
+Result = TypeVar("Result")
+# What one slot of an alternative can become: forms that decide over the same matrices, of which one is chosen.
+Slot = list[Form]
+# Slots that together have all matrices of a unit, filled independently; of a unit's alternatives one is chosen.
+Alternative = list[Slot]
+Unit = list[Alternative]
+
+
+def spends_budget(options: CompressionOptions, study: StudyOptions) -> bool:
+    """Whether all places are decided together, under one budget."""
+    return options.spends_budget and study.allocation != "uniform"
+
+
+def find_units(originals: Originals, options: CompressionOptions, study: StudyOptions) -> list[Unit]:
+    """Every matrix, attention and network of a model, with the forms that may make it smaller.
+
+    A matrix that the policy settles has the usual form alone; one that has a form in the source already, that form.
+    So have all others of its attention or network.
+    """
+    dense, forms, policy = originals.dense, all_forms(), options.policy()
+    methods = dict.fromkeys(form.method for form in forms)
+    for option in ("attention_method", "ffn_method"):
+        if (asked := getattr(study, option)) is not None and asked not in methods:
+            raise ValueError(f"{option} is {asked!r}, expected one of {', '.join(methods)}")
+    places = {form: form.places(dense) for form in forms}
+    names = [short_name(name) for name in places[forms[0]]]
+    if unused := policy.unused_patterns(names):
+        raise ValueError(
+            f"pattern {unused[0]!r} matches no matrix of this model; its matrices have names like "
+            f"{', '.join(names[:4])}"
+        )
+
+    def find_holder(name: str) -> type[Form] | None:
+        own = originals.own_module(name)
+        return next((form for form in forms if own is not None and name in places[form] and form.holds(own)), None)
+
+    def is_settled(name: str) -> bool:
+        return policy.fixes(short_name(name), originals.module(name).kind)
+
+    def find_alternatives(matrices: Sequence[str], wanted: Sequence[type[Form]]) -> Unit:
+        slots: dict[tuple[str, ...], Slot] = {}
+        for form in wanted:
+            for place, parts in places[form].items():
+                if set(parts) <= set(matrices):
+                    slots.setdefault(parts, []).append(form(place, originals))
+        return [[slots[parts] for parts in cover] for cover in _covers(matrices, slots)]
+
+    units: list[Unit] = []
+    taken: set[str] = set()
+    unmet: dict[str, str] = {}  # what an attention or network is asked to become, which no part of the model can
+    # Those of several matrices first: within them single ones are an alternative.
+    for matrices in sorted((one for form in forms[::-1] for one in places[form].values()), key=len, reverse=True):
+        if taken.intersection(matrices):
+            continue
+        taken.update(matrices)
+        holders = {name: find_holder(name) for name in matrices}
+        if any(holders.values()) or any(map(is_settled, matrices)):
+            units.append([[[(form or forms[0])(name, originals)] for name, form in holders.items()]])
+            continue
+        method = getattr(study, f"{originals.module(matrices[0]).kind}_method", None)
+        if method is None and not spends_budget(options, study):
+            method = forms[0].method
+        wanted = [form for form in forms if method in (None, form.method)]
+        found = find_alternatives(matrices, wanted)
+        if method is not None:
+            kind = originals.module(matrices[0]).kind
+            unmet[kind] = "" if found else unmet.get(kind, method)
+        units.append(found or find_alternatives(matrices, forms[:1]))
+    for kind, method in unmet.items():
+        if method:
+            raise ValueError(
+                f"{kind}_method is {method!r}, but no {kind} matrices of this {dense.config.model_type} can become "
+                "that: leave the method out"
+            )
+    return units
+
+
+def _covers(matrices: Sequence[str], parts: Collection[tuple[str, ...]]) -> Iterator[list[tuple[str, ...]]]:
+    """All ways to take each of the matrices once, in such parts."""
+    if not matrices:
+        yield []
+    for part in parts:
+        if matrices and matrices[0] in part and set(part) <= set(matrices):
+            for others in _covers([name for name in matrices if name not in part], parts):
+                yield [part, *others]
+
+
+def choose(
+    units: Sequence[Unit], originals: Originals, options: CompressionOptions, study: StudyOptions, *, progress: bool
+) -> tuple[list[Form], Callable[[Form], Setting]]:
+    """The places in the forms that are chosen, largest first, and what says the setting of each.
+
+    By rules, a setting is found only when it is asked for, which may take a decomposition.
+
+    Raises:
+        ValueError: a budget that cannot be met.
+    """
+    policy = options.policy()
+    if originals.calibration is None or not spends_budget(options, study):
+        chosen = [place for alternative, *_ in units for place, *_ in alternative]
+        return sort_by_size(chosen), lambda place: place.follow(policy)
+    given, free = split_units(units, policy)
+    fixed = {place: place.follow(policy) for place in given}
+    budget = Budget(originals, options, fixed, free)
+    budget.check()
+    places = sort_by_size([place for unit in free for alternative in unit for slot in alternative for place in slot])
+    choices = dict(
+        work_on_places("weighing", lambda place: place.choices(), places, originals.device, progress=progress)
+    )
+    settings = fixed | budget.spend(choices)
+    return sort_by_size(list(settings)), settings.__getitem__
+
+
+def check_choices(
+    units: Sequence[Unit], originals: Originals, options: CompressionOptions, study: StudyOptions
+) -> float:
+    """Return the share of the matrices' parameters that is removed, about: one half where each follows a rule.
+
+    Raises:
+        ValueError: a rule or a budget cannot be met, or asks for nothing. Known before anything takes long.
+    """
+    policy = options.policy()
+
+    def fewest(place: Form) -> Setting:
+        waits = policy.needs_spectrum(short_name(place.name), place.kind(place.name))
+        return place.least if waits else place.follow(policy)
+
+    if spends_budget(options, study):
+        given, free = split_units(units, policy)
+        budget = Budget(originals, options, {place: fewest(place) for place in given}, free)
+        budget.check()
+        return budget.removed
+    for place in (place for alternative, *_ in units for place, *_ in alternative):
+        if place.is_usual:  # the others need statistics
+            fewest(place)
+    return 1 - 1 / policy.default.ratio if isinstance(policy.default, Ratio) else 0.5
+
+
+def split_units(units: Sequence[Unit], policy: RankPolicy) -> tuple[list[Form], list[Unit]]:
+    """Places whose matrix the policy settles, and the units without them."""
+
+    def is_given(place: Form) -> bool:
+        module = place.originals.module(place.name)
+        return hasattr(module, "kind") and policy.fixes(short_name(place.name), module.kind)
+
+    given = [place for alternative, *_ in units for place, *_ in alternative if is_given(place)]
+    free = [[[slot for slot in alternative if not is_given(slot[0])] for alternative in unit] for unit in units]
+    return given, [unit for unit in free if any(unit)]
+
+
+def work_on_places(
+    name: str, work: Callable[[Form], Result], places: Sequence[Form], device: torch.device, *, progress: bool
+) -> Iterator[tuple[Form, Result]]:
+    """The places, largest first, each with what `work` returned for it.
+
+    The bar counts parameters: a large place takes far longer than a small one.
+    """
+    sizes = [int(place.size(None)) for place in places]
+
+    def work_on(index: int) -> tuple[int, Result]:
+        return index, work(places[index])
+
+    with Step(name, unit="parameter", total=sum(sizes), shown=progress) as bar:
+        for index, result in share_work(work_on, range(len(places)), device):
+            yield places[index], result
+            bar.update(sizes[index])
+
+
+def sort_by_size(places: list[Form]) -> list[Form]:
+    """The places with most parameters first, so that none of them is left for the end."""
+    return sorted(places, key=lambda place: place.size(None), reverse=True)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The parameters that all places of a model may have together, given as a ratio, a number, or bytes.
+
+    Attributes:
+        originals: the model.
+        options: give the budget.
+        given: settings that are fixed already.
+        free: the units that the rest is for.
+    """
+
+    originals: Originals
+    options: CompressionOptions
+    given: Mapping[Form, Setting]
+    free: Sequence[Unit]
+
+    def _total(self) -> tuple[float, float]:
+        """Parameters of what is fixed, and the fewest that the free places can have."""
+        fixed = sum(float(place.size(setting)) for place, setting in self.given.items())
+
+        def least(place: Form) -> float:
+            return min(float(place.size(setting)) for setting in (place.least, None))
+
+        return fixed, sum(min(sum(min(map(least, slot)) for slot in slots) for slots in unit) for unit in self.free)
+
+    @property
+    def _besides(self) -> int:
+        """Parameters that are in no matrix."""
+        dense = self.originals.dense
+        matrices = (dense.get_submodule(name).weight for name, _ in find_matrices(dense))
+        return dense.num_parameters() - sum(matrix.numel() for matrix in matrices)
+
+    @property
+    def available(self) -> float:
+        """Parameters that the free places may have."""
+        name = self.options.budget
+        if name == "ratio":
+            return self._dense / self._ratio
+        asked = read_quantity(name, getattr(self.options, name))
+        fixed, _ = self._total()
+        if name == "params":
+            return asked - self._besides - fixed
+        return (asked - self._overhead) / self._itemsize - self._besides - fixed
+
+    @property
+    def _dense(self) -> float:
+        """Parameters of the free places as they are."""
+        return sum(max(sum(float(slot[0].size(None)) for slot in slots) for slots in unit) for unit in self.free)
+
+    @property
+    def removed(self) -> float:
+        """Share of the free places' parameters that is removed."""
+        return max(0.0, 1 - self.available / self._dense)
+
+    @property
+    def _ratio(self) -> float:
+        """p where the budget is a ratio, given or the default's."""
+        rule = self.options.policy().default
+        assert isinstance(rule, Ratio), f"the budget is {self.options.budget}, no ratio"
+        return rule.ratio
+
+    @property
+    def _itemsize(self) -> int:
+        return (self.originals.teacher.config.dtype or torch.float32).itemsize
+
+    @property
+    def _overhead(self) -> int:
+        """Bytes of a checkpoint that are no parameters: buffers, and a header that names every tensor."""
+        tensors = stored_tensors(self.originals.dense)
+        buffers = sum(tensor.numel() for tensor in tensors.values()) - self.originals.dense.num_parameters()
+        return HEADER_BYTES * len(tensors) + buffers * self._itemsize
+
+    def check(self) -> None:
+        """Raise `ValueError` if not even the smallest settings fit, or if the model is as small already.
+
+        This needs no statistics.
+        """
+        name, dense = self.options.budget, self.originals.dense
+        asked, (fixed, least) = getattr(self.options, name), self._total()
+        least_parameters = self._besides + fixed + least
+        if least > self.available:
+            left = f"{least_parameters:,.0f} parameters"
+            hint = ""
+            if name == "size":
+                left = f"{least_parameters * self._itemsize + self._overhead:,.0f} bytes"
+                hint = missing_unit(asked)
+            raise ValueError(
+                f"{name} is {asked or self._ratio}, which cannot be met: with everything at "
+                f"its smallest {left} are left" + (f"; {hint}" if hint else "")
+            )
+        if name == "ratio":
+            return
+        held = dense.num_parameters() if name == "params" else tensor_bytes(dense)
+        if read_quantity(name, asked) >= held:
+            has = f"{held:,} parameters" if name == "params" else f"{held / 1e6:,.1f} MB"
+            raise ValueError(
+                f"{name} is {asked}, and {self.originals.teacher.name} has {has} already: give less than that"
+            )
+
+    def spend(self, choices: Mapping[Form, Choices]) -> dict[Form, Setting]:
+        """Return the settings of the free places that lose least within the budget. Needs `check` before.
+
+        Args:
+            choices: of every free place.
+        """
+        units = [
+            [[{place: choices[place] for place in slot} for slot in slots] for slots in unit] for unit in self.free
+        ]
+        return allocate(units, self.available)
+
+
+def smallest(units: Sequence[Sequence[Sequence[Mapping[K, Choices]]]]) -> float:
+    """The least size that the units can have together."""
+    return sum(
+        min(
+            sum(min(choices.sizes.min().item() for choices in slot.values()) for slot in slots)
+            for slots in alternatives
+        )
+        for alternatives in units
+    )
+
+
+class Pick(NamedTuple):
+    """The choice for one unit: its cost, its size, and the index of the setting of each part."""
+
+    cost: float
+    size: float
+    parts: dict
+
+
+def allocate(units: Sequence[Sequence[Sequence[Mapping[K, Choices]]]], budget: float) -> dict[K, int | None]:
+    """Choose one alternative of every unit, a part for each of its slots, and a setting of each part, within `budget`.
+
+    For a price λ of a parameter, every unit takes what minimizes cost + λ·size by itself. This is the best choice of
+    all for the size that it comes to (Everett 1963). λ is bisected to the lowest that meets the budget. Sizes that
+    belong to a price have gaps, which are wide in small models: the rest of the budget then goes to the units whose
+    cost falls most for each parameter.
+
+    Args:
+        units: e.g. an attention block: either narrower heads, or its four matrices by themselves, each in one form
+            or another.
+
+    Returns:
+        {part: setting} of the parts chosen.
+
+    Raises:
+        ValueError: no choice is so small.
+    """
+
+    def fill(slots: Sequence[Mapping[K, Choices]], price: float) -> Pick:
+        """Find the best parts and settings of one alternative at a price."""
+        cost, size, parts = 0.0, 0.0, {}
+        for slot in slots:
+            best = [(*choices.best(price), part, choices) for part, choices in slot.items()]
+            _, index, part, choices = min(best, key=lambda one: one[0])
+            cost, size = cost + choices.costs[index].item(), size + choices.sizes[index].item()
+            parts[part] = index
+        return Pick(cost, size, parts)
+
+    def choose(price: float) -> list[Pick]:
+        return [
+            min((fill(slots, price) for slots in alternatives), key=lambda pick: pick.cost + price * pick.size)
+            for alternatives in units
+        ]
+
+    def total(picks: Sequence[Pick]) -> float:
+        return sum(pick.size for pick in picks)
+
+    if budget < (least := smallest(units)):
+        raise ValueError(f"a budget of {budget:,.0f} cannot be met: the smallest choices take {least:,.0f}")
+    picks = choose(0.0)
+    if total(picks) > budget:
+        low, high = 1e-30, 1e-12
+        while total(choose(high)) > budget:
+            low, high = high, high * 16
+        while high / low > 1 + 1e-9:
+            middle = (low * high) ** 0.5
+            low, high = (low, middle) if total(choose(middle)) <= budget else (middle, high)
+        picks = choose(high)
+        prices = [high * 2 ** (step / 4) for step in range(-48, 25)]
+        larger = [[fill(slots, price) for slots in alternatives for price in prices] for alternatives in units]
+        while True:
+            left = budget - total(picks)
+            upgrades = [
+                ((pick.cost - other.cost) / (other.size - pick.size), unit, other)
+                for unit, pick in enumerate(picks)
+                for other in larger[unit]
+                if other.cost < pick.cost and 0 < other.size - pick.size <= left
+            ]
+            if not upgrades:
+                break
+            _, unit, picks[unit] = max(upgrades, key=lambda one: one[0])
+    choices = {part: one for slots in chain(*units) for slot in slots for part, one in slot.items()}
+    return {part: choices[part].settings[index] for pick in picks for part, index in pick.parts.items()}

@@ -1,0 +1,377 @@
+"""Calibration text: the user's sentence pairs, the user's sentences, or random tokens, translated by the teacher.
+
+Random sources are tokens drawn one by one with the frequencies that the tokenizer knows; targets are what the teacher
+makes of them. That is no language, yet layers get inputs, and losses gradients, much like those of sentences. Teachers
+that are told their task (T5) are told all that they are known for, in turn.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, cycle, zip_longest
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import sentencepiece
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    DataCollatorForSeq2Seq,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ..languages import add_prefix, find_prefixes
+from ..loading import position_limit
+from ..text import load_text, tokenize_pairs
+from .options import CompressionOptions, StudyOptions
+from .sensitivity import Batch, cut_batches
+from .teacher import Teacher
+from .workers import Step, cast_weights, fast_products, gather_from_all, map_in_order, process_share
+
+if TYPE_CHECKING:  # self-generated text needs none of it
+    from datasets import Dataset
+
+# Unless told otherwise, so many sentence pairs, and of short ones more, until they have so many tokens a side for each
+# of d_model, or so many in all: wide moments take more tokens to know, and wide models more time for each
+# (RESULTS.md, "Probes").
+SAMPLES, TOKENS_PER_FEATURE, MOST_TOKENS = 1000, 64, 2**15
+BATCH = 32  # pairs of a batch at most
+# Every tenth sentence is held out of the calibration, of so many at least.
+HELD_OUT, FEWEST_SENTENCES = 10, 100
+# Tokens of a text, of models that take any number.
+LONGEST = 512
+# Random sources, unless told otherwise, of a large model, and the tokens that each has.
+SOURCES, SHORTEST_SOURCE, LONGEST_SOURCE = 256, 5, 30
+SMALL, MOST_TIMES = 20_000_000, 4  # parameters of models that take more, and how many times as many
+# Of the teacher's own way to generate: which tokens begin and end a text, and which may not follow.
+TOKEN_RULES = (
+    "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_bos_token_id",
+    "forced_eos_token_id", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "repetition_penalty",
+    "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+)  # fmt: skip
+
+
+def draw_pairs(teacher: Teacher, options: CompressionOptions, study: StudyOptions) -> Dataset | None:
+    """The user's text that is to be read, as of `sample_pairs`; `None` where there is none.
+
+    Raises:
+        ValueError: no tokenizer, unknown languages, too little text.
+    """
+    if options.calibration is None:
+        return None
+    tokenizer = teacher.tokenizer()
+    if getattr(tokenizer, "tgt_lang", "") is None:
+        raise ValueError(
+            f"{teacher.name} translates between many languages: give source_lang and target_lang, columns of the "
+            "calibration text with the tokenizer's codes: de=de_DE and en=en_XX"
+        )
+    return sample_pairs(teacher.config, tokenizer, options, study)
+
+
+def count_tokens(teacher: Teacher, options: CompressionOptions, pairs: Dataset | None) -> float:
+    """Tokens a side that `sample_text` will have, about."""
+    if pairs is None:
+        return (
+            (options.calibration_samples or default_sources(teacher.model)[0]) * (SHORTEST_SOURCE + LONGEST_SOURCE) / 2
+        )
+    return len(pairs) * mean_tokens(teacher.config, teacher.tokenizer(), pairs)
+
+
+def sample_text(
+    model: PreTrainedModel,
+    teacher: Teacher,
+    options: CompressionOptions,
+    study: StudyOptions,
+    pairs: Dataset | None,
+    *,
+    progress: bool,
+) -> Sequence[Batch]:
+    """Batches for a `Calibration`, of several processes the own share.
+
+    Args:
+        model: the teacher with all its layers, where it runs: it makes the text where the user gave none, and
+            translates it where they gave one language alone.
+        pairs: of `draw_pairs`.
+    """
+    if pairs is None:
+        number, seed = options.calibration_samples, study.calibration_seed
+        return synthetic_batches(model, teacher, number, seed, progress=progress)
+    if "target" in pairs.column_names:
+        return process_share(parallel_batches(model, teacher.tokenizer(), pairs))
+    return translated_batches(model, teacher, pairs["source"][:], progress=progress)
+
+
+def hold_out(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch] | None]:
+    """Split batches into those for calibration and those with every tenth sentence; of short texts, `None`.
+
+    Several processes, which were dealt the batches in turn (`process_share`), hold out the sentences that one would.
+    """
+    counts = gather_from_all([len(batch["labels"]) for batch in batches])
+    dealt = [count for row in zip_longest(*counts, fillvalue=0) for count in row]
+    if sum(dealt) < FEWEST_SENTENCES:
+        return list(batches), None
+    kept, held = [], []
+    for batch, seen in zip(batches, process_share(list(accumulate(dealt, initial=HELD_OUT // 2))), strict=False):
+        aside = (torch.arange(len(batch["labels"])) + seen) % HELD_OUT == 0
+        for rows, part in ((~aside, kept), (aside, held)):
+            if rows.any():
+                part.append({name: tensor[rows] for name, tensor in batch.items()})
+    return kept, cut_batches(held)
+
+
+def parallel_batches(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Dataset) -> list[Batch]:
+    """Padded batches of similar lengths, of the columns `source` and `target`."""
+    longest = longest_text(model.config, tokenizer)
+    tokens = tokenize_pairs(pairs, tokenizer, max_source_length=longest, max_target_length=longest)
+    lengths = [sum(pair) for pair in zip(tokens["source_length"], tokens["target_length"], strict=True)]
+    order = sorted(range(len(tokens)), key=lengths.__getitem__)
+    tokens = tokens.remove_columns(["source_length", "target_length"])
+    collate = DataCollatorForSeq2Seq(tokenizer, model=model)
+    batches = (
+        collate([tokens[index] for index in order[start : start + BATCH]]) for start in range(0, len(order), BATCH)
+    )
+    names = ("input_ids", "attention_mask", "labels", "decoder_input_ids")
+    return [{name: batch[name] for name in names} for batch in batches]
+
+
+def longest_text(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens after which texts are cut."""
+    return min(position_limit(config) or LONGEST, tokenizer.model_max_length)
+
+
+def mean_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, pairs: Dataset) -> float:
+    """Tokens of a text, whether source or target, on the average of the first `SAMPLES` pairs."""
+    first = pairs.select(range(min(SAMPLES, len(pairs))))
+    limits = {"truncation": True, "max_length": longest_text(config, tokenizer)}
+    texts = tokenizer(first["source"][:], **limits)["input_ids"]
+    if "target" in first.column_names:
+        texts += tokenizer(text_target=first["target"][:], **limits)["input_ids"]
+    return fmean(map(len, texts))
+
+
+def sample_pairs(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, options: CompressionOptions, study: StudyOptions
+) -> Dataset:
+    """So many random pairs of the text that `options` name, or texts of the source language alone: see `load_text`.
+
+    Unless `options` say how many, it is `SAMPLES`, and more where these have few tokens.
+
+    Args:
+        config: the teacher's, which may have a prefix for sources.
+        study: its `calibration_seed` says which.
+    """
+    data, samples = options.calibration, options.calibration_samples
+    source, target = options.columns
+    default = (
+        getattr(tokenizer, "source_lang", None) or "source",
+        getattr(tokenizer, "target_lang", None) or "target",
+    )
+    default = (add_prefix(config, options.source_lang or default[0], target or default[1]), default[1])
+    pairs = load_text(data, source=default[0] if source else None, target=target, default=default)
+    if samples is not None and len(pairs) < samples:
+        raise ValueError(
+            f"{data} holds {len(pairs)} pairs, calibration_samples is {samples}: give more text, or ask for fewer"
+        )
+    pairs = pairs.shuffle(seed=study.calibration_seed)
+    if samples is None:
+        wanted = min(TOKENS_PER_FEATURE * config.hidden_size, MOST_TOKENS)
+        samples = max(SAMPLES, math.ceil(wanted / max(1, mean_tokens(config, tokenizer, pairs))))
+    if (with_held_out := samples + math.ceil(samples / (HELD_OUT - 1))) >= FEWEST_SENTENCES:
+        samples = with_held_out
+    pairs = pairs.select(range(min(samples, len(pairs))))
+    for side in pairs.column_names:
+        if not any(text.strip() for text in pairs[side]):
+            raise ValueError(f"{data}: every {side} of the {len(pairs)} pairs drawn is empty: give text")
+    if (distinct := len(set(pairs["source"]))) < len(pairs) / 10:
+        raise ValueError(
+            f"{data}: only {distinct} of the {len(pairs)} sources drawn are distinct, which shows few of the model's "
+            "inputs. Remove repeated lines, or omit --calibration: the model then generates the text"
+        )
+    return pairs
+
+
+def synthetic_batches(
+    model: PreTrainedModel, teacher: Teacher, samples: int | None, seed: int, *, progress: bool
+) -> list[Batch]:
+    """This process's batches as `Calibration` takes them, from the teacher alone.
+
+    Args:
+        model: the teacher in fp32, on the device where it is to run.
+        samples: sources; `None` means `default_sources`.
+        seed: which ones.
+
+    Raises:
+        ValueError: the teacher has no positions for text.
+    """
+    tokenizer = teacher.tokenizer() if teacher.has_tokenizer else None
+    limit = position_limit(model.config) or LONGEST
+    number, size = (samples, BATCH) if samples else default_sources(model)
+    sources = random_sources(tokenizer, model.config, number, seed, name=teacher.name)
+    prefixes = find_prefixes(model.config, *teacher.languages)
+    shares = process_share([sources[start : start + size] for start in range(0, number, size)])
+    # Random tokens may have translations without end.
+    most = [min(2 * max(map(len, some)), limit - 1) for some in shares]
+    padded = (_padded(some, tokenizer, model.config, prefixes) for some in shares)
+    return _with_targets("making text", model, teacher, padded, most, progress=progress)
+
+
+def default_sources(model: PreTrainedModel) -> tuple[int, int]:
+    """Return the default number of sources that a model generates, and their batch size.
+
+    What more of them cost grows with the model, what they save does not: 256, and for models below 20M parameters as
+    many times that, four at most, as these have parameters less.
+    """
+    times = max(1, min(MOST_TIMES, SMALL // model.num_parameters()))
+    return times * SOURCES, times * BATCH
+
+
+def random_sources(
+    tokenizer: PreTrainedTokenizerBase | None, config: PreTrainedConfig, number: int, seed: int, *, name: str
+) -> list[list[int]]:
+    """Ids of so many sources of random tokens, short ones first, without special tokens.
+
+    Args:
+        name: of the model, for messages.
+    """
+    frequencies, generator = token_frequencies(tokenizer, config), torch.Generator().manual_seed(seed)
+    limit = position_limit(config) or LONGEST
+    longest = min(LONGEST_SOURCE, limit - 2)
+    if longest < 1:
+        raise ValueError(f"max_position_embeddings is {limit} in {name}: no text fits, which needs 3 or more")
+    lengths = torch.randint(min(SHORTEST_SOURCE, longest), longest + 1, (number,), generator=generator).sort().values
+    return [torch.multinomial(frequencies, int(n), True, generator=generator).tolist() for n in lengths]
+
+
+def random_texts(
+    tokenizer: PreTrainedTokenizerBase,
+    config: PreTrainedConfig,
+    languages: tuple[str | None, str | None],
+    number: int,
+    seed: int,
+    *,
+    name: str,
+) -> list[str]:
+    """Random sources as texts, behind the prefixes that the model is known for between `languages`, in turn."""
+    sources = random_sources(tokenizer, config, number, seed, name=name)
+    return _decoded(sources, tokenizer, find_prefixes(config, *languages))
+
+
+def translated_batches(model: PreTrainedModel, teacher: Teacher, texts: list[str], *, progress: bool) -> list[Batch]:
+    """This process's batches of the user's texts with the teacher's translations. Args: as `synthetic_batches`.
+
+    Raises:
+        ValueError: no text but empty ones.
+    """
+    tokenizer = teacher.tokenizer()
+    positions = position_limit(model.config) or LONGEST
+    limit = {"truncation": True, "max_length": min(positions, tokenizer.model_max_length)}
+    sources = sorted(filter(str.strip, texts), key=len)
+    shares = process_share([sources[start : start + BATCH] for start in range(0, len(sources), BATCH)])
+    encoded = [tokenizer(some, padding=True, return_tensors="pt", **limit) for some in shares]
+    most = [min(2 * one["input_ids"].shape[1] + 10, positions - 1) for one in encoded]
+    padded = ((one["input_ids"], one["attention_mask"]) for one in encoded)
+    return _with_targets("translating", model, teacher, padded, most, progress=progress)
+
+
+def _with_targets(
+    what: str,
+    model: PreTrainedModel,
+    teacher: Teacher,
+    padded: Iterable[tuple[Tensor, Tensor]],
+    most: Sequence[int],
+    *,
+    progress: bool,
+) -> list[Batch]:
+    """Batches as `Calibration` takes them: sources, and what the model makes of them.
+
+    Args:
+        padded: ids and masks; read by one thread, as several can't share a tokenizer.
+        most: of each batch, how many tokens the model makes at most.
+    """
+
+    def make(batch: tuple[tuple[Tensor, Tensor], int]) -> Batch:
+        (inputs, mask), longest = batch
+        settings = {"attention_mask": mask.to(model.device), "generation_config": _greedy(teacher, longest)}
+        with fast_products(model.device), torch.inference_mode():
+            targets = model.generate(inputs.to(model.device), **settings)
+        targets = targets.to("cpu", copy=True)  # out of inference mode: gradients are taken with them
+        labels = targets[:, 1:].masked_fill(targets[:, 1:] == model.config.pad_token_id, -100)
+        return {"input_ids": inputs, "attention_mask": mask, "labels": labels, "decoder_input_ids": targets[:, :-1]}
+
+    with cast_weights(model):
+        made = map_in_order(make, zip(padded, most, strict=True), model.device)
+        return list(Step(what, made, total=len(most), unit="batch", shown=progress))
+
+
+def token_frequencies(tokenizer: PreTrainedTokenizerBase | None, config: PreTrainedConfig) -> Tensor:
+    """Return the expected frequency of each source token, (V), not normalised; 0 for special tokens.
+
+    A unigram model (SentencePiece) knows its tokens' probabilities. Elsewhere ids are taken to be in order of falling
+    frequency, as byte-pair merges are, and to follow Zipf's law. Without a tokenizer all tokens are alike.
+    """
+    special = {config.pad_token_id, config.bos_token_id, config.eos_token_id, config.decoder_start_token_id}
+    if tokenizer is None:
+        frequencies = torch.ones(config.vocab_size)
+    else:
+        special |= {*tokenizer.all_special_ids, tokenizer.unk_token_id}
+        frequencies = torch.zeros(config.vocab_size)
+        scores = _unigram_scores(tokenizer)
+        for piece, score in (scores or {}).items():
+            index = tokenizer.convert_tokens_to_ids(piece)
+            if index is not None and index < len(frequencies):
+                frequencies[index] = math.exp(score)
+        if not scores:
+            frequencies[: len(tokenizer)] = 1 / (torch.arange(min(len(tokenizer), len(frequencies))) + 10)
+    frequencies[[index for index in special if isinstance(index, int) and index < len(frequencies)]] = 0
+    return frequencies
+
+
+def _unigram_scores(tokenizer: PreTrainedTokenizerBase) -> dict[str, float] | None:
+    """{piece: log-probability} of a unigram tokenizer; `None` of another."""
+    processor = getattr(tokenizer, "spm_source", None) or getattr(tokenizer, "sp_model", None)
+    if isinstance(processor, sentencepiece.SentencePieceProcessor):
+        pieces = range(processor.get_piece_size())
+        normal = [i for i in pieces if not (processor.is_control(i) or processor.is_unknown(i))]
+        scores = {processor.id_to_piece(i): processor.get_score(i) for i in normal}
+        # The scores of a byte-pair model are ranks, and sum up to nothing like a probability.
+        return scores if 0.5 < sum(map(math.exp, scores.values())) < 2 else None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    model = json.loads(backend.to_str())["model"] if backend is not None else {}
+    return dict(model["vocab"]) if model.get("type") == "Unigram" else None
+
+
+def _decoded(drawn: list[list[int]], tokenizer: PreTrainedTokenizerBase, prefixes: Sequence[str]) -> list[str]:
+    """The texts of ids, with prefixes in turn."""
+    return [prefix + text for prefix, text in zip(cycle(prefixes), tokenizer.batch_decode(drawn), strict=False)]
+
+
+def _padded(
+    drawn: list[list[int]],
+    tokenizer: PreTrainedTokenizerBase | None,
+    config: PreTrainedConfig,
+    prefixes: Sequence[str],
+) -> tuple[Tensor, Tensor]:
+    """Ids and mask of the sources, with prefixes in turn and the special tokens that the model is used to."""
+    if tokenizer is not None:
+        limits = {"truncation": True, "max_length": position_limit(config) or LONGEST}
+        batch = tokenizer(_decoded(drawn, tokenizer, prefixes), padding=True, return_tensors="pt", **limits)
+        return batch["input_ids"], batch["attention_mask"]
+    end = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id or []
+    sources = [torch.tensor([*ids, *end]) for ids in drawn]
+    inputs = pad_sequence(sources, batch_first=True, padding_value=config.pad_token_id)
+    return inputs, pad_sequence([torch.ones_like(ids) for ids in sources], batch_first=True)
+
+
+def _greedy(teacher: Teacher, max_new_tokens: int) -> GenerationConfig:
+    """The likeliest token after the other, by the teacher's `TOKEN_RULES`."""
+    own = teacher.generation_config()
+    rules = {name: getattr(own, name) for name in TOKEN_RULES}
+    # Trainer leaves `use_cache: false` in the configuration of what it trained.
+    settings = {"num_beams": 1, "do_sample": False, "use_cache": True, "max_new_tokens": max_new_tokens}
+    return GenerationConfig(**rules, **settings, max_length=None)

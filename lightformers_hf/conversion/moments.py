@@ -1,0 +1,388 @@
+"""Second moments: sums over calibration samples at the modules of a model, their roots, and the norm they define."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..loading import all_finite
+from ..processors import factor_rows
+from .workers import sum_over_all
+
+# Added to the diagonals, relative to their mean: directions that no sample showed are not free.
+INPUT_DAMPING = 1e-6
+GRADIENT_DAMPING = 1e-2
+# The weight of every direction where no sample showed any: as good as none.
+UNSEEN = 1e-6
+# Rows of a symmetric sum that are computed and stored together, up to its diagonal.
+STRIP = 256
+# Rows of an embedding matrix that are taken to float64 together, and columns of a triangle.
+ROWS, COLUMNS = 4096, 512
+# Bytes of tensors that a `TensorStore` holds in memory; on a GPU, a share of what is free there.
+ROOM, FREE_SHARE = 2**26, 0.25
+Value = TypeVar("Value")
+
+
+class lazy_property(Generic[Value]):  # noqa: N801, used as `property` is
+    """A property computed on first use, of several instances at once: unlike `functools.cached_property` before 3.12.
+
+    Matrices are decomposed in several threads. Two that ask one instance at once both compute, and get equal values.
+    """
+
+    def __init__(self, compute: Callable[[Any], Value]):
+        self._compute, self._name, self.__doc__ = compute, compute.__name__, compute.__doc__
+
+    def __get__(self, instance: object, owner: type | None = None) -> Value:
+        if instance is None:  # asked of the class, as `help` does
+            return self  # type: ignore[return-value]
+        value = instance.__dict__[self._name] = self._compute(instance)
+        return value
+
+
+class TensorStore:
+    """Tensors by key, on `device`: in memory up to `room` bytes, beyond that in a temporary file.
+
+    The file has no name and disappears with the process. `TMPDIR` sets its folder. A memory map would be shorter, but
+    its pages count as memory of the process, and a full disk ends the process without a message.
+
+    Args:
+        room: bytes held in memory; by default 64 MiB, or a quarter of the free memory of a GPU.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", room: int = ROOM):
+        self.device, self.room = torch.device(device), room
+        if self.device.type == "cuda":
+            self.room = int(torch.cuda.mem_get_info(self.device)[0] * FREE_SHARE)
+        self._tensors: dict[Hashable, Tensor] = {}
+        self._places: dict[Hashable, tuple[int, torch.dtype, torch.Size]] = {}
+        self._file, self._lock = tempfile.TemporaryFile(), Lock()  # noqa: SIM115, open as long as the store
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._tensors or key in self._places
+
+    def __setitem__(self, key: Hashable, tensor: Tensor) -> None:
+        """Store a tensor. Raises `OSError` where the disk is full."""
+        with self._lock:
+            if key in self._tensors:
+                self.room += self._tensors.pop(key).nbytes
+            if key not in self._places and tensor.nbytes <= self.room:
+                self.room -= tensor.nbytes
+                self._tensors[key] = tensor
+                return
+            offset, *kind = self._places.get(key, (0,))
+            if kind != [tensor.dtype, tensor.shape]:
+                offset = self._file.seek(0, os.SEEK_END)
+            self._places[key] = offset, tensor.dtype, tensor.shape
+            try:
+                self._file.seek(offset)
+                self._file.write(_as_bytes(tensor.detach().cpu().contiguous()))
+                self._file.flush()
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                raise OSError(
+                    f"the disk of {tempfile.gettempdir()} is full, where calibration puts what would fill the memory: "
+                    "set TMPDIR to a folder with more room"
+                ) from error
+
+    def __getitem__(self, key: Hashable) -> Tensor:
+        if key in self._tensors:
+            return self._tensors[key]
+        offset, dtype, shape = self._places[key]
+        tensor = torch.empty(shape, dtype=dtype)
+        with self._lock:
+            self._file.seek(offset)
+            self._file.readinto(_as_bytes(tensor))
+        return tensor.to(self.device)
+
+    def __delitem__(self, key: Hashable) -> None:
+        """Remove a tensor. Its memory is free again, its place in the file is not."""
+        if key in self._tensors:
+            self.room += self._tensors.pop(key).nbytes
+        else:
+            del self._places[key]
+
+
+def _as_bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+
+
+@dataclass(frozen=True, eq=False)
+class WeightedRows:
+    """Rows x of some weight w each: products of two such are weighted sums."""
+
+    rows: Tensor  # √w x, tokens×m, as `factor_rows` has them
+    roots: Tensor  # √w, of as many
+    count: float  # Σ w
+
+    @classmethod
+    def of(cls, rows: Tensor, weights: Tensor, device: torch.device) -> WeightedRows:
+        """Rows x, tokens×m, and their weights w, on a device."""
+        roots = weights.to(device).float().sqrt()
+        factors = factor_rows(rows.to(device), roots)
+        return cls(factors, F.pad(roots, (0, len(factors) - len(roots))), weights.sum().item())
+
+    def sum(self) -> Tensor:
+        """Σ w x, m."""
+        return (self.roots[:, None] * self.rows).sum(0)
+
+
+class Moments:
+    """Sums over samples at one module, of weight w each; divided by `count`, those of the inputs x are means.
+
+    Attributes:
+        count: Σ w.
+        vectors: `mean`, Σ w x (m); at an output layer `squares`, Σ g² (n); at an embedding matrix `tokens`, how often
+            each token was looked up (V).
+        sizes: of `inputs`, Σ w xᵀx (m×m), and `gradients`, Σ gᵀg (n×n).
+    """
+
+    def __init__(self, name: str, store: TensorStore):
+        self.count = 0.0
+        self.vectors: dict[str, Tensor] = {}
+        self.sizes: dict[str, int] = {}
+        self._name, self._store = name, store
+
+    @property
+    def inputs(self) -> Tensor:
+        """Σ w xᵀx, m×m, double."""
+        return self._square("inputs")
+
+    @property
+    def gradients(self) -> Tensor:
+        """Σ gᵀg, n×n, double."""
+        return self._square("gradients")
+
+    def add_inputs(self, rows: Tensor, weights: Tensor) -> None:
+        """Add rows x, tokens×m, and their weights w to `count`, `mean` and `inputs`."""
+        weighted = WeightedRows.of(rows, weights, self._store.device)
+        self.count += weighted.count
+        self.add("mean", weighted.sum())
+        self._add_square("inputs", weighted.rows)
+
+    def add_gradients(self, rows: Tensor) -> None:
+        """Add to `gradients`."""
+        self._add_square("gradients", factor_rows(rows.to(self._store.device)))
+
+    def _add_square(self, what: str, rows: Tensor) -> None:
+        """Add rowsᵀ·rows, of which the lower half is computed."""
+        size = self.sizes.setdefault(what, rows.shape[1])
+        flat = self._flat(what)
+        for start, end, strip in _strips(flat, size):
+            strip.addmm_(rows[:, start:end].T, rows[:, :end])
+        self._store[self._name, what] = flat
+
+    def replace(self, what: str, matrix: Tensor) -> None:
+        """Store another matrix as `inputs` or `gradients`."""
+        self.sizes[what] = len(matrix)
+        flat = self._flat(what).clone()
+        for start, end, strip in _strips(flat, len(matrix)):
+            strip.copy_(matrix[start:end, :end])
+        self._store[self._name, what] = flat
+
+    def forget(self, what: str) -> None:
+        """Remove the `inputs` or `gradients`, if there are any."""
+        if self.sizes.pop(what, None) is not None and (self._name, what) in self._store:
+            del self._store[self._name, what]
+
+    def add(self, what: str, vector: Tensor) -> None:
+        """Add to one of the `vectors`."""
+        vector = vector.to(self._store.device)
+        self.vectors[what] = self.vectors[what] + vector if what in self.vectors else vector
+
+    def finite(self, what: str) -> bool:
+        """Whether all numbers of a sum are."""
+        sums = self._flat(what) if what in self.sizes else self.vectors.get(what)
+        return sums is None or all_finite(sums)
+
+    def shapes(self) -> tuple[dict, dict]:
+        """Sizes of the squares, and shapes and types of the vectors."""
+        return self.sizes, {what: (vector.shape, vector.dtype) for what, vector in self.vectors.items()}
+
+    def sum_over_all(self, shapes: tuple[dict, dict]) -> None:
+        """Sum over all processes, of which some saw no sample; `shapes` are those of one that did."""
+        self.sizes = shapes[0]
+        for what in self.sizes:
+            self._store[self._name, what] = sum_over_all(self._flat(what))
+        for what, (shape, dtype) in shapes[1].items():
+            zeros = torch.zeros(shape, dtype=dtype, device=self._store.device)
+            self.vectors[what] = sum_over_all(self.vectors.get(what, zeros))
+        self.count = sum_over_all(torch.tensor(self.count, dtype=torch.float64)).item()
+
+    def _flat(self, what: str) -> Tensor:
+        """The strips of a sum, one behind the other; zeros before anything is added."""
+        if (self._name, what) in self._store:
+            return self._store[self._name, what]
+        size = self.sizes[what]
+        length = sum((min(start + STRIP, size) - start) * min(start + STRIP, size) for start in range(0, size, STRIP))
+        return torch.zeros(length, device=self._store.device)
+
+    def _square(self, what: str) -> Tensor:
+        flat, size = self._flat(what), self.sizes[what]
+        square = flat.new_empty(size, size, dtype=torch.float64)
+        for start, end, strip in _strips(flat, size):
+            square[start:end, :end] = strip
+            square[:start, start:end] = strip[:, :start].T
+        return square
+
+
+def _strips(flat: Tensor, size: int) -> Iterator[tuple[int, int, Tensor]]:
+    """(first row, row behind the last, the rows up to their last column) of a symmetric matrix, as views."""
+    offset = 0
+    for start in range(0, size, STRIP):
+        end = min(start + STRIP, size)
+        length = (end - start) * end
+        yield start, end, flat[offset : offset + length].view(end - start, end)
+        offset += length
+
+
+class PairMoments:
+    """Means and second moments of pairs of rows, m and n wide, each pair of some weight, in double precision.
+
+    Until `sum_over_all` they are sums, those of products in float32, and where both of a pair are the same rows, only
+    the lower half is there.
+    """
+
+    def __init__(self, m: int, n: int, device: torch.device):
+        self.count, self.symmetric, self._centred = 0.0, False, False
+        self.left, self.right = (torch.zeros(size, dtype=torch.float64, device=device) for size in (m, n))
+        self.product = torch.zeros(m, n, device=device)
+
+    def add(self, left: WeightedRows, right: WeightedRows) -> None:
+        """Add rows, tokens×m and tokens×n, each pair of one weight."""
+        self.symmetric = left is right
+        self.count += left.count
+        self.left += left.sum()
+        self.right += right.sum()
+        for start in range(0, left.rows.shape[1], STRIP):
+            rows, columns = slice(start, start + STRIP), slice(start + STRIP if self.symmetric else None)
+            self.product[rows, columns].addmm_(left.rows[:, rows].T, right.rows[:, columns])
+
+    def sum_over_all(self) -> None:
+        """Sum over all processes, fill the upper half where only the lower one was computed, and divide."""
+        if self.symmetric:
+            for start in range(STRIP, len(self.product), STRIP):
+                self.product[:start, start : start + STRIP] = self.product[start : start + STRIP, :start].T
+        self.count = sum_over_all(torch.tensor(self.count, dtype=torch.float64)).item()
+        sums = (self.left, self.right, self.product)
+        self.left, self.right, self.product = (sum_over_all(each).double().div_(self.count) for each in sums)
+
+    def moment(self, *, centred: bool) -> Tensor:
+        """The covariance, or the second moment, m×n, until the other one is asked for: both have one place."""
+        if centred != self._centred:
+            self.product.addr_(self.left, self.right, alpha=-1 if centred else 1)
+            self._centred = centred
+        return self.product
+
+
+@dataclass(frozen=True, eq=False)
+class Damped:
+    """A second moment, m×m, and how much is added to its diagonal, relative to the mean of that."""
+
+    moment: Tensor
+    damping: float
+
+    @lazy_property
+    def root(self) -> Tensor:
+        """`damped_root` of it."""
+        return damped_root(self.moment, self.damping)
+
+    def between(self, rows: Tensor) -> Tensor:
+        """X M Xᵀ, k×k, of rows X, k×m, and the damped moment M, of which one half is multiplied and no root taken."""
+        level = self.moment.diagonal().mean()
+        if not level > 0:  # as its root has it
+            return rows @ rows.T * UNSEEN**2
+        half = rows.new_zeros(len(rows), len(rows))
+        for start in range(0, len(self.moment), COLUMNS):
+            lower = self.moment[start:, start : start + COLUMNS].tril()
+            lower.diagonal().mul_(0.5).add_(0.5 * self.damping * level)
+            half.addmm_(rows[:, start:] @ lower, rows[:, start : start + COLUMNS].T)
+        return half + half.T
+
+
+@dataclass(frozen=True, eq=False)
+class Metric:
+    """The norm ‖Lᵀ Δ R‖_F that an error Δ of a matrix, m×n, is measured in; half its square is nats a target token.
+
+    Attributes:
+        rows: C, L is its root; or the square roots of row weights, m, for an embedding matrix.
+        columns: G, R is its root.
+        mean: E[x], m, where the error of the mean output goes into a bias.
+    """
+
+    rows: Damped | Tensor
+    columns: Damped
+    mean: Tensor | None = None
+
+    @property
+    def left(self) -> Tensor:
+        """L, lower triangular with C = L Lᵀ, or the weights."""
+        return self.rows.root if isinstance(self.rows, Damped) else self.rows
+
+    @property
+    def right(self) -> Tensor:
+        """R, lower triangular with G = R Rᵀ."""
+        return self.columns.root
+
+    def gram(self, matrix: Tensor) -> Tensor:
+        """AAᵀ or AᵀA, the smaller, of A = Lᵀ W R: without the larger one's root."""
+        if len(matrix) <= matrix.shape[1]:
+            inner = self.columns.between(matrix.double())
+            if isinstance(self.rows, Damped):
+                return self.left.T @ inner @ self.left
+            return self.left[:, None] * inner * self.left
+        if isinstance(self.rows, Damped):
+            inner = self.rows.between(matrix.double().T)
+        else:
+            inner = self.left.new_zeros(matrix.shape[1], matrix.shape[1])
+            for weights, rows in zip(self.left.split(ROWS), matrix.split(ROWS), strict=True):
+                weighted = weights[:, None] * rows.double()
+                inner.addmm_(weighted.T, weighted)
+        return self.right.T @ inner @ self.right
+
+    def bases(self, vectors: Tensor, *, rows: bool) -> tuple[Tensor, Tensor]:
+        """R V and Vᵀ R⁻¹ of directions V, n×k; of directions among the `rows`, m×k, L V and Vᵀ L⁻¹."""
+        root = self.left if rows else self.right
+        if root.ndim == 1:
+            return root[:, None] * vectors, (vectors / root[:, None]).T
+        return root @ vectors, torch.linalg.solve_triangular(root, vectors.T, upper=False, left=False)
+
+
+def damped_weights(squares: Tensor, damping: float) -> Tensor:
+    """Square roots of row weights, damped; all alike where nothing was seen, as in `damped_root`."""
+    level = squares.mean()
+    return (squares + damping * level).sqrt() if level > 0 else torch.full_like(squares, UNSEEN)
+
+
+def damped_root(moment: Tensor, damping: float) -> Tensor:
+    """L with L·Lᵀ = `moment`, damped; a multiple of the identity where nothing was seen.
+
+    Its diagonal is damped for a while, and then as it was: a copy would be as large.
+    """
+    size, diagonal = moment.shape[0], moment.diagonal()
+    before, level = diagonal.clone(), diagonal.mean().item()
+    if not level > 0:
+        return torch.eye(size, dtype=torch.float64, device=moment.device) * UNSEEN
+    try:
+        # More where rounding has made it indefinite.
+        for factor in (1, 10, 100, 1000, 1e4):
+            diagonal.copy_(before + factor * damping * level)
+            root, failed = torch.linalg.cholesky_ex(moment)
+            if not failed:
+                return root
+    finally:
+        diagonal.copy_(before)
+    if not all_finite(moment):
+        raise ValueError("the calibration moments are not finite: the model's states or gradients are too large")
+    # Where all samples are alike, what is left around their mean is rounding.
+    values, vectors = torch.linalg.eigh(moment)
+    return torch.linalg.cholesky(vectors * values.clamp(min=damping * values.abs().max()) @ vectors.T)

@@ -1,0 +1,267 @@
+"""How ranks are chosen: a ratio (LightFormer, Eq. 12), a fixed rank, or a share of the energy; by kind and by name.
+
+W is m×n, its factors m×r and r×n: mn parameters become r(m+n). Importing this file imports no torch: options are
+checked by it before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KINDS = ("embedding", "attention", "ffn")
+
+
+def rank_for_ratio(m: int, n: int, ratio: float) -> int:
+    """Return the largest r that makes the matrix at least `ratio` times smaller: ⌊mn / (p(m+n))⌋ (Eq. 12), at least 1.
+
+    Raises:
+        ValueError: the ratio is not above 1.
+    """
+    _check_ratio(ratio)
+    return max(1, math.floor(m * n / (ratio * (m + n))))
+
+
+def rank_with_sharing(rank: int, layers: int, groups: int) -> int:
+    """Return r' = ⌊L r / N⌋, the rank of N shared groups with the parameters of L layers of rank r (Eq. 4 to 6).
+
+    Raises:
+        ValueError: fewer than one group, or more groups than layers.
+    """
+    if not 1 <= groups <= layers:
+        raise ValueError(f"groups is {groups}, expected 1 to {layers}, the number of layers")
+    return layers * rank // groups
+
+
+def rank_for_energy(singular_values: Tensor, energy: float) -> int:
+    """Return the smallest r whose first singular values (descending) hold `energy` of the sum of squares.
+
+    It is 1 for a matrix of zeros.
+
+    Raises:
+        ValueError: the energy is outside (0, 1].
+    """
+    _check_energy(energy)
+    held = singular_values.double().square().cumsum(0)
+    # Compared with the last entry and not with 1, so that energy 1 is reached in spite of rounding.
+    return int((held < energy * held[-1]).sum()) + 1
+
+
+def worth_factorizing(m: int, n: int, rank: int) -> bool:
+    """Whether two factors of that rank hold fewer parameters than the m×n matrix."""
+    return rank * (m + n) < m * n
+
+
+class RankRule(ABC):
+    """One way to choose a rank: a data class under `@register_rule`.
+
+    Attributes:
+        spelling: how the option `pattern` writes it, a regular expression; its groups go to `read`.
+        example: that in words, for messages.
+        needs_spectrum: whether the choice depends on the singular values, and not on the shape alone.
+    """
+
+    spelling: ClassVar[str]
+    example: ClassVar[str]
+    needs_spectrum: ClassVar[bool] = False
+
+    @classmethod
+    def read(cls, *groups: str) -> RankRule:
+        """Return the rule that a spelling stands for. Raises `ValueError` for a number out of range."""
+        return cls(*map(float, groups))
+
+    @abstractmethod
+    def find_rank(self, name: str, m: int, n: int, singular_values: Tensor | None) -> int:
+        """Return r of an m×n matrix, whether it pays or not.
+
+        Args:
+            name: of the matrix, for messages.
+            singular_values: descending; `None` unless the rule needs them.
+
+        Raises:
+            ValueError: the matrix has no such rank.
+        """
+
+    def choose(self, name: str, m: int, n: int, singular_values: Tensor | None = None) -> int | None:
+        """Return the rank of an m×n matrix, or `None` where it stays dense: its factors would not be smaller.
+
+        Raises:
+            ValueError: as `find_rank`, or the singular values are missing.
+        """
+        if self.needs_spectrum and singular_values is None:
+            raise ValueError(f"{name}: {self} needs the singular values to choose a rank")
+        rank = self.find_rank(name, m, n, singular_values)
+        return rank if worth_factorizing(m, n, rank) else None
+
+    def choose_width(self, name: str, widths: list[int]) -> int:
+        """Return one of `widths`, of neurons or heads. Raises `ValueError` where the rule is for ranks alone."""
+        raise ValueError(f"{name}: narrower heads and networks are chosen by ratio, params or size")
+
+
+RULES: list[type[RankRule]] = []
+
+
+def register_rule(rule: type[RankRule]) -> type[RankRule]:
+    """Make a class one of the ways that the option `pattern` can ask for."""
+    RULES.append(rule)
+    return rule
+
+
+@register_rule
+@dataclass(frozen=True)
+class FixedRank(RankRule):
+    """The number of singular values kept of each matrix; at least 1."""
+
+    rank: int
+    spelling, example = r"(\d+)", "a rank (64)"
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.rank, numbers.Integral) and self.rank >= 1):
+            raise ValueError(f"rank is {self.rank!r}, expected a whole number, 1 or more")
+
+    @classmethod
+    def read(cls, *groups: str) -> RankRule:
+        """`64`."""
+        return cls(*map(int, groups))
+
+    def find_rank(self, name: str, m: int, n: int, singular_values: Tensor | None) -> int:
+        """That rank."""
+        if self.rank > min(m, n):
+            raise ValueError(f"{name}: rank {self.rank} is above {min(m, n)}, the largest that a {m}×{n} matrix has")
+        return self.rank
+
+
+@register_rule
+@dataclass(frozen=True)
+class Ratio(RankRule):
+    """p of Eq. 12, dense parameters / kept parameters of each matrix; above 1."""
+
+    ratio: float
+    spelling, example = r"(\d+(?:\.\d+)?)x", "a ratio (4x)"
+
+    def __post_init__(self) -> None:
+        _check_ratio(self.ratio)
+
+    def find_rank(self, name: str, m: int, n: int, singular_values: Tensor | None) -> int:
+        """By Eq. 12."""
+        if worth_factorizing(m, n, 1):  # what cannot get smaller at all stays dense
+            _check_reach(name, self.ratio, m * n / (m + n))
+        return rank_for_ratio(m, n, self.ratio)
+
+    def choose_width(self, name: str, widths: list[int]) -> int:
+        """The largest of `widths` that makes the largest of them `ratio` times smaller."""
+        _check_reach(name, self.ratio, max(widths) / min(widths))
+        return max(width for width in widths if width * self.ratio <= max(widths))
+
+
+@register_rule
+@dataclass(frozen=True)
+class Energy(RankRule):
+    """The share of the sum of squared singular values kept; in (0, 1]."""
+
+    energy: float
+    spelling, example, needs_spectrum = r"(\d+(?:\.\d+)?)%", "an energy (90%)", True
+
+    def __post_init__(self) -> None:
+        _check_energy(self.energy)
+
+    @classmethod
+    def read(cls, *groups: str) -> RankRule:
+        """`90%`."""
+        return cls(*(float(group) / 100 for group in groups))
+
+    def find_rank(self, name: str, m: int, n: int, singular_values: Tensor) -> int:
+        """The fewest that hold the share."""
+        return rank_for_energy(singular_values, self.energy)
+
+
+@dataclass(frozen=True)
+class RankPolicy:
+    """Which rule holds for which matrix: the first pattern that fits its name, else its kind's rule, else the default.
+
+    A pattern is a regular expression for the end of a module's name, beginning at a dot: `q_proj` fits
+    `encoder.layers.0.self_attn.q_proj`, `proj` does not. A rule of `None` leaves matrices dense.
+
+    Attributes:
+        default: the rule for kinds without their own.
+        kinds: rules of `embedding`, `attention` and `ffn`.
+        names: pattern → rule.
+
+    Raises:
+        ValueError: an unknown kind, or a pattern that is no regular expression.
+    """
+
+    default: RankRule | None = None
+    kinds: dict[str, RankRule | None] = field(default_factory=dict)
+    names: dict[str, RankRule | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.kinds) - set(KINDS):
+            raise ValueError(f"unknown kind {sorted(unknown)[0]!r}, expected one of {', '.join(KINDS)}")
+        for pattern in self.names:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from None
+
+    @property
+    def compresses(self) -> bool:
+        """Whether any matrix may get smaller."""
+        return any((self.default, *self.kinds.values(), *self.names.values()))
+
+    def rule(self, name: str, kind: str) -> RankRule | None:
+        """Return the rule for one matrix."""
+        patterns = (rule for pattern, rule in self.names.items() if _matches(pattern, name))
+        return next(patterns, self.kinds.get(kind, self.default))
+
+    def fixes(self, name: str, kind: str) -> bool:
+        """Whether a budget has no say in a matrix: its name has a rule, or its kind stays dense."""
+        dense_kind = kind in self.kinds and self.kinds[kind] is None
+        return dense_kind or any(_matches(pattern, name) for pattern in self.names)
+
+    def needs_spectrum(self, name: str, kind: str) -> bool:
+        """Whether `choose` needs the matrix's singular values."""
+        rule = self.rule(name, kind)
+        return rule is not None and rule.needs_spectrum
+
+    def choose(self, name: str, kind: str, m: int, n: int, singular_values: Tensor | None = None) -> int | None:
+        """Return the rank of one matrix, or `None` where it stays dense. Raises as `RankRule.choose`."""
+        rule = self.rule(name, kind)
+        return None if rule is None else rule.choose(name, m, n, singular_values)
+
+    def unused_patterns(self, names: Iterable[str]) -> list[str]:
+        """Return the patterns that fit none of the module names."""
+        names = list(names)
+        return [pattern for pattern in self.names if not any(_matches(pattern, name) for name in names)]
+
+
+def _matches(pattern: str, name: str) -> bool:
+    from ..models.low_rank import pattern_matches  # which imports torch
+
+    return pattern_matches(pattern, name)
+
+
+def _check_ratio(ratio: float) -> None:
+    if not (isinstance(ratio, numbers.Real) and 1 < ratio < math.inf):
+        raise ValueError(f"ratio is {ratio!r}, expected a number above 1: dense parameters / kept parameters")
+
+
+def _check_reach(name: str, ratio: float, most: float) -> None:
+    if ratio > most * (1 + 1e-12):
+        raise ValueError(
+            f"{name}: ratio is {ratio:g}, which cannot be met: at its smallest it is {most:.4g} times smaller; "
+            "ask for less, or leave it dense"
+        )
+
+
+def _check_energy(energy: float) -> None:
+    if not (isinstance(energy, numbers.Real) and 0 < energy <= 1):
+        raise ValueError(f"energy is {energy!r}, expected a share above 0 and at most 1")

@@ -1,0 +1,502 @@
+"""Sensitivity of the loss to an error in each matrix, measured on calibration text.
+
+Let y = x·W. To second order, and treating x and the gradient g at y as independent (K-FAC, Martens and Grosse 2015),
+replacing W by Ŵ costs ½ tr(Δᵀ C Δ G) nats a target token, Δ = W − Ŵ, C = E[xᵀx] and G = Σ gᵀg / target tokens: so far
+predictions move from the model's own (`Probes`). So errors of different matrices are in one unit, and compare.
+
+They are not independent: the loss is very sensitive to some tokens, and not at all to others. So C is a mean with
+weights |g|², which with G is the first step towards the product C ⊗ G that is nearest to E[xᵀx ⊗ gᵀg] (Van Loan and
+Pitsianis 1993).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import EllipsisType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from .moments import (
+    GRADIENT_DAMPING,
+    INPUT_DAMPING,
+    Damped,
+    Metric,
+    Moments,
+    TensorStore,
+    damped_weights,
+)
+from .workers import (
+    Step,
+    algebra_device,
+    cast_weights,
+    fail_together,
+    fast_passes,
+    fast_products,
+    fast_sums,
+    gather_from_all,
+    is_distributed,
+    map_in_order,
+    process_share,
+    sum_over_all,
+)
+
+# Share of the mean variance of inputs by which C is shrunk towards a multiple of the identity: a sample does not show
+# all inputs, and random tokens show other inputs than real text (RESULTS.md, "Over-confident teachers").
+SHRINKAGE, SELF_GENERATED_SHRINKAGE = 1e-2, 0.3
+# Added to every token's weight, relative to their mean: so that tokens without a sample keep something.
+TOKEN_DAMPING = 1e-2
+# Tokens of a batch at most, on both sides with padding; of those, target tokens whose logits are held together.
+TOKENS, LOGIT_ROWS = 512, 64
+# Target tokens, about, by which the spread of logits is known, of so many batches.
+SPREAD_TOKENS, SPREAD_BATCHES = 256, 4
+# Signs of `Probes` repeat after so many tokens: a prime, small enough for float32 to tell fractions of its multiples
+# apart.
+PERIOD = 4093
+
+Batch = dict[str, Tensor]
+
+
+class Probes:
+    """Random vectors z, one for each token, with E[zᵀz] = diag(p) − pᵀp, p the softmax of the logits over T.
+
+    With T = 1 this is the Fisher matrix of the logits: the curvature of the divergence from the model, and the
+    covariance of p − y for a label y drawn from p. A single label is a poor estimate of it: most labels of a confident
+    model are as expected and contribute nothing (RESULTS.md, "Probes"). Here z = ε√p − p Σ ε√p with random signs ε, to
+    which every token contributes.
+
+    The curvature at the model describes small errors. `find_temperature` gives the T for errors of a compression.
+
+    Signs depend on the token alone, not on its batch: so the sums of several processes are those of one.
+
+    Args:
+        size: of the vocabulary.
+        device: where the probabilities are.
+        temperature: T.
+    """
+
+    def __init__(self, size: int, device: torch.device, temperature: float = 1.0) -> None:
+        self.phases = torch.rand(size, generator=torch.Generator().manual_seed(0)).to(device)
+        self.temperature = temperature
+
+    def draw(self, logits: Tensor, keys: Tensor) -> Tensor:
+        """z (N, V), of logits (N, V) and the tokens' `token_keys` (N)."""
+        roots = logits.div(self.temperature).softmax(-1).sqrt_()
+        probes = (keys[:, None] * self.phases).frac_().sub_(0.5).sign_().mul_(roots)
+        return probes.sub_(roots.square_().mul_(probes.sum(-1, keepdim=True)))
+
+
+def logit_variance(logits_of: Callable[[Tensor], Tensor], states: Sequence[Tensor], size: int) -> float:
+    """Return how much the logits of one token vary over the text: V = Σ_v p_v Var(l_v), in nats².
+
+    p is the mean probability, and l the logits less their mean under p, which no probability depends on. Each of
+    several processes gives states of its own; the result is that of all.
+
+    Args:
+        logits_of: logits (tokens, V) of states. Called twice for each of them, to hold few logits at a time.
+        states: decoder states (tokens, d).
+        size: of the vocabulary.
+    """
+    count = sum_over_all(torch.tensor(float(sum(map(len, states)))))
+
+    def moments(rows_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """Mean and second moment of what a function makes of logits."""
+        sums = torch.zeros(2, size, dtype=torch.float64)
+        for part in states:
+            rows = rows_of(logits_of(part).to(algebra_device(part.device)).double())
+            sums += torch.stack([rows.sum(0), rows.square().sum(0)]).cpu()
+        return sum_over_all(sums) / count
+
+    likely = moments(lambda logits: logits.softmax(-1))[0]
+    mean, square = moments(lambda logits: logits - (logits @ likely.to(logits.device))[:, None])
+    return (likely * (square - mean.square())).sum().item()
+
+
+def find_temperature(variance: float, removed: float) -> float:
+    """Return the temperature T at which probabilities have the sensitivity that finite errors meet.
+
+    Let compression add noise of covariance Σ to the logits. The derivative of the expected divergence with respect to
+    Σ is half the expected diag(q) − qᵀq, q the probabilities of the noisy logits, not of the exact ones (Price 1958).
+    A probability expected under Gaussian noise is nearly that of a higher temperature: with s² the variance of the
+    noise in the difference of two logits, T² = 1 + π s² / 8 (MacKay 1992). Compression removes all that varies in the
+    directions that matter least, so the noise of a logit is taken as a share of its `logit_variance` V over the text:
+    s² = 2 · `removed` · V. Teachers that are sure of their text have large logits, and get a large T.
+
+    Args:
+        removed: share of the matrices' parameters that compression removes, in [0, 1].
+    """
+    return math.sqrt(1 + math.pi / 4 * removed * variance)
+
+
+def token_keys(batch: Batch) -> Tensor:
+    """A number from 1 to `PERIOD` for every target token (B, T), of its source sentence and its place."""
+    sentences = (batch["input_ids"] * batch["attention_mask"]).sum(1, keepdim=True)
+    places = torch.arange(batch["labels"].shape[1], device=sentences.device)
+    return ((sentences * 7919 + places * 104_729) % PERIOD + 1).float()
+
+
+@dataclass(eq=False)
+class BatchPass:
+    """One batch on its way through the model and back.
+
+    Attributes:
+        masks: where the `source` and `target` have tokens.
+        vectors: of the batch's tokens: gradients flow from the loss to here.
+        additions: calls that add the batch to the sums.
+    """
+
+    masks: dict[str, Tensor]
+    vectors: list[Tensor] = field(default_factory=list)
+    additions: deque[Callable[[], None]] = field(default_factory=deque)
+
+
+class Calibration:
+    """The moments of every matrix of a model, from sentence pairs: sums, for which memory is bounded (`TensorStore`).
+
+    Worker threads pass batches through the model and back, one thread adds them to the sums, in their order. So the
+    sums do not depend on the number of threads.
+
+    Args:
+        model: a sequence-to-sequence model of this package, on the device where it is to run.
+        linear: names of its linear layers.
+        batches: `input_ids`, `attention_mask`, `labels` (−100 is padding) and `decoder_input_ids`. Larger ones than
+            `TOKENS` are cut. Each of several processes has its own; sums are over all.
+        progress: show a progress bar.
+        removed: share of the parameters that compression removes, which `find_temperature` takes.
+        self_generated: whether the text is of random tokens.
+        alike: whether all tokens have the same weight in C; for comparison.
+
+    Raises:
+        ValueError: no token to predict; states or gradients that are not finite, with the module's name.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        linear: list[str],
+        batches: Sequence[Batch],
+        *,
+        progress: bool,
+        removed: float = 0.5,
+        self_generated: bool = False,
+        alike: bool = False,
+    ):
+        self.batches = cut_batches(batches)
+        self.model = model.eval().requires_grad_(False)
+        self.self_generated, self._alike = self_generated, alike
+        self.moments: dict[str, Moments] = {}
+        self.target_tokens = 0
+        self._token_weights: dict[str, list[Tensor]] = {}  # of each batch's tokens at each linear layer of the stacks
+        self._store = TensorStore(algebra_device(model.device))
+        self._current = threading.local()  # its `batch` is the `BatchPass` of a thread
+        count = int(sum_over_all(torch.tensor(len(batches))))
+        with fail_together():
+            states = self._sample_states(batches, count)
+        size = model.config.decoder_vocab_size
+        self.temperature = find_temperature(logit_variance(model.logits_of, states, size), removed)
+        self._probes = Probes(size, model.device, self.temperature)
+        tables = [f"model.{stack}.embed_tokens" for stack in ("encoder", "decoder")]
+        kinds = {**dict.fromkeys(linear, "linear"), **dict.fromkeys(tables, "table"), self.output_name: "output"}
+        hooks = [self._watch(name, kind) for name, kind in kinds.items()]
+        try:
+            with fail_together(), cast_weights(self.model), fast_sums(self.device):
+                passes = map_in_order(self._pass, self.batches, model.device)
+                for additions in Step("calibrating", passes, total=len(self.batches), unit="batch", shown=progress):
+                    while additions:
+                        additions.popleft()()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.target_tokens = sum(int(token_mask(batch, "target").sum()) for batch in self.batches)
+        if is_distributed():
+            self._sum_over_all()
+        self._check()
+
+    def _check(self) -> None:
+        """Raise `ValueError` for text without a token to predict, and for sums that are not finite."""
+        if not self.target_tokens:
+            raise ValueError("calibration: the text has no token to predict; give other text with --calibration")
+        for what in ("inputs", "gradients", "squares"):  # what is not finite somewhere makes all gradients so
+            for name, moments in self.moments.items():
+                if not moments.finite(what):
+                    what = "gradients" if what == "squares" else what
+                    raise ValueError(f"calibration: the {what} at {name} hold NaN or infinite values")
+
+    @property
+    def device(self) -> torch.device:
+        """Device of moments and metrics."""
+        return self._store.device
+
+    @property
+    def shrinkage(self) -> float:
+        """Share of the mean variance of inputs that is added to each."""
+        return SELF_GENERATED_SHRINKAGE if self.self_generated else SHRINKAGE
+
+    @property
+    def output_name(self) -> str:
+        """Name of the layer that makes logits."""
+        return "lm_head.output" if hasattr(self.model.lm_head, "projection") else "lm_head"
+
+    @torch.no_grad()
+    def _sample_states(self, batches: Sequence[Batch], count: int) -> list[Tensor]:
+        """Decoder states at some target tokens, from batches of all lengths, of all processes' `count` the same."""
+        states, every = [], -(-count // SPREAD_BATCHES)
+        for index, batch in zip(process_share(range(count)), batches, strict=False):
+            if index % every:
+                continue
+            parts = []
+            for part in cut_batches([batch]):
+                with fast_products(self.model.device):
+                    output = self.model.model(**model_inputs(part, self.model.device), use_cache=False)
+                found = output.last_hidden_state
+                parts.append(found[token_mask(part, "target").to(found.device)])
+            found = torch.cat(parts)
+            # Without a last norm, states are bfloat16 where matrix multiplications are.
+            states.append(found[:: max(1, len(found) * SPREAD_BATCHES // SPREAD_TOKENS)].float())
+        return states
+
+    def _watch(self, name: str, kind: str) -> RemovableHandle:
+        """Have a module's inputs and gradients added to its moments."""
+        moments = self.moments[name] = Moments(name, self._store)
+
+        def see(module: nn.Module, arguments: tuple, output: Tensor) -> Tensor | None:
+            batch: BatchPass = self._current.batch
+            # Behind the decoder's states there are the tokens that count alone.
+            tokens = ... if name.startswith("lm_head") else batch.masks[stream_of(name)]
+            mask = _where_errors_count(module, kind, arguments[0], output, tokens)
+
+            def see_gradient(gradient: Tensor) -> None:
+                if kind != "table":
+                    weights = torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32).square_()
+                    batch.additions.append(
+                        partial(self._add_inputs, name, arguments[0].detach(), tokens, mask, weights)
+                    )
+                batch.additions.append(partial(_add_gradients, moments, gradient[mask].flatten(0, -2), kind))
+
+            if kind == "table":
+                ids = arguments[0].detach()[mask]
+                batch.additions.append(partial(_add_lookups, moments, ids, module.num_embeddings))
+                output = output.detach().requires_grad_()
+                batch.vectors.append(output)
+            output.register_hook(see_gradient)
+            return output if kind == "table" else None
+
+        return self.model.get_submodule(name).register_forward_hook(see)
+
+    def _add_inputs(
+        self, name: str, states: Tensor, tokens: Tensor | EllipsisType, mask: Tensor | EllipsisType, weights: Tensor
+    ) -> None:
+        """Add inputs of a linear layer, where they hold `tokens`, with weights Σ g² where errors count (`mask`)."""
+        if self._alike:
+            weights = torch.ones_like(weights)
+        weights = weights.where(weights.isfinite(), 1)  # gradients that are not are found by their own sums
+        counted = torch.zeros_like(weights)
+        counted[mask] = weights[mask]
+        weights = counted[tokens].flatten()
+        self.moments[name].add_inputs(states[tokens].flatten(0, -2), weights)
+        if tokens is not ...:
+            self._token_weights.setdefault(name, []).append(weights.to(self.device))
+
+    def _pass(self, batch: Batch) -> deque[Callable[[], None]]:
+        """Pass a batch through the model and back, and return what adds it to the sums."""
+        device = self.model.device
+        masks = {stream: token_mask(batch, stream).to(device) for stream in ("source", "target")}
+        current = self._current.batch = BatchPass(masks)
+        with torch.enable_grad(), fast_products(device):
+            with fast_passes(device):
+                states = self.model.model(**model_inputs(batch, device), use_cache=False).last_hidden_state
+            states = states[masks["target"]]
+            keys = token_keys(batch).to(device)[masks["target"]]
+            parts = zip(states.detach().split(LOGIT_ROWS), keys.split(LOGIT_ROWS), strict=True)
+            gradients = torch.cat([self._gradient(*part) for part in parts])
+            torch.autograd.grad(states, current.vectors, gradients)
+        return current.additions
+
+    def _gradient(self, states: Tensor, keys: Tensor) -> Tensor:
+        """At decoder states (tokens×d) what `Probes` are at the logits, which are as wide as the vocabulary."""
+        states = states.requires_grad_()
+        logits = self.model.logits_of(states).float()
+        return torch.autograd.grad(logits, states, self._probes.draw(logits.detach(), keys))[0]
+
+    def _sum_over_all(self) -> None:
+        """Sum over all processes."""
+        shapes = gather_from_all({name: moments.shapes() for name, moments in self.moments.items()})
+        for name, moments in self.moments.items():
+            moments.sum_over_all(max((each[name] for each in shapes), key=lambda one: len(one[1])))
+        self.target_tokens = int(sum_over_all(torch.tensor(self.target_tokens)))
+
+    def inputs(self, names: list[str]) -> tuple[Tensor, Tensor]:
+        """E[xᵀx], shrunk, and E[x], tokens weighted, of one matrix that serves as each of the modules `names`."""
+        parts = [self.moments[name] for name in names]
+        counts = [part.count or 1 for part in parts]  # none where all inputs or gradients are zero
+        second = _mean([part.inputs.div_(count) for part, count in zip(parts, counts, strict=True)])
+        mean = _mean([part.vectors["mean"].double() / count for part, count in zip(parts, counts, strict=True)])
+        second.diagonal().add_(self.shrinkage * second.diagonal().mean())
+        return second, mean
+
+    def token_weights(self, names: list[str]) -> Tensor:
+        """Return weights of this process's tokens, in their order: the sensitivity of the loss at layers of one input.
+
+        The root of Σ |g|² / E[|g|²]: the errors that are left in the end are not those by which it was measured, and
+        all of it would have few tokens decide (RESULTS.md, "Tokens").
+        """
+        none = torch.zeros(0, device=self.device)  # of a process without text
+        found = [(torch.cat([none, *self._token_weights.get(name, ())]), self.moments[name].count) for name in names]
+        return sum(weights / count if count else torch.ones_like(weights) for weights, count in found).sqrt()
+
+    def forget(self, what: str) -> None:
+        """Remove the second moments of `inputs` or `gradients`, each half of all that is stored: choosing and building
+        need both, refitting layers those of gradients."""
+        for moments in self.moments.values():
+            moments.forget(what)
+
+    def gradients(self, names: list[str]) -> Tensor:
+        """G, of one matrix that serves as each of the modules `names`."""
+        return _mean([self.moments[name].gradients for name in names]).mul_(len(names) / self.target_tokens)
+
+    def metric(self, names: list[str], kind: str, has_bias: bool, weighting: str = "loss") -> Metric:
+        """The norm in which one matrix that serves as each of the modules `names` is to be approximated.
+
+        `weighting`: `loss`, both C and G; for comparison `inputs`, C alone, or `rows`, one weight a row, the mean
+        square of its weights' gradients: E[x_i²]·tr G, of which only the first differs from row to row.
+        """
+        if kind == "embedding":
+            metric = self._embedding_metric(names[0])
+            if weighting != "loss":
+                metric = replace(metric, columns=self._identity(len(metric.columns.moment)))
+            return metric
+        inputs, mean = self.inputs(names)
+        if weighting != "loss":
+            columns = self._identity(self.moments[names[0]].sizes["gradients"])
+            if weighting == "rows":
+                return Metric(damped_weights(inputs.diagonal(), INPUT_DAMPING), columns)
+            return Metric(Damped(inputs, INPUT_DAMPING), columns)
+        if has_bias:  # the bias takes the mean of the error; what is left is centred
+            inputs.addr_(mean, mean, alpha=-1)
+        columns = Damped(self.gradients(names), GRADIENT_DAMPING)
+        return Metric(Damped(inputs, INPUT_DAMPING), columns, mean if has_bias else None)
+
+    def _identity(self, size: int) -> Damped:
+        return Damped(torch.eye(size, dtype=torch.float64, device=self.device), 0.0)
+
+    def _embedding_metric(self, name: str) -> Metric:
+        """An embedding matrix's two jobs as one pair of weights.
+
+        As an output layer it costs Σ_v a_v Δ_v H Δ_vᵀ, with a_v the mean of p(1 − p) at token v and H the second
+        moment of the states; as a lookup Σ_v f_v Δ_v G Δ_vᵀ, with f_v the frequency of v and G of the gradients.
+        One row weight and one matrix stand for both, exact where the two agree.
+        """
+        jobs = []
+        tied = self.model.get_expanded_tied_weights_keys(all_submodels=True)
+        for watched, part in self.moments.items():
+            if self._stored(watched, tied) != name:
+                continue
+            if watched == self.output_name:
+                weights = part.vectors["squares"].double() / self.target_tokens
+                matrix = part.inputs.div_(part.count)
+            else:
+                weights = part.vectors["tokens"].double() / part.count
+                matrix = part.gradients.div_(self.target_tokens)
+            jobs.append((weights, matrix))
+        rows = sum(weights * matrix.trace() for weights, matrix in jobs)
+        columns = sum(weights.sum() * matrix for weights, matrix in jobs)
+        columns = columns / columns.trace() if columns.trace() > 0 else columns
+        return Metric(damped_weights(rows, TOKEN_DAMPING), Damped(columns, self.shrinkage))
+
+    @staticmethod
+    def _stored(module_name: str, tied: dict[str, str]) -> str:
+        """Name of the module that holds the weights of `module_name`."""
+        for leaf in ("weight", "output.weight"):
+            source = tied.get(f"{module_name}.{leaf}")
+            while source in tied:
+                source = tied[source]
+            if source is not None:
+                return source.removesuffix(".weight")
+        return module_name
+
+
+def _mean(tensors: list[Tensor]) -> Tensor:
+    """Their mean; of one, itself."""
+    return tensors[0] if len(tensors) == 1 else torch.stack(tensors).mean(0)
+
+
+def model_inputs(batch: Batch, device: torch.device) -> Batch:
+    """A batch without its labels, on the device of a model."""
+    return {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
+
+
+def token_mask(batch: Batch, stream: str) -> Tensor:
+    """Return the mask of the tokens of a batch's `source` or `target`, without padding."""
+    return batch["attention_mask"].bool() if stream == "source" else batch["labels"] != -100
+
+
+def stream_of(name: str) -> str:
+    """Return whose tokens a module gets: keys and values of cross-attention come from the `source`."""
+    memory = "encoder_attn" in name and name.rpartition(".")[2] in ("k_proj", "v_proj", "memory_proj")
+    return "source" if memory or name.startswith("model.encoder.") else "target"
+
+
+def _where_errors_count(
+    module: nn.Module, kind: str, inputs: Tensor, output: Tensor, mask: Tensor | EllipsisType
+) -> Tensor | EllipsisType:
+    """`mask` without what an error of the module's weights cannot reach: zero vectors, of a table or into a matrix.
+
+    Gradients may be huge there: a T5 that this package trained starts its decoder with the padding token, whose vector
+    is zero, and RMSNorm magnifies what goes back through zero by 1/√epsilon. A bias has errors of its own.
+    """
+    if kind == "output" or any(name.endswith("bias") for name, _ in module.named_parameters()):
+        return mask
+    moves = (output if kind == "table" else inputs).detach().ne(0).any(-1)
+    return moves if mask is ... else mask & moves
+
+
+def _add_lookups(moments: Moments, ids: Tensor, size: int) -> None:
+    moments.add("tokens", torch.bincount(ids, minlength=size))
+    moments.count += ids.numel()
+
+
+def _add_gradients(moments: Moments, gradient: Tensor, kind: str) -> None:
+    if kind == "output":
+        moments.add("squares", gradient.float().square().sum(0))
+    else:
+        moments.add_gradients(gradient)
+
+
+def cut_batches(batches: Sequence[Batch], tokens: int = TOKENS) -> list[Batch]:
+    """Return the pairs in batches of at most so many tokens, on both sides with padding, or of one pair.
+
+    Neighbours come together where there is room, and should be of about one length.
+    """
+    cut: list[Batch] = []
+    for batch in batches:
+        rows = max(1, tokens // _width(batch))
+        for parts in zip(*(tensor.split(rows) for tensor in batch.values()), strict=True):
+            some = [*cut[-1:], dict(zip(batch, parts, strict=True))]
+            if len(some) == 2 and _width(*some) * sum(len(each["labels"]) for each in some) <= tokens:
+                cut[-1] = _join(*some)
+            else:
+                cut.append(some[-1])
+    return cut
+
+
+def _width(*batches: Batch) -> int:
+    """Tokens of a pair, with padding, in batches that are padded to one width."""
+    return sum(max(batch[side].shape[1] for batch in batches) for side in ("input_ids", "labels"))
+
+
+def _join(*batches: Batch) -> Batch:
+    """Batches as one, padded at their ends."""
+    joined = {}
+    for name in batches[0]:
+        tensors = [batch[name] for batch in batches]
+        width, padding = max(tensor.shape[1] for tensor in tensors), -100 if name == "labels" else 0
+        joined[name] = torch.cat([F.pad(tensor, (0, width - tensor.shape[1]), value=padding) for tensor in tensors])
+    return joined

@@ -1,1 +1,0 @@
-"""Several layers → one."""

@@ -1,1 +1,0 @@
-"""What sample text says about a model."""

@@ -1,0 +1,403 @@
+"""`lightformers report`: one HTML page that needs nothing else, of what became of a model and why."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from tqdm.auto import tqdm
+from transformers import AutoConfig, AutoTokenizer
+
+from ..conversion.report import CompressionReport, MatrixReport, read_report
+from ..conversion.sharing import source_names
+from ..conversion.teacher import Teacher
+from ..conversion.vocabulary.choose import KeptTokens
+from ..files import REPORT_FILE, STATE_FILE, as_kind
+from ..loading import load_pair, load_pretrained, load_skeleton, printable_name, resolve_source
+from ..matrices import rank_of
+from ..text import load_parallel
+from ..vocabularies import match_tokens
+from . import plots
+from .analysis import read_log, singular_values
+from .benchmarks.engines import EngineComparison
+from .evaluate import Measurements, choose_columns, warn_of_overlap
+from .plots import KINDS, Paint, Point, save_picture, style
+from .quality import check_metrics, describe, labels
+from .translate import translate
+
+PHONE = 5  # inches of a picture for phones
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture for light and for dark pages, and both for phones, with one panel below the other: PNGs in base64; and
+    a table below it (its head first), if any."""
+
+    title: str
+    caption: str
+    light: str
+    dark: str
+    narrow_light: str
+    narrow_dark: str
+    rows: list[list[str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table of its own: its head, then its rows, of which the first `words` cells are no numbers."""
+
+    title: str
+    caption: str
+    rows: list[list[str]]
+    words: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sentence and its translations; `parts` are the model's words in runs, and whether the teacher's differ."""
+
+    source: str
+    reference: str
+    teacher: str | None
+    parts: list[tuple[str, bool]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `lightformers evaluate --json` measured."""
+
+    model: Measurements
+    teacher: Measurements | None
+    speed_ratio: float | None
+    data: str
+    sentences: int
+    generation: dict[str, int]
+    signatures: dict[str, str]
+
+    @property
+    def conditions(self) -> str:
+        """The text that was translated, and how it was searched: only under the same ones do results compare."""
+        options = "".join(f", {name} {value}" for name, value in sorted(self.generation.items()))
+        return f"{self.sentences} sentences of {Path(self.data).name}{options}"
+
+
+def report_page(
+    model: str,
+    *,
+    teacher: str | None = None,
+    data: str | None = None,
+    results: Sequence[str | Path] = (),
+    metrics: Iterable[str] = (),
+    samples: int = 8,
+    source: str | None = None,
+    target: str | None = None,
+    split: str = "test",
+    progress: bool = False,
+    **generation: int,
+) -> str:
+    """The page as text of HTML, with all pictures inside and no script: it loads nothing from anywhere.
+
+    It shows what there is: of `compression.json` the plan and the error of every layer, of `trainer_state.json` the
+    training; and what the arguments add.
+
+    Args:
+        model: folder or Hub name of what `convert` or a training run wrote.
+        teacher: the checkpoint that it was made of: adds singular values, with the ranks that were kept, and its
+            translations.
+        data: parallel text as for `load_parallel`: adds sample translations.
+        results: files that `lightformers evaluate --json` wrote, of this model and of others: add quality against
+            parameters and speed; or `lightformers benchmark engines --json`: speed, size and quality deployed.
+        metrics: those of `results` that are shown, of which the first is drawn; by default all that they have.
+        samples: how many translations are shown, evenly spread over the data.
+        source, target, split: columns of the data, as for `evaluate`.
+        progress: show bars on stderr.
+        generation: `num_beams`, `max_new_tokens` for the translations.
+
+    Raises:
+        FileNotFoundError, ValueError: files that are not there or do not belong together, or nothing to report.
+    """
+    metrics, folder = check_metrics(metrics), resolve_source(model)
+    report = read_report(folder / REPORT_FILE)
+    matrices = report.matrices if report else []
+    measured = [_read_result(Path(file)) for file in results]
+    pictures = _pictures(folder, report, teacher, measured, metrics, progress=progress)
+    sheets = [  # a table for every setting that a benchmark of engines measured in
+        Sheet(f"Deployed: {setting}", " ".join(one.notes()), rows, words=2)
+        for one in measured
+        if isinstance(one, EngineComparison)
+        for setting, rows in one.rows().items()
+    ]
+    columns = {"source": source, "target": target, "split": split}
+    settings: dict[str, Any] = {"count": samples, "progress": progress} | generation
+    translations = _translate_samples(model, teacher, data, columns, **settings) if data else []
+    if not (report or pictures or sheets or translations):
+        raise ValueError(
+            f"{folder} holds neither {REPORT_FILE} nor {STATE_FILE}, so there is nothing to report: give what convert "
+            "or a training run wrote, or --results, or --data"
+        )
+    return _template().render(
+        title=printable_name(model),
+        colors={name: _colors(dark=dark) for name, dark in (("light", False), ("dark", True))},
+        plan=report,
+        matrices=matrices,
+        kinds=_kinds(matrices),
+        options=json.dumps(report and report.options, indent=1),
+        pictures=pictures,
+        sheets=sheets,
+        samples=translations,
+        teacher=teacher,
+        data=data and Path(data).name,
+    )
+
+
+def _template() -> jinja2.Template:
+    """The page's, which escapes whatever it is given."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__, ""),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["millions"] = lambda count: f"{count / 1e6:.1f}M"
+    return environment.get_template("page.html")
+
+
+def _pictures(
+    folder: Path,
+    report: CompressionReport | None,
+    teacher: str | None,
+    measured: Sequence[Result | EngineComparison],
+    metrics: list[str],
+    *,
+    progress: bool,
+) -> list[Picture]:
+    """Those that there is something to draw for."""
+    pictures = []
+    if teacher and report and report.matrices:
+        trimmed = bool(report.vocabulary)
+        pictures.append(_draw_spectra(folder, report.matrices, teacher, trimmed=trimmed, progress=progress))
+    if report and plots.has_errors(report.matrices):
+        pictures.append(
+            _draw(
+                "Error of every layer",
+                partial(plots.errors, matrices=report.matrices),
+                f"What is lost of a matrix, relative to it: {report.measure}. Dots are matrices, lines means of a "
+                "block.",
+                columns=2,
+            )
+        )
+    if results := [one for one in measured if isinstance(one, Result)]:
+        pictures.append(_draw_trade_off(results, metrics))
+    losses, qualities = plots.training_curves(read_log(folder / STATE_FILE))
+    if losses:
+        pictures.append(
+            _draw(
+                "Training",
+                partial(plots.training, losses=losses, qualities=qualities),
+                f"{STATE_FILE}: what the training logged.",
+                columns=2 if qualities else 1,
+            )
+        )
+    return pictures
+
+
+def _colors(*, dark: bool) -> tuple[str, str]:
+    """Page and ink of the pictures' style."""
+    settings = style(dark=dark)
+    return settings["figure.facecolor"], settings["text.color"]
+
+
+def _kinds(matrices: list[MatrixReport]) -> list[tuple[str, int, int, int]]:
+    """A kind of matrix, its parameters before and after, their number."""
+    rows = []
+    for kind, words in KINDS.items():
+        chosen = [matrix for matrix in matrices if matrix.kind == kind]
+        if chosen:
+            before, after = (sum(getattr(m, f"parameters_{when}") for m in chosen) for when in ("before", "after"))
+            rows.append((words, before, after, len(chosen)))
+    return rows
+
+
+def _draw(
+    title: str,
+    paint: Paint,
+    caption: str,
+    *,
+    columns: int = 1,
+    rows: list[list[str]] | None = None,
+    **options: Any,
+) -> Picture:
+    images = []
+    for shape in ({"columns": columns, **options}, {"rows": columns, "width": PHONE, "height": 3.6 * columns}):
+        for is_dark in (False, True):
+            file = io.BytesIO()
+            save_picture(file, paint, dark=is_dark, **shape)
+            images.append(base64.b64encode(file.getvalue()).decode())
+    light, dark, narrow_light, narrow_dark = images
+    return Picture(title, caption, light, dark, narrow_light, narrow_dark, rows or [])
+
+
+def _draw_spectra(folder: Path, matrices: list[MatrixReport], name: str, *, trimmed: bool, progress: bool) -> Picture:
+    """Singular values of the teacher's matrices; of a group that shares a layer, those of its first.
+
+    Args:
+        trimmed: whether the model has some of the teacher's tokens alone.
+    """
+    config = load_pretrained(AutoConfig, folder)
+    teacher = Teacher(resolve_source(name), name)
+    tokenizer = load_pretrained(AutoTokenizer, folder) if trimmed else None
+    if tokenizer is not None and (matched := match_tokens(tokenizer, teacher.tokenizer())):
+        teacher = teacher.keep_tokens(KeptTokens(matched["source"], matched["target"], tokenizer))
+    teacher = teacher.keep_layers(
+        {
+            stack: getattr(config, f"{stack}_layers")
+            for stack in ("encoder", "decoder")
+            if getattr(config, f"{stack}_layers") != getattr(teacher.config, f"{stack}_layers")
+        }
+    )
+    modules = dict(teacher.model.named_modules())
+    values = {}
+    for matrix in tqdm(matrices, disable=not progress, unit="matrix", desc="singular values"):
+        module = source_names(matrix.name, teacher.config, config)[0]
+        module = module if module in modules else f"model.{module}"
+        if module not in modules:
+            raise ValueError(f"{name} has no {matrix.name}: give the teacher that {folder.name} was made of")
+        factors = teacher.factors(module)
+        shape = (factors[0].shape[0], factors[-1].shape[1])
+        if shape != (matrix.m, matrix.n):
+            raise ValueError(
+                f"{matrix.name} of {name} is {shape[0]}×{shape[1]}, of the teacher of {folder.name} it was "
+                f"{matrix.m}×{matrix.n}: give the teacher that it was made of"
+            )
+        values[matrix.name] = singular_values(module, *factors).tolist()
+    light = {module.removeprefix("model."): part for module, part in load_skeleton(folder).named_modules()}
+    ranks = {matrix: rank_of(light[matrix]) for matrix in values}
+    return _draw(
+        "Singular values of the teacher",
+        partial(plots.spectra, matrices=matrices, values=values, ranks=ranks),
+        f"Of the matrices of {teacher.name}, but for layers left out, relative to the largest. A dot is the rank that "
+        "was kept; a matrix that stayed whole, or got narrower, has none. Of layers that share one it is the first.",
+        columns=3,
+        height=3.8,
+    )
+
+
+def _read_result(file: Path) -> Result | EngineComparison:
+    """What `lightformers evaluate --json` or `lightformers benchmark engines --json` wrote."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(content, dict) and "timings" in content:
+            return EngineComparison.read(content)
+        result = as_kind(content, Result, "it")
+        for one in filter(None, (result.model, result.teacher)):
+            one.name = Path(one.name).name
+        return result
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{file} is not there: `lightformers evaluate … --json {file}` writes it") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{file} holds no results, as `lightformers evaluate … --json FILE` and `lightformers benchmark engines` "
+            f"write them ({error})"
+        ) from None
+
+
+def _draw_trade_off(results: Sequence[Result], metrics: list[str]) -> Picture:
+    """Quality against parameters and speed: relative to the teacher where all were measured beside one."""
+    conditions = sorted({result.conditions for result in results})
+    if len(conditions) > 1:
+        raise ValueError(
+            "results compare only on the same text, searched alike, but these are of "
+            f"{' and of '.join(conditions)}: evaluate all alike"
+        )
+    shared = [name for name in results[0].model.scores if all(name in result.model.scores for result in results)]
+    if missing := [name for name in metrics if name not in shared] or ([] if shared else ["any metric"]):
+        raise ValueError(
+            f"results do not all have {missing[0]}, only {', '.join(shared) or 'different ones'}: evaluate all with "
+            "the same --metric"
+        )
+    metrics = metrics or shared
+    names = labels(metrics)
+    variants = {name: text for name, text in results[0].signatures.items() if name in metrics}
+    relative = all(result.speed_ratio for result in results)
+    points: dict[tuple[str, int, int], Point] = {}
+    rows: dict[tuple[str, int, int], Measurements] = {}
+    for number, result in enumerate(results, start=1):
+        for one, ratio in ((result.teacher, 1.0), (result.model, result.speed_ratio)):
+            if one:
+                speed = ratio if relative else one.tokens_per_second
+                # A teacher is one point; models of one name and size may be several, of different seeds.
+                key = (one.name, one.parameters, 0 if one is result.teacher else number)
+                points[key] = Point(one.name, one.scores[metrics[0]], one.parameters, speed, one is result.teacher)
+                rows[key] = one
+    has_speed = any(point.speed for point in points.values())
+    measure = "times as fast as the teacher" if relative else "tokens/s, one core"
+    head = ["", *names.values(), "parameters", "megabytes", *([measure] if has_speed else [])]
+    table = [head]
+    for key in sorted(points, key=lambda key: -key[1]):
+        point, one = points[key], rows[key]
+        shown_speed = "" if point.speed is None else f"{point.speed:.2f}"
+        table.append(
+            [
+                one.name,
+                *(f"{one.scores[name]:.1f}" for name in metrics),
+                f"{one.parameters:,}",
+                f"{one.disk_bytes / 1e6:,.1f}",
+                *([shown_speed] if has_speed else []),
+            ]
+        )
+    return _draw(
+        "Quality against size" + (" and speed" if has_speed else ""),
+        partial(plots.trade_off, points=list(points.values()), quality=names[metrics[0]], speed=measure),
+        ". ".join([conditions[0], *describe(variants)]),
+        columns=2 if has_speed else 1,
+        rows=table,
+    )
+
+
+def _translate_samples(
+    name: str,
+    teacher: str | None,
+    data: str,
+    columns: dict[str, str | None],
+    *,
+    count: int,
+    progress: bool,
+    **generation: Any,
+) -> list[Sample]:
+    """Sentences evenly spread over the data, translated by the model and, as it searches, by its teacher."""
+    languages = {side: columns[side] for side in ("source", "target")}
+    loaded = load_pair(name, teacher, **languages)
+    model, tokenizer = loaded["model"]
+    source, target = choose_columns(name, model, tokenizer, **languages)
+    pairs = load_parallel(data, source=source, target=target, split=columns["split"])
+    count = min(count, len(pairs))
+    pairs = pairs.select([i * len(pairs) // count for i in range(count)])
+    sources = list(pairs["source"])
+    warn_of_overlap(str(name), data, sources)
+    generation = {"num_beams": model.generation_config.num_beams or 1} | generation
+    outputs = translate(sources, model, tokenizer, progress=progress, **generation)
+    theirs: Sequence[str | None] = [None] * count
+    if teacher:
+        theirs = translate(sources, *loaded["teacher"], progress=progress, **generation)
+    return [
+        Sample(text, reference, before, _mark_differences(before, after))
+        for text, reference, before, after in zip(sources, pairs["target"], theirs, outputs, strict=True)
+    ]
+
+
+def _mark_differences(before: str | None, after: str) -> list[tuple[str, bool]]:
+    """The words of `after` in runs, and whether a run is not at that place of `before`."""
+    words = after.split()
+    if before is None:
+        return [(" ".join(words), False)]
+    steps = SequenceMatcher(None, before.split(), words, autojunk=False).get_opcodes()
+    return [(" ".join(words[start:end]), step != "equal") for step, _, _, start, end in steps if start < end]

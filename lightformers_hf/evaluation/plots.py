@@ -1,0 +1,384 @@
+"""Pictures in one style, legible 800 pixels wide on light and dark pages: of `analyze`, and of `report`'s page."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, BinaryIO
+
+import matplotlib
+from cycler import cycler
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from .quality import METRICS
+
+if TYPE_CHECKING:
+    from ..conversion.report import MatrixReport
+    from .analysis import Analysis
+
+# Told apart by colour-blind eyes, too (Okabe and Ito); lighter on a dark page. In a picture they are C0, C1, ….
+LIGHT = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
+DARK = ("#56b4e9", "#f0b93f", "#2fc79b", "#ff8a4c", "#e5a5c8", "#7c9cff")
+WIDTH = 10  # inches of a picture
+LETTERS = 105  # side by side in its legend
+LINE = 0.27  # inches of each of the legend's further lines, which a picture grows by
+FAR_APART = 20  # times: more than this, and an axis is logarithmic
+KINDS = {"embedding": "embedding", "attention": "attention", "ffn": "feed-forward"}
+PLACES = ("self-attention", "cross-attention", "feed-forward")
+QUALITY = (*METRICS, "accuracy")  # measures that trainings log, 0 to 100
+Paint = Callable[[list[Axes]], None]
+
+
+def style(*, dark: bool = False) -> dict:
+    """Matplotlib's settings for a white page, or for a dark one (GitHub's)."""
+    page, ink = ("#0d1117", "#e6edf3") if dark else ("#ffffff", "#1f2328")
+    ink_settings = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    return {
+        **dict.fromkeys(ink_settings, ink),
+        **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), page),
+        "axes.prop_cycle": cycler(color=DARK if dark else LIGHT),
+        "axes.grid": True,
+        "axes.grid.which": "both",
+        "axes.formatter.min_exponent": 4,  # 2000, not 2×10³
+        "axes.titlesize": "medium",
+        "axes.axisbelow": True,
+        "grid.color": ink,
+        "grid.alpha": 0.2,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "legend.frameon": False,
+        "font.size": 12,
+        "lines.linewidth": 2,
+    }
+
+
+def as_text(name: str) -> str:
+    """A name for a picture: its dollar signs are no formulas (which `text.parse_math` would forbid to axes, too)."""
+    return name.replace("$", r"\$")
+
+
+def save_picture(
+    file: Path | BinaryIO,
+    paint: Paint,
+    *,
+    rows: int = 1,
+    columns: int = 1,
+    height: float = 4.2,
+    width: float = WIDTH,
+    dark: bool = False,
+) -> None:
+    """Write a PNG of `width` by `height` inches with `rows`×`columns` panels, which `paint` gets as one list.
+
+    What has a label is named once in a legend below, unless a panel has a legend of its own; a legend of several lines
+    makes the picture higher.
+    """
+    with matplotlib.rc_context(style(dark=dark)):
+        figure = Figure(figsize=(width, height), dpi=160, layout="constrained")
+        panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+        paint(panels)
+        labels: dict[str, Artist] = {}
+        for axes in panels:
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                labels.setdefault(label, handle)
+        if labels and not any(axes.get_legend() for axes in panels):
+            abreast = legend_columns(list(labels), width)
+            figure.legend(list(labels.values()), list(labels), loc="outside lower center", ncols=abreast)
+            figure.set_figheight(height + LINE * ((len(labels) - 1) // abreast))
+        figure.savefig(file, format="png")
+
+
+def legend_columns(labels: list[str], width: float) -> int:
+    """How many of the labels, four at most, stand side by side in a legend of so many inches."""
+    letters = 8 + max(map(len, labels))  # its line, and the gap to the next
+    return max(1, min(len(labels), 4, int(LETTERS * width / WIDTH / letters)))
+
+
+def draw_spectrum(axes: Axes, values: Sequence[float], *, color: str, rank: int | None = None) -> None:
+    """Singular values (descending) of a matrix, relative to the largest; a dot at the rank that was kept, if any."""
+    if values[0] > 0:
+        heights = [value / values[0] for value in values]
+        axes.plot(range(1, len(values) + 1), heights, color=color, linewidth=1, alpha=0.6)
+        if rank:
+            axes.plot(rank, heights[rank - 1], "o", color=color, markersize=5)
+
+
+# --- Pictures of `analyze`
+
+
+def draw_analyses(analyses: list[Analysis], folder: Path) -> list[Path]:
+    """Draw every measure that was taken, `<measure>.png` and `<measure>-dark.png`, and return the paths."""
+    curves = [analysis for analysis in analyses if analysis.loss_curve]
+    bars = {"columns": 2, "height": 1.9 + 0.55 * len(analyses)}
+    pictures: dict[str, tuple[Paint, dict]] = {
+        "head-diversity": (lambda panels: _head_diversity(panels, analyses), {"columns": 3}),
+        "token-uniformity": (lambda panels: _token_uniformity(panels, analyses), {"columns": 2}),
+        "ffn-activation": (lambda panels: _ffn_activation(panels, analyses), {"rows": 2, "columns": 3, "height": 6.5}),
+        "macs": (lambda panels: _macs(panels, analyses), bars),
+        "memory": (lambda panels: _memory(panels, analyses), bars),
+        "spectra": (
+            lambda panels: _spectra(panels, analyses),
+            {"rows": len(analyses), "columns": 3, "height": 1.4 + 2.4 * len(analyses)},
+        ),
+    }
+    if curves:
+        pictures["convergence"] = (lambda panels: _convergence(panels, curves), {})
+    paths = []
+    for name, (paint, options) in pictures.items():
+        for suffix, dark in (("", False), ("-dark", True)):
+            paths.append(folder / f"{name}{suffix}.png")
+            save_picture(paths[-1], paint, dark=dark, **options)
+    return paths
+
+
+def _by_depth(axes: Axes, analyses: list[Analysis], lines: list[list[float]], **labels: str) -> None:
+    """The line of each model, over the depths of a stack; none where it is empty."""
+    for color, (analysis, values) in enumerate(zip(analyses, lines, strict=True)):
+        if values:
+            axes.plot(
+                range(1, len(values) + 1), values, "o-", color=f"C{color}", markersize=5, label=as_text(analysis.label)
+            )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set(**labels)
+
+
+def _head_diversity(panels: list[Axes], analyses: list[Analysis]) -> None:
+    for axes in panels[1:]:
+        axes.sharey(panels[0])
+    titles = {"encoder": "encoder", "decoder": "decoder, self-attention", "cross": "cross-attention"}
+    for axes, (site, title) in zip(panels, titles.items(), strict=True):
+        _by_depth(axes, analyses, [one.head_diversity[site] for one in analyses], title=title)
+        axes.set(xlabel="layer")
+    panels[0].set(ylabel="head diversity, Eq. 7 (higher: more)")
+
+
+def _token_uniformity(panels: list[Axes], analyses: list[Analysis]) -> None:
+    for axes, stack in zip(panels, ("encoder", "decoder"), strict=True):
+        _by_depth(axes, analyses, [one.token_uniformity[stack] for one in analyses], title=stack)
+        axes.set(xlabel="layer")
+    panels[0].set(ylabel="correlation of tokens (lower: better)")
+
+
+def _ffn_activation(panels: list[Axes], analyses: list[Analysis]) -> None:
+    measures = {
+        "activated": "activated neurons",
+        "ratio": "share of the neurons",
+        "efficiency": "per 1000 parameters",
+    }
+    for row, stack in enumerate(("encoder", "decoder")):
+        for axes, (measure, title) in zip(panels[3 * row : 3 * row + 3], measures.items(), strict=True):
+            scale = 1000 if measure == "efficiency" else 1
+            lines = [[getattr(layer, measure) * scale for layer in one.ffn[stack]] for one in analyses]
+            _by_depth(axes, analyses, lines, xlabel="layer" if row else "", title="" if row else title)
+            drawn = [value for line in axes.lines for value in line.get_ydata()]
+            if measure == "efficiency" and max(drawn, default=0) > FAR_APART * min(drawn, default=0):
+                axes.set_yscale("log")
+            else:
+                axes.margins(y=0.15)
+                axes.set_ylim(bottom=0)
+        panels[3 * row].set(ylabel=stack)
+
+
+def _draw_bars(
+    axes: Axes, analyses: list[Analysis], parts_of: Callable[[Analysis], dict[str, float]], unit: str, color: int = 0
+) -> None:
+    """A horizontal bar a model, of its parts one after another, and their sum; the first part has that colour."""
+    for row, analysis in enumerate(analyses):
+        start = 0.0
+        for index, (part, size) in enumerate(parts_of(analysis).items(), start=color):
+            axes.barh(row, size, left=start, color=f"C{index}", height=0.6, label=part)
+            start += size
+        total = f"{start:,.0f}" if start >= 100 else f"{start:.1f}"
+        axes.annotate(total, (start, row), xytext=(4, 0), textcoords="offset points", va="center")
+    axes.set(yticks=range(len(analyses)), yticklabels=[as_text(analysis.label) for analysis in analyses], xlabel=unit)
+    axes.margins(x=0.16)
+    axes.invert_yaxis()
+    axes.grid(visible=False)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+
+
+def _macs(panels: list[Axes], analyses: list[Analysis]) -> None:
+    kinds = {"macs": "nothing kept, as the papers count", "macs_cached": "with a cache"}
+    for axes, (field, title) in zip(panels, kinds.items(), strict=True):
+
+        def parts_of(analysis: Analysis, field: str = field) -> dict[str, float]:
+            macs = getattr(analysis, field)
+            return {"encoder": macs.encoder / 1e6, "decoder": macs.decoder / 1e6, "output layer": macs.output / 1e6}
+
+        _draw_bars(axes, analyses, parts_of, "million MACs, 20 source, 20 target tokens")
+        axes.set(title=title)
+    panels[1].set(yticklabels=[])
+
+
+def _memory(panels: list[Axes], analyses: list[Analysis]) -> None:
+    def matrices(analysis: Analysis) -> dict[str, float]:
+        sizes = analysis.footprint
+        parts = {"embedding": sizes.embedding, "encoder": sizes.encoder, "decoder": sizes.decoder}
+        parts |= {"output layer": sizes.output} if sizes.output else {}
+        return {part: entries * 4 / 1e6 for part, entries in parts.items()}
+
+    _draw_bars(panels[0], analyses, matrices, "MB, float32")
+    _draw_bars(panels[1], analyses, lambda analysis: {"_": analysis.own_memory_bytes / 1e6}, "MB", color=4)
+    panels[0].set(title="matrices")
+    panels[1].set(title="peak while translating, libraries aside", yticklabels=[])
+
+
+def _spectra(panels: list[Axes], analyses: list[Analysis]) -> None:
+    kinds = ("embedding", "attention", "feed-forward")
+    for row, analysis in enumerate(analyses):
+        for column, kind in enumerate(kinds):
+            axes = panels[3 * row + column]
+            if row:
+                axes.sharex(panels[column])
+            for name, values in analysis.spectra.items():
+                if analysis.kind_of(name) == kind:
+                    draw_spectrum(axes, values, color=f"C{row}")
+            axes.set(title="" if row else kind, ylim=(0, 1.02))
+            if row == len(analyses) - 1:
+                axes.set(xlabel="number of the singular value")
+        panels[3 * row].set(ylabel=f"{as_text(analysis.label)}\nrelative to largest")
+
+
+def _convergence(panels: list[Axes], analyses: list[Analysis]) -> None:
+    for color, analysis in enumerate(analyses):
+        panels[0].plot(*zip(*analysis.loss_curve, strict=True), color=f"C{color}", label=as_text(analysis.label))
+        if analysis.convergence_step is not None:
+            reached = dict(analysis.loss_curve)[analysis.convergence_step]
+            panels[0].plot(analysis.convergence_step, reached, "o", color=f"C{color}", markersize=8)
+    names = " or ".join(dict.fromkeys(analysis.loss_name for analysis in analyses))
+    panels[0].set(
+        xlabel="step", ylabel=f"{names}, nats a token", title="Dot: within 1 % of the lowest, before the end"
+    )
+
+
+# --- Pictures of the page of `report`: functions that paint panels
+
+
+@dataclass(frozen=True)
+class Point:
+    """A model in the picture of quality against size and speed."""
+
+    name: str
+    quality: float
+    parameters: int
+    speed: float | None
+    is_teacher: bool = False
+
+
+def spectra(
+    panels: list[Axes],
+    matrices: Sequence[MatrixReport],
+    values: dict[str, Sequence[float]],
+    ranks: dict[str, int | None],
+) -> None:
+    """Three panels, a kind of matrix each: the teacher's singular values, with a dot at the rank that was kept.
+
+    Args:
+        values: singular values by the names of `matrices`; a matrix without any is not drawn.
+        ranks: of those that became products of two; the others have no dot.
+    """
+    for color, (axes, (kind, title)) in enumerate(zip(panels, KINDS.items(), strict=True)):
+        for matrix in matrices:
+            if matrix.kind == kind and matrix.name in values:
+                draw_spectrum(axes, values[matrix.name], color=f"C{color}", rank=ranks.get(matrix.name))
+        axes.set(title=title, ylim=(0, 1.02), xlabel="number of the singular value")
+    panels[0].set(ylabel="relative to the largest")
+
+
+def errors(panels: list[Axes], matrices: Sequence[MatrixReport]) -> None:
+    """Two panels, encoder and decoder: the relative error of every matrix by its layer, and the mean of each block."""
+    for axes, stack in zip(panels, ("encoder", "decoder"), strict=True):
+        places = {place: defaultdict(list) for place in PLACES}
+        for matrix in matrices:
+            if place := _place(matrix, stack):
+                layer, block = place
+                places[block][layer].append(matrix.relative_error)
+        for color, (block, layers) in enumerate(places.items(), start=1):
+            if layers:
+                depths = sorted(layers)
+                means = [fmean(layers[depth]) for depth in depths]
+                axes.plot([depth + 1 for depth in depths], means, "-", color=f"C{color}", label=block)
+                dots = [(depth + 1, error) for depth in depths for error in layers[depth]]
+                axes.plot(*zip(*dots, strict=True), "o", color=f"C{color}", markersize=5, alpha=0.7)
+        for matrix in matrices:
+            if matrix.kind == "embedding":
+                axes.axhline(matrix.relative_error, color="C0", linestyle="--", label="embedding")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.set(title=stack, xlabel="layer")
+        axes.set_ylim(bottom=0)
+    panels[0].set(ylabel="relative error")
+
+
+def _place(matrix: MatrixReport, stack: str) -> tuple[int, str] | None:
+    """Layer (from 0) and block of a matrix of that stack, `None` for one of neither."""
+    found = re.match(rf"{stack}\.layers\.(\d+)\.", matrix.name)
+    if found is None or matrix.kind == "embedding":
+        return None
+    if matrix.kind == "ffn":
+        return int(found[1]), "feed-forward"
+    return int(found[1]), "cross-attention" if "encoder_attn" in matrix.name else "self-attention"
+
+
+def has_errors(matrices: Sequence[MatrixReport]) -> bool:
+    """Whether `errors` would find a matrix in a layer of which something is lost."""
+    return any(one.relative_error and (_place(one, "encoder") or _place(one, "decoder")) for one in matrices)
+
+
+def trade_off(panels: list[Axes], points: Sequence[Point], *, quality: str, speed: str) -> None:
+    """One panel or two: quality against parameters, and against speed, of models and of their teacher (a square).
+
+    Args:
+        quality, speed: what the axes are called.
+    """
+    by_size = [(point, point.parameters / 1e6) for point in points]
+    by_speed = [(point, point.speed) for point in points if point.speed is not None]
+    for axes, placed, label in zip(panels, (by_size, by_speed), ("million parameters", speed), strict=False):
+        for point, x in placed:
+            color, marker = ("C1", "s") if point.is_teacher else ("C0", "o")
+            axes.plot(x, point.quality, marker, color=color, markersize=8, label="teacher" * point.is_teacher or None)
+            # Away from the nearer edge, so that no name leaves the picture.
+            left = x > sum(other for _, other in placed) / len(placed)
+            axes.annotate(
+                as_text(point.name),
+                (x, point.quality),
+                xytext=(-8 if left else 8, 0),
+                textcoords="offset points",
+                ha="right" if left else "left",
+                va="center",
+                fontsize=10,
+            )
+        axes.margins(x=0.15, y=0.2)
+        axes.set(xlabel=label)
+    panels[0].set(ylabel=quality)
+
+
+def training_curves(log_history: Sequence[dict]) -> tuple[dict[str, list], dict[str, list]]:
+    """{name: [(step, value), …]} of the losses that a training logged, and of its measures of quality."""
+    losses, qualities = defaultdict(list), defaultdict(list)
+    for entry in log_history:
+        for name, value in entry.items():
+            if name in ("loss", "eval_loss"):
+                losses[name].append((entry["step"], value))
+            elif name.removeprefix("eval_") in QUALITY:
+                qualities[name.removeprefix("eval_")].append((entry["step"], value))
+    return losses, qualities
+
+
+def training(panels: list[Axes], losses: dict[str, list], qualities: dict[str, list]) -> None:
+    """One panel or two: losses over steps, and what else was measured on the validation data."""
+    # What is trained by may hold more than the labels' loss: the teacher's predictions, and its states.
+    names = {"loss": "training, all that is learned from", "eval_loss": "validation, labels alone"}
+    for color, (name, curve) in enumerate(sorted(losses.items(), reverse=True)):
+        marker = "o-" if len(curve) == 1 else "-"
+        panels[0].plot(*zip(*curve, strict=True), marker, color=f"C{color}", label=names[name])
+    panels[0].set(xlabel="step", ylabel="loss, nats a token")
+    for axes in panels[1:]:
+        for color, (name, curve) in enumerate(qualities.items(), start=2):
+            axes.plot(*zip(*curve, strict=True), "o-", color=f"C{color}", markersize=5, label=name)
+        axes.set(xlabel="step", ylabel="validation, quality")

@@ -1,0 +1,608 @@
+"""The command line: help that teaches, one message and a non-zero exit code for what cannot be done.
+
+What holds for every command is tested of every command there is: a new one without its line below fails.
+"""
+
+import dataclasses
+import importlib.metadata
+import inspect
+import json
+import logging
+import os
+import re
+import runpy
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import click
+import psutil
+import pytest
+from huggingface_hub import constants
+from test_hub import hub  # noqa: F401, a fixture
+
+import lightformers_hf
+from lightformers_hf import CompressionOptions, cli, convert
+from lightformers_hf.cli import framework
+from lightformers_hf.deprecated import current_words
+from lightformers_hf.evaluation.benchmarks import architectures, engines, startup, vocabulary
+from lightformers_hf.evaluation.benchmarks import conversion as benchmark
+from lightformers_hf.evaluation.speed import speed_of
+
+
+def every_command(group, *names):
+    """(words, command) of every command, those of sub-groups too."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from every_command(command, *names, name)
+        else:
+            yield " ".join((*names, name)), command
+
+
+GROUP = cli.app
+COMMANDS = dict(every_command(GROUP))
+# A filter and a server. All others answer.
+WITHOUT_ANSWER = {"translate", "compare"}
+# Words behind a command's name with which it works in seconds, in the folder that `workplace` makes.
+GOOD = {
+    "plan": "dense --rank 8 --method paper",
+    "convert": "dense converted --rank 8 --method paper",
+    "compress": "dense small --data many.jsonl --ratio 2 --minutes 0.01",
+    "recover": "light recovered --teacher dense --data test.jsonl --minutes 0.01",
+    "export": "light exported --to onnx",
+    "web": "light page --compare dense",
+    "evaluate": "light --teacher dense --data test.jsonl --no-speed",
+    "push": "light light",
+    "analyze": "dense light --data test.jsonl",
+    "report": "light --output page.html",
+    "demo": "demo",
+    "parameters": "--table 'LightFormer T6'",
+    "benchmark conversion": "--runs 1",
+    "benchmark architectures": "--pair sandwich-base --runs 1 --new-tokens 1 --no-training",
+    "benchmark vocabulary": "--candidates 20 --runs 1 --sentences 1 --new-tokens 2",
+    "benchmark startup": "dense --runs 1",
+    "benchmark engines": "dense light --engine transformers --cores 1 --batch-size 1 --num-beams 1 --runs 1 "
+    "--sentences 1 --new-tokens 2",
+}
+# Words of the right form that ask for what is not there, and of what the message speaks.
+BAD = {
+    "plan": ("nowhere", "nowhere"),
+    "convert": ("nowhere out", "nowhere"),
+    "compress": ("dense out --data nowhere.jsonl", "nowhere.jsonl"),
+    "recover": ("light out --teacher dense --data nowhere.jsonl", "nowhere.jsonl"),
+    "export": ("light out --to tensorrt", "tensorrt"),
+    "web": ("nowhere page", "nowhere"),
+    "translate": ("light nowhere.de", "nowhere.de"),
+    "evaluate": ("light --data nowhere.jsonl", "nowhere.jsonl"),
+    "push": ("nowhere light", "nowhere"),
+    "analyze": ("nowhere --data test.jsonl", "nowhere"),
+    "report": ("nowhere", "nowhere"),
+    "compare": ("nowhere light", "nowhere"),
+    "demo": ("test.jsonl", "test.jsonl is a file"),
+    "parameters": ("--table 'GPT T1'", "GPT T1"),
+    "benchmark conversion": ("--shapes gpt", "gpt"),
+    "benchmark architectures": ("--pair gpt", "gpt"),
+    "benchmark vocabulary": ("--candidates 3", "candidates is 3"),
+    "benchmark startup": ("nowhere --runs 1", "nowhere"),
+    "benchmark engines": ("nowhere --engine transformers", "nowhere"),
+}
+
+
+@pytest.fixture
+def lightformers(monkeypatch, capfd):
+    """Run the command as a shell does; gives exit code, stdout and stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["lightformers", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        captured = capfd.readouterr()
+        return exit_.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, tiny_marian, parallel_sentences):
+    """A folder with a checkpoint `dense`, a smaller one `light`, and `test.jsonl`."""
+    folder = tmp_path_factory.mktemp("models")
+    shutil.copytree(tiny_marian, folder / "dense")
+    convert(folder / "dense", folder / "light", rank=8, method="paper", progress=False)
+    lines = [json.dumps({"translation": pair}) + "\n" for pair in parallel_sentences]
+    (folder / "test.jsonl").write_text("".join(lines), encoding="utf-8")
+    rows = [
+        {"translation": pair | {"de": f"{number} {pair['de']}"}} for number in (1, 2) for pair in parallel_sentences
+    ]
+    (folder / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def workplace(models, tmp_path, monkeypatch):
+    """A copy of it, which is the working directory."""
+    shutil.copytree(models, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path
+
+
+def parse(words):
+    """Check that a command and its options exist, and that no argument is missing."""
+    command, context = GROUP, None
+    while hasattr(command, "commands"):
+        context = command.make_context(command.name or "lightformers", words, parent=context)
+        _, command, words = command.resolve_command(context, words)
+    command.make_context(command.name, words, parent=context)
+
+
+@pytest.mark.parametrize("words", ["", "benchmark", *COMMANDS])
+def test_help_has_examples_that_work(lightformers, monkeypatch, words):
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, err = lightformers(*words.split(), "--help")
+    assert (code, err) == (0, "")
+    examples = re.findall(r"lightformers [a-z]+ .+?(?= *$)", out.partition("Example")[2], re.MULTILINE)
+    assert examples
+    for example in examples:
+        assert example.startswith(f"lightformers {words}".strip())
+        parse(shlex.split(example)[1:])
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_all_commands_have_the_same_options(words):
+    names = {name for parameter in COMMANDS[words].params for name in parameter.opts}
+    assert {"--quiet", "-q", "--verbose", "-v"} <= names
+    assert ("--json" in names) == (words not in WITHOUT_ANSWER)
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_unknown_words_end_with_2(lightformers, words):
+    code, out, err = lightformers(*words.split(), "--no-such-option")
+    assert (code, out) == (2, "")
+    assert "--no-such-option" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_what_the_user_can_mend_is_one_message_and_ends_with_1(lightformers, workplace, monkeypatch, words):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    arguments, message = BAD[words]
+    before = sorted(workplace.rglob("*"))
+    code, out, err = lightformers(*words.split(), *shlex.split(arguments), "--quiet")
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ")
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert sorted(workplace.rglob("*")) == before
+
+
+@pytest.mark.parametrize("words", sorted(COMMANDS.keys() - WITHOUT_ANSWER))
+def test_json_is_all_there_is_on_stdout(lightformers, workplace, hub, monkeypatch, words):  # noqa: F811
+    def quick_demo(output, settings, **options):
+        print("1/7 Write a corpus")
+        return {"models": {}}
+
+    monkeypatch.setattr("lightformers_hf.demo.run.run_demo", quick_demo)
+    monkeypatch.setattr(benchmark, "matrices_of", lambda _: {(32, 64): 2, (16, 32): 1})
+    pair = dataclasses.replace(architectures.PAIRS["sandwich-base"], fields={"vocab_size": 200})
+    monkeypatch.setitem(architectures.PAIRS, "sandwich-base", pair)
+    row = vocabulary.VocabularyRow("dense", 60, 9, 9, {60: speed_of([(2, 0.1)])})
+    monkeypatch.setattr(vocabulary, "benchmark_vocabulary", lambda *_, **__: [row])
+    ratio = startup.StartupRatio("help", "import", 0.3, [0.1], [1.0])
+    monkeypatch.setattr(startup, "measure_startup", lambda *_, **__: [ratio])
+    names = ("@huggingface/transformers", "onnxruntime-web")
+    monkeypatch.setattr("lightformers_hf.export.web.vendor", lambda _: dict.fromkeys(names, "1.0"))
+    # What takes a process of its own.
+    monkeypatch.setattr("lightformers_hf.evaluation.analysis.translation_memory", lambda *sentences, **_: (3, 2))
+    monkeypatch.setattr(
+        engines,
+        "_measure_speed",
+        lambda places, *_, **__: [
+            engines.Timing(place.model, place.form, 1, 1, 1, speed_of([(2, 0.1)])) for place in places
+        ],
+    )
+    command = [*words.split(), *shlex.split(GOOD[words])]
+    code, out, err = lightformers(*command, "--json", "-")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found
+
+    overwrite = ["--overwrite"] if words in ("compress", "convert", "recover", "export", "web") else []
+    code, out, err = lightformers(*command, *overwrite, "--json", "found.json", "--quiet")
+    assert (code, out, err) == (0, "", "")
+    again = json.loads((workplace / "found.json").read_text(encoding="utf-8"))
+    assert type(again) is type(found)
+    assert isinstance(found, list) or again.keys() == found.keys()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plan dense --rank 8 --json dense/config.json",
+        "analyze dense --data test.jsonl --json test.jsonl",
+        "report dense --output dense/generation_config.json",
+        "report dense --data test.jsonl --output test.jsonl",
+        "translate dense test.jsonl --output test.jsonl",
+    ],
+)
+def test_no_answer_is_written_over_what_is_read(lightformers, workplace, command):
+    before = {path: path.read_bytes() for path in workplace.rglob("*") if path.is_file()}
+    code, _, err = lightformers(*command.split())
+    assert code == 1
+    assert "which is read: give another file" in err
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+
+def loggers():
+    """How loud the libraries are."""
+    found = [logging.getLogger(name) for name in (None, "transformers", "datasets", "huggingface_hub")]
+    return logging.root.manager.disable, [(log.level, log.propagate, list(log.handlers)) for log in found]
+
+
+def test_verbose_says_more_and_quiet_less(lightformers, workplace):
+    before = loggers()
+    command = ("convert", "dense", "out", "--rank", "8", "--overwrite", "--method", "paper")
+    printed = {option: lightformers(*command, *option.split()) for option in ("", "--quiet", "--verbose")}
+    assert {code for code, _, _ in printed.values()} == {0}
+    assert printed["--quiet"][1:] == ("", "")
+    assert "unique parameters" in printed[""][1]
+    assert printed["--verbose"][1] == printed[""][1]
+    assert "config.json" in printed["--verbose"][2]
+    assert "config.json" not in printed[""][2]
+    assert lightformers("translate", "light", "test.jsonl", "--quiet")[2] == ""
+    assert loggers() == before  # what follows in the same process is as loud as before
+
+    with pytest.raises(FileNotFoundError, match="nowhere"):  # with its traceback
+        lightformers("plan", "nowhere", "--verbose")
+    assert loggers() == before
+
+
+def test_a_json_file_without_a_folder_is_said_before_anything_is_done(lightformers, workplace):
+    code, out, err = lightformers("convert", "dense", "out", "--json", "none/plan.json")
+    assert (code, out) == (1, "")
+    assert err == "error: none/plan.json cannot be written: there is no folder none\n"
+    assert not (workplace / "out").exists()
+
+
+def test_a_page_without_a_place_is_said_before_anything_is_done(lightformers, workplace):
+    for place, reason in {"none/page.html": "there is no folder none", "dense": "is a folder"}.items():
+        code, _, err = lightformers("report", "light", "--output", place)
+        assert (code, reason in err, err.count("\n")) == (1, True, 1)
+        assert (workplace / "light").is_dir()
+
+
+def test_a_full_disk_is_said_in_one_line(lightformers, monkeypatch):
+    class SafetensorError(Exception):
+        """As the library raises, which is no `OSError`."""
+
+    def full(*arguments, **options):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("lightformers_hf.workflows.convert.plan", full)
+    code, _, err = lightformers("plan", "dense", "--ratio", "2")
+    assert code == 1
+    assert err == "error: the disk is full: make room, then give the same command again\n"
+
+
+def test_an_export_is_no_source(lightformers, workplace):
+    (workplace / "light" / "export.json").write_text("{}")
+    code, _, err = lightformers("plan", "light", "--ratio", "2")
+    assert (code, "light was exported for another engine: give the checkpoint" in err) == (1, True)
+
+
+def test_bars_fill_no_log(workplace):
+    command = [sys.executable, "-m", "lightformers_hf", "plan", "dense", "--ratio", "2"]
+    start = time.monotonic()
+    done = subprocess.run(command, cwd=workplace, capture_output=True, text=True, check=True)
+    more = (time.monotonic() - start) / 30  # one for every 30 seconds of a bar
+    assert "100%" in done.stderr
+    updates = [part for part in re.split(r"[\r\n]", done.stderr) if "%|" in part]
+    bars = {part.partition(":")[0] for part in updates}
+    assert len(updates) <= 2 * len(bars) + more  # of each its beginning and its end
+
+
+def test_ctrl_c_ends_with_130(lightformers, workplace, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightformers_hf.workflows.convert.plan", interrupted)
+    assert lightformers("plan", "dense") == (130, "", "stopped\n")
+
+
+def test_the_module_is_the_command(lightformers, monkeypatch, capfd):
+    (script,) = importlib.metadata.entry_points(group="console_scripts", name="lightformers")
+    assert script.value == "lightformers_hf.cli:main"
+    for words in (["--version"], ["plan", "--help"], ["plan"], ["parameters", "--table", "LightFormer T6"], []):
+        expected = lightformers(*words)
+        monkeypatch.setattr("sys.argv", ["__main__.py", *words])
+        with pytest.raises(SystemExit) as exit_:
+            runpy.run_module("lightformers_hf", run_name="__main__")
+        captured = capfd.readouterr()
+        assert (exit_.value.code or 0, captured.out, captured.err) == expected
+    assert lightformers("--version")[1] == f"lightformers_hf {importlib.metadata.version('lightformers_hf')}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "completions"),
+    [
+        ("ex", {"export"}),
+        ("benchmark ", {"conversion", "architectures", "engines", "vocabulary", "startup"}),
+        ("plan dense --encoder-", {"--encoder-groups", "--encoder-layers"}),
+        ("plan dense --method ", {"auto", "low-rank", "narrow", "paper"}),
+        ("export light out --to ", {"ctranslate2", "onnx"}),
+        ("benchmark engines dense --engine ctr", {"ctranslate2", "ctranslate2-int8"}),
+        *((f"{name} --verb", {"--verbose"}) for name in COMMANDS),
+        *((f"{name} ./mo", {"./mo"}) for name in ("convert", "translate", "analyze", "report", "push", "compare")),
+        ("convert dense ou", {"ou"}),
+        ("plan dense --calibration tra", {"tra"}),
+        ("evaluate light --data te", {"te"}),
+    ],
+)
+def test_the_shell_completes(lightformers, monkeypatch, words, completions):
+    """As bash asks after `lightformers --install-completion`; what it is given back as it was, it takes for a file."""
+    typed = f"lightformers {words}".split(" ")
+    variables = {
+        "_LIGHTFORMERS_COMPLETE": "bash_complete",
+        "COMP_WORDS": " ".join(typed),
+        "COMP_CWORD": len(typed) - 1,
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    assert {line.partition(",")[2] for line in lightformers()[1].splitlines()} == completions
+
+
+def test_plan_as_json(lightformers, tiny_marian):
+    code, out, _ = lightformers("plan", tiny_marian, "--ratio", "2", "--pattern", "ffn=5", "--json", "-")
+    plan = json.loads(out)
+    assert code == 0
+    assert {matrix["size"] for matrix in plan["matrices"] if matrix["kind"] == "ffn"} == {5}
+    assert plan["options"]["ratio"] == 2
+
+
+def test_a_pattern_on_the_command_line(lightformers, tiny_marian):
+    arguments = [
+        "plan",
+        tiny_marian,
+        "--rank",
+        "4",
+        "--pattern",
+        "fc1=dense",
+        "--pattern",
+        r"layers\.1\.fc2=3",
+    ]
+    _, out, _ = lightformers(*arguments, "--json", "-")
+    ranks = {matrix["name"]: matrix["size"] for matrix in json.loads(out)["matrices"]}
+    assert ranks["encoder.layers.0.fc1"] is None
+    assert (ranks["encoder.layers.1.fc2"], ranks["encoder.layers.0.fc2"]) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ratio", "1"], "--ratio is 1.0"),
+        (["--rank", "0"], "--rank is 0"),
+        (["--rank", "1000"], "1000"),
+        (["--energy", "1.5"], "--energy is 1.5"),
+        (["--encoder-groups", "4"], "--encoder-groups is 4"),
+        (["--pattern", "fc1"], "--pattern is 'fc1', expected NAME=CHOICE"),
+        (["--ratio", "2", "--rank", "3"], "--ratio and --rank are given"),
+    ],
+)
+def test_bad_options_are_one_message_and_leave_no_output(lightformers, tiny_marian, tmp_path, arguments, message):
+    code, _, err = lightformers("convert", tiny_marian, tmp_path / "out", *arguments)
+    assert code == 1
+    assert "error:" in err
+    assert message in err
+    assert "Traceback" not in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_not_there_is_refused_before_torch_is_imported(tiny_marian, tmp_path):
+    for name in ("full", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    (tmp_path / "x.jsonl").write_text("{}\n")
+    commands = f"""
+        convert ./none out
+        convert {tiny_marian} {tmp_path}/full
+        convert {tiny_marian} {tiny_marian}
+        plan {tmp_path}/x.jsonl
+        plan {tiny_marian} --calibration none.txt
+        export {tiny_marian} out --to tensorrt
+        translate a/b/c
+        evaluate {tiny_marian} --data none.jsonl
+        analyze ./none --data {tmp_path}/x.jsonl
+        report {tmp_path}/empty
+        compare ./none ./none
+        push ./none a/b
+        recover ./none out --teacher ./none
+        recover {tiny_marian} out --teacher {tiny_marian} --data none.csv
+        compress {tiny_marian} out --ratio 0.5
+        benchmark engines {tiny_marian} --engine tensorrt
+        benchmark startup ./none"""
+    words = [command.split() for command in commands.strip().splitlines()]
+    script = (
+        f"import sys\nfrom lightformers_hf.cli import app\nfor words in {words}:\n"
+        "    try: app(words)\n    except SystemExit as end: assert end.code == 1, words\n"
+        "assert not {'torch', 'transformers', 'datasets'} & {*sys.modules}"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr.count("error:")) == (0, len(words)), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "closed", "code", "message"),
+    [
+        ("--help", 2, 0, ""),
+        ("translate MODEL", 0, 1, "standard input is closed: name a file to translate"),
+        ("translate MODEL in.txt", 1, 1, "standard output is closed: give --output a file"),
+        ("parameters --json -", 1, 1, "standard output is closed: give --json a file"),
+        ("translate MODEL in.txt --output out.txt --max-new-tokens 2", 0, 0, ""),
+    ],
+)
+def test_closed_streams_end_only_what_needs_them(words, closed, code, message, tiny_marian, tmp_path):
+    (tmp_path / "in.txt").write_text("Ein Hund.\n")
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    command = [sys.executable, "-m", "lightformers_hf", *words.replace("MODEL", str(tiny_marian)).split()]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    close = partial(os.close, closed)
+    done = subprocess.run(command, preexec_fn=close, cwd=tmp_path, env=environment, **pipes)
+    assert (done.returncode, message in done.stderr) == (code, True), done.stderr
+    assert ("Usage:" in done.stdout) == (words == "--help")
+    if "--output" in words:
+        assert (tmp_path / "out.txt").read_text().strip()
+
+
+def test_a_socks_proxy_without_its_library_is_one_message(lightformers, monkeypatch, tiny_marian):
+    def fail(*_args, **_options):
+        raise ImportError("Using SOCKS proxy, but the 'socksio' package is not installed.")
+
+    monkeypatch.setattr("lightformers_hf.loading.snapshot_download", fail)
+    code, _, error = lightformers("plan", "some/model")
+    assert (code, "pip install 'httpx[socks]'" in error) == (1, True)
+
+
+def test_names_from_a_checkpoint_cannot_style_the_terminal(lightformers, tiny_marian, tmp_path):
+    shutil.copytree(tiny_marian, tmp_path / "[red]model")
+    code, out, _ = lightformers("plan", tmp_path / "[red]model", "--rank", "3")
+    assert code == 0
+    assert "[red]model" in out
+
+
+def test_the_help_of_convert_fits_two_screens(lightformers, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = lightformers("convert", "--help")[1].splitlines()
+    assert len(lines) <= 52
+    assert max(map(len, lines)) <= 80
+    own = {parameter.name for parameter in COMMANDS["convert"].params if isinstance(parameter, click.Option)}
+    assert len(own - framework.SHARED.keys() - {"push_to_hub", "private"}) <= 21
+
+
+@pytest.mark.parametrize("name", ["plan", "convert", "recover", "compress", "export", "evaluate", "push"])
+def test_a_command_has_the_names_and_defaults_of_its_function(name):
+    function = inspect.signature(getattr(lightformers_hf, {"push": "push_to_hub"}.get(name, name)))
+    expected = function.parameters.keys() - {"tokenizer", "progress", "study", "runs"}
+    options = {one.name: one for one in COMMANDS[name].params}
+    assert options.keys() - framework.SHARED.keys() - {"dry_run"} == expected
+    fields = {field.name for field in dataclasses.fields(CompressionOptions)}
+    assert name not in ("plan", "convert", "compress") or fields <= expected
+    parsed = COMMANDS[name].make_context(name, [], resilient_parsing=True).params
+    for one in expected - {"method", "device", "progress"}:  # where these are not given, the function chooses
+        default = function.parameters[one].default
+        assert default is inspect.Parameter.empty or parsed[one] == default or not parsed[one], one
+
+
+@pytest.mark.parametrize(
+    ("command", "old", "new"),
+    [
+        ("recover", "light -o out --teacher dense", "light --teacher dense out"),
+        ("recover", "light --output=out --teacher dense", "light --teacher dense out"),
+        ("demo", "--output here --seed 1", "--seed 1 here"),
+        ("analyze", "dense -o inside --data x", "dense --pictures inside --data x"),
+        ("translate", "dense -o x.en", "dense --output x.en"),
+    ],
+)
+def test_old_options_work_and_warn(lightformers, command, old, new):
+    words, warnings = current_words(command, old.split())
+    assert (words, len(warnings)) == (new.split(), 1)
+    if command == "recover":
+        code, _, err = lightformers("recover", *old.replace("light", "./none").split())
+        assert (code, "warning: " in err, "OUTPUT" in err, "./none is no folder" in err) == (1, True, True, True)
+
+
+def test_a_value_of_the_wrong_type_is_named(lightformers):
+    code, _, err = lightformers("convert", "dense", "out", "--ratio", "2x")
+    assert code == 2
+    assert "'--ratio': '2x'" in err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_is_taught_once(lightformers, monkeypatch, tmp_path, shell):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SHELL", f"/bin/{shell}")
+    file = Path(framework.STARTUP_FILES[shell]).expanduser()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(b"before \xe9")  # whatever its encoding
+    for _ in range(2):
+        assert lightformers("--install-completion")[0] == 0
+    script = Path(f"{framework.COMPLETIONS}{shell}")
+    assert file.read_bytes() == b"before \xe9\n" + f"source {script}\n".encode()
+    said = script.expanduser().read_text()
+    assert f"_LIGHTFORMERS_COMPLETE={shell}_complete" in said
+    # Nothing is run but when TAB is pressed: the command is there in some environments alone.
+    if (program := shutil.which(shell)) is not None:
+        done = subprocess.run([program, str(script.expanduser())], env={"PATH": "/usr/bin:/bin"}, capture_output=True)
+        assert (done.returncode, done.stderr) == (0, b"")
+    assert said.startswith("(( $+functions[compdef] ))") == (shell == "zsh")  # without which it has no completion
+    script.expanduser().unlink()
+    script.expanduser().mkdir()
+    code, _, err = lightformers("--install-completion")
+    assert code == 1
+    assert err == f"Error: {script.expanduser()} cannot be written: Is a directory\n"
+    monkeypatch.setenv("SHELL", "/bin/tcsh")
+    code, _, err = lightformers("--install-completion")
+    assert code == 1
+    assert "expected one of bash, zsh, fish" in err
+
+
+def test_the_folder_one_is_in_has_its_name(lightformers, workplace, monkeypatch):
+    monkeypatch.chdir(workplace / "dense")
+    code, out, _ = lightformers("plan", ".", "--rank", "8", "--method", "paper", "--json", "-")
+    assert code == 0
+    assert json.loads(out)["source"] == "dense"
+
+
+@pytest.mark.parametrize("words", ["-q convert dense light", "benchmark --runs 1 conversion", "--ratio=2 plan dense"])
+def test_options_before_a_command_are_sent_behind_it(lightformers, words):
+    code, _, err = lightformers(*words.split())
+    name = next(word for word in words.split() if word.startswith("-")).partition("=")[0]
+    assert code == 2
+    assert f"Error: {name} is an option of commands: give it behind a command's name." in err
+    code, _, err = lightformers("--nonsense", "plan")
+    assert code == 2
+    assert "No such option" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [
+        ("convert TEACHER light --rank 4 --method paper", signal.SIGTERM),
+        ("benchmark conversion --whole", signal.SIGTERM),
+        ("benchmark conversion --whole", signal.SIGKILL),
+    ],
+)
+def test_told_to_end_leaves_nothing_behind(words, number, tiny_marian, tmp_path):
+    """As by `kill`, a scheduler or a container's end: no hidden folder, and no process of its own that works on.
+
+    SIGKILL leaves the folder for temporary files, and no process.
+    """
+    script = f"""
+import importlib, sys
+from transformers import AutoModelForSeq2SeqLM
+from lightformers_hf.cli import main
+from lightformers_hf.evaluation.benchmarks import conversion
+writing = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+importlib.import_module("lightformers_hf.conversion.convert").write_report = lambda *_: exec(writing)
+conversion.random_teacher = lambda _: AutoModelForSeq2SeqLM.from_pretrained({str(tiny_marian)!r})
+conversion._CONVERT, conversion.subprocess.PIPE = writing, None  # in a process whose output is this one's
+main()
+"""
+    command = [sys.executable, "-c", script, *words.replace("TEACHER", str(tiny_marian)).split()]
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, **streams) as process:
+        at_work = int(process.stdout.readline())
+        assert (at_work == process.pid) == words.startswith("convert")
+        process.send_signal(number)
+        assert process.wait(60) == (143 if number == signal.SIGTERM else -signal.SIGKILL)
+    end = time.monotonic() + 20 * (number == signal.SIGKILL)
+    while psutil.pid_exists(at_work) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not psutil.pid_exists(at_work)
+    assert number == signal.SIGKILL or list(tmp_path.iterdir()) == []

@@ -1,0 +1,75 @@
+"""What commands have alike: messages name options as they are typed."""
+
+import pytest
+from rich.table import Table
+
+from lightformers_hf.cli import app
+from lightformers_hf.cli.framework import as_typed, join_names, name_options
+from lightformers_hf.results import make_console
+
+TYPED = {name: f"--{name.replace('_', '-')}" for name in "ratio rank size params encoder_groups source_lang".split()}
+
+
+@pytest.mark.parametrize(
+    ("message", "typed"),
+    [
+        ("encoder_groups is 4, but 6 layers", "--encoder-groups is 4, but 6 layers"),
+        ("is for layers that share: give encoder_groups", "is for layers that share: give --encoder-groups"),
+        ("ratio is 1.0, expected a number", "--ratio is 1.0, expected a number"),
+        ("ratio and params are given", "--ratio and --params are given"),
+        ("needs a ratio: leave size out", "needs a ratio: leave --size out"),
+        ("for all kinds: give ratio alone", "for all kinds: give --ratio alone"),
+        # What is no option.
+        ("fc1: rank 65 is above 64", "fc1: rank 65 is above 64"),
+        ("rank of fc1 is 65", "rank of fc1 is 65"),
+        ("my/encoder_groups/model is no folder", "my/encoder_groups/model is no folder"),
+        ("encoder_groups.json is missing", "encoder_groups.json is missing"),
+        ("max_position_embeddings is 3", "max_position_embeddings is 3"),
+    ],
+)
+def test_messages_name_options_as_they_are_typed(message, typed):
+    assert as_typed(message, TYPED) == typed
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ("unknown engine 'foo': …", "--to: unknown engine 'foo': …"),
+        ("x/a.jsonl has no column 'fr'", "--data and --source-lang: x/a.jsonl has no column 'fr'"),
+        ("x/a.jsonl has no column 'de': it has 'fr'", "--data: x/a.jsonl has no column 'de': it has 'fr'"),
+        ("No data file x/a.jsonl.gz", "--data: No data file x/a.jsonl.gz"),
+        ("--to is foo", "--to is foo"),
+        ("food is no engine", "food is no engine"),
+    ],
+)
+def test_a_message_that_names_a_value_begins_with_its_option(message, named):
+    typed = {"to": "--to", "data": "--data", "source_lang": "--source-lang"}
+    values = {"to": "foo", "data": "x/a.jsonl", "source_lang": "fr"}
+    values |= {"data": "x/a.jsonl.gz"} if ".gz" in message else {}
+    assert name_options(message, typed, values) == named
+
+
+def test_a_message_of_a_command_without_such_options_stays():
+    assert as_typed("ratio is 1.0", {"table": "--table"}) == "ratio is 1.0"
+
+
+def test_every_option_says_what_it_is_for():
+    for command in [*app.commands.values(), *app.commands["benchmark"].commands.values()]:
+        for parameter in command.params:
+            assert getattr(parameter, "help", None) or getattr(parameter, "about", None), (
+                command.name,
+                parameter.name,
+            )
+
+
+def test_names_are_joined():
+    assert [join_names(names) for names in (["a"], ["a", "b"], ["a", "b", "c"])] == ["a", "a or b", "a, b or c"]
+
+
+def test_titles_and_captions_stay_whole_off_a_terminal(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    table = Table(title="10 sentences of test.jsonl, de → en", caption="nrefs:1|case:mixed|tok:13a|" * 9)
+    table.add_row("BLEU", "12.3")
+    make_console().print(table)
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert (first, last) == ("10 sentences of test.jsonl, de → en", "nrefs:1|case:mixed|tok:13a|" * 9)

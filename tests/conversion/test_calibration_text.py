@@ -1,0 +1,137 @@
+"""Which calibration text is drawn, and which the teacher makes."""
+
+import json
+import threading
+from statistics import fmean
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from lightformers_hf.conversion import calibration_text as module
+from lightformers_hf.conversion.calibration_text import (
+    count_tokens,
+    default_sources,
+    draw_pairs,
+    mean_tokens,
+    sample_pairs,
+    synthetic_batches,
+    translated_batches,
+)
+from lightformers_hf.conversion.options import CompressionOptions, StudyOptions
+from lightformers_hf.conversion.teacher import Teacher
+from lightformers_hf.processors import use_threads
+
+SIDES = {"source_lang": "de", "target_lang": "en"}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory, parallel_sentences):
+    """Forty pairs."""
+    file = tmp_path_factory.mktemp("text") / "pairs.jsonl"
+    file.write_text("".join(json.dumps({"translation": pair}) + "\n" for pair in 4 * parallel_sentences))
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def teacher(tiny_marian):
+    return Teacher(tiny_marian, "teacher")
+
+
+def drawn(teacher, text, **options):
+    return draw_pairs(teacher, CompressionOptions(calibration=text, **SIDES, **options), StudyOptions())
+
+
+def test_short_sentences_are_more_pairs_and_long_ones_are_not_fewer(tiny_marian, teacher, text, monkeypatch):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_marian)
+    pairs = drawn(teacher, text, calibration_samples=40)
+    lengths = [len(tokenizer(row["source"]).input_ids) for row in pairs]
+    lengths += [len(tokenizer(text_target=row["target"]).input_ids) for row in pairs]
+    config = AutoConfig.from_pretrained(tiny_marian)
+    assert mean_tokens(config, tokenizer, pairs) == pytest.approx(fmean(lengths))
+    monkeypatch.setattr(module, "SAMPLES", 40)  # the mean is of these
+    for each, most in ((0, 10**6), (10**6, 1), (40 * fmean(lengths) / config.d_model, 10**6)):
+        monkeypatch.setattr(module, "TOKENS_PER_FEATURE", each)
+        monkeypatch.setattr(module, "MOST_TOKENS", most)
+        assert len(drawn(teacher, text)) == 40
+    monkeypatch.setattr(module, "SAMPLES", 10)
+    mean = mean_tokens(config, tokenizer, pairs.select(range(10)))
+    for each, most in ((25 * mean / config.d_model, 10**6), (10**6, 25 * mean)):
+        monkeypatch.setattr(module, "TOKENS_PER_FEATURE", each)
+        monkeypatch.setattr(module, "MOST_TOKENS", most)
+        assert 25 <= len(drawn(teacher, text)) <= 26
+    monkeypatch.setattr(module, "MOST_TOKENS", 10**6)  # all that there is
+    assert len(drawn(teacher, text)) == 40
+    assert len(drawn(teacher, text, calibration_samples=7)) == 7
+    monkeypatch.setattr(module, "FEWEST_SENTENCES", 30)  # a tenth of more is held out, beside the number asked for
+    assert len(drawn(teacher, text, calibration_samples=27)) == 30
+    assert len(drawn(teacher, text, calibration_samples=40)) == 40
+
+
+def test_of_one_language_its_tokens_count_alone(tiny_marian, teacher, tmp_path, parallel_sentences):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_marian)
+    (tmp_path / "de.txt").write_text("".join(pair["de"] + "\n" for pair in parallel_sentences))
+    pairs = sample_pairs(
+        teacher.config, tokenizer, CompressionOptions(calibration=str(tmp_path / "de.txt")), StudyOptions()
+    )
+    assert pairs.column_names == ["source"]
+    assert mean_tokens(teacher.config, tokenizer, pairs) == pytest.approx(
+        fmean(len(tokenizer(pair["de"]).input_ids) for pair in parallel_sentences)
+    )
+
+
+def test_the_tokens_that_will_be_read_are_known_before(teacher, text):
+    pairs = drawn(teacher, text, calibration_samples=20)
+    mean = mean_tokens(teacher.config, teacher.tokenizer(), pairs)
+    assert count_tokens(teacher, CompressionOptions(calibration=text), pairs) == pytest.approx(20 * mean)
+    assert count_tokens(teacher, CompressionOptions(calibration_samples=10), None) == 10 * 17.5  # of 5 to 30
+    assert count_tokens(teacher, CompressionOptions(), None) == default_sources(teacher.model)[0] * 17.5
+
+
+def test_longer_texts_than_the_model_takes_count_as_they_are_cut(teacher, text, monkeypatch):
+    monkeypatch.setattr(module, "longest_text", lambda config, tokenizer: 4)
+    assert mean_tokens(teacher.config, teacher.tokenizer(), drawn(teacher, text, calibration_samples=20)) == 4
+
+
+def test_repeated_text_is_refused(teacher, tmp_path):
+    (tmp_path / "x.txt").write_text("Zwei Hunde.\n" * 20)
+    with pytest.raises(ValueError, match=r"x\.txt: only 1 of the 20 sources drawn are distinct"):
+        drawn(teacher, str(tmp_path / "x.txt"))
+    assert len(drawn(teacher, str(tmp_path / "x.txt"), calibration_samples=5)) == 5
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_batches_at_once_are_those_of_one_after_another(tiny_marian, parallel_sentences, own, monkeypatch):
+    """And no two threads use one tokenizer, which fast ones refuse."""
+    teacher, readers, makers = Teacher(tiny_marian, "tiny"), set(), set()
+    model, tokenizer = teacher.load(), teacher.tokenizer()
+    generate = model.generate
+
+    class Watched(type(tokenizer)):
+        def __call__(self, *args, **options):
+            readers.add(threading.get_ident())
+            return super().__call__(*args, **options)
+
+    def make(*args, **options):
+        makers.add(threading.get_ident())
+        return generate(*args, **options)
+
+    tokenizer.__class__ = Watched
+    monkeypatch.setattr(module, "BATCH", 4)
+    monkeypatch.setattr(teacher, "tokenizer", lambda: tokenizer)
+    monkeypatch.setattr(model, "generate", make)
+    texts = [pair["de"] for pair in parallel_sentences] * 2
+    found = []
+    for threads in (1, 2):
+        with use_threads(1):
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            if own:
+                found.append(synthetic_batches(model, teacher, 20, 0, progress=False))
+            else:
+                found.append(translated_batches(model, teacher, texts, progress=False))
+    alone, beside = found
+    assert len(alone) == 5
+    for one, other in zip(alone, beside, strict=True):
+        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    assert readers == {threading.get_ident()}
+    assert len(makers) > 1

@@ -1,0 +1,136 @@
+"""The public functions: the examples of the reference, loaded models, and the names of earlier versions."""
+
+import inspect
+import json
+import re
+import shutil
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from test_hub import hub  # noqa: F401, a fixture
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+import lightformers_hf as lf
+from lightformers_hf.evaluation.benchmarks import engines
+from lightformers_hf.evaluation.evaluate import evaluate_model
+from lightformers_hf.evaluation.speed import speed_of
+from lightformers_hf.results import Result
+
+FUNCTIONS = ("compress", "convert", "evaluate", "export", "load_engine", "plan", "push_to_hub", "recover", "translate")
+PAGE = (Path(__file__).parents[1] / "docs/reference/api.md").read_text(encoding="utf-8")
+FAST = {"rank": 8, "method": "paper", "progress": False}
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch, tiny_marian, parallel_sentences):
+    """A folder with what the reference assumes, which is the working directory."""
+    for name in ("opus-mt-de-en", "bart"):
+        shutil.copytree(tiny_marian, tmp_path / name)
+    more = [pair | {"de": f"{number} {pair['de']}"} for number in range(3) for pair in parallel_sentences]
+    for part, pairs in {"train": more, "test": parallel_sentences}.items():
+        lines = [json.dumps({"translation": pair}) + "\n" for pair in pairs]
+        (tmp_path / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def loaded(tiny_marian):
+    """A model and its tokenizer, as a user has them in memory."""
+    return AutoModelForSeq2SeqLM.from_pretrained(tiny_marian), AutoTokenizer.from_pretrained(tiny_marian)
+
+
+def measure_nothing(places, *_, **__):
+    """Timings as of `engines._measure_speed`: all models are as fast."""
+    return [engines.Timing(place.model, place.form, 1, 1, 1, speed_of([(2, 0.1)])) for place in places]
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_reference_work(workplace, hub, monkeypatch):  # noqa: F811
+    examples = re.findall(r"^```py\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+    changes = {
+        "minutes=30": "minutes=0.02",
+        '"me/': '"alice/',
+        '"opus-mt-de-en")\nlf': '"opus-mt-de-en", speed=False)\nlf',
+    }
+    calls = {"compress": "small", "recover": "recovery", "export": "exported", "push_to_hub": "push"}
+    changes |= {f"\nlf.{function}(": f"\n{name} = lf.{function}(" for function, name in calls.items()}
+    monkeypatch.setattr(engines, "_measure_speed", measure_nothing)  # minutes, in a process of its own
+    names = {}
+    for example in (one for one in examples if "narrow" not in one and "small =" not in one):
+        code = example
+        for long, short in changes.items():
+            code = code.replace(long, short)
+        exec(compile(code, "docs/reference/api.md", "exec"), names)
+    results = [value for value in names.values() if isinstance(value, Result)]
+    assert {type(one).__name__ for one in results} >= {"Recovery", "Evaluation", "Compression", "Push", "ExportReport"}
+    for one in results:
+        assert json.loads(json.dumps(one.to_dict()))
+        assert str(one).strip()
+        assert "<" in one._repr_html_()
+    assert re.fullmatch(
+        r"[\d.]+x fewer parameters, [\d.]+ MB → [\d.]+ MB, [\d.]+x as fast as the teacher in CTranslate2; \w+ "
+        r"[\d.]+ instead of [\d.]+ on 3 held-out pairs of your data\.",
+        names["small"].summary,
+    )
+    assert "looks better than it is" in str(names["small"])
+    assert {*hub.repositories["alice/opus-mt-de-en-light"].files} >= {"config.json", "compression.json", "README.md"}
+
+
+def test_every_function_is_documented_and_has_options_in_its_signature():
+    for name in FUNCTIONS:
+        function = getattr(lf, name)
+        assert f"## {name}\n" in PAGE
+        function = function.export if name == "export" else function
+        assert "Example:" in function.__doc__
+        kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
+        assert (inspect.Parameter.VAR_KEYWORD in kinds) == (name == "translate")  # arguments of `generate()`
+    expected = inspect.signature(lf.CompressionOptions).parameters
+    for name, own in {"plan": (), "convert": (), "compress": ("method", "device")}.items():
+        found = inspect.signature(getattr(lf, name)).parameters
+        for field in fields(lf.CompressionOptions):
+            assert found[field.name].default == expected[field.name].default or field.name in own
+            assert found[field.name].annotation == expected[field.name].annotation or field.name in own
+
+
+def test_a_loaded_model_becomes_a_compressed_one(loaded, tiny_marian, tmp_path):
+    model, tokenizer = loaded
+    light = lf.convert(model, tokenizer=tokenizer, **FAST)
+    lf.convert(tiny_marian, tmp_path / "light", **FAST)
+    expected = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light")
+    assert light.compression_report.parameters_after == light.num_parameters() == expected.num_parameters()
+    batch = tokenizer(["Ein Hund."], text_target=["A dog."], return_tensors="pt")
+    torch.testing.assert_close(light(**batch).logits, expected(**batch).logits)
+    light.train()(**batch).loss.backward()
+    report = lf.export(light, tmp_path / "deployed", tokenizer=tokenizer, to="onnx")
+    assert lf.translate(["Ein Hund."], tmp_path / "deployed", num_beams=1)
+    assert str(tmp_path) not in json.dumps(report.to_dict())
+
+
+def test_what_is_wrong_with_loaded_models_is_said(loaded, tiny_marian, tmp_path):
+    model, tokenizer = loaded
+    for message, call in {
+        "give tokenizer": lambda: lf.plan(model, **FAST),
+        "leave tokenizer out": lambda: lf.plan(tiny_marian, tokenizer=tokenizer, **FAST),
+        "expected a folder, a name on the Hub or a PreTrainedModel": lambda: lf.plan(
+            torch.nn.Linear(1, 1), tokenizer=tokenizer
+        ),
+        "vocabulary changes the tokenizer": lambda: lf.convert(model, tokenizer=tokenizer, vocabulary="x.txt"),
+        "push_to_hub needs output": lambda: lf.convert(model, tokenizer=tokenizer, push_to_hub="me/light"),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_old_names_work_and_warn(tiny_marian, workplace):
+    with pytest.warns(DeprecationWarning, match=r"'source' of plan\(\) .* use 'model'"):
+        assert lf.plan(source=tiny_marian, **FAST).parameters_after
+    with pytest.warns(DeprecationWarning, match="use lightformers_hf.evaluate"):
+        found = evaluate_model(str(tiny_marian), "test.jsonl", source="de", target="en", speed=False)
+    assert found.sentences == 10
+    with pytest.warns(DeprecationWarning, match="use 'model'"):
+        assert lf.load_engine(folder=tiny_marian).name == "transformers"
+    with pytest.warns(DeprecationWarning, match="source"), pytest.raises(TypeError, match="both 'model' and 'source'"):
+        lf.plan(source=tiny_marian, model=tiny_marian)
