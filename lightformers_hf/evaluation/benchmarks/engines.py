@@ -460,6 +460,6 @@ def _add_quality(
         bar.set_description(f"translate by {place.key}")
         engine = load_engine(place.folder, threads=max(settings.cores))
         tokenizer = load_pretrained(AutoTokenizer, names[place.model])
-        outputs = translate(sources, engine, tokenizer, num_beams=beams)
+        outputs = translate(sources, engine, tokenizer, num_beams=beams, split=False)
         place.scores = score(outputs, references, metrics, language=language)
         bar.update()
