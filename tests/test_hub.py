@@ -332,6 +332,34 @@ def test_tokens(hub, light, monkeypatch, capsys, token, name, message):
     assert not hub.repositories
 
 
+def test_an_export_becomes_a_model_and_a_page_a_static_space(hub, light, tmp_path, monkeypatch):
+    pytest.importorskip("onnxruntime")
+    from lightformers_hf.export import export, web
+
+    monkeypatch.setattr(web, "vendor", lambda _: dict.fromkeys(web.VENDORED, "1.0"))
+    export(light, tmp_path / "out", to="onnx", quantization="int8")
+    web.export_web(light, tmp_path / "page")
+    (tmp_path / "out" / "notes.txt").write_text("of the user")
+    sizes = preview_push(tmp_path / "out", "out")
+    assert push_to_hub(tmp_path / "out", "out").name == "alice/out"
+    assert str(push_to_hub(tmp_path / "page", "page")).startswith(f"{hub.endpoint}/spaces/alice/page at commit")
+    model, space = (hub.repositories[f"alice/{name}"] for name in ("out", "page"))
+    assert (model.kind, space.kind, space.sdk) == ("model", "space", "static")
+    assert sizes.keys() == model.files.keys() - {".gitattributes"}
+    assert {"config.json", "tokenizer.json", "export.json", "onnx/decoder_model_merged_quantized.onnx"} <= sizes.keys()
+    assert "notes.txt" not in sizes
+    card = ModelCard(model.files["README.md"].decode()).data
+    assert (card.library_name, "transformers.js" in card.tags) == ("transformers.js", True)
+    assert {"index.html", "page.json", "model/onnx/encoder_model_quantized.onnx"} <= space.files.keys()
+    assert ModelCard(space.files["README.md"].decode()).data.sdk == "static"
+    with pytest.raises(ValueError, match="results belong to the card of a checkpoint"):
+        push_to_hub(tmp_path / "out", "out", results=["results.json"])
+    (tmp_path / "page" / "page.json").unlink()
+    (tmp_path / "page" / "page.json").symlink_to(tmp_path / "out" / "notes.txt")
+    with pytest.raises(ValueError, match=r"page\.json is a link"):
+        push_to_hub(tmp_path / "page", "page")
+
+
 def test_private_stays_private(hub, light):
     push_to_hub(light, "light")
     uploads, commits = list(hub.uploads), list(hub.repositories["alice/light"].commits)
