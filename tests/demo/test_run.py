@@ -10,6 +10,7 @@ from rich.console import Console
 from lightformers_hf.cli import app
 from lightformers_hf.demo import run
 from lightformers_hf.demo.run import FOLDERS, DemoSettings, run_demo
+from lightformers_hf.export import web
 
 TINY = DemoSettings(
     train_pairs=400,
@@ -43,6 +44,14 @@ def run_quietly(output, settings=TINY, **options):
     return results, console.export_text()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def npm():
+    """The registry of npm, without network."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(web, "vendor", lambda _: dict.fromkeys(web.VENDORED, "1.0"))
+        yield
+
+
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
     """A finished tiny demo: its folder and what it printed."""
@@ -68,7 +77,9 @@ def test_makes_everything(finished):
     test = [json.loads(line) for line in (output / "corpus" / "test.jsonl").read_text().splitlines()]
     assert test[0]["de"] in printed
     assert "BLEU" in printed
-    assert "4/4" in printed
+    assert "5/5" in printed
+    assert "python -m http.server --directory" in printed
+    assert (output / "page" / "model" / "onnx" / "decoder_model_merged_quantized.onnx").is_file()
     assert "translate" in printed
 
 
@@ -105,6 +116,18 @@ def test_other_settings_are_refused(copy):
     with pytest.raises(ValueError, match="--fresh"):
         run_quietly(copy, DemoSettings(seed=1))
     assert times(copy) == before
+
+
+def test_without_npm_the_demo_prints_how_to_write_the_page(copy, monkeypatch):
+    shutil.rmtree(copy / "page")
+
+    def fail(folder):
+        raise ValueError("install Node")
+
+    monkeypatch.setattr(web, "vendor", fail)
+    _, printed = run_quietly(copy)
+    assert f"Left out: install Node. Then: lightformers web {copy}/small/recovered {copy}/page" in printed
+    assert not (copy / "page").exists()
 
 
 def test_fresh_removes_the_demo_and_nothing_else(copy, monkeypatch):
