@@ -300,18 +300,24 @@ TRANSLATED = (
 
 @command(
     MODEL,
-    Argument("file", required=False, type=FILE, about="Text, one sentence a line. Default: standard input."),
+    Argument("file", required=False, type=FILE, about="Text, UTF-8. Default: standard input."),
     option("--output", type=FILE, help="File to write. Default: standard output."),
     BATCH_SIZE,
     NUM_BEAMS,
     MAX_NEW_TOKENS,
     *TRANSLATED,
+    option(
+        "--split/--no-split",
+        default=None,
+        help="Split text into sentences, and join their translations. Default: with models for translation.",
+    ),
     DEVICE,
 )
 def translate(model: str, file: Path | None, output: Path | None, device: str, **options: Any) -> None:
-    """Translate (or summarize) text, one sentence a line in, one line out.
+    """Translate (or summarize) text, line by line.
 
-    Lines are translated as they arrive, also from a pipe. A file given as --output appears when all of it is written.
+    A line may have several sentences. Lines are translated as they arrive, also from a pipe. A file given as
+    --output appears when all of it is written.
 
     Examples:
 
@@ -408,7 +414,7 @@ def compare(teacher: str, model: str, port: int | None, host: str, browser: bool
 
 
 @command(
-    Argument("model", type=FILE, about="The folder that convert or a training run wrote."),
+    Argument("model", type=FILE, about="The folder that convert, a training run, export or web wrote."),
     Argument("name", about="user/model, or model in your own namespace on the Hub."),
     option("--private", is_flag=True, help="Make the repository private."),
     option("--revision", "--branch", "revision", help="Branch to commit to. Default: main."),
@@ -424,8 +430,9 @@ def compare(teacher: str, model: str, port: int | None, host: str, browser: bool
 def push(model: Path, name: str, results: tuple[Path, ...], dry_run: bool, **options: Any) -> Answer:
     """Share a checkpoint on the Hub with its code, so that users without this package can load it.
 
-    One commit: weights, configuration, tokenizer, code, compression.json and a model card. Log in before with
-    'hf auth login', or set HF_TOKEN. The same command resumes an interrupted push.
+    One commit: weights, configuration, tokenizer, code, compression.json and a model card. An export becomes a model
+    repository, and a page of lightformers web a static Space. Log in before with 'hf auth login', or set HF_TOKEN. The
+    same command resumes an interrupted push.
 
     Examples:
 

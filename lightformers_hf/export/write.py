@@ -221,7 +221,10 @@ def export(
         hub_name = None if Path(os.path.expanduser(place)).is_dir() else name
         inherited = inherited_metadata(folder, hub_name)
         lines = report.lines(Path(output).name)
-        write_export_card(temporary, inherited, engine=to, form=quantization, lines=lines)
+        usage = {"library": getattr(engine, "LIBRARY", to)}
+        if hasattr(engine, "EXAMPLE") and not tokenizer_report.missing:
+            usage["example"] = engine.EXAMPLE.format(folder=Path(output).name, text=f"{prefix}Your text.")
+        write_export_card(temporary, inherited, engine=to, form=quantization, lines=lines, **usage)
     return report
 
 

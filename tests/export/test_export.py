@@ -1,6 +1,7 @@
 """Exported models give the tokens of `generate()`, hold what they share once, and say what they cannot do."""
 
 import json
+import shutil
 import sys
 
 import numpy as np
@@ -332,6 +333,22 @@ def test_a_model_that_computes_something_else_is_not_kept(tiny_marian, tmp_path,
     monkeypatch.setattr(onnx, "quantize_rows", lambda table: (right(table)[0][::-1], right(table)[1]))
     with pytest.raises(ValueError, match="Export it with quantization float32"):
         export(tiny_marian, tmp_path / "out", to="onnx", quantization="int8")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_no_onnx_file_holds(tiny_marian, exported, tmp_path, monkeypatch):
+    (tmp_path / "old").mkdir()
+    for name in ("export.json", "generation_config.json"):
+        shutil.copyfile(exported / "onnx" / name, tmp_path / "old" / name)
+    with pytest.raises(ValueError, match=r"an older version of this package wrote it.*export the checkpoint again"):
+        load_engine(tmp_path / "old")
+    with pytest.raises(FileExistsError, match="old"):
+        export(tiny_marian, tmp_path / "old", to="onnx")
+    from lightformers_hf.export.engines import onnx as engine
+
+    monkeypatch.setattr(engine, "LARGEST_FILE", 1000)
+    with pytest.raises(ValueError, match="GB, and an ONNX file holds 2: give quantization int8"):
+        export(tiny_marian, tmp_path / "out", to="onnx")
     assert not (tmp_path / "out").exists()
 
 

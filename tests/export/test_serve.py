@@ -18,6 +18,8 @@ def test_the_programs_of_the_guide(tiny_marian, parallel_sentences, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     program, server = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    example = re.search(r"```python\n(.*?)```", (tmp_path / "served" / "README.md").read_text(), re.DOTALL)[1]
+    assert example.replace("Your text.", "Zwei Hunde spielen im Schnee.") == program
     exec(compile(program, "program", "exec"), {})
     assert capsys.readouterr().out == "Two dogs are playing in the snow.\n"
     (tmp_path / "server.py").write_text(server, encoding="utf-8")
@@ -26,6 +28,10 @@ def test_the_programs_of_the_guide(tiny_marian, parallel_sentences, tmp_path, mo
     try:
         german = [pair["de"] for pair in parallel_sentences]
         answer = testclient.TestClient(made.app).post("/translate", json={"texts": german})
-        assert answer.json() == translate(german, tmp_path / "served", num_beams=1)
+        expected = translate(german, tmp_path / "served", num_beams=1)
+        assert answer.json() == expected
+        texts = [f"{german[0]}  {german[1]}\n\n{german[2]}", ""]
+        answer = testclient.TestClient(made.app).post("/translate", json={"texts": texts})
+        assert answer.json() == [f"{expected[0]}  {expected[1]}\n\n{expected[2]}", ""]
     finally:
         del sys.modules["server"]

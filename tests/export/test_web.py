@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from lightformers_hf import translate
-from lightformers_hf.export import export
+from lightformers_hf.export import export, tokenizer_file, web
 from lightformers_hf.export.web import TRANSFORMERS_JS, export_web, share_weights
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -122,6 +122,15 @@ def test_a_page_without_npm_or_tokenizer_is_refused(tiny_marian, tmp_path, monke
     with pytest.raises(ValueError, match="npm is not installed: install Node"):
         export_web(tiny_marian, tmp_path / "page")
     assert not (tmp_path / "page").exists()
+    monkeypatch.setattr(web, "vendor", lambda _: dict.fromkeys(web.VENDORED, "1.0"))
+    monkeypatch.setattr(tokenizer_file, "KNOWN", ())  # as a tokenizer that tokenizer.json cannot hold
+    with pytest.raises(ValueError, match=r"cannot run in a browser.* no tokenizer\.json: MarianTokenizer has none"):
+        export_web(tiny_marian, tmp_path / "page")
+    assert not (tmp_path / "page").exists()
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page" / "mine").touch()
+    with pytest.raises(FileExistsError, match="page"):
+        export_web(tiny_marian, tmp_path / "page", overwrite=True)
 
 
 def test_optimum_generates_the_same_tokens(tiny_marian, tmp_path):

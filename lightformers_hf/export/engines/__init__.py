@@ -12,6 +12,8 @@ The extra of `pyproject.toml` that installs the library has the engine's name. T
 - and if it can compute a part of the output layer, `write_shortlist(source, folder, quantization, shortlist)`, which
   writes a `Shortlist` to one of `SHORTLIST_FILES` beside what `write` wrote;
 - and if one folder can hold several quantizations, `BESIDE`, those that are written before int8;
+- and if the Hub has another name for the program that loads the folder, `LIBRARY`; if ten lines of Python run the
+  folder without this package, `EXAMPLE`, with `{folder}` and `{text}`;
 - and if other programs need a configuration, `write_config(source, folder, prefix)`, which writes it.
 
 This file imports neither PyTorch nor any engine.

@@ -344,6 +344,20 @@ def load(folder: Path, search: Search, threads: int) -> CTranslate2Model:
     return CTranslate2Model(folder, search, threads)
 
 
+EXAMPLE = """import json
+
+import ctranslate2
+from tokenizers import Tokenizer
+
+translator = ctranslate2.Translator("{folder}")
+tokenizer = Tokenizer.from_file("{folder}/tokenizer.json")
+longest = json.load(open("{folder}/export.json"))["max_position_embeddings"] or 256
+
+tokens = [tokenizer.encode(text).tokens for text in ["{text}"]]
+for result in translator.translate_batch(tokens, beam_size=1, max_decoding_length=longest):
+    print(tokenizer.decoder.decode(result.hypotheses[0]))"""
+
+
 def describe_loading(folder: Path) -> str:
     """How to run the folder without this package."""
     own_way = f"ctranslate2.Translator({str(folder)!r}), AutoTokenizer.from_pretrained({str(folder)!r})"

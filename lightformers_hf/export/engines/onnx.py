@@ -30,7 +30,7 @@ from ..search import Search, Step, generate, log_softmax
 from ..shortlist import Shortlist, narrow_search
 from ..source import Source
 
-NAME = "ONNX Runtime"
+NAME, LIBRARY = "ONNX Runtime", "transformers.js"
 QUANTIZATIONS = ("float32", "int8", "float16")
 BESIDE = ("float32", "float16")  # what `export` writes before int8, in this order: `load` prefers the last
 SHORTLIST = "shortlist.json"
@@ -342,10 +342,15 @@ class OnnxModel:
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         is_sliced = (folder / SHORTLIST).is_file()
         self.shortlist = Shortlist.load(folder / SHORTLIST) if is_sliced else None
-        suffix = next(end for end in SUFFIXES.values() if (folder / FOLDER / f"{DECODER}{end}.onnx").is_file())
+        found = [end for end in SUFFIXES.values() if (folder / FOLDER / f"{DECODER}{end}.onnx").is_file()]
+        if not found:
+            raise ValueError(
+                f"{folder} has no {FOLDER}/{DECODER}*.onnx, so that an older version of this package wrote it, or the "
+                "export is incomplete: export the checkpoint again"
+            )
         self.encoder, self.decoder = (
             onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-            for model in specialize(folder, suffix, sliced=is_sliced)
+            for model in specialize(folder, found[0], sliced=is_sliced)
         )
         self._present = [value for value in self.decoder.get_outputs() if value.name != "logits"]
         self._past = [value.name.replace("present", "past_key_values") for value in self._present]

@@ -17,10 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import onnx
-from onnx import TensorProto
-
-from ...files import CARD_FILE, atomic_output, check_output, write_json
+from ...files import CARD_FILE, PAGE_FILE, atomic_output, check_output, write_json
 from ...languages import language_code
 from ...loading import printable_name
 from ...results import Result
@@ -48,7 +45,7 @@ This page translates in the browser. The text does not leave the page.
 
 Open it from any web server, for example with `python -m http.server --directory {folder}`, then
 http://localhost:8000. After the first visit the page works without network. To publish it as a Space:
-`hf upload USER/SPACE {folder} --repo-type space`.
+`lightformers push {folder} USER/SPACE`.
 
 `vendor/` holds transformers.js {version} and ONNX Runtime {runtime} from the npm registry.
 `lightformers web MODEL {folder}` fetches them with `npm pack`.
@@ -121,7 +118,7 @@ def export_web(
                 for key, name in names.items()
             ],
         }
-        write_json(page, temporary / "page.json")
+        write_json(page, temporary / PAGE_FILE)
         for name in PAGE_FILES:
             shutil.copyfile(Path(__file__).parent / name, temporary / name)
         digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(temporary.rglob("*.*"))]
@@ -166,6 +163,8 @@ def share_weights(folder: Path) -> None:
 
     The worker of the page names that file to transformers.js, which opens no file of two graphs otherwise.
     """
+    import onnx  # an optional dependency
+
     encoder, decoder = (folder / f"{name}_quantized.onnx" for name in ("encoder_model", "decoder_model_merged"))
     content, model = encoder.read_bytes(), onnx.load(decoder)
     for tensor in model.graph.initializer:
@@ -173,7 +172,7 @@ def share_weights(folder: Path) -> None:
         if place >= 0:
             fields = {"location": encoder.name, "offset": place, "length": len(tensor.raw_data)}
             tensor.ClearField("raw_data")
-            tensor.data_location = TensorProto.EXTERNAL
+            tensor.data_location = onnx.TensorProto.EXTERNAL
             for key, value in fields.items():
                 tensor.external_data.add(key=key, value=str(value))
     decoder.write_bytes(model.SerializeToString())
