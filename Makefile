@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help demo check test test-oldest docs lint format clean
+.PHONY: help demo check test test-oldest docs results lint format clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -37,6 +37,9 @@ test-oldest: .venv-oldest/installed  ## models, conversion, recovery, export wit
 
 docs: $(VENV)/installed  ## the documentation, as a site in site/
 	$(BIN)/mkdocs build
+
+results: $(VENV)/installed  ## the pages of results, from their figures
+	$(BIN)/python training/reproduce.py --pages
 
 lint: $(VENV)/installed  ## style, format, imports and types, unchanged files
 	$(BIN)/ruff check .

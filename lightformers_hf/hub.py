@@ -392,6 +392,11 @@ def _explain(error: BaseException, name: str) -> OSError:
         return PermissionError(
             f"the token may not write to {name} ({said}): take one with write access, or a repository of its owner"
         )
+    if status == 404:
+        return OSError(
+            f"{name} is no repository of this type ({said}): the name may be that of a model, a data set or a "
+            "Space, or of a repository that was moved; give another name"
+        )
     if status == 412:
         return OSError(f"somebody else changed {name} in the meantime ({said}): {again}")
     return OSError(f"the Hub refused {name} ({said})" + (f": {again}" if status >= 500 else ""))

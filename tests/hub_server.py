@@ -65,6 +65,7 @@ class Hub(ThreadingHTTPServer):
         self.endpoint = f"http://127.0.0.1:{self.server_port}"
         self.repositories: dict[str, Repository] = {}
         self.store: dict[str, bytes] = {}
+        self.datasets: set[str] = set()
         self.uploads: list[str] = []
         self.requests: list[tuple[str, str]] = []
         self.cut_uploads_after: int | None = None
@@ -192,6 +193,8 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal(403, f'You don\'t have the rights to create a model under the namespace "{owner}"')
         name = f"{owner}/{wanted['name']}"
         url = f"{self.server.endpoint}/{name}"
+        if name in self.server.datasets:
+            raise Refusal(409, "You already created this dataset repo", url=f"{self.server.endpoint}/datasets/{name}")
         if name in self.server.repositories:
             raise Refusal(409, "You already created this model repo", url=url)
         repository = self.server.repositories[name] = Repository(wanted.get("visibility") == "private")

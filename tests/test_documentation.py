@@ -39,6 +39,7 @@ PAGES = sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").
 
 # What is made smaller, so that a page takes seconds on a checkpoint of two layers and ten sentence pairs.
 SMALLER = {
+    r"reproduce\.py \w+": "reproduce.py --list",  # hours
     r"--minutes \d+": "--minutes 0.02",
     r"--max-steps \d+": "--max-steps 2 --logging-steps 1 --max-source-length 48 --max-target-length 48",
     r"--(warmup|eval|save)-steps \d+": r"--\1-steps 1",
@@ -231,6 +232,27 @@ def test_a_wrong_command_is_noticed(workplace, monkeypatch, wrong, message):
 
 
 REFERENCE = re.compile(r"^::: (\S+)(?:\n    options: \{members: \[([^\]]*)\])?", re.MULTILINE)
+
+
+def test_the_table_of_claims_is_complete():
+    """Each claim has a verdict, recipes and, if it was measured, a figure; the summary counts the verdicts."""
+    text = (ROOT / "docs/results/claims.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.+)$", (ROOT / "RESULTS.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    verdicts = ["yes", "in part", "no", "undecided", "not measured"]
+    for paper in ("LightFormer", "Subformer", "PartialFormer"):
+        section = re.search(rf"^## {paper}\n(.*?)(?=^## |\Z)", text, flags=re.MULTILINE | re.DOTALL)[1]
+        rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+        summary = re.search(rf"^\| {paper} \| (.+) \|$", text, flags=re.MULTILINE)[1]
+        found = [row[3] for row in rows]
+        assert [int(count) for count in summary.split(" | ")] == [found.count(verdict) for verdict in verdicts]
+        assert len(found) == sum(map(found.count, verdicts)) > 10
+        for claim, _, here, agrees, _, recipes, figure in rows:
+            links = re.findall(r"\]\((\.\./\.\./training/recipes/[^)]+)\)", recipes)
+            assert links, claim
+            assert all((ROOT / "docs/results" / link).is_file() for link in links), claim
+            assert (agrees == "not measured") == (here == "–") == (figure == "–"), claim
+            assert set(re.findall(r"results\.md#([\w-]+)", figure)) <= anchors, claim
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("reference/")])

@@ -549,6 +549,12 @@ def test_what_is_converted_is_pushed_at_once(hub, tiny_marian, tmp_path, monkeyp
         assert (tmp_path / "again" / "model.safetensors").is_file()
         sys.argv.append("--overwrite")
     assert f"again is complete: repeat the push with `lightformers push {tmp_path}/again" in capsys.readouterr().err
+    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+    hub.datasets.add("alice/corpus")
+    taken = r"alice/corpus is no repository of this type .*data set or a Space.*give another name.*kept is complete"
+    with pytest.raises(OSError, match=taken):
+        convert(tiny_marian, tmp_path / "kept", push_to_hub="alice/corpus", **options)
+    assert (tmp_path / "kept" / "model.safetensors").is_file()
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(PermissionError, match="log in"):  # before the conversion
         convert(tiny_marian, tmp_path / "none", push_to_hub="alice/none", **options)

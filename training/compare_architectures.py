@@ -13,6 +13,10 @@ r"""Train several models with equal data, tokenizer and number of steps, and pri
     python training/compare_architectures.py translation --learning-rates 3.5e-4 7e-4 1.4e-3 --max-steps 15000 \
         --early-stopping-patience 5 --eval-steps 500 --predict-with-generate False \
         --validation-file validation.jsonl --test-file test_2016.jsonl test_2017.jsonl …
+    python training/compare_architectures.py @training/studies/subformer_table1.txt --tokenizer-name bpe …
+
+`@file` stands for the options in a file, where `#` begins a comment. `training/studies` has the papers' small
+experiments.
 
 A model is a recipe (`.yaml`: shapes, and how it is trained), which starts from random weights; or a folder with
 weights, which is trained further (`{seed}` in its name is the run's seed); or shapes alone, a `.json` file or a folder
@@ -36,7 +40,9 @@ import argparse
 import itertools
 import json
 import re
+import shlex
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, stdev
@@ -300,6 +306,8 @@ def main(argv: list[str] | None = None) -> None:
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """What the command line says, and what of it is the training script's. Raises `ValueError`."""
     parser = ScriptParser(__doc__)
+    parser.fromfile_prefix_chars = "@"
+    parser.convert_arg_line_to_args = partial(shlex.split, comments=True)
     parser.add_argument("task", choices=SCRIPTS)
     parser.add_argument("--models", nargs="+", required=True, metavar="NAME=PATH[,FIELD=VALUE]")
     for name in ("tokenizer_name", "train_file", "output_dir"):

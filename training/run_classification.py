@@ -26,6 +26,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import tempfile
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -64,6 +65,7 @@ from transformers import (
 )
 from word_vectors import start_embedding
 
+from lightformers_hf.evaluation.quality import load_metric
 from lightformers_hf.loading import build_network, load_pretrained
 from lightformers_hf.text import load_rows, take_rows
 
@@ -220,8 +222,12 @@ def tokenize(rows: Dataset, tokenizer: PreTrainedTokenizerBase, classes: list[st
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Share of rows whose class has the highest logit, in percent."""
-    return {"accuracy": 100 * float((prediction.predictions.argmax(axis=-1) == prediction.label_ids).mean())}
+    """Share of rows whose class has the highest logit, in percent: exact matches of one word each."""
+    both = prediction.predictions.argmax(axis=-1), prediction.label_ids
+    chosen, labels = ([str(label) for label in part] for part in both)
+    with tempfile.TemporaryDirectory() as folder:  # no cache of the user's is needed
+        metric = load_metric("exact-match", cache_dir=folder)
+        return {"accuracy": metric.compute(predictions=chosen, references=labels)["exact-match"]}
 
 
 def run(

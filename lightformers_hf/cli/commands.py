@@ -64,7 +64,7 @@ OPTIONS_HELP = {
     "ratio": ("P", "Dense / kept parameters of the matrices. Default: 2."),
     "params": ("20M", "Instead: parameters of the compressed model at most."),
     "size": ("40MB", "Instead: bytes of its weights at most."),
-    "rank": ("R", "Instead: singular values kept in each matrix."),
+    "rank": ("R", "Instead: singular values kept in each matrix, or a share of them: 64, 25%."),
     "energy": ("E", "Instead: share of their squares kept in each."),
     "pattern": (
         "NAME=CHOICE",

@@ -87,7 +87,9 @@ def compress(
     whole = checkpoint.keep_tokens(choose_tokens(checkpoint, options)) if options.vocabulary else checkpoint
     teacher = whole.keep_layers({"encoder": options.encoder_layers, "decoder": options.decoder_layers})
     dense, aligns = share_layers(teacher, options, study), can_align(teacher, options)
-    originals = Originals(teacher, dense, aligns, device=algebra_device(device))
+    originals = Originals(
+        teacher, dense, aligns, device=algebra_device(device), is_truncated_first=options.method == "paper"
+    )
     units = find_units(originals, options, study)
     is_seq2seq = issubclass(teacher.model_class, ConditionalGenerationHead)
     calibrates = is_seq2seq and options.method != "paper" and (aligns or options.policy().compresses)
@@ -199,7 +201,7 @@ def merge_layers(originals: Originals, calibration: Calibration | None, study: S
     bases = find_bases(teacher, dense, calibration, device) if originals.is_aligned else {}
     if calibration is not None:
         change_moments(calibration, bases)
-    return Originals(teacher, dense, originals.is_aligned, calibration, study.weighting, device, bases)
+    return replace(originals, calibration=calibration, weighting=study.weighting, bases=bases, _merged={})
 
 
 def build(

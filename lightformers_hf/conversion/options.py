@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 from ..languages import split_language
-from .rules import KINDS, RULES, Energy, FixedRank, RankPolicy, RankRule, Ratio
+from .rules import KINDS, RULES, Energy, FixedRank, RankPolicy, RankRule, RankShare, Ratio
 
 Method = Literal["auto", "low-rank", "narrow", "paper"]
 METHODS = get_args(Method)
@@ -48,7 +48,7 @@ class CompressionOptions:
 
     Attributes:
         ratio: p of Eq. 12, dense parameters / kept parameters of the matrices together; above 1.
-        rank: r of each matrix.
+        rank: r of each matrix: `64`, or `"25%"` of its singular values, ⌊min(m, n) / 4⌋ (LightFormer, §3.3).
         energy: share of the squared singular values that each matrix keeps, in (0, 1].
         params: unique parameters of the result at most: `20M`.
         size: bytes of the result's weights at most: `40MB`.
@@ -66,7 +66,7 @@ class CompressionOptions:
         encoder_groups, decoder_groups: N, number of stored layers; `None` leaves the source's sharing as it is.
         method: `low-rank`, every matrix by itself; `narrow`, narrower heads and fewer neurons; `auto`, whichever
             loses less. `paper` is plain truncated SVD of every matrix alone (Eq. 11), the ratio for each (Eq. 12).
-            With groups it decomposes the mean of their layers; the paper prints no rule for this.
+            Matrices of a group are truncated layer by layer, then merged to one of their rank.
         calibration: text, never that of a test: a file or a dataset on the Hub. Sentence pairs, see `load_parallel`;
             or the source language alone, a .txt file with a text a line or one column, which the teacher translates.
             Errors are measured by what they cost the loss there. `None`: on text that the teacher makes itself;
@@ -87,7 +87,7 @@ class CompressionOptions:
     """
 
     ratio: float | None = None
-    rank: int | None = None
+    rank: str | int | None = None
     energy: float | None = None
     params: str | None = None
     size: str | None = None
@@ -109,6 +109,8 @@ class CompressionOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "languages", _as_tuple(self.languages, ","))
         object.__setattr__(self, "vocabulary", _as_tuple(self.vocabulary, None))
+        if isinstance(self.rank, str) and self.rank.strip().isdecimal():  # as the command line has it
+            object.__setattr__(self, "rank", int(self.rank))
         if not self.vocabulary and (given := self._given("languages", "vocabulary_size")):
             raise ValueError(f"{given[0]} needs vocabulary: text in these languages, whose tokens stay")
         if self.vocabulary_size is not None and self.vocabulary_size < 1:
@@ -185,7 +187,7 @@ class CompressionOptions:
 
     @cached_property
     def _policy(self) -> RankPolicy:
-        rules: dict[str, Callable[[Any], RankRule]] = {"ratio": Ratio, "rank": FixedRank, "energy": Energy}
+        rules: dict[str, Callable[[Any], RankRule]] = {"ratio": Ratio, "rank": read_rank, "energy": Energy}
         others = self._given(*LAYERS, *GROUPS, "vocabulary")
         rules_given = [] if self.ratio == 1 and others else self._given(*rules)  # a ratio of 1 leaves matrices alone
         default = next((rules[name](getattr(self, name)) for name in rules_given), None)
@@ -292,6 +294,18 @@ def missing_unit(text: str | float) -> str:
     """A question for whoever wrote `40` for bytes, and maybe meant `40MB`; empty where a unit was given."""
     match = QUANTITY.fullmatch(str(text).strip())
     return f"{text} is a number of bytes: is {text}MB meant?" if match and not (match[2] or match[3]) else ""
+
+
+def read_rank(rank: str | int) -> RankRule:
+    """The rule of the option `rank`: `64`, or `25%` of the singular values.
+
+    Raises:
+        ValueError: it is neither, or out of range.
+    """
+    for rule in (FixedRank, RankShare) if not isinstance(rank, bool) else ():
+        if match := re.fullmatch(rule.spelling, str(rank).strip()):
+            return rule.read(*match.groups())
+    raise ValueError(f"rank is {rank!r}, expected a whole number (64) or {RankShare.example}")
 
 
 def read_choice(name: str, choice: str | int | None) -> RankRule | None:

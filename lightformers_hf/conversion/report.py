@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -24,6 +25,7 @@ from transformers.utils import cached_file
 from ..files import CARD_FILE, REPORT_FILE, as_kind, read_json, write_json
 from ..loading import printable_name, tensor_bytes
 from ..results import Result
+from .rules import rank_with_sharing, worth_factorizing
 
 if TYPE_CHECKING:
     from .options import CompressionOptions, StudyOptions
@@ -295,7 +297,25 @@ class Plan(CompressionReport):
             "\nbefore, after: parameters. energy: share of Σσ² kept. error: norm of what is lost, relative.",
             f"Energy and error: {self.measure}; of a whole block where it got narrower.\n",
         ]
-        return [matrix_table(self), *legend, *super().parts()]
+        return [matrix_table(self), *legend, *super().parts(), *ranks_with_sharing(self)]
+
+
+def ranks_with_sharing(report: CompressionReport) -> Iterator[str]:
+    """Yield, for each stack that shares layers, the rank that sharing allows at equal parameters (Eq. 4 to 6)."""
+    for stack, (stored, depths) in report.groups.items():
+        shapes = [
+            (matrix.size, matrix.m, matrix.n)
+            for matrix in report.smaller
+            if matrix.form == "low-rank" and matrix.name.startswith(f"{stack}.layers.")
+        ]
+        if stored == depths or not shapes:
+            continue
+        (rank, m, n), _ = Counter(shapes).most_common(1)[0]
+        larger = rank_with_sharing(rank, depths, stored)
+        what, most = (f"rank {larger}", "") if worth_factorizing(m, n, larger) else ("dense matrices", "at most ")
+        groups = f"1 group of {what} has" if stored == 1 else f"{stored} groups of {what} have"
+        count = f"{most}as many parameters as {depths} layers of rank {rank}"
+        yield f"In the {stack}, {groups} {count} (LightFormer, Eq. 6)."
 
 
 def _without_path(text: str) -> str:

@@ -1,4 +1,4 @@
-"""How ranks are chosen: a ratio (LightFormer, Eq. 12), a fixed rank, or a share of the energy; by kind and by name.
+"""How ranks are chosen: a ratio (LightFormer, Eq. 12), a rank, a share of ranks or of the energy; by kind and by name.
 
 W is m×n, its factors m×r and r×n: mn parameters become r(m+n). Importing this file imports no torch: options are
 checked by it before anything is loaded.
@@ -137,6 +137,33 @@ class FixedRank(RankRule):
         if self.rank > min(m, n):
             raise ValueError(f"{name}: rank {self.rank} is above {min(m, n)}, the largest that a {m}×{n} matrix has")
         return self.rank
+
+
+@dataclass(frozen=True)
+class RankShare(RankRule):
+    """The proportion of the singular values kept of each matrix, by their number (LightFormer, §3.3); in (0, 1].
+
+    The option `rank` has this rule; in `pattern`, `25%` is an energy.
+    """
+
+    share: float
+    spelling, example = r"(\d+(?:\.\d+)?)%", "a share of the singular values (25%)"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(
+                f"rank is {100 * self.share:g}%, expected a share of the singular values above 0% and at most 100%, "
+                "such as 25%"
+            )
+
+    @classmethod
+    def read(cls, *groups: str) -> RankRule:
+        """`25%`."""
+        return cls(*(float(group) / 100 for group in groups))
+
+    def find_rank(self, name: str, m: int, n: int, singular_values: Tensor | None) -> int:
+        """That share of the min(m, n) singular values, at least one of them."""
+        return max(1, math.floor(self.share * min(m, n) + 1e-9))  # 0.28 · 25 is just below 7
 
 
 @register_rule

@@ -348,6 +348,7 @@ class Originals:
         weighting: what errors of a matrix are weighed by, see `Calibration.metric`.
         device: where matrices and moments are, and everything is computed.
         bases: teacher's module → bases in which it is merged.
+        is_truncated_first: whether low-rank matrices of a group are truncated layer by layer, before they are merged.
     """
 
     teacher: Teacher
@@ -357,6 +358,7 @@ class Originals:
     weighting: str = "loss"
     device: torch.device = torch.device("cpu")  # noqa: RUF009, immutable
     bases: dict[str, Bases] = field(default_factory=dict)
+    is_truncated_first: bool = False
     _merged: dict[str, Linear] = field(default_factory=dict)
 
     def module(self, name: str) -> nn.Module:
@@ -368,18 +370,22 @@ class Originals:
         names = source_names(f"{name}.", self.teacher.config, self.dense.config)
         return [module.rstrip(".") for module in names]
 
+    def layers(self, name: str) -> list[Linear]:
+        """The teacher's layers that a layer is made of, in the bases in which they are merged."""
+        return [
+            self.bases.get(source, Bases()).of(self.teacher.linear(source).to(self.device))
+            for source in self.sources(name)
+        ]
+
     def linear(self, name: str) -> Linear:
         """The layer, with the layers of a group merged."""
         if name not in self._merged:
-            sources = self.sources(name)
-            layers = [
-                self.bases.get(source, Bases()).of(self.teacher.linear(source).to(self.device)) for source in sources
-            ]
+            layers = self.layers(name)
             if len(layers) == 1:
                 return layers[0]
             moments = None
             if self.is_aligned and self.calibration is not None:
-                moments = [self.calibration.inputs([source]) for source in sources]
+                moments = [self.calibration.inputs([source]) for source in self.sources(name)]
             self._merged[name] = merge_linear(layers, moments)
         return self._merged[name]
 

@@ -32,6 +32,10 @@ class SubformerConfig(FactorizedConfig):
             d_e under a linear layer. `full`: a table of width d_m. `adaptive`: adaptive input and softmax, for causal
             language models (Baevski and Auli 2019).
         embedding_dim: d_e; `None` means d_m/2 for `safe` and `linear`. The other two are d_m wide.
+        embedding_inner_dim: with `linear`, inner width of two linear layers in place of one ("2-Layer Linear", Table
+            1). The paper prints no activation between the two, and the model has none. `None`: one layer.
+        output_inner_dim: inner width of a two-layer MLP with ReLU, d_m to d_e, before the output layer (Appendix A).
+            `None`: one linear layer, as in the released code.
         embedding_attention_heads: heads of SAFE; `None` as `sandwich_attention_heads`.
         decoder_embedding_scale: what the decoder's token vectors are multiplied by; `None`: with `scale_embedding` the
             square root of their width, as in the encoder. The paper's released code has √d_m.
@@ -60,6 +64,8 @@ class SubformerConfig(FactorizedConfig):
     sandwich_attention_heads: int | None = None
     embedding: str = "safe"
     embedding_dim: int | None = None
+    embedding_inner_dim: int | None = None
+    output_inner_dim: int | None = None
     embedding_attention_heads: int | None = None
     decoder_embedding_scale: float | int | None = None
     projection_dropout: float | int = 0.05
@@ -123,6 +129,15 @@ class SubformerConfig(FactorizedConfig):
                 f"embedding_dim is {self.embedding_dim}, but embedding={self.embedding!r} is d_model wide: leave it "
                 f"None (that is {self.d_model} here), or take embedding='safe' or 'linear'"
             )
+        inner = {"embedding_inner_dim": ("linear",), "output_inner_dim": ("safe", "linear")}
+        for field, embeddings in inner.items():
+            if (width := getattr(self, field)) is not None:
+                check_at_least(field, width, 1)
+                if self.embedding not in embeddings:
+                    raise ValueError(
+                        f"{field} is {width}, but embedding={self.embedding!r} has no such projection: leave it None, "
+                        f"or take embedding={' or '.join(map(repr, embeddings))}"
+                    )
         if self.embedding == "safe":
             check_heads(
                 "embedding_attention_heads", self.embedding_attention_heads, "embedding_dim", self.embedding_dim

@@ -65,6 +65,20 @@ def stored_at(sharing: str, layers: int) -> list[int]:
     }[sharing]
 
 
+def make_projection(
+    config: SubformerConfig, name: str, width: int, inner: int | None, out: int, activation: nn.Module | None = None
+) -> nn.Module:
+    """Return one linear layer width → out, or two with an inner width and, maybe, an activation between them."""
+    prefix, _, leaf = name.rpartition(".")
+    if inner is None:
+        return projections(config, prefix, "ffn")(leaf, width, out)
+    project = projections(config, name, "ffn")
+    between = {} if activation is None else {"activation": activation}
+    return nn.Sequential(
+        OrderedDict(first=project("first", width, inner), **between, second=project("second", inner, out))
+    )
+
+
 class SAFE(nn.Module):
     """Self-attentive factorized embeddings (§2.1): (B, T, d_e) → (B, T, d_m), with 5·d_e² + d_e·d_m weights.
 
@@ -203,8 +217,8 @@ class SubformerStack(SubformerPreTrainedModel):
         if config.embedding == "safe":
             width = config.embedding_dim
         elif config.embedding == "linear":
-            project = projections(config, stack, "ffn")
-            projection = project("embed_projection", config.embedding_dim, config.d_model)
+            widths = [config.embedding_dim, config.embedding_inner_dim, config.d_model]
+            projection = make_projection(config, f"{stack}.embed_projection", *widths)
         positions = SinusoidalPositions(config.max_position_embeddings, width)
         self.add_embeddings(make_embedding(config, stack), positions, width, projection)
         if stack == "decoder" and config.decoder_embedding_scale is not None:
@@ -252,11 +266,15 @@ class SubformerDecoder(DecoderStack, SubformerStack):
 
 
 class ProjectedOutput(nn.Module):
-    """Output layer of an embedding of width d_e: logits = output(projection(h)). (…, d_m) → (…, d_e) → (…, V)."""
+    """Output layer of an embedding of width d_e: logits = output(projection(h)). (…, d_m) → (…, d_e) → (…, V).
+
+    The projection is one linear layer, or a two-layer MLP (Appendix A).
+    """
 
     def __init__(self, config: SubformerConfig, output: nn.Module):
         super().__init__()
-        self.projection = projections(config, "lm_head", "ffn")("projection", config.d_model, config.embedding_dim)
+        widths = [config.d_model, config.output_inner_dim, config.embedding_dim]
+        self.projection = make_projection(config, "lm_head.projection", *widths, activation=nn.ReLU())
         self.output = output
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

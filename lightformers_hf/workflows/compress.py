@@ -94,7 +94,7 @@ def compress(
     test: str | None = None,
     minutes: float = 30,
     ratio: float | None = None,
-    rank: int | None = None,
+    rank: str | int | None = None,
     energy: float | None = None,
     params: str | None = None,
     size: str | None = None,

@@ -88,6 +88,15 @@ def test_what_only_lost_layers():
     assert card.data.tags == ["subformer", "compression"]
 
 
+@pytest.mark.parametrize(
+    ("rank", "line"), [(3, "1 group of rank 6 has as"), (9, "1 group of dense matrices has at most as")]
+)
+def test_a_plan_prints_the_rank_that_sharing_allows(source, rank, line):
+    report = plan(source, rank=rank, encoder_groups=1, method="paper", progress=False)
+    text = f"In the encoder, {line} many parameters as 2 layers of rank {rank} (LightFormer, Eq. 6)."
+    assert text in " ".join(str(report).split())
+
+
 def test_the_hub_reads_the_results(source, tmp_path):
     report = plan(source, rank=5, method="paper", progress=False)
     first = evaluated(tmp_path, 5000, teacher="/home/someone/opus-mt-de-en")

@@ -14,7 +14,7 @@ from lightformers_hf.conversion.options import (
     read_quantity,
     resolve_study,
 )
-from lightformers_hf.conversion.rules import Energy, FixedRank, Ratio
+from lightformers_hf.conversion.rules import Energy, FixedRank, RankShare, Ratio
 from lightformers_hf.languages import split_language
 
 
@@ -78,6 +78,8 @@ def test_names_come_before_kinds_and_those_before_the_rest():
         ({}, Ratio(2)),
         ({"params": "9k"}, Ratio(2)),  # stands for what is not known here
         ({"rank": 3}, FixedRank(3)),
+        ({"rank": "3"}, FixedRank(3)),
+        ({"rank": "25%"}, RankShare(0.25)),
         ({"pattern": {"ffn": 4}}, None),
         ({"encoder_groups": 1}, None),
         ({"decoder_layers": 1}, None),
@@ -161,6 +163,10 @@ def test_bytes_without_a_unit_are_asked_about():
         ({"params": "40MB"}, "params is '40MB', but counts parameters, not bytes"),
         ({"rank": 2.5}, "rank is 2.5, expected a whole number"),
         ({"rank": 0}, "rank is 0"),
+        ({"rank": "0%"}, "rank is 0%, expected a share of the singular values above 0% and at most 100%"),
+        ({"rank": "120%"}, "rank is 120%, expected a share"),
+        ({"rank": "-5%"}, r"rank is '-5%', expected a whole number \(64\) or a share of the singular values \(25%\)"),
+        ({"rank": True}, "rank is True, expected a whole number"),
         ({"energy": 2}, "energy is 2, expected a share"),
         ({"ratio": 2, "params": "9k"}, "ratio and params are given"),
         ({"rank": 2, "energy": 0.5}, "rank and energy are given"),

@@ -12,6 +12,7 @@ from lightformers_hf.conversion.rules import (
     Energy,
     FixedRank,
     RankPolicy,
+    RankShare,
     Ratio,
     rank_for_energy,
     rank_for_ratio,
@@ -58,6 +59,11 @@ def test_energy_is_the_smallest_rank_that_holds_it(values, energy):
     assert 1 <= rank <= len(values)
     assert shares[rank] >= energy - 1e-12 if rank < len(values) else True
     assert shares[rank - 1] < energy + 1e-12
+
+
+@given(m=sides, n=sides, percent=st.integers(1, 100))
+def test_a_share_of_the_rank_counts_singular_values(m, n, percent):
+    assert RankShare.read(str(percent)).find_rank("fc1", m, n, None) == max(1, min(m, n) * percent // 100)
 
 
 @pytest.mark.parametrize(("ratio", "rank"), [(4.0, 2), (8.0, 1)])

@@ -128,7 +128,13 @@ VARIANTS = {
     ),
     "subformer-same-width": (
         "subformer",
-        {"decoder_layers": 4, "sandwich_ffn_dim": 20, "embedding": "linear"},
+        {
+            "decoder_layers": 4,
+            "sandwich_ffn_dim": 20,
+            "embedding": "linear",
+            "embedding_inner_dim": 12,
+            "output_inner_dim": 10,
+        },
     ),
     "subformer-all": ("subformer", {**FULL, "sharing": "all"}),
     "subformer-independent-ffn": ("subformer", {"sharing": "all_independent_ffn"}),

@@ -146,6 +146,13 @@ def sandwich_cross_attention(w: Weights, states: Vectors, memory: Vectors, heads
     return [w.norm("output_layer_norm", w.linear("output_projection", a)) for a in attended]
 
 
+def subformer_projection(w: Weights, name: str, x: np.ndarray, between: Callable = lambda x: x) -> np.ndarray:
+    """One linear layer, or two (Table 1; Appendix A)."""
+    if "first" not in w[name]:
+        return w.linear(name, x)
+    return w[name].linear("second", between(w[name].linear("first", x)))
+
+
 def subformer_embed(w: Weights, config, ids: list[int], *, causal: bool) -> Vectors:
     """Ids to the input of the first layer: the table, scaled, with positions, and SAFE or a linear layer."""
     if config.embedding == "adaptive":
@@ -153,7 +160,7 @@ def subformer_embed(w: Weights, config, ids: list[int], *, causal: bool) -> Vect
     else:
         vectors = [w.table("embed_tokens")[token] for token in ids]
     if config.embedding == "linear":
-        vectors = [w.linear("embed_projection", x) for x in vectors]
+        vectors = [subformer_projection(w, "embed_projection", x) for x in vectors]
     d = len(vectors[0])
     scale = config.decoder_embedding_scale if causal else None
     scale = math.sqrt(d) if scale is None else scale
@@ -227,7 +234,7 @@ def subformer_logits(w: Weights, config, source: list[int], target: list[int]) -
 def output_logits(w: Weights, table: np.ndarray, x: np.ndarray) -> np.ndarray:
     """Logits of one position against the tied table, through the output's linear layer where there is one."""
     if "lm_head.projection" in w:
-        x = w.linear("lm_head.projection", x)
+        x = subformer_projection(w, "lm_head.projection", x, relu)
     return np.array([row @ x for row in table])
 
 

@@ -132,6 +132,11 @@ IMPOSSIBLE = {
         ({"embedding": "full"}, "embedding_dim is 8, but embedding='full' is d_model wide.*None.*16.*'linear'"),
         ({**NARROW_BANDS, "embedding_dim": 8}, "embedding_dim is 8, but embedding='adaptive' is d_model wide.*None"),
         ({"embedding_dim": -8}, "embedding_dim is -8; it is at least 1"),
+        (
+            {"embedding_inner_dim": 9},
+            "embedding_inner_dim is 9, but embedding='safe' has no such .*'linear'",
+        ),
+        ({"output_inner_dim": 0}, "output_inner_dim is 0; it is at least 1"),
         ({"sandwich_dim": -8}, "sandwich_dim is -8; it is at least 1"),
         ({"sandwich_ffn_dim": -8}, "sandwich_ffn_dim is -8; it is at least 1"),
         ({"ffn_dim": 0}, "ffn_dim is 0; it is at least 1"),

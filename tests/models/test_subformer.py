@@ -39,6 +39,8 @@ VARIANTS = {
     "every_2": {"sharing": "every_2"},
     "none": {"sharing": "none"},
     "linear": {**SANDWICH, "embedding": "linear", "embedding_dim": 7},
+    "two_layers": {**SANDWICH, "embedding": "linear", "embedding_inner_dim": 9, "output_inner_dim": 8},
+    "safe_two_layers": {"output_inner_dim": 8, "ffn_rank": 3},
     "full": {**SANDWICH, "embedding": "full", "embedding_dim": None},
     "released_scale": {**SANDWICH, "decoder_embedding_scale": 12**0.5},
     "odd_widths": {"embedding_dim": 5, "embedding_attention_heads": 1, "sharing": "none"},

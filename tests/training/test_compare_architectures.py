@@ -1,13 +1,19 @@
 """The comparison of architectures: every model once, its own scores, a table to read and one to compute with."""
 
 import json
+import shlex
 import shutil
+from pathlib import Path
 from statistics import fmean, stdev
 
 import build_tokenizer
 import compare_architectures as script
 import pytest
+import torch
 import yaml
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+from lightformers_hf.recipes import load_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_python")]
 SHAPES = {
@@ -77,7 +83,8 @@ def test_the_best_rate_two_tests_and_going_on(tmp_path, tiny_marian, parallel_se
     options += [other, "--source-lang", "de", "--target-lang", "en", "--output-dir", out, "--max-steps", 4]
     options += ["--speed-runs", 0, "--max-source-length", 40, "--max-target-length", 40]
     options += ["--save-strategy", "steps", "--save-steps", 2, "--eval-strategy", "steps", "--eval-steps", 2]
-    run(*options)
+    (tmp_path / "study.txt").write_text(f"# a comment\n{shlex.join(map(str, options))}\n")
+    run(f"@{tmp_path / 'study.txt'}")
     results = rows(out)
     assert [(row["seed"], row["rate"]) for row in results] == [(1, 1e-6), (2, 1e-6)]  # the other one destroys it
     assert (out / "taught-rate-0.5-seed-1").is_dir()
@@ -102,6 +109,29 @@ def test_the_best_rate_two_tests_and_going_on(tmp_path, tiny_marian, parallel_se
     at = options.index("--validation-file")
     with pytest.raises(ValueError, match="give --validation-file"):
         run(*options[:at], *options[at + 2 :])
+
+
+STUDIES = sorted(Path(script.__file__).parent.glob("studies/*_*.txt"))
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.stem)
+def test_the_models_of_a_study_build(study, monkeypatch):
+    monkeypatch.chdir(Path(script.__file__).parent.parent)
+    data = ["--tokenizer-name", "bpe", "--train-file", "t", "--validation-file", "v", "--test-file", "u"]
+    args, _ = script.parse([f"@{study}", *data])
+    assert (args.output_dir, args.speed_runs) == (f"runs/{study.stem}", 0)
+    recipes = [text for text in args.models if ".yaml" in text]
+    converted = [text.partition("=")[2] for text in args.models if text not in recipes]
+    assert all(path.startswith("runs/lightformer_svd/") for path in converted)
+    matrices = {}
+    for name, model in script.parse_models(recipes, args.seeds).items():
+        fields = dict(field.split("=") for field in model.fields)
+        recipe = load_recipe(model.path)["model"] | {key: yaml.safe_load(value) for key, value in fields.items()}
+        with torch.device("meta"):
+            built = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(**recipe, vocab_size=4000))
+        matrices[name] = sum(parameter.numel() for parameter in built.parameters() if parameter.dim() > 1)
+    if study.stem == "lightformer_equal_parameters":
+        assert matrices["rank-20"] == matrices["groups-3-rank-60"] > matrices["groups-3-rank-20"]
 
 
 def test_recipes_their_variants_and_several_seeds(tmp_path, tiny_marian, parallel_sentences, capsys):

@@ -108,6 +108,11 @@ class LowRank(Form):
         if setting is None:
             return self.keep([self.name])
         (matrix, bias), metric = self.originals.linear(self.name), self._metric
+        if self.originals.is_truncated_first and source is None:
+            self._decomposed.clear()
+            factors = Factors(*(factor.to(matrix.dtype) for factor in self._truncate_then_merge(setting)))
+            lost, whole = (each.double().norm().item() for each in (matrix - factors.left @ factors.right, matrix))
+            return self._built(factors, bias, lost / whole if whole else 0.0)
         if self._decomposed:
             spectrum = self._decomposed.pop()
         else:
@@ -121,6 +126,17 @@ class LowRank(Form):
             # A padding row that is exactly zero stays so. A mask of all elements would be a quarter of the table.
             left[torch.linalg.vector_norm(matrix, ord=torch.inf, dim=1) == 0] = 0
         return self._built(Factors(left, right), bias, spectrum.relative_error(setting))
+
+    def _truncate_then_merge(self, rank: int) -> Factors:
+        """The factors nearest to the products of the factors of all layers of a group.
+
+        The layers' own factors have no mean: their bases and signs differ.
+        """
+        name, truncated = short_name(self.name), []
+        for layer in self.originals.layers(self.name):
+            left, right = decompose(layer.matrix, name=name, rank=rank).truncate(rank)
+            truncated.append(left @ right)
+        return decompose(torch.stack(truncated).mean(0), name=name, rank=rank).truncate(rank)
 
     @classmethod
     def nearest_state(

@@ -1,0 +1,431 @@
+#!/usr/bin/env python
+r"""Repeat the experiments that the documentation quotes, and write the pages of their results.
+
+    python training/reproduce.py --list                                    # experiments, their inputs and times
+    python training/reproduce.py converted recovered --work runs/results   # some of them; --all for all
+    python training/reproduce.py --pages                                   # `make results`: pages from the figures
+
+Every experiment is a list of commands. They run in the folder `--work`, and what each has printed is kept there: a
+second call repeats only what is missing, or what an earlier commit has made. The figures of an experiment go to
+`docs/results/data/NAME.json` with their units, the commands, seeds, machine, versions and commit. The pages in
+`docs/results/` are made from these files and from the templates in `docs/results/templates/`.
+
+Inputs are data sets and checkpoints. They are read from `WORK/inputs/NAME`; a data set that may be downloaded is
+downloaded to it. Every file is compared with its checksum, so that all who repeat an experiment read the same rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+
+import jinja2
+from rich.console import Console
+from rich.table import Table
+
+from lightformers_hf.files import write_json
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results"
+PACKAGES = ("torch", "transformers", "ctranslate2", "onnxruntime", "sacrebleu")
+FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "i8mm", "bf16")
+MULTI30K = "https://raw.githubusercontent.com/multi30k/dataset/a3d2e0d26b56f3846f66a952536ffed4e401d05a/data/task1/raw"
+TESTS = ("test_2016_flickr", "test_2017_flickr")
+ONE_CORE = {"OMP_NUM_THREADS": "1"}
+LANGUAGES = ("--source-lang", "de", "--target-lang", "en")
+UNITS = {
+    "parameters_before": "parameters of the teacher",
+    "parameters_after": "parameters, each counted once",
+    "agreement": "share of held-out tokens that teacher and model predict alike",
+    "cpu_seconds": "seconds of one core",
+    "seconds": "seconds",
+    "bleu": "BLEU (sacreBLEU, 13a)",
+    "chrf": "chrF",
+    "exact-match": "percent of outputs",
+    "cer": "edits in percent of the references' characters",
+}
+GREEDY = ("--num-beams", "1", "--no-speed")
+
+
+def download_multi30k(folder: Path) -> None:
+    """Write the data set's four parts as one JSON object a line; runs of white space become one space."""
+    for part, name in {"train": "train", "validation": "val", **{test: test for test in TESTS}}.items():
+        sides = {}
+        for language in ("de", "en"):
+            with urllib.request.urlopen(f"{MULTI30K}/{name}.{language}.gz", timeout=60) as answer:
+                sides[language] = gzip.decompress(answer.read()).decode().split("\n")[:-1]
+        rows = [
+            {"translation": {side: " ".join(text.split()) for side, text in zip(sides, pair, strict=True)}}
+            for pair in zip(*sides.values(), strict=True)
+        ]
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (folder / f"{part}.jsonl").write_text(lines, encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Input:
+    """A data set or a checkpoint that experiments read.
+
+    Attributes:
+        origin: where it comes from and under which terms.
+        files: SHA-256 of every file, by its path in the folder.
+        download: writes the files into a folder.
+    """
+
+    origin: str
+    files: dict[str, str]
+    download: Callable[[Path], None] | None = None
+
+
+INPUTS = {
+    "multi30k": Input(
+        "Multi30k, German to English (Elliott et al. 2016; github.com/multi30k/dataset), for research and education",
+        {
+            "train.jsonl": "b2a73280d51776cbb792e378071b97bcb19048f4377dcfc4a5aef726b688fb23",
+            "validation.jsonl": "b7c631c31ad806383f97fd47cd2c67d55cc316638d91773b53c70e79970bd19e",
+            "test_2016_flickr.jsonl": "ec7ebe37ce9cc6f3afa2b03c46c2deab17d628aebf099b34dd09c8b82bee08bd",
+            "test_2017_flickr.jsonl": "e4d41e335c8a91038f0051f107d12cafa316be6e96cf0b11e03c90a593b03852",
+        },
+        download_multi30k,
+    ),
+    "multi30k-de-en": Input(
+        "a Marian with 3 + 3 layers and d_model 256, trained on Multi30k with label smoothing by "
+        "training/recipes/multi30k/transformer.yaml",
+        {"model.safetensors": "f507fbe58d2d0342d58569ea3836711e402aba6cde2b0229e792b1c2ffbe945a"},
+    ),
+    "g2p-us": Input(
+        "PeterReid/graphemes_to_phonemes_en_us of the Hub (Apache-2.0), a BART from English words to phonemes; "
+        "its letters and phonemes have rows of their own in one vocabulary",
+        {"model.safetensors": "1e13ad98b3e46477f1b5a8328e5df3bcab319bff6fbe582d6862e36103e139f2"},
+    ),
+    "g2p": Input(
+        "words and phonemes of the lexicons of misaki (Apache-2.0), of which g2p-us has seen the training part only",
+        {
+            "train.jsonl": "0007e872f3c55b394aee43fb9d35b8a34f9bca1c170a301242e9a4b222626dd5",
+            "validation.jsonl": "a780016534c095468b9da73f2982559eae7fb69e3f4af410b4f4e907035d1b02",
+        },
+    ),
+}
+
+
+@dataclass
+class Lab:
+    """The commands of one experiment, run in the folder of all runs.
+
+    Attributes:
+        work: the folder that commands run in.
+        commit: the commit of this package.
+        commands: what has been run, or was found there.
+    """
+
+    work: Path
+    commit: str
+    commands: list[str] = field(default_factory=list)
+
+    def run(self, name: str, *words: object, script: bool = False) -> dict:
+        """Return what a command writes with `--json`, and its processor seconds as `cpu_seconds`.
+
+        Args:
+            name: of the folder or the result, which is kept as `NAME.json`.
+            words: of `lightformers`, or of a script in `training/` whose `results.json` is read.
+        """
+        text = [str(word) for word in words]
+        self.commands.append(" ".join(["python" if script else "lightformers", *text]))
+        record = self.work / f"{name}.json"
+        if record.is_file():
+            kept = json.loads(record.read_text(encoding="utf-8"))
+            if (kept["command"], kept["commit"]) == (self.commands[-1], self.commit):
+                return kept["result"]
+        record.parent.mkdir(parents=True, exist_ok=True)
+        found = self.work / ("results.json" if script else f"{name}.found.json")
+        line = [str(ROOT / text[0]), *text[1:]] if script else ["-m", "lightformers_hf", *text, "--json", str(found)]
+        print(f"$ {self.commands[-1]}", file=sys.stderr)
+        before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
+        done = subprocess.run(
+            [sys.executable, *line], cwd=self.work, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
+        )
+        if done.returncode:
+            raise ChildProcessError(f"The command failed with exit code {done.returncode}: {self.commands[-1]}")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        result = json.loads(found.read_text(encoding="utf-8"))
+        found.unlink()
+        result["seconds"] = round(time.time() - began, 1)
+        result["cpu_seconds"] = round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1)
+        write_json({"command": self.commands[-1], "commit": self.commit, "result": result}, record)
+        return result
+
+    def convert(self, teacher: str, name: str, *options: object) -> dict:
+        """Convert a teacher into the folder `name`: its report without the list of calibration sentences."""
+        result = self.run(name, "convert", f"inputs/{teacher}", name, *options, "--overwrite")
+        return {key: value for key, value in result.items() if key not in ("matrices", "calibrated_on")}
+
+    def score(self, model: str, teacher: str, data: str, *options: object) -> dict:
+        """Return the scores of a model on a data set beside its teacher's: `{metric: …, metric_difference: …}`."""
+        name = f"{model}-{Path(data).stem}" if not model.startswith("inputs/") else f"{teacher}-{Path(data).stem}"
+        beside = [] if model.startswith("inputs/") else ["--teacher", f"inputs/{teacher}"]
+        result = self.run(name, "evaluate", model, *beside, "--data", f"inputs/{data}", *options)
+        row = dict(result["model"]["scores"])
+        for metric, difference in (result.get("differences") or {}).items():
+            row |= {f"{metric}_difference": difference["value"]}
+            row |= {f"{metric}_{end}": difference[end] for end in ("low", "high")}
+        return row
+
+
+Rows = Iterator[dict[str, object]]
+
+
+def converted(lab: Lab) -> Rows:
+    """The Multi30k teacher at five ratios, from sentence pairs and from the teacher's own text, without training."""
+    teacher = "multi30k-de-en"
+
+    def scores(model: str) -> dict[str, float]:
+        found = {test: lab.score(model, teacher, f"multi30k/{test}.jsonl", *LANGUAGES, *GREEDY) for test in TESTS}
+        return {f"{test}_{key}": value for test, row in found.items() for key, value in row.items()}
+
+    yield {"model": "teacher", "ratio": 1, **scores(f"inputs/{teacher}")}
+    for ratio in (2, 3, 4, 8, 12):
+        for text in ("pairs", "own"):
+            name = f"converted/{ratio}-{text}"
+            given = ["--calibration", "inputs/multi30k/train.jsonl", *LANGUAGES] if text == "pairs" else []
+            report = lab.convert(teacher, name, "--ratio", ratio, *given)
+            yield {"model": text, "ratio": ratio, **figures(report), **scores(name)}
+
+
+def confident(lab: Lab) -> Rows:
+    """A public checkpoint that was trained without label smoothing, at ratios 2 to 4, without training."""
+    languages = ("--source-lang", "word", "--target-lang", "phonemes")
+
+    def scores(model: str) -> dict[str, float]:
+        return lab.score(model, "g2p-us", "g2p/validation.jsonl", *languages, *GREEDY, "--metric", "exact-match",
+                         "--metric", "cer")  # fmt: skip
+
+    yield {"model": "teacher", "ratio": 1, **scores("inputs/g2p-us")}
+    for ratio in (2, 3, 4):
+        for text in ("pairs", "own"):
+            name = f"confident/{ratio}-{text}"
+            given = ["--calibration", "inputs/g2p/train.jsonl", "--calibration-samples", 1000, *languages]
+            report = lab.convert("g2p-us", name, "--ratio", ratio, *(given if text == "pairs" else []))
+            yield {"model": text, "ratio": ratio, **figures(report), **scores(name)}
+
+
+def recovered(lab: Lab) -> Rows:
+    """The Multi30k teacher at ratio 4 and 8 after half an hour of one core, two seeds."""
+    for ratio in (4, 8):
+        for seed in (0, 1):
+            name = f"recovered/{ratio}-{seed}"
+            lab.convert("multi30k-de-en", f"converted/{ratio}-pairs", "--ratio", ratio, "--calibration",
+                        "inputs/multi30k/train.jsonl", *LANGUAGES)  # fmt: skip
+            lab.run(name, "recover", f"converted/{ratio}-pairs", name, "--teacher", "inputs/multi30k-de-en", "--data",
+                    "inputs/multi30k/train.jsonl", "--validation", "inputs/multi30k/validation.jsonl", "--minutes", 30,
+                    "--seed", seed, *LANGUAGES, "--overwrite")  # fmt: skip
+            row: dict[str, object] = {"ratio": ratio, "seed": seed}
+            for test in TESTS:
+                found = lab.score(name, "multi30k-de-en", f"multi30k/{test}.jsonl", *LANGUAGES, *GREEDY)
+                row |= {f"{test}_{key}": value for key, value in found.items()}
+            yield row
+
+
+def engines(lab: Lab) -> Rows:
+    """The Multi30k teacher and its ratio-4 model in every engine, one core, one sentence at a time."""
+    lab.convert("multi30k-de-en", "converted/4-pairs", "--ratio", 4, "--calibration", "inputs/multi30k/train.jsonl",
+                *LANGUAGES)  # fmt: skip
+    result = lab.run("engines", "benchmark", "engines", "inputs/multi30k-de-en", "converted/4-pairs", "--cores", 1,
+                     "--data", "inputs/multi30k/test_2016_flickr.jsonl", *LANGUAGES)  # fmt: skip
+    yield from result["timings"]
+
+
+def conversion(lab: Lab) -> Rows:
+    """Time and memory of a conversion by the size of the teacher; random weights of published shapes."""
+    for shapes in ("opus-mt", "bart-large"):
+        yield lab.run(f"conversion/{shapes}", "benchmark", "conversion", "--whole", "--shapes", shapes)
+
+
+def demo(lab: Lab) -> Rows:
+    """The demo: a teacher trained on made-up sentences, compressed eleven times, recovered and exported."""
+    yield lab.run("demo", "demo", "demo-output", "--fresh")
+
+
+def figures(report: dict) -> dict[str, object]:
+    """Return what pages quote of a conversion's report."""
+    agreement = report.get("agreement") or {}
+    names = ("parameters_before", "parameters_after", "cpu_seconds", "seconds")
+    return {name: report[name] for name in names if name in report} | {"agreement": agreement.get("share")}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An entry of the suite: how its rows are made, from which inputs, and in how many minutes of one core."""
+
+    rows: Callable[[Lab], Rows]
+    inputs: tuple[str, ...]
+    minutes: int
+    seeds: tuple[int, ...] = (0,)
+
+    @property
+    def question(self) -> str:
+        """What the experiment measures, in one sentence."""
+        return " ".join((self.rows.__doc__ or "").split())
+
+
+EXPERIMENTS = {
+    "converted": Experiment(converted, ("multi30k", "multi30k-de-en"), 60),
+    "confident": Experiment(confident, ("g2p", "g2p-us"), 15),
+    "recovered": Experiment(recovered, ("multi30k", "multi30k-de-en"), 150, (0, 1)),
+    "engines": Experiment(engines, ("multi30k", "multi30k-de-en"), 20),
+    "conversion": Experiment(conversion, (), 30),
+    "demo": Experiment(demo, (), 10),
+}
+
+
+def prepare(name: str, work: Path) -> None:
+    """Check the files of an input, downloading them where that is allowed.
+
+    Raises `FileNotFoundError` where they are missing and cannot be had, `ValueError` where they are others.
+    """
+    known, folder = INPUTS[name], work / "inputs" / name
+    missing = [file for file in known.files if not (folder / file).is_file()]
+    if missing and known.download:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            known.download(folder)
+        except OSError as error:
+            raise FileNotFoundError(f"{name} could not be downloaded ({error}): put it into {folder}.") from None
+    elif missing:
+        raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}. Put the input there: {known.origin}.")
+    for file, expected in known.files.items():
+        if hashlib.sha256((folder / file).read_bytes()).hexdigest() != expected:
+            raise ValueError(f"{folder / file} is another file than the experiments were made with: {known.origin}.")
+
+
+def reproduce(name: str, work: Path) -> None:
+    """Run one experiment and write its figures to `docs/results/data/NAME.json`."""
+    experiment, lab = EXPERIMENTS[name], Lab(work, find_commit())
+    for each in experiment.inputs:
+        prepare(each, work)
+    rows = list(experiment.rows(lab))
+    record = {
+        "name": name,
+        "question": experiment.question,
+        "date": date.today().isoformat(),
+        "commit": lab.commit,
+        "machine": describe_machine(),
+        "versions": {each: importlib.metadata.version(each) for each in ("lightformers_hf", *PACKAGES)},
+        "seeds": experiment.seeds,
+        "units": {name: unit for name, unit in UNITS.items() if any(name in key for row in rows for key in row)},
+        "commands": lab.commands,
+        "rows": rows,
+    }
+    (RESULTS / "data").mkdir(exist_ok=True)
+    write_json(record, RESULTS / "data" / f"{name}.json")
+
+
+def find_commit() -> str:
+    """Return the last commit that changed what is measured; raise `ValueError` where files differ from it."""
+    measured = ["lightformers_hf", "training", ":!training/reproduce.py"]
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    if changed := git("status", "--porcelain", "--", *measured):
+        raise ValueError(f"Figures belong to a commit: commit these changes, or take them back.\n{changed}")
+    return git("log", "-1", "--format=%h", "--", *measured)
+
+
+def describe_machine() -> dict[str, object]:
+    """Return processor, cores, instruction sets and memory of this machine, without its name."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    known = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    known = {key.strip(): value.strip() for key, value in known.items()}
+    flags = known.get("flags", known.get("Features", "")).split()
+    return {
+        "processor": known.get("model name", platform.machine()),
+        "cores": os.cpu_count(),
+        "instruction_sets": [flag for flag in FLAGS if flag in flags],
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
+    }
+
+
+def render_pages() -> dict[Path, str]:
+    """Return the text of every page of results, made from the templates and the figures.
+
+    Raises `ValueError` where a page quotes figures of two commits, and `FileNotFoundError` where figures are missing.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(RESULTS / "templates"), undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True, autoescape=False,
+    )  # fmt: skip
+    pages = {}
+    for template in sorted((RESULTS / "templates").glob("*.md")):
+        used: dict[str, dict] = {}
+
+        def data(name: str, used: dict[str, dict] = used) -> dict:
+            used[name] = json.loads((RESULTS / "data" / f"{name}.json").read_text(encoding="utf-8"))
+            return used[name]
+
+        text = environment.get_template(template.name).render(data=data, signed=signed, find=find)
+        commits = {record["commit"] for record in used.values()}
+        if len(commits) > 1:
+            raise ValueError(f"{template.name} quotes figures of several commits: {', '.join(sorted(commits))}.")
+        pages[RESULTS / template.name] = text
+    return pages
+
+
+def find(rows: list[dict], **fields: object) -> dict:
+    """Return the one row that has these fields."""
+    (row,) = [row for row in rows if all(row.get(key) == value for key, value in fields.items())]
+    return row
+
+
+def signed(value: float, digits: int = 1) -> str:
+    """Return a difference with its sign: `−0.4`, `+1.2`."""
+    return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def main() -> None:
+    """Run experiments, list them, or write the pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="experiments: " + ", ".join(EXPERIMENTS))
+    parser.add_argument("--all", action="store_true", help="run every experiment")
+    parser.add_argument("--list", action="store_true", help="print experiments, inputs and minutes of one core")
+    parser.add_argument("--pages", action="store_true", help="write the pages from the figures")
+    parser.add_argument("--work", type=Path, default=Path("results-work"), help="folder of inputs and runs")
+    args = parser.parse_args()
+    if unknown := [name for name in args.names if name not in EXPERIMENTS]:
+        parser.error(f"There is no experiment {', '.join(unknown)}: expected {', '.join(EXPERIMENTS)}.")
+    names = list(EXPERIMENTS) if args.all else args.names
+    if not (names or args.list or args.pages):
+        parser.error("Name an experiment, or give --all, --list or --pages.")
+    if args.list:
+        table = Table("experiment", "minutes", "inputs", "question")
+        for name, experiment in EXPERIMENTS.items():
+            table.add_row(name, str(experiment.minutes), ", ".join(experiment.inputs), experiment.question)
+        Console().print(table)
+    for name in names:
+        try:
+            reproduce(name, args.work.resolve())
+        except (OSError, ValueError) as error:
+            sys.exit(f"error: {error}")
+    if args.pages:
+        for path, text in render_pages().items():
+            path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
