@@ -118,16 +118,14 @@ def test_other_settings_are_refused(copy):
     assert times(copy) == before
 
 
-def test_without_npm_the_demo_prints_how_to_write_the_page(copy, monkeypatch):
-    shutil.rmtree(copy / "page")
-
+def test_without_npm_the_demo_prints_how_to_write_the_page(finished, tmp_path, monkeypatch):
     def fail(folder):
         raise ValueError("install Node")
 
     monkeypatch.setattr(web, "vendor", fail)
-    _, printed = run_quietly(copy)
-    assert f"Left out: install Node. Then: lightformers web {copy}/small/recovered {copy}/page" in printed
-    assert not (copy / "page").exists()
+    model, page = finished[0] / "small" / "recovered", tmp_path / "page"
+    assert run._write_page(model, page) == f"Left out: install Node. Then: lightformers web {model} {page}"
+    assert not page.exists()
 
 
 def test_fresh_removes_the_demo_and_nothing_else(copy, monkeypatch):
