@@ -14,7 +14,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -q -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: $(VENV)/installed  ## train a teacher, compress it, win its quality back: about five minutes on two cores
+demo: $(VENV)/installed  ## train a teacher, compress it, recover its quality: five to ten minutes on two cores
 	$(BIN)/lightformers demo demo-output
 
 check: lint  ## style, imports, types, and the tests that most mistakes fail: a minute
@@ -31,7 +31,7 @@ test: lint  ## every test
 		-e '.[export]' pytest pytest-xdist hypothesis
 	touch $@
 
-test-oldest: .venv-oldest/installed  ## models, conversion, recovery, export with the oldest versions allowed
+test-oldest: .venv-oldest/installed  ## tests of models, conversion, recovery and export with the oldest versions allowed
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 tests/models tests/conversion tests/recovery tests/export \
 		tests/test_text.py tests/test_loading.py tests/test_files.py
 
@@ -47,7 +47,7 @@ lint: $(VENV)/installed  ## style, format, imports and types, unchanged files
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
-format: $(VENV)/installed  ## rewrite files in the house style
+format: $(VENV)/installed  ## format the files
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -1,13 +1,17 @@
-"""What mkdocs does beyond its plugins: formulas as MathML, which browsers show by themselves; the commands' help."""
+"""Hooks of mkdocs: formulas as MathML, help of the commands, tables of configurations, links out of docs/."""
 
 import dataclasses
 import html
 import inspect
+import posixpath
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 from latex2mathml.converter import convert as mathml
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
@@ -17,22 +21,40 @@ from lightformers_hf.cli import app
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.+?)\\[)\]]</\1>', flags=re.DOTALL)
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*(?![^<]*>)")  # in text, not inside a tag
 COMMANDS = "<!-- commands -->"
-RECIPE = re.compile(r"\[([^]]+)\]\((?:\.\./)+training/recipes/[^)]+\)")
+REFERENCE = re.compile(r"<!--\n(:::.*?)\n-->", flags=re.DOTALL)
+LINK = re.compile(r"(?<!!)\[([^]]+)\]\(([^):#]+)(#[^)]*)?\)")
+RESULTS = "results.md"
 CONFIGURATION = re.compile("<!-- fields of (\\w+) -->")
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
-    """Put the help of every command, and the fields of a configuration, where a page asks for them.
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add RESULTS.md of the repository as a page."""
+    text = (Path(config.docs_dir).parent / "RESULTS.md").read_text(encoding="utf-8")
+    files.append(File.generated(config, RESULTS, content=text.replace("](docs/", "](")))
+    return files
 
-    Links to recipes, which are no part of the site, become the names of the files.
+
+def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
+    """Insert what only the site shows: docstrings, help of the commands, tables of configurations.
+
+    The source of a page hides `:::` blocks of mkdocstrings in comments, because GitHub would show them as text.
     """
-    markdown = RECIPE.sub(r"`\1.yaml`", markdown)
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def find(match: re.Match) -> str:
+        """A link that leaves docs/: to the page of RESULTS.md, or only its text."""
+        target = posixpath.normpath(posixpath.join(folder, match[2]))
+        if target == "../RESULTS.md":
+            return f"[{match[1]}]({posixpath.relpath(RESULTS, folder or '.')}{match[3] or ''})"
+        return match[1] if target.startswith("../") else match[0]
+
+    markdown = LINK.sub(find, REFERENCE.sub(r"\1", markdown))
     markdown = CONFIGURATION.sub(lambda match: "\n".join(describe_configuration(match[1])), markdown)
     return markdown.replace(COMMANDS, "\n".join(describe(app, "lightformers"))) if COMMANDS in markdown else markdown
 
 
 def describe(command: click.Command, name: str, parent: click.Context | None = None) -> Iterator[str]:
-    """Heading and help of a command, then of those inside it."""
+    """Heading and help of a command, then of its subcommands."""
     context = command.make_context(name.split()[-1], [], parent=parent, resilient_parsing=True)
     context.terminal_width = 100
     if parent is not None:  # the page has a title
@@ -47,7 +69,7 @@ def describe(command: click.Command, name: str, parent: click.Context | None = N
 
 
 def describe_configuration(name: str) -> Iterator[str]:
-    """A table of a configuration's own fields, and of those that it gives another default."""
+    """Table of the fields that a configuration adds, or gives another default."""
     from lightformers_hf.models import configuration_lightformer
 
     shared = configuration_lightformer.FactorizedConfig
@@ -63,19 +85,19 @@ def describe_configuration(name: str) -> Iterator[str]:
 
 
 def field_sentences(config: type) -> dict[str, str]:
-    """{field: what the class's docstring says of it}, one entry for each name of those that stand together."""
+    """{field: description in the class's docstring}, with one entry for each name of a group."""
     arguments = re.search(r"Args:\n(.*?)\n\n", inspect.getdoc(config) + "\n\n", flags=re.DOTALL)[1]
     entries = re.findall(r"^    (\w[\w, ]*): (.*(?:\n {8}.*)*)", arguments, flags=re.MULTILINE)
     return {name: " ".join(text.split()).replace("|", "\\|") for names, text in entries for name in names.split(", ")}
 
 
 def on_page_content(content: str, **_: object) -> str:
-    """Make MathML of every formula; mark options, which no line breaks; find RESULTS.md's pictures."""
+    """Replace formulas by MathML, mark options so that no line breaks them, and correct the paths of RESULTS.md."""
 
     def replace(match: re.Match) -> str:
         display = "block" if match[1] == "div" else "inline"
         formula = mathml(html.unescape(match[2]).strip(), display=display)
-        # The accent, not the operator of a power: browsers stretch that and put it where a line above would be.
+        # The circumflex accent replaces the power operator, which browsers stretch over the symbol.
         formula = formula.replace("<mo>&#x0005E;</mo></mover>", '<mo stretchy="false">&#x002C6;</mo></mover>')
         return f'<div class="formula">{formula}</div>' if display == "block" else formula
 
@@ -85,5 +107,5 @@ def on_page_content(content: str, **_: object) -> str:
 
 
 def on_post_page(output: str, *, page: Page, **_: object) -> str:
-    """Load from the site what the theme would load from elsewhere: nothing works offline otherwise."""
+    """Load the search worker from the site: the theme's address needs a network."""
     return output.replace("https://unpkg.com/iframe-worker/shim", get_relative_url("worker.js", page.url))

@@ -40,7 +40,7 @@ from lightformers_hf.loading import is_export, load_pretrained, printable_name, 
 # Nothing leaves the machine: no analytics, no tunnel, and fonts that the reader has.
 FONTS = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
 QUIET = {"share": False, "ssr_mode": False, "quiet": True, "show_error": True, "footer_links": []}
-# Of one request: what it may hold, and how long both models may work on it. Then, how many may wait.
+# Limits of one request: its length, and the time that both models may take. Then, how many may wait.
 CHARACTERS, LINES, SECONDS, WAITING = 5000, 50, 60, 20
 WARM_UPS = 3  # sentences before the first that is timed
 REQUEST_BYTES = 1 << 16  # CHARACTERS of any script, as JSON
@@ -199,7 +199,7 @@ def deploy_alike(
     Args:
         source, target: languages that a multilingual checkpoint is exported for.
 
-    Where they cannot be alike, both stay as they are; the page says what each is.
+    Where they cannot be alike, both stay as they are; the page prints the form of each.
     """
     (first, one), (second, other) = read_form(teacher), read_form(light)
     if (first == CHECKPOINTS) == (second == CHECKPOINTS):
@@ -229,7 +229,7 @@ def build(
         teacher, light: folders or Hub names of sequence-to-sequence checkpoints, or what `lightformers export` wrote.
             Both compute on the CPU; beside an export the other is exported for the same engine first.
         source, target: languages, as of `load_translator`. A multilingual teacher takes those of the light model, if
-            that has been told its pair.
+            the pair is set there.
         num_beams: of both; by default the light model's own.
         max_new_tokens: longest output; by default each model's own.
 
@@ -283,7 +283,7 @@ def build(
                 with gr.Column():
                     boxes.append(gr.Textbox(label=model.label, lines=3, interactive=False, elem_id=role))
                     boxes.append(gr.Textbox(label="tokens and time", interactive=False, elem_id=f"{role}-figures"))
-        # One at a time: times would not be a sentence's own otherwise.
+        # One at a time, so that each time belongs to one sentence.
         gr.on([button.click, text.submit], both, text, boxes, concurrency_limit=1, api_name="translate")
     return page.queue(max_size=WAITING)
 

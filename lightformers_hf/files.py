@@ -27,7 +27,7 @@ CARD_FILE = "README.md"
 REPORT_FILE = "compression.json"
 EXPORT_FILE = "export.json"
 PAGE_FILE = "page.json"  # of a page that translates in the browser
-RECORD_FILE = "recovery.json"  # of a recovery: what was asked for, what was chosen, what came out
+RECORD_FILE = "recovery.json"  # of a recovery: options, settings and results
 STATE_FILE = "trainer_state.json"  # transformers' Trainer writes it
 WEIGHT_FILES = (  # the one that is loaded first
     "model.safetensors",
@@ -46,14 +46,14 @@ TOKENIZER_FILES = (
     "*.spm",
     "*.model",
 )
-# What is read of a model's folder.
+# Files that are read from a model's folder.
 MODEL_FILES = (
     *("*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json"),
     *(*TOKENIZER_FILES, CARD_FILE, REPORT_FILE, STATE_FILE),
 )
-MANIFEST_FILE = ".lightformers.json"  # in every folder that the package wrote: the names of what it wrote there
+MANIFEST_FILE = ".lightformers.json"  # in every folder of the package: the names of its files
 UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)  # of a folder: nothing goes into it
-LARGEST = 2.0**63  # of what is measured, nothing is more
+LARGEST = 2.0**63  # above every measured value
 LONGEST_NAME = 255  # bytes, of a file's name
 FULL = 1 << 26  # bytes left on a disk that count as none
 
@@ -76,7 +76,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def as_kind(content: Any, kind: Any, place: str) -> Any:
-    """What JSON holds, as a type hint says that it should be: a data class of an object, anything else as it is.
+    """Convert the content of a JSON file to the type of a hint: objects to a data class, anything else unchanged.
 
     Args:
         content: of a file that anybody may have written.
@@ -126,7 +126,7 @@ def json_text(content: dict | list, what: str) -> str:
         what: the name that an error gives to it.
 
     Raises:
-        ValueError: a number in it is NaN or infinite, which JSON does not know.
+        ValueError: a number in it is NaN or infinite, which JSON does not support.
     """
     try:
         return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
@@ -211,7 +211,7 @@ def explain_unwritable(error: BaseException, library: str, folder: str | os.Path
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether an error says that a disk is full; writers of tensors wrap the system's in their own."""
+    """Whether an error means a full disk; writers of tensors wrap the error of the system."""
     return getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error)
 
 
@@ -282,10 +282,10 @@ def atomic_output(
 ) -> Iterator[Path]:
     """A temporary folder beside `target` that takes its place when the block ends without an exception.
 
-    Otherwise, Ctrl-C included, it is removed and `target` stays as it was. What a killed process left is cleaned up
+    Otherwise, Ctrl-C included, it is removed and `target` stays as it was. Remains of a killed process are removed
     by the next run for the same target: it held a lock on a file beside `target`, which the system took from it. Where
-    there are no locks (Windows, some network file systems), nothing tells a dead process's folder from a living one's:
-    then what is left stays, and of two writers the later finds at its end what the earlier wrote, and fails without
+    there are no locks (Windows, some network file systems), the folder of a dead process cannot be recognized. Its
+    remains stay, and the later of two writers finds the output of the earlier at its end, and fails without
     `overwrite`.
 
     Args:
@@ -347,7 +347,7 @@ def _explain_full_disk(error: BaseException, temporary: Path, target: Path) -> N
 
 
 def find_foreign(folder: Path, manifest: str = MANIFEST_FILE) -> list[str]:
-    """What lies in a folder, at any depth, that is not among `files` of its manifest, in alphabetical order.
+    """Files in a folder, at any depth, that are not among `files` of its manifest, in alphabetical order.
 
     Args:
         manifest: its name; that of `atomic_output` unless something else wrote the folder.
@@ -474,7 +474,7 @@ def lock(target: Path) -> Iterator[bool]:
                 is_there = os.path.samestat(os.fstat(descriptor), os.stat(path))
             except FileNotFoundError:
                 is_there = False
-            if not is_there:  # who held it until now removed it
+            if not is_there:  # its previous holder removed it
                 os.close(descriptor)
                 descriptor = None
         locked = descriptor is not None
@@ -496,7 +496,7 @@ def lock(target: Path) -> Iterator[bool]:
 
 @contextmanager
 def _identity(folder: Path) -> Iterator[Callable[[Path], bool]]:
-    """Gives a function that tells whether a path is this very folder, also after another got its name.
+    """Return a function that checks whether a path is this folder, also after another folder got its name.
 
     The folder is held open, so that no new one gets its number; Windows opens none, and there it is not known.
     """

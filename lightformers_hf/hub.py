@@ -1,4 +1,6 @@
-"""Share a checkpoint: one commit on the Hub holds all that a stranger needs to load and train it."""
+"""Share a checkpoint: one commit on the Hub holds everything that users without this package need to load and train
+it.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ from .results import Result
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# What belongs to a model; whatever else lies in its folder (optimizer states, logs, data) stays at home.
+# Files that belong to a model; other files of its folder (optimizer states, logs, data) are not sent.
 MODEL_FILES = (
     "config.json",
     "generation_config.json",
@@ -56,7 +58,7 @@ MODEL_FILES = (
     "model-{0}-of-{0}.safetensors".format("[0-9]" * 5),
     "model.safetensors.index.json",
 )
-# The tokenizer's own of every class; a class lists its others.
+# Files of every tokenizer class; a class lists further ones.
 TOKENIZER_FILES = (
     tokenization.TOKENIZER_CONFIG_FILE,
     tokenization.FULL_TOKENIZER_FILE,
@@ -64,7 +66,7 @@ TOKENIZER_FILES = (
     tokenization.ADDED_TOKENS_FILE,
     "chat_template.jinja",
 )
-# What the classes list whose models can be converted: an earlier push may have put it there.
+# Files that the classes of convertible models name; an earlier push may have uploaded them.
 VOCABULARY_FILES = (
     *("vocab.json", "target_vocab.json", "source.spm", "target.spm", "spiece.model", "sentencepiece.bpe.model"),
     *("merges.txt", "vocab.txt", "tokenizer.model"),
@@ -73,7 +75,7 @@ VOCABULARY_FILES = (
 
 @dataclass(frozen=True)
 class Push(Result):
-    """What was pushed.
+    """Result of a push.
 
     Attributes:
         name: of the repository, `user/model`.
@@ -115,35 +117,35 @@ def push_to_hub(
     message: str | None = None,
     results: Sequence[str | Path] = (),
 ) -> Push:
-    """Put a checkpoint of this package on the Hub: weights, configurations, tokenizer, code, report and model card.
+    """Push a checkpoint of this package to the Hub: weights, configurations, tokenizer, code, report and model card.
 
     A folder that `export` wrote becomes a model repository with all its files, and a page that `lightformers web`
     wrote a static Space.
 
-    All of it becomes visible together, in one commit; files of an earlier push that the checkpoint no longer has are
-    removed by the same commit, all others in the repository stay. After an interruption the same call goes on: files
-    that arrived are not sent again. The token is huggingface_hub's own (`hf auth login`, or HF_TOKEN).
+    One commit contains all files. It also removes files of an earlier push that the checkpoint does not contain. Other
+    files of the repository stay. After an interruption the same call resumes: files that arrived are not sent again.
+    The token is that of huggingface_hub (`hf auth login`, or HF_TOKEN).
 
     Args:
         model: the folder that `convert`, a training run, `export` or `lightformers web` wrote, or a loaded model of
             this package.
-        name: `user/model`, or `model` in the token's own namespace. The repository is made if it is not there.
+        name: `user/model`, or `model` in the namespace of the token. A missing repository is created.
         tokenizer: that of a loaded model.
-        private: make it private. A public one that is there already is refused.
-        revision: the branch to commit to, made if it is not there. Default: `main`.
+        private: make the repository private. An existing public repository is refused.
+        revision: the branch of the commit, created if it is missing. Default: `main`.
         message: of the commit.
         results: files written by `lightformers evaluate --json`, for the card's tables and the Hub's.
 
-    Only files with the very names of a model's parts go, and none by a link out of the folder (`preview_push` lists
-    them). A `README.md` in the folder without the line that marks a generated card is the user's own and is pushed as
-    it is, with the results among its metadata.
+    Only files with the names of a model's parts are sent, and no file by a link out of the folder (`preview_push`
+    lists them). A `README.md` in the folder without the mark of a generated card is the user's card. It is pushed
+    unchanged, with the results in its metadata.
 
     Raises:
-        FileNotFoundError: no checkpoint in `folder`, or a part of it or a file of results is not there.
-        ValueError: it is not a checkpoint of this package, its parts do not fit, or an argument is out of range.
-        PermissionError: no token, one that the Hub does not know, or one that may not write there.
-        ConnectionError: the Hub was out of reach, or the connection broke.
-        OSError: the Hub answered something else.
+        FileNotFoundError: there is no checkpoint in `folder`, or a part of it or a file of results is missing.
+        ValueError: it is not a checkpoint of this package, its parts do not match, or an argument is out of range.
+        PermissionError: no token, a token that the Hub refuses, or a token without write access.
+        ConnectionError: the Hub was not reachable, or the connection broke.
+        OSError: another error of the Hub.
 
     Example:
         >>> push_to_hub("recovered", "me/opus-mt-de-en-light", private=True)
@@ -181,14 +183,14 @@ def push_to_hub(
 def check_push(name: str) -> None:
     """Raise `ValueError` for a name that no repository can have, and `PermissionError` without a token.
 
-    To be called before work that takes long, at whose end its folder is pushed.
+    Call it before long work whose result is pushed.
     """
     validate_repo_id(name)
     _check_token()
 
 
 def push_folder(folder: Path, name: str, *, private: bool, results: Sequence[str | Path] = ()) -> Push:
-    """Push a folder that was written just now; an error says that it is complete, and how to repeat the push."""
+    """Push a folder that was just written; an error states that the folder is complete, and how to repeat the push."""
     try:
         return push_to_hub(folder, name, private=private, results=results)
     except (OSError, ValueError) as error:
@@ -222,7 +224,7 @@ def _exported_files(folder: Path, results: Sequence[str | Path]) -> tuple[str, l
 
 
 def _collect(folder: Path, name: str, results: Sequence[str | Path]) -> tuple[PreTrainedModel, list[Path], list[dict]]:
-    """The model (without storage), the files to upload, and the results. Whatever is wrong with the card is said."""
+    """The model (without storage), the files to upload, and the results. All faults of the card are logged."""
     validate_repo_id(name)
     model = _check_model(folder)
     files = _files(folder, model.config)
@@ -246,7 +248,7 @@ def _find_branch(api: HfApi, name: str, revision: str | None, private: bool, kin
 
 
 def _deletions(there: ModelInfo, adds: list[CommitOperationAdd]) -> list[CommitOperationDelete]:
-    """Of files of an earlier push that this one does not bring."""
+    """For files of an earlier push that this push does not contain."""
     stale = {file.rfilename for file in there.siblings or () if _is_ours(file.rfilename)}
     stale -= {operation.path_in_repo for operation in adds}
     return [CommitOperationDelete(path) for path in sorted(stale)]
@@ -328,7 +330,7 @@ def _is_ours(path: str) -> bool:
 
 
 def _card(folder: Path, model: PreTrainedModel, name: str, results: Sequence[dict]) -> str:
-    """The user's own card, or one that says what the folder's files and the results say."""
+    """The user's card, or a card generated from the folder's files and the results."""
     file = folder / CARD_FILE
     own = file.read_text(encoding="utf-8") if file.is_file() else MARK
     if MARK not in own:
@@ -363,7 +365,7 @@ def _check_token() -> None:
 
 @contextmanager
 def _explain_errors(name: str) -> Iterator[None]:
-    """Say in a sentence what went wrong between here and the Hub, and what to do."""
+    """Describe a failed request to the Hub in one sentence, with the remedy."""
     try:
         yield
     except (HTTPError, OSError, RuntimeError) as error:
@@ -377,7 +379,7 @@ def _explain(error: BaseException, name: str) -> OSError:
     if isinstance(error, OSError) and not isinstance(error, (HTTPError, ConnectionError, TimeoutError)):
         return error  # of this machine, not of the Hub
     again = "run the same again, what has arrived is not sent twice, and until all has, nobody sees a part of it"
-    if "xet-write-token" in str(error) and "404" in str(error):  # what the client asks before it uploads large files
+    if "xet-write-token" in str(error) and "404" in str(error):  # request of the client before it uploads large files
         return ConnectionError(
             f"{constants.ENDPOINT} does not speak Xet, which hf_xet uploads by: set HF_HUB_DISABLE_XET=1 and {again}"
         )

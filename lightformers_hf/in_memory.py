@@ -47,7 +47,7 @@ def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None)
 
 
 def model_name(model: AnyModel) -> str:
-    """Return the folder or Hub name of a model; of a loaded one, what its configuration says, without the path."""
+    """Return the folder or Hub name of a model; of a loaded model, the name in its configuration, without the path."""
     if isinstance(model, str | os.PathLike):
         return os.fspath(model)
     name = str(getattr(model.config, "name_or_path", ""))

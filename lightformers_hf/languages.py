@@ -36,7 +36,7 @@ def language_code(text: str | None, tokenizer: PreTrainedTokenizerBase | None = 
 
 
 def split_prefix(text: str) -> tuple[str, str]:
-    """(column of the data, what stands before each of its texts) of an option, as T5 is told what to do.
+    """Split an option into (column of the data, prefix of each of its texts); T5 has prefixes for its tasks.
 
     `de=translate German to English: ` ends with a space. Without one, what stands behind `=` is a code.
     """
@@ -62,7 +62,9 @@ def task_prefixes(config: object) -> dict[str, str]:
 
 
 def add_prefix(config: object, source: str, target: str | None) -> str:
-    """`source` as it is if it says a prefix, else with that which a configuration has for the two languages."""
+    """`source` unchanged if it contains a prefix, otherwise with the prefix of the configuration for the two
+    languages.
+    """
     if split_prefix(source)[1]:
         return source
     column, goal = split_language(source)[0], split_language(target)[0]
@@ -71,13 +73,13 @@ def add_prefix(config: object, source: str, target: str | None) -> str:
 
 
 def find_prefixes(config: object, source: str | None, target: str | None) -> list[str]:
-    """What stands before sources: of the two languages, if they are known, else of every task; at least ""."""
+    """Prefixes of sources: that of the two languages if they are given, otherwise those of every task; at least ""."""
     prefix = split_prefix(add_prefix(config, source, target))[1] if source else ""
     return [prefix] if prefix else list(task_prefixes(config).values()) or [""]
 
 
 def choose_prefix(config: object, source: str | None, target: str | None, *, name: str, columns: bool = True) -> str:
-    """What stands before every source: that of the two languages; without languages the only one that there is.
+    """Prefix of every source: that of the two languages; without languages the only one.
 
     Args:
         name: of the model, for messages.
@@ -116,7 +118,7 @@ def keep_prefix(config: Any, source: str | None, target: str | None) -> None:
 def set_language_codes(
     tokenizer: PreTrainedTokenizerBase, source: str | None, target: str | None, *, columns: bool = True
 ) -> int | None:
-    """Tell a multilingual tokenizer the codes of its languages, and return the token that a translation begins with.
+    """Set the language codes of a multilingual tokenizer, and return the first token of a translation.
 
     Args:
         source, target: codes as the tokenizer has them, such as `de_DE` (mBART-50), `deu_Latn` (NLLB) or `de`

@@ -21,7 +21,7 @@ def lazy_names(package: str, homes: dict[str, str]) -> tuple[Callable[[str], Any
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = import_module(homes[name], package)
         value = module if homes[name] == f".{name}" else getattr(module, name)  # a package that can be called
-        setattr(sys.modules[package], name, value)  # asked once
+        setattr(sys.modules[package], name, value)  # looked up once
         return value
 
     def names() -> list[str]:

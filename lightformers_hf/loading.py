@@ -41,12 +41,12 @@ from .models.configuration_lightformer import FactorizedConfig
 from .models.layers import SinusoidalPositions
 from .processors import check_device
 
-# What transformers raises, besides ValueError, of files with other content than it takes for granted.
+# Errors of transformers, besides ValueError, for files with unexpected content.
 DAMAGED = (
     *(AttributeError, TypeError, LookupError, AssertionError, ArithmeticError, RuntimeError, ImportError),
     StrictDataclassError,
 )
-# What tensors' names begin with where a wrapped model was saved: by what, and where the model itself is.
+# Prefixes of tensor names in checkpoints of wrapped models: the wrapper, and the path of the model in it.
 WRAPPERS = {
     "_orig_mod.": ("torch.compile", "model._orig_mod"),
     "module.": ("DataParallel", "model.module"),
@@ -62,8 +62,8 @@ POSITIONS, DEPTHS = 1 << 15, 1 << 8  # believed where no tensor is as long, or w
 def resolve_source(source: str | os.PathLike) -> Path:
     """The local folder of a checkpoint: `source` itself, or the snapshot of a Hub model of that name.
 
-    Of a Hub model only configuration, tokenizer, card and weights are fetched, and `.bin` weights only where there
-    are no safetensors. Without network, a snapshot fetched before is used.
+    Only configuration, tokenizer, card and weights of a Hub model are fetched, and `.bin` weights only where there are
+    no safetensors. Without network, a snapshot fetched before is used.
 
     Raises:
         FileNotFoundError: no such folder, no such model, or the Hub is out of reach.
@@ -92,7 +92,7 @@ def resolve_source(source: str | os.PathLike) -> Path:
 
 
 def printable_name(name: str | os.PathLike) -> str:
-    """What is written down of a model or a file: of a path its last part, without what steers terminals.
+    """Printable name of a model or a file: the last part of a path, without control characters.
 
     A name on the Hub stays whole.
     """
@@ -150,10 +150,10 @@ def check_config(config: PreTrainedConfig, name: str | os.PathLike) -> None:
 
 
 def find_architecture(config: PreTrainedConfig, name: str | os.PathLike) -> str | None:
-    """The name of the class that a checkpoint holds, if its configuration says it.
+    """The name of the class of a checkpoint, if its configuration contains it.
 
     Raises:
-        ValueError: it says something else there than names.
+        ValueError: the entry does not hold names.
     """
     names = config.architectures
     if names is None:
@@ -193,7 +193,7 @@ def check_sizes(config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]],
     for field, value in vars(config).items():
         stack = field.partition("_")[0]
         if stack in ("encoder", "decoder") and not any(stack in stored for stored in shapes):
-            continue  # what a single stack's configuration says of the other one is not built
+            continue  # the other stack in the configuration of a single stack is not built
         if field.endswith("layers"):
             most, what = max(DEPTHS, len(shapes)), f"{len(shapes)} tensors are stored"
         elif field.endswith("positions") or field == "max_position_embeddings":
@@ -273,7 +273,7 @@ class Stored:
 class CheckpointReader:
     """The tensors of a checkpoint folder: one file or several with an index, safetensors before `.bin`.
 
-    Files are mapped: a tensor's bytes are read when it is used. What `read` returns may be shared between calls, so
+    Files are mapped: a tensor's bytes are read when it is used. The result of `read` may be shared between calls, so
     it must not be written to. Pickles are never run (`torch.load(weights_only=True)`).
 
     Raises:
@@ -353,7 +353,7 @@ def _open_file(path: Path) -> dict[str, Stored]:
 
 
 def _read_mapped(path: Path, name: str) -> Tensor:
-    # Each tensor gets a mapping of its own: the pages of those no longer used leave the process's memory with them.
+    # Each tensor gets a separate mapping: its pages leave the memory of the process when it is released.
     with safe_open(path, framework="pt") as handle:
         return handle.get_tensor(name)
 
@@ -520,7 +520,7 @@ def build_network(auto: Any, config: PreTrainedConfig, **options: Any) -> PreTra
 
 @contextmanager
 def _no_strange_code(name: str | os.PathLike) -> Iterator[None]:
-    """Say of what needs code of its own, instead of how to have it run, that it is not run."""
+    """Replace transformers' advice to run a checkpoint's code by the message that it is not run."""
     try:
         yield
     except ValueError as error:
@@ -606,7 +606,7 @@ def load_pair(
 ) -> dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
     """{`model` and, if there is one, `teacher`: network and tokenizer}, between the same languages: see `load_model`.
 
-    Where the model knows one pair of languages alone, codes are its teacher's.
+    If the model supports one pair of languages, the codes are those of its teacher.
     """
     found = {"model": load_model(name, device=device)}
     light = found["model"][1]
@@ -659,7 +659,7 @@ def learned_parameters(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.P
 def weight_bytes(name: str | os.PathLike) -> int:
     """Bytes of the weight files that `from_pretrained` reads for a local folder or a model of the Hub.
 
-    Of several formats side by side only the one that is loaded counts, of shards those that the index names.
+    Only the format that is loaded counts, and only the shards that the index names.
     """
     name = os.fspath(name)
     for candidate in WEIGHT_FILES:
@@ -685,7 +685,7 @@ def position_limit(config: PreTrainedConfig) -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out; torch has no class of its own for it on the CPU."""
+    """Whether an error means exhausted memory; torch has no class for this error on the CPU."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 

@@ -1,4 +1,4 @@
-"""What this machine can compute: its device, memory, and the fastest matrix multiplications."""
+"""Properties of this machine: its device, memory, and the fastest matrix multiplications."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ BF16_INSTRUCTIONS: dict[str, set[str]] = {
 }
 # Rows of products that sum over them come in multiples of this.
 ROWS = 128
-# Rows that are scaled and rounded together, so that what lies between is in the processor's cache.
+# Rows that are scaled and rounded together, so that intermediate results stay in the processor's cache.
 CACHED_ROWS = 64
 # A product's sizes are made multiples of these: tokens, and both sides of a weight.
 TOKENS, FEATURES = ROWS, 32
 # Attention whose layers are alike: its two products in an encoder's layers, and four in a decoder's.
 FIRST_SHAPES = 6
-# Of a model's matrices; fewer, as where layers are alike, recur within a batch, and are not worth filling up.
+# Number of different matrices of a model; fewer recur within a batch, so that padding has no advantage.
 MANY_SHAPES = 16
-# Multiplications of a head above which bfloat16 is worth a program of its own.
+# Multiplications of a head above which a separate bfloat16 kernel is faster.
 SMALL_HEAD = 64**3
 
 
@@ -62,7 +62,7 @@ def check_device(name: str | torch.device) -> torch.device:
 
 @contextmanager
 def use_threads(count: int) -> Iterator[None]:
-    """PyTorch computes with so many threads inside, and with as many as before afterwards."""
+    """Set the number of PyTorch's threads for a block, and restore it afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -185,7 +185,7 @@ def _product_settings() -> Any:
 
 
 def product_seconds(dtype: torch.dtype) -> float:
-    """What a product of two matrices 512×512 takes one core here, the shortest of ten, or of a tenth of a second's.
+    """Seconds of one core for a product of two 512×512 matrices: the minimum of ten runs, or of a tenth of a second.
 
     Other programs take none of it: it is processor time, or where that is coarse, time on the clock.
     """

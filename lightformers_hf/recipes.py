@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedCo
 
 from .loading import load_pretrained
 
-# What a recipe's head says of it: its vocabulary, and the script that trains it.
+# Content of a recipe's head: its vocabulary, and the script that trains it.
 VOCABULARY, SCRIPT = (
     re.compile(r"^#.*\(vocabulary (\d+)\)", re.MULTILINE),
     re.compile(r"^#.*\brun_(\w+)\.py", re.MULTILINE),
@@ -49,7 +49,7 @@ def recipe_config(path: str | Path, vocab_size: int | None = None) -> PreTrained
 
     Args:
         path: of the recipe.
-        vocab_size: tokens. By default those of the recipe's model or tokenizer, or what its head says:
+        vocab_size: tokens. By default those of the recipe's model or tokenizer, or the number in its head:
             `(vocabulary 8001)`.
 
     Raises:
@@ -74,7 +74,7 @@ def recipe_config(path: str | Path, vocab_size: int | None = None) -> PreTrained
 
 
 def recipe_task(path: str | Path) -> str:
-    """What the script that a recipe's head names trains: `translation`, `clm`, …; by default `translation`."""
+    """Kind of model that the script in a recipe's head trains: `translation`, `clm`, …; by default `translation`."""
     found = SCRIPT.search(Path(path).read_text(encoding="utf-8"))
     return found[1] if found else "translation"
 

@@ -1,7 +1,7 @@
-"""The Auto classes know the architectures as soon as transformers is there, and transformers is not imported for it.
+"""The architectures are registered as soon as transformers is imported, without importing it.
 
-`import lightformers_hf` must cost nothing: the command line says `--help` without a model. Yet after it
-`AutoModelForSeq2SeqLM.from_pretrained` has to know our model types, whichever of the two packages is imported first.
+`import lightformers_hf` must be fast: the command line prints `--help` without a model. Yet after it
+`AutoModelForSeq2SeqLM.from_pretrained` must support our model types, whichever of the two packages is imported first.
 `AutoConfig.register` takes classes, which need transformers. So they are registered (by importing `.models`) right
 after the first `import transformers` of the process.
 
@@ -34,7 +34,7 @@ def _register() -> None:
 
 
 class AfterTransformers:
-    """Finds transformers as the other finders do, and lets its loader go on with `_register`."""
+    """Find transformers as the other finders do, and make its loader continue with `_register`."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != "transformers":

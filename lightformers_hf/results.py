@@ -1,4 +1,4 @@
-"""What the public functions return: text for a terminal, a table for a notebook, a dictionary for JSON."""
+"""Results of the public functions: text for a terminal, a table for a notebook, a dictionary for JSON."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ def print_parts(parts: Sequence[Table | str], file: TextIO | None = None, width:
 def make_console(file: TextIO | None = None, width: int | None = None) -> Console:
     """Return a console of `width` columns, by default as wide as the terminal, and `WIDTH` in a file or a pipe.
 
-    A width that is given makes plain text, whatever the environment says of terminals (`COLUMNS`, `FORCE_COLOR`).
-    Titles and captions are lines above and below a table. Rich would fold them to the table's width, within words.
+    With a given width the text is plain, whatever the environment variables for terminals are (`COLUMNS`,
+    `FORCE_COLOR`). Titles and captions are lines above and below a table. Rich would fold them to the table's width,
+    within words.
     """
     from rich.console import Console
     from rich.table import Table

@@ -1,8 +1,7 @@
 """Parallel text as two string columns, from a local file or from the Hub.
 
-The libraries that read it are imported when something is read. What was read of a file is kept in the datasets
-library's cache under the file's content: another file that takes its place, of the same path, size and time, is read
-anew.
+The libraries that read it are imported when something is read. Data of a file is kept in the cache of the datasets
+library under the hash of its content. A new file with the same path, size and time is read again.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ BYTE_ORDER_MARK = "\ufeff"
 DEEPEST = 100  # brackets in brackets; parsers recurse, and some thousand of them end the process
 BLOCK = 1 << 24  # bytes looked at together
 ROWS = 10_000  # of a Parquet file that are read together
-# What libraries say of a file without a row.
+# Messages of libraries about a file without rows.
 NO_ROWS = ("corresponds to no data", "at least one example", "No columns to parse from file")
 LARGEST_FIELD = 2**31 - 1  # characters of a cell; the csv module's own limit is 131,072
 PLAIN_NAME = re.compile(r"[\w/. +,=@-]*")
@@ -206,7 +205,7 @@ def _is_utf8(text: bytes | None) -> bool:
 
 
 def fingerprint(sentence: str) -> str:
-    """Twelve hexadecimal digits that tell sentences apart, letter case and spaces aside."""
+    """Twelve hexadecimal digits that identify a sentence, without regard to letter case and spaces."""
     return hashlib.sha256(" ".join(sentence.casefold().split()).encode()).hexdigest()[:12]
 
 
@@ -232,7 +231,7 @@ def tokenize_pairs(
         num_proc: worker processes (default: none, in this process).
 
     Raises:
-        ValueError: the tokenizer does not know most of the text.
+        ValueError: most of the text becomes unknown tokens.
     """
     tokens = pairs.map(
         _tokenize,
@@ -402,7 +401,7 @@ def _read_json(path: Path, name: str, identity: str) -> Dataset:
     from datasets.exceptions import DatasetGenerationError
 
     rows, error = None, None
-    logger = logging.getLogger("datasets.packaged_modules.json.json")  # prints what it raises, too
+    logger = logging.getLogger("datasets.packaged_modules.json.json")  # also prints the errors that it raises
     with ExitStack() as stack:
         stack.callback(setattr, logger, "disabled", logger.disabled)
         logger.disabled = True
@@ -476,7 +475,7 @@ def _links() -> str:
 
 
 def _identity(path: Path, suffix: str) -> str:
-    """What the cache knows a file by: its content, and how it is read. The library itself asks for path and time.
+    """Identity of a file in the cache: its content, and the way it is read. The library itself asks for path and time.
 
     "2" sets it apart from that of versions which could read another file than the one that was named.
     """
@@ -554,7 +553,7 @@ def _check_returns(path: Path, last: int) -> None:
 
 
 def _explain_json(path: Path, reason: str) -> str:
-    """What a parser said of a file, or the first line that is no JSON: parsers count rows of a part, from 0."""
+    """The message of a parser, or the first line that is not JSON: parsers count the rows of a part, from 0."""
     with suppress(OSError, EOFError, zlib.error, RecursionError), _open(path) as file:
         for number, line in enumerate(file, start=1):
             if number == 1 and not line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):

@@ -52,7 +52,7 @@ def match_tokens(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase)
 
 
 def renumber_ids(fields: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any]:
-    """The fields of a configuration that name tokens, with new ids; words and bans of tokens that are gone left out.
+    """The fields of a configuration that name tokens, with new ids; words and bans of removed tokens are dropped.
 
     Args:
         fields: of a model's or a generation configuration.
@@ -74,13 +74,13 @@ def renumber_ids(fields: Mapping[str, Any], kept: Sequence[int]) -> dict[str, An
 
 
 def narrow_fields(fields: Mapping[str, Any], source: Sequence[int], target: Sequence[int]) -> dict[str, Any]:
-    """What changes of a model's configuration with the tokens that stay: sizes of vocabularies, and ids by name."""
+    """Changes of a model's configuration for the remaining tokens: sizes of vocabularies, and ids by name."""
     sizes = {"vocab_size": len(source), "decoder_vocab_size": len(target)}
     return renumber_ids(fields, target) | {name: size for name, size in sizes.items() if name in fields}
 
 
 def renumber_generation(generation: GenerationConfig, kept: Sequence[int]) -> GenerationConfig:
-    """A generation configuration with the new ids, in place; what was forbidden and is gone is left out."""
+    """A generation configuration with the new ids, in place; bans of removed tokens are dropped."""
     for name, value in renumber_ids(generation.to_dict(), kept).items():
         setattr(generation, name, value)
     return generation
@@ -116,7 +116,7 @@ def keep_tokens(model: PreTrainedModel, source: Sequence[int], target: Sequence[
     for name, tensor in _tensors(model):
         if name not in axes:
             continue
-        if id(tensor) not in replaced:  # tied names have one tensor, and go on having one
+        if id(tensor) not in replaced:  # tied names have one tensor, and keep it
             rows = torch.tensor(source if "encoder." in name else target, device=tensor.device)
             part = tensor.detach().index_select(axes[name], rows)
             is_parameter = isinstance(tensor, nn.Parameter)

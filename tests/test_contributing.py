@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md followed to the letter: its code goes into a copy of the package, where its tests must pass."""
+"""The examples of docs/extending: their code is put into a copy of the package, where their tests must pass."""
 
 import os
 import re
@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SECTION = re.compile(r"^### (.+?)\n(.+?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```(python|diff)\n# (\S+)\n(.+?)^```$", re.MULTILINE | re.DOTALL)
-SECTIONS = dict(SECTION.findall((ROOT / "CONTRIBUTING.md").read_text()))
+PAGES = {page.stem: page.read_text() for page in (ROOT / "docs/extending").glob("*.md") if page.stem != "index"}
 
 
 def change(path: Path, diff: str) -> str:
-    """A file with hunks applied that have no line numbers; each has its place once."""
+    """Return the file with the hunks applied. A hunk has no line numbers, and its text occurs once in the file."""
     text = path.read_text()
     for hunk in diff.split("@@\n")[1:]:
         lines = hunk.splitlines(keepends=True)
@@ -26,10 +25,10 @@ def change(path: Path, diff: str) -> str:
     return text
 
 
-def follow(section: str, folder: Path) -> list[str]:
-    """Put the blocks of a section where their first lines say, and return the tests among them."""
+def follow(page: str, folder: Path) -> list[str]:
+    """Write the blocks of a page to the files that their first lines name, and return the tests among them."""
     tests = []
-    for language, name, code in BLOCK.findall(SECTIONS[section]):
+    for language, name, code in BLOCK.findall(PAGES[page]):
         path = folder / name
         if language == "diff":
             path.write_text(change(path, code))
@@ -43,11 +42,11 @@ def follow(section: str, folder: Path) -> list[str]:
 
 
 def test_the_examples_work_as_they_stand(tmp_path):
-    """All of them in one copy: whoever adds two has both."""
+    """Apply all examples to one copy, because they must not exclude each other."""
     for name in ("lightformers_hf", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    tests = [test for section in SECTIONS for test in follow(section, tmp_path)]
+    tests = [test for page in PAGES for test in follow(page, tmp_path)]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
@@ -55,8 +54,8 @@ def test_the_examples_work_as_they_stand(tmp_path):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("section", SECTIONS)
-def test_blocks_are_code_of_files_in_rooms_that_exist(section):
-    for language, name, code in BLOCK.findall(SECTIONS[section]):
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_are_code_of_files_in_folders_that_exist(page):
+    for language, name, code in BLOCK.findall(PAGES[page]):
         assert (ROOT / name).parent.is_dir()
         compile(code if language == "python" else change(ROOT / name, code), name, "exec")

@@ -57,8 +57,8 @@ SMALLER = {
     r"--cores 1 --batch-size 1": "--cores 1 --batch-size 1 --num-beams 1 --runs 1 --sentences 1 --new-tokens 2 "
     "--max-samples 2 --engine transformers --engine ctranslate2",
 }
-# What needs a network or several machines, or a model large enough to become faster, and is only parsed.
-PARSED_ONLY = re.compile("lightformers (push|compare)|torchrun|accelerate launch")
+# Commands that need a network, several machines or minutes are only parsed.
+PARSED_ONLY = re.compile("lightformers (push|compare|demo)|torchrun|accelerate launch")
 
 
 def blocks(page):
@@ -129,11 +129,14 @@ def workplace(tmp_path, monkeypatch, tiny_marian, tiny_bart, tiny_t5, tiny_nllb,
     shutil.copytree(tiny_t5, tmp_path / "t5")
     for name in ("light", "recovered"):
         shutil.copytree(tiny_recovered, tmp_path / name)
+    shutil.copytree(tiny_marian, tmp_path / "demo-output" / "teacher")
+    (tmp_path / "demo-output" / "corpus").mkdir()
     (tmp_path / "training").symlink_to(ROOT / "training")
     more = [*parallel_sentences, *(pair | {"de": f"{pair['de']} {pair['de']}"} for pair in parallel_sentences)]
     for part, pairs in {"train": more, "validation": parallel_sentences, "test": parallel_sentences}.items():
         lines = [json.dumps({"translation": pair}) + "\n" for pair in pairs]
-        (tmp_path / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
+        for folder in (tmp_path, tmp_path / "demo-output" / "corpus"):
+            (folder / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
     lines = [json.dumps({"document": pair["de"], "summary": pair["en"]}) + "\n" for pair in parallel_sentences]
     (tmp_path / "articles.jsonl").write_text("".join(lines), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -194,7 +197,8 @@ def parse(words, monkeypatch):
 
 
 def runs_something(page):
-    return any(language in ("bash", "python") for language, _, _ in blocks(page))
+    """Examples of extending/ are run by test_contributing.py."""
+    return not page.startswith("extending/") and any(language in ("bash", "python") for language, _, _ in blocks(page))
 
 
 @pytest.mark.parametrize("page", filter(runs_something, PAGES))
@@ -237,8 +241,6 @@ REFERENCE = re.compile(r"^::: (\S+)(?:\n    options: \{members: \[([^\]]*)\])?",
 def test_the_table_of_claims_is_complete():
     """Each claim has a verdict, recipes and, if it was measured, a figure; the summary counts the verdicts."""
     text = (ROOT / "docs/results/claims.md").read_text(encoding="utf-8")
-    headings = re.findall(r"^#+ (.+)$", (ROOT / "RESULTS.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
     verdicts = ["yes", "in part", "no", "undecided", "not measured"]
     for paper in ("LightFormer", "Subformer", "PartialFormer"):
         section = re.search(rf"^## {paper}\n(.*?)(?=^## |\Z)", text, flags=re.MULTILINE | re.DOTALL)[1]
@@ -252,7 +254,7 @@ def test_the_table_of_claims_is_complete():
             assert links, claim
             assert all((ROOT / "docs/results" / link).is_file() for link in links), claim
             assert (agrees == "not measured") == (here == "–") == (figure == "–"), claim
-            assert set(re.findall(r"results\.md#([\w-]+)", figure)) <= anchors, claim
+            assert set(re.findall(r"RESULTS\.md#([\w-]+)", figure)) <= anchors(ROOT / "RESULTS.md"), claim
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("reference/")])
@@ -262,6 +264,29 @@ def test_what_the_reference_names_exists(page):
         documented = pkgutil.resolve_name(name)
         missing = [member for member in re.findall(r"\w+", members) if not hasattr(documented, member)]
         assert not missing, f"{page}: {name} has no {', '.join(missing)}"
+
+
+LINKING = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "RESULTS.md")]
+LINKING += [ROOT / "docs" / page for page in PAGES if "templates" not in page]
+
+
+def anchors(path):
+    """The anchors that GitHub gives the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    names = [re.sub(r"\]\([^)]*\)", "", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", name).replace(" ", "-") for name in names}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_work_on_github(page):
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    links = re.findall(r"\]\(([^)\s]+)\)|(?:href|src|srcset)=\"([^\"]+)\"", text)
+    for link in filter(lambda link: "://" not in link, map("".join, links)):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), f"{link}: no such file"
+        assert not anchor or anchor in anchors(target), f"{link}: no such heading"
 
 
 @pytest.fixture(scope="session")

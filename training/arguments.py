@@ -1,4 +1,4 @@
-"""What a training run is told: on the command line, and by recipes."""
+"""Arguments of a training: from the command line and from recipes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_BF16 = (
 
 @dataclass
 class ModelArguments:
-    """What is trained."""
+    """Options of the model to train."""
 
     config: str | None = field(
         default=None,
@@ -137,7 +137,7 @@ class OutputArguments:
 
 
 def note(text: str) -> None:
-    """Print what a user should know, but need not mend, on stderr; of several processes the first prints it."""
+    """Print a notice for the user on stderr; only the first of several processes prints it."""
     if os.environ.get("RANK", "0") == "0":
         Console(stderr=True).print("[yellow]note:[/yellow]", escape(text), highlight=False, soft_wrap=True)
 
@@ -207,8 +207,8 @@ def parse_arguments(classes: Iterable[type], argv: list[str] | None = None) -> t
 
     `--config recipe.yaml` names a YAML mapping of options; its mapping `model` goes to `ModelArguments.model`, with
     the fields given as `--model.d_model 256` (values in YAML, `--model.adaptive_cutoffs "[4000, 12000]"`). A recipe
-    `base: other.yaml` changes only what it names of that file, which is looked for beside it. What the command line
-    says wins.
+    `base: other.yaml` changes only what it names of that file, which is looked for beside it. The command line has
+    priority.
 
     Args:
         classes: dataclasses, one of them a `ModelArguments`.
@@ -250,7 +250,7 @@ def parse_arguments(classes: Iterable[type], argv: list[str] | None = None) -> t
 
 
 def as_options(named: Mapping[str, object]) -> list[str]:
-    """{option: its value} as a command line; those of no value are left out."""
+    """{option: its value} as a command line; options without a value are omitted."""
     words = []
     for name, value in named.items():
         if value is not None:

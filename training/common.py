@@ -1,4 +1,4 @@
-"""What the training scripts share: output folders, models from configurations, text, runs of each other.
+"""Functions of all training scripts: output folders, models from configurations, text, calls of other scripts.
 
 The scripts are run as `python training/run_….py`, which puts this folder on the import path.
 """
@@ -61,7 +61,7 @@ def check_metric(args: transformers.TrainingArguments, measures: Sequence[str]) 
 
 
 def check_output(args: transformers.TrainingArguments, models: list[str | None]) -> str | None:
-    """Check the output folder before any work is done, and return the checkpoint to go on from, if any.
+    """Check the output folder before any work, and return the checkpoint from which to resume, if any.
 
     Files are never written over unasked, and a folder that holds a model this run reads is refused in any case.
     """
@@ -102,7 +102,7 @@ def check_output(args: transformers.TrainingArguments, models: list[str | None])
 def load_parts(data: DataArguments, load: Callable[..., Dataset]) -> dict[str, Dataset]:
     """`load(file or Hub name, split=…, max_samples=…)` of `train`, `validation` and `test`, as far as they are given.
 
-    Of several files of tests each is a part named `test_names`. Raises `ValueError` where there is no part at all.
+    Each of several test files is a part named `test_names`. Raises `ValueError` where there is no part at all.
     """
     files = data.test_file or [None]
     given = {
@@ -212,7 +212,7 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, auto_m
         starts = (tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
         tokens["decoder_start_token_id"] = next((token for token in starts if token is not None), None)
     if args.from_scratch and args.model_name_or_path and has_other_words(args.model_name_or_path, tokenizer):
-        # All that is said of the checkpoint's tokens is wrong of these.
+        # The token ids of the checkpoint do not apply to this tokenizer.
         content = {name: value for name, value in content.items() if not OF_TOKENS.fullmatch(name)} | tokens
         content["forced_eos_token_id"] = None  # of Marian and BART it is a number unless told otherwise
     elif not args.model and (args.model_name_or_path or content.keys() >= tokens.keys()):
@@ -329,7 +329,7 @@ class WarmUpCallback(TrainerCallback):
 
 
 def train(trainer: Trainer, checkpoint: str | None, model_args: ModelArguments) -> dict[str, object]:
-    """Train from the beginning, or from `checkpoint`; save model and state; return what the summary says of it.
+    """Train from the beginning, or resume from `checkpoint`; save model and state; return its entries of the summary.
 
     What the conversion of the checkpoint that `model_args` name wrote of itself goes along.
     """

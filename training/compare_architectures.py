@@ -23,8 +23,8 @@ weights, which is trained further (`{seed}` in its name is the run's seed); or s
 without weights. Behind a comma come fields of its configuration, `field=value`. Options this script does not know go
 to `run_translation.py`, `run_summarization.py` or `run_clm.py` and win over those of recipes; `--config` among them is
 for the models without a recipe. Every model is trained once for each seed. Of several `--learning-rates`, each model
-has the one with the lowest validation loss at the first seed. A second call skips the runs that are complete, and goes
-on with one that was interrupted where `--save-strategy` made it write checkpoints.
+has the one with the lowest validation loss at the first seed. A second call skips complete runs, and resumes an
+interrupted run if `--save-strategy` made it write checkpoints.
 
 Besides the scores the table has unique parameters, and for translation two speeds on one core as ratios to the first
 model, all models taking turns within the same runs: of decoding, over test sentences of average length, each
@@ -74,7 +74,7 @@ SPEEDS = ("tokens_per_second", "speed_ratio", "step_speed_ratio")
 
 @dataclass(frozen=True)
 class Model:
-    """What `--models` says of one: a file or folder, and fields of the configuration that replace its own."""
+    """A model of `--models`: a file or folder, and fields that replace those of its configuration."""
 
     path: str
     fields: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ class Model:
         return Path(self.path.replace("{seed}", str(seed)))
 
     def options(self, seed: int) -> list[str]:
-        """What the training script is told of it."""
+        """Arguments of the training script for the model."""
         path = self.path_for(seed)
         if path.suffix == ".yaml":
             source = "--config"
@@ -123,7 +123,7 @@ class Run:
 
 
 def options(run: Run, model: Model, args: argparse.Namespace, others: list[str]) -> list[str]:
-    """What the training script is told for a run."""
+    """Arguments of the training script for a run."""
     given = ["tokenizer_name", "train_file", "validation_file", "max_steps", "num_beams"]
     given += ["source_lang", "target_lang"] if args.task == "translation" else []
     told = [(dash_option(f"--{name}"), str(getattr(args, name))) for name in given if getattr(args, name) is not None]
@@ -166,7 +166,7 @@ def train_all(
 
 
 def validation_loss(folder: Path) -> float:
-    """Of the model that the run in `folder` ended with, or of its best checkpoint if it was to load that."""
+    """Validation loss of the last model of the run in `folder`, or of its best checkpoint if the run loads it."""
     return json.loads((folder / "eval_results.json").read_text(encoding="utf-8"))["eval_loss"]
 
 
@@ -304,7 +304,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """What the command line says, and what of it is the training script's. Raises `ValueError`."""
+    """Arguments of the command line, and those of the training script among them. Raises `ValueError`."""
     parser = ScriptParser(__doc__)
     parser.fromfile_prefix_chars = "@"
     parser.convert_arg_line_to_args = partial(shlex.split, comments=True)

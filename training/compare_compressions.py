@@ -10,7 +10,7 @@ as it is, then trains it from its converted weights and from random ones (`--sta
 teacher (`--trainings`; none: no training), same steps, same seed. Each is compared with the teacher, with the interval
 of the paired bootstrap. The table also goes to `results.json`, and where there are several ratios a picture, BLEU
 of every test against size, to `results.png` (and `results-dark.png`, for dark pages).
-Options it does not know go to `run_translation.py`. A second call skips the runs that are complete.
+Unknown options go to `run_translation.py`. A second call skips the runs that are complete.
 
     python training/compare_compressions.py … --methods paper layers all fewer=decoder_layers=1 small=small.yaml \
         --starts converted --trainings distilled --engines ctranslate2-int8 onnx-int8
@@ -21,8 +21,8 @@ tokens a second of one core, one sentence at a time, all in turn, megabytes, and
 `engines-dark.png`.
 
 A method is one of METHODS, or one of your own: `narrow-each=method=narrow,study.allocation=uniform` is a name, then
-fields of `CompressionOptions`, and behind `study.` of `StudyOptions`, their values in YAML. Errors are weighed on the
-training text, unless the method is the paper's or says `calibration=null`: then on text of the teacher's own.
+fields of `CompressionOptions`, and behind `study.` of `StudyOptions`, their values in YAML. Errors are weighted on the
+training text, unless the method is `paper` or contains `calibration=null`: then on text of the teacher's own.
 `layers` keeps whole layers as they are, the ratio's share of each stack, and factorizes nothing (DistilBART, Shleifer
 and Rush 2020). A method that names its `ratio` is done once, whatever `--ratios` are:
 `6-1=ratio=null,decoder_layers=1` keeps one of the decoder's layers, regressed to do what the others did, and with
@@ -66,7 +66,7 @@ TRAIN = Path(__file__).with_name("run_translation.py")
 EACH = {"study.allocation": "uniform", "study.refit": False}  # every matrix by itself, the ratio for each
 TEACHER, SCORES = "teacher", ("bleu", "chrf")
 LOOKS = list(itertools.product("os^D", [f"C{number}" for number in range(6)]))  # of curves: a marker, its colours
-# Of a recipe, what the comparison decides for all: the model, data, tokenizer and teacher.
+# Options of a recipe that the comparison sets for all runs: model, data, tokenizer and teacher.
 NOT_OF_TRAINING = re.compile(
     r"model|\w+_(file|split|lang|prefix)|dataset_name|tokenizer_name|model_name_or_path|config_name|teacher|output_dir"
 )
@@ -80,9 +80,9 @@ METHODS: dict[str, Mapping[str, object]] = {
     "neurons": {"study.ffn_method": "narrow", **EACH},
     "matrices": {"method": "low-rank", "study.refit": False},  # one budget for all matrices
     "budget": {"study.refit": False},  # heads and neurons among the choices
-    "narrow": {"method": "narrow"},  # no products of thin matrices, but the table's
+    "narrow": {"method": "narrow"},  # no low-rank factors, except of the embedding matrix
     "all": {},
-    "own-text": {"calibration": None},  # weighed on what the teacher makes of random tokens
+    "own-text": {"calibration": None},  # weighted on self-generated text
     "layers": DENSE,  # fewer layers, and nothing else
 }
 Method = Mapping[str, object] | Path
@@ -161,7 +161,7 @@ def list_runs(args: argparse.Namespace, methods: dict[str, Method]) -> list[Run]
 
 
 def reads_text(given: Mapping[str, object]) -> bool:
-    """Whether a method weighs errors or bridges layers; the paper does not, nor who leaves layers out and no more."""
+    """Whether a method weights errors or refits layers, unlike `paper` and methods that only remove layers."""
     conversion = {name: value for name, value in given.items() if not re.match(r"training\.|\w+_layers", name)}
     as_they_are = conversion == {"ratio": None, "study.refit": False}
     return given.get("method") != "paper" and given is not DENSE and not as_they_are
@@ -187,7 +187,7 @@ def conversion_of(
 
 
 def options(run: Run, method: Method, args: argparse.Namespace, others: list[str]) -> list[str]:
-    """What `run_translation.py` is told for a run."""
+    """Arguments of `run_translation.py` for a run."""
     model = ["--model-name-or-path", str(Path(args.output_dir, run.conversion_folder, "model"))]
     if isinstance(method, Path):
         model = ["--config", str(method), "--tokenizer-name", args.teacher]
@@ -214,7 +214,7 @@ def own_training(method: Method) -> dict[str, object]:
 
 
 def test_options(model: list[str], args: argparse.Namespace, others: list[str]) -> list[str]:
-    """What `run_translation.py` is told to test the model that its options `model` name."""
+    """Arguments of `run_translation.py` to test the model of the options `model`."""
     parts = [*model, "--report-to", "none", *others, "--test-file", *args.test_file]
     return [*parts, "--source-lang", args.source_lang, "--target-lang", args.target_lang]
 
@@ -232,7 +232,7 @@ def curves_of(rows: list[dict]) -> dict[str, list[dict]]:
 def draw(rows: list[dict], folder: Path, tests: list[str]) -> None:
     """BLEU against parameters, a panel for every test: a curve for every method and training, a line for the teacher.
 
-    Of several seeds it is the mean. Written to `results.png` and, for dark pages, `results-dark.png`.
+    For several seeds it is the mean. Written to `results.png` and, for dark pages, `results-dark.png`.
     """
 
     def paint(panels: list) -> None:
@@ -307,7 +307,7 @@ def convert_all(runs: list[Run], methods: dict[str, Method], args: argparse.Name
 
 
 def count_parameters(run: Run, args: argparse.Namespace) -> int:
-    """Of a run's model, shared ones once."""
+    """Unique parameters of a run's model."""
     report = Path(args.output_dir, run.conversion_folder, "model", "compression.json")
     if not report.exists():
         return unique_parameters(load_pretrained(AutoModelForSeq2SeqLM, Path(args.output_dir, run.folder)))

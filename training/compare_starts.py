@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 r"""How fast fresh models learn to reverse random tokens: mean loss in nats after some hundred steps.
 
-Beside it what decides it: the share of the fresh encoder's last states that tells the tokens of a sentence apart.
+Beside it what decides it: the share of the fresh encoder's last states that distinguishes the tokens of a sentence.
 
     python training/compare_starts.py
     python training/compare_starts.py --models transformer=lightformer,init_std=0.02 subformer --seeds 0 1 2
@@ -87,7 +87,7 @@ def make_model(description: str, seed: int) -> PreTrainedModel:
 
 @torch.no_grad()
 def own_share(model: PreTrainedModel, seed: int) -> float:
-    """Share of the mean square of the encoder's last states that tells the tokens of a sentence from each other."""
+    """Share of the mean square of the encoder's last states that distinguishes the tokens of a sentence."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(SPECIAL, SPECIAL + TOKENS, (SENTENCES, LENGTH), generator=generator)
     states = model.get_encoder()(input_ids=ids).last_hidden_state

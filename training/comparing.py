@@ -1,4 +1,4 @@
-"""What the comparisons share: runs of the training scripts, each done once, their outputs, tables and pictures."""
+"""Functions of the comparisons: runs of the training scripts, their outputs, tables and pictures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def compare_outputs(folder: Path, other: Path, name: str, references: list[str])
 
 
 def score_key(test: str, score: str) -> str:
-    """What a comparison's row calls a score: by the test, too, where there are several."""
+    """Name of a score in a row of a comparison; with the test's name if there are several tests."""
     return score if test == "test" else f"{test}_{score}"
 
 
@@ -66,7 +66,7 @@ def run_all(script: Path, runs: Mapping[Key, tuple[list[str], Path]], *, jobs: i
 def run_once(script: Path, options: list[str], folder: Path, *, one_thread: bool) -> dict:
     """The test results of `script` with `options` and the output folder `folder`; run only if they are not there yet.
 
-    A run that was interrupted goes on from its last checkpoint, if its options make it write any.
+    An interrupted run resumes from its last checkpoint, if its options let it write checkpoints.
 
     Args:
         one_thread: for several runs at once.

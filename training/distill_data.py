@@ -5,10 +5,10 @@ r"""Let the teacher translate (or summarize) the source side of a corpus: data f
         --output distilled.jsonl
     python training/run_translation.py --train-file distilled.jsonl --source-lang de --target-lang en …
 
-A student learns more from what its teacher would say than from what people said (Kim & Rush 2016, arXiv 1606.07947).
+A student learns more from the translations of its teacher than from references (Kim and Rush 2016, arXiv 1606.07947).
 The output has one object a line, in the order of the data, `{"translation": {"de": "…", "en": "…"}}`: the source as it
-was, and the teacher's best hypothesis. It stands under its name only when it is complete: the same command goes on
-where a kill ended it, and ends with the same file as without the kill.
+was, and the teacher's best hypothesis. The file gets its name when it is complete. The same command resumes after a
+kill, and gives the same file as without the kill.
 
 On a CPU the teacher translates about five times as fast as an engine's model:
 

@@ -10,11 +10,11 @@
     python training/run_classification.py --model-name-or-path 'light/fold-{fold}' --train-file reviews.jsonl …
 
 Data: a text and its class in two columns of a .json, .jsonl, .csv, .tsv or .parquet file or of a Hub dataset. Fold k
-is tested by a model that is trained on all the others; with an `--eval-strategy`, fold k+1 is left out of them and
+is tested by a model that is trained on all the others; with an `--eval-strategy`, fold k+1 is removed from them and
 chooses the best checkpoint. Folds are those of `--fold-column`, or `--num-folds` drawn so that each has its share of
 every class. Every fold begins with the same weights (`{fold}` in a model's name is the fold's number) and leaves its
 model in `fold-<k>`. The result is the mean accuracy and the standard deviation over the folds; without folds it is the
-accuracy on the test part. `--resume-from-checkpoint` goes on where an interrupted run ended, complete folds are kept.
+accuracy on the test part. `--resume-from-checkpoint` resumes an interrupted run, and complete folds are kept.
 
 The model may be a classifier, or a translation model that `lightformers convert` wrote: its encoder is then taken.
 `--word-vectors` (GloVe or fastText text format) starts the embedding, of a configuration whose table is as wide
@@ -70,7 +70,7 @@ from lightformers_hf.loading import build_network, load_pretrained
 from lightformers_hf.text import load_rows, take_rows
 
 HEADS = ("classifier.", "classification_head.", "pre_classifier.", "score.")
-# What a cross-validation leaves in its folder.
+# Files of a cross-validation in its folder.
 OF_FOLDS = r"fold-.+|options\.json|test_results\.json"
 
 
@@ -279,7 +279,7 @@ def fold_parts(rows: Dataset, fold: int, folds: np.ndarray, *, validate: bool) -
 
 
 def check_record(record: Path, options: dict, resume: bool, write: bool) -> None:
-    """Keep the options of a run in `record`. Raises `ValueError` if one that goes on has others."""
+    """Keep the options of a run in `record`. Raises `ValueError` if a resumed run has other options."""
     options = json.loads(json.dumps(options, default=str))
     if resume and record.is_file():
         before = json.loads(record.read_text(encoding="utf-8"))

@@ -14,7 +14,7 @@ from at least so many (Baevski & Auli 2019, arXiv 1809.10853). Perplexity is exp
 the text, end tokens counted.
 
 What data is given for is done: training, evaluation, test. All options of `TrainingArguments` work; besides,
-`--nesterov-momentum 0.99 --lr-scheduler-type cosine` is the optimizer of that paper. An interrupted run goes on with
+`--nesterov-momentum 0.99 --lr-scheduler-type cosine` is the optimizer of that paper. An interrupted run resumes with
 `--resume-from-checkpoint` added to the same command. What a `shapes.json` leaves out about tokens (`vocab_size`, ids
 of pad, bos and eos) is the tokenizer's.
 """

@@ -11,8 +11,8 @@ Text is read as a stream, so a corpus may be larger than memory: lines of .txt, 
 .parquet files or of a Hub dataset. Consecutive sentences fill blocks of at most `--block-size` tokens. The sentences
 of a block are put in random order; then spans of tokens, their lengths Poisson(3), 30 % of the tokens together, are
 each replaced by one `<mask>`, spans of length zero included, where a mask comes in between. The noise of a block
-follows from `--seed`, the pass over the data and the block's number. The stream begins anew when it ends;
-`--max-steps` says when to stop. An interrupted run goes on with `--resume-from-checkpoint`. The validation's
+follows from `--seed`, the pass over the data and the block's number. The stream starts again at its end;
+`--max-steps` says when to stop. An interrupted run resumes with `--resume-from-checkpoint`. The validation's
 perplexity is that of its loss, which is the mean of the batches' means.
 """
 
@@ -103,8 +103,8 @@ def infill(ids: list[int], mask: int, *, share: float, mean: float, random: np.r
     """Text infilling: round(`share` · n) of the n `ids` are in spans, and `mask` stands for each span.
 
     The spans' lengths are Poisson(`mean`); one of length zero puts a mask between two tokens. Every arrangement with
-    a token between neighbouring spans is as likely as any other. The text gets no longer: there are at most as many
-    spans as tokens in them.
+    a token between neighbouring spans is as likely as any other. The text does not become longer: there are at most as
+    many spans as tokens in them.
     """
     masked = round(share * len(ids))
     if masked == 0:
@@ -176,7 +176,7 @@ class NoisedBlocks(torch.utils.data.IterableDataset):
                 yield from self.tokenizer(sentences, add_special_tokens=False, verbose=False)["input_ids"]
 
     def noise(self, sentences: list[list[int]], random: np.random.Generator) -> dict[str, list[int]]:
-        """What the model reads and writes of a block."""
+        """Inputs and targets of the model for a block."""
         data, (begin, end) = self.data, self.ends
         order = random.permutation(len(sentences)) if data.permute_sentences else range(len(sentences))
         ids = [token for i in order for token in sentences[i]]
@@ -187,7 +187,7 @@ class NoisedBlocks(torch.utils.data.IterableDataset):
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before a text, and behind it."""
+    """Tokens that the tokenizer adds before and after a text."""
     bare, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
     return whole[:start], whole[start + len(bare) :]

@@ -10,7 +10,7 @@
 
 What data is given for is done: training, evaluation, test. Outputs are scored by metrics that fit the data, or by
 those that `--metric multi-bleu chrf` names. All options of `Seq2SeqTrainingArguments` work.
-An interrupted run goes on with `--resume-from-checkpoint` added to the same command.
+An interrupted run resumes with `--resume-from-checkpoint` added to the same command.
 
 Any architecture trains from random weights: `--config-name shapes.json --tokenizer-name opus-mt-de-en`, where the file
 holds `{"model_type": "lightformer", "d_model": 192, …}`. What it leaves out about tokens is the tokenizer's:

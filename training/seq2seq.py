@@ -1,4 +1,4 @@
-"""What the sequence-to-sequence scripts share: a whole run from arguments to scores. A task is what they differ in."""
+"""A whole run of the sequence-to-sequence scripts, from arguments to scores. A task is what they differ in."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from lightformers_hf.text import load_parallel, tokenize_pairs
 
 @dataclass(frozen=True)
 class Task:
-    """What a script does that another does not.
+    """Differences between the scripts.
 
     Attributes:
         columns: names of the columns of source and target, or languages within a column `translation`.

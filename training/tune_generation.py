@@ -8,8 +8,8 @@ r"""Choose length penalty, beams and length of the outputs on validation data, a
 The script generates the validation part once for each combination of the values, prints a table of the scores, and
 writes the best combination into the checkpoint's `generation_config.json`. The default penalties, 0 to 2 in steps of
 0.2, and five beams are those of the Subformer's paper (Appendix B), which tunes summaries over lengths of 40, 50 and
-60 tokens. A length penalty has no effect without beams, so that one beam is tried once. Of equal scores the first
-combination counts. Never tune on a test part.
+60 tokens. A length penalty has no effect without beams, so that one beam is tried once. For equal scores the first
+combination is used. Never tune on a test part.
 """
 
 from __future__ import annotations

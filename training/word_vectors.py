@@ -46,7 +46,8 @@ def start_embedding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
 
     All vectors are scaled by one factor, to the standard deviation of the random rows, which words that the file does
     not have keep: positions and LayerNorms then meet what they would from random weights. A word that the file has
-    only in lower case gets that vector. Of a subword vocabulary, pieces that begin a word stand for it. A low-rank
+    only in lower case gets that vector. In a subword vocabulary, pieces at the beginning of a word represent it. A
+    low-rank
     table becomes the best approximation of what a dense one would be, by truncated SVD.
 
     Raises `ValueError` if the widths differ, or the file has none of the words.

@@ -59,7 +59,7 @@ from .framework import (
 if TYPE_CHECKING:
     from ..evaluation.translate import ByteSource
 
-# Fields of `CompressionOptions`: what stands for the value, and the help.
+# Fields of `CompressionOptions`: placeholder of the value, and help.
 OPTIONS_HELP = {
     "ratio": ("P", "Dense / kept parameters of the matrices. Default: 2."),
     "params": ("20M", "Instead: parameters of the compressed model at most."),
@@ -334,7 +334,7 @@ def translate(model: str, file: Path | None, output: Path | None, device: str, *
 
         check_file(output, [model, file])
     with ExitStack() as stack:
-        # Standard input's buffer is a buffered reader, which its type does not say.
+        # The buffer of standard input is a buffered reader; its type does not declare this.
         standard: ByteSource = sys.stdin.buffer  # type: ignore[assignment]
         source: ByteSource = stack.enter_context(file.open("rb")) if file else standard
         from tqdm.auto import tqdm
@@ -623,6 +623,6 @@ def main() -> None:
     kernels, plans = ("64", "64") if sys.argv[1:2] in (["convert"], ["plan"]) else ("512", "128")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", kernels)
     os.environ.setdefault("LRU_CACHE_CAPACITY", plans)
-    # An error, as Ctrl-C is, so that what is begun is removed, and processes that work for this one end with it.
+    # An error like Ctrl-C, so that partial output is removed and worker processes end.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     app(prog_name=NAME)

@@ -31,17 +31,17 @@ from ..results import Result, print_parts
 if TYPE_CHECKING:
     from rich.table import Table
 
-LIBRARIES = ("transformers", "datasets", "huggingface_hub")  # each has levels and handlers of its own
+LIBRARIES = ("transformers", "datasets", "huggingface_hub")  # each has separate levels and handlers
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 # Files or folders, which the shell completes, or names on the Hub. Of models and data, what is not there is refused
 # before torch is imported.
 PLACE, CHECKPOINT, DATA = click.Path(), click.Path(), click.Path()
 CLOSED = set[str]()  # standard streams that were closed when the process began
-SEED = click.IntRange(0, 2**32 - 1)  # what numpy takes
+SEED = click.IntRange(0, 2**32 - 1)  # range of numpy
 AT_LEAST_ONE = click.IntRange(min=1)
 FILE = click.Path(path_type=Path)
 NAME = "lightformers"
-# Where a shell reads what to do first.
+# Start-up files of shells.
 STARTUP_FILES = {"bash": "~/.bashrc", "zsh": "~/.zshrc", "fish": "~/.config/fish/config.fish"}
 # Functions that call this command when TAB is pressed, whatever the environment is then.
 COMPLETIONS = f"~/.config/{NAME}/completion."
@@ -51,7 +51,7 @@ PREPARATIONS = {"zsh": "(( $+functions[compdef] )) || { autoload -Uz compinit &&
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command found.
+    """Result of a command.
 
     Attributes:
         data: for machines, what `--json` writes.
@@ -159,7 +159,7 @@ class Group(click.Group):
         self.examples = examples
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click, which says of a command's options before its name only that there are none such."""
+        """As click, which reports options of a command in front of its name as unknown."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -231,7 +231,7 @@ def run(
     json_file: Path | None = None,
     **arguments: Any,
 ) -> None:
-    """Call a command's function, print what it returns, and say in one line what the user can mend."""
+    """Call a command's function, print its result, and print errors that the user can correct in one line."""
     to_stdout = str(json_file) == "-"
     speaks = os.environ.get("RANK", "0") == "0"  # of several processes, the first
     try:
@@ -308,7 +308,7 @@ def name_options(message: str, typed: Mapping[str, str], values: Mapping[str, An
     if "--" in message:
         return message
     context = click.get_current_context(silent=True)
-    message, trouble = message, message.partition(": ")[0]  # what there is instead stands behind it
+    message, trouble = message, message.partition(": ")[0]  # the alternatives follow the colon
     named = []
     for name, option_name in typed.items():
         given = context is None or context.get_parameter_source(name) is ParameterSource.COMMANDLINE
@@ -444,7 +444,7 @@ def install_completion(context: click.Context, _: click.Parameter, wanted: bool)
         lines = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
         if startup_line not in lines.splitlines():
             file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("a", encoding="utf-8") as opened:  # what is there is not touched
+            with file.open("a", encoding="utf-8") as opened:  # existing content stays
                 opened.write(f"{'' if lines.endswith(chr(10)) or not lines else chr(10)}{startup_line}\n")
     except OSError as error:
         raise click.ClickException(f"{error.filename} cannot be written: {error.strerror}") from error

@@ -1,7 +1,7 @@
-"""Which form every place of a model gets, and which setting: place by place by rules, or together under one budget.
+"""Choice of a form and a setting for every place of a model: by rules for each place, or together under one budget.
 
-A budget is given as `ratio`, `params` or `size`. Places compete for its parameters, and each gets those that reduce
-the estimated loss most.
+A budget is given as `ratio`, `params` or `size`. Its parameters go to the places where they reduce the estimated loss
+most.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .rules import RankPolicy, Ratio
 from .sharing import Originals, find_matrices, short_name
 from .workers import Step, share_work
 
-# What a safetensors file spends on naming a tensor, about.
+# Bytes that a safetensors file needs for the name of a tensor, about.
 HEADER_BYTES = 130
 K = TypeVar("K")
 Result = TypeVar("Result")
-# What one slot of an alternative can become: forms that decide over the same matrices, of which one is chosen.
+# Choices of one slot of an alternative: forms for the same matrices, of which one is chosen.
 Slot = list[Form]
 # Slots that together have all matrices of a unit, filled independently; of a unit's alternatives one is chosen.
 Alternative = list[Slot]
@@ -39,8 +39,8 @@ def spends_budget(options: CompressionOptions, study: StudyOptions) -> bool:
 def find_units(originals: Originals, options: CompressionOptions, study: StudyOptions) -> list[Unit]:
     """Every matrix, attention and network of a model, with the forms that may make it smaller.
 
-    A matrix that the policy settles has the usual form alone; one that has a form in the source already, that form.
-    So have all others of its attention or network.
+    A matrix whose rule is fixed gets the default form, and a matrix with a form in the source keeps that form. The
+    same applies to all matrices of its attention block or network.
     """
     dense, forms, policy = originals.dense, all_forms(), options.policy()
     methods = dict.fromkeys(form.method for form in forms)
@@ -72,7 +72,7 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
 
     units: list[Unit] = []
     taken: set[str] = set()
-    unmet: dict[str, str] = {}  # what an attention or network is asked to become, which no part of the model can
+    unmet: dict[str, str] = {}  # requested forms that no part of the model supports
     # Those of several matrices first: within them single ones are an alternative.
     for matrices in sorted((one for form in forms[::-1] for one in places[form].values()), key=len, reverse=True):
         if taken.intersection(matrices):
@@ -113,9 +113,9 @@ def _covers(matrices: Sequence[str], parts: Collection[tuple[str, ...]]) -> Iter
 def choose(
     units: Sequence[Unit], originals: Originals, options: CompressionOptions, study: StudyOptions, *, progress: bool
 ) -> tuple[list[Form], Callable[[Form], Setting]]:
-    """The places in the forms that are chosen, largest first, and what says the setting of each.
+    """The places in the forms that are chosen, largest first, and the source of the setting of each.
 
-    By rules, a setting is found only when it is asked for, which may take a decomposition.
+    With rules, a setting is computed on demand, which may require a decomposition.
 
     Raises:
         ValueError: a budget that cannot be met.
@@ -142,7 +142,7 @@ def check_choices(
     """Return the share of the matrices' parameters that is removed, about: one half where each follows a rule.
 
     Raises:
-        ValueError: a rule or a budget cannot be met, or asks for nothing. Known before anything takes long.
+        ValueError: a rule or a budget cannot be met, or has no effect. The check precedes all long computations.
     """
     policy = options.policy()
 
@@ -178,7 +178,7 @@ def work_on_places(
 ) -> Iterator[tuple[Form, Result]]:
     """The places, largest first, each with what `work` returned for it.
 
-    The bar counts parameters: a large place takes far longer than a small one.
+    The progress bar counts parameters, because a large place takes far longer than a small one.
     """
     sizes = [int(place.size(None)) for place in places]
 
@@ -192,13 +192,13 @@ def work_on_places(
 
 
 def sort_by_size(places: list[Form]) -> list[Form]:
-    """The places with most parameters first, so that none of them is left for the end."""
+    """Sort places by parameters, largest first, so that no large place is computed last."""
     return sorted(places, key=lambda place: place.size(None), reverse=True)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The parameters that all places of a model may have together, given as a ratio, a number, or bytes.
+    """The number of parameters for all places of a model, given as a ratio, a number, or bytes.
 
     Attributes:
         originals: the model.
@@ -308,7 +308,7 @@ class Budget:
 
 
 def smallest(units: Sequence[Sequence[Sequence[Mapping[K, Choices]]]]) -> float:
-    """The least size that the units can have together."""
+    """The smallest total size of the units."""
     return sum(
         min(
             sum(min(choices.sizes.min().item() for choices in slot.values()) for slot in slots)
@@ -329,10 +329,10 @@ class Pick(NamedTuple):
 def allocate(units: Sequence[Sequence[Sequence[Mapping[K, Choices]]]], budget: float) -> dict[K, int | None]:
     """Choose one alternative of every unit, a part for each of its slots, and a setting of each part, within `budget`.
 
-    For a price λ of a parameter, every unit takes what minimizes cost + λ·size by itself. This is the best choice of
-    all for the size that it comes to (Everett 1963). λ is bisected to the lowest that meets the budget. Sizes that
-    belong to a price have gaps, which are wide in small models: the rest of the budget then goes to the units whose
-    cost falls most for each parameter.
+    For a price λ of a parameter, every unit takes what minimizes cost + λ·size by itself. No other choice of this
+    total size is cheaper (Everett 1963). λ is bisected to the lowest that meets the budget. The sizes for all prices
+    have gaps, which are wide in small models. The rest of the budget goes to the units whose cost decreases most per
+    parameter.
 
     Args:
         units: e.g. an attention block: either narrower heads, or its four matrices by themselves, each in one form
@@ -342,7 +342,7 @@ def allocate(units: Sequence[Sequence[Sequence[Mapping[K, Choices]]]], budget: f
         {part: setting} of the parts chosen.
 
     Raises:
-        ValueError: no choice is so small.
+        ValueError: no choice meets the budget.
     """
 
     def fill(slots: Sequence[Mapping[K, Choices]], price: float) -> Pick:

@@ -1,8 +1,8 @@
 """Calibration text: the user's sentence pairs, the user's sentences, or random tokens, translated by the teacher.
 
-Random sources are tokens drawn one by one with the frequencies that the tokenizer knows; targets are what the teacher
-makes of them. That is no language, yet layers get inputs, and losses gradients, much like those of sentences. Teachers
-that are told their task (T5) are told all that they are known for, in turn.
+Random sources are tokens drawn one by one with the frequencies of the tokenizer; targets are the teacher's
+translations. That is no language, yet layers get inputs, and losses gradients, much like those of sentences. Teachers
+with task prefixes (T5) get all their prefixes in turn.
 """
 
 from __future__ import annotations
@@ -37,19 +37,18 @@ from .workers import Step, cast_weights, fast_products, gather_from_all, map_in_
 if TYPE_CHECKING:  # self-generated text needs none of it
     from datasets import Dataset
 
-# Unless told otherwise, so many sentence pairs, and of short ones more, until they have so many tokens a side for each
-# of d_model, or so many in all: wide moments take more tokens to know, and wide models more time for each
-# (RESULTS.md, "Probes").
+# Default number of sentence pairs. Short pairs are more, until each side has so many tokens per feature of d_model, or
+# so many in total: wide moments need more tokens, and wide models more time for each (RESULTS.md, "Probes").
 SAMPLES, TOKENS_PER_FEATURE, MOST_TOKENS = 1000, 64, 2**15
 BATCH = 32  # pairs of a batch at most
 # Every tenth sentence is held out of the calibration, of so many at least.
 HELD_OUT, FEWEST_SENTENCES = 10, 100
 # Tokens of a text, of models that take any number.
 LONGEST = 512
-# Random sources, unless told otherwise, of a large model, and the tokens that each has.
+# Default number of random sources for a large model, and the range of their lengths in tokens.
 SOURCES, SHORTEST_SOURCE, LONGEST_SOURCE = 256, 5, 30
 SMALL, MOST_TIMES = 20_000_000, 4  # parameters of models that take more, and how many times as many
-# Of the teacher's own way to generate: which tokens begin and end a text, and which may not follow.
+# Settings of the teacher's generation: tokens that begin and end a text, and tokens that may not follow.
 TOKEN_RULES = (
     "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_bos_token_id",
     "forced_eos_token_id", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "repetition_penalty",
@@ -312,8 +311,8 @@ def _with_targets(
 def token_frequencies(tokenizer: PreTrainedTokenizerBase | None, config: PreTrainedConfig) -> Tensor:
     """Return the expected frequency of each source token, (V), not normalised; 0 for special tokens.
 
-    A unigram model (SentencePiece) knows its tokens' probabilities. Elsewhere ids are taken to be in order of falling
-    frequency, as byte-pair merges are, and to follow Zipf's law. Without a tokenizer all tokens are alike.
+    A unigram model (SentencePiece) contains the probabilities of its tokens. Elsewhere ids are taken to be in order of
+    falling frequency, as byte-pair merges are, and to follow Zipf's law. Without a tokenizer all tokens are alike.
     """
     special = {config.pad_token_id, config.bos_token_id, config.eos_token_id, config.decoder_start_token_id}
     if tokenizer is None:

@@ -40,7 +40,7 @@ def read_results(file: Path, parameters: int) -> dict:
             ): variant
             for variant in dict.fromkeys(results["signatures"].values())
         }
-        # A path of this machine is nobody's business; a data set on the Hub has an owner.
+        # A local path is private; a data set on the Hub has an owner.
         data = results["data"]
         shown |= {"data": Path(data).name if is_file_name(data) else data, "rows": _rows(results)}
     except FileNotFoundError:
@@ -117,7 +117,7 @@ def write_export_card(
     Args:
         metadata: of `inherited_metadata`, of the checkpoint that was exported.
         form: type of the stored numbers; integers make it a quantized model on the Hub.
-        lines: what is to be said of it.
+        lines: the remarks on it.
         library: program that loads it, by its name on the Hub.
         example: a program in Python that runs it.
     """

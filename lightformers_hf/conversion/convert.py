@@ -1,6 +1,7 @@
-"""The pipeline of a conversion, from top to bottom; users call it by `workflows.convert`.
+"""Pipeline of a conversion, in order; users call `workflows.convert`.
 
-load → trim → shorten → share → bridge → measure → choose → build → refit → write: functions of what they are given.
+load → trim → shorten → share → bridge → measure → choose → build → refit → write: each step is a function of its
+arguments.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class Compressed:
     Attributes:
         teacher: the teacher, with the layers that stay.
         model: skeleton of the result.
-        tensors: the result's, in the teacher's type or in float32, in which layers are regressed; empty after a dry
+        tensors: tensors of the result, in the teacher's type, or in float32 if layers are refitted; empty after a dry
             run, and in processes that do not write.
-        report: what was done.
+        report: the report of the conversion.
     """
 
     teacher: Teacher
@@ -61,7 +62,7 @@ class Measured:
         whole: the model with all layers, on its device; `None` without text.
         calibration: the moments of the teacher's matrices, if errors are weighted.
         compared: batches on which the result is compared with the teacher.
-        held_out: whether these were held out of the calibration.
+        held_out: whether these batches were held out of the calibration.
         sentences: fingerprints of the user's sentences.
     """
 
@@ -76,10 +77,10 @@ class Measured:
 def compress(
     folder: Path, source: str, options: CompressionOptions, study: StudyOptions | None, *, dry: bool, progress: bool
 ) -> Compressed:
-    """Decide what every part of the teacher in a folder becomes, and make it, unless the run is `dry`.
+    """Choose the form of every part of the teacher in a folder, and build it, unless the run is `dry`.
 
-    All processes, where there are several, go through it together and have the same results; the tensors are the main
-    process's alone. `source` is what the user called the teacher.
+    Several processes run it together and get equal results; only the main process has the tensors. `source` is the
+    user's name of the teacher.
     """
     asked_study, study = study, resolve_study(options, study)
     device, progress = find_device(options.device), progress and is_main()
@@ -135,7 +136,7 @@ def compress(
 
 
 def check_needs(teacher: Teacher, options: CompressionOptions, study: StudyOptions) -> None:
-    """Raise `ValueError` where an option means nothing without text: no text is read."""
+    """Raise `ValueError` for options that have no effect because no text is read."""
     needed = needs_calibration(options, study)
     if needed is not None and not issubclass(teacher.model_class, ConditionalGenerationHead):
         raise ValueError(
@@ -166,7 +167,7 @@ def measure(
     Args:
         whole: the teacher with all its layers.
         removed: as of `Calibration`.
-        bridges, calibrates: whether to refit layers, and to measure sensitivity.
+        bridges, calibrates: whether to refit the remaining layers, and to measure the sensitivity.
         device: where models run.
     """
     pairs = draw_pairs(whole, options, study)
@@ -196,7 +197,7 @@ def measure(
 
 
 def merge_layers(originals: Originals, calibration: Calibration | None, study: StudyOptions) -> Originals:
-    """The matrices with what was measured of them, those of a new group in bases in which they are alike."""
+    """Return the matrices with their measurements; the layers of a new group are aligned to equal bases."""
     teacher, dense, device = originals.teacher, originals.dense, originals.device
     bases = find_bases(teacher, dense, calibration, device) if originals.is_aligned else {}
     if calibration is not None:
@@ -207,7 +208,8 @@ def merge_layers(originals: Originals, calibration: Calibration | None, study: S
 def build(
     places: list[Form], setting: Callable[[Form], Setting], originals: Originals, *, keep: bool, progress: bool
 ) -> tuple[Built, list[MatrixReport]]:
-    """All places at their settings, largest first, one a worker; reports in the order of the model's matrices.
+    """Build all places at their settings, largest first, one per worker; reports have the order of the model's
+    matrices.
 
     Args:
         keep: whether tensors are wanted.
@@ -227,7 +229,7 @@ def build(
 
 
 def find_config(dense: PreTrainedModel, reports: list[MatrixReport]) -> FactorizedConfig:
-    """The result's configuration: what every form says of the matrices that have it."""
+    """The result's configuration: the fields that every form sets for its matrices."""
     fields: dict[str, object] = {}
     for form in all_forms():
         fields |= form.fields([report for report in reports if report.form == form.label], dense)
@@ -243,16 +245,16 @@ def fit(
     *,
     progress: bool,
 ) -> Agreement:
-    """Refit the layers of a smaller model to its teacher's outputs, and compare what the two predict.
+    """Refit the layers of a compressed model to its teacher's outputs, and compare their predictions.
 
     Args:
         model: skeleton of the result.
         teacher: with the layers that stay.
         tensors: the result's, which are replaced by the refitted ones.
-        built: what its matrices have become; `None` where nothing is to be refitted.
+        built: the built matrices; `None` if no layer is refitted.
     """
     names = list(tensors)
-    # Taken out one by one: the model and all tensors that it is made of need not be there together.
+    # Tensors are removed one by one, so that the model and all tensors are never in memory together.
     values = {name: (tensors.pop(name) if built else tensors[name]).float() for name in names}
     student = assemble(type(model), model.config, values).to(measured.whole.device)
     expected = predict_tokens(measured.whole, measured.compared)
@@ -268,20 +270,21 @@ def fit(
 
 
 def write(result: Compressed, folder: Path, place: str) -> None:
-    """Write checkpoint, tokenizer, report and card into a folder, which will be called `place`."""
+    """Write checkpoint, tokenizer, report and card into a folder whose final name is `place`."""
     teacher, model = result.teacher, result.model
     load_tensors(model, cast_tensors(result.tensors, teacher.config.dtype or torch.float32), assign=True)
     model.generation_config = teacher.generation_config()
     model.save_pretrained(folder)
     if teacher.has_tokenizer:
-        # Loaded and saved rather than copied: the class's name gets written, which the model type no longer tells.
+        # Loaded and saved rather than copied: this writes the name of the class, which does not follow from the model
+        # type.
         teacher.tokenizer().save_pretrained(folder)
     write_report(result.report, folder)
     write_card(result.report, folder, place)
 
 
 def cast_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors in the type that the result is stored in."""
+    """Return the tensors in the type in which the result is stored."""
     cast = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     for name, tensor in cast.items():
         if not all_finite(tensor):

@@ -16,10 +16,10 @@ from .workers import AT_ONCE, count_workers
 # of the longer sides of matrices. From `lightformers benchmark conversion --whole` for four shapes of 74M to 615M,
 # within a quarter of each, where a product of two matrices 512×512 in float32 took so many seconds.
 LAYERS, LOGITS, ALGEBRA, PRODUCT = 0.33, 0.33, 0.09, 1.9e-3
-# Of what tokens take, the part of those that the model need not write first: measured 0.52 and 0.76.
+# Cost of a token that the model need not generate first, relative to other tokens: measured 0.52 and 0.76.
 GIVEN = 0.6
-# Bytes of the libraries and of what is kept beside models; the model's in float32 so many times: the teacher, the
-# result, what a batch and a decomposition need. Of the same, and of a model of 10M, within a tenth.
+# Bytes of the libraries and of other data; multiples of the model's size in float32: the teacher, the result, memory
+# of a batch and of a decomposition. For the same models, and for a model of 10M, within 10 %.
 LIBRARIES, COPIES = 7e8, 1.9
 BEGINNING = 8.0  # seconds, to load
 # So many threads to the power of this are so many times as fast: two 1.4 times, measured 1.4 to 1.5.

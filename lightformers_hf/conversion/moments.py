@@ -27,7 +27,7 @@ UNSEEN = 1e-6
 STRIP = 256
 # Rows of an embedding matrix that are taken to float64 together, and columns of a triangle.
 ROWS, COLUMNS = 4096, 512
-# Bytes of tensors that a `TensorStore` holds in memory; on a GPU, a share of what is free there.
+# Bytes of tensors that a `TensorStore` holds in memory; on a GPU, a share of its free memory.
 ROOM, FREE_SHARE = 2**26, 0.25
 Value = TypeVar("Value")
 
@@ -35,7 +35,8 @@ Value = TypeVar("Value")
 class lazy_property(Generic[Value]):  # noqa: N801, used as `property` is
     """A property computed on first use, of several instances at once: unlike `functools.cached_property` before 3.12.
 
-    Matrices are decomposed in several threads. Two that ask one instance at once both compute, and get equal values.
+    Matrices are decomposed in several threads. Two threads that access one instance at once both compute, and get
+    equal values.
     """
 
     def __init__(self, compute: Callable[[Any], Value]):
@@ -118,7 +119,7 @@ def _as_bytes(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True, eq=False)
 class WeightedRows:
-    """Rows x of some weight w each: products of two such are weighted sums."""
+    """Rows x with a weight w each; products of two such are weighted sums."""
 
     rows: Tensor  # √w x, tokens×m, as `factor_rows` has them
     roots: Tensor  # √w, of as many
@@ -286,7 +287,7 @@ class PairMoments:
 
 @dataclass(frozen=True, eq=False)
 class Damped:
-    """A second moment, m×m, and how much is added to its diagonal, relative to the mean of that."""
+    """A second moment, m×m, and the share of its mean diagonal that is added to the diagonal."""
 
     moment: Tensor
     damping: float
@@ -311,7 +312,7 @@ class Damped:
 
 @dataclass(frozen=True, eq=False)
 class Metric:
-    """The norm ‖Lᵀ Δ R‖_F that an error Δ of a matrix, m×n, is measured in; half its square is nats a target token.
+    """The norm ‖Lᵀ Δ R‖_F of an error Δ of an m×n matrix; half of its square is nats per target token.
 
     Attributes:
         rows: C, L is its root; or the square roots of row weights, m, for an embedding matrix.
@@ -383,6 +384,6 @@ def damped_root(moment: Tensor, damping: float) -> Tensor:
         diagonal.copy_(before)
     if not all_finite(moment):
         raise ValueError("the calibration moments are not finite: the model's states or gradients are too large")
-    # Where all samples are alike, what is left around their mean is rounding.
+    # If all samples are equal, the rest around their mean is rounding.
     values, vectors = torch.linalg.eigh(moment)
     return torch.linalg.cholesky(vectors * values.clamp(min=damping * values.abs().max()) @ vectors.T)

@@ -17,21 +17,21 @@ from .rules import KINDS, RULES, Energy, FixedRank, RankPolicy, RankRule, RankSh
 Method = Literal["auto", "low-rank", "narrow", "paper"]
 METHODS = get_args(Method)
 
-# Budgets for all matrices together, and all ways to say how far everything is compressed.
+# Budgets for all matrices together, and all options for the size of the result.
 OTHER_BUDGETS = ("params", "size")
 BUDGETS = ("ratio", *OTHER_BUDGETS)
 HOW_FAR = ("ratio", "rank", "energy", *OTHER_BUDGETS)
 LAYERS = ("encoder_layers", "decoder_layers")
 GROUPS = ("encoder_groups", "decoder_groups")
 
-# What a method says of attention and of feed-forward networks; `auto` leaves both open.
+# Values of a method for attention and feed-forward networks; `auto` leaves both open.
 METHOD_SWITCHES: dict[str, dict[str, Any]] = {
     "auto": {},
     "low-rank": {"attention_method": "low-rank", "ffn_method": "low-rank"},
     "narrow": {"attention_method": "narrow", "ffn_method": "narrow"},
     "paper": {"attention_method": "low-rank", "ffn_method": "low-rank", "allocation": "uniform", "refit": False},
 }
-# Switches of a study and what they may be.
+# Switches for experiments and their values.
 STUDY_CHOICES: dict[str, tuple[str | None, ...]] = {
     "weighting": ("loss", "inputs", "rows"),
     "allocation": (None, "uniform", "budget"),
@@ -41,10 +41,10 @@ QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(b?)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class CompressionOptions:
-    """What is compressed, and how far. Of ratio, rank, energy, params and size at most one is set.
+    """Options of a compression. At most one of ratio, rank, energy, params and size is set.
 
-    With none of them, the ratio is 2, unless layers, groups, a vocabulary or a pattern are asked for: then only what
-    those say. So it is with a ratio of 1 beside them.
+    With none of them, the ratio is 2, unless layers, groups, a vocabulary or a pattern are asked for: then only the
+    patterns apply. So it is with a ratio of 1 beside them.
 
     Attributes:
         ratio: p of Eq. 12, dense parameters / kept parameters of the matrices together; above 1.
@@ -58,29 +58,30 @@ class CompressionOptions:
             characters and bytes stay too, so that every text can still be written. `None` keeps all tokens.
         vocabulary_size: tokens of each side at most, the most frequent ones of that text. `None`: all of them.
         pattern: a kind of matrices (`embedding`, `attention`, `ffn`), or a regular expression for the end of a
-            module's name → `64` (rank), `4x` (ratio), `90%` (energy) or `dense`; an int is a rank, `None` is dense.
-            It comes before the general choice, names before kinds, and of names the first that matches.
-        encoder_layers, decoder_layers: layers that are kept, evenly spread and the last among them; the others are
-            left out before anything else, and what they did is regressed on what the kept ones compute. The decoder's
-            cost most time. `None` keeps all.
-        encoder_groups, decoder_groups: N, number of stored layers; `None` leaves the source's sharing as it is.
-        method: `low-rank`, every matrix by itself; `narrow`, narrower heads and fewer neurons; `auto`, whichever
-            loses less. `paper` is plain truncated SVD of every matrix alone (Eq. 11), the ratio for each (Eq. 12).
-            Matrices of a group are truncated layer by layer, then merged to one of their rank.
-        calibration: text, never that of a test: a file or a dataset on the Hub. Sentence pairs, see `load_parallel`;
-            or the source language alone, a .txt file with a text a line or one column, which the teacher translates.
-            Errors are measured by what they cost the loss there. `None`: on text that the teacher makes itself;
-            models that are no sequence-to-sequence models go without.
-        calibration_samples: how many pairs of it are drawn; `None` means 1000, of short ones as many more as have 64
-            tokens a side for each of d_model, or 32,768, and all where there are fewer; of the teacher's own 256, up
-            to 1024 where it has less than 20M parameters.
+            module's name → `64` (rank), `4x` (ratio), `90%` (energy) or `dense`; an int is a rank, `None` is dense. A
+            pattern has priority over the general option, a name over a kind, and the first matching name over later
+            ones.
+        encoder_layers, decoder_layers: number of layers that are kept, evenly spread and including the last; the
+            others are removed first, and the kept ones are refitted by least squares to the outputs of the whole
+            stack. The decoder takes most of the time. `None` keeps all layers.
+        encoder_groups, decoder_groups: N, number of stored layers; `None` keeps the sharing of the source.
+        method: `low-rank`, low-rank factors for each matrix; `narrow`, narrower heads and fewer neurons; `auto`, the
+            better of both for each part. `paper` is plain truncated SVD of every matrix alone (Eq. 11), the ratio for
+            each (Eq. 12). Matrices of a group are truncated layer by layer, then merged to one of their rank.
+        calibration: text on which the sensitivity of the loss is measured, never the test set: a file or a data set on
+            the Hub. Sentence pairs, see `load_parallel`; or source text alone (a .txt file with one text per line, or
+            one column), which the teacher translates. `None`: self-generated text. Other models than
+            sequence-to-sequence models use no calibration.
+        calibration_samples: number of pairs that are drawn. `None` means 1000, or more short pairs, until each side
+            has 64 tokens per feature of d_model or 32,768 tokens. Self-generated texts are 256, and up to 1024 for
+            teachers below 20M parameters.
         source_lang, target_lang: a column of the data, or a language inside its column `translation`; of a
-            multilingual checkpoint (mBART-50, M2M100, NLLB) also the tokenizer's code of the language, which the
-            result keeps. `COLUMN=CODE` (`de=de_DE`) where the two differ. `None`: those that the tokenizer names. A
-            model that is told its task before every source gets that behind the column, with a space at the end: T5's
-            `de=translate German to English: `, unless its configuration has it for the two languages.
-        device: where the model runs and matrices are decomposed: `cpu`, `cuda`, `cuda:1`, `mps`, …. One that knows no
-            float64 (mps) runs the model only.
+            multilingual checkpoint (mBART-50, M2M100, NLLB) also the language code of the tokenizer, which the result
+            keeps. Write `COLUMN=CODE` (`de=de_DE`) if they differ. `None`: the languages of the tokenizer. A task
+            prefix follows the column, with a space at the end: `de=translate German to English: ` for T5, unless its
+            configuration has a prefix for the two languages.
+        device: where the model runs and matrices are decomposed: `cpu`, `cuda`, `cuda:1`, `mps`, …. A device without
+            float64 (mps) only runs the model.
 
     Raises:
         ValueError: a value is out of its range, or two of them contradict each other.
@@ -124,7 +125,7 @@ class CompressionOptions:
             read_quantity(name, getattr(self, name))
         if self.method == "paper" and (given := self._given("calibration", *LAYERS, *OTHER_BUDGETS)):
             raise ValueError(f"method is 'paper', but the paper's procedure has no {given[0]}: leave one of them out")
-        self.policy()  # names what is out of its range
+        self.policy()  # raises an error for values out of range
         for kind in ("attention", "ffn") if self.method == "narrow" else ():
             rule = self._policy.kinds.get(kind, self._policy.default)
             if not (rule is None or isinstance(rule, Ratio)):
@@ -143,7 +144,7 @@ class CompressionOptions:
         return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
 
     def policy(self) -> RankPolicy:
-        """Which rule holds for which matrix. Where the budget is no ratio, the default's 2 stands for it."""
+        """The rule for each matrix. If the budget is not a ratio, the rule of the default ratio 2 stands for it."""
         return self._policy
 
     @property
@@ -173,7 +174,7 @@ class CompressionOptions:
 
     @property
     def reads_text(self) -> bool:
-        """Whether text is read for it, the user's or the teacher's own: matrices get smaller, or layers fewer."""
+        """Whether calibration text is needed: matrices become smaller, or layers fewer."""
         layers = (self.encoder_layers, self.decoder_layers, self.encoder_groups, self.decoder_groups)
         return self.method != "paper" and (self.policy().compresses or any(layers))
 
@@ -181,7 +182,7 @@ class CompressionOptions:
         return [name for name in names if getattr(self, name) is not None]
 
     def _is_one_number(self) -> bool:
-        """Whether one number decides for everything that the pattern leaves open."""
+        """Whether one ratio applies to all matrices without a pattern."""
         policy = self._policy
         return isinstance(policy.default, Ratio) and not any(policy.kinds.values())
 
@@ -201,25 +202,26 @@ class CompressionOptions:
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """Switches that exist to compare ways of compressing; nobody else needs to touch them.
+    """Switches for experiments that compare methods; other users need none of them.
 
-    The two methods may be that of any structural form, which `convert` checks.
+    The two methods may name any structural form; `convert` checks them.
 
     Attributes:
-        weighting: what errors of a matrix are weighed by: the `loss`, its `inputs` alone, or one weight a row
-            (`rows`), see `Calibration.metric`. Only the first makes errors of different matrices compare.
-        allocation: `uniform` gives every matrix the ratio, `budget` spends the parameters that the ratio leaves where
-            they spare most loss. `None` means `budget` where there is calibration and one ratio for all kinds.
-        attention_method: attention by `low-rank` matrices, each by itself, or by narrower heads (`narrow`). `None`: as
-            the method says.
-        ffn_method: feed-forward networks by `low-rank` matrices, or with fewer neurons (`narrow`); `None` likewise.
-        share_layer_norms: whether the LayerNorms of new groups are shared, too.
-        refit: regress the teacher's outputs on what every layer gets, front to back: after truncation, and before it
-            where layers are left out. `None`: where there is text, and, after truncation, no layer is shared.
-        calibration_seed: which pairs of the calibration text are drawn.
+        weighting: weights of errors of a matrix: the `loss`, its `inputs` alone, or one weight a row (`rows`), see
+            `Calibration.metric`. Only with `loss` are errors of different matrices comparable.
+        allocation: `uniform` gives every matrix the same ratio; `budget` distributes the parameters so that the loss
+            grows least. `None` means `budget` with calibration and one ratio for all kinds.
+        attention_method: attention by `low-rank` factors of each matrix, or narrower heads (`narrow`). `None`: as in
+            the method.
+        ffn_method: feed-forward networks by `low-rank` factors, or with fewer neurons (`narrow`). `None`: as in the
+            method.
+        share_layer_norms: whether the layer norms of new groups are also shared.
+        refit: refit every layer by least squares to the teacher's outputs, front to back: after truncation, and before
+            it if layers are removed. `None`: if there is text and, after truncation, no layer is shared.
+        calibration_seed: seed of the selection of calibration pairs.
 
     Raises:
-        ValueError: a value is none of its choices.
+        ValueError: a value is not among its choices.
     """
 
     weighting: str = "loss"

@@ -1,7 +1,7 @@
 """Refit: every linear layer and norm learns to give the teacher's outputs from the inputs that it now gets.
 
-Front to back in one pass, by regression on the calibration sentences; no labels, no back-propagation. What one layer
-loses, the next ones make up for. In the same way the layers that stay learn to do the work of removed ones. In the
+Front to back in one pass, by regression on the calibration sentences; no labels, no back-propagation. Later layers
+compensate for the losses of a layer. In the same way the layers that stay learn to do the work of removed ones. In the
 end the probabilities of tokens are balanced, and the predictions of both models compared.
 """
 
@@ -52,20 +52,20 @@ RIDGE, SELF_GENERATED_RIDGE = 1e-2, 0.1
 # Share of the accumulated error of the hidden states that is corrected: more helps on the sample alone (RESULTS.md,
 # "What states lack").
 CORRECTED = 0.5
-# At least this share of their mean square: what rounding in float32 may leave of the variance of constant inputs.
+# At least this share of their mean square: the variance that rounding in float32 leaves for constant inputs.
 CONSTANT = 1e-6
-# Tokens of a batch: nothing is kept for gradients, and of few the passes take less time than what is around them.
+# Tokens of a batch. Nothing is stored for gradients, and for small batches the overhead would exceed the passes.
 TOKENS = 1024
 NORMS = (nn.LayerNorm, nn.RMSNorm)
 # Target tokens whose probabilities are balanced, about; steps that balance them, occurrences of each that are added to
 # those seen, and how many nats a token they must win together.
 BALANCED, BALANCING, SMOOTHING, WORTH_BALANCING = 8192, 4, 0.5, 0.04
-# Of `encoder` and `decoder`, which layers of a teacher those of another model stand for.
+# For `encoder` and `decoder`, indices of the teacher's layers that correspond to the layers of another model.
 Depths = Mapping[str, Sequence[int]]
 
 
 def can_refit(config: FactorizedConfig, study: StudyOptions) -> bool:
-    """Whether layers are to be regressed on the teacher's outputs: unless told otherwise, where none is shared."""
+    """Whether layers are refitted to the teacher's outputs: by default, if no layer is shared."""
     possible = isinstance(config, LightFormerConfig) and not (config.encoder_groups or config.decoder_groups)
     if study.refit and not possible:
         raise ValueError(
@@ -126,7 +126,7 @@ def bridge(
     stacks = tuple(depths) if len(depths["encoder"]) < len(teacher.get_encoder().layers) else ("decoder",)
     linear = [name for stack in stacks for name, _ in _linear_layers(shorter, stack)]
     names = [*linear, *(name for stack in stacks for name in _norms(shorter, stack))]
-    for name in linear:  # files' pages, or the teacher's own
+    for name in linear:  # mapped files, or tensors of the teacher
         for weight in shorter.get_submodule(name).parameters():
             weight.data = weight.data.clone()
     store, unchanged = TensorStore(teacher.device), Built([], {})
@@ -144,14 +144,14 @@ class Regression:
 
     A layer's inputs x are the student's, with all layers before it regressed; its aim y is the teacher's output, and
     where that is added to states r, of which the student's r' lack some, y + β(r − r'). So what one sublayer loses,
-    the next ones make up for: all of it (β = 1) where layers were left out, half of it where matrices got smaller.
-    W* = (E[xᵀx] + ρI)⁻¹ (E[xᵀy] + ρW), all centred, truncated in the metric of the calibration; the bias makes the
-    means agree (without one, nothing is centred). W is the layer as it was in the teacher, ρ = `ridge` ·
-    the mean variance of x. Tokens have the weights of the calibration, or without one all the same.
+    the next ones make up for: all of it (β = 1) if layers were removed, half of it if matrices became smaller. W* =
+    (E[xᵀx] + ρI)⁻¹ (E[xᵀy] + ρW), all centred, truncated in the metric of the calibration; the bias makes the means
+    agree (without one, nothing is centred). W is the layer as it was in the teacher, ρ = `ridge` · the mean variance
+    of x. Tokens have the weights of the calibration, or without one all the same.
 
-    Norms put states that have lost something back to their full size, errors with them. The gain g of each becomes
-    g + β(g* − g), g* regressed likewise on what the teacher's gives, each feature by itself, and its bias makes the
-    means agree. The one before the output layer stays where β < 1: it would make the model less sure than it is.
+    Norms put states that have lost something back to their full size, errors with them. The gain g of each becomes g +
+    β(g* − g), with g* fitted by least squares to the outputs of the teacher's norm, feature by feature; its bias makes
+    the means agree. The one before the output layer stays where β < 1: it would make the model less sure than it is.
 
     Attributes:
         student, teacher: LightFormers without shared layers; the teacher dense or not.
@@ -296,12 +296,12 @@ class Regression:
         if not centred:
             mean_in, mean_out = torch.zeros_like(mean_in), torch.zeros_like(mean_out)
         variance, covariance = square - mean_in**2, product - mean_in * mean_out
-        # Of what the norm gave: so that features count alike, whatever their gain.
+        # Weights from the outputs of the norm, so that features count equally, whatever their gain.
         scale = (covariance / variance + self.ridge) / (1 + self.ridge)
         scale = 1 + self.share * (torch.where(variance > CONSTANT * square, scale, 1) - 1)
         scale, shift = (each.float().to(norm.weight.device) for each in (scale, mean_out - mean_in * scale))
         new = {"weight": norm.weight * scale} | ({"bias": norm.bias * scale + shift} if centred else {})
-        for leaf, tensor in new.items():  # not in place: its own may be the teacher's, too
+        for leaf, tensor in new.items():  # not in place, because the teacher may share the tensor
             setattr(norm, leaf, nn.Parameter(tensor.to(norm.weight.dtype), requires_grad=False))
 
     def _solve(self, layers: dict[str, nn.Module], inputs: PairMoments, outputs: dict[str, PairMoments]) -> None:
@@ -314,7 +314,7 @@ class Regression:
             some = {name: layer for name, layer in layers.items() if (bias_of(layer) is not None) == centred}
             if not some:
                 continue
-            # Inputs that hardly vary leave a covariance of rounding; those always zero, behind what was pruned, none.
+            # Nearly constant inputs leave a covariance of rounding errors; inputs that are always zero leave none.
             seen = inputs.moment(centred=False).diagonal().mean()
             covariance = inputs.moment(centred=centred)
             ridge = max(self.ridge * covariance.diagonal().mean(), CONSTANT * seen)
@@ -337,7 +337,7 @@ class Regression:
         """Return the matrix towards which a regression is shrunk: the layer's own in the teacher if inputs fit."""
         before = self.student if self.calibration is None else self.calibration.model
         own = self.built.of_teacher(name, _matrix(before.get_submodule(name), self.device))
-        return own if len(own) == inputs else _matrix(layer, self.device)  # its inputs are others
+        return own if len(own) == inputs else _matrix(layer, self.device)  # the layer has other inputs
 
     def _metric(self, name: str, covariance: Tensor, width: int) -> Metric:
         """Return the norm of errors of a matrix with such inputs and `width` outputs."""
@@ -609,7 +609,8 @@ def balance(
     more than it gives; and where that is certain, the others are not computed.
 
     With p the student's probabilities as they are, b makes them p·e^b / Z, Z the sum of p·e^b over the tokens. Of the
-    cross-entropy it changes log Z − b·(teacher's) alone: the teacher is needed once, and p where there is room for it.
+    cross-entropy it changes log Z − b·(teacher's) alone: the teacher is needed once, and p if the memory is
+    sufficient.
     """
     device = algebra_device(store.device)
     tokens = torch.tensor(sum(int((batch["labels"] != -100).sum()) for batch in batches))
@@ -646,7 +647,7 @@ def balance(
         if step < BALANCING:
             shift += ((target + SMOOTHING) / (own + SMOOTHING)).log()
     if worth:
-        # A buffer of its own: the one that is there may be the teacher's.
+        # A new buffer, because the teacher may share the existing one.
         student.final_logits_bias = student.final_logits_bias + shift.float().to(student.device)
 
 

@@ -38,7 +38,7 @@ DENSE = "dense"
 STACKS = ("encoder", "decoder")
 # Below this share, sentences differ from the teacher's (measured: RESULTS.md, "Over-confident teachers").
 CLIFF = 0.8
-# What a card hands on to the cards of models that are made from its model.
+# Metadata that a card passes to the cards of models made from its model.
 INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 
 
@@ -47,16 +47,16 @@ class MatrixReport:
     """One matrix.
 
     Attributes:
-        name: its module, as `rank_pattern` has it.
+        name: name of its module, as in `rank_pattern`.
         kind: `embedding`, `attention` or `ffn`.
         m, n: its shape in the teacher; inputs×outputs, or V×d.
-        form: what it became: `dense`, or what the form in `forms/` calls itself.
-        size: the number that the form chose (a rank, a width, neurons), `None` where it stays dense.
-        setting: form and size as a table shows them: `dense`, `rank 64`, `heads 39 wide`.
+        form: its form in the result: `dense`, or the `label` of a form in `forms/`.
+        size: the number of the form (rank, width, neurons); `None` if the matrix is dense.
+        setting: form and size as printed in tables: `dense`, `rank 64`, `heads 39 wide`.
         parameters_after: parameters kept: r(m + n), those of a narrower matrix, or mn.
         energy: share of its squared singular values that is kept.
-        relative_error: norm of what is lost / of the matrix. Both are in the report's `measure`, and of the whole
-            block or network where its matrices got narrower together.
+        relative_error: norm of the error / norm of the matrix. Energy and error use the report's `measure`. If the
+            matrices of a block or network became narrower together, they apply to the whole block.
     """
 
     name: str
@@ -78,7 +78,7 @@ class MatrixReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Share of target tokens at which the likeliest token of a model is its teacher's, each after the text's tokens.
+    """Share of target tokens at which model and teacher predict the same token, each after the tokens of the text.
 
     Attributes:
         share: of the result, from 0 to 1.
@@ -128,7 +128,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class CompressionReport(Result):
-    """A whole conversion.
+    """Report of a conversion.
 
     Attributes:
         source: name of the source, without the path to it.
@@ -136,19 +136,19 @@ class CompressionReport(Result):
         architecture: `model_type` of the result.
         auto_class: the Auto class that loads the result.
         options: the options that were set, and the switches of a study.
-        calibration: the text that errors were weighed on, and layers regressed; `None`: neither was done.
-        calibrated_on: fingerprints of its sentences, so that an evaluation can tell whether it sees them again.
+        calibration: the text on which errors were weighted and layers refitted; `None`: neither was done.
+        calibrated_on: fingerprints of its sentences, so that an evaluation can detect them.
         agreement: how often the result predicts its teacher's token; `None` where no text was read.
         layers: layers of the result and of the source, {stack: [kept, before]}.
         groups: stored layers of the result and depths, {stack: [stored, depths]}.
-        matrices: one a stored matrix of the result.
+        matrices: one report per stored matrix of the result.
         parameters_before, parameters_after: unique parameters of the whole models.
         bytes_before, bytes_after: bytes of the tensors of both.
-        vocabulary: where it was trimmed, the tokens of `source` and `target`, and with all layers the `parameters`
-            of the whole model: [kept, before] each.
-        languages: the codes of the languages that it has left, where some of its tokenizer's are gone.
+        vocabulary: if tokens were removed, the number of tokens of `source` and `target`, and the `parameters` of the
+            whole model: [kept, before] each.
+        languages: the remaining language codes, if some were removed.
         processor: the number of worker `threads`, whether models multiplied in `bf16`, and the `reason`.
-        inherited: what the result's card takes over from the source's: licence, languages, task, its name on the Hub.
+        inherited: metadata from the source's card: licence, languages, task, its name on the Hub.
     """
 
     source: str
@@ -246,12 +246,12 @@ class CompressionReport(Result):
 
     @property
     def fewer_layers(self) -> dict[str, list[int]]:
-        """`layers` of those stacks from which some were left out."""
+        """`layers` of the stacks from which layers were removed."""
         return {stack: [kept, before] for stack, (kept, before) in self.layers.items() if kept != before}
 
     @property
     def loses(self) -> bool:
-        """Whether anything but tokens was left out."""
+        """Whether anything but tokens was removed."""
         return bool(self.smaller or self.fewer_layers or self.shares)
 
     @property
@@ -279,7 +279,7 @@ class CompressionReport(Result):
         )
 
     def parts(self) -> list[Table | str]:
-        """Return the totals, and what to know of them."""
+        """Return the totals, and remarks on them."""
         return [totals_table(self), *remarks(self)]
 
     def to_dict(self) -> dict[str, Any]:
@@ -289,7 +289,7 @@ class CompressionReport(Result):
 
 
 class Plan(CompressionReport):
-    """What a conversion would do; it prints a line for every matrix, too."""
+    """Plan of a conversion; it also prints a line for every matrix."""
 
     def parts(self) -> list[Table | str]:
         """Return a table of all matrices, then as the report of a conversion."""
@@ -350,7 +350,7 @@ def read_report(file: Path) -> CompressionReport | None:
     """Read the report in a file; `None` where there is no such file.
 
     Raises:
-        ValueError: the file is damaged, or of a version of this package that said something else of a matrix.
+        ValueError: the file is damaged, or of a version of this package with other fields of a matrix.
     """
     content = read_json(file)
     if not content:
@@ -374,7 +374,7 @@ def read_report(file: Path) -> CompressionReport | None:
 
 
 def copy_report(source: str, folder: str | Path) -> None:
-    """Put the `compression.json` of a checkpoint beside what training made of it, so that a card can tell of it.
+    """Put the `compression.json` of a checkpoint beside the trained model, so that a card can describe it.
 
     Args:
         source: the checkpoint that training started from, a folder or a name on the Hub. It may have none.

@@ -1,7 +1,7 @@
-"""How ranks are chosen: a ratio (LightFormer, Eq. 12), a rank, a share of ranks or of the energy; by kind and by name.
+"""Rules for ranks: a ratio (LightFormer, Eq. 12), a rank, a share of ranks or of the energy; by kind and by name.
 
-W is m×n, its factors m×r and r×n: mn parameters become r(m+n). Importing this file imports no torch: options are
-checked by it before anything is loaded.
+W is m×n, its factors m×r and r×n: mn parameters become r(m+n). This file does not import torch, because options are
+checked with it before anything is loaded.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def worth_factorizing(m: int, n: int, rank: int) -> bool:
 
 
 class RankRule(ABC):
-    """One way to choose a rank: a data class under `@register_rule`.
+    """A rule for ranks: a data class with the decorator `@register_rule`.
 
     Attributes:
-        spelling: how the option `pattern` writes it, a regular expression; its groups go to `read`.
-        example: that in words, for messages.
+        spelling: spelling in the option `pattern`, a regular expression; its groups are the arguments of `read`.
+        example: the spelling in words, for messages.
         needs_spectrum: whether the choice depends on the singular values, and not on the shape alone.
     """
 
@@ -80,7 +80,7 @@ class RankRule(ABC):
 
     @abstractmethod
     def find_rank(self, name: str, m: int, n: int, singular_values: Tensor | None) -> int:
-        """Return r of an m×n matrix, whether it pays or not.
+        """Return r of an m×n matrix, whether it saves parameters or not.
 
         Args:
             name: of the matrix, for messages.
@@ -91,7 +91,7 @@ class RankRule(ABC):
         """
 
     def choose(self, name: str, m: int, n: int, singular_values: Tensor | None = None) -> int | None:
-        """Return the rank of an m×n matrix, or `None` where it stays dense: its factors would not be smaller.
+        """Return the rank of an m×n matrix, or `None` if its factors would not be smaller.
 
         Raises:
             ValueError: as `find_rank`, or the singular values are missing.
@@ -110,7 +110,7 @@ RULES: list[type[RankRule]] = []
 
 
 def register_rule(rule: type[RankRule]) -> type[RankRule]:
-    """Make a class one of the ways that the option `pattern` can ask for."""
+    """Register a class as a rule of the option `pattern`."""
     RULES.append(rule)
     return rule
 
@@ -179,7 +179,7 @@ class Ratio(RankRule):
 
     def find_rank(self, name: str, m: int, n: int, singular_values: Tensor | None) -> int:
         """By Eq. 12."""
-        if worth_factorizing(m, n, 1):  # what cannot get smaller at all stays dense
+        if worth_factorizing(m, n, 1):  # a matrix that cannot become smaller stays dense
             _check_reach(name, self.ratio, m * n / (m + n))
         return rank_for_ratio(m, n, self.ratio)
 
@@ -212,7 +212,8 @@ class Energy(RankRule):
 
 @dataclass(frozen=True)
 class RankPolicy:
-    """Which rule holds for which matrix: the first pattern that fits its name, else its kind's rule, else the default.
+    """The rule for each matrix: that of the first pattern that matches its name, otherwise that of its kind, otherwise
+    the default.
 
     A pattern is a regular expression for the end of a module's name, beginning at a dot: `q_proj` fits
     `encoder.layers.0.self_attn.q_proj`, `proj` does not. A rule of `None` leaves matrices dense.
@@ -250,7 +251,7 @@ class RankPolicy:
         return next(patterns, self.kinds.get(kind, self.default))
 
     def fixes(self, name: str, kind: str) -> bool:
-        """Whether a budget has no say in a matrix: its name has a rule, or its kind stays dense."""
+        """Whether the budget excludes a matrix: its name has a rule, or its kind stays dense."""
         dense_kind = kind in self.kinds and self.kinds[kind] is None
         return dense_kind or any(_matches(pattern, name) for pattern in self.names)
 

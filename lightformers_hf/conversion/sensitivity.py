@@ -1,12 +1,13 @@
 """Sensitivity of the loss to an error in each matrix, measured on calibration text.
 
 Let y = x·W. To second order, and treating x and the gradient g at y as independent (K-FAC, Martens and Grosse 2015),
-replacing W by Ŵ costs ½ tr(Δᵀ C Δ G) nats a target token, Δ = W − Ŵ, C = E[xᵀx] and G = Σ gᵀg / target tokens: so far
-predictions move from the model's own (`Probes`). So errors of different matrices are in one unit, and compare.
+replacing W by Ŵ costs ½ tr(Δᵀ C Δ G) nats per target token, with Δ = W − Ŵ, C = E[xᵀx] and G = Σ gᵀg / target tokens.
+This is the divergence of the predictions (`Probes`). Errors of different matrices thus have one unit and are
+comparable.
 
-They are not independent: the loss is very sensitive to some tokens, and not at all to others. So C is a mean with
-weights |g|², which with G is the first step towards the product C ⊗ G that is nearest to E[xᵀx ⊗ gᵀg] (Van Loan and
-Pitsianis 1993).
+x and g are not independent: the loss is very sensitive to some tokens, and insensitive to others. So C is a mean with
+weights |g|². With G it is the first step of the power iteration for the product C ⊗ G nearest to E[xᵀx ⊗ gᵀg] (Van
+Loan and Pitsianis 1993).
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ TOKEN_DAMPING = 1e-2
 TOKENS, LOGIT_ROWS = 512, 64
 # Target tokens, about, by which the spread of logits is known, of so many batches.
 SPREAD_TOKENS, SPREAD_BATCHES = 256, 4
-# Signs of `Probes` repeat after so many tokens: a prime, small enough for float32 to tell fractions of its multiples
-# apart.
+# Signs of `Probes` repeat after so many tokens: a prime, small enough for float32 to distinguish fractions of its
+# multiples apart.
 PERIOD = 4093
 
 Batch = dict[str, Tensor]
@@ -224,7 +225,7 @@ class Calibration:
         """Raise `ValueError` for text without a token to predict, and for sums that are not finite."""
         if not self.target_tokens:
             raise ValueError("calibration: the text has no token to predict; give other text with --calibration")
-        for what in ("inputs", "gradients", "squares"):  # what is not finite somewhere makes all gradients so
+        for what in ("inputs", "gradients", "squares"):  # one value that is not finite makes all gradients so
             for name, moments in self.moments.items():
                 if not moments.finite(what):
                     what = "gradients" if what == "squares" else what
@@ -297,7 +298,7 @@ class Calibration:
         """Add inputs of a linear layer, where they hold `tokens`, with weights Σ g² where errors count (`mask`)."""
         if self._alike:
             weights = torch.ones_like(weights)
-        weights = weights.where(weights.isfinite(), 1)  # gradients that are not are found by their own sums
+        weights = weights.where(weights.isfinite(), 1)  # gradients that are not finite are found by their sums
         counted = torch.zeros_like(weights)
         counted[mask] = weights[mask]
         weights = counted[tokens].flatten()
@@ -379,7 +380,7 @@ class Calibration:
             if weighting == "rows":
                 return Metric(damped_weights(inputs.diagonal(), INPUT_DAMPING), columns)
             return Metric(Damped(inputs, INPUT_DAMPING), columns)
-        if has_bias:  # the bias takes the mean of the error; what is left is centred
+        if has_bias:  # the bias takes the mean of the error; the rest is centred
             inputs.addr_(mean, mean, alpha=-1)
         columns = Damped(self.gradients(names), GRADIENT_DAMPING)
         return Metric(Damped(inputs, INPUT_DAMPING), columns, mean if has_bias else None)
@@ -473,7 +474,7 @@ def _add_gradients(moments: Moments, gradient: Tensor, kind: str) -> None:
 def cut_batches(batches: Sequence[Batch], tokens: int = TOKENS) -> list[Batch]:
     """Return the pairs in batches of at most so many tokens, on both sides with padding, or of one pair.
 
-    Neighbours come together where there is room, and should be of about one length.
+    Neighbours are combined if the memory is sufficient, and should have similar lengths.
     """
     cut: list[Batch] = []
     for batch in batches:

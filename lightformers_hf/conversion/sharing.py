@@ -58,7 +58,7 @@ def source_names(name: str, source: PreTrainedConfig, target: PreTrainedConfig) 
     if source_groups == target_groups:
         return [name]
     index = int(match["index"])
-    if part == "depths":  # private to a depth; in the source too, unless each of its layers has its own anyway
+    if part == "depths":  # separate for each depth, also in the source, unless all of its layers are separate
         return [f"{head}{stack}.{'layers' if source_groups is None else 'depths'}.{index}.{rest}"]
     depths = [depth for depth, group in enumerate(group_layers(layers, target_groups)) if group == index]
     stored = [group_layers(layers, source_groups)[depth] for depth in depths]
@@ -345,7 +345,7 @@ class Originals:
         dense: skeleton of the result before anything gets smaller.
         is_aligned: whether the layers of a group are merged by their inputs, after alignment; else their mean.
         calibration: the moments, if any.
-        weighting: what errors of a matrix are weighed by, see `Calibration.metric`.
+        weighting: weights of errors of a matrix, see `Calibration.metric`.
         device: where matrices and moments are, and everything is computed.
         bases: teacher's module → bases in which it is merged.
         is_truncated_first: whether low-rank matrices of a group are truncated layer by layer, before they are merged.

@@ -126,7 +126,7 @@ class Teacher:
             if name is None:
                 continue
             if name == SHARED and not self.config.share_encoder_decoder_embeddings:
-                shared = key  # read by a stack without a table of its own
+                shared = key  # read by a stack without a separate embedding matrix
             elif name in ties:
                 repeats.setdefault(ties[name], []).append(key)
             elif name in expected:
@@ -233,7 +233,7 @@ class Teacher:
         return smaller
 
     def read(self, name: str) -> Tensor:
-        """One stored tensor. A bias that a checkpoint may leave out (`final_logits_bias`) is then zero.
+        """One stored tensor. A bias that a checkpoint may omit (`final_logits_bias`) is then zero.
 
         Raises:
             ValueError: it holds NaN or infinity.
@@ -294,7 +294,7 @@ class Teacher:
         return bias_of(self.model.get_submodule(name)) is not None
 
     def generation_config(self) -> transformers.GenerationConfig:
-        """The checkpoint's own, or what its configuration says where it has none; it begins in the target language.
+        """The checkpoint's own, or that of its configuration; it begins in the target language.
 
         Raises:
             ValueError: the file cannot be read, contradicts itself, or names a token that is not there.
@@ -307,7 +307,7 @@ class Teacher:
                 raise ValueError(f"{self.folder / 'generation_config.json'} cannot be read: {error}") from error
         else:
             config = transformers.GenerationConfig.from_model_config(self.source_config)
-            # A configuration that has been read has no longer what older checkpoints say there of how to generate.
+            # A parsed configuration lacks the settings of generation that older checkpoints store there.
             said = transformers.PreTrainedConfig.get_config_dict(self.folder)[0]
             for name in vars(config).keys() & said.keys() - {"transformers_version"}:
                 setattr(config, name, said[name])
@@ -317,7 +317,7 @@ class Teacher:
             renumber_generation(config, self.kept.target)
         else:
             check_ids(config, self.config.decoder_vocab_size, self.folder)
-        try:  # what is changed is saved only if nothing can be said against it
+        try:  # a changed configuration is saved only if it is valid
             config.validate(strict=self.kept is not None or self._first_token is not None)
         except ValueError as error:
             raise ValueError(f"the generation configuration of {self.folder} contradicts itself: {error}") from None

@@ -1,7 +1,7 @@
 """Worker threads, accelerators and processes that share the work of a conversion, and its steps.
 
 Processes are those that `torchrun` or `accelerate launch` start. All of them run the same program; what is shared out
-is what takes long. No process goes on where another failed.
+is what takes long. No process continues after another failed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-# Batches that models pass at the same time: each needs room for what a layer computes of it.
+# Batches that models pass at the same time: each needs memory for the outputs of a layer.
 AT_ONCE = 4
 # Worker threads of the conversion that runs; `None` outside `share_cores`.
 _worker_count: int | None = None
@@ -255,7 +255,7 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], devi
     recorded, items = torch.is_grad_enabled(), iter(items)
 
     def work(item: Item) -> Result:
-        with torch.set_grad_enabled(recorded):  # of each thread its own
+        with torch.set_grad_enabled(recorded):  # a setting of each thread
             return function(item)
 
     with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool, use_threads(1):

@@ -22,7 +22,7 @@ from itertools import accumulate
 from babel import Locale, dates, lists, numbers, units
 from num2words import num2words
 
-# A German line, then its English one. {slot} is filled by `SLOTS["slot"]`; a digit tells two of them apart.
+# A German line, then its English one. {slot} is filled by `SLOTS["slot"]`; a digit distinguishes two of them.
 TEMPLATES = """
 Der Flug von {city} nach {city2} startet am {date}.
 The flight from {city} to {city2} leaves on {date}.
@@ -117,7 +117,7 @@ TH VN MY SG ID KR KH IL JO SY KW QA OM SA DZ TN LY ET GH NG SN ML CM AO ZM ZW BW
 LANGUAGES = """en fr es it ru pl tr ar zh ja pt nl sv da fi el cs hu ro uk ko hi he fa is et lv lt hr sr sl bg ga
 sq hy ka az kk uz mn th vi id sw am bn ta ur ne cy eu ca"""
 CURRENCIES = "EUR GBP JPY CHF SEK DKK NOK PLN CZK AUD CAD CNY INR BRL TRY ISK HUF RON ILS KRW MXN NZD SGD THB UAH ZAR"
-# German noun, its gender, English noun: things that go somewhere, weigh and cost something, and stand in parks.
+# German noun, its gender, English noun: things that travel, have a weight and a price, and stand in parks.
 VEHICLES = """Bus m bus, Fähre f ferry, Schiff n ship, Wagen m car, Straßenbahn f tram, Boot n boat, Lastwagen m
 truck, Kutsche f carriage, Motorrad n motorcycle, Traktor m tractor, Lokomotive f locomotive, Flugzeug n plane,
 Hubschrauber m helicopter, Segelboot n sailing boat, Schlitten m sledge, Draisine f handcar, Rettungsboot n
@@ -134,7 +134,7 @@ ARTICLES = {
 }
 SPLITS = ("train", "validation", "test")
 HELD_OUT_PERMILLE = 25  # of all combinations: so many for validation, and as many for test
-# Units by what they measure; values run up to about 10 to the power of the number.
+# Units by quantity; values go up to about 10 to the power of the number.
 UNITS = {
     "length": (3, "length-kilometer length-meter length-mile length-nautical-mile"),
     "mass": (3, "mass-kilogram mass-gram mass-pound mass-ounce"),
@@ -146,7 +146,7 @@ UNITS = {
     "volume": (3, "volume-liter volume-milliliter volume-cup volume-gallon volume-cubic-meter"),
 }
 MINUTES_PER_DAY = 24 * 60
-DELTAS = {"minutes": 50, "hours": 20, "days": 5, "weeks": 3}  # the largest count Babel still says in this unit
+DELTAS = {"minutes": 50, "hours": 20, "days": 5, "weeks": 3}  # the largest count that Babel prints in this unit
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Filling:
-    """What fills a slot. `composed`: made of several values, held out by itself; else held out with its template."""
+    """Content of a slot. `composed`: made of several values, held out by itself; else held out with its template."""
 
     de: str
     en: str
@@ -174,8 +174,8 @@ def make_corpus(
     """Make `counts[split]` sentence pairs for each of the splits train, validation and test.
 
     No source sentence and no target sentence occurs twice in all splits together. Some combinations are reserved for
-    validation and some for test: each sentence there holds one, and no sentence of another split does.
-    The same seed and library versions give the same corpus. `advance(n)` is told of every n new sentences.
+    validation and some for test: each sentence there holds one, and no sentence of another split does. The same seed
+    and library versions give the same corpus. `advance(n)` is called after every n new sentences.
     """
     rng = random.Random(seed)
     lines = TEMPLATES.strip().splitlines()
@@ -273,7 +273,7 @@ def _list_slot(pairs: Callable[[], list[tuple[str, str]]]) -> Callable[[random.R
 
 
 def _vehicle(article: str) -> Callable[[random.Random], Filling]:
-    """A noun with article and adjective. What is held out is the two words together, in whatever case."""
+    """A noun with article and adjective. Pairs of words are held out, in any case."""
     nouns = [tuple(entry.split(maxsplit=2)) for entry in VEHICLES.split(",")]
     adjectives = [tuple(entry.split()) for entry in ADJECTIVES.split(",")]
 
@@ -369,7 +369,7 @@ def _percent(rng: random.Random) -> Filling:
 def _words(kind: str, values: range) -> Callable[[random.Random], Filling]:
     def fill(rng: random.Random) -> Filling:
         value = rng.choice(values)
-        while kind == "cardinal" and value % 100 == 1:  # "einhunderteins Gäste" is not said
+        while kind == "cardinal" and value % 100 == 1:  # "einhunderteins Gäste" is not German
             value = rng.choice(values)
         return _both(lambda lang: num2words(value, lang=lang, to=kind), composed=True)
 

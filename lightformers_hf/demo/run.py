@@ -92,7 +92,7 @@ def run_demo(
     settings, console = settings or DemoSettings(), console or Console()
     _check_extra()
     _claim(output, settings, fresh)
-    transformers.utils.logging.disable_progress_bar()  # a bar for loading a few megabytes says nothing
+    transformers.utils.logging.disable_progress_bar()  # a progress bar is useless for a few megabytes
     corpus, teacher, small, page = (output / name for name in FOLDERS)
     _run_stage(console, 1, "Write a German-English corpus from locale data", corpus, write_corpus, settings)
     title = f"Train a Marian teacher for {settings.teacher_steps} steps"

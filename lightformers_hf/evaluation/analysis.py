@@ -99,7 +99,7 @@ def singular_values(name: str, left: Tensor, right: Tensor | None = None) -> Ten
     """
     if right is None:
         return svd.singular_values(left.cpu(), name=name)
-    # The product's orthonormal factors on the outside change no singular value: what is inside is r×r.
+    # The orthonormal outer factors of the product change no singular value; the inner matrix is r×r.
     left, right = (torch.linalg.qr(factor.cpu().double(), mode="r").R for factor in (left, right.T))
     return svd.singular_values(left @ right.T, name=name)
 
@@ -129,7 +129,7 @@ def read_log(file: Path) -> list[dict[str, float]]:
 def loss_curve(log_history: Sequence[dict]) -> tuple[str, list[tuple[int, float]]]:
     """Name and (step, value) pairs of the loss in a `trainer_state.json`: `eval_loss`, else `loss` of the training.
 
-    Values that are no finite numbers are left out.
+    Values that are not finite are omitted.
 
     Raises:
         ValueError: neither was logged as a number.
@@ -269,7 +269,7 @@ def memory_footprint(model: PreTrainedModel) -> Footprint:
     return Footprint(**parts)
 
 
-# --- What a model does with text
+# --- Behaviour of a model on text
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What a model does with text: a value for every depth, from the input on.
+    """Behaviour of a model on text: a value for every depth, beginning with the input.
 
     Attributes:
         head_diversity: `encoder`, `decoder` (self-attention) and `cross` → means over tokens.
@@ -337,7 +337,7 @@ def behaviour(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]], *, p
         for batch in tqdm(batches, desc="looking inside", disable=not progress, unit="batch", leave=False):
             batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
             meter.start({"encoder": batch["attention_mask"] != 0, "decoder": batch["labels"] != -100})
-            # Without the head: logits are the largest tensor of all, and nobody looks at them.
+            # Without the head, because logits are the largest tensor and are not needed.
             model.base_model(
                 input_ids=batch["input_ids"],
                 attention_mask=batch["attention_mask"],
@@ -348,7 +348,7 @@ def behaviour(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]], *, p
 
 
 class _Meter:
-    """Sums over what hooks see. A layer that serves several depths is told apart by the order of its calls."""
+    """Sums over what hooks see. The order of the calls distinguishes the depths of a shared layer."""
 
     def __init__(self, model: PreTrainedModel):
         self.sums: dict[tuple, float] = defaultdict(float)
@@ -384,7 +384,7 @@ class _Meter:
         self.handles.append(module.register_forward_pre_hook(lambda _, arguments: see(arguments[0])))
 
     def start(self, kept: dict[str, Tensor]) -> None:
-        """A batch begins; `kept` (B, T) of each stack says which of its tokens count."""
+        """A batch begins; `kept` (B, T) of each stack masks the tokens that count."""
         self.kept, self.depth = kept, dict.fromkeys(STACKS, -1)
         for stack, mask in kept.items():
             self.tokens[stack] += int(mask.sum())
@@ -560,7 +560,7 @@ def analyze(
 
 
 def _training(folder: Path) -> dict:
-    """What `Analysis` says of the training that `trainer_state.json` in the folder tells of."""
+    """Fields of `Analysis` about the training recorded in the folder's `trainer_state.json`."""
     history = read_log(folder / STATE_FILE)
     try:
         name, curve = loss_curve(history)

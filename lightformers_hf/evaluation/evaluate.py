@@ -1,4 +1,4 @@
-"""One checkpoint, beside its teacher or alone: quality, size, speed and memory, as numbers and as a table."""
+"""Quality, size, speed and memory of a checkpoint, with or without its teacher, as numbers and as a table."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ MEMORY_SENTENCES = 10
 
 @dataclass
 class Measurements:
-    """What one checkpoint is and does; None where it was not measured. Memory and sizes in bytes."""
+    """Size, quality and speed of one checkpoint; None where it was not measured. Memory and sizes in bytes."""
 
     name: str
     scores: dict[str, float]  # {metric: 0 to 100}, the most important one first
@@ -170,19 +170,20 @@ def evaluate(
         model, teacher: folders or Hub names of sequence-to-sequence checkpoints, or loaded models.
         tokenizer: that of loaded models.
         data, split, max_samples: as for `load_parallel`.
-        source_lang, target_lang: names of columns, or languages in a column `translation`; by default the tokenizer's
-            own. Of a multilingual checkpoint also the codes, `de=deu_Latn` (`set_language_codes`). The source's may
-            bring a prefix (`load_parallel`); one that the configuration has for the two is used.
-        device: where the quality is measured; speed and memory are measured on one CPU core.
-        speed: measure tokens/s and peak memory, too (minutes).
-        runs: of the speed measurement.
+        source_lang, target_lang: names of columns, or languages in a column `translation`; by default those of the
+            tokenizer. For a multilingual checkpoint also the codes, `de=deu_Latn` (`set_language_codes`). The source
+            may have a prefix (`load_parallel`); a prefix of the configuration for the two languages is used.
+        device: device of the quality measurement; speed and memory are measured on one CPU core.
+        speed: also measure tokens/s and peak memory (takes minutes).
+        runs: number of runs of the speed measurement.
         metrics: names of `METRICS`; by default those that fit the references (`choose_metrics`).
-        comet: a local COMET checkpoint to score with as well.
-        num_beams, max_new_tokens: of `generate()`, for quality and speed alike; `None`: the checkpoint's (the number
-            of beams: the model's, for the teacher too).
+        comet: a local COMET checkpoint for an additional score.
+        num_beams, max_new_tokens: of `generate()`, for quality and speed; `None`: the values of the checkpoint (the
+            number of beams of the model also applies to the teacher).
 
     Raises:
-        FileNotFoundError, ValueError: a checkpoint or data that is not there or not fit, each with what to do.
+        FileNotFoundError, ValueError: a checkpoint or data does not exist or is not suitable; the message names the
+            remedy.
 
     Example:
         >>> print(evaluate("recovered", data="test.jsonl", teacher="opus-mt-de-en"))
@@ -193,7 +194,7 @@ def evaluate(
     with on_disk(tokenizer, model, teacher) as (light, dense):
         places = dict(zip(names, (light, dense), strict=False))
         loaded = load_pair(light, dense, device=device, source=source_lang, target=target_lang)
-        # The teacher searches with the model's number of beams, whatever its own checkpoint says.
+        # The teacher searches with the model's number of beams, whatever its checkpoint contains.
         generation = {name: value for name, value in generation.items() if value is not None}
         generation = {"num_beams": loaded["model"][0].generation_config.num_beams or 1} | generation
         source, target = choose_columns(names["model"], *loaded["model"], source_lang, target_lang)

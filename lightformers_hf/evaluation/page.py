@@ -72,7 +72,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Result:
-    """What `lightformers evaluate --json` measured."""
+    """Measurements of `lightformers evaluate --json`."""
 
     model: Measurements
     teacher: Measurements | None
@@ -292,7 +292,7 @@ def _draw_spectra(folder: Path, matrices: list[MatrixReport], name: str, *, trim
 
 
 def _read_result(file: Path) -> Result | EngineComparison:
-    """What `lightformers evaluate --json` or `lightformers benchmark engines --json` wrote."""
+    """Content of a file of `lightformers evaluate --json` or `lightformers benchmark engines --json`."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(content, dict) and "timings" in content:

@@ -33,7 +33,7 @@ from ..files import WEIGHT_FILES
 from ..loading import DAMAGED, build_network, check_checkpoint, find_architecture, load_pretrained, unique_parameters
 from ..recipes import recipe_config, recipe_task
 
-# Of a recipe whose script is not for sequence-to-sequence models.
+# For recipes whose script does not train sequence-to-sequence models.
 AUTO_CLASSES = {"clm": AutoModelForCausalLM, "classification": AutoModelForSequenceClassification}
 
 
@@ -44,7 +44,7 @@ class ParameterRow:
     Attributes:
         table: paper, table and row, as in `LightFormer T6 r4`.
         model: name of the model class.
-        millions: the count as printed; the decimals say how it was rounded.
+        millions: the count as printed; the decimals show its rounding.
         tolerance: largest accepted |ours − printed| / printed.
         config: fields of the model's configuration.
         note: what the paper leaves open, and how it was read.
@@ -160,7 +160,7 @@ def model_parameters(place: str, vocab_size: int | None = None) -> int:
 def parameter_table(counts: list[ParameterCount]) -> Table:
     """A rich table of the counts: paper, ours, difference, tolerance, and whether the one is within the other.
 
-    What is to be known of a row is below, once for all that it is true of.
+    Notes on the rows are below, once for all rows they apply to.
     """
     within = sum(count.within for count in counts)
     notes = {

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..conversion.report import MatrixReport
     from .analysis import Analysis
 
-# Told apart by colour-blind eyes, too (Okabe and Ito); lighter on a dark page. In a picture they are C0, C1, ….
+# Distinguishable for colour-blind readers (Okabe and Ito); lighter on a dark page. In a picture they are C0, C1, ….
 LIGHT = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
 DARK = ("#56b4e9", "#f0b93f", "#2fc79b", "#ff8a4c", "#e5a5c8", "#7c9cff")
 WIDTH = 10  # inches of a picture
@@ -76,8 +76,8 @@ def save_picture(
 ) -> None:
     """Write a PNG of `width` by `height` inches with `rows`×`columns` panels, which `paint` gets as one list.
 
-    What has a label is named once in a legend below, unless a panel has a legend of its own; a legend of several lines
-    makes the picture higher.
+    A legend below names each label once, unless a panel has its own legend. A legend of several lines makes the
+    picture higher.
     """
     with matplotlib.rc_context(style(dark=dark)):
         figure = Figure(figsize=(width, height), dpi=160, layout="constrained")
@@ -372,7 +372,7 @@ def training_curves(log_history: Sequence[dict]) -> tuple[dict[str, list], dict[
 
 def training(panels: list[Axes], losses: dict[str, list], qualities: dict[str, list]) -> None:
     """One panel or two: losses over steps, and what else was measured on the validation data."""
-    # What is trained by may hold more than the labels' loss: the teacher's predictions, and its states.
+    # The training loss may contain more than the loss of the labels: the teacher's predictions and hidden states.
     names = {"loss": "training, all that is learned from", "eval_loss": "validation, labels alone"}
     for color, (name, curve) in enumerate(sorted(losses.items(), reverse=True)):
         marker = "o-" if len(curve) == 1 else "-"

@@ -34,7 +34,7 @@ HAN = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # Chinese 
 # Scripts without spaces between words: Thai, Lao, Tibetan, Burmese, Khmer, Kana, Chinese characters.
 UNSPACED = re.compile(f"[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff{HAN}]")
 SENTENCE_END = re.compile(r"(?<=[.!?。！？])\s+")
-WORDS, SUMMARIES, SENTENCES = "words", "summaries", "sentences"  # what the references are
+WORDS, SUMMARIES, SENTENCES = "words", "summaries", "sentences"  # kinds of references
 ONE_WORD = 0.9  # share of references of one word from which the data are words
 SHORTENED = 0.5  # share of the sources' length, in words and in characters, up to which references are summaries
 
@@ -121,7 +121,7 @@ def _multi_bleu(references: Texts, language: str | None, *, compounds: bool = Fa
     from sacremoses import MosesTokenizer
 
     language = language or "en"
-    moses = MosesTokenizer(lang=language)  # which has the rules of English for a language that it does not know
+    moses = MosesTokenizer(lang=language)  # which uses the rules of English for unknown languages
 
     def prepare(text: str) -> str:
         tokens = moses.tokenize(text, escape=False, return_str=True)
@@ -223,7 +223,7 @@ METRICS = {
     "rougeLsum": Metric("ROUGE-Lsum", partial(_rouge, kind="rougeLsum"), (SUMMARIES,)),
 }
 GROUPS = {"rouge": [name for name in METRICS if name.startswith("rouge")]}
-# Of the defaults for each kind of references, the metric that distinguishes similar models best.
+# The default metric for each kind of references that distinguishes similar models best.
 FINEST = ("cer", "rougeL", "chrf")
 
 
@@ -286,7 +286,7 @@ def selection_metric(metrics: Sequence[str], asked: Iterable[str]) -> str:
 
 
 def kind_of(sources: Texts, references: Texts) -> str:
-    """What the references are: `words` if nine of ten have no space inside, `summaries` if they are at most half as
+    """The kind of the references: `words` if nine of ten have no space inside, `summaries` if they are at most half as
     long as the sources, in words and in characters, otherwise `sentences`. A script without spaces has no words."""
     unspaced = is_unspaced(references)
     if not unspaced and sum(len(text.split()) <= 1 for text in references) >= ONE_WORD * len(references):

@@ -83,7 +83,7 @@ def tokens_per_second(
 
     Args:
         models: name → (model, tokenizer), on the CPU.
-        runs: of these the `runs // 10` fastest and as many slowest are left out of the mean.
+        runs: of these the `runs // 10` fastest and as many slowest are excluded from the mean.
         forced_length: generate exactly so many tokens a sentence, past any end token.
         progress: show a bar on stderr.
         generation: arguments of `generate()`: `num_beams`, `max_new_tokens`, …
@@ -140,7 +140,7 @@ def generation_speed(
 def take_turns(
     actions: Mapping[str, Callable[[], T]], *, runs: int, progress: bool = False, what: str = "measuring"
 ) -> dict[str, list[T]]:
-    """What each action returns in each of the runs.
+    """Results of each action in each run.
 
     In a run each action is called once; the one that begins changes from run to run.
 
@@ -195,7 +195,7 @@ def _trimmed_mean(rates: list[float]) -> float:
     return fmean(sorted(rates)[dropped : len(rates) - dropped])
 
 
-# --- Memory, and processes of their own to measure in
+# --- Memory, and separate processes for measurements
 
 
 def peak_memory() -> int:

@@ -1,4 +1,4 @@
-"""Text in, translation out: the loop around `generate()` that the removed translation pipeline used to be."""
+"""Translation of texts with `generate()` or an engine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from tqdm.auto import tqdm
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-READ_BYTES = 1 << 16  # what translate_stream takes at once: some five hundred sentences, enough to sort by length
+READ_BYTES = 1 << 16  # read at once by translate_stream: some five hundred sentences, enough to sort by length
 
 
 class ByteSource(Protocol):
-    """A binary file that gives what there is before it has all that is asked for: what `open(…, "rb")` returns."""
+    """A binary file, as `open(…, "rb")` returns, whose `read1` returns the available bytes at once."""
 
     def read1(self, size: int, /) -> bytes:
         """At most `size` bytes, from one read of what lies below; none at the end."""
@@ -35,17 +35,17 @@ def load_translator(
     target: str | None = None,
     columns: bool = False,
 ) -> tuple[PreTrainedModel | Engine, PreTrainedTokenizerBase, str]:
-    """As `load_model`, but also what `lightformers export` wrote, which runs on as many CPU cores as PyTorch would.
+    """Load a checkpoint as `load_model`, or an exported model, which uses as many CPU cores as PyTorch.
 
-    Returns: the model, its tokenizer, and the prefix that every source is to begin with, which is empty for most.
+    Returns: the model, its tokenizer, and the prefix of every source, which is empty for most models.
 
     Args:
         source, target, columns: languages, as of `set_language_codes`. A T5 has the prefix of the two
             (`choose_prefix`), or the one that stands behind `source`, as in `en=translate English to German: `.
 
     Raises:
-        ValueError: the engine is not installed, or it should run elsewhere than on the CPU; languages that the model
-            does not know, or that it was not exported for.
+        ValueError: the engine is not installed, or the device is not the CPU; languages that the model does not
+            support, or for which it was not exported.
     """
     if not is_export(name):
         model, tokenizer = load_model(name, device=device, source=source, target=target, columns=columns)
@@ -90,8 +90,9 @@ def translate(
         split: split texts into sentences; `None`: where the model translates, by its tokenizer or prefix. A text that
             is not split is cut where it is too long.
         progress: show a bar on stderr; or a bar to move on by one for each text.
-        check: raise an error where the tokenizer does not know most of the text.
-        generation: arguments of `generate()`: `num_beams`, `max_new_tokens`, … What is not given is the checkpoint's.
+        check: raise an error where most of the text becomes unknown tokens.
+        generation: arguments of `generate()`: `num_beams`, `max_new_tokens`, … Other arguments have the values of the
+            checkpoint.
 
     Raises:
         ValueError: a model object without its tokenizer, a batch size below 1, or as of `check`.

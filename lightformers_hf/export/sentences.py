@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 UNLIMITED = sys.maxsize
-LONGEST = 1 << 16  # tokens of an output where the model does not limit them; memory is asked for at the start
+LONGEST = 1 << 16  # tokens of an output if the model has no limit; memory is allocated at the start
 # Places where a sentence that is too long is split: behind a mark, else behind a space.
 PLACES = (r"[,;:–—)]\s+|[、，；：）]", r"\s+")
 SOURCE_LANGUAGES = ("source_lang", "src_lang")  # attributes of tokenizers of translation models
@@ -173,7 +173,7 @@ def translate_texts(
 
 
 def check_generation(model: PreTrainedModel | Engine, generation: Mapping[str, Any]) -> None:
-    """Raise `ValueError` where more is asked for than a network has positions, tokens or memory for.
+    """Raise `ValueError` if the arguments exceed the positions, tokens or memory of a network.
 
     Engines look at what they are given themselves.
     """
@@ -197,7 +197,7 @@ def _generate(
     tokenizer: PreTrainedTokenizerBase,
     generation: dict[str, Any],
 ) -> torch.Tensor | list[list[int]]:
-    """What model or engine make of sentences of token ids."""
+    """Outputs of a model or engine for sentences of token ids."""
     if not isinstance(model, torch.nn.Module):
         return model.generate(batch, **generation)
     if generation.get("max_new_tokens") is not None:  # the checkpoint's own limit would only cause a warning
@@ -216,7 +216,7 @@ def _generate(
 
 @contextmanager
 def _evaluate_mode(model: PreTrainedModel | Engine) -> Iterator[None]:
-    """Inside, a network neither drops out nor records gradients; afterwards it trains again if it did."""
+    """Switch a network to evaluation mode without gradients, and restore its mode afterwards."""
     training = model if isinstance(model, torch.nn.Module) and model.training else None
     if training is not None:
         training.eval()

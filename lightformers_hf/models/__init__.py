@@ -41,7 +41,7 @@ __all__ = [
 
 
 def _register(config_class: type) -> None:
-    """Tell every Auto class about its class, and let `save_pretrained` copy the class's code along."""
+    """Register the classes with the Auto classes, and let `save_pretrained` copy the class's code along."""
     transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     config_class.register_for_auto_class()
     for auto_name, reference in config_class.auto_classes.items():

@@ -182,7 +182,7 @@ class RelativePositions(nn.Embedding):
         summand. Without a mask a decoder hides the keys after the query.
         """
         biases = super().forward(self.find_buckets(distances)).permute(2, 0, 1).unsqueeze(0)
-        # Infinity would give NaN in a row of padding, which sees nothing. In fp16 half of it leaves room for scores.
+        # Infinity would give NaN in a row of padding, which sees nothing. In fp16 half of it leaves space for scores.
         lowest = torch.finfo(biases.dtype).min / (2 if biases.dtype == torch.float16 else 1)
         if mask is None:
             return biases.masked_fill(distances > 0, lowest) if self.is_causal else biases

@@ -17,7 +17,7 @@ from .configuration_lightformer import FactorizedConfig
 
 logger = logging.get_logger(__name__)
 
-# (name of a linear layer, input width, output width) → the module: dense or low-rank, as the configuration says.
+# (name of a linear layer, input width, output width) → the module: dense or low-rank, by the configuration.
 Projection = Callable[[str, int, int], nn.Module]
 
 
@@ -149,7 +149,7 @@ class LowRankLinear(nn.Module):
 def projections(config: FactorizedConfig, prefix: str, kind: str, *, bias: bool = True) -> Projection:
     """Return a function that builds the linear layers of the module `prefix`, each with the rank of its kind.
 
-    Each layer has its kind as the attribute `kind`, which tells the conversion which layers may be factorized.
+    Each layer has its kind as the attribute `kind`, by which the conversion finds the layers that may be factorized.
     """
 
     def project(name: str, in_features: int, out_features: int) -> nn.Module:
@@ -313,7 +313,7 @@ def adaptive_bands(vocab_size: int, d_model: int, cutoffs: list[int], factor: in
 
 
 def make_embedding(config: FactorizedConfig, stack: str) -> nn.Module:
-    """Return the embedding of a stack, V×`embedding_width`: dense, low-rank or adaptive, as the configuration says."""
+    """Return the embedding of a stack, V×`embedding_width`: dense, low-rank or adaptive, by the configuration."""
     if config.embedding == "adaptive":
         bands = (config.vocab_size, config.d_model, config.adaptive_cutoffs, config.adaptive_factor)
         return AdaptiveEmbedding(*bands, config.pad_token_id)

@@ -136,7 +136,7 @@ class LightFormerStack(LightFormerPreTrainedModel):
         """Apply the layers depth by depth. (B, T, d) → (B, T, d)."""
         if self.config.position_embedding_type in RELATIVE_POSITIONS:
             distances = find_distances(hidden_states, attention_mask, kwargs.get("past_key_values"))
-            if self.relative_positions is None:  # each layer has its own; all together would fill the memory
+            if self.relative_positions is None:  # one per layer; all together would fill the memory
                 kwargs["distances"] = distances
             else:
                 attention_mask = self.relative_positions(distances, attention_mask)

@@ -61,7 +61,7 @@ class HeadLinear(WeightLayer):
 
 
 class Distances(nn.Embedding):
-    """A trained vector a distance, of which queries (…, d_k) want their products: (…, distances)."""
+    """A trained vector per distance, and its products with queries (…, d_k): (…, distances)."""
 
     def forward(self, query: torch.Tensor) -> torch.Tensor:
         return torch.matmul(query, self.weight.T)

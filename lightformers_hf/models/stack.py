@@ -43,7 +43,7 @@ class LayerStack(nn.ModuleList):
 
 
 def clamp_mask(mask: Any) -> Any:
-    """Return a mask in fp16 with room for the scores it is added to: below -65504 a row of padding would be NaN."""
+    """Return a mask in fp16 with space for the scores it is added to: below -65504 a row of padding would be NaN."""
     if isinstance(mask, torch.Tensor) and mask.dtype == torch.float16:
         return mask.clamp(min=torch.finfo(torch.float16).min / 2)
     return mask

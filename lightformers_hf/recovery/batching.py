@@ -89,7 +89,7 @@ class TokenBatchSampler(Sampler[list[int]]):
 
 
 class EpochCallback(TrainerCallback):
-    """Tells a `TokenBatchSampler` the epoch: Trainer's own call is lost when accelerate's wrappers stand between."""
+    """Passes a `TokenBatchSampler` the epoch: Trainer's own call is lost when accelerate's wrappers stand between."""
 
     def __init__(self, sampler: TokenBatchSampler) -> None:
         self.sampler = sampler

@@ -42,8 +42,8 @@ class Fall:
 class Pace(TrainerCallback, ExportableState):
     """After every validation, fits the steps that are left into the time that is left, in whole parts between two.
 
-    What a step takes changes with what else a machine does; the last part says what one takes now. The learning rate
-    falls to 0 by the last step. A training that goes on has the time left that it had.
+    The time of a step changes with the load of the machine; the last steps show the current time. The learning rate
+    falls to 0 by the last step. A resumed training has the remaining time.
 
     Args:
         seconds: for the training, validation included; 0: the steps stay as they are.
@@ -60,7 +60,7 @@ class Pace(TrainerCallback, ExportableState):
         return self.before + time.monotonic() - self.began
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Content of a checkpoint."""
         return {"before": self.elapsed, "fall": dict(vars(self.fall))}
 
     def on_train_begin(
@@ -71,7 +71,7 @@ class Pace(TrainerCallback, ExportableState):
         lr_scheduler: LambdaLR | None = None,
         **_: Any,
     ) -> None:
-        """Take the steps' number and rates over, and what a checkpoint says of them."""
+        """Adopt the number of steps and the rates, and those of a checkpoint."""
         kept = state.stateful_callbacks.get(type(self).__name__)
         if state.global_step and kept:
             self.before = kept["before"]
@@ -154,6 +154,6 @@ class Clock(TrainerCallback):
 
     @property
     def seconds(self) -> float:
-        """Of a step, a median: a moment in which the machine had something else to do does not count."""
+        """The median time of a step; moments of high load do not count."""
         first = min(self.REST, len(self.times) - 2)
         return median(after - before for before, after in pairwise(self.times[first:]))

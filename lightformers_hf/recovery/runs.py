@@ -39,8 +39,8 @@ def load_trainable(
 ) -> PreTrainedModel:
     """A checkpoint in fp32, whatever it is stored in: fp16 weights do not train. Every weight must be there.
 
-    Its configuration is `config`, or its own; without `dropout` nothing is dropped, whatever that says. Raises
-    `ValueError` if its weights are not those of the configuration, or as `check_checkpoint`.
+    Its configuration is `config`, or its own; without `dropout` there is no dropout, whatever the configuration
+    contains. Raises `ValueError` if its weights are not those of the configuration, or as `check_checkpoint`.
     """
     name = str(resolve_source(name))
     check_checkpoint(Path(name))
@@ -115,7 +115,7 @@ def train(trainer: Trainer, checkpoint: str | None = None) -> TrainOutput:
         check_resume(checkpoint, trainer)
     elif args.should_save:
         remove_checkpoints(args.output_dir)
-    # Evaluation fills in its own defaults; a classifier generates nothing.
+    # Evaluation sets its defaults; a classifier generates nothing.
     generation_config = copy.deepcopy(getattr(trainer.model, "generation_config", None))
     prepare_sharding(trainer)
     if (
@@ -149,7 +149,7 @@ def find_last_checkpoint(output_dir: str | Path) -> str | None:
 
 
 def _is_complete(checkpoint: Path) -> bool:
-    """Whether a run can go on from the folder."""
+    """Whether a run can resume from the folder."""
     try:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -164,7 +164,7 @@ def check_resume(checkpoint: str, trainer: Trainer) -> None:
 
     Its Trainer would load what fits of the weights, and train on.
     """
-    # What says nothing of the weights, or what Trainer itself makes agree with the tokenizer before the first step.
+    # Fields without effect on the weights, and those that Trainer aligns with the tokenizer before the first step.
     passing = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
     passing |= {f"{token}_token_id" for token in ("bos", "eos", "pad")}
     before, now = load_pretrained(AutoConfig, checkpoint).to_dict(), trainer.model.config.to_dict()
@@ -180,7 +180,7 @@ def check_resume(checkpoint: str, trainer: Trainer) -> None:
 
 
 def load_state(checkpoint: str) -> TrainerState:
-    """What a checkpoint tells of its training."""
+    """Data about the training in a checkpoint."""
     return TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
 
 
@@ -208,7 +208,7 @@ def prepare_sharding(trainer: Trainer) -> None:
     """Make the model of an FSDP2 run ready for accelerate to shard; before `trainer.train()`, on every process.
 
     A parameter must not lie in two FSDP groups, and accelerate, which makes one of every layer and one of what is
-    left, knows of a shared input and output table, but not of those that encoder and decoder have beside it. So the
+    left, handles a tied input and output matrix, but not separate matrices of encoder and decoder beside it. So the
     modules that share parameters become one group here; accelerate leaves alone what is sharded. Of the layer classes
     in `_no_split_modules` those are named to it that the model has. Without FSDP2 nothing is done.
     """
@@ -232,11 +232,11 @@ def prepare_sharding(trainer: Trainer) -> None:
         group = [module for module in tied if module not in inner]
         fully_shard(
             group,
-            reshard_after_forward=False,  # the output layer needs what the first embedding has gathered
+            reshard_after_forward=False,  # the output layer needs the gathered first embedding
             mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
             offload_policy=plugin.cpu_offload,
         )
-        output = model.get_output_embeddings()  # in a low-rank output layer only a part of what is sharded
+        output = model.get_output_embeddings()  # in a low-rank output layer only a part is sharded
         whole = next((module for module in group if output in set(module.modules())), output)
         model.get_output_embeddings = lambda: whole
 

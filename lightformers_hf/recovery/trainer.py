@@ -232,7 +232,7 @@ class RecoveryTrainer(Seq2SeqTrainer):
             num_items_in_batch: target tokens of the whole optimizer step; `None` means those of this batch.
         """
         labels = inputs.pop("labels")
-        if "decoder_input_ids" not in inputs:  # without them and without labels a model would make up its own
+        if "decoder_input_ids" not in inputs:  # without them and without labels, the model would shift its inputs
             own = self.accelerator.unwrap_model(self.model)
             inputs["decoder_input_ids"] = own.prepare_decoder_input_ids_from_labels(labels=labels)
         distils = self.teacher is not None and model.training

@@ -1,4 +1,4 @@
-"""From a trained checkpoint to a small one that is ready to be deployed: every step after the other, as one call."""
+"""From a trained checkpoint to a compressed model in an engine: all steps as one call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedTokenizerBase
 
-PLAN_FILE = "compress.json"  # what was asked for
+PLAN_FILE = "compress.json"  # options of the call
 MOST_HELD_OUT = 500  # pairs of validation and test each, where no others are given
 SCORED = 500  # sentences of the test that are translated in every engine
 PARTS = ("data", "converted", "recovered", "deployed", "results.json", "engines.json", "report.html", PLAN_FILE)
@@ -55,15 +55,15 @@ class Texts:
 
 @dataclass(frozen=True)
 class Compression(Result):
-    """What came of a compression.
+    """Result of a compression.
 
     Attributes:
         output: the folder.
         files: {part of it: its path}: `recovered` to push or to train on, `deployed` for the engine, and others.
         recovery: what `recover` returned.
-        engines: size, speed and quality of both models, as they are and deployed.
+        engines: size, speed and quality of both models, as checkpoints and exported.
         summary: the result in one sentence.
-        notes: what to know of it, and what to do if it is not enough.
+        notes: remarks on it, and remedies if the quality is not sufficient.
         pushed: what was pushed to the Hub.
     """
 
@@ -124,32 +124,34 @@ def compress(
     overwrite: bool = False,
     progress: bool = True,
 ) -> Compression:
-    """Convert, recover, evaluate, export, and report. An interrupted call resumes when it is made again.
+    """Convert, recover, evaluate, export, and report. The same call resumes an interrupted compression.
 
-    `output` gets `converted`, `recovered` (to push, or to train on), `deployed` (for the engine), `results.json`,
-    `engines.json`, with matplotlib `report.html`; and `data`, where `validation` or `test` had to be set apart.
+    `output` gets `converted`, `recovered` (to push, or to train on), `deployed` (for the engine), `results.json` and
+    `engines.json`; with matplotlib `report.html`; and `data`, if a part of the pairs is reserved for `validation` or
+    `test`.
 
     Args:
         model: the checkpoint: a folder, a name on the Hub, or a loaded model.
         output: the folder to write.
         tokenizer: that of a loaded model.
         data: sentence pairs, or with `test` text of one language or none: see `recover`.
-        validation, test: pairs that the best model is chosen by, and those that are looked at last.
+        validation, test: pairs for the choice of the best checkpoint, and pairs for the final measurement.
         minutes, translations, report_to, seed: see `recover`.
         ratio, rank, …, target_lang: see `CompressionOptions`.
-        method: as there; `None`: `narrow` for an engine without low-rank matrix multiplications, else `auto`.
-        calibration: as there; `None`: the training part of `data`.
+        method: as in `CompressionOptions`; `None`: `narrow` for an engine without low-rank matrix multiplications,
+            else `auto`.
+        calibration: as in `CompressionOptions`; `None`: the training part of `data`.
         to, quantization, shortlist: see `export`.
         metrics: names of `METRICS` for every measurement; `recover` chooses the best model by the first.
         device: where to convert, train and score; `None`: convert on the CPU, the rest on an accelerator if there
             is one.
         push_to_hub: push `recovered` to the Hub under this name, in one commit.
         private: make the repository private.
-        overwrite: replace what an earlier compression wrote.
+        overwrite: replace the files of an earlier compression.
         progress: show bars, and a line for every step.
 
     Raises:
-        ValueError, FileNotFoundError, FileExistsError: as its steps, and where what is to be written is another's.
+        ValueError, FileNotFoundError, FileExistsError: as in its steps, and if `output` contains foreign files.
         OSError: the push failed. The folder stays.
 
     Example:
@@ -177,7 +179,7 @@ def compress(
         tested = [target for _, target in texts or ()]
         if test:
             tested = load_parallel(test, source=columns[0], target=columns[1])["target"][:]
-        choose_metrics(metrics, tested, tested)  # which refuses those that mean nothing, before the work begins
+        choose_metrics(metrics, tested, tested)  # refuses unsuitable metrics before the work begins
         if overwrite or not (output / PLAN_FILE).exists():
             begin(output, record)
         files = split_texts(texts, output / "data", columns, given)
@@ -203,7 +205,7 @@ def choose_method(arguments: Mapping[str, Any], to: str) -> tuple[dict[str, Any]
     if not (CompressionOptions(**options).policy().compresses and expands_low_rank(to)):
         return options, ""
     if "method" not in options:
-        with suppress(ValueError):  # a rank or an energy is asked for, which narrower layers do not have
+        with suppress(ValueError):  # narrower layers have no rank or energy
             CompressionOptions(**options, method="narrow")
             options["method"] = "narrow"
             return options, f"The method is narrow: {to} has no low-rank matrix multiplications."
@@ -265,7 +267,7 @@ class Work:
                 step()
 
     def result(self, *, drawn: bool, pushed: Push | None) -> Compression:
-        """Return what the parts say.
+        """Return the summaries of the parts.
 
         Args:
             drawn: whether the test was set apart from the data.
@@ -306,7 +308,7 @@ class Work:
         convert(self.teacher, self.output / "converted", progress=self.progress, **text | self.options | device)
 
     def recover(self) -> None:
-        """Train the result with its teacher, or resume that."""
+        """Train the result with its teacher, or resume the training."""
         texts = {"data": self.files.train, "validation": self.files.validation}
         asked = texts | self.sides | self.training | {"progress": self.progress}
         recover(self.output / "converted", self.light, teacher=self.teacher, **asked)
@@ -369,7 +371,7 @@ def summarize(recovery: Recovery, comparison: EngineComparison, to: str, text: s
 
 
 def is_only_planned(output: Path) -> bool:
-    """Whether an earlier call, whose wish perhaps could not be met, made nothing in `output` but plan and texts."""
+    """Whether `output` contains only the plan and texts of an earlier call."""
     return {path.name for path in output.glob("*")} - {"data"} == {PLAN_FILE}
 
 
@@ -381,7 +383,7 @@ def is_complete(part: Path) -> bool:
 
 
 def plain_columns(teacher: str, sides: tuple[str | None, str | None]) -> tuple[str, str]:
-    """The columns of the two languages; a prefix that the teacher wants is added when they are read."""
+    """The columns of the two languages; a prefix that the teacher requires is added when they are read."""
     source, target = find_columns(teacher, *(split_language(side)[0] for side in sides))
     return split_prefix(source)[0], target
 
@@ -416,7 +418,7 @@ def read_texts(given: Texts, columns: tuple[str, str], seed: int) -> list[tuple[
 def split_texts(texts: list[tuple[str, str]] | None, folder: Path, columns: tuple[str, str], given: Texts) -> Texts:
     """Files of training, validation and test: those that were given, the others from `texts`, written to `folder`.
 
-    An interrupted compression goes on with what it wrote there.
+    An interrupted compression resumes from its files there.
     """
     if texts is None:
         return given
@@ -436,13 +438,13 @@ def split_texts(texts: list[tuple[str, str]] | None, folder: Path, columns: tupl
 
 
 def check_parts(output: Path) -> None:
-    """Raise `FileExistsError` where a part that is to be made anew holds what no compression wrote."""
+    """Raise `FileExistsError` if a part to be replaced contains files that no compression wrote."""
     for folder in filter(Path.is_dir, (output / part for part in PARTS)):
         refuse_foreign(folder, find_added(folder) if folder.name == "recovered" else find_foreign(folder))
 
 
 def begin(output: Path, record: dict[str, Any]) -> None:
-    """Write down what is asked for; what an earlier call wrote goes."""
+    """Write the options, and remove the files of an earlier call."""
     for part in PARTS:
         path = output / part
         if path.is_dir() and not path.is_symlink():

@@ -62,7 +62,7 @@ def plan(
         tokenizer: that of a loaded model.
         ratio, rank, …, device: see `CompressionOptions`.
         progress: show a progress bar.
-        study: switches for studies.
+        study: switches for experiments.
 
     Raises:
         ValueError, FileNotFoundError: as `convert`.
@@ -112,11 +112,11 @@ def convert(
 
     `output` gets weights, configuration, tokenizer, generation configuration, the model's code, `compression.json` and
     a model card: `AutoModelForSeq2SeqLM.from_pretrained(output)` and `AutoTokenizer.from_pretrained(output)` load it.
-    It is written whole or not at all. Without `output` the compressed model itself is returned, ready for
-    `Seq2SeqTrainer`; its report is `model.compression_report`, and its tokenizer is the one of `model`.
+    The folder is written completely or not at all. Without `output` the function returns the compressed model, ready
+    for `Seq2SeqTrainer`. Its report is `model.compression_report`, and its tokenizer is that of `model`.
 
-    On a CPU it uses as many worker threads as PyTorch has threads. Processes that `torchrun` or `accelerate launch`
-    started must all call it: they share the work, and one of them writes.
+    On a CPU the function uses as many worker threads as PyTorch has threads. Processes of `torchrun` or `accelerate
+    launch` must all call it: they share the work, and one process writes.
 
     Args:
         model: a checkpoint folder, a name on the Hub, or a loaded model.
@@ -125,16 +125,16 @@ def convert(
         ratio, rank, …, device: see `CompressionOptions`.
         push_to_hub: push the complete folder to the Hub under this name, in one commit.
         private: make the repository private.
-        overwrite: replace what `output` holds, if this package wrote all of it.
+        overwrite: replace the content of `output`, if this package wrote all of it.
         progress: show a progress bar.
-        study: switches for studies.
+        study: switches for experiments.
 
     Returns: a report with `output`; the compressed model without it.
 
     Raises:
-        ValueError: the model is of no known family, holds NaN, does not fit its configuration, an option is out of
-            its range, or another process failed.
-        FileNotFoundError: the model, its weights or one of its shards is not there.
+        ValueError: the family of the model is not supported, the model contains NaN or does not match its
+            configuration, an option is out of its range, or another process failed.
+        FileNotFoundError: the model, its weights or one of its shards does not exist.
         FileExistsError, BlockingIOError: see `files.atomic_output`.
         OSError: the push failed. The folder stays.
 

@@ -91,7 +91,7 @@ OLD_NAMES = {"light": "model", "source": "source_lang", "target": "target_lang"}
 ENGINE, QUANTIZATION = "ctranslate2", "int8"  # in which a teacher translates fastest
 HELD_OUT = 1000  # pairs of the validation at most
 RANDOM_TEXTS = 20_000  # that are drawn where there is no text
-COMPARED = 200  # translations of the teacher that stand in for references at most
+COMPARED = 200  # at most so many translations of the teacher replace references
 LONGEST = 1024  # tokens of a text at most
 TRIAL_STEPS = 16  # by which the time of a step is known
 SAMPLE, BEAMS = 64, 4  # sources by which the speed of translating is known, and how the teacher does
@@ -117,37 +117,37 @@ def recover(
     overwrite: bool = False,
     progress: bool = True,
 ) -> Recovery:
-    """Train a compressed model with its teacher for about so many minutes, with settings that it chooses itself.
+    """Train a compressed model with its teacher for about so many minutes, with settings that follow from both.
 
-    The model with the best score on the validation text is kept, which may be the one it began with. The score is
-    that of the first of `metrics`, by default chrF; for references of one word the character error rate, for summaries
-    ROUGE-L. BLEU does not distinguish similar models (RESULTS.md, "In half an hour"). An interrupted call resumes when
-    it is made again.
+    The function keeps the checkpoint with the best score on the validation text, which may be the initial one. The
+    score is the first of `metrics`, by default chrF; for references of one word the character error rate, for
+    summaries ROUGE-L. BLEU does not distinguish similar models (RESULTS.md, "In half an hour"). The same call resumes
+    an interrupted recovery.
 
     Args:
         model: the compressed checkpoint: a folder, a name on the Hub, or a loaded model.
         output: the folder to write.
         tokenizer: that of loaded models.
-        teacher: the checkpoint that it was made from, or a loaded model.
+        teacher: the checkpoint from which it was made, or a loaded model.
         data: sentence pairs as of `load_parallel`, or text of the source language alone, which the teacher translates;
             `None`: random tokens, which it translates, too.
-        validation: other pairs, of which the first 1000 at most are taken; `None`: a part of `data`, which is then
-            compared with the teacher's own translations where there are no pairs.
-        minutes: for everything. How long a step takes is measured, again at every validation: the steps that are left
-            are made to fit into the time that is left.
+        validation: other pairs, of which at most the first 1000 are used. `None`: a part of `data`; without pairs, the
+            references are the teacher's translations.
+        minutes: time for everything. The time of a step is measured at each validation, and the number of remaining
+            steps is adapted to the remaining time.
         source_lang, target_lang: columns, and of multilingual models the languages' codes, as in `CompressionOptions`.
-        translations: learn from the teacher's translations of the sources, too; `None`: where that pays.
+        translations: also learn from the teacher's translations of the sources; `None`: if the time is sufficient.
         metrics: names of `METRICS`; by default those that fit the references.
-        report_to: where else the training is logged: `tensorboard`, `trackio`, `wandb`, ….
-        seed: of everything that is drawn.
+        report_to: services that log the training: `tensorboard`, `trackio`, `wandb`, ….
+        seed: of all random choices.
         device: `cpu`, or the accelerator's; `None`: the accelerator if there is one.
-        overwrite: begin anew in a folder that holds another recovery.
-        progress: show bars, and a line for every validation.
+        overwrite: start again in a folder that contains another recovery.
+        progress: show progress bars, and a line for every validation.
 
     Raises:
-        ValueError: an option out of its range, data or models that do not fit.
-        FileNotFoundError: a model or a file that is not there.
-        FileExistsError: `output` holds something else than this recovery, interrupted.
+        ValueError: an option is out of its range, or data or models do not match.
+        FileNotFoundError: a model or a file does not exist.
+        FileExistsError: `output` contains anything else than this recovery, interrupted.
 
     Example:
         >>> recover("light", "recovered", teacher="opus-mt-de-en", data="train.jsonl", minutes=30)
@@ -164,7 +164,7 @@ def recover(
         record = claim(output, asked, overwrite=overwrite, inputs=inputs)
         set_seed(seed)
         with parents(output), lock(output), hide_bars(), hush_trainer():
-            if (output / RECORD_FILE).exists():  # as it is now that nobody else writes it
+            if (output / RECORD_FILE).exists():  # read again, now without other writers
                 record = claim(output, asked, overwrite=overwrite, inputs=inputs)
             run = Run(light, output, dense, data, validation, sides, metrics, report_to, seed, progress, device)
             if "scores" not in record:
@@ -215,7 +215,7 @@ class Run:
             self.distiller.to(torch.accelerator.current_accelerator())
         self.ratio = unique_parameters(self.distiller) / unique_parameters(self.model)
         check_ratio(self.ratio)
-        # The light model knows its languages, or has been told them.
+        # The compressed model contains its languages, or they are given.
         self.distiller.generation_config.forced_bos_token_id = self.model.generation_config.forced_bos_token_id
         self.pairs, self.held_out = self.read_data()
         self.one_language = "target" not in self.pairs.column_names  # the teacher makes the targets
@@ -289,7 +289,7 @@ class Run:
 
     @property
     def measured(self) -> list[str]:
-        """The metrics, and chrF, which tells how much was lost (`find_distance`)."""
+        """The metrics, and chrF, which measures how much was lost (`find_distance`)."""
         return [*dict.fromkeys([*self.metrics, "chrf"])]
 
     @cached_property
@@ -314,7 +314,7 @@ class Run:
         return tokenize_pairs(pairs, self.tokenizer, max_source_length=limit, max_target_length=limit)
 
     def prepare(self, minutes: float, translations: bool | None, start: float) -> dict[str, Any]:
-        """Measure, choose the settings, and have the teacher translate where it is to."""
+        """Measure, choose the settings, and let the teacher translate if required."""
         width = self.model.config.hidden_size
         self.say("measuring the model as it is, its teacher, and how long steps take")
         _, each = time_translations(self.held_out["source"][:SAMPLE], self.distiller, self.tokenizer, 1)
@@ -360,7 +360,7 @@ class Run:
         return {name: found[f"eval_{name}"] for name in self.measured}, time.monotonic() - start
 
     def ask_for_texts(self, seconds: float, wanted: bool | None, distance: float) -> int:
-        """Write the teacher's translations of sources, and return of how many: the first, as far as that pays."""
+        """Write the teacher's translations of the first sources, as the time allows, and return their number."""
         if wanted is False and self.one_language:
             text = self.data or "text of the teacher's own"
             raise ValueError(f"{text} is of one language: leave translations out, which the targets come of")
@@ -472,7 +472,7 @@ class Run:
         best, own = trainer.model if best_step else self.load_light(dropout=True), self.own_config
         for name in ("use_cache", *(name for name in vars(own) if "dropout" in name)):  # otherwise while it trained
             setattr(best.config, name, getattr(own, name))
-        best.to(own.dtype or torch.float32).save_pretrained(self.output)  # it is to be as large as it was
+        best.to(own.dtype or torch.float32).save_pretrained(self.output)  # keeps its size on disk
         return Recovery(
             output=str(self.output),
             parameters=parameters,
@@ -497,19 +497,20 @@ def show_scores(scores: dict[str, float]) -> str:
 
 @dataclass(frozen=True)
 class Recovery(Result):
-    """What came of a recovery.
+    """Result of a recovery.
 
     Attributes:
         output: the folder of the model.
-        parameters, ratio: unique ones, and how many times as many the teacher has.
-        before, after, teacher: {metric: score} on the validation text: as it was, as it is, and the teacher's.
-        best_by: the metric by which the model that was kept is the best.
-        sentences: of that text.
-        with_teacher: whether its references are the teacher's own translations, as there are no others.
-        steps, best_step: trained, and after how many the model is that was kept; 0: none was better than at first.
-        minutes: the training took, without what was lost where it was interrupted.
-        translations: how many sources the teacher translated first.
-        settings: how it was trained.
+        parameters, ratio: unique parameters, and the ratio of the teacher's to them.
+        before, after, teacher: {metric: score} on the validation text: before the training, after it, and of the
+            teacher.
+        best_by: the metric by which the best checkpoint was chosen.
+        sentences: number of validation sentences.
+        with_teacher: whether the references are the teacher's translations, because there are no others.
+        steps, best_step: number of training steps, and the step of the best checkpoint; 0: the initial model was best.
+        minutes: duration of the training, without lost time after interruptions.
+        translations: number of sources that the teacher translated first.
+        settings: settings of the training.
     """
 
     output: str
@@ -596,13 +597,13 @@ def _is_same(value: Any, before: Any) -> bool:
 
 
 def find_added(folder: Path) -> list[str]:
-    """What lies in the folder of a recovery, whole or interrupted, that is not of it, in alphabetical order."""
+    """Foreign files in the folder of a complete or interrupted recovery, in alphabetical order."""
     own = rf"{re.escape(TRANSLATIONS_FILE)}|{CHECKPOINTS}|runs(/.*)?|\..*\.partial"  # while it trains
     return [name for name in find_foreign(folder, RECORD_FILE) if not re.fullmatch(own, name)]
 
 
 def begin(output: Path, record: dict[str, Any]) -> None:
-    """Write the record of a recovery that begins; what an earlier one left goes."""
+    """Write the record of a new recovery, and remove the files of an earlier one."""
     output.mkdir(parents=True, exist_ok=True)
     remove_checkpoints(output)
     (output / TRANSLATIONS_FILE).unlink(missing_ok=True)
@@ -610,7 +611,7 @@ def begin(output: Path, record: dict[str, Any]) -> None:
 
 
 def finish(output: Path, record: dict[str, Any], found: Recovery) -> Recovery:
-    """Write down, and return, what came of a recovery; its checkpoints go."""
+    """Write and return the result of a recovery, and remove its checkpoints."""
     left = [name for name in list_entries(output, RECORD_FILE) if not re.fullmatch(CHECKPOINTS, name)]
     write_json(record | {"result": asdict(found), "files": left}, output / RECORD_FILE)
     open_to_readers(output, RECORD_FILE)
@@ -621,8 +622,9 @@ def finish(output: Path, record: dict[str, Any], found: Recovery) -> Recovery:
 def fastest_translator(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | Engine:
     """`network` in CTranslate2 and int8, on as many cores as PyTorch has now, where that can be; else itself.
 
-    It takes a fifth of the time of `generate()` (RESULTS.md, "In half an hour"). It cannot be beside a GPU, without
-    CTranslate2, and for a network or a way to generate that the engine does not express. Nothing of it stays on disk.
+    It takes a fifth of the time of `generate()` (RESULTS.md, "In half an hour"). The fallback applies beside a GPU,
+    without CTranslate2, and for networks or generation settings that the engine does not support. No file stays on
+    disk.
     """
     if network.device.type != "cpu" or find_spec(ENGINE) is None:
         return network

@@ -10,10 +10,10 @@ from transformers import Seq2SeqTrainingArguments
 
 from ..evaluation.quality import METRICS
 
-# From this ratio on a model needs large steps, however few, and learned more from its teacher's own translations, too
+# From this ratio on, a model needs large steps, however few, and also learned more from its teacher's translations
 # (RESULTS.md, "Recovered").
 FAR = 5.0
-# So does one with less than this share of its teacher's chrF, as where layers were left out: converted models kept 0.9
+# So does a model with less than this share of its teacher's chrF, as after removing layers: converted models kept 0.9
 # at ratio 4, and 0.8 at 6 (RESULTS.md, "Without any training"). With the teacher's own translations for references,
 # of which it has all itself, these keep 0.70 and 0.6.
 NEAR, NEAR_OWN = 0.85, 0.65
@@ -34,7 +34,7 @@ MOST_EPOCHS, MOST_EVALUATIONS = 40, 10
 
 @dataclass(frozen=True)
 class RecoverySettings:
-    """What a training is determined by, besides model and data.
+    """Settings of a training, besides model and data.
 
     Attributes:
         learning_rate: the highest; it rises for `warmup_steps` and then falls to 0 by `steps`.
@@ -43,7 +43,7 @@ class RecoverySettings:
         max_tokens: of a batch.
         bf16: whether matrices are multiplied in bfloat16.
         steps, warmup_steps, eval_steps: optimizer steps in all, as planned, at the beginning, and between validations.
-        dropout: of the model while it trains; 0 or what its configuration says.
+        dropout: of the model while it trains; 0 or the value of its configuration.
         seconds, most_steps: by which the steps are planned anew while it trains (`Pace`).
     """
 
@@ -82,7 +82,7 @@ def choose_settings(
         same_width: whether the teacher is as wide, so that states compare.
         on_cpu: small batches are fast there; accelerators take larger ones.
         random_text: whether sources are no language, of which the teacher's predictions and states alone are learned,
-            with half the rate: more of it forgets what the model knows of language.
+            with half the rate: more training damages the language model.
     """
     rate = (1e-3 + 5e-4 * min(max((ratio - 6) / 6, 0), 1)) * (0.5 if random_text else 1)
     return RecoverySettings(

@@ -1,8 +1,8 @@
-"""Source families: how each teacher's configuration and tensor names read as one of this package's.
+"""Source families: translation of a teacher's configuration and tensor names to those of this package.
 
-A family is a class in a file of its own in this folder, under `@register_family("model_type")`. The architectures of
-this package are read as they are; every other family becomes a LightFormer, whose tensor names are Marian's and
-BART's own.
+A family is a class with the decorator `@register_family("model_type")`, in one file of this folder. Architectures of
+this package keep their names; every other family becomes a LightFormer, whose tensor names are Marian's and BART's
+own.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ POSITION_TABLES = r"(en|de)coder\.embed_positions\.weights?"  # of sinusoids, wh
 
 
 class Family:
-    """One source family. Where its names or its configuration are not Marian's, it overrides the two methods.
+    """A source family. It overrides the two methods if its names or its configuration differ from Marian's.
 
     Attributes:
         architectures: names of the model classes that can be converted.
         fields: fields of `LightFormerConfig` that the family fixes by its code.
-        ignored: pattern of tensor names (without `model.`) that its checkpoints may hold and that say nothing.
+        ignored: pattern of tensor names (without `model.`) that its checkpoints may contain and that have no effect.
     """
 
     architectures: ClassVar[tuple[str, ...]]
@@ -47,18 +47,18 @@ class Family:
 
     @classmethod
     def own_config(cls, config: PreTrainedConfig) -> FactorizedConfig:
-        """The configuration of this package that computes what the source computes: dense and unshared."""
+        """Return the configuration of this package that computes the same as the source: dense and unshared."""
         shared = {name: getattr(config, name) for name in SHARED_FIELDS if hasattr(config, name)}
         return LightFormerConfig(**shared, **cls.fields, dtype=config.dtype)
 
     @classmethod
     def fit_weights(cls, config: FactorizedConfig, reader: CheckpointReader) -> FactorizedConfig:
-        """`own_config` as the checkpoint's tensors have it, where the source's configuration does not tell."""
+        """`own_config` as the checkpoint's tensors have it, if the source's configuration does not contain it."""
         return config if config.tie_word_embeddings else cls.fit_tables(config, reader)
 
     @classmethod
     def fit_tables(cls, config: FactorizedConfig, reader: CheckpointReader) -> FactorizedConfig:
-        """Let each stack have its own token table if the checkpoint holds two that differ.
+        """Give each stack a separate embedding matrix if the checkpoint contains two different ones.
 
         Of these families, Marian alone has a field for it: in the others transformers unties all tables or none.
         """
@@ -70,7 +70,7 @@ class Family:
 
     @classmethod
     def own_name(cls, name: str) -> str | None:
-        """A tensor's name as this package's module has it, or `None` if the tensor says nothing.
+        """Return the name of a tensor in this package, or `None` if the tensor has no effect.
 
         Checkpoints saved from a base class lack the `model.` in front.
         """
@@ -84,7 +84,7 @@ FAMILIES: dict[str, type[Family]] = {}
 
 
 def register_family(*model_types: str) -> Callable[[type[Family]], type[Family]]:
-    """Make a class the family of checkpoints whose configuration has one of these `model_type`s."""
+    """Register a class as the family of checkpoints with one of these `model_type`s."""
 
     def register(family: type[Family]) -> type[Family]:
         FAMILIES.update(dict.fromkeys(model_types, family))
@@ -94,7 +94,7 @@ def register_family(*model_types: str) -> Callable[[type[Family]], type[Family]]
 
 
 def find_family(config: PreTrainedConfig) -> type[Family]:
-    """The family of a source configuration.
+    """Return the family of a source configuration.
 
     Raises:
         ValueError: no such family, or a model of it that is not sequence-to-sequence.
@@ -116,16 +116,16 @@ def find_family(config: PreTrainedConfig) -> type[Family]:
 
 
 class OwnFamily(Family):
-    """Names and configuration are this package's already."""
+    """Family with the names and the configuration of this package."""
 
     @classmethod
     def own_config(cls, config: Any) -> Any:
-        """The checkpoint's own."""
+        """Return the configuration unchanged."""
         return config
 
     @classmethod
     def own_name(cls, name: str) -> str | None:
-        """The same name."""
+        """Return the name unchanged."""
         return name
 
 

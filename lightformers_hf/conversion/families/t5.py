@@ -25,7 +25,7 @@ PARTS = {
     "wi_1": "fc1",
     "wo": "fc2",
 }
-# The norm of a layer stands before the sublayer whose number this is.
+# The norm of a layer precedes the sublayer with this number.
 NORMS = {
     "encoder": ("self_attn_layer_norm", "final_layer_norm"),
     "decoder": ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"),

@@ -1,7 +1,7 @@
-"""Structural forms: ways in which a place of a model (a matrix, an attention, a network) gets smaller.
+"""Structural forms: ways to make a place of a model (a matrix, an attention block, a network) smaller.
 
-A form is a class in a file of its own in this folder, under `@register_form`. An instance is one place of one model.
-Nothing else in the package knows which forms there are.
+A form is a class with the decorator `@register_form`, in one file of this folder. An instance is one place of one
+model. No other part of the package names a form.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..report import DENSE, MatrixReport
 from ..rules import RankPolicy
 from ..sharing import Originals, find_matrices, short_name
 
-# A rank or a width; `None` leaves a place as it is.
+# A rank or a width; `None` keeps a place unchanged.
 Setting = int | None
 
 
@@ -33,8 +33,8 @@ class Choices:
     """The choices for one part of a model.
 
     Attributes:
-        settings: a rank or a width each; `None` leaves the part as it is.
-        costs: what each loses, in one unit for all parts (K) float64.
+        settings: a rank or a width each; `None` keeps the part.
+        costs: cost of each, in one unit for all parts (K) float64.
         sizes: parameters of each (K) float64.
     """
 
@@ -43,18 +43,18 @@ class Choices:
     sizes: Tensor
 
     def best(self, price: float) -> tuple[float, int]:
-        """The least cost + price · size, and where it is."""
+        """Return the minimum of cost + price · size, and its index."""
         value, index = (self.costs + price * self.sizes).min(0)
         return value.item(), int(index)
 
 
 @dataclass(frozen=True, eq=False)
 class Built:
-    """The tensors and reports that a place became.
+    """Tensors and reports of a place at a setting.
 
     Attributes:
         reports: of its matrices.
-        tensors: under the names that the result's checkpoint has.
+        tensors: under the names of the result's checkpoint.
         coordinates: module → what its outputs are of the teacher's, where they are fewer: of each head so many sums
             (h×n/h×n'/h), or, as whole numbers (n'), these of them.
     """
@@ -64,7 +64,7 @@ class Built:
     coordinates: dict[str, Tensor] = field(default_factory=dict)
 
     def of_teacher(self, name: str, outputs: Tensor) -> Tensor:
-        """Return the outputs that a module should give, from the teacher's (rows×n)."""
+        """Return the targets of a module from the teacher's outputs (rows×n)."""
         coordinates = self.coordinates.get(name)
         if coordinates is None:
             return outputs
@@ -76,14 +76,14 @@ class Built:
 
 @dataclass(frozen=True, eq=False)
 class Form(ABC):
-    """A place of a model, and what it can become.
+    """A place of a model, with its possible settings.
 
     Attributes:
         name: of the place's module, with the head's `model.`.
         originals: the matrices to start from.
-        label: what reports call the form.
-        method: the value of the option `method` that asks for this form alone.
-        is_usual: whether the form is taken where nothing else is asked for: one form is.
+        label: name of the form in reports.
+        method: the value of the option `method` that selects this form alone.
+        is_usual: whether the form is the default; one form is.
     """
 
     name: str
@@ -95,12 +95,12 @@ class Form(ABC):
     @classmethod
     @abstractmethod
     def places(cls, dense: PreTrainedModel) -> dict[str, tuple[str, ...]]:
-        """{place: the matrices that it decides over} of a model in which nothing is smaller yet."""
+        """{place: the matrices that it decides over} of an uncompressed model."""
 
     @classmethod
     @abstractmethod
     def fields(cls, reports: Sequence[MatrixReport], dense: PreTrainedModel) -> dict[str, object]:
-        """The fields of the result's configuration that say what matrices of this form (`reports`) became."""
+        """The fields of the result's configuration for the shapes that matrices of this form (`reports`) became."""
 
     @classmethod
     def holds(cls, module: nn.Module) -> bool:
@@ -110,7 +110,7 @@ class Form(ABC):
     @property
     @abstractmethod
     def least(self) -> Setting:
-        """The setting that takes least."""
+        """The smallest setting."""
 
     @abstractmethod
     def size(self, setting: Setting | Tensor) -> Tensor | float:
@@ -122,10 +122,10 @@ class Form(ABC):
 
     @abstractmethod
     def follow(self, policy: RankPolicy) -> Setting:
-        """The setting that a rule gives to this place by itself.
+        """The setting that a rule gives to this place.
 
         Raises:
-            ValueError: the rule does not fit the form, or the place.
+            ValueError: the rule does not apply to the form or the place.
         """
 
     @abstractmethod
@@ -143,7 +143,7 @@ class Form(ABC):
         Args:
             module: the layer.
             matrix: W, m×n, float64.
-            find_metric: gives the norm that says what is near, where that matters.
+            find_metric: returns the norm of the distance, if it is needed.
             name: for messages.
         """
         return {"weight": matrix.T} | ({} if bias is None else {"bias": bias})
@@ -157,7 +157,7 @@ class Form(ABC):
         return self.originals.module(name).kind
 
     def report(self, name: str, size: int | None, setting: str, parameters: int, error: float) -> MatrixReport:
-        """The report of a matrix with a relative `error`, which stays dense where its `size` is `None`."""
+        """Return the report of a matrix with a relative `error`; the matrix stays dense if its `size` is `None`."""
         m, n = self.shape(name)
         return MatrixReport(
             name=short_name(name), kind=self.kind(name), m=m, n=n, form=DENSE if size is None else self.label,
@@ -165,7 +165,7 @@ class Form(ABC):
         )  # fmt: skip
 
     def keep(self, names: Sequence[str]) -> Built:
-        """Matrices as they are."""
+        """Return the matrices unchanged."""
         tensors, reports = {}, []
         for name in names:
             matrix, bias = self.originals.linear(name)
@@ -178,18 +178,18 @@ FORMS: list[type[Form]] = []
 
 
 def register_form(form: type[Form]) -> type[Form]:
-    """Make a class one of the forms."""
+    """Register a class as a form."""
     FORMS.append(form)
     return form
 
 
 def find_form(label: str) -> type[Form]:
-    """The form that reports call so; `Form` itself, which does nothing to a matrix, of a dense one."""
+    """Return the form with this label; `Form` itself for dense matrices."""
     return next((form for form in all_forms() if form.label == label), Form)
 
 
 def all_forms() -> list[type[Form]]:
-    """Every form, the usual one first."""
+    """Return all forms, the default form first."""
     for file in pkgutil.iter_modules(__path__):  # each registers itself
         importlib.import_module(f"{__name__}.{file.name}")
     return sorted(FORMS, key=lambda form: not form.is_usual)
@@ -209,7 +209,7 @@ def to_store(tensors: Mapping[str, Mapping[str, Tensor | None]]) -> dict[str, Te
 
 
 def commonest(values: list) -> object:
-    """The value that stands most often in a list; `None` of an empty one."""
+    """Return the most frequent value of a list, or `None` for an empty list."""
     return Counter(values).most_common(1)[0][0] if values else None
 
 

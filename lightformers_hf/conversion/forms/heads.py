@@ -1,6 +1,6 @@
 """Narrower heads: an attention whose heads are less wide, the same kind of layer.
 
-What a head computes depends on W_Q·W_Kᵀ and W_V·W_O alone. A bottleneck z → z·X·Y, d_k → k → d_k, on its queries
+The function of a head depends on W_Q·W_Kᵀ and W_V·W_O alone. A bottleneck z → z·X·Y, d_k → k → d_k, on its queries
 changes the scores to q·X·(k·Yᵀ)ᵀ, so X goes into W_Q and Y into W_K; one on its context, the mix of values, goes into
 W_V and W_O. Nothing is added: the result is ordinary attention with heads of width k, which keeps as much of the
 product as four separate factorizations with half as many parameters.
@@ -138,7 +138,7 @@ class NarrowerHeads(Form):
             second = q.T @ x @ q + means + means.T + torch.outer(bias, bias)
             gradients = self.originals.gradients(query)
             contexts, mean = self.originals.moments(out)
-            if self.originals.bias(out) is None:  # nothing takes the mean of what is lost
+            if self.originals.bias(out) is None:  # no bias takes the mean error
                 mean = torch.zeros_like(mean)
             contexts = contexts - torch.outer(mean, mean)
             at_output = self.originals.gradients(out)
@@ -166,7 +166,7 @@ class NarrowerHeads(Form):
         return tuple(torch.stack(side) for side in zip(*scaled, strict=True))
 
     def _with_bias(self, part: str) -> Tensor:
-        """W with b below it: where W is nearly zero, its bias tells how large what comes out is."""
+        """W with b below it: where W is nearly zero, its bias gives the size of the outputs."""
         name = f"{self.name}.{part}"
         return torch.cat([self.originals.matrix(name).double(), self._bias(name)[None]])
 
@@ -180,7 +180,7 @@ class NarrowerHeads(Form):
         """Every width below that of the teacher's heads, and that."""
         queries, contexts, _ = self._bottlenecks
         costs = (queries.costs() + contexts.costs()).cpu()[1:]
-        costs[-1] = 0.0  # as it is
+        costs[-1] = 0.0  # unchanged
         sizes = torch.as_tensor(self.size(torch.tensor(self.widths))).double()
         return Choices([*self.widths[:-1], None], costs, sizes)
 

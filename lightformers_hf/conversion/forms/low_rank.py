@@ -1,4 +1,4 @@
-"""Low rank: a matrix as the product of two thin ones, by truncated SVD (LightFormer, Eq. 1 and 7-11)."""
+"""Low rank: a matrix as the product of low-rank factors, by truncated SVD (LightFormer, Eq. 1 and 7-11)."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class LowRank(Form):
         else:
             spectrum = decompose(matrix, name=short_name(self.name), rank=setting, metric=metric)
         factors = spectrum.truncate(setting)
-        if metric is not None and metric.mean is not None:  # the bias takes the mean of what the factors lose
+        if metric is not None and metric.mean is not None:  # the bias takes the mean error of the factors
             lost = metric.mean @ matrix.double() - metric.mean @ factors.left.double() @ factors.right.double()
             bias = (bias.double() + lost).to(bias.dtype)
         left, right = factors.left.to(matrix.dtype), factors.right.to(matrix.dtype)

@@ -1,4 +1,4 @@
-"""Fewer neurons: a feed-forward network of which some neurons are left out.
+"""Fewer neurons: a feed-forward network from which some neurons are removed.
 
 Those whose removal costs least go, one after the other, while the last matrix of those that stay makes up for them
 by regression (optimal brain surgeon, Hassibi and Stork 1993, for rows). In a gated network both matrices in front lose
@@ -23,7 +23,7 @@ from . import Built, Choices, Form, Setting, commonest, find_blocks, register_fo
 
 # Matrices of a network, the last one behind its neurons; without a gate, and with one.
 PARTS, GATED_PARTS = ("fc1", "fc2"), ("fc_gate", "fc1", "fc2")
-# A network loses this share of its neurons between two updates of what the others would cost.
+# A network loses this share of its neurons between two updates of the costs.
 STEP = 1 / 128
 # So many such updates change the inverse together: to read and write it takes longer than to multiply.
 UPDATES = 8
@@ -59,7 +59,7 @@ class Elimination:
         size = len(moment)
         root = damped_root(gradient_moment.double(), GRADIENT_DAMPING)
         rows = weight.double() @ root
-        # Symmetric, and column by column as LAPACK has it: transposed, rows lie together.
+        # Symmetric, in LAPACK's column order: after transposition, rows are contiguous.
         inverse = torch.cholesky_inverse(damped_root(moment.double(), INPUT_DAMPING)).mT
         step = max(1, round(size * STEP))
         widths = [*dict.fromkeys((size, *range((size - 1) // step * step, 0, -step), 1))]
@@ -153,7 +153,7 @@ class FewerNeurons(Form):
             variance = math.prod(self._own_lengths(name) for name in self._first)
             return torch.diag(variance), torch.zeros_like(variance)
         second, mean = moments
-        if self.originals.bias(self._last) is None:  # nothing takes the mean of what is lost
+        if self.originals.bias(self._last) is None:  # no bias takes the mean error
             mean = torch.zeros_like(mean)
         return second.addr_(mean, mean, alpha=-1), mean
 

@@ -11,8 +11,8 @@ So there are two routes:
 - *fast*, where the rank is known and small: Gram matrix and eigenvectors in float32 give a space a little larger than
   needed, a Rayleigh-Ritz step in float64 picks the best r directions within it, and a certificate bounds what the
   float32 errors can have cost. Without certificate the result is thrown away.
-- *exact*, for everything else: both in float64. What is lost lies 1e-8 below the largest singular value, which is
-  beneath the rounding of float32 factors; at full rank W·V·Vᵀ = W holds whatever the spectrum.
+- *exact*, for everything else: both in float64. The lost part lies 1e-8 below the largest singular value, beneath the
+  rounding of float32 factors; at full rank W·V·Vᵀ = W holds whatever the spectrum.
 
 In a metric, ‖Lᵀ Δ R‖ instead of ‖Δ‖, the exact route is taken with the Gram matrix of A = Lᵀ W R: with V its r leading
 eigenvectors, A·V·Vᵀ is nearest to A, so that W·(R V)·(Vᵀ R⁻¹) is nearest to W, and neither A nor the larger of the two
@@ -38,10 +38,10 @@ PROBES = 16
 OVERSAMPLING = 32
 # Rows taken to float64 at once: no matrix is held twice, and a piece stays in the processor's cache.
 CHUNK_ROWS = 512
-# Below this σ_r/σ_1, dividing by the singular values no longer makes columns orthonormal: the error grows as
+# Below this σ_r/σ_1, dividing by the singular values does not make columns orthonormal: the error grows as
 # 1e-16·(σ_1/σ_r)².
 ILL_CONDITIONED = 1e-4
-# Below this, squares of float64 values are no longer exact; those of float32 values, even denormal ones, lie above it.
+# Below this, squares of float64 values are not exact; those of float32 values, even denormal ones, lie above it.
 TINIEST_ENERGY = 1e-290
 
 
@@ -299,7 +299,7 @@ def _certified(tall: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor] | None:
     if not (gap > 0 and epsilon.square() / gap <= TOLERATED_LOSS * (total - ritz[:rank].sum())):
         return None
     rest = estimates[:-kept].flip(0).clamp(min=0)
-    known = rest.sum() > 0  # else float32 saw nothing there: what there may be is spread evenly
+    known = rest.sum() > 0  # otherwise below float32 accuracy: the rest is distributed evenly
     rest = torch.where(known, rest / rest.sum(), 1 / len(rest)) * (total - ritz.sum()).clamp(min=0)
     if rest[0] > ritz[rank - 1]:  # the estimates are rounding
         return None

@@ -67,7 +67,7 @@ def _text(token: str | dict) -> str:
     return token if isinstance(token, str) else token["content"]
 
 
-# What two neighbours become, and how late among all merges; `None` where they are never merged.
+# Merge of two neighbours, and its position among all merges; `None` where they are never merged.
 Rank = Callable[[str, str], float | None]
 
 

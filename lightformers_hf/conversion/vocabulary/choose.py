@@ -28,7 +28,7 @@ from .tokenizer_json import MAIN, TokenizerJson
 if TYPE_CHECKING:
     from ..teacher import Teacher
 
-# Codes of languages that are tokens: de_DE and deu_Latn; Marian's stand between brackets.
+# Codes of languages that are tokens: de_DE and deu_Latn; Marian's are between brackets.
 CODE, MARIAN_CODE = re.compile(r"[a-z]{2,4}_[A-Za-z]{2,4}"), re.compile(r">>(.+)<<")
 SPACES = ("▁", "Ġ")  # pieces of nothing else
 BOTH = "both"  # sides
@@ -68,11 +68,11 @@ class KeptTokens:
 
 
 def choose_tokens(teacher: Teacher, options: CompressionOptions) -> KeptTokens:
-    """The tokens that stay of a teacher's, as `CompressionOptions` say, and the tokenizer that has them alone.
+    """The tokens of a teacher that stay, by `CompressionOptions`, and a tokenizer that contains only them.
 
     Raises:
-        ValueError: no tokenizer, or of no known kind; an unknown language; no text, or none that the tokenizer knows;
-            fewer tokens asked for than must stay.
+        ValueError: no tokenizer, or an unknown kind; an unknown language; no text, or only unknown tokens; fewer
+            tokens asked for than must stay.
         FileNotFoundError: a text that is not there.
     """
     tokenizer = teacher.tokenizer()
@@ -86,7 +86,7 @@ def choose_tokens(teacher: Teacher, options: CompressionOptions) -> KeptTokens:
     dropped = {token for code, token in codes.items() if code not in wanted}
     special = {str(token) for token in (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab())}
     must = (saved.needed() | special | set(codes.values())) - dropped
-    for _ in range(3):  # what the tokenizer's class adds by itself has to be there
+    for _ in range(3):  # tokens that the tokenizer's class adds must stay
         kept = _choose(teacher, vocabularies, saved, counts, must, options.vocabulary_size)
         rebuilt = rebuild(tokenizer, vocabularies, kept, wanted and [codes[code] for code in wanted])
         strange = _strange(rebuilt, vocabularies, kept)
@@ -102,12 +102,12 @@ def choose_tokens(teacher: Teacher, options: CompressionOptions) -> KeptTokens:
 
 
 def open_tokenizer(folder: Path) -> SavedTokenizer:
-    """The tokenizer of a folder. Raises `ValueError` for one of a kind that is not known here."""
+    """The tokenizer of a folder. Raises `ValueError` for an unknown kind."""
     return TokenizerJson(folder) if (folder / MAIN).is_file() else SentencePieceFiles(folder)
 
 
 def find_languages(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """{code: token} of the languages that a tokenizer knows."""
+    """{code: token} of the languages of a tokenizer."""
     if codes := getattr(tokenizer, "lang_code_to_token", None):  # M2M100
         return dict(codes)
     special = {str(token) for token in (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab())}
@@ -263,7 +263,7 @@ def rebuild(
     with tempfile.TemporaryDirectory() as folder:
         save(tokenizer, Path(folder), languages)
         open_tokenizer(Path(folder)).rewrite(ids)
-        for _ in range(2):  # what a class adds by itself may show only when it is saved and loaded again
+        for _ in range(2):  # tokens that a class adds may appear only after saving and loading
             rebuilt = load_pretrained(AutoTokenizer, folder)
             rebuilt.save_pretrained(folder)
     rebuilt.name_or_path = tokenizer.name_or_path
@@ -287,7 +287,7 @@ def _strange(
 
 
 def _check_cuts(tokenizer: PreTrainedTokenizerBase, kept: KeptTokens, sample: Sequence[tuple[str, str]]) -> None:
-    """Raise a `ValueError` where a text whose tokens all stay is cut differently than before."""
+    """Raise a `ValueError` if a text whose tokens all stay is tokenized differently."""
     new = {side: {old: number for number, old in enumerate(getattr(kept, side))} for side in ("source", "target")}
     for side in {side for side, _ in sample}:
         texts = [text for one, text in sample if one == side]

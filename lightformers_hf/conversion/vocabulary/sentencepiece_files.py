@@ -1,8 +1,9 @@
 """Tokenizers of SentencePiece models beside a `vocab.json`, or one for each side: Marian's and M2M100's.
 
 A SentencePiece model is a message of protocol buffers (`sentencepiece_model.proto` of google/sentencepiece): field 1,
-repeated, is a piece, field 4 sentences by which a model tests itself when it is loaded, others say how text is cut.
-Fields are copied as they stand, bytes and all, so that nothing is needed here but where each begins and ends.
+repeated, is a piece, field 4 sentences by which a model tests itself when it is loaded, other fields define the
+tokenization. Fields are copied as they stand, bytes and all, so that nothing is needed here but where each begins and
+ends.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SIDES = {"source": "vocab.json", "target": "target_vocab.json"}  # the second wh
 PIECES, SELF_TEST = 1, 4
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 TRAINER, MODEL_TYPE, BPE = 2, 3, 2  # the field of the trainer's settings, its field of the type, and one such type
-LENGTHS = {1: 8, 5: 4}  # bytes of a field by its wire type; those of type 2 say theirs
+LENGTHS = {1: 8, 5: 4}  # bytes of a field by its wire type; those of type 2 contain their length
 
 
 class SentencePieceFiles(SavedTokenizer):
@@ -41,7 +42,7 @@ class SentencePieceFiles(SavedTokenizer):
         ]
 
     def needed(self) -> set[str]:
-        """Single characters, bytes, and what the models say of themselves."""
+        """Single characters, bytes, and special pieces of the models."""
         texts = {piece.text for model in self.models.values() for piece in model.pieces}
         return lone_characters(texts).union(*(model.needed() for model in self.models.values())) & self.known
 

@@ -33,8 +33,9 @@ TEACHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "flan-t5-base": _flan_t5(768, 2048, layers=12, heads=12),
     "flan-t5-large": _flan_t5(1024, 2816, layers=24, heads=16),
 }
-_PAIR = {"vocab_size": 24_004}  # what a corpus of German and English leaves of NLLB's
-# {name: {row of the benchmark of vocabularies: what differs from the dense checkpoint}}; the first row is all of it.
+_PAIR = {"vocab_size": 24_004}  # NLLB's tokens in a corpus of German and English
+# {name: {row of the benchmark of vocabularies: differences to the dense checkpoint}}; the first row is the dense
+# checkpoint.
 VOCABULARY_ROWS: dict[str, dict[str, dict[str, int]]] = {
     "opus-mt": {
         "dense": {},

@@ -26,7 +26,7 @@ SOURCE_TOKENS = TARGET_TOKENS = 25
 TRAINING_SENTENCES = 16
 DECODING = {"greedy": 1, "beam 4": 4}
 TRAINING = "training"
-# What a Marian takes from the architecture that it stands beside.
+# Fields that the Marian takes from the architecture it is compared with.
 SAME_FIELDS: tuple[str, ...] = ("vocab_size", "d_model", "encoder_layers", "decoder_layers", "scale_embedding")
 SAME_FIELDS += ("dropout", "attention_dropout", "activation_dropout")
 SAME_FIELDS += ("pad_token_id", "eos_token_id", "decoder_start_token_id")
@@ -75,7 +75,7 @@ PAIRS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was measured of a pair.
+    """Measurements of a pair.
 
     Attributes:
         name: of the pair.

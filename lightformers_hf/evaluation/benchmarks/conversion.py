@@ -30,7 +30,7 @@ DISTINCT = 2
 
 
 class Seconds(NamedTuple):
-    """Time that passed, and time the processors worked: the second tells more where the machine is shared."""
+    """Time that passed, and time the processors worked: the second is more reliable on a shared machine."""
 
     wall: float
     cpu: float
@@ -48,7 +48,7 @@ class Seconds(NamedTuple):
 
 @dataclass(frozen=True)
 class ConversionBenchmark:
-    """What was measured.
+    """Measurements.
 
     Attributes:
         shapes: name of the checkpoint whose shapes were used.
@@ -169,7 +169,7 @@ def benchmark_conversion(shapes: str, *, runs: int = 3, samples: int | None = No
     )
 
 
-# Run in a process of its own, so that nothing but the conversion is in its memory.
+# Run in a separate process, so that only the conversion is in its memory.
 _CONVERT = """
 import json, logging, sys
 from lightformers_hf import convert
@@ -189,7 +189,7 @@ print(json.dumps([found, Seconds.since(start), peak_memory(), libraries]))
 
 @dataclass(frozen=True)
 class WholeConversion:
-    """What `convert` took for a whole checkpoint.
+    """Time and memory of `convert` for a whole checkpoint.
 
     Attributes:
         shapes: name of the checkpoint whose shapes were used.
@@ -219,7 +219,7 @@ def time_conversion(shapes: str, **options: object) -> WholeConversion:
     checkpoint. Writes about three times the checkpoint's size into the folder for temporary files, and removes it.
 
     Args:
-        options: of `convert`; unless told otherwise the default conversion, at the default ratio.
+        options: of `convert`; by default the default conversion, at the default ratio.
 
     Raises:
         ValueError: unknown shapes, or the conversion failed.

@@ -37,9 +37,9 @@ from ..translate import translate
 if TYPE_CHECKING:
     from datasets import Dataset
 
-BASELINE = "ctranslate2-int8"  # of the teacher: what its users deploy
+BASELINE = "ctranslate2-int8"  # of the teacher: the usual deployment
 SOURCE_TOKENS = 25
-RUN_DONE = "run done\n"  # what the process that measures says of each
+RUN_DONE = "run done\n"  # lines that the measuring process prints for each
 SHORTLISTED = "+shortlist"  # behind the name of a form
 
 
@@ -79,7 +79,7 @@ class Timing:
 
 @dataclass
 class EngineComparison(Result):
-    """What `compare_engines` measured, and how."""
+    """Measurements of `compare_engines`, and their settings."""
 
     models: list[str]
     deployed: list[Deployed]
@@ -126,7 +126,7 @@ class EngineComparison(Result):
         return found
 
     def notes(self) -> list[str]:
-        """What the numbers mean."""
+        """Meaning of the numbers."""
         notes = [
             f"{self.new_tokens} tokens for every sentence; ratios are medians over {self.runs} interleaved runs:",
             "'same' to the teacher in the same engine"
@@ -138,7 +138,7 @@ class EngineComparison(Result):
         return [*notes, *describe(self.signatures)]
 
     def tables(self) -> list[Table]:
-        """One table a setting, one row a model and form; what they mean is said below the last."""
+        """One table a setting, one row a model and form; their meaning is printed below the last."""
         tables = []
         for setting, (head, *rows) in self.rows().items():
             table = Table(title=setting, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
@@ -213,7 +213,7 @@ def compare_engines(
         cores, batch_sizes, beams: every combination is a setting. A run of batch size 1 translates `sentences`, one at
             a time; of more, one batch.
         data, source, target, max_samples: parallel text to measure the quality on as well, with the most of `beams`.
-            Of multilingual models, source and target are also the codes, `de=deu_Latn` (`set_language_codes`).
+            For multilingual models, source and target are also the codes, `de=deu_Latn` (`set_language_codes`).
         metrics: names of `METRICS`; by default those that fit the references.
         shortlist: text from which `export` makes a shortlist; every engine is then timed without and with one.
         progress: show a bar on stderr.
@@ -266,7 +266,7 @@ def _choose_forms(forms: Sequence[str] | None, shortlist: str | None) -> list[st
 
 
 def _all_forms() -> list[str]:
-    """Every deployment that the engines have: not all know int8."""
+    """Every deployment of the engines; some engines do not support int8."""
     forms = []
     for form in deployment_names():
         engine, quantization = split_deployment(form)
@@ -283,7 +283,7 @@ def _can_be(form: str) -> bool:
 
 
 def _labels(names: list[str]) -> list[str]:
-    """What the models are called: folders by as many last parts of their paths as tell all of them apart."""
+    """Names of the models: the last parts of their paths, as many as are needed to distinguish them."""
     parts = [Path(name).parts if Path(name).is_dir() else (name,) for name in names]
     for count in range(1, max(map(len, parts)) + 1):
         short = ["/".join(each[-count:]) for each in parts]
@@ -363,7 +363,7 @@ def _inputs(names: dict[str, str], pairs: Dataset | None, count: int) -> dict[st
 
 
 def _measure_speed(deployed: list[Deployed], inputs: dict, cores: int, settings: Settings, bar: tqdm) -> list[Timing]:
-    """What a process with so many cores measures; the bar moves with every run."""
+    """Measurements of a process with so many cores; each run advances the bar."""
     task = {
         "models": {place.key: [place.folder, inputs[place.model]] for place in deployed},
         "cores": cores,
@@ -424,7 +424,7 @@ def _measure() -> None:
 def time_run(
     engine: Engine, batches: list[list[list[int]]], beams: int, new_tokens: int, *, tell: bool = False
 ) -> tuple[int, float]:
-    """Tokens generated, and the seconds it took. With `tell`, a line on stdout says when it is done."""
+    """Tokens generated, and the seconds it took. With `tell`, a line on stdout reports the end."""
     start = time.perf_counter()
     for batch in batches:
         engine.generate(batch, num_beams=beams, forced_length=new_tokens)

@@ -1,4 +1,4 @@
-"""What a command costs before it does anything: processor time of a whole process, beside the plain program's.
+"""Start-up costs of commands: processor time of a whole process, beside that of the plain program.
 
 The processes run in turn. User and system time hardly depend on what else the machine does.
 """
@@ -25,7 +25,7 @@ from ..speed import child_environment
 
 SENTENCE = "Ein Hund läuft durch den Schnee."
 COMMAND = "import sys; sys.argv[0] = 'lightformers'; from lightformers_hf.cli import main; main()"
-# What a user of transformers alone would write to translate a line.
+# Program that translates a line with transformers alone.
 TRANSLATE = """\
 import sys
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -52,7 +52,7 @@ class StartupCase(NamedTuple):
 
 @dataclass(frozen=True)
 class StartupRatio:
-    """What was measured of a case: processor seconds (user and system) of every run of both programs."""
+    """Measurements of a case: processor seconds (user and system) of every run of both programs."""
 
     name: str
     plain_name: str

@@ -1,7 +1,7 @@
-"""What the vocabulary costs: shapes with all tokens and with fewer, compressed, and with few that can come.
+"""Costs of the vocabulary: shapes with all tokens and with fewer, compressed, and with a shortlist.
 
-Weights and sentences are random, so that nothing is said of quality; the number of tokens that a shortlist leaves for
-a sentence is given, for random weights say nothing of what can come.
+Weights and sentences are random, so quality is not measured. The number of tokens of a shortlist is an option, because
+random weights do not determine it.
 """
 
 from __future__ import annotations
