@@ -29,10 +29,11 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lightformers_hf.evaluation.translate import load_translator, longest_input
+from lightformers_hf.evaluation.translate import load_translator
 from lightformers_hf.export import Engine, export
 from lightformers_hf.export.engine import wrap_network
 from lightformers_hf.export.engines import CHECKPOINTS
+from lightformers_hf.export.sentences import longest_input, split_texts
 from lightformers_hf.files import EXPORT_FILE, read_json
 from lightformers_hf.loading import is_export, load_pretrained, printable_name, resolve_source, unique_parameters
 
@@ -90,15 +91,16 @@ class Translator:
                 outputs.append("")
                 continue
             start = time.perf_counter()
-            line = line if line.startswith(self.prefix) else self.prefix + line
-            ids = self.tokenizer(line, verbose=False)["input_ids"]
-            if len(ids) > limit:
-                cut = f"The {self.role} model reads the first {limit}: split it."
-                gr.Warning(f"Line {number} has {len(ids)} tokens. {cut}")
-                ids = self.tokenizer(line, truncation=True, max_length=limit)["input_ids"]
-            (generated,) = self.engine.generate([ids], **generation)
-            outputs.append(self.tokenizer.decode(generated, skip_special_tokens=True))
-            tokens, seconds = tokens + len(generated), seconds + time.perf_counter() - start
+            (split,) = split_texts([line], self.tokenizer, limit, prefix=self.prefix)
+            if split.cut:
+                gr.Warning(
+                    f"Line {number} has a sentence of more than {limit} tokens, which the {self.role} model gets in "
+                    "parts: split it."
+                )
+            generated = self.engine.generate(list(split.ids.values()), **generation)
+            decoded = self.tokenizer.batch_decode(generated, skip_special_tokens=True)
+            outputs.append(split.join(dict(zip(split.ids, decoded, strict=True))))
+            tokens, seconds = tokens + sum(map(len, generated)), seconds + time.perf_counter() - start
             yield "\n".join(outputs), tokens, seconds
         yield "\n".join(outputs), tokens, seconds
 
@@ -170,7 +172,7 @@ def refuse_content(content: bytes, *, asks: bool) -> tuple[int, str] | None:
         return 400, "not JSON"
     data = request.get("data") if isinstance(request, dict) else None
     if asks and not (isinstance(data, list) and len(data) == 1 and isinstance(data[0], str | None)):
-        return 422, 'expected {"data": ["text, one sentence a line"]}'
+        return 422, 'expected {"data": ["text"]}'
     return None
 
 
@@ -179,7 +181,7 @@ def read_form(name: str) -> tuple[str, str | None]:
     if not is_export(name):
         return CHECKPOINTS, None
     written = read_json(Path(name) / EXPORT_FILE)
-    return written["engine"], written["quantization"]
+    return written["engine"], written["quantization"] or "float32"
 
 
 def deploy_alike(
@@ -254,8 +256,13 @@ def build(
 
     with gr.Blocks(title="Teacher and light model", analytics_enabled=False) as page:
         gr.Markdown("# Teacher and light model, side by side")
-        info = f"Shift+Enter translates. Both search with {generation['num_beams']} beams, one sentence at a time."
-        text = gr.Textbox(label="Text, one sentence a line", lines=3, autofocus=True, elem_id="text", info=info)
+        text = gr.Textbox(
+            label="Text",
+            lines=3,
+            autofocus=True,
+            elem_id="text",
+            info=f"Shift+Enter translates. Both search with {generation['num_beams']} beams, one line at a time.",
+        )
         button = gr.Button("Translate", variant="primary", elem_id="translate")
         boxes = []
         with gr.Row():

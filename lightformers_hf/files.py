@@ -26,6 +26,7 @@ except ImportError:  # Windows
 CARD_FILE = "README.md"
 REPORT_FILE = "compression.json"
 EXPORT_FILE = "export.json"
+PAGE_FILE = "page.json"  # of a page that translates in the browser
 RECORD_FILE = "recovery.json"  # of a recovery: options, settings and results
 STATE_FILE = "trainer_state.json"  # transformers' Trainer writes it
 WEIGHT_FILES = (  # the one that is loaded first

@@ -32,7 +32,16 @@ from . import models
 from .conversion.card import MARK, evaluation_results, model_card, read_results
 from .conversion.report import ModelFacts, read_report
 from .deprecated import renamed_arguments, warn_renamed
-from .files import CARD_FILE, RECORD_FILE, REPORT_FILE, STATE_FILE, read_json
+from .files import (
+    CARD_FILE,
+    EXPORT_FILE,
+    MANIFEST_FILE,
+    PAGE_FILE,
+    RECORD_FILE,
+    REPORT_FILE,
+    STATE_FILE,
+    read_json,
+)
 from .in_memory import AnyModel, on_disk
 from .loading import CheckpointReader, load_pretrained, load_skeleton, stored_tensors
 from .models.configuration_lightformer import FactorizedConfig
@@ -72,11 +81,13 @@ class Push(Result):
         name: of the repository, `user/model`.
         url: of its page.
         commit: its hash, which pins the model: `from_pretrained(name, revision=commit)`.
+        kind: `checkpoint`, `model` of another program, or `space`.
     """
 
     name: str
     url: str
     commit: str
+    kind: str = "checkpoint"
 
     @property
     def oid(self) -> str:
@@ -86,6 +97,8 @@ class Push(Result):
 
     def parts(self) -> list[str]:
         """Return where the model is, and how it is loaded."""
+        if self.kind != "checkpoint":
+            return [f"{self.url} at commit {self.commit}."]
         return [
             f"{self.url} at commit {self.commit}.",
             f'Load it: from_pretrained("{self.name}", revision="{self.commit}"), and with trust_remote_code=True, '
@@ -106,12 +119,16 @@ def push_to_hub(
 ) -> Push:
     """Push a checkpoint of this package to the Hub: weights, configurations, tokenizer, code, report and model card.
 
+    A folder that `export` wrote becomes a model repository with all its files, and a page that `lightformers web`
+    wrote a static Space.
+
     One commit contains all files. It also removes files of an earlier push that the checkpoint does not contain. Other
     files of the repository stay. After an interruption the same call resumes: files that arrived are not sent again.
     The token is that of huggingface_hub (`hf auth login`, or HF_TOKEN).
 
     Args:
-        model: the folder that `convert` or a training run wrote, or a loaded model of this package.
+        model: the folder that `convert`, a training run, `export` or `lightformers web` wrote, or a loaded model of
+            this package.
         name: `user/model`, or `model` in the namespace of the token. A missing repository is created.
         tokenizer: that of a loaded model.
         private: make the repository private. An existing public repository is refused.
@@ -137,23 +154,30 @@ def push_to_hub(
         raise ValueError(f"revision {revision} is a commit, which nothing can be added to: give the name of a branch")
     with on_disk(tokenizer, model) as (place,):
         folder = Path(os.path.expanduser(place))
-        network, files, measured = _collect(folder, name, results)
+        kind, exported = _exported_files(folder, results)
+        network, files, measured = (None, exported, []) if exported else _collect(folder, name, results)
+        validate_repo_id(name)
         _check_token()
+        repository = {"repo_type": "space" if kind == "space" else "model"}
         with _explain_errors(name):
             api = HfApi(library_name="lightformers_hf")
-            name = api.create_repo(name, private=private or None, exist_ok=True).repo_id
+            sdk = "static" if kind == "space" else None
+            name = api.create_repo(name, private=private or None, exist_ok=True, space_sdk=sdk, **repository).repo_id
         with _explain_errors(name):
-            there = _find_branch(api, name, revision, private)
-            adds = [CommitOperationAdd(path.name, path) for path in files]
-            adds.append(CommitOperationAdd(CARD_FILE, _card(folder, network, name, measured).encode()))
+            there = _find_branch(api, name, revision, private, repository)
+            operations: list = [CommitOperationAdd(path.relative_to(folder).as_posix(), path) for path in files]
+            if network is not None:
+                operations.append(CommitOperationAdd(CARD_FILE, _card(folder, network, name, measured).encode()))
+                operations += _deletions(there, operations)
             commit = api.create_commit(
                 name,
-                [*adds, *_deletions(there, adds)],
-                commit_message=message or f"Upload {network.config.model_type}",
+                operations,
+                commit_message=message or f"Upload {network.config.model_type if network else kind}",
                 revision=revision,
                 parent_commit=there.sha,
+                **repository,
             )
-    return Push(commit.repo_url.repo_id, str(commit.repo_url), commit.oid)
+    return Push(commit.repo_url.repo_id, str(commit.repo_url), commit.oid, kind)
 
 
 def check_push(name: str) -> None:
@@ -175,9 +199,25 @@ def push_folder(folder: Path, name: str, *, private: bool, results: Sequence[str
 def preview_push(folder: str | Path, name: str, *, results: Sequence[str | Path] = ()) -> dict[str, int]:
     """{file: bytes} of all that `push_to_hub` would upload; the Hub is not asked. Args, Raises: see there."""
     folder = Path(os.path.expanduser(folder))
+    if exported := _exported_files(folder, results)[1]:
+        validate_repo_id(name)
+        return {path.relative_to(folder).as_posix(): path.stat().st_size for path in exported}
     model, files, measured = _collect(folder, name, results)
     sizes = {path.name: path.stat().st_size for path in files}
     return sizes | {CARD_FILE: len(_card(folder, model, name, measured).encode())}
+
+
+def _exported_files(folder: Path, results: Sequence[str | Path]) -> tuple[str, list[Path]]:
+    """What a folder is on the Hub, and the files of an export or a page, by its manifest; none of a checkpoint."""
+    kind = "space" if (folder / PAGE_FILE).is_file() else "model" if (folder / EXPORT_FILE).is_file() else "checkpoint"
+    if kind == "checkpoint":
+        return kind, []
+    if results:
+        raise ValueError(f"results belong to the card of a checkpoint, and {folder} is an export: omit --results")
+    refuse_links(folder, paths := [folder / name for name in read_json(folder / MANIFEST_FILE).get("files", ())])
+    if not paths or not all(path.exists() for path in paths):
+        raise FileNotFoundError(f"{folder} is not complete: write it again with `lightformers export` or `web`")
+    return kind, sorted(path for path in paths if path.is_file())
 
 
 def _collect(folder: Path, name: str, results: Sequence[str | Path]) -> tuple[PreTrainedModel, list[Path], list[dict]]:
@@ -190,17 +230,17 @@ def _collect(folder: Path, name: str, results: Sequence[str | Path]) -> tuple[Pr
     return model, files, measured
 
 
-def _find_branch(api: HfApi, name: str, revision: str | None, private: bool) -> ModelInfo:
+def _find_branch(api: HfApi, name: str, revision: str | None, private: bool, kind: dict) -> ModelInfo:
     """The branch to commit to, made if it is not there. Raises `ValueError` for a public one that must be private."""
-    there = api.model_info(name)
+    there = api.repo_info(name, **kind)
     if private and not there.private:
         raise ValueError(
             f"{name} exists and is public, so nothing was uploaded: make it private in its settings on the Hub, "
             "or give another name"
         )
     if revision:
-        api.create_branch(name, branch=revision, exist_ok=True)
-        there = api.model_info(name, revision=revision)
+        api.create_branch(name, branch=revision, exist_ok=True, **kind)
+        there = api.repo_info(name, revision=revision, **kind)
     return there
 
 
@@ -249,13 +289,18 @@ def _files(folder: Path, config: FactorizedConfig) -> list[Path]:
         ) from None
     patterns = (*MODEL_FILES, *_tokenizer_files(folder), REPORT_FILE)
     listed = {path for path in folder.iterdir() if path.is_file() and any(fnmatch(path.name, p) for p in patterns)}
-    for path in (*listed, *code, folder / CARD_FILE):
-        if path.resolve().parent != folder.resolve() or path.resolve().name != path.name:
+    refuse_links(folder, [*listed, *code, folder / CARD_FILE])
+    return sorted(listed | code)
+
+
+def refuse_links(folder: Path, paths: list[Path]) -> None:
+    """Raise `ValueError` for a path that is a link, or whose folder is one."""
+    for path in paths:
+        if path.resolve() != folder.resolve() / path.relative_to(folder):
             raise ValueError(
                 f"{path} is a link to {path.resolve()}: only what lies in the folder itself is uploaded; put the "
                 "file there, or remove the link"
             )
-    return sorted(listed | code)
 
 
 def _tokenizer_files(folder: Path) -> set[str]:
@@ -340,8 +385,8 @@ def _explain(error: BaseException, name: str) -> OSError:
         )
     if status == 404:
         return OSError(
-            f"{name} is no model repository ({said}): the name may be that of a data set or a Space, or of a "
-            "repository that was moved; give another name"
+            f"{name} is no repository of this type ({said}): the name may be that of a model, a data set or a "
+            "Space, or of a repository that was moved; give another name"
         )
     if status == 412:
         return OSError(f"somebody else changed {name} in the meantime ({said}): {again}")

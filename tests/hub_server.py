@@ -24,12 +24,14 @@ LARGE = (".safetensors", ".spm")
 
 @dataclass
 class Repository:
-    """A model: who may see it, its commits {hash: {path: content}}, its branches {name: hash}."""
+    """A model or a Space: who may see it, its commits {hash: {path: content}}, its branches {name: hash}."""
 
     private: bool
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
+    kind: str = "model"
+    sdk: str | None = None
 
     def commit(self, branch: str, files: dict[str, bytes], message: str) -> str:
         """Add a commit to a branch; gives its hash."""
@@ -196,6 +198,7 @@ class Handler(BaseHTTPRequestHandler):
         if name in self.server.repositories:
             raise Refusal(409, "You already created this model repo", url=url)
         repository = self.server.repositories[name] = Repository(wanted.get("visibility") == "private")
+        repository.kind, repository.sdk = wanted.get("type", "model"), wanted.get("sdk")
         repository.commit("main", {".gitattributes": b"*.safetensors filter=lfs\n"}, "initial commit")
         self.answer({"url": url, "name": name, "id": name})
 
@@ -297,7 +300,7 @@ class Handler(BaseHTTPRequestHandler):
         oid = repository.commit(branch, files, header["summary"])
         if self.server.cut_commit == "after":
             self.cut()
-        url = f"{self.server.endpoint}/{name}/commit/{oid}"
+        url = f"{self.server.endpoint}/{'spaces/' * (repository.kind == 'space')}{name}/commit/{oid}"
         self.answer({"success": True, "commitOid": oid, "commitUrl": url})
 
     def resolve(self, name: str, revision: str, path: str):
@@ -313,13 +316,13 @@ ROUTES = [
     ("GET", r"/api/whoami-v2", Handler.whoami),
     ("POST", r"/api/repos/create", Handler.create),
     ("POST", r"/api/validate-yaml", Handler.validate),
-    ("GET", rf"/api/models/{NAME}", Handler.info),
-    ("GET", rf"/api/models/{NAME}/revision/{REVISION}", Handler.info),
-    ("GET", rf"/api/models/{NAME}/tree/{REVISION}(?:/(?P<folder>.+))?", Handler.tree),
-    ("POST", rf"/api/models/{NAME}/branch/(?P<branch>[^/]+)", Handler.branch),
-    ("POST", rf"/api/models/{NAME}/preupload/{REVISION}", Handler.preupload),
-    ("POST", rf"/api/models/{NAME}/commit/(?P<branch>[^/]+)", Handler.commit),
-    ("POST", r"/(?P<name>[^/]+/[^/]+)\.git/info/lfs/objects/batch", Handler.batch),
+    ("GET", rf"/api/(?:models|spaces)/{NAME}", Handler.info),
+    ("GET", rf"/api/(?:models|spaces)/{NAME}/revision/{REVISION}", Handler.info),
+    ("GET", rf"/api/(?:models|spaces)/{NAME}/tree/{REVISION}(?:/(?P<folder>.+))?", Handler.tree),
+    ("POST", rf"/api/(?:models|spaces)/{NAME}/branch/(?P<branch>[^/]+)", Handler.branch),
+    ("POST", rf"/api/(?:models|spaces)/{NAME}/preupload/{REVISION}", Handler.preupload),
+    ("POST", rf"/api/(?:models|spaces)/{NAME}/commit/(?P<branch>[^/]+)", Handler.commit),
+    ("POST", r"/(?:spaces/)?(?P<name>[^/]+/[^/]+)\.git/info/lfs/objects/batch", Handler.batch),
     ("PUT", r"/upload/(?P<oid>[0-9a-f]{64})", Handler.upload),
     ("GET HEAD", rf"/{NAME}/resolve/{REVISION}/(?P<path>.+)", Handler.resolve),
 ]

@@ -332,6 +332,34 @@ def test_tokens(hub, light, monkeypatch, capsys, token, name, message):
     assert not hub.repositories
 
 
+def test_an_export_becomes_a_model_and_a_page_a_static_space(hub, light, tmp_path, monkeypatch):
+    pytest.importorskip("onnxruntime")
+    from lightformers_hf.export import export, web
+
+    monkeypatch.setattr(web, "vendor", lambda _: dict.fromkeys(web.VENDORED, "1.0"))
+    export(light, tmp_path / "out", to="onnx", quantization="int8")
+    web.export_web(light, tmp_path / "page")
+    (tmp_path / "out" / "notes.txt").write_text("of the user")
+    sizes = preview_push(tmp_path / "out", "out")
+    assert push_to_hub(tmp_path / "out", "out").name == "alice/out"
+    assert str(push_to_hub(tmp_path / "page", "page")).startswith(f"{hub.endpoint}/spaces/alice/page at commit")
+    model, space = (hub.repositories[f"alice/{name}"] for name in ("out", "page"))
+    assert (model.kind, space.kind, space.sdk) == ("model", "space", "static")
+    assert sizes.keys() == model.files.keys() - {".gitattributes"}
+    assert {"config.json", "tokenizer.json", "export.json", "onnx/decoder_model_merged_quantized.onnx"} <= sizes.keys()
+    assert "notes.txt" not in sizes
+    card = ModelCard(model.files["README.md"].decode()).data
+    assert (card.library_name, "transformers.js" in card.tags) == ("transformers.js", True)
+    assert {"index.html", "page.json", "model/onnx/encoder_model_quantized.onnx"} <= space.files.keys()
+    assert ModelCard(space.files["README.md"].decode()).data.sdk == "static"
+    with pytest.raises(ValueError, match="results belong to the card of a checkpoint"):
+        push_to_hub(tmp_path / "out", "out", results=["results.json"])
+    (tmp_path / "page" / "page.json").unlink()
+    (tmp_path / "page" / "page.json").symlink_to(tmp_path / "out" / "notes.txt")
+    with pytest.raises(ValueError, match=r"page\.json is a link"):
+        push_to_hub(tmp_path / "page", "page")
+
+
 def test_private_stays_private(hub, light):
     push_to_hub(light, "light")
     uploads, commits = list(hub.uploads), list(hub.repositories["alice/light"].commits)
@@ -523,7 +551,7 @@ def test_what_is_converted_is_pushed_at_once(hub, tiny_marian, tmp_path, monkeyp
     assert f"again is complete: repeat the push with `lightformers push {tmp_path}/again" in capsys.readouterr().err
     monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
     hub.datasets.add("alice/corpus")
-    taken = r"alice/corpus is no model repository .*data set or a Space.*give another name.*kept is complete"
+    taken = r"alice/corpus is no repository of this type .*data set or a Space.*give another name.*kept is complete"
     with pytest.raises(OSError, match=taken):
         convert(tiny_marian, tmp_path / "kept", push_to_hub="alice/corpus", **options)
     assert (tmp_path / "kept" / "model.safetensors").is_file()

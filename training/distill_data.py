@@ -101,7 +101,7 @@ def distill(options: dict, sources: list[str], output: Path, columns: tuple[str,
             texts = sources[start : start + CHUNK]
             size, generation = options["batch_size"], options["generation"]
             told = [prefix + text if text.strip() else text for text in texts]
-            outputs = translate(told, model, tokenizer, batch_size=size, progress=bar, **generation)
+            outputs = translate(told, model, tokenizer, batch_size=size, split=False, progress=bar, **generation)
             for pair in zip(texts, outputs, strict=True):
                 row = {"translation": dict(zip(columns, pair, strict=True))}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")

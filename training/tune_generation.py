@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
     scores = []
     for chosen in tried:
         outputs = translate(
-            sources, model, tokenizer, prefix=prefix, batch_size=args.batch_size, progress=True, **chosen
+            sources, model, tokenizer, prefix=prefix, batch_size=args.batch_size, split=False, progress=True, **chosen
         )
         scores.append(score(outputs, references, [metric], language=columns[1])[metric])
         table.add_row(*(str(chosen.get(name, "-")) for name in values), f"{scores[-1]:.2f}")

@@ -136,9 +136,9 @@ TO: dict[str, Any] = {"values": engine_names, "help": f"Engine: {join_names(engi
 DEPLOYMENT = (
     option(
         "--quantization",
-        default="int8",
         values=("int8", "float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16"),
-        help="float32, int8, or another type of numbers that the engine has.",
+        help="float32, int8, or another type of numbers that the engine has. Default: int8; `export --to onnx` also "
+        "writes float32 and float16.",
     ),
     option(
         "--shortlist",
@@ -250,6 +250,8 @@ def compress(model: str, output: Path, **options: Any) -> Answer:
 def export(model: str, output: Path, to: str, overwrite: bool, **options: Any) -> Answer:
     """Write a LightFormer, or a dense model that becomes one, for CTranslate2 or ONNX Runtime, which run it fastest.
 
+    The layout of --to onnx is that of transformers.js and optimum; `lightformers web` writes a page around it.
+
     Its outputs are compared with the checkpoint's. A message lists what the engine does not support. Needs
     pip install 'lightformers_hf[export]'.
 
@@ -263,6 +265,30 @@ def export(model: str, output: Path, to: str, overwrite: bool, **options: Any) -
     return Answer({"output": str(output), **report.to_dict()}, report.lines(output))
 
 
+@command(
+    MODEL,
+    OUTPUT,
+    option("--compare", type=CHECKPOINT, metavar="TEACHER", help="A second model that the page runs beside it."),
+    option("--source-lang", metavar="de_DE", help="Of a multilingual model: code of the source's language."),
+    option("--target-lang", metavar="en_XX", help="Code of the language to translate into."),
+    OVERWRITE,
+)
+def web(model: str, output: Path, overwrite: bool, **options: Any) -> Answer:
+    """Write a static web page that translates in the browser, with transformers.js, without a server.
+
+    The folder works on any web server, and is a static Space on the Hub: see `lightformers push`. Needs npm, and
+    pip install 'lightformers_hf[onnx]'.
+
+    Example: lightformers web opus-mt-de-en-light page --compare opus-mt-de-en
+    """
+    check_new_folder(output, overwrite, [model, options["compare"]])
+    from ..export.web import export_web
+
+    report = export_web(model, output, overwrite=overwrite, **options)
+    opening = f"Written to {output}. Open it: python -m http.server --directory {output}, then http://localhost:8000"
+    return Answer.of(report, opening, output=str(output))
+
+
 TRANSLATED = (
     option("--source-lang", metavar="de_DE", help="Code of the source's language; T5: en, or en='a prefix: '."),
     option("--target-lang", metavar="en_XX", help="Code of the language to translate into."),
@@ -271,18 +297,24 @@ TRANSLATED = (
 
 @command(
     MODEL,
-    Argument("file", required=False, type=FILE, about="Text, one sentence a line. Default: standard input."),
+    Argument("file", required=False, type=FILE, about="Text, UTF-8. Default: standard input."),
     option("--output", type=FILE, help="File to write. Default: standard output."),
     BATCH_SIZE,
     NUM_BEAMS,
     MAX_NEW_TOKENS,
     *TRANSLATED,
+    option(
+        "--split/--no-split",
+        default=None,
+        help="Split text into sentences, and join their translations. Default: with models for translation.",
+    ),
     DEVICE,
 )
 def translate(model: str, file: Path | None, output: Path | None, device: str, **options: Any) -> None:
-    """Translate (or summarize) text, one sentence a line in, one line out.
+    """Translate (or summarize) text, line by line.
 
-    Lines are translated as they arrive, also from a pipe. A file given as --output appears when all of it is written.
+    A line may have several sentences. Lines are translated as they arrive, also from a pipe. A file given as
+    --output appears when all of it is written.
 
     Examples:
 
@@ -377,7 +409,7 @@ def compare(teacher: str, model: str, port: int | None, host: str, browser: bool
 
 
 @command(
-    Argument("model", type=FILE, about="The folder that convert or a training run wrote."),
+    Argument("model", type=FILE, about="The folder that convert, a training run, export or web wrote."),
     Argument("name", about="user/model, or model in your own namespace on the Hub."),
     option("--private", is_flag=True, help="Make the repository private."),
     option("--revision", "--branch", "revision", help="Branch to commit to. Default: main."),
@@ -393,8 +425,9 @@ def compare(teacher: str, model: str, port: int | None, host: str, browser: bool
 def push(model: Path, name: str, results: tuple[Path, ...], dry_run: bool, **options: Any) -> Answer:
     """Share a checkpoint on the Hub with its code, so that users without this package can load it.
 
-    One commit: weights, configuration, tokenizer, code, compression.json and a model card. Log in before with
-    'hf auth login', or set HF_TOKEN. The same command resumes an interrupted push.
+    One commit: weights, configuration, tokenizer, code, compression.json and a model card. An export becomes a model
+    repository, and a page of lightformers web a static Space. Log in before with 'hf auth login', or set HF_TOKEN. The
+    same command resumes an interrupted push.
 
     Examples:
 
@@ -560,7 +593,7 @@ app = Group(
     help="Make a trained translation or summarization model smaller and faster, and recover its quality.",
     examples="Example: lightformers compress Helsinki-NLP/opus-mt-de-en small --data train.jsonl --ratio 4",
     commands=[
-        *(compress, plan, convert, recover, export, translate, evaluate, compare, push, demo),
+        *(compress, plan, convert, recover, export, web, translate, evaluate, compare, push, demo),
         *(analyze, report, parameters, benchmark.group),
     ],
     params=[

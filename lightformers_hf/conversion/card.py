@@ -102,19 +102,33 @@ def write_card(report: CompressionReport, folder: Path, place: str) -> None:
     (folder / CARD_FILE).write_text(model_card(facts, report, place=place), encoding="utf-8")
 
 
-def write_export_card(folder: Path, metadata: Mapping[str, Any], *, engine: str, form: str, lines: list[str]) -> None:
+def write_export_card(
+    folder: Path,
+    metadata: Mapping[str, Any],
+    *,
+    engine: str,
+    form: str,
+    lines: list[str],
+    library: str,
+    example: str = "",
+) -> None:
     """Write the card of what was exported into `folder`.
 
     Args:
         metadata: of `inherited_metadata`, of the checkpoint that was exported.
         form: type of the stored numbers; integers make it a quantized model on the Hub.
         lines: the remarks on it.
+        library: program that loads it, by its name on the Hub.
+        example: a program in Python that runs it.
     """
     relation = {"base_model_relation": "quantized" if form.startswith("int") else "finetune"}
     data = ModelCardData(
-        **{**metadata, **(relation if metadata.get("base_model") else {})}, library_name=engine, tags=[engine, form]
+        **{**metadata, **(relation if metadata.get("base_model") else {})},
+        library_name=library,
+        tags=list(dict.fromkeys([engine, form, library])),
     )
-    text = EXPORT_CARD.render(metadata=data.to_yaml(), mark=MARK, engine=engine, form=form, lines=lines)
+    fields = {"metadata": data.to_yaml(), "mark": MARK, "engine": engine, "form": form, "lines": lines}
+    text = EXPORT_CARD.render(**fields, example=example)
     (folder / CARD_FILE).write_text(text, encoding="utf-8")
 
 
@@ -307,5 +321,11 @@ EXPORT_CARD = ENVIRONMENT.from_string(
 {% for line in lines %}
 - {{ line | code }}
 {% endfor %}
+{% if example %}
+
+```python
+{{ example }}
+```
+{% endif %}
 """
 )

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from matplotlib.axes import Axes
 
-FOLDERS = ("corpus", "teacher", "small")
+FOLDERS = ("corpus", "teacher", "small", "page")
 SETTINGS, PICTURE = "settings.json", "picture.png"
 SAMPLES = 4
 LONGEST = 96  # tokens; no sentence of the corpus comes near
@@ -93,12 +93,12 @@ def run_demo(
     _check_extra()
     _claim(output, settings, fresh)
     transformers.utils.logging.disable_progress_bar()  # a progress bar is useless for a few megabytes
-    corpus, teacher, small = (output / name for name in FOLDERS)
+    corpus, teacher, small, page = (output / name for name in FOLDERS)
     _run_stage(console, 1, "Write a German-English corpus from locale data", corpus, write_corpus, settings)
     title = f"Train a Marian teacher for {settings.teacher_steps} steps"
     _run_stage(console, 2, title, teacher, write_teacher, corpus, settings)
     title = f"Compress it at ratio {settings.ratio:g}, train the result for {settings.minutes:g} minutes, export it"
-    console.print(f"\n[bold]3/4[/bold] {title}", highlight=False)
+    console.print(f"\n[bold]3/5[/bold] {title}", highlight=False)
     test = str(corpus / "test.jsonl")
     found = compress(
         teacher,
@@ -112,12 +112,26 @@ def run_demo(
         calibration_samples=settings.calibration_pairs,
     )
     results = found.to_dict()
-    console.print("\n[bold]4/4[/bold] Draw the picture", highlight=False)
+    console.print("\n[bold]4/5[/bold] Draw the picture", highlight=False)
     _draw(output / PICTURE, small, results)
+    console.print("\n[bold]5/5[/bold] Write a web page that translates in the browser", highlight=False)
+    console.print(f"    {escape(_write_page(small / 'recovered', page))}", highlight=False, soft_wrap=True)
     console.print()
     console.print(*found.engines.tables())
     _show(results, test, output, console)
     return results
+
+
+def _write_page(model: Path, page: Path) -> str:
+    """Write the page, if npm and its registry are there. Return how to open the page, or how to write it later."""
+    from ..export.web import export_web
+
+    try:
+        if not page.exists():
+            export_web(model, page)
+    except ValueError as error:
+        return f"Left out: {error}. Then: lightformers web {model} {page}"
+    return f"Open the page: python -m http.server --directory {page}, then http://localhost:8000"
 
 
 def _check_extra() -> None:
@@ -136,11 +150,11 @@ def _claim(output: Path, settings: DemoSettings, fresh: bool) -> None:
     if marker.exists() and not asdict(settings).keys() & read_json(marker).keys():
         raise FileExistsError(f"{marker} is no demo's: give another folder")
     if fresh and marker.exists():
-        corpus, teacher, small = (output / name for name in FOLDERS)
-        for folder in filter(Path.is_dir, (corpus, teacher)):
+        corpus, teacher, small, page = (output / name for name in FOLDERS)
+        for folder in filter(Path.is_dir, (corpus, teacher, page)):
             refuse_foreign(folder, find_foreign(folder))
         check_parts(small)
-        for path in (output / PICTURE, small, teacher, corpus):
+        for path in (output / PICTURE, page, small, teacher, corpus):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         marker.unlink()
     if marker.exists() and json.loads(marker.read_text(encoding="utf-8")) != asdict(settings):
@@ -155,7 +169,7 @@ def _run_stage(
     console: Console, number: int, title: str, folder: Path, write: Callable[..., None], *arguments: object
 ) -> None:
     """Have `write` fill a folder, which appears when it is complete; one that is there is left as it is."""
-    console.print(f"\n[bold]{number}/4[/bold] {escape(title)}", highlight=False)
+    console.print(f"\n[bold]{number}/5[/bold] {escape(title)}", highlight=False)
     done = f"{folder} is there already"
     if not folder.exists():
         start = time.perf_counter()

@@ -191,7 +191,7 @@ def evaluate(
         metrics = choose_metrics(metrics, sources, references)
         warn_of_overlap(light, str(data), sources)
         translated: dict[str, Any] = {"batch_size": batch_size, "progress": progress} | generation
-        outputs = {role: translate(sources, *loaded[role], **translated) for role in names}
+        outputs = {role: translate(sources, *loaded[role], split=False, **translated) for role in names}
         language = language_code(target, loaded["model"][1])
         measured = {}
         for role, name in names.items():

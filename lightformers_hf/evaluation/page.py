@@ -324,10 +324,10 @@ def _translate_samples(
     sources = list(pairs["source"])
     warn_of_overlap(str(name), data, sources)
     generation = {"num_beams": model.generation_config.num_beams or 1} | generation
-    outputs = translate(sources, model, tokenizer, progress=progress, **generation)
+    outputs = translate(sources, model, tokenizer, split=False, progress=progress, **generation)
     theirs: Sequence[str | None] = [None] * count
     if teacher:
-        theirs = translate(sources, *loaded["teacher"], progress=progress, **generation)
+        theirs = translate(sources, *loaded["teacher"], split=False, progress=progress, **generation)
     return [
         Sample(text, reference, before, _mark_differences(before, after))
         for text, reference, before, after in zip(sources, pairs["target"], theirs, outputs, strict=True)

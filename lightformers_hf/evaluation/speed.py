@@ -25,8 +25,8 @@ import psutil
 import torch
 from tqdm.auto import tqdm
 
+from ..export.sentences import longest_input
 from ..processors import use_threads
-from .translate import longest_input
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -219,7 +219,7 @@ def _measure() -> None:
 
     task = json.load(sys.stdin)
     libraries = peak_memory()
-    translate(task["sentences"], *load_model(task["name"]), batch_size=1, **task["generation"])
+    translate(task["sentences"], *load_model(task["name"]), batch_size=1, split=False, **task["generation"])
     print(json.dumps([peak_memory(), libraries]))
 
 

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
-from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from ..export import Engine, load_engine
+from ..export.sentences import translate_texts
 from ..languages import choose_prefix, set_language_codes, split_prefix
-from ..loading import DAMAGED, is_export, is_out_of_memory, load_model, load_pretrained, position_limit
-from ..text import check_known
+from ..loading import is_export, load_model, load_pretrained
 
 if TYPE_CHECKING:
     from io import BufferedReader
 
+    from tqdm.auto import tqdm
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
 READ_BYTES = 1 << 16  # read at once by translate_stream: some five hundred sentences, enough to sort by length
-UNLIMITED = sys.maxsize
-LONGEST = 1 << 16  # tokens of an output if the model has no limit; memory is allocated at the start
 
 
 def load_translator(
@@ -60,12 +53,6 @@ def load_translator(
     return engine, tokenizer, split_prefix(source or "")[1] or engine.prefix
 
 
-def longest_input(model: PreTrainedModel | Engine, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The number of source tokens that model and tokenizer both take."""
-    limit = model.longest_input if isinstance(model, Engine) else position_limit(model.config)
-    return min(limit or UNLIMITED, tokenizer.model_max_length)
-
-
 def translate(
     texts: list[str],
     model: PreTrainedModel | Engine | str | os.PathLike,
@@ -76,14 +63,16 @@ def translate(
     device: str = "cpu",
     batch_size: int = 32,
     prefix: str = "",
+    split: bool | None = None,
     progress: bool | tqdm = False,
     check: bool = True,
     **generation: Any,
 ) -> list[str]:
     """Translate (or summarize) `texts` with `generate()`, and return one output a text, in the order of `texts`.
 
-    Texts are batched by length to reduce padding. Empty texts are returned as empty outputs. Texts that are too long
-    for the model are cut, and one warning logs their number.
+    Translation models get sentences. Spaces and line breaks between sentences are kept, and a sentence with more
+    tokens than the model has positions is split at punctuation, which a logged warning states. Sentences are batched
+    by length. Empty texts come back empty without reaching the model.
 
     Args:
         model: a sequence-to-sequence model or an exported one (`load_engine`), or the folder or Hub name of either
@@ -93,6 +82,8 @@ def translate(
         device: where a checkpoint runs that is given by its name.
         prefix: stands before every text that does not begin with it, as of `load_translator`, which is asked for it
             where the model is a name.
+        split: split texts into sentences; `None`: where the model translates, by its tokenizer or prefix. A text that
+            is not split is cut where it is too long.
         progress: show a bar on stderr; or a bar to move on by one for each text.
         check: raise an error where most of the text becomes unknown tokens.
         generation: arguments of `generate()`: `num_beams`, `max_new_tokens`, … Other arguments have the values of the
@@ -111,86 +102,17 @@ def translate(
         tokenizer, prefix = tokenizer or default_tokenizer, prefix or default_prefix
     if tokenizer is None:
         raise ValueError("translate() got a model object without its tokenizer: pass both, or the checkpoint's name.")
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}: expected 1 or more.")
-    outputs = [""] * len(texts)
-    filled = [i for i, text in enumerate(texts) if text.strip()]
-    texts = [text if not text.strip() or text.startswith(prefix) else prefix + text for text in texts]
-    check_generation(model, generation)
-    limit = longest_input(model, tokenizer)
-    token_ids = dict(zip(filled, _tokenize([texts[i] for i in filled], tokenizer, limit), strict=True))
-    if check:
-        check_known(token_ids.values(), tokenizer)
-    longest_first = sorted(filled, key=lambda i: -len(token_ids[i]))
-    with ExitStack() as stack:
-        bar = progress
-        if isinstance(bar, bool):
-            bar = stack.enter_context(tqdm(total=len(texts), desc="translating", disable=not bar, unit="text"))
-        bar.update(len(texts) - len(filled))
-        stack.enter_context(torch.inference_mode())
-        if isinstance(model, torch.nn.Module) and model.training:
-            stack.callback(model.train)
-            model.eval()
-        for start in range(0, len(longest_first), batch_size):
-            chosen = longest_first[start : start + batch_size]
-            sequences = _generate([token_ids[i] for i in chosen], model, tokenizer, generation)
-            decoded = tokenizer.batch_decode(sequences, skip_special_tokens=True)
-            for i, output in zip(chosen, decoded, strict=True):
-                outputs[i] = output
-            bar.update(len(chosen))
-    return outputs
-
-
-def check_generation(model: PreTrainedModel | Engine, generation: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if the arguments exceed the positions, tokens or memory of a network."""
-    if not isinstance(model, torch.nn.Module):  # an engine checks it itself
-        return
-    own = model.generation_config
-    length = generation.get("max_new_tokens") or own.max_new_tokens or own.max_length or 0
-    is_own = generation.get("max_new_tokens") is None  # a limit that may never be reached
-    most = LONGEST if is_own else position_limit(model.config) or LONGEST
-    if isinstance(length, int) and length > most:
-        where = ", or write fewer into its generation_config.json" if is_own else ""
-        raise ValueError(f"max_new_tokens is {length}; the model writes at most {most} tokens: give fewer{where}")
-    beams, tokens = generation.get("num_beams") or own.num_beams or 1, model.get_output_embeddings().out_features
-    if isinstance(beams, int) and beams > tokens:
-        raise ValueError(f"num_beams is {beams}, more than the {tokens} tokens there are: give fewer")
-
-
-def _generate(
-    batch: list[list[int]],
-    model: PreTrainedModel | Engine,
-    tokenizer: PreTrainedTokenizerBase,
-    generation: dict[str, Any],
-) -> torch.Tensor | list[list[int]]:
-    """Outputs of a model or engine for sentences of token ids."""
-    if not isinstance(model, torch.nn.Module):
-        return model.generate(batch, **generation)
-    if generation.get("max_new_tokens") is not None:  # the checkpoint's own limit would only cause a warning
-        generation = {"max_length": None} | generation
-    padded = tokenizer.pad({"input_ids": batch}, return_tensors="pt", verbose=False).to(model.device)
-    try:
-        return model.generate(**padded, **generation)
-    except DAMAGED as error:
-        if is_out_of_memory(error):
-            raise
-        raise ValueError(
-            f"the model cannot generate, its config.json or generation_config.json has a field of a wrong type or "
-            f"value: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[list[int]]:
-    if not texts:
-        return []
-    token_ids = tokenizer(texts, verbose=False)["input_ids"]
-    cut = [i for i, ids in enumerate(token_ids) if len(ids) > limit]
-    for i in cut:
-        token_ids[i] = tokenizer(texts[i], truncation=True, max_length=limit)["input_ids"]
-    if cut:
-        message = "%d of %d inputs are longer than %d tokens and were cut: split them to have all of it translated."
-        logger.warning(message, len(cut), len(texts), limit)
-    return token_ids
+    return translate_texts(
+        texts,
+        model,
+        tokenizer,
+        batch_size=batch_size,
+        prefix=prefix,
+        split=split,
+        progress=progress,
+        check=check,
+        **generation,
+    )
 
 
 def translate_stream(

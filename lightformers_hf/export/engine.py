@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from ..deprecated import renamed_arguments
 from ..files import EXPORT_FILE, read_json
 from ..in_memory import AnyModel
-from ..loading import load_network, position_limit
+from ..loading import load_network, load_pretrained, position_limit
 from .engines import CHECKPOINTS, RunningModel, load_engine_file
 from .engines.transformers import TransformersModel
 from .search import Search
+from .sentences import translate_texts
 from .shortlist import check_shortlist
 
 
@@ -28,11 +31,31 @@ class Engine:
         search: how it generates where a call says nothing else.
         longest_input: most tokens of a source, and of an output; `None` where nothing limits them.
         prefix: what stands before every source, as T5 asks for.
+        folder: of the model and its tokenizer, or its name on the Hub; `None` of a loaded model.
     """
 
-    def __init__(self, name: str, model: RunningModel, search: Search, longest_input: int | None, prefix: str = ""):
+    def __init__(
+        self,
+        name: str,
+        model: RunningModel,
+        search: Search,
+        longest_input: int | None,
+        prefix: str = "",
+        folder: str | os.PathLike | None = None,
+    ):
         self.name, self.model, self.search = name, model, search
-        self.longest_input, self.prefix = longest_input, prefix
+        self.longest_input, self.prefix, self.folder = longest_input, prefix, folder
+
+    def translate(self, texts: Sequence[str], **options: Any) -> list[str]:
+        """Translate texts, see `lightformers_hf.translate`, whose options are these.
+
+        Raises:
+            ValueError: the engine was made from a loaded model, and has no tokenizer.
+        """
+        if self.folder is None:
+            raise ValueError("the engine has no tokenizer: call lightformers_hf.translate(texts, engine, tokenizer)")
+        tokenizer = load_pretrained(AutoTokenizer, self.folder)
+        return translate_texts(texts, self, tokenizer, **{"prefix": self.prefix, **options})
 
     def generate(
         self,
@@ -90,10 +113,10 @@ class Engine:
         return sentences
 
 
-def wrap_network(network: PreTrainedModel, threads: int = 1) -> Engine:
+def wrap_network(network: PreTrainedModel, threads: int = 1, folder: str | os.PathLike | None = None) -> Engine:
     """A model of transformers as an engine that computes with so many cores."""
-    search = Search.of(network.generation_config)
-    return Engine(CHECKPOINTS, TransformersModel(network, search, threads), search, position_limit(network.config))
+    search, limit = Search.of(network.generation_config), position_limit(network.config)
+    return Engine(CHECKPOINTS, TransformersModel(network, search, threads), search, limit, folder=folder)
 
 
 @renamed_arguments(folder="model")
@@ -111,18 +134,18 @@ def load_engine(model: AnyModel, threads: int = 1) -> Engine:
 
     Example:
         >>> engine = load_engine("deployed")
-        >>> engine.generate([tokenizer("Zwei Hunde spielen im Schnee.")["input_ids"]])
+        >>> engine.translate(["Zwei Hunde spielen im Schnee."], num_beams=4)
     """
     if isinstance(model, PreTrainedModel):
         return wrap_network(model, threads)
     folder = Path(model)
     description = read_json(folder / EXPORT_FILE)
     if not description:
-        return wrap_network(load_network(model), threads)
+        return wrap_network(load_network(model), threads, model)
     if missing := [name for name in ("engine", "max_position_embeddings") if name not in description]:
         raise ValueError(f"{folder / EXPORT_FILE} is damaged: it lacks {missing[0]!r}; export the model again")
     check_shortlist(folder, description.get("shortlist"))
     search = Search.of(GenerationConfig.from_pretrained(folder))
     running = load_engine_file(description["engine"]).load(folder, search, threads)
     limit, prefix = description["max_position_embeddings"], description.get("prefix") or ""
-    return Engine(description["engine"], running, search, limit, prefix)
+    return Engine(description["engine"], running, search, limit, prefix, folder)

@@ -1,11 +1,11 @@
-"""Building blocks of ONNX graphs over one file of weights, in fp32 or int8."""
+"""Building blocks of ONNX graphs, with weights in 32, 16 or 8 bits."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import onnx
@@ -14,54 +14,49 @@ from onnx import TensorProto, helper
 from torch import Tensor
 
 from .int8 import quantize_rows
-from .layers import Biases, Layer, Linear, Norm, Stack
+from .layers import Attention, Biases, Layer, Linear, Norm, Stack
 
-WEIGHTS = "weights.bin"
-INLINE_BYTES = 512  # smaller tensors stand in the graph itself
-ALIGNMENT = 64
 OPSET, IR_VERSION = 20, 9  # of ONNX Runtime 1.17 on
+MICROSOFT = "com.microsoft"
+MASKED = -1e30
 GELU_TANH = ("gelu_fast", "gelu_new", "gelu_pytorch_tanh")
 ACTIVATIONS = ("relu", "tanh", "sigmoid", "gelu", "gelu_python", *GELU_TANH, "silu", "swish", "quick_gelu")
 
 
 @dataclass
-class Weights:
-    """One file of tensors: what is added again is found by its content."""
-
-    file: BinaryIO
-    places: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-    def add(self, array: np.ndarray) -> tuple[str, int, int]:
-        """A name that the content alone decides, and the place (offset, bytes) in the file."""
-        key, data = content_hash(array), array.tobytes()
-        if key not in self.places:
-            self.file.write(b"\0" * (-self.file.tell() % ALIGNMENT))
-            self.places[key] = (self.file.tell(), len(data))
-            self.file.write(data)
-        return f"w{key}", *self.places[key]
-
-
-@dataclass
 class Graph:
-    """An ONNX graph under construction. Values are named by strings, as ONNX does it."""
+    """An ONNX graph under construction. A value is named by a string, as in ONNX.
 
-    weights: Weights
-    quantize: bool
+    Attributes:
+        name: prefix of all values, so that two graphs can become one.
+        quantization: `int8`: matrices have 8 bits and a scale for each output, and activations are quantized at run
+            time. `float16`: tensors are stored in 16 bits and become fp32 when the graph is loaded.
+    """
+
+    name: str
+    quantization: str
     activation: str
     normalize_before: bool
     nodes: list = field(default_factory=list)
     constants: dict = field(default_factory=dict)
+    widened: dict = field(default_factory=dict)
     inputs: list = field(default_factory=list)
     outputs: list = field(default_factory=list)
+    values: int = 0
+
+    @property
+    def in_int8(self) -> bool:
+        return self.quantization == "int8"
 
     def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
-        """Add a node, and return its result. The attribute `domain` says whose operator it is."""
+        """Add a node, and return its result. The attribute `domain` names the owner of the operator."""
         return self.add_node(kind, *inputs, count=1, **attributes)[0]
 
     def add_node(self, kind: str, *inputs: str, count: int, **attributes: Any) -> list[str]:
         """As `op`, of `count` results."""
-        names = [f"{kind}_{len(self.nodes)}_{index}" for index in range(count)]
-        self.nodes.append(helper.make_node(kind, list(inputs), names, **attributes))
+        names = [f"{self.name}/{kind}_{self.values}_{index}" for index in range(count)]
+        self.values += 1
+        self.nodes.append(helper.make_node(kind, list(inputs), names, names[0], **attributes))
         return names
 
     def constant(self, values: Tensor | np.ndarray | list | int | float) -> str:
@@ -72,17 +67,18 @@ class Graph:
             array = values if isinstance(values, np.ndarray) else np.array(values)
         if array.dtype == np.float64:
             array = array.astype(np.float32)
-        dtype = helper.np_dtype_to_tensor_dtype(array.dtype)
-        if array.nbytes <= INLINE_BYTES:
-            key = f"c{content_hash(array)}"
-            tensor = helper.make_tensor(key, dtype, array.shape, array.tobytes(), raw=True)
-        else:
-            key, offset, length = self.weights.add(array)
-            tensor = TensorProto(name=key, data_type=dtype, dims=array.shape, data_location=TensorProto.EXTERNAL)
-            for field_, value in {"location": WEIGHTS, "offset": offset, "length": length}.items():
-                tensor.external_data.add(key=field_, value=str(value))
-        self.constants[tensor.name] = tensor
-        return tensor.name
+        if self.quantization != "float16" or array.dtype != np.float32 or array.ndim < 2:
+            return self._store(array)
+        name = self._store(array.astype(np.float16))
+        self.widened[f"{name}_fp32"] = name
+        return f"{name}_fp32"
+
+    def _store(self, array: np.ndarray) -> str:
+        key = f"w{content_hash(array)}"
+        if key not in self.constants:
+            dtype = helper.np_dtype_to_tensor_dtype(array.dtype)
+            self.constants[key] = helper.make_tensor(key, dtype, array.shape, array.tobytes(), raw=True)
+        return key
 
     def input(self, name: str, dtype: int, shape: list) -> str:
         self.inputs.append(helper.make_tensor_value_info(name, dtype, shape))
@@ -96,14 +92,51 @@ class Graph:
         self.outputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
         return name
 
-    def model(self, name: str) -> onnx.ModelProto:
-        graph = helper.make_graph(self.nodes, name, self.inputs, self.outputs, list(self.constants.values()))
-        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("com.microsoft", 1)]
+    def choose(self, condition: str, branches: dict[str, Callable[[], list[str]]]) -> list[str]:
+        """The values of the branch `then_branch` where a condition is true, else of `else_branch`."""
+        graphs = {}
+        for key, build in branches.items():
+            outer, self.nodes = self.nodes, []
+            values = [self.op("Identity", value) for value in build()]
+            infos = [helper.make_tensor_value_info(value, TensorProto.FLOAT, None) for value in values]
+            graphs[key] = helper.make_graph(self.nodes, key, [], infos)
+            self.nodes = outer
+        return self.add_node("If", condition, count=len(values), **graphs)
+
+    def model(self) -> onnx.ModelProto:
+        casts = [helper.make_node("Cast", [old], [new], to=TensorProto.FLOAT) for new, old in self.widened.items()]
+        graph = helper.make_graph(
+            casts + self.nodes, self.name, self.inputs, self.outputs, list(self.constants.values())
+        )
+        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
         return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="lightformers_hf")
+
+    def attend(
+        self, attention: Attention, inputs: list[str], *, mask: str = "", bias: str = "", past: list[str] | None = None
+    ) -> list[str]:
+        """Multi-head attention.
+
+        Args:
+            inputs: queries (B, T, H·d_k), keys and values; these two may also be (B, H, S, d_k).
+            mask: int32 (B, S), 0 for keys that are not attended to.
+            bias: added to the scores, (1, H, T, S).
+            past: keys and values (B, H, P, d_k) that come first. The attention is then causal, and all keys and values
+                are returned, too.
+        """
+        return self.add_node(
+            "MultiHeadAttention",
+            *(*inputs, "", mask, bias, *(past or ())),
+            count=3 if past else 1,
+            domain=MICROSOFT,
+            num_heads=attention.heads,
+            scale=float(attention.scale),
+            mask_filter_value=MASKED,
+            unidirectional=int(past is not None),
+        )
 
     def matmul(self, states: str, matrix: Tensor, bias: Tensor | None = None) -> str:
         """states·matrix + bias. (…, m) → (…, n)."""
-        if self.quantize:
+        if self.in_int8:
             values, scales = quantize_rows(as_array(matrix.T))
             return self._matmul_int8(
                 states, self.constant(np.ascontiguousarray(values.T)), self.constant(scales), bias
@@ -113,32 +146,20 @@ class Graph:
 
     def matmul_rows(self, states: str, table: Tensor, bias: Tensor | None = None) -> str:
         """states·tableᵀ + bias, for a table that is also looked up, and is stored once. (…, m), (n, m) → (…, n)."""
-        if self.quantize:
+        if self.in_int8:
             values, scales = quantize_rows(as_array(table))
             rows = self.op("Transpose", self.constant(values), perm=[1, 0])
             return self._matmul_int8(states, rows, self.constant(scales), bias)
         product = self.op("MatMul", states, self.op("Transpose", self.constant(table), perm=[1, 0]))
         return product if bias is None else self.op("Add", product, self.constant(bias))
 
-    def matmul_chosen(self, states: str, table: Tensor, chosen: str, bias: Tensor | None = None) -> str:
-        """As `matmul_rows` of some rows alone. (…, m), (n, m), ids (c) → (…, c)."""
-        part = None if bias is None else self.op("Gather", self.constant(bias), chosen)
-        if self.quantize:
-            values, scales = quantize_rows(as_array(table))
-            rows = self.op("Transpose", self.op("Gather", self.constant(values), chosen), perm=[1, 0])
-            found = self._matmul_int8(states, rows, self.op("Gather", self.constant(scales), chosen), None)
-        else:
-            rows = self.op("Transpose", self.op("Gather", self.constant(table), chosen), perm=[1, 0])
-            found = self.op("MatMul", states, rows)
-        return found if part is None else self.op("Add", found, part)
-
     def _matmul_int8(self, states: str, matrix: str, scales: str, bias: Tensor | None) -> str:
         inputs = [states, matrix, scales] + ([] if bias is None else ["", self.constant(bias)])
-        return self.op("DynamicQuantizeMatMul", *inputs, domain="com.microsoft")
+        return self.op("DynamicQuantizeMatMul", *inputs, domain=MICROSOFT)
 
     def lookup(self, table: Tensor, ids: str) -> str:
         """Rows of a table. Ids (…) → (…, m)."""
-        if not self.quantize:
+        if not self.in_int8:
             return self.op("Gather", self.constant(table), ids)
         values, scales = quantize_rows(as_array(table))
         rows = self.op("Cast", self.op("Gather", self.constant(values), ids), to=TensorProto.FLOAT)
@@ -162,6 +183,15 @@ class Graph:
                 output = self.matmul(output, factor, linear.bias)
             outputs.append(output)
         return outputs
+
+    def project_inputs(self, states: str, attention: Attention) -> list[str]:
+        """Queries, keys and values of self-attention. (…, d) → three times (…, H·d_k)."""
+        parts = self.project(states, list(attention.inputs))
+        return parts if len(parts) == 3 else self.split(parts[0], [attention.heads * attention.head_dim] * 3)
+
+    def project_output(self, context: str, attention: Attention) -> str:
+        """The heads' outputs, mixed. (…, H·d_k) → (…, d)."""
+        return context if attention.output is None else self.project(context, [attention.output])[0]
 
     def split(self, states: str, widths: list[int]) -> list[str]:
         """Cut the last axis."""

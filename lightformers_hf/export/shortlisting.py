@@ -66,7 +66,7 @@ def add_shortlist(
     engine: EngineFile,
     source: Source,
     folder: Path,
-    quantization: str | None,
+    quantization: str,
     text: str,
     columns: tuple[str | None, str | None],
 ) -> ShortlistReport:

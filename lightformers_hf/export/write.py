@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.markup import escape
@@ -27,6 +27,7 @@ from .layers import Expansion
 from .search import Search
 from .shortlisting import ShortlistReport, add_shortlist
 from .source import Source, read_source
+from .tokenizer_file import TokenizerReport, write_tokenizer_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,10 +56,12 @@ class ExportReport(Result):
         encoder_table: numbers of the encoder's token table, where it was multiplied out.
         shortlist: what is known of it, where there is one.
         prefix: what stands before every source, as T5 asks for: that of its two languages, or the only one.
+        tokenizer: how the written `tokenizer.json` compares with the checkpoint's tokenizer.
+        beside: {other quantization that the folder holds too: its bytes, and its difference of log p}.
     """
 
     engine: str
-    quantization: str | None
+    quantization: str
     source: str
     parameters: int
     multiplied_out: int
@@ -71,41 +74,28 @@ class ExportReport(Result):
     encoder_table: int = 0
     shortlist: ShortlistReport | None = None
     prefix: str = ""
+    tokenizer: TokenizerReport = field(default_factory=TokenizerReport)
+    beside: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        engine: str,
-        quantization: str | None,
-        source: Source,
-        expansion: Expansion,
-        weight_bytes: int,
-        difference: float,
-        shortlist: ShortlistReport | None,
-        prefix: str,
-    ) -> ExportReport:
-        """What is known of an export."""
+    def of(cls, source: Source, expansion: Expansion, **found: Any) -> ExportReport:
+        """The report on the export of a checkpoint; `found` are the fields that these two do not hold."""
         return cls(
-            engine=engine,
-            quantization=quantization,
             source=printable_name(source.name),
             parameters=unique_parameters(source.model),
             multiplied_out=expansion.matrices,
             factor_parameters=expansion.parameters_before,
             product_parameters=expansion.parameters_after,
             narrowed_attentions=expansion.narrowed_attentions,
-            weight_bytes=weight_bytes,
-            difference=difference,
             max_position_embeddings=source.model.config.max_position_embeddings,
             encoder_table=expansion.encoder_table,
-            shortlist=shortlist,
-            prefix=prefix,
+            **found,
         )
 
     def parts(self) -> list[Table | str]:
         """Return a table of what was written."""
         table = Table(title=f"{escape(self.source)} for {self.engine}", show_header=False)
-        table.add_row("numbers", self.quantization or "float32")
+        table.add_row("numbers", self.quantization)
         table.add_row("parameters", f"{self.parameters:,}")
         table.add_row("files of the model", f"{self.weight_bytes / 1e6:,.1f} MB")
         table.add_row("difference of log-probabilities", f"{self.difference:.2g} nats")
@@ -115,12 +105,12 @@ class ExportReport(Result):
 
     def lines(self, output: str | Path) -> list[str]:
         """The same as sentences, and how to load the folder."""
-        form = self.quantization or "float32"
+        form = self.quantization
         lines = [
             f"{self.source}: {self.parameters:,} parameters, {self.weight_bytes / 1e6:,.1f} MB in {output} "
             f"({self.engine}, {form}).",
             f"Its log-probabilities differ from the checkpoint's by {self.difference:.2g} nats "
-            f"({'at most' if self.quantization in (None, 'float32') else 'mean over the tokens of its outputs'}).",
+            f"({'at most' if self.quantization == 'float32' else 'mean over the tokens of its outputs'}).",
         ]
         if self.multiplied_out:
             lines.append(
@@ -137,6 +127,9 @@ class ExportReport(Result):
             lines.append(f"The heads of {self.narrowed_attentions} attentions were narrowed to their rank, exactly.")
         if self.shortlist is not None:
             lines += self.shortlist.lines()
+        for other, (size, difference) in self.beside.items():
+            lines.append(f"The folder also holds {other}: {size / 1e6:,.1f} MB, difference {difference:.2g} nats.")
+        lines += self.tokenizer.lines()
         lines.append(
             f"Try it: lightformers translate {output}; in Python lightformers_hf.load_engine({str(output)!r})."
         )
@@ -151,7 +144,7 @@ def export(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     to: str,
-    quantization: str | None = "int8",
+    quantization: str | None = None,
     shortlist: str | None = None,
     source_lang: str | None = None,
     target_lang: str | None = None,
@@ -167,7 +160,8 @@ def export(
         output: the folder to write.
         tokenizer: that of a loaded model.
         to: the engine, one of `engine_names()`.
-        quantization: `int8`, `float32`, or another of the engine's `QUANTIZATIONS`. `None`: float32.
+        quantization: `int8`, or another of the engine's `QUANTIZATIONS`. `None`: int8, and to ONNX also float32 and
+            float16, in files beside it.
         shortlist: text from which it is learned which target tokens can come with which of the source's: parallel text
             (a file or a dataset on the Hub), or text of the source alone (a file of lines, or data), which the model
             translates. The output layer is then computed for these alone. `None`: for all tokens.
@@ -191,23 +185,52 @@ def export(
         folder, name = resolve_source(place), model_name(model)
         temporary = stack.enter_context(atomic_output(output, overwrite=overwrite, inputs=[folder, shortlist]))
         source = read_source(folder, name, to, (source_lang, target_lang))
+        tokenizer_report = TokenizerReport(missing="the checkpoint has no tokenizer")
+        beside, before = {}, 0
+        for other in getattr(engine, "BESIDE", ()) if quantization is None else ():
+            engine.write(source, temporary, other)
+            size, before = folder_bytes(temporary) - before, folder_bytes(temporary)
+            beside[other] = size, measure_difference(source, engine, temporary, other)
+        quantization = quantization or "int8"
         expansion = engine.write(source, temporary, quantization)
         columns = named_columns(source_lang, target_lang)
         listed = add_shortlist(engine, source, temporary, quantization, shortlist, columns) if shortlist else None
-        written = sum(file.stat().st_size for file in temporary.iterdir())
+        written = folder_bytes(temporary) - before
         if source.tokenizer is not None:
             source.tokenizer.save_pretrained(temporary)
-        source.generation.save_pretrained(temporary)
-        difference = measure_difference(source, engine, temporary, quantization)
+            tokenizer_report = write_tokenizer_file(source.tokenizer, temporary)
         prefixes = find_prefixes(source.model.config, source_lang, target_lang)
         prefix = prefixes[0] if len(prefixes) == 1 else ""
-        report = ExportReport.of(to, quantization, source, expansion, written, difference, listed, prefix)
+        if hasattr(engine, "write_config"):
+            engine.write_config(source, temporary, prefix)
+        source.generation.save_pretrained(temporary)
+        difference = measure_difference(source, engine, temporary, quantization)
+        report = ExportReport.of(
+            source,
+            expansion,
+            engine=to,
+            quantization=quantization,
+            weight_bytes=written,
+            difference=difference,
+            shortlist=listed,
+            prefix=prefix,
+            tokenizer=tokenizer_report,
+            beside=beside,
+        )
         write_json(asdict(report), temporary / EXPORT_FILE)
         hub_name = None if Path(os.path.expanduser(place)).is_dir() else name
         inherited = inherited_metadata(folder, hub_name)
         lines = report.lines(Path(output).name)
-        write_export_card(temporary, inherited, engine=to, form=quantization or "float32", lines=lines)
+        usage = {"library": getattr(engine, "LIBRARY", to)}
+        if hasattr(engine, "EXAMPLE") and not tokenizer_report.missing:
+            usage["example"] = engine.EXAMPLE.format(folder=Path(output).name, text=f"{prefix}Your text.")
+        write_export_card(temporary, inherited, engine=to, form=quantization, lines=lines, **usage)
     return report
+
+
+def folder_bytes(folder: Path) -> int:
+    """The bytes of all files in a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def check_engine(to: str, quantization: str | None, shortlist: str | None = None) -> EngineFile:
@@ -225,7 +248,7 @@ def expands_low_rank(to: str) -> bool:
     return getattr(load_engine_file(to), "EXPANDS_LOW_RANK", False)
 
 
-def measure_difference(source: Source, engine: EngineFile, folder: Path, quantization: str | None) -> float:
+def measure_difference(source: Source, engine: EngineFile, folder: Path, quantization: str) -> float:
     """Return how far log-probabilities of the written model are from the checkpoint's, in nats, on random sentences.
 
     In float32 the result is the largest difference over random targets. In fewer bits it is the mean difference over
@@ -256,14 +279,14 @@ def measure_difference(source: Source, engine: EngineFile, folder: Path, quantiz
     sources, targets = random_sentences(config.vocab_size), random_sentences(config.decoder_vocab_size)
     expected, found = scores(sources, targets, 0)
     errors = (found - expected).abs()
-    exact = quantization in (None, "float32")
+    exact = quantization == "float32"
     if exact:
         difference, limit = float(errors.max()), EXACT * max(1.0, float(expected.abs().max()))
     else:
         spread = fmean((expected - expected.mean()).abs().tolist())
         difference, limit = float(errors.mean()), ALIKE * spread
     if not difference <= limit:
-        remedy = "Please report it." if exact else "Export it without quantization."
+        remedy = "Please report it." if exact else "Export it with quantization float32 (--quantization float32)."
         raise ValueError(
             f"the exported model's log-probabilities differ from the checkpoint's by {difference:.2g} nats, more than "
             f"{limit:.2g}: nothing was written. {remedy}"

@@ -37,8 +37,9 @@ from ..conversion.calibration_text import random_texts
 from ..deprecated import renamed_arguments
 from ..evaluation.evaluate import choose_columns
 from ..evaluation.quality import METRICS, check_metrics, choose_metrics, labels, score, selection_metric
-from ..evaluation.translate import longest_input, translate
+from ..evaluation.translate import translate
 from ..export import Engine, export, load_engine
+from ..export.sentences import longest_input
 from ..files import (
     RECORD_FILE,
     check_output,
@@ -255,7 +256,9 @@ class Run:
             held_out, texts = texts.select(range(size)), texts.select(range(size, len(texts)))
             if "target" not in texts.column_names:
                 sources = held_out["source"][:]
-                said = translate(sources, self.distiller, self.tokenizer, num_beams=1, progress=self.progress)
+                said = translate(
+                    sources, self.distiller, self.tokenizer, num_beams=1, split=False, progress=self.progress
+                )
                 held_out = held_out.add_column("target", said)
         seen = set(held_out["source"])
         kept = [row for row, text in enumerate(texts["source"]) if text not in seen]
@@ -354,7 +357,9 @@ class Run:
         elif not wanted and count * took > FOR_TRANSLATIONS * seconds:
             return 0
         rest = sources[len(sample) : count]
-        texts = sample + translate(rest, translator, self.tokenizer, num_beams=beams, progress=self.progress)
+        texts = sample + translate(
+            rest, translator, self.tokenizer, num_beams=beams, split=False, progress=self.progress
+        )
         write_json({"source": sources[:count], "target": texts}, self.output / TRANSLATIONS_FILE)
         return count
 
@@ -615,5 +620,5 @@ def time_translations(
 ) -> tuple[list[str], float]:
     """Translations, and the seconds that each took."""
     start = time.monotonic()
-    texts = translate(sources, translator, tokenizer, num_beams=beams)
+    texts = translate(sources, translator, tokenizer, num_beams=beams, split=False)
     return texts, max(time.monotonic() - start, 1e-9) / len(texts)

@@ -56,6 +56,7 @@ GOOD = {
     "compress": "dense small --data many.jsonl --ratio 2 --minutes 0.01",
     "recover": "light recovered --teacher dense --data test.jsonl --minutes 0.01",
     "export": "light exported --to onnx",
+    "web": "light page --compare dense",
     "evaluate": "light --teacher dense --data test.jsonl --no-speed",
     "push": "light light",
     "analyze": "dense light --data test.jsonl",
@@ -72,7 +73,8 @@ BAD = {
     "plan": ("nowhere", "nowhere"), "convert": ("nowhere out", "nowhere"),
     "compress": ("dense out --data nowhere.jsonl", "nowhere.jsonl"),
     "recover": ("light out --teacher dense --data nowhere.jsonl", "nowhere.jsonl"),
-    "export": ("light out --to tensorrt", "tensorrt"), "translate": ("light nowhere.de", "nowhere.de"),
+    "export": ("light out --to tensorrt", "tensorrt"), "web": ("nowhere page", "nowhere"),
+    "translate": ("light nowhere.de", "nowhere.de"),
     "evaluate": ("light --data nowhere.jsonl", "nowhere.jsonl"), "push": ("nowhere light", "nowhere"),
     "analyze": ("nowhere --data test.jsonl", "nowhere"), "report": ("nowhere", "nowhere"),
     "compare": ("nowhere light", "nowhere"), "demo": ("test.jsonl", "test.jsonl is a file"),
@@ -187,6 +189,8 @@ def test_json_is_all_there_is_on_stdout(lightformers, workplace, hub, monkeypatc
     monkeypatch.setattr(conversion, "_CONVERT", taken)
     pair = dataclasses.replace(architectures.PAIRS["sandwich-base"], fields={"vocab_size": 200})
     monkeypatch.setitem(architectures.PAIRS, "sandwich-base", pair)
+    names = ("@huggingface/transformers", "onnxruntime-web")
+    monkeypatch.setattr("lightformers_hf.export.web.vendor", lambda _: dict.fromkeys(names, "1.0"))
     # What takes a process of its own.
     monkeypatch.setattr("lightformers_hf.evaluation.analysis.translation_memory", lambda *sentences, **_: (3, 2))
     monkeypatch.setattr(
@@ -202,7 +206,7 @@ def test_json_is_all_there_is_on_stdout(lightformers, workplace, hub, monkeypatc
     found = json.loads(out)
     assert found
 
-    overwrite = ["--overwrite"] if words in ("compress", "convert", "recover", "export") else []
+    overwrite = ["--overwrite"] if words in ("compress", "convert", "recover", "export", "web") else []
     code, out, err = lightformers(*command, *overwrite, "--json", "found.json", "--quiet")
     assert (code, out, err) == (0, "", "")
     again = json.loads((workplace / "found.json").read_text(encoding="utf-8"))

@@ -215,7 +215,8 @@ def test_results_of_another_model_are_refused(tmp_path):
 def test_the_card_of_an_export_says_what_it_was_made_of(tmp_path):
     metadata = {"base_model": "someone/opus-mt-de-en", "license": "apache-2.0", "language": ["de", "en"]}
     for form, relation in (("int8", "quantized"), ("float32", "finetune")):
-        write_export_card(tmp_path, metadata, engine="ctranslate2", form=form, lines=["`a` | b <b>c</b>."])
+        options = {"lines": ["`a` | b <b>c</b>."], "library": "ctranslate2", "example": "run()"}
+        write_export_card(tmp_path, metadata, engine="ctranslate2", form=form, **options)
         card = ModelCard.load(tmp_path / "README.md")
         assert card.data.to_dict() == metadata | {
             "base_model_relation": relation,
@@ -224,6 +225,7 @@ def test_the_card_of_an_export_says_what_it_was_made_of(tmp_path):
         }
         assert "html_inline" not in str(MarkdownIt("commonmark").parse(card.text))
         assert blocks(card).count("list_item_open") == 1
+        assert "```python\nrun()\n```" in card.text
 
 
 def test_of_a_model_on_the_hub_the_card_says_how_it_comes_from_it(source):

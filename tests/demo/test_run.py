@@ -10,6 +10,7 @@ from rich.console import Console
 from lightformers_hf.cli import app
 from lightformers_hf.demo import run
 from lightformers_hf.demo.run import FOLDERS, DemoSettings, run_demo
+from lightformers_hf.export import web
 
 SIZES = {"vocabulary": 400, "d_model": 32, "ffn_dim": 64, "heads": 2, "encoder_layers": 1, "decoder_layers": 1}
 SIZES |= {"train_pairs": 400, "held_out_pairs": 8, "calibration_pairs": 20}
@@ -33,6 +34,14 @@ def run_quietly(output, settings=TINY, **options):
 
 def interrupted(*arguments, **options):
     raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module", autouse=True)
+def npm():
+    """The registry of npm, without network."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(web, "vendor", lambda _: dict.fromkeys(web.VENDORED, "1.0"))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +78,9 @@ def test_makes_everything_also_after_an_interruption(finished):
     test = [json.loads(line) for line in (output / "corpus" / "test.jsonl").read_text().splitlines()]
     assert test[0]["de"] in printed
     assert "BLEU" in printed
-    assert "4/4" in printed
+    assert "5/5" in printed
+    assert "python -m http.server --directory" in printed
+    assert (output / "page" / "model" / "onnx" / "decoder_model_merged_quantized.onnx").is_file()
     assert "translate" in printed
 
 
@@ -87,6 +98,16 @@ def test_other_settings_are_refused(copy):
     with pytest.raises(ValueError, match="--fresh"):
         run_quietly(copy, DemoSettings(seed=1))
     assert times(copy) == before
+
+
+def test_without_npm_the_demo_prints_how_to_write_the_page(finished, tmp_path, monkeypatch):
+    def fail(folder):
+        raise ValueError("install Node")
+
+    monkeypatch.setattr(web, "vendor", fail)
+    model, page = finished[0] / "small" / "recovered", tmp_path / "page"
+    assert run._write_page(model, page) == f"Left out: install Node. Then: lightformers web {model} {page}"
+    assert not page.exists()
 
 
 def test_fresh_removes_the_demo_and_nothing_else(copy, monkeypatch):

@@ -5,11 +5,14 @@ import io
 import pytest
 import torch
 from evaluation.unlimited import make_unlimited
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from lightformers_hf.evaluation.speed import tokens_per_second
 from lightformers_hf.evaluation.translate import translate, translate_stream
 from lightformers_hf.export import load_engine
+from lightformers_hf.export.sentences import split_texts
 from lightformers_hf.loading import load_model
 
 OPTIONS = {"num_beams": 1, "max_new_tokens": 30}
@@ -37,7 +40,10 @@ def test_batches_give_what_generate_gives_one_by_one(tiny_marian, loaded, german
         expected.append(tokenizer.decode(sequences[0], skip_special_tokens=True))
     assert len(set(expected)) == len(german)
     for batch_size in (1, 5, 32):
-        assert translate(german, *loaded, batch_size=batch_size, num_beams=num_beams, max_new_tokens=30) == expected
+        assert (
+            translate(german, *loaded, batch_size=batch_size, num_beams=num_beams, max_new_tokens=30, split=False)
+            == expected
+        )
 
 
 def test_a_name_stands_for_its_checkpoint(tiny_marian, loaded, german):
@@ -64,11 +70,47 @@ def test_long_inputs_are_cut_and_counted(loaded, german, caplog):
     assert len(ids) > tokenizer.model_max_length == 64
     cut = torch.tensor([[*ids[:63], tokenizer.eos_token_id]])
     expected = tokenizer.decode(model.generate(input_ids=cut, **OPTIONS)[0], skip_special_tokens=True)
-    assert translate([long, german[0], long], model, tokenizer, **OPTIONS)[::2] == [expected, expected]
-    assert "2 of 3 inputs are longer than 64 tokens" in caplog.text
+    assert translate([long, german[0], long], model, tokenizer, split=False, **OPTIONS)[::2] == [expected, expected]
+    assert "2 inputs longer than 64 tokens: cut" in caplog.text
     caplog.clear()
     translate([german[0]], model, tokenizer, **OPTIONS)
     assert not caplog.text
+
+
+def test_a_paragraph_is_translated_by_sentences_and_keeps_its_spaces(tiny_marian, loaded, german):
+    first, second = german[:2]
+    one, two = translate([first, second], *loaded, split=False, **OPTIONS)
+    text = f"{first}  {second}\n\n\t{second} {first}\r\n"
+    expected = f"{one}  {two}\n\n\t{two} {one}\r\n"
+    assert translate([text, first, f" {first}"], *loaded, **OPTIONS) == [expected, one, one]
+    assert translate([text], *loaded, split=False, **OPTIONS) != [expected]
+    assert load_engine(tiny_marian).translate([text], **OPTIONS) == [expected]
+    with pytest.raises(ValueError, match="the engine has no tokenizer"):
+        load_engine(loaded[0]).translate([text])
+
+
+def test_a_sentence_that_is_too_long_is_split_at_punctuation(loaded, german, caplog):
+    model, tokenizer = loaded
+    part = german[0].rstrip(".")
+    long = ", ".join([part] * 16)
+    (split,) = split_texts([f"{long}. {german[1]}"], tokenizer, 64)
+    assert "".join(split.pieces) == f"{long}. {german[1]}"
+    assert (split.cut, split.pieces[-1]) == (1, german[1])
+    assert all(piece.endswith((", ", ". ")) for piece in split.pieces[:-1])
+    assert all(len(ids) <= 64 for ids in split.ids.values())
+    assert translate([long], model, tokenizer, **OPTIONS)[0]
+    assert "1 sentences longer than 64 tokens: split at punctuation" in caplog.text
+    for text in ("Hund" * 200, "犬" * 200):  # without any mark or space
+        (split,) = split_texts([text], tokenizer, 64)
+        assert "".join(split.pieces) == text
+        assert all(len(ids) <= 64 for ids in split.ids.values())
+
+
+def test_a_model_without_languages_gets_whole_texts():
+    words = Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    (split,) = split_texts(["A first sentence. A second one."], tokenizer, 64)
+    assert len(split.pieces) == 1
 
 
 def test_a_model_in_training_translates_without_dropout_and_goes_on_training(tiny_marian, german):
@@ -152,10 +194,11 @@ def test_a_model_that_names_no_number_of_positions(tiny_marian, german, tmp_path
     expected = tokenizer.batch_decode(alone, skip_special_tokens=True)
     engine = load_engine(folder)
     assert len(tokenizer(texts[1])["input_ids"]) > 64
-    assert translate(texts, model, tokenizer, **OPTIONS) == expected
-    assert translate(texts, folder, **OPTIONS) == expected
-    assert translate(texts, engine, tokenizer, **OPTIONS) == expected
+    options = OPTIONS | {"split": False}
+    assert translate(texts, model, tokenizer, **options) == expected
+    assert translate(texts, folder, **options) == expected
+    assert translate(texts, engine, tokenizer, **options) == expected
     assert engine.longest_input is None
     speed = tokens_per_second({"t5": (model, tokenizer)}, texts, runs=1, forced_length=3)["t5"]
     assert speed.tokens == 6
-    assert "were cut" not in caplog.text
+    assert "longer than" not in caplog.text

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ...files import read_json
 from . import SavedTokenizer, lone_characters, merges_of, unknown_kind, write
@@ -92,15 +93,25 @@ class PieceModel:
     def read(cls, file: Path) -> PieceModel:
         """A model of a file. Raises `ValueError` for anything else."""
         try:
-            content = list(_fields(file.read_bytes()))
+            content = list(read_fields(file.read_bytes()))
             pieces = [_read_piece(value) for number, _, value in content if number == PIECES]
             trainer = next((value for number, _, value in content if number == TRAINER), b"")
-            kind = next((value for number, _, value in _fields(_as_bytes(trainer)) if number == MODEL_TYPE), None)
+            kind = next((value for number, _, value in read_fields(_as_bytes(trainer)) if number == MODEL_TYPE), None)
         except (IndexError, ValueError, struct.error) as error:
             raise ValueError(f"{file} is no SentencePiece model: {error}") from None
         if not pieces:
             raise ValueError(f"{file} is no SentencePiece model: it holds no piece")
         return cls([(number, whole) for number, whole, _ in content], pieces, kind == BPE)
+
+    def settings(self, message: int) -> dict[int, Any]:
+        """{field: value} of one of the model's messages of settings, whose field has this number."""
+        wholes = [whole for number, whole in self.fields if number == message]
+        return {
+            number: value
+            for whole in wholes
+            for _, _, content in read_fields(whole)
+            for number, _, value in read_fields(_as_bytes(content))
+        }
 
     def without(self, removed: Set[str]) -> bytes:
         """The model without some pieces, as bytes; without the sentences by which it would test itself, too."""
@@ -123,7 +134,7 @@ class PieceModel:
         return found
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, bytes, bytes | int]]:
+def read_fields(data: bytes) -> Iterator[tuple[int, bytes, bytes | int]]:
     """(number, all bytes, value) of every field of a message; a value is an integer, or bytes."""
     place = 0
     while place < len(data):
@@ -158,7 +169,7 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
 
 
 def _read_piece(data: bytes | int) -> Piece:
-    values = {number: value for number, _, value in _fields(_as_bytes(data))}
+    values = {number: value for number, _, value in read_fields(_as_bytes(data))}
     (score,) = struct.unpack("<f", _as_bytes(values.get(2, bytes(4))))
     return Piece(_as_bytes(values.get(1, b"")).decode("utf-8"), score, int(values.get(3, NORMAL)))
 

@@ -307,7 +307,7 @@ def _deploy(
         folder = work / label.replace(os.sep, "--") / form
         listed, source, target = text if form.endswith(SHORTLISTED) else (None, None, None)
         options: dict[str, Any] = {"shortlist": listed, "source_lang": source, "target_lang": target}
-        report = export(name, folder, to=engine, quantization=quantization, **options)
+        report = export(name, folder, to=engine, quantization=quantization or "float32", **options)
         deployed = Deployed(label, form, str(folder), report.weight_bytes)
     bar.update()
     return deployed
@@ -421,6 +421,6 @@ def _add_quality(
         bar.set_description(f"translate by {place.key}")
         engine = load_engine(place.folder, threads=max(settings.cores))
         tokenizer = load_pretrained(AutoTokenizer, names[place.model])
-        outputs = translate(sources, engine, tokenizer, num_beams=beams)
+        outputs = translate(sources, engine, tokenizer, num_beams=beams, split=False)
         place.scores = score(outputs, references, metrics, language=language)
         bar.update()

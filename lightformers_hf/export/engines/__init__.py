@@ -10,7 +10,11 @@ The extra of `pyproject.toml` that installs the library has the engine's name. T
 - if it has another name in sentences than its file, `NAME`; `EXPANDS_LOW_RANK = True` if it has no low-rank matrix
   multiplications;
 - and if it can compute a part of the output layer, `write_shortlist(source, folder, quantization, shortlist)`, which
-  writes a `Shortlist` to one of `SHORTLIST_FILES` beside what `write` wrote.
+  writes a `Shortlist` to one of `SHORTLIST_FILES` beside what `write` wrote;
+- and if one folder can hold several quantizations, `BESIDE`, those that are written before int8;
+- and if the Hub has another name for the program that loads the folder, `LIBRARY`; if ten lines of Python run the
+  folder without this package, `EXAMPLE`, with `{folder}` and `{text}`;
+- and if other programs need a configuration, `write_config(source, folder, prefix)`, which writes it.
 
 This file imports neither PyTorch nor any engine.
 """
@@ -47,10 +51,10 @@ class EngineFile(Protocol):
 
     QUANTIZATIONS: tuple[str, ...]
 
-    def write(self, source: Source, folder: Path, quantization: str | None) -> Expansion:
+    def write(self, source: Source, folder: Path, quantization: str) -> Expansion:
         """Write a model to `folder`. Raises `ValueError` for what the engine cannot express."""
 
-    def write_shortlist(self, source: Source, folder: Path, quantization: str | None, shortlist: Shortlist) -> None:
+    def write_shortlist(self, source: Source, folder: Path, quantization: str, shortlist: Shortlist) -> None:
         """Add a shortlist to what `write` wrote; only some engines can."""
 
     def load(self, folder: Path, search: Search, threads: int) -> RunningModel:

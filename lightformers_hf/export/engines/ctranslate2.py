@@ -50,7 +50,7 @@ QUANTIZATIONS = ("float32", "int8", "int8_float32", "int8_float16", "int8_bfloat
 VMAP, ORDER = SHORTLIST_FILES[0], "token_order.json"
 
 
-def write(source: Source, folder: Path, quantization: str | None, *, first: Sequence[int] = ()) -> Expansion:
+def write(source: Source, folder: Path, quantization: str, *, first: Sequence[int] = ()) -> Expansion:
     """Write model, configuration and vocabularies to `folder`, and say what was multiplied out.
 
     Args:
@@ -79,13 +79,13 @@ def write(source: Source, folder: Path, quantization: str | None, *, first: Sequ
     return expansion
 
 
-def quantize(spec: LayerSpec, quantization: str | None) -> None:
+def quantize(spec: LayerSpec, quantization: str) -> None:
     """Store weights in another type, those in int8 rounded as every processor multiplies them (`int8.quantize_rows`).
 
     CTranslate2 leaves int8 products to oneDNN on other processors than Intel's, and oneDNN cuts off what 16 bits do
     not hold where there is no VNNI: a model of the demo that has 86.3 BLEU in fp32 had 75.0 there, and has 86.1 so.
     """
-    in_int8 = quantization is not None and quantization.startswith("int8")
+    in_int8 = quantization.startswith("int8")
     rounded = {
         name: quantize_rows(variable.numpy())
         for name, variable in (spec.variables().items() if in_int8 else ())
@@ -110,7 +110,7 @@ def _ordered(tokens: list[str], order: list[int] | None) -> list[str]:
     return tokens if order is None else [tokens[number] for number in order]
 
 
-def write_shortlist(source: Source, folder: Path, quantization: str | None, shortlist: Shortlist) -> None:
+def write_shortlist(source: Source, folder: Path, quantization: str, shortlist: Shortlist) -> None:
     """Write `vmap.txt`: a line a source token, a tab behind it, and the target tokens that can come with it.
 
     The line without a source token has those that always can. The model is written anew, with the tokens that every
@@ -342,6 +342,20 @@ class CTranslate2Model:
 def load(folder: Path, search: Search, threads: int) -> CTranslate2Model:
     """What `write` wrote, ready to run."""
     return CTranslate2Model(folder, search, threads)
+
+
+EXAMPLE = """import json
+
+import ctranslate2
+from tokenizers import Tokenizer
+
+translator = ctranslate2.Translator("{folder}")
+tokenizer = Tokenizer.from_file("{folder}/tokenizer.json")
+longest = json.load(open("{folder}/export.json"))["max_position_embeddings"] or 256
+
+tokens = [tokenizer.encode(text).tokens for text in ["{text}"]]
+for result in translator.translate_batch(tokens, beam_size=1, max_decoding_length=longest):
+    print(tokenizer.decoder.decode(result.hypotheses[0]))"""
 
 
 def describe_loading(folder: Path) -> str:

@@ -1,0 +1,214 @@
+"""A static page that translates in the browser: the model in int8, transformers.js and its WebAssembly beside it.
+
+`app.js` is the page, `worker.js` the model in a Web Worker, `sw.js` keeps all files for later visits without network.
+transformers.js and ONNX Runtime come from the npm registry at pinned versions; npm checks their digests.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...files import CARD_FILE, PAGE_FILE, atomic_output, check_output, write_json
+from ...languages import language_code
+from ...loading import printable_name
+from ...results import Result
+from ..write import ExportReport, export, folder_bytes
+
+TRANSFORMERS_JS = "4.3.2"
+SMALLEST_SHARED = 4096  # bytes of a tensor
+PAGE_FILES = ("index.html", "style.css", "app.js", "worker.js", "sw.js")
+MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "onnx/*.onnx")
+# {package: files of it that the page loads}
+VENDORED = {
+    "@huggingface/transformers": ("dist/transformers.min.js", "LICENSE"),
+    "onnxruntime-web": ("dist/ort-wasm-simd-threaded.mjs", "dist/ort-wasm-simd-threaded.wasm"),
+}
+README = """---
+title: {title}
+sdk: static
+pinned: false
+tags: [translation, transformers.js]
+---
+
+# {title}
+
+This page translates in the browser. The text does not leave the page.
+
+Open it from any web server, for example with `python -m http.server --directory {folder}`, then
+http://localhost:8000. After the first visit the page works without network. To publish it as a Space:
+`lightformers push {folder} USER/SPACE`.
+
+`vendor/` holds transformers.js {version} and ONNX Runtime {runtime} from the npm registry.
+`lightformers web MODEL {folder}` fetches them with `npm pack`.
+"""
+
+
+@dataclass(frozen=True)
+class WebReport(Result):
+    """A page that was written.
+
+    Attributes:
+        models: the exports of the model, and of the one that it is compared with.
+        model_bytes, model_gzip_bytes: of the model's files on disk, and sent by a server that compresses them.
+        program_bytes, program_gzip_bytes: the same of everything else.
+    """
+
+    models: list[ExportReport]
+    model_bytes: int
+    model_gzip_bytes: int
+    program_bytes: int
+    program_gzip_bytes: int
+
+    def parts(self) -> list[str]:
+        """Return the sizes."""
+        return [
+            f"{name}: {size / 1e6:.1f} MB on disk, {packed / 1e6:.1f} MB with gzip."
+            for name, size, packed in (
+                ("Model", self.model_bytes, self.model_gzip_bytes),
+                ("transformers.js and ONNX Runtime", self.program_bytes, self.program_gzip_bytes),
+            )
+        ]
+
+
+def export_web(
+    model: str | Path,
+    output: str | Path,
+    *,
+    compare: str | Path | None = None,
+    source_lang: str | None = None,
+    target_lang: str | None = None,
+    overwrite: bool = False,
+) -> WebReport:
+    """Write a folder with a page that translates in the browser.
+
+    Args:
+        model: a checkpoint folder, or a name on the Hub.
+        output: the folder to write.
+        compare: another checkpoint that the page runs beside the model, such as its teacher.
+        source_lang, target_lang: what a multilingual model translates from and to.
+        overwrite: replace what `output` holds, if this package wrote all of it.
+
+    Raises:
+        ValueError: as `export`; also a tokenizer that `tokenizer.json` cannot hold; npm is missing, or fails.
+        FileNotFoundError, FileExistsError, BlockingIOError: as `export`.
+    """
+    check_output(output, overwrite=overwrite, inputs=[model, compare])
+    names = {"model": model, **({"compare": compare} if compare else {})}
+    with atomic_output(output, overwrite=overwrite, inputs=list(names.values())) as temporary:
+        versions = vendor(temporary / "vendor")
+        reports = [_write_model(name, temporary / key, source_lang, target_lang) for key, name in names.items()]
+        title = f"{printable_name(model)} in the browser"
+        tokenizer = json.loads((temporary / "model" / "tokenizer_config.json").read_text(encoding="utf-8"))
+        language = source_lang or tokenizer.get("source_lang")
+        page = {
+            "title": title,
+            "example": "",
+            "language": None if language is None else language_code(language),
+            "models": [
+                {"folder": key, "name": printable_name(name), "bytes": folder_bytes(temporary / key)}
+                for key, name in names.items()
+            ],
+        }
+        write_json(page, temporary / PAGE_FILE)
+        for name in PAGE_FILES:
+            shutil.copyfile(Path(__file__).parent / name, temporary / name)
+        digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(temporary.rglob("*.*"))]
+        worker = temporary / "sw.js"
+        version = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
+        worker.write_text(worker.read_text(encoding="utf-8").replace("VERSION", version), encoding="utf-8")
+        (temporary / CARD_FILE).write_text(
+            README.format(
+                title=title,
+                folder=Path(output).name,
+                version=versions["@huggingface/transformers"],
+                runtime=versions["onnxruntime-web"],
+            ),
+            encoding="utf-8",
+        )
+        files = [file for file in temporary.rglob("*") if file.is_file()]
+        sizes = {is_model: [0, 0] for is_model in (True, False)}
+        for file in files:
+            total = sizes[temporary / "model" in file.parents]
+            total[0] += file.stat().st_size
+            total[1] += len(gzip.compress(file.read_bytes(), 6)) if (temporary / "compare") not in file.parents else 0
+        return WebReport(reports, *sizes[True], *sizes[False])
+
+
+def _write_model(name: str | Path, folder: Path, source_lang: str | None, target_lang: str | None) -> ExportReport:
+    """Export a model in int8, and leave what a browser loads."""
+    with tempfile.TemporaryDirectory() as place:
+        made = Path(place, "made")
+        report = export(name, made, to="onnx", quantization="int8", source_lang=source_lang, target_lang=target_lang)
+        if report.tokenizer.missing:
+            raise ValueError(f"{name} cannot run in a browser, it has no tokenizer.json: {report.tokenizer.missing}")
+        for file in (file for pattern in MODEL_FILES for file in made.glob(pattern)):
+            target = folder / file.relative_to(made)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+    share_weights(folder / "onnx")
+    return report
+
+
+def share_weights(folder: Path) -> None:
+    """Have the decoder read the tensors that the encoder holds too from the encoder's file, as external data.
+
+    The worker of the page names that file to transformers.js, which opens no file of two graphs otherwise.
+    """
+    import onnx  # an optional dependency
+
+    encoder, decoder = (folder / f"{name}_quantized.onnx" for name in ("encoder_model", "decoder_model_merged"))
+    content, model = encoder.read_bytes(), onnx.load(decoder)
+    for tensor in model.graph.initializer:
+        place = content.find(tensor.raw_data) if len(tensor.raw_data) > SMALLEST_SHARED else -1
+        if place >= 0:
+            fields = {"location": encoder.name, "offset": place, "length": len(tensor.raw_data)}
+            tensor.ClearField("raw_data")
+            tensor.data_location = onnx.TensorProto.EXTERNAL
+            for key, value in fields.items():
+                tensor.external_data.add(key=key, value=str(value))
+    decoder.write_bytes(model.SerializeToString())
+
+
+def vendor(folder: Path) -> dict[str, str]:
+    """Put transformers.js and the WebAssembly that it runs into a new folder. Return {package: version}.
+
+    Raises:
+        ValueError: npm is not installed, or fails.
+    """
+    if shutil.which("npm") is None:
+        raise ValueError(
+            "the page needs transformers.js from the npm registry, and npm is not installed: install Node"
+        )
+    folder.mkdir()
+    versions = {"@huggingface/transformers": TRANSFORMERS_JS}
+    with tempfile.TemporaryDirectory() as place:
+        for package, files in VENDORED.items():
+            archive = _run_npm(["pack", f"{package}@{versions[package]}", "--silent"], Path(place))[-1]
+            with tarfile.open(Path(place, archive)) as content:
+                for file in files:
+                    member = content.extractfile(f"package/{file}")
+                    assert member is not None
+                    (folder / Path(file).name).write_bytes(member.read())
+                described = content.extractfile("package/package.json")
+                assert described is not None
+                needed = json.loads(described.read()).get("dependencies", {})
+            versions |= {name: needed[name] for name in VENDORED if name in needed}
+    return versions
+
+
+def _run_npm(arguments: Sequence[str], folder: Path) -> list[str]:
+    """Lines that npm prints. Raises `ValueError` where it fails."""
+    done = subprocess.run(["npm", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise ValueError(f"npm {' '.join(arguments)} failed: {reason}. The npm registry must be reachable")
+    return done.stdout.strip().splitlines()

@@ -1,0 +1,91 @@
+// One model: load it, split the text into sentences, translate them, put them together with all spaces and line breaks.
+import { AutoModelForSeq2SeqLM, AutoTokenizer, env } from "./vendor/transformers.min.js";
+
+const here = new URL(".", self.location.href);
+env.allowLocalModels = true;
+env.allowRemoteModels = env.useBrowserCache = env.useWasmCache = false; // the service worker keeps all files
+env.localModelPath = here.pathname;
+env.backends.onnx.wasm.wasmPaths = {
+  mjs: new URL("vendor/ort-wasm-simd-threaded.mjs", here).href,
+  wasm: new URL("vendor/ort-wasm-simd-threaded.wasm", here).href,
+};
+// Several threads, ?threads=2, slow a small model down where other programs use the processor.
+const threads = self.crossOriginIsolated ? Number(new URLSearchParams(self.location.search).get("threads")) || 1 : 1;
+env.backends.onnx.wasm.numThreads = threads;
+
+let tokenizer, model, language, longest, prefix;
+
+async function load(folder) {
+  const progress_callback = (event) => {
+    if (event.status === "progress_total") postMessage({ progress: event.progress / 100 });
+  };
+  tokenizer = await AutoTokenizer.from_pretrained(folder);
+  const encoder = "encoder_model_quantized.onnx"; // holds tensors of the decoder, too
+  const session_options = { externalData: [{ path: encoder, data: `onnx/${encoder}` }] };
+  const options = { dtype: "q8", device: "wasm", progress_callback, session_options };
+  model = await AutoModelForSeq2SeqLM.from_pretrained(folder, options);
+  const positions = model.config.max_position_embeddings ?? Infinity;
+  longest = Math.min(positions, 512);
+  prefix = model.config.prefix ?? "";
+}
+
+export function segments(text) {
+  if (!Intl.Segmenter) return text.match(/[^.!?\n]*[.!?]*\s*/g).filter(Boolean);
+  const segmenter = new Intl.Segmenter(language, { granularity: "sentence" });
+  return text.split(/(\n+)/).flatMap((line) => [...segmenter.segment(line)].map(({ segment }) => segment));
+}
+
+const count = (sentence) => tokenizer.encode(prefix + sentence).length;
+
+function fit(sentence) {
+  if (count(sentence) <= longest) return [sentence];
+  const middle = sentence.length / 2;
+  const marks = [/[,;:–—)、，；：]\s*/g, /\s+/g];
+  for (const mark of marks) {
+    const places = [...sentence.matchAll(mark)].map((found) => found.index + found[0].length);
+    const inside = places.filter((place) => place > 0 && place < sentence.length);
+    if (inside.length) {
+      const place = inside.reduce((best, each) => (Math.abs(each - middle) < Math.abs(best - middle) ? each : best));
+      return [...fit(sentence.slice(0, place)), ...fit(sentence.slice(place))];
+    }
+  }
+  const place = Math.ceil(middle);
+  return [...fit(sentence.slice(0, place)), ...fit(sentence.slice(place))];
+}
+
+async function translate(text) {
+  let [translation, tokens, cut, seconds] = ["", 0, 0, 0];
+  for (const segment of segments(text)) {
+    const [, before, sentence, after] = segment.match(/^(\s*)([\s\S]*?)(\s*)$/);
+    translation += before;
+    if (sentence) {
+      const parts = fit(sentence);
+      cut += parts.length > 1;
+      for (const part of parts) {
+        const begun = performance.now();
+        const output = await model.generate({ ...tokenizer(prefix + part), num_beams: 1 });
+        seconds += (performance.now() - begun) / 1000;
+        tokens += output.dims[1] - 1;
+        translation += tokenizer.decode(output, { skip_special_tokens: true }).trim();
+        if (part !== parts.at(-1)) translation += part.match(/\s*$/)[0];
+        postMessage({ translation });
+      }
+    }
+    translation += after;
+  }
+  postMessage({ translation, tokens, cut, seconds, threads, done: true });
+}
+
+self.onmessage = async ({ data }) => {
+  try {
+    if (data.folder) {
+      language = data.language ?? undefined;
+      await load(data.folder);
+      postMessage({ ready: true });
+    } else {
+      await translate(data.text);
+    }
+  } catch (error) {
+    postMessage({ error: error.message });
+  }
+};
