@@ -362,8 +362,11 @@ class HiddenStates:
         """Put a batch's states in front of the first layer."""
         self.store[self.who, self.name, index] = self._arguments(index)[0][0]
 
-    def _arguments(self, index: int) -> tuple[tuple, dict]:
-        """Return the first layer's arguments for a batch: hidden states, then what all layers get, such as masks."""
+    def _arguments(self, index: int, states: Tensor | None = None) -> tuple[tuple, dict]:
+        """Return the first layer's arguments for a batch: hidden states, then what all layers get, such as masks.
+
+        Where only the latter are wanted, the batch's `states` replace its embeddings, which take longer than the masks.
+        """
         batch = model_inputs(self.batches[index], self.device)
         found: list[tuple] = []
 
@@ -376,9 +379,11 @@ class HiddenStates:
             if self.name == "decoder":
                 encoded = self.store[self.who, "encoder", index]
                 memory = {"encoder_hidden_states": encoded, "encoder_attention_mask": batch["attention_mask"]}
-                self.stack(batch["decoder_input_ids"], None, use_cache=False, **memory)
+                tokens = batch["decoder_input_ids"] if states is None else None
+                self.stack(tokens, inputs_embeds=states, use_cache=False, **memory)
             else:
-                self.stack(batch["input_ids"], batch["attention_mask"])
+                tokens = batch["input_ids"] if states is None else None
+                self.stack(tokens, batch["attention_mask"], inputs_embeds=states)
         except _StopError:
             pass
         finally:
@@ -387,9 +392,10 @@ class HiddenStates:
 
     def call(self, depth: int, index: int) -> Tensor:
         """Pass a batch from in front of the layer through it, and return its states."""
-        (_, *args), kwargs = self._arguments(index)
+        states = self.store[self.who, self.name, index]
+        (_, *args), kwargs = self._arguments(index, states)
         with fast_passes(self.device):
-            return self.stack.layers[depth](self.store[self.who, self.name, index], *args, **kwargs)
+            return self.stack.layers[depth](states, *args, **kwargs)
 
     def advance(self, depth: int) -> None:
         """Put the states behind the layer."""
