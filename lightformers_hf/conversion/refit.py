@@ -365,7 +365,7 @@ class HiddenStates:
     def _arguments(self, index: int, states: Tensor | None = None) -> tuple[tuple, dict]:
         """Return the first layer's arguments for a batch: hidden states, then what all layers get, such as masks.
 
-        Where only the latter are wanted, the batch's `states` replace its embeddings, which take longer than the masks.
+        Where only these are wanted, the `states` of the batch replace its embeddings, which take longer than masks.
         """
         batch = model_inputs(self.batches[index], self.device)
         found: list[tuple] = []
