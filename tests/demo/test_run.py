@@ -52,7 +52,7 @@ def finished(tmp_path_factory):
         patch.setattr(run, "compress", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run_quietly(output)
-    assert names(output) == EVERYTHING - {"small", "picture.png"}
+    assert names(output) == EVERYTHING - {"small", "page", "picture.png"}
     before = times(output)
     results, printed = run_quietly(output)
     assert printed.count("is there already") == 2

@@ -45,7 +45,7 @@ def test_the_teachers_beam_output_in_the_pair_format(tiny_marian, data, tmp_path
     pairs = load_parallel(str(output), source="de", target="en")
     assert pairs["source"][:] == data[1][:20]
     # independent of batches: every text alone, with the script's default beam
-    alone = [translate([text], tiny_marian, num_beams=5, max_new_tokens=12)[0] for text in data[1][:20]]
+    alone = [translate([text], tiny_marian, num_beams=5, max_new_tokens=12, split=False)[0] for text in data[1][:20]]
     assert pairs["target"][:] == alone
     assert [path.name for path in output.parent.iterdir()] == ["out.jsonl"]
 
