@@ -70,7 +70,9 @@ def make_console(file: TextIO | None = None, width: int | None = None) -> Consol
                     if part is not None:
                         super().print(part, **options, **({} if part is table else lines))
 
-    console = TableConsole(file=file, width=width, force_terminal=False if width else None)
+    in_notebook = None if file is None else False  # rich would display in the notebook what is for the file
+    terminal = False if width else None
+    console = TableConsole(file=file, width=width, force_terminal=terminal, force_jupyter=in_notebook)
     if not (width or console.is_terminal or os.environ.get("COLUMNS")):
         console.width = WIDTH
     return console

@@ -306,7 +306,8 @@ TRANSLATED = (
     option(
         "--split/--no-split",
         default=None,
-        help="Split text into sentences, and join their translations. Default: with models for translation.",
+        help="Split text into sentences, and join their translations. Default: with models for translation. Those are "
+        "trained on sentences, and omit parts of longer text.",
     ),
     DEVICE,
 )
@@ -455,7 +456,7 @@ def push(model: Path, name: str, results: tuple[Path, ...], dry_run: bool, **opt
     option("--fresh", is_flag=True, help="Remove what an earlier demo made there, and start over."),
 )
 def demo(output: Path, seed: int, fresh: bool) -> Answer:
-    """See it all work in five to seven minutes, offline: train a teacher, compress it, recover its quality, measure.
+    """See it all work in five to ten minutes, offline: train a teacher, compress it, recover its quality, measure.
 
     The same command resumes an interrupted demo; needs pip install 'lightformers_hf[demo]'.
 

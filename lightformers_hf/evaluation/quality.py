@@ -212,7 +212,7 @@ def metric_names() -> list[str]:
     return [*METRICS, *GROUPS]
 
 
-def check_metrics(names: Iterable[str]) -> list[str]:
+def check_metrics(names: str | Iterable[str]) -> list[str]:
     """The metrics of these names as `METRICS` spells them, each once; `rouge` is all of ROUGE.
 
     Raises:
@@ -220,7 +220,7 @@ def check_metrics(names: Iterable[str]) -> list[str]:
     """
     known = {name.lower(): [name] for name in METRICS} | GROUPS
     found: dict[str, None] = {}
-    for name in names:
+    for name in [names] if isinstance(names, str) else names:
         key = name.lower().replace("_", "-")
         if key not in known:
             near = difflib.get_close_matches(key, known)

@@ -143,6 +143,8 @@ def translate_texts(
     **generation: Any,
 ) -> list[str]:
     """As `lightformers_hf.translate`, with a model and its tokenizer."""
+    if isinstance(texts, str):
+        raise ValueError("the texts are one string, whose letters would be translated: give a list, such as [text]")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: expected 1 or more.")
     check_generation(model, generation)

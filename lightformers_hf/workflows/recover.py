@@ -160,6 +160,8 @@ def recover(
     asked |= {"source_lang": source_lang, "target_lang": target_lang, "metrics": metrics or None}
     output, sides = Path(os.path.expanduser(output)), (source_lang, target_lang)
     with on_disk(tokenizer, model, teacher) as (light, dense):
+        if os.path.realpath(light) == os.path.realpath(dense):
+            raise ValueError(f"{light} is given as the model and as its teacher: the teacher is the dense checkpoint")
         inputs = [light, dense, data, validation]
         record = claim(output, asked, overwrite=overwrite, inputs=inputs)
         set_seed(seed)

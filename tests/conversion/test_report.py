@@ -98,6 +98,11 @@ def test_a_matrix_is_a_line_of_at_most_120_columns(monkeypatch, environment):
     assert "becomes" in next(line for line in lines if "shape" in line)
 
 
+def test_the_text_is_text_in_a_notebook_too(monkeypatch):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert "rank 3" in "\n".join(printed(report_of(matrix(form="low-rank", size=3, setting="rank 3"))))
+
+
 def test_it_says_what_errors_were_measured_in():
     def text(**changed) -> str:
         return " ".join(printed(report_of(matrix(form="low-rank", size=1, setting="rank 1"), **changed)))

@@ -46,6 +46,11 @@ def test_batches_give_what_generate_gives_one_by_one(tiny_marian, loaded, german
         )
 
 
+def test_one_string_is_refused(loaded):
+    with pytest.raises(ValueError, match=r"give a list, such as \[text\]"):
+        translate("Zwei Hunde.", *loaded)
+
+
 def test_a_name_stands_for_its_checkpoint(tiny_marian, loaded, german):
     assert translate(german, tiny_marian, **OPTIONS) == translate(german, *loaded, **OPTIONS)
 

@@ -229,6 +229,8 @@ def test_what_is_refused(place, tiny_marian, tmp_path):
         recover(place / "light", place / "light", **options(place, tiny_marian))
     with pytest.raises(ValueError, match=r"times its teacher's parameters: give the smaller one first"):
         recover(tiny_marian, tmp_path / "a", **options(place, place / "light"))
+    with pytest.raises(ValueError, match="as the model and as its teacher"):
+        recover(place / "light", tmp_path / "a", **options(place, place / "light" / ""))
     assert not (tmp_path / "a").exists()
     with pytest.raises(ValueError, match=r"must be apart from .* which is read"):
         recover(place / "light", place / "light" / "sub", **options(place, tiny_marian))
