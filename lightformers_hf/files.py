@@ -391,7 +391,9 @@ def _check_content(target: Path, overwrite: bool) -> None:
     if not _is_full(target):
         return
     if not overwrite:
-        raise FileExistsError(f"{target} is not empty: give another folder, or --overwrite to replace it")
+        raise FileExistsError(
+            f"{target} is not empty: give another folder, or replace it with overwrite=True (--overwrite)"
+        )
     refuse_foreign(target, find_foreign(target))
 
 

@@ -136,8 +136,8 @@ def set_language_codes(
         own = [getattr(tokenizer, side, None) for side in ("source_lang", "target_lang")]
         if not columns and all(own) and [source or own[0], target or own[1]] != own:
             raise ValueError(
-                f"source_lang and target_lang are {source!r} and {target!r}, but {tokenizer.name_or_path} translates "
-                f"from {own[0]} to {own[1]}: leave both out"
+                f"the languages {source or own[0]!r} and {target or own[1]!r} are asked for, but "
+                f"{tokenizer.name_or_path} translates from {own[0]} to {own[1]}: leave both out"
             )
         return None
     token_of = getattr(tokenizer, "lang_code_to_token", {})  # M2M100's codes are no tokens

@@ -108,7 +108,9 @@ def is_export(name: str | os.PathLike) -> bool:
 def check_no_export(name: str | os.PathLike) -> None:
     """Raise `ValueError` where `lightformers export` wrote the folder."""
     if is_export(name):
-        raise ValueError(f"{name} was exported for another engine: give the checkpoint that it was exported from.")
+        raise ValueError(
+            f"{name} was exported for an engine, not for transformers: give the checkpoint that it was exported from."
+        )
 
 
 # --- Check the configuration

@@ -283,7 +283,7 @@ def choose_columns(
     target = target or getattr(tokenizer, "target_lang", None)
     if not (source and target):
         raise ValueError(
-            f"{name} does not say from which language to which it translates: give source and target (on the command "
+            f"the languages of {name} are not known: give source and target (on the command "
             "line --source-lang and --target-lang), two columns of the data or two languages inside its column "
             "'translation'."
         )

@@ -554,10 +554,12 @@ def claim(
         if name := next((name for name, value in asked.items() if not _is_same(value, before.get(name))), None):
             raise FileExistsError(
                 f"{output} holds one with another {name}, {before.get(name)!r}: give the same options to go on with "
-                "it, another folder, or --overwrite"
+                "it, another folder, or overwrite=True (--overwrite)"
             )
         if "result" in record:
-            raise FileExistsError(f"{output} holds this, complete: give another folder, or --overwrite")
+            raise FileExistsError(
+                f"{output} holds the complete result of the same call: give another folder, or overwrite=True (--overwrite)"
+            )
         return record
     check_place(output, inputs)
     if not record and output.exists():

@@ -286,7 +286,7 @@ def test_a_full_disk_is_said_in_one_line(lightformers, monkeypatch):
 def test_an_export_is_no_source(lightformers, workplace):
     (workplace / "light" / "export.json").write_text("{}")
     code, _, err = lightformers("plan", "light", "--ratio", "2")
-    assert (code, "light was exported for another engine: give the checkpoint" in err) == (1, True)
+    assert (code, "light was exported for an engine, not for transformers: give the checkpoint" in err) == (1, True)
 
 
 def test_bars_fill_no_log(workplace):
