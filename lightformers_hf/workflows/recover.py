@@ -558,7 +558,7 @@ def claim(
             )
         if "result" in record:
             raise FileExistsError(
-                f"{output} holds the complete result of this call: give another folder, or overwrite=True (--overwrite)"
+                f"{output} holds the complete result of this call: give another folder or overwrite=True (--overwrite)"
             )
         return record
     check_place(output, inputs)
