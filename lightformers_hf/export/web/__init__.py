@@ -192,7 +192,7 @@ def vendor(folder: Path) -> dict[str, str]:
     versions = {"@huggingface/transformers": TRANSFORMERS_JS}
     with tempfile.TemporaryDirectory() as place:
         for package, files in VENDORED.items():
-            archive = _run_npm(["pack", f"{package}@{versions[package]}", "--silent"], Path(place))[-1]
+            archive = _run_npm(["pack", f"{package}@{versions[package]}"], Path(place))[-1]
             with tarfile.open(Path(place, archive)) as content:
                 for file in files:
                     member = content.extractfile(f"package/{file}")
@@ -207,8 +207,12 @@ def vendor(folder: Path) -> dict[str, str]:
 
 def _run_npm(arguments: Sequence[str], folder: Path) -> list[str]:
     """Lines that npm prints. Raises `ValueError` where it fails."""
-    done = subprocess.run(["npm", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    limits = ["--loglevel=error", "--fetch-retries=1", "--fetch-retry-mintimeout=1000"]  # by default it waits a minute
+    done = subprocess.run(["npm", *arguments, *limits], cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
-        reason = (done.stderr.strip() or "no message").splitlines()[-1]
+        errors = [
+            line for line in done.stderr.splitlines() if "complete log" not in line and not line.endswith(".log")
+        ]
+        reason = errors[0] if errors else "no message"
         raise ValueError(f"npm {' '.join(arguments)} failed: {reason}. The npm registry must be reachable")
     return done.stdout.strip().splitlines()
