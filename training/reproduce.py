@@ -58,6 +58,7 @@ UNITS = {
     "exact-match": "percent of outputs",
     "cer": "edits in percent of the references' characters",
 }
+PAIRS = ("--calibration", "inputs/multi30k/train.jsonl", *LANGUAGES)
 GREEDY = ("--num-beams", "1", "--no-speed")
 
 
@@ -136,28 +137,26 @@ class Lab:
     commit: str
     commands: list[str] = field(default_factory=list)
 
-    def run(self, name: str, *words: object, script: bool = False) -> dict:
+    def run(self, name: str, *words: object) -> dict:
         """Return what a command writes with `--json`, and its processor seconds as `cpu_seconds`.
 
         Args:
             name: of the folder or the result, which is kept as `NAME.json`.
-            words: of `lightformers`, or of a script in `training/` whose `results.json` is read.
+            words: of `lightformers`.
         """
         text = [str(word) for word in words]
-        self.commands.append(" ".join(["python" if script else "lightformers", *text]))
+        self.commands.append(" ".join(["lightformers", *text]))
         record = self.work / f"{name}.json"
         if record.is_file():
             kept = json.loads(record.read_text(encoding="utf-8"))
             if (kept["command"], kept["commit"]) == (self.commands[-1], self.commit):
                 return kept["result"]
         record.parent.mkdir(parents=True, exist_ok=True)
-        found = self.work / ("results.json" if script else f"{name}.found.json")
-        line = [str(ROOT / text[0]), *text[1:]] if script else ["-m", "lightformers_hf", *text, "--json", str(found)]
+        found = self.work / f"{name}.found.json"
+        line = [sys.executable, "-m", "lightformers_hf", *text, "--json", str(found)]
         print(f"$ {self.commands[-1]}", file=sys.stderr)
         before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
-        done = subprocess.run(
-            [sys.executable, *line], cwd=self.work, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
-        )
+        done = subprocess.run(line, cwd=self.work, env=os.environ | ONE_CORE, check=False)
         if done.returncode:
             raise ChildProcessError(f"The command failed with exit code {done.returncode}: {self.commands[-1]}")
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -190,19 +189,12 @@ Rows = Iterator[dict[str, object]]
 
 def converted(lab: Lab) -> Rows:
     """The Multi30k teacher at five ratios, from sentence pairs and from the teacher's own text, without training."""
-    teacher = "multi30k-de-en"
-
-    def scores(model: str) -> dict[str, float]:
-        found = {test: lab.score(model, teacher, f"multi30k/{test}.jsonl", *LANGUAGES, *GREEDY) for test in TESTS}
-        return {f"{test}_{key}": value for test, row in found.items() for key, value in row.items()}
-
-    yield {"model": "teacher", "ratio": 1, **scores(f"inputs/{teacher}")}
+    yield {"model": "teacher", "ratio": 1, **score_tests(lab, "inputs/multi30k-de-en")}
     for ratio in (2, 3, 4, 8, 12):
         for text in ("pairs", "own"):
             name = f"converted/{ratio}-{text}"
-            given = ["--calibration", "inputs/multi30k/train.jsonl", *LANGUAGES] if text == "pairs" else []
-            report = lab.convert(teacher, name, "--ratio", ratio, *given)
-            yield {"model": text, "ratio": ratio, **figures(report), **scores(name)}
+            report = lab.convert("multi30k-de-en", name, "--ratio", ratio, *(PAIRS if text == "pairs" else []))
+            yield {"model": text, "ratio": ratio, **figures(report), **score_tests(lab, name)}
 
 
 def confident(lab: Lab) -> Rows:
@@ -225,24 +217,18 @@ def confident(lab: Lab) -> Rows:
 def recovered(lab: Lab) -> Rows:
     """The Multi30k teacher at ratio 4 and 8 after half an hour of one core, two seeds."""
     for ratio in (4, 8):
+        lab.convert("multi30k-de-en", f"converted/{ratio}-pairs", "--ratio", ratio, *PAIRS)
         for seed in (0, 1):
             name = f"recovered/{ratio}-{seed}"
-            lab.convert("multi30k-de-en", f"converted/{ratio}-pairs", "--ratio", ratio, "--calibration",
-                        "inputs/multi30k/train.jsonl", *LANGUAGES)  # fmt: skip
             lab.run(name, "recover", f"converted/{ratio}-pairs", name, "--teacher", "inputs/multi30k-de-en", "--data",
                     "inputs/multi30k/train.jsonl", "--validation", "inputs/multi30k/validation.jsonl", "--minutes", 30,
                     "--seed", seed, *LANGUAGES, "--overwrite")  # fmt: skip
-            row: dict[str, object] = {"ratio": ratio, "seed": seed}
-            for test in TESTS:
-                found = lab.score(name, "multi30k-de-en", f"multi30k/{test}.jsonl", *LANGUAGES, *GREEDY)
-                row |= {f"{test}_{key}": value for key, value in found.items()}
-            yield row
+            yield {"ratio": ratio, "seed": seed, **score_tests(lab, name)}
 
 
 def engines(lab: Lab) -> Rows:
     """The Multi30k teacher and its ratio-4 model in every engine, one core, one sentence at a time."""
-    lab.convert("multi30k-de-en", "converted/4-pairs", "--ratio", 4, "--calibration", "inputs/multi30k/train.jsonl",
-                *LANGUAGES)  # fmt: skip
+    lab.convert("multi30k-de-en", "converted/4-pairs", "--ratio", 4, *PAIRS)
     result = lab.run("engines", "benchmark", "engines", "inputs/multi30k-de-en", "converted/4-pairs", "--cores", 1,
                      "--data", "inputs/multi30k/test_2016_flickr.jsonl", *LANGUAGES)  # fmt: skip
     yield from result["timings"]
@@ -251,12 +237,18 @@ def engines(lab: Lab) -> Rows:
 def conversion(lab: Lab) -> Rows:
     """Time and memory of a conversion by the size of the teacher; random weights of published shapes."""
     for shapes in ("opus-mt", "bart-large"):
-        yield lab.run(f"conversion/{shapes}", "benchmark", "conversion", "--whole", "--shapes", shapes)
+        yield lab.run(f"conversion/{shapes}", "benchmark", "conversion", "--shapes", shapes)
 
 
 def demo(lab: Lab) -> Rows:
-    """The demo: a teacher trained on made-up sentences, compressed eleven times, recovered and exported."""
+    """The demo: a teacher trained on made-up sentences, compressed at ratio 4, recovered and exported."""
     yield lab.run("demo", "demo", "demo-output", "--fresh")
+
+
+def score_tests(lab: Lab, model: str) -> dict[str, float]:
+    """Return the scores of a Multi30k model on both tests."""
+    found = {test: lab.score(model, "multi30k-de-en", f"multi30k/{test}.jsonl", *LANGUAGES, *GREEDY) for test in TESTS}
+    return {f"{test}_{key}": value for test, row in found.items() for key, value in row.items()}
 
 
 def figures(report: dict) -> dict[str, object]:

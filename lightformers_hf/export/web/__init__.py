@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...files import CARD_FILE, PAGE_FILE, atomic_output, check_output, write_json
+from ...files import CARD_FILE, PAGE_FILE, atomic_output, check_output, read_json, write_json
 from ...languages import language_code
 from ...loading import printable_name
 from ...results import Result
@@ -107,7 +107,7 @@ def export_web(
         versions = vendor(temporary / "vendor")
         reports = [_write_model(name, temporary / key, source_lang, target_lang) for key, name in names.items()]
         title = f"{printable_name(model)} in the browser"
-        tokenizer = json.loads((temporary / "model" / "tokenizer_config.json").read_text(encoding="utf-8"))
+        tokenizer = read_json(temporary / "model" / "tokenizer_config.json")
         language = source_lang or tokenizer.get("source_lang")
         page = {
             "title": title,
@@ -210,9 +210,6 @@ def _run_npm(arguments: Sequence[str], folder: Path) -> list[str]:
     limits = ["--loglevel=error", "--fetch-retries=1", "--fetch-retry-mintimeout=1000"]  # by default it waits a minute
     done = subprocess.run(["npm", *arguments, *limits], cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
-        errors = [
-            line for line in done.stderr.splitlines() if "complete log" not in line and not line.endswith(".log")
-        ]
-        reason = errors[0] if errors else "no message"
+        reason = (done.stderr.strip() or "no message").splitlines()[0]  # the last one names a log
         raise ValueError(f"npm {' '.join(arguments)} failed: {reason}. The npm registry must be reachable")
     return done.stdout.strip().splitlines()
