@@ -59,7 +59,7 @@ class WebReport(Result):
     Attributes:
         models: the exports of the model, and of the one that it is compared with.
         model_bytes, model_gzip_bytes: of the model's files on disk, and sent by a server that compresses them.
-        program_bytes, program_gzip_bytes: the same of everything else.
+        program_bytes, program_gzip_bytes: the same of everything else but the model to compare with.
     """
 
     models: list[ExportReport]
@@ -134,12 +134,13 @@ def export_web(
             ),
             encoding="utf-8",
         )
-        files = [file for file in temporary.rglob("*") if file.is_file()]
+        compared = temporary / "compare"
+        files = [file for file in temporary.rglob("*") if file.is_file() and compared not in file.parents]
         sizes = {is_model: [0, 0] for is_model in (True, False)}
         for file in files:
             total = sizes[temporary / "model" in file.parents]
             total[0] += file.stat().st_size
-            total[1] += len(gzip.compress(file.read_bytes(), 6)) if (temporary / "compare") not in file.parents else 0
+            total[1] += len(gzip.compress(file.read_bytes(), 6))
         return WebReport(reports, *sizes[True], *sizes[False])
 
 
