@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .workflows.convert import convert, plan
     from .workflows.recover import recover
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CompressionOptions",
