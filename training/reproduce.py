@@ -41,6 +41,7 @@ from lightformers_hf.files import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
+TABLE = "<!-- results -->"  # each of the README's tables is between two of them
 PACKAGES = ("torch", "transformers", "ctranslate2", "onnxruntime", "sacrebleu")
 FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "i8mm", "bf16")
 MULTI30K = "https://raw.githubusercontent.com/multi30k/dataset/a3d2e0d26b56f3846f66a952536ffed4e401d05a/data/task1/raw"
@@ -421,7 +422,7 @@ def describe_machine() -> dict[str, object]:
 
 
 def render_pages() -> dict[Path, str]:
-    """Return the text of every page of results, made from the templates and the figures.
+    """Return the text of every page of results, and of the README, made from the templates and the figures.
 
     Raises `ValueError` where a page quotes figures of two commits, and `FileNotFoundError` where figures are missing.
     """
@@ -430,7 +431,8 @@ def render_pages() -> dict[Path, str]:
         keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True, autoescape=False,
     )  # fmt: skip
     pages = {}
-    for template in sorted((RESULTS / "templates").glob("*.md")):
+    folder = RESULTS / "templates"
+    for template in [*sorted(folder.glob("*.md")), *folder.glob("readme.md.in")]:
         used: dict[str, dict] = {}
 
         def data(name: str, used: dict[str, dict] = used) -> dict:
@@ -438,11 +440,39 @@ def render_pages() -> dict[Path, str]:
             return used[name]
 
         text = environment.get_template(template.name).render(data=data, signed=signed, find=find)
-        commits = {record["commit"] for record in used.values()}
+        commits = {record["commit"] for record in used.values() if "commit" in record}
         if len(commits) > 1:
             raise ValueError(f"{template.name} quotes figures of several commits: {', '.join(sorted(commits))}.")
-        pages[RESULTS / template.name] = text
+        if template.name == "readme.md.in":
+            parts = (ROOT / "README.md").read_text(encoding="utf-8").split(TABLE)
+            parts[1::2] = [f"\n{table.strip()}\n" for table in text.split(TABLE)]
+            pages[ROOT / "README.md"] = TABLE.join(parts)
+        else:
+            pages[(ROOT if template.name == "RESULTS.md" else RESULTS) / template.name] = text
     return pages
+
+
+def draw_picture() -> None:
+    """Draw BLEU against parameters, as converted and after training, for light and dark pages."""
+    from comparing import save_pictures
+
+    data = {name: json.loads((RESULTS / "data" / f"{name}.json").read_text()) for name in ("converted", "recovered")}
+    converted, score = data["converted"]["rows"], "test_2016_flickr_bleu"
+    sizes = {row["ratio"]: row["parameters_after"] / 1e6 for row in converted if row["model"] == "pairs"}
+    trained = [row | {"model": "trained"} for row in data["recovered"]["rows"] if row["seed"] == 0]
+    names = {"trained": "convert and recover (20 minutes)", "pairs": "convert", "plain": "plain SVD"}
+
+    def paint(panels: list) -> None:
+        (axes,) = panels
+        for model, label in names.items():
+            rows = [row for row in [*converted, *trained] if row["model"] == model]
+            axes.plot([sizes[row["ratio"]] for row in rows], [row[score] for row in rows], "o-", label=label)
+        axes.axhline(
+            find(converted, model="teacher")[score], color="0.5", linestyle="--", linewidth=1, label="teacher"
+        )
+        axes.set(xlabel="parameters, millions", ylabel="BLEU, Flickr 2016", ylim=(0, None))
+
+    save_pictures(ROOT / "docs" / "pictures" / "compression", paint)
 
 
 def find(rows: list[dict], **fields: object) -> dict:
@@ -483,6 +513,7 @@ def main() -> None:
     if args.pages:
         for path, text in render_pages().items():
             path.write_text(text, encoding="utf-8")
+        draw_picture()
 
 
 if __name__ == "__main__":
