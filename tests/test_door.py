@@ -90,6 +90,7 @@ def test_workflow_may_do_little_and_pins_its_actions(path):
     assert workflow["permissions"] == {}
     for name, job in workflow["jobs"].items():
         allowed = {"id-token": "write"} if name == "publish" else {"contents": "read"}
+        allowed |= {"pages": "write"} if (path.name, name) == ("docs.yml", "publish") else {}
         assert job["permissions"] == allowed
         assert job["timeout-minutes"]
         for step in job["steps"]:
