@@ -257,7 +257,7 @@ def test_what_the_reference_names_exists(page):
         assert not missing, f"{page}: {name} has no {', '.join(missing)}"
 
 
-LINKING = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "RESULTS.md")]
+LINKING = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "RESULTS.md", "CHANGELOG.md")]
 LINKING += [ROOT / "docs" / page for page in PAGES if "templates" not in page]
 
 

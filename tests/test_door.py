@@ -46,7 +46,7 @@ def test_the_version_stands_in_one_place():
 
 
 def test_the_changelog_has_the_version_and_what_comes_next():
-    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == "Unreleased"
     assert lightformers_hf.__version__ in headings
 
