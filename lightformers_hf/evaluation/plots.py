@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -91,16 +90,11 @@ def save_picture(
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 labels.setdefault(label, handle)
         if labels and not any(axes.get_legend() for axes in panels):
-            abreast = legend_columns(list(labels), width)
+            letters = 8 + max(map(len, labels))  # its line, and the gap to the next
+            abreast = max(1, min(len(labels), 4, int(LETTERS * width / WIDTH / letters)))
             figure.legend(list(labels.values()), list(labels), loc="outside lower center", ncols=abreast)
             figure.set_figheight(height + LINE * ((len(labels) - 1) // abreast))
         figure.savefig(file, format="png")
-
-
-def legend_columns(labels: list[str], width: float) -> int:
-    """How many of the labels, four at most, stand side by side in a legend of so many inches."""
-    letters = 8 + max(map(len, labels))  # its line, and the gap to the next
-    return max(1, min(len(labels), 4, int(LETTERS * width / WIDTH / letters)))
 
 
 def draw_spectrum(axes: Axes, values: Sequence[float], *, color: str) -> None:

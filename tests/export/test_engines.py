@@ -16,7 +16,7 @@ from lightformers_hf.export.layers import Expansion, Linear
 ECHO = """
 from ...loading import load_network
 from ..layers import Expansion
-from .transformers import TransformersModel
+from ..engine import TransformersModel
 
 QUANTIZATIONS = ("float32",)
 
