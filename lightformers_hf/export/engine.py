@@ -37,7 +37,7 @@ PLACES = (r"[,;:–—)]\s+|[、，；：）]", r"\s+")
 SOURCE_LANGUAGES = ("source_lang", "src_lang")  # attributes of tokenizers of translation models
 
 
-@dataclass
+@dataclass(eq=False)
 class Engine:
     """A loaded model: token ids in, token ids out.
 
