@@ -101,7 +101,7 @@ def run_demo(
     title = f"Compress it at ratio {settings.ratio:g}, train the result for {settings.minutes:g} minutes, export it"
     console.print(f"\n[bold]3/5[/bold] {title}", highlight=False)
     splits = {"data": "train", "validation": "validation", "test": "test"}
-    texts = {name: str(corpus / f"{split}.jsonl") for name, split in splits.items()}
+    texts: dict[str, Any] = {name: str(corpus / f"{split}.jsonl") for name, split in splits.items()}
     options: dict[str, Any] = {
         "minutes": settings.minutes,
         "seed": settings.seed,

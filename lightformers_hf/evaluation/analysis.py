@@ -30,7 +30,7 @@ from ..files import STATE_FILE, as_kind, read_json
 from ..loading import build_network, learned_parameters, load_model, printable_name
 from ..matrices import factors_of, matrices_of
 from ..text import load_parallel
-from .evaluate import MEMORY_SENTENCES, Measurements, choose_columns
+from .evaluate import MEMORY_SENTENCES, choose_columns
 from .speed import translation_memory
 
 STACKS = ("encoder", "decoder")
@@ -436,7 +436,10 @@ class Analysis(Behaviour):
     loss_curve: list[tuple[int, float]] = field(default_factory=list)
     convergence_step: int | None = None
 
-    own_memory_bytes = Measurements.own_memory_bytes
+    @property
+    def own_memory_bytes(self) -> int:
+        """Peak memory beyond what the libraries alone take."""
+        return self.memory_bytes - self.libraries_bytes
 
     @staticmethod
     def kind_of(matrix: str) -> str:

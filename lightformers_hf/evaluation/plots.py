@@ -239,7 +239,7 @@ def _convergence(panels: list[Axes], analyses: list[Analysis]) -> None:
 # --- Pictures of the page of `report`: functions that paint panels
 
 
-def _places(matrices: Sequence[MatrixReport]) -> dict[str, dict[str, dict[int, list[float]]]]:
+def _places(matrices: Sequence[MatrixReport]) -> dict[str, dict[str, defaultdict[int, list[float]]]]:
     """{stack: {block: {layer, from 1: relative errors}}} of the matrices in layers."""
     found = {stack: {block: defaultdict(list) for block in BLOCKS} for stack in STACKS}
     for matrix in matrices:

@@ -315,7 +315,8 @@ def summarize(recovery: Recovery, comparison: EngineComparison, to: str, text: s
     teacher, light = comparison.models
     before = next(place for place in comparison.deployed if (place.model, place.form) == (teacher, CHECKPOINTS))
     after = [place for place in comparison.deployed if place.model == light][-1]
-    speed = next(timing.to_teacher for timing in comparison.timings if timing.key == after.key)
+    timings = (timing for timing in comparison.timings if (timing.model, timing.form) == (light, after.form))
+    speed = next(timings).to_teacher
     metric, score = next(iter(after.scores.items()))
     sizes = [f"{place.disk_bytes / 1e6:,.1f} MB" for place in (before, after)]
     return (

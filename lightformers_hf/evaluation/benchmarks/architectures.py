@@ -145,7 +145,8 @@ def compare(
     models = {name: row.build(), "transformer": transformer_beside(pair, positions)}
     batch = random_batch(row.config["vocab_size"])
     source = {field: batch[field][:1] for field in ("input_ids", "attention_mask")}
-    inputs, arithmetic = {key: [source] for key in models}, None
+    inputs: dict[str, Any] = {key: [source] for key in models}
+    arithmetic = None
     shown: dict[str, Any] = {"runs": runs, "progress": progress}
     searched: dict[str, Any] = {"forced_length": new_tokens, "do_sample": False} | shown
     speeds = {
