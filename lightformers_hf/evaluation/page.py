@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 from ..conversion.report import CompressionReport, MatrixReport, read_report
 from ..conversion.sharing import source_names
 from ..conversion.teacher import Teacher
-from ..conversion.vocabulary.choose import KeptTokens
+from ..conversion.vocabulary import KeptTokens
 from ..files import REPORT_FILE, STATE_FILE, as_kind
 from ..loading import load_pair, load_pretrained, load_skeleton, printable_name, resolve_source
 from ..matrices import rank_of

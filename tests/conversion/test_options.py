@@ -189,7 +189,7 @@ def test_options_that_cannot_be(options, message):
     ("switches", "message"),
     [
         ({"allocation": "greedy"}, "allocation is 'greedy', expected one of uniform, budget"),
-        ({"weighting": "median"}, "weighting is 'median', expected one of loss, inputs, rows"),
+        ({"weighting": "median"}, "weighting is 'median', expected one of loss, inputs"),
         ({"weighting": "inputs"}, "it needs allocation='uniform' and refit=False"),
     ],
 )
