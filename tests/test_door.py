@@ -45,7 +45,7 @@ def test_the_version_stands_in_one_place():
 
 
 def test_the_changelog_has_the_version_and_what_comes_next():
-    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == "Unreleased"
     assert lightformers_hf.__version__ in headings
 
@@ -90,6 +90,7 @@ def test_workflow_may_do_little_and_pins_its_actions(path):
     assert workflow["permissions"] == {}
     for name, job in workflow["jobs"].items():
         allowed = {"id-token": "write"} if name == "publish" else {"contents": "read"}
+        allowed |= {"pages": "write"} if (path.name, name) == ("docs.yml", "publish") else {}
         assert job["permissions"] == allowed
         assert job["timeout-minutes"]
         for step in job["steps"]:

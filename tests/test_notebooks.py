@@ -46,6 +46,7 @@ def test_committed_outputs_are_whole_and_name_no_machine(path):
     assert not re.search(r"(?<![\w.])/(home|root|tmp|work|Users|usr)/|127\.0\.0\.1|localhost", text)
 
 
-def test_a_notebook_opens_with_what_it_teaches():
+def test_a_notebook_opens_with_goal_time_and_needs():
     for path in NOTEBOOKS:
-        assert "You will learn" in nbformat.read(path, as_version=4).cells[0].source, path.name
+        opening = nbformat.read(path, as_version=4).cells[0].source
+        assert all(f"**{part}:**" in opening for part in ("Goal", "Time", "You need")), path.name

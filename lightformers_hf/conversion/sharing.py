@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..loading import skeleton, stored_tensors
-from ..matrices import bias_of
+from ..matrices import bias_of, factors_of
 from ..models.configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig
 from ..models.stack import group_layers
 from .moments import INPUT_DAMPING, Metric, damped_root
@@ -169,31 +169,26 @@ def align_bases(
     return bases
 
 
-def weighted_mean(matrices: Sequence[Tensor], moments: Sequence[Tensor] | None = None) -> Tensor:
-    """W̄ = (Σ C_l)⁻¹ Σ C_l W_l, m×n, double; directions without inputs have the plain mean."""
-    mean = torch.stack([matrix.double() for matrix in matrices]).mean(0)
-    if moments is None:
-        return mean
-    pull = sum(moment.double() @ (matrix - mean) for matrix, moment in zip(matrices, moments, strict=True))
-    root = damped_root(sum(moment.double() for moment in moments), INPUT_DAMPING)
-    return mean + torch.cholesky_solve(pull, root)
-
-
 def merge_linear(layers: Sequence[Linear], moments: Sequence[tuple[Tensor, Tensor]] | None = None) -> Linear:
     """One layer for several, all with a bias or none: the least Σ E‖y_l − y‖² over W and b together.
 
+    W̄ = (Σ C_l)⁻¹ Σ C_l W_l is computed as the plain mean and a correction: directions without inputs have the mean.
     The `moments` are E[xᵀx] and E[x] of each one's inputs; `None` gives the plain mean.
     """
-    matrix, bias = layers[0]
+    (matrix, bias), stacked = layers[0], [_rows(layer) for layer in layers]
+    merged = torch.stack(stacked).mean(0)
+    if moments is not None:
+        seconds = [second.double() for second, _ in moments]
+        if bias is not None:  # as one more input, which is 1
+            seconds = [
+                torch.cat([torch.cat([second, mean[:, None]], 1), torch.cat([mean, mean.new_ones(1)])[None]]).double()
+                for second, mean in moments
+            ]
+        pull = sum(second @ (one - merged) for one, second in zip(stacked, seconds, strict=True))
+        merged = merged + torch.cholesky_solve(pull, damped_root(sum(seconds), INPUT_DAMPING))
     if bias is None:
-        mean = weighted_mean([layer.matrix for layer in layers], moments and [second for second, _ in moments])
-        return Linear(mean.to(matrix.dtype), None)
-    augmented = moments and [
-        torch.cat([torch.cat([second, mean[:, None]], 1), torch.cat([mean, mean.new_ones(1)])[None]])
-        for second, mean in moments
-    ]
-    both = weighted_mean([_rows(layer) for layer in layers], augmented)
-    return Linear(both[:-1].to(matrix.dtype), both[-1].to(bias.dtype))
+        return Linear(merged.to(matrix.dtype), None)
+    return Linear(merged[:-1].to(matrix.dtype), merged[-1].to(bias.dtype))
 
 
 def _rows(layer: Linear) -> Tensor:
@@ -317,7 +312,7 @@ class Originals:
 
     def factors(self, name: str) -> tuple[Tensor, ...]:
         """The factors that such a module has."""
-        return self.teacher.factors(self.sources(name)[0])
+        return factors_of(self.teacher.module(self.sources(name)[0]))
 
     def moments(self, name: str) -> tuple[Tensor, Tensor] | None:
         """E[xᵀx] and E[x] of the inputs; `None` without calibration."""

@@ -32,7 +32,7 @@ from ..loading import (
     stored_tensors,
     take_forced_start,
 )
-from ..matrices import bias_of, factors_of, product_of
+from ..matrices import bias_of, product_of
 from ..models.configuration_lightformer import LightFormerConfig
 from ..vocabularies import check_ids, renumber_generation
 from .families import SHARED, STACKS, find_family
@@ -253,10 +253,6 @@ class Teacher:
         tensors = {leaf: self.read(f"{name}.{leaf}") for leaf in module.state_dict()}
         module.load_state_dict(tensors, assign=True)
         return module.requires_grad_(False)
-
-    def factors(self, name: str) -> tuple[Tensor, ...]:
-        """Return the factors of a module's matrix: one matrix, or two, m×r and r×n."""
-        return factors_of(self.module(name))
 
     def linear(self, name: str) -> Linear:
         """Matrix and bias of a module as the paper writes them: inputs×outputs, or V×d for a token table."""

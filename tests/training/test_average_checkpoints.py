@@ -98,7 +98,7 @@ def test_shared_tensors_stay_shared(tmp_path):
     ("options", "message"),
     [
         (["RUN", "--last", "5"], "has 4 complete checkpoints:"),
-        (["RUN", "--best", "1", "--metric", "rouge"], "knows no eval_rouge: it was evaluated by bleu, loss"),
+        (["RUN", "--best", "1", "--metric", "rouge"], "has no score eval_rouge: it was evaluated by bleu, loss"),
         (["RUN", "RUN", "--last", "1"], "of 2 folders"),
         (["RUN/none", "--last", "1"], "No run"),
         (["RUN/checkpoint-99"], "No checkpoint"),

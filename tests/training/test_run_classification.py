@@ -316,7 +316,7 @@ def test_word_vectors_in_a_run(base, tmp_path):
         ({"train_file": "FOLDS", "fold_column": "fold"}, "row 2, 'fold': expected a whole number, found None"),
         (
             {"metric_for_best_model": "bleu"},
-            "is 'bleu': expected what is measured, loss, accuracy",
+            "is 'bleu': expected a computed one, loss, accuracy",
         ),
         ({"max_train_samples": 0}, "max_samples is 0: expected 1 or more"),
         ({"num_folds": 1}, "num_folds is 1: expected from 2 to 24, the rows of class '1'"),

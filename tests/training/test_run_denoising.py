@@ -261,7 +261,7 @@ def test_the_files_that_are_named_are_streamed(tmp_path):
         ({"max_steps": -1}, "give --max-steps"),
         ({"mask_share": 1.0}, "mask_share is 1.0"),
         ({"mean_span": 0}, "mean_span is 0"),
-        ({"metric_for_best_model": "perplexity"}, "expected what is measured, loss"),
+        ({"metric_for_best_model": "perplexity"}, "expected a computed one, loss"),
         ({"label_smoothing_factor": 0.1}, "perplexity is of the text as it is"),
         ({"block_size": 2000}, "1024 positions: lower --block-size from 2000"),
         ({"eval_strategy": "steps"}, "--validation-file"),

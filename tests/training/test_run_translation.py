@@ -249,7 +249,7 @@ def test_two_processes_compute_what_one_does_with_accumulation(base, tiny_marian
         ({"length_penalty": 0.6, "num_beams": 1}, "num-beams above 1"),
         ({"metric": "multi_blue"}, "no metric 'multi_blue'; did you mean multi-bleu"),
         ({"metric_for_best_model": "blue"}, "metric_for_best_model is 'blue': expected .* loss, bleu, chrf"),
-        ({"source_lang": "de=translate: ", "source_prefix": "translate:"}, "leave --source-prefix out"),
+        ({"source_lang": "de=translate: ", "source_prefix": "translate:"}, "remove --source-prefix"),
     ],
 )
 def test_bad_input_ends_before_the_first_step(base, tiny_marian, tmp_path, changes, message):
