@@ -36,7 +36,13 @@ def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None)
         raise ValueError("tokenizer is given, but no loaded model: leave tokenizer out, a checkpoint has its own")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for number, model in loaded.items():
-            _check_class(model)
+            from transformers import PreTrainedModel
+
+            if not isinstance(model, PreTrainedModel):
+                raise ValueError(
+                    f"model is a {type(model).__name__}: expected a folder, a name on the Hub or a PreTrainedModel. "
+                    "Merge an adapter with merge_and_unload()"
+                )
             if tokenizer is None:
                 raise ValueError(
                     "model is loaded, but tokenizer is missing: give tokenizer, the model's tokenizer, too"
@@ -65,13 +71,3 @@ def identify(model: AnyModel) -> str:
         return os.fspath(model)
     sums = {name: tensor.double().sum().item() for name, tensor in model.state_dict().items()}
     return f"{model_name(model)} (loaded, {hashlib.sha256(repr(sums).encode()).hexdigest()[:8]})"
-
-
-def _check_class(model: object) -> None:
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"model is a {type(model).__name__}: expected a folder, a name on the Hub or a PreTrainedModel. Merge an "
-            "adapter with merge_and_unload()"
-        )

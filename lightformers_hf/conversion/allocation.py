@@ -37,7 +37,7 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
     A matrix whose rule is fixed gets the default form, and a matrix with a form in the source keeps that form. The
     same applies to all matrices of its attention block or network.
     """
-    dense, forms, policy = originals.dense, all_forms(), options.policy()
+    dense, forms, policy = originals.dense, all_forms(), options.policy
     methods = dict.fromkeys(form.method for form in forms)
     for option in ("attention_method", "ffn_method"):
         if (asked := getattr(study, option)) is not None and asked not in methods:
@@ -108,7 +108,7 @@ def choose(
     units: Sequence[Unit], originals: Originals, options: CompressionOptions, study: StudyOptions
 ) -> tuple[list[Form], Callable[[Form], Setting]]:
     """The places in the forms that are chosen, largest first, and what finds the setting of each."""
-    policy = options.policy()
+    policy = options.policy
     if originals.calibration is None or not spends_budget(options, study):
         return sort_by_size(first_places(units)), lambda place: place.follow(policy)
     given, free = split_units(units, policy)
@@ -126,7 +126,7 @@ def check_choices(
     units: Sequence[Unit], originals: Originals, options: CompressionOptions, study: StudyOptions
 ) -> float:
     """Return the share of the matrices' parameters that is removed, about: one half where each follows a rule."""
-    policy = options.policy()
+    policy = options.policy
 
     def fewest(place: Form) -> Setting:
         waits = policy.needs_spectrum(short_name(place.name), place.kind(place.name))
@@ -181,7 +181,7 @@ def find_budget(
     Raises `ValueError` if not even the smallest settings fit, or the model is as small already.
     """
     name, dense, tensors = options.budget, originals.dense, stored_tensors(originals.dense)
-    asked, rule = getattr(options, name), options.policy().default
+    asked, rule = getattr(options, name), options.policy.default
     besides = dense.num_parameters() - sum(dense.get_submodule(one).weight.numel() for one, _ in find_matrices(dense))
     besides += sum(int(place.size(setting)) for place, setting in given.items())
     whole = sum(max(sum(float(slot[0].size(None)) for slot in slots) for slots in unit) for unit in free)

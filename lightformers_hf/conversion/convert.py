@@ -82,7 +82,7 @@ def compress(
     )
     units = find_units(originals, options, study)
     is_seq2seq = issubclass(teacher.model_class, ConditionalGenerationHead)
-    calibrates = is_seq2seq and options.method != "paper" and (aligns or options.policy().compresses)
+    calibrates = is_seq2seq and options.method != "paper" and (aligns or options.policy.compresses)
     removed = check_choices(units, originals, options, study) if calibrates else None
     will_refit = can_refit(dense.config, study) and calibrates
     will_bridge = teacher is not whole and is_seq2seq and study.refit is not False

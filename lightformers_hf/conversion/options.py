@@ -125,11 +125,11 @@ class CompressionOptions:
             read_quantity(name, getattr(self, name))
         if self.method == "paper" and (given := self._given("calibration", *LAYERS, *OTHER_BUDGETS)):
             raise ValueError(f"method is 'paper', but the paper's procedure has no {given[0]}: leave one of them out")
-        self.policy()  # raises an error for values out of range
+        kinds = self.policy.kinds  # raises an error for values out of range
         for kind in ("attention", "ffn") if self.method == "narrow" else ():
-            rule = self._policy.kinds.get(kind, self._policy.default)
+            rule = kinds.get(kind, self.policy.default)
             if not (rule is None or isinstance(rule, Ratio)):
-                name = "pattern" if kind in self._policy.kinds else self._given(*HOW_FAR)[0]
+                name = "pattern" if kind in kinds else self._given(*HOW_FAR)[0]
                 raise ValueError(
                     f"method is 'narrow', and how narrow is chosen by ratio, params or size: leave {name} out"
                 )
@@ -142,10 +142,6 @@ class CompressionOptions:
     def of(cls, arguments: Mapping[str, Any]) -> CompressionOptions:
         """Return the options among the arguments of a function, which may have others."""
         return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
-
-    def policy(self) -> RankPolicy:
-        """The rule for each matrix. If the budget is not a ratio, the rule of the default ratio 2 stands for it."""
-        return self._policy
 
     @property
     def budget(self) -> str:
@@ -170,18 +166,19 @@ class CompressionOptions:
     @property
     def reads_text(self) -> bool:
         """Whether calibration text is needed: matrices become smaller, or layers fewer."""
-        return self.method != "paper" and (self._policy.compresses or bool(self._given(*LAYERS, *GROUPS)))
+        return self.method != "paper" and (self.policy.compresses or bool(self._given(*LAYERS, *GROUPS)))
 
     def _given(self, *names: str) -> list[str]:
         return [name for name in names if getattr(self, name) is not None]
 
     def _is_one_number(self) -> bool:
         """Whether one ratio applies to all matrices without a pattern."""
-        policy = self._policy
+        policy = self.policy
         return isinstance(policy.default, Ratio) and not any(policy.kinds.values())
 
     @cached_property
-    def _policy(self) -> RankPolicy:
+    def policy(self) -> RankPolicy:
+        """The rule for each matrix. If the budget is not a ratio, the rule of the default ratio 2 stands for it."""
         rules: dict[str, Callable[[Any], RankRule]] = {"ratio": Ratio, "rank": read_rank, "energy": Energy}
         others = self._given(*LAYERS, *GROUPS, "vocabulary")
         rules_given = [] if self.ratio == 1 and others else self._given(*rules)  # a ratio of 1 leaves matrices alone

@@ -63,7 +63,7 @@ def test_a_choice_that_is_none_is_named(choice, message):
     ],
 )
 def test_the_rest_is_halved_only_where_nothing_is_asked_for(options, default):
-    assert CompressionOptions(**options).policy().default == default
+    assert CompressionOptions(**options).policy.default == default
 
 
 @pytest.mark.parametrize(
