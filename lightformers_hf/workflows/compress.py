@@ -189,7 +189,7 @@ def choose_method(arguments: Mapping[str, Any], to: str) -> tuple[dict[str, Any]
     """
     names = [option.name for option in fields(CompressionOptions) if option.name != "device"]  # where, not what
     options = {name: arguments[name] for name in names if arguments[name] is not None}
-    if not (CompressionOptions(**options).policy().compresses and expands_low_rank(to)):
+    if not (CompressionOptions(**options).policy.compresses and expands_low_rank(to)):
         return options, ""
     if "method" not in options:
         with suppress(ValueError):  # narrower layers have no rank or energy
