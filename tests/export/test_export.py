@@ -13,7 +13,7 @@ from models.cases import VARIANTS, make_model
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lightformers_hf import cli, translate
+from lightformers_hf import translate
 from lightformers_hf.export import export, load_engine
 from lightformers_hf.export.engines import engine_names
 
@@ -268,25 +268,19 @@ def test_a_tokenizer_with_fewer_tokens_than_ids(tmp_path):
     ]
 
 
-def test_command_line(exported, tiny_marian, tmp_path, monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["lightformers", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        return exit_.value.code, *capsys.readouterr()
-
-    code, out, _ = run("export", tiny_marian, tmp_path / "out", "--to", "onnx", "--quantization", "int8")
+def test_command_line(exported, tiny_marian, tmp_path, lightformers):
+    code, out, _ = lightformers("export", tiny_marian, tmp_path / "out", "--to", "onnx", "--quantization", "int8")
     assert code == 0
     assert "load_engine" in out
     assert "(onnx, int8)" in out
-    code, _, err = run("export", tiny_marian, tmp_path / "out", "--to", "onnx")
+    code, _, err = lightformers("export", tiny_marian, tmp_path / "out", "--to", "onnx")
     assert (code, "--overwrite" in err) == (1, True)
     assert json.loads((tmp_path / "out" / "export.json").read_text())["quantization"] == "int8"
     (tmp_path / "text").write_text("Zwei Hunde spielen im Schnee.\n", encoding="utf-8")
-    code, out, _ = run("translate", exported / "onnx", tmp_path / "text")
+    code, out, _ = lightformers("translate", exported / "onnx", tmp_path / "text")
     assert (code, out) == (0, "Two dogs are playing in the snow.\n")
     (tmp_path / "pairs.jsonl").write_text('{"de": "Hund", "en": "dog"}\n')
-    code, _, err = run("evaluate", exported / "onnx", "--data", tmp_path / "pairs.jsonl")
+    code, _, err = lightformers("evaluate", exported / "onnx", "--data", tmp_path / "pairs.jsonl")
     assert (code, "was exported for an engine" in err) == (1, True)
 
 
