@@ -24,15 +24,12 @@ def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None)
 
     `tokenizer` is that of the loaded models. Raises `ValueError` if one of the two is missing, and for other objects.
     """
-    loaded = [model for model in models if not isinstance(model, str | os.PathLike | None)]
+    places = [os.fspath(model) if isinstance(model, str | os.PathLike) else None for model in models]
+    loaded = {number: model for number, model in enumerate(models) if model is not None and places[number] is None}
     if tokenizer is not None and not loaded:
         raise ValueError("tokenizer is given, but no loaded model: leave tokenizer out, a checkpoint has its own")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        places = []
-        for number, model in enumerate(models):
-            if isinstance(model, str | os.PathLike | None):
-                places.append(model if model is None else os.fspath(model))
-                continue
+        for number, model in loaded.items():
             if not isinstance(model, PreTrainedModel):
                 raise ValueError(
                     f"model is a {type(model).__name__}: expected a folder, a name on the Hub or a PreTrainedModel. "
@@ -47,7 +44,7 @@ def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None)
             tokenizer.save_pretrained(place)
             if report := getattr(model, "compression_report", None):
                 write_json(report.to_dict(), place / REPORT_FILE)
-            places.append(str(place))
+            places[number] = str(place)
         yield places
 
 

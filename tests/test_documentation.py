@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from conversion.vocabulary.checkpoints import make_checkpoint
+from tiny import sizes
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers.processors import RobertaProcessing
 from transformers import (
@@ -83,9 +84,7 @@ def tiny_bart(tmp_path_factory, parallel_sentences):
     bpe._tokenizer.post_processor = RobertaProcessing(("</s>", 2), ("<s>", 0))
     names = dict(zip(("bos_token", "pad_token", "eos_token", "unk_token"), special, strict=True))
     PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, model_max_length=64, **names).save_pretrained(folder)
-    width = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    config = BartConfig(vocab_size=bpe.get_vocab_size(), encoder_layers=1, decoder_layers=1, **width, **heads)
+    config = BartConfig(**sizes(32), vocab_size=bpe.get_vocab_size(), max_position_embeddings=64)
     BartForConditionalGeneration(config).save_pretrained(folder)
     return folder
 
@@ -239,22 +238,14 @@ REFERENCE = re.compile(r"^::: (\S+)(?:\n    options: \{members: \[([^\]]*)\])?",
 
 
 def test_the_table_of_claims_is_complete():
-    """Each claim has a verdict, recipes and, if it was measured, a figure; the summary counts the verdicts."""
-    text = (ROOT / "docs/results/claims.md").read_text(encoding="utf-8")
-    verdicts = ["yes", "in part", "no", "undecided", "not measured"]
-    for paper in ("LightFormer", "Subformer", "PartialFormer"):
-        section = re.search(rf"^## {paper}\n(.*?)(?=^## |\Z)", text, flags=re.MULTILINE | re.DOTALL)[1]
-        rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
-        summary = re.search(rf"^\| {paper} \| (.+) \|$", text, flags=re.MULTILINE)[1]
-        found = [row[3] for row in rows]
-        assert [int(count) for count in summary.split(" | ")] == [found.count(verdict) for verdict in verdicts]
-        assert len(found) == sum(map(found.count, verdicts)) > 10
-        for claim, _, here, agrees, _, recipes, figure in rows:
-            links = re.findall(r"\]\((\.\./\.\./training/recipes/[^)]+)\)", recipes)
-            assert links, claim
-            assert all((ROOT / "docs/results" / link).is_file() for link in links), claim
-            assert (agrees == "not measured") == (here == "–") == (figure == "–"), claim
-            assert set(re.findall(r"RESULTS\.md#([\w-]+)", figure)) <= anchors(ROOT / "RESULTS.md"), claim
+    """Each claim has a verdict, recipes and, if it was measured, a figure."""
+    rows = json.loads((ROOT / "docs/results/data/claims.json").read_text(encoding="utf-8"))["rows"]
+    assert {row["paper"] for row in rows} == {"LightFormer", "Subformer", "PartialFormer"}
+    for row in rows:
+        assert row["agrees"] in ("yes", "in part", "no", "undecided", "not measured"), row
+        assert row["recipes"], row
+        assert all((ROOT / f"training/recipes/{recipe}.yaml").is_file() for recipe in row["recipes"]), row
+        assert (row["agrees"] == "not measured") == (row["here"] is None), row
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("reference/")])
@@ -266,7 +257,7 @@ def test_what_the_reference_names_exists(page):
         assert not missing, f"{page}: {name} has no {', '.join(missing)}"
 
 
-LINKING = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "RESULTS.md")]
+LINKING = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "RESULTS.md", "CHANGELOG.md")]
 LINKING += [ROOT / "docs" / page for page in PAGES if "templates" not in page]
 
 

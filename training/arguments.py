@@ -20,7 +20,7 @@ from lightformers_hf.processors import has_fast_bf16
 from lightformers_hf.recipes import check_model_fields, check_names, load_recipe, read_value
 
 NO_BF16 = (
-    "bf16 is left out, training is in float32: this processor multiplies matrices no faster in bfloat16 than in "
+    "bf16 has no effect, training is in float32: this processor multiplies matrices no faster in bfloat16 than in "
     "float32. Many do it in software, fifty times slower."
 )
 
@@ -80,7 +80,7 @@ class OutputArguments:
         metadata={
             "nargs": "?",
             "const": "last",
-            "help": "Alone: go on from the last complete checkpoint in --output-dir.",
+            "help": "Alone: resume from the last complete checkpoint in --output-dir.",
         },
     )
     overwrite_output: bool = field(
@@ -111,7 +111,7 @@ class OutputArguments:
             note(NO_BF16)
 
     def _check_schedule(self) -> None:
-        """Make the schedule once for nothing: kinds differ in what else they need or take."""
+        """Make the schedule once as a check: kinds differ in the arguments that they require or accept."""
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=self.learning_rate)
         steps = self.max_steps if self.max_steps > 0 else 10**9
         try:
@@ -120,12 +120,12 @@ class OutputArguments:
             kind, given = SchedulerType(self.lr_scheduler_type).value, self.lr_scheduler_kwargs or "empty"
             raise ValueError(
                 f"lr_scheduler_type is {kind}, which lr_scheduler_kwargs ({given}) does not fit: {error}. "
-                "Leave out what it does not know (recipe: null), and name what it needs, as transformers' "
+                "Remove what it does not support (recipe: null), and add what it requires, as transformers' "
                 f"documentation of {kind} schedules does."
             ) from None
 
     def _stop_early(self) -> None:
-        """Set what early stopping needs of the other options; those that are given and do for it are left alone."""
+        """Set the other options that early stopping requires; given options that suffice are kept."""
         if self.early_stopping_patience < 1:
             raise ValueError(f"early_stopping_patience is {self.early_stopping_patience}: expected 1 or more.")
         if self.eval_strategy == "no":
@@ -158,7 +158,7 @@ class _DashedOptions:
 
 
 class ScriptParser(_DashedOptions, argparse.ArgumentParser):
-    """The parser of a script that is no training run; its docstring is what `--help` begins with."""
+    """Parser of a script that is no training run; `--help` begins with the docstring of the script."""
 
     def __init__(self, description: str | None) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
@@ -207,7 +207,7 @@ def parse_arguments(classes: Iterable[type], argv: list[str] | None = None) -> t
 
     `--config recipe.yaml` names a YAML mapping of options; its mapping `model` goes to `ModelArguments.model`, with
     the fields given as `--model.d_model 256` (values in YAML, `--model.adaptive_cutoffs "[4000, 12000]"`). A recipe
-    `base: other.yaml` changes only what it names of that file, which is looked for beside it. The command line has
+    with `base: other.yaml` changes only the options that it names; the other file lies beside it. The command line has
     priority.
 
     Args:

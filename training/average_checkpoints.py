@@ -36,7 +36,7 @@ RISING = ("accuracy", *(name for name, metric in METRICS.items() if metric.highe
 def checkpoints_of(run: str | Path) -> dict[int, Path]:
     """{step: folder} of the checkpoints of `run` that were written to the end, the newest first.
 
-    Less is asked of them than to go on from them: `--save-only-model` leaves the optimizer out.
+    They need not be complete enough to resume: `--save-only-model` saves no optimizer.
     """
     found = {}
     for folder in Path(run).glob("checkpoint-*"):
@@ -57,7 +57,7 @@ def scores(checkpoint: Path, metric: str) -> dict[int, float]:
     if not found:
         names = {key.removeprefix("eval_") for entry in history for key in entry if key.startswith("eval_")}
         there = f"it was evaluated by {', '.join(sorted(names))}" if names else "it was never evaluated"
-        raise ValueError(f"The run of {checkpoint} knows no {name}: {there}.")
+        raise ValueError(f"The run of {checkpoint} has no score {name}: {there}.")
     return found
 
 
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--last", type=int, help="average the last so many checkpoints of the run")
     how.add_argument("--best", type=int, help="average the best so many")
-    parser.add_argument("--metric", default="loss", help="what the best are best in: loss, bleu, … (default: loss)")
+    parser.add_argument("--metric", default="loss", help="metric that chooses the best: loss, bleu, … (default: loss)")
     parser.add_argument("--output", required=True, help="folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace the output folder, if a command wrote it")
     args = parser.parse_args(argv)

@@ -4,10 +4,10 @@
     python training/build_tokenizer.py train.jsonl --columns de en --kind bpe --vocab-size 8000 --output tokenizer
     python training/build_tokenizer.py train.txt.gz --kind words --output words
 
-`bpe` and `unigram` are subword vocabularies for sequence-to-sequence models, one over all columns together: text in
-NFKC, spaces kept as ▁ (Kudo & Richardson 2018), `</s>` behind every text. `words` is for language models on text that
-is split into words already (WikiText): every word an entry, ids by falling frequency as adaptive softmax needs them,
-nothing added to a text.
+`bpe` and `unigram` are subword vocabularies for sequence-to-sequence models, one for all columns. Text is in NFKC,
+spaces become ▁ (Kudo & Richardson 2018), and `</s>` ends every text. `words` is for language models on text that is
+split into words (WikiText). Each word is an entry, and ids follow falling frequency as adaptive softmax requires.
+No token is added to a text.
 
 The special tokens `<s> <pad> </s> <unk>` are the ids 0 to 3 in every kind; where a text has them, they are these.
 """

@@ -52,11 +52,11 @@ end_with_parent()  # a comparison that is killed leaves no training that nobody 
 
 
 def check_metric(args: transformers.TrainingArguments, measures: Sequence[str]) -> None:
-    """Raise a `ValueError` unless an evaluation measures what the best checkpoint is to be best in."""
+    """Raise a `ValueError` unless an evaluation computes the metric that chooses the best checkpoint."""
     names = ("loss", *measures)
     if args.metric_for_best_model and args.metric_for_best_model.removeprefix("eval_") not in names:
         raise ValueError(
-            f"metric_for_best_model is {args.metric_for_best_model!r}: expected what is measured, {', '.join(names)}."
+            f"metric_for_best_model is {args.metric_for_best_model!r}: expected a computed one, {', '.join(names)}."
         )
 
 
@@ -87,9 +87,7 @@ def check_output(args: transformers.TrainingArguments, models: list[str | None])
     if goes_on:  # a run that was killed before its first checkpoint was complete leaves these, and starts anew
         files = [name for name in files if not re.fullmatch(r"checkpoint-\d+|runs", name)]
     if files:
-        remedy = (
-            "holds no complete checkpoint" if goes_on else "an interrupted run goes on with --resume-from-checkpoint"
-        )
+        remedy = "holds no complete checkpoint" if goes_on else "--resume-from-checkpoint resumes an interrupted run"
         raise FileExistsError(
             f"output_dir {output} is not empty ({', '.join(sorted(files)[:3])}) and {remedy}: "
             "choose another folder, or write over it with --overwrite-output."
@@ -122,7 +120,7 @@ def load_parts(data: DataArguments, load: Callable[..., Dataset]) -> dict[str, D
 
 
 def test_names(files: Sequence[str | None]) -> list[str]:
-    """What tests are called, and what stands before their scores: `test`, or of several their files' names.
+    """Return the names of the tests, which are prefixes of their scores: `test`, or the files' names of several tests.
 
     Raises `ValueError` where two of them have one name, or one that is taken.
     """
@@ -182,15 +180,15 @@ def check_own_tokenizer(model: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise a `ValueError` if the checkpoint `model` comes with a tokenizer of another vocabulary."""
     if has_other_words(model, tokenizer):
         raise ValueError(
-            f"The tokenizer {tokenizer.name_or_path} has other entries than that of {model}, whose weights know its "
-            "own: leave --tokenizer-name out, or train from random weights (--from-scratch)."
+            f"The tokenizer {tokenizer.name_or_path} has other entries than that of {model}, which fits its weights: "
+            "remove --tokenizer-name, or train from random weights (--from-scratch)."
         )
 
 
 def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, auto_model: AutoModel) -> PreTrainedConfig:
     """The configuration of the checkpoint or of `config_name` with the fields `model` laid over it, or those alone.
 
-    What a model of random weights leaves out comes from `tokenizer`. That is `vocab_size` and the ids of pad, bos and
+    The tokenizer gives fields that a model of random weights lacks. These are `vocab_size` and the ids of pad, bos and
     eos; for a sequence-to-sequence model also `decoder_start_token_id`: bos, or pad where the tokenizer has no bos
     (Marian), or eos where it has neither.
 
@@ -214,7 +212,7 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, auto_m
     if args.from_scratch and args.model_name_or_path and has_other_words(args.model_name_or_path, tokenizer):
         # The token ids of the checkpoint do not apply to this tokenizer.
         content = {name: value for name, value in content.items() if not OF_TOKENS.fullmatch(name)} | tokens
-        content["forced_eos_token_id"] = None  # of Marian and BART it is a number unless told otherwise
+        content["forced_eos_token_id"] = None  # the default of Marian and BART is a number
     elif not args.model and (args.model_name_or_path or content.keys() >= tokens.keys()):
         return load_pretrained(AutoConfig, name)
     # Given to the constructor, so that fields that follow from them follow, and fields that must fit are checked.
@@ -250,7 +248,7 @@ def build_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, auto_m
 
 
 def take_generation(model: PreTrainedModel, name: str, *, tokens: bool) -> None:
-    """Have a model decode as the checkpoint `name` does, if that says how; the `tokens` this names, or its own."""
+    """Copy the generation options of the checkpoint `name` to a model, and its special tokens if `tokens` is set."""
     try:
         taken = GenerationConfig.from_pretrained(name)
     except OSError:
@@ -261,7 +259,7 @@ def take_generation(model: PreTrainedModel, name: str, *, tokens: bool) -> None:
 
 
 def remove_results(output: str | Path) -> None:
-    """Delete what an earlier run left in its folder: checkpoints and scores, which would pass for the next run's."""
+    """Delete checkpoints and scores of an earlier run in a folder, which would pass for the next run's."""
     remove_checkpoints(output)
     for pattern in ("*_results.json", "trainer_state.json", "*_translations.txt", "*_summaries.txt"):
         for stale in Path(output).glob(pattern):
@@ -269,7 +267,7 @@ def remove_results(output: str | Path) -> None:
 
 
 def check_positions(model: PreTrainedModel, **lengths: int) -> None:
-    """Raise a `ValueError` for every option that lets texts be longer, in tokens, than what the model reads."""
+    """Raise a `ValueError` for every option that allows texts with more tokens than the model has positions."""
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions and (long := {name: tokens for name, tokens in lengths.items() if tokens > positions}):
         given = " and ".join(f"{dash_option(f'--{name}')} from {tokens}" for name, tokens in long.items())
@@ -320,7 +318,7 @@ class WarmUpCallback(TrainerCallback):
     """Print a note where the learning rate would rise until after the end of the training."""
 
     def on_train_begin(self, args: transformers.TrainingArguments, state: TrainerState, *_: object, **__: object):
-        """Compare the steps, which are known now."""
+        """Compare the numbers of steps."""
         if state.max_steps <= (steps := args.get_warmup_steps(state.max_steps)):
             note(
                 f"The warm-up of {steps:,} steps is no shorter than the training of {state.max_steps:,}: the learning "
@@ -331,7 +329,7 @@ class WarmUpCallback(TrainerCallback):
 def train(trainer: Trainer, checkpoint: str | None, model_args: ModelArguments) -> dict[str, object]:
     """Train from the beginning, or resume from `checkpoint`; save model and state; return its entries of the summary.
 
-    What the conversion of the checkpoint that `model_args` name wrote of itself goes along.
+    The report of the conversion of the checkpoint in `model_args` is copied, too.
     """
     args = trainer.args
     if checkpoint is None and args.should_save:
@@ -387,7 +385,7 @@ def train_and_evaluate(
 
 
 def summarize(rows: dict[str, object], console: Console) -> None:
-    """Print what came out of the run."""
+    """Print the results of the run."""
     table = Table("what", Column("value", overflow="fold"), title="Summary", show_header=False)
     for name, value in rows.items():
         table.add_row(name, escape(f"{value:,.2f}" if isinstance(value, float) else f"{value}"))

@@ -18,20 +18,20 @@ r"""Train several models with equal data, tokenizer and number of steps, and pri
 `@file` stands for the options in a file, where `#` begins a comment. `training/studies` has the papers' small
 experiments.
 
-A model is a recipe (`.yaml`: shapes, and how it is trained), which starts from random weights; or a folder with
-weights, which is trained further (`{seed}` in its name is the run's seed); or shapes alone, a `.json` file or a folder
-without weights. Behind a comma come fields of its configuration, `field=value`. Options this script does not know go
-to `run_translation.py`, `run_summarization.py` or `run_clm.py` and win over those of recipes; `--config` among them is
-for the models without a recipe. Every model is trained once for each seed. Of several `--learning-rates`, each model
-has the one with the lowest validation loss at the first seed. A second call skips complete runs, and resumes an
-interrupted run if `--save-strategy` made it write checkpoints.
+A model is a recipe (`.yaml`: shapes and options of the training), which starts from random weights. It may also be a
+folder with weights, which is trained further (`{seed}` in its name is the run's seed), or a `.json` file or a folder
+without weights. Fields of its configuration follow after commas, `field=value`. Other options are passed to
+`run_translation.py`, `run_summarization.py` or `run_clm.py` and have priority over those of recipes. `--config` among
+them is for the models without a recipe. Every model is trained once for each seed. With several `--learning-rates`,
+each model gets the rate with the lowest validation loss at the first seed. A second call skips complete runs, and
+resumes an interrupted run if `--save-strategy` made it write checkpoints.
 
-Besides the scores the table has unique parameters, and for translation two speeds on one core as ratios to the first
-model, all models taking turns within the same runs: of decoding, over test sentences of average length, each
-generating that length, and of a training step in fp32 on 16 test pairs. `--speed-runs 0` measures no speeds, and keeps
-those that `results.json` has of the same first model. For translation each model's BLEU is compared
-with the first one's, with the interval of the paired bootstrap (first seed). `results.json` has every run, and
-`curves.png` (`curves-dark.png`, for dark pages) the validation loss of those that were evaluated on the way.
+Besides the scores the table has unique parameters. For translation it also has two speeds on one core, as ratios to
+the first model; all models are timed in turn. The first is the speed of decoding test sentences of average length,
+all to that length. The second is the speed of a training step in fp32 on 16 test pairs. `--speed-runs 0`
+measures no speeds, and keeps those of `results.json` if they have the same first model. For translation each model's
+BLEU is compared with the first one's, with the interval of the paired bootstrap (first seed). `results.json` has every
+run. `curves.png` (`curves-dark.png` for dark pages) shows the validation losses of runs that were evaluated meanwhile.
 """
 
 from __future__ import annotations
@@ -126,16 +126,16 @@ def options(run: Run, model: Model, args: argparse.Namespace, others: list[str])
     """Arguments of the training script for a run."""
     given = ["tokenizer_name", "train_file", "validation_file", "max_steps", "num_beams"]
     given += ["source_lang", "target_lang"] if args.task == "translation" else []
-    told = [(dash_option(f"--{name}"), str(getattr(args, name))) for name in given if getattr(args, name) is not None]
-    parts = [text for option in told for text in option]
+    words = [(dash_option(f"--{name}"), str(getattr(args, name))) for name in given if getattr(args, name) is not None]
+    parts = [text for option in words for text in option]
     parts += ["--seed", str(run.seed), *(["--learning-rate", str(run.rate)] if run.rate else [])]
     parts += ["--test-file", *args.test_file]
-    first = ["--save-strategy", "no", "--report-to", "none"]  # unless told otherwise
+    first = ["--save-strategy", "no", "--report-to", "none"]  # later options have priority
     return [*first, *others, *model.options(run.seed), *parts]  # the last --config counts
 
 
 def folder_of(run: Run, args: argparse.Namespace) -> Path:
-    """Where a run is written: the same whichever others there are, so that seeds and rates can be added later."""
+    """Folder of a run; it does not depend on the other runs, so that seeds and rates can be added later."""
     rate = f"-rate-{run.rate:g}" if run.rate else ""
     return Path(args.output_dir, run.name + rate + (f"-seed-{run.seed}" if run.seed != SEED else ""))
 
@@ -171,7 +171,7 @@ def validation_loss(folder: Path) -> float:
 
 
 def differences(runs: list[Run], args: argparse.Namespace) -> dict[str, list[Difference]]:
-    """{model: of every test, its BLEU above the first model's}, of the first seed."""
+    """{model: difference of BLEU from the first model, for each test} at the first seed."""
     first, *rest = [run for run in runs if run.seed == args.seeds[0]]
     found: dict[str, list[Difference]] = {run.name: [] for run in rest}
     for name, file in zip(test_names(args.test_file), args.test_file, strict=True):
@@ -292,7 +292,7 @@ def main(argv: list[str] | None = None) -> None:
         note(
             "Speeds were not measured (--speed-runs 0)."
             + (" Those of an earlier call are kept." if known else "")
-            + (f" None are known of {', '.join(lacking)}." if known and lacking else "")
+            + (f" {', '.join(lacking)}: no speeds." if known and lacking else "")
         )
     compared = differences(list(results), args) if args.task == "translation" else {}
     for row in rows:
@@ -313,14 +313,14 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     for name in ("tokenizer_name", "train_file", "output_dir"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--test-file", nargs="+", required=True, help="one or several, each with columns of its own")
-    parser.add_argument("--validation-file", help="what learning rates, and checkpoints, are chosen by")
+    parser.add_argument("--validation-file", help="text to choose learning rates and checkpoints")
     parser.add_argument("--source-lang", help="translation: column or language")
     parser.add_argument("--target-lang", help="translation: column or language")
     parser.add_argument("--seeds", type=seed_number, nargs="+", default=[SEED], help="a run of every model for each")
-    parser.add_argument("--learning-rates", type=float, nargs="+", help="default: of the recipes")
-    parser.add_argument("--max-steps", type=int, help="default: of the recipes")
+    parser.add_argument("--learning-rates", type=float, nargs="+", help="default: as in the recipes")
+    parser.add_argument("--max-steps", type=int, help="default: as in the recipes")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; above 1 each has one thread")
-    parser.add_argument("--num-beams", type=int, help="of every model, in test and speed")
+    parser.add_argument("--num-beams", type=int, help="beams of every model, for test and speed")
     parser.add_argument("--speed-sentences", type=int, default=50, help="translation: sentences of a run")
     parser.add_argument("--speed-runs", type=int, default=10, help="translation: runs; 0 for no speeds")
     args, others = parser.parse_known_args(argv)

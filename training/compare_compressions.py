@@ -5,33 +5,31 @@ r"""Compress one teacher in several ways, recover each at equal steps, and print
         --test-file test.jsonl --source-lang de --target-lang en --output-dir runs/compare \
         --ratios 2 4 --methods paper all --max-steps 1000 --max-tokens 4096 --bf16 --learning-rate 1e-3
 
-For every ratio, method of conversion, calibration seed, and number of encoder groups, it scores the converted model
-as it is, then trains it from its converted weights and from random ones (`--starts`), on labels alone and with the
-teacher (`--trainings`; none: no training), same steps, same seed. Each is compared with the teacher, with the interval
-of the paired bootstrap. The table also goes to `results.json`, and where there are several ratios a picture, BLEU
-of every test against size, to `results.png` (and `results-dark.png`, for dark pages).
-Unknown options go to `run_translation.py`. A second call skips the runs that are complete.
+For every ratio, method of conversion, calibration seed, and number of encoder groups, the script scores the converted
+model. It then trains the model from its converted and from random weights (`--starts`), on labels alone and with the
+teacher (`--trainings`; none: no training). Steps and seed are equal. Each model is compared with the teacher, with the
+interval of the paired bootstrap. The table is also written to `results.json`. For several ratios, `results.png`
+(`results-dark.png` for dark pages) shows BLEU of every test against size.
+Unknown options are passed to `run_translation.py`. A second call skips complete runs.
 
     python training/compare_compressions.py … --methods paper layers all fewer=decoder_layers=1 small=small.yaml \
         --starts converted --trainings distilled --engines ctranslate2-int8 onnx-int8
 
-With `--engines`, all models, trained where there are `--trainings`, and the teacher are then deployed in these forms:
-tokens a second of one core, one sentence at a time, all in turn, megabytes, and BLEU of what the engine translates
-(first test). That goes to `engines.json` and, BLEU against both in a row of panels for each form, to `engines.png` and
-`engines-dark.png`.
+With `--engines`, the teacher and all models (trained if there are `--trainings`) are then exported in these forms. The
+script measures tokens per second on one core (one sentence at a time, all models in turn), megabytes, and BLEU of the
+engine's translations of the first test. `engines.json` has these figures, and `engines.png` and `engines-dark.png`
+show BLEU against speed and size for each form.
 
-A method is one of METHODS, or one of your own: `narrow-each=method=narrow,study.allocation=uniform` is a name, then
-fields of `CompressionOptions`, and behind `study.` of `StudyOptions`, their values in YAML. Errors are weighted on the
-training text, unless the method is `paper` or contains `calibration=null`: then on text of the teacher's own.
+A method is one of METHODS, or a new one such as `narrow-each=method=narrow,study.allocation=uniform`: a name, then
+fields of `CompressionOptions`, or of `StudyOptions` after `study.`, with values in YAML. Errors are weighted on the
+training text, unless the method is `paper`. With `calibration=null` the calibration text is self-generated.
 `layers` keeps whole layers as they are, the ratio's share of each stack, and factorizes nothing (DistilBART, Shleifer
-and Rush 2020). A method that names its `ratio` is done once, whatever `--ratios` are:
-`6-1=ratio=null,decoder_layers=1` keeps one of the decoder's layers, regressed to do what the others did, and with
-`,study.refit=false` as it is. What `small=small.yaml` names is a recipe, trained from random weights, with the
-teacher's tokenizer.
+and Rush 2020). A method with a `ratio` runs once for all `--ratios`: `6-1=ratio=null,decoder_layers=1` keeps one layer
+of the decoder, refitted to the output of the whole stack, or unchanged with `,study.refit=false`. `small=small.yaml`
+names a recipe, which is trained from random weights with the teacher's tokenizer.
 
-All are trained alike, but for what a method says of its own training: `svd=method=paper,training.learning_rate=1e-3`,
-or the options of a recipe, such as `max_steps`: some learn best in other ways, or take more steps in equal time. The
-minutes of every training stand in the table.
+All models have the same options of training. A method or a recipe can change them:
+`svd=method=paper,training.learning_rate=1e-3`. The table has the minutes of every training.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ from lightformers_hf.text import load_parallel
 TRAIN = Path(__file__).with_name("run_translation.py")
 EACH = {"study.allocation": "uniform", "study.refit": False}  # every matrix by itself, the ratio for each
 TEACHER, SCORES = "teacher", ("bleu", "chrf")
-LOOKS = list(itertools.product("os^D", [f"C{number}" for number in range(6)]))  # of curves: a marker, its colours
+LOOKS = list(itertools.product("os^D", [f"C{number}" for number in range(6)]))  # markers and colours of curves
 # Options of a recipe that the comparison sets for all runs: model, data, tokenizer and teacher.
 NOT_OF_TRAINING = re.compile(
     r"model|\w+_(file|split|lang|prefix)|dataset_name|tokenizer_name|model_name_or_path|config_name|teacher|output_dir"
@@ -73,7 +71,6 @@ NOT_OF_TRAINING = re.compile(
 DENSE = {"pattern": dict.fromkeys(("embedding", "attention", "ffn"), "dense"), "study.refit": False}
 METHODS: dict[str, Mapping[str, object]] = {
     "paper": {"method": "paper"},  # plain SVD, the ratio for every matrix
-    "rows": {"study.weighting": "rows", **EACH},
     "inputs": {"study.weighting": "inputs", **EACH},
     "loss": EACH,
     "product": {"study.attention_method": "narrow", **EACH},
@@ -90,8 +87,7 @@ Method = Mapping[str, object] | Path
 
 @dataclass(frozen=True)
 class Run:
-    """One cell of the table. `trained` is `None` for a model scored as it was converted, `ratio` where the method says
-    itself how large its model is."""
+    """One cell of the table. `trained` is `None` for an untrained model, `ratio` if the method contains the size."""
 
     ratio: float | None
     method: str
@@ -116,7 +112,7 @@ class Run:
 def parse_methods(methods: list[str]) -> dict[str, Method]:
     """{name: fields of the conversion} of arguments `name` or `name=field=value,field=value`; a recipe's is its path.
 
-    Raises `ValueError` for names and fields that are not known, and `FileNotFoundError` for no recipe.
+    Raises `ValueError` for unknown names and fields, and `FileNotFoundError` for a missing recipe.
     """
     known = [field.name for field in fields(CompressionOptions)]
     known += [f"study.{field.name}" for field in fields(StudyOptions)]
@@ -201,7 +197,7 @@ def options(run: Run, method: Method, args: argparse.Namespace, others: list[str
             parts += ["--hidden-weight", str(args.hidden_weight)]
         if run.start == "random" and not isinstance(method, Path):
             parts += ["--from-scratch"]
-        parts += as_options(own_training(method))  # of an option that is given twice the last counts
+        parts += as_options(own_training(method))  # the last of two equal options has priority
     return parts
 
 
@@ -323,13 +319,13 @@ def minutes_of(folder: Path) -> float:
 def measure(
     runs: list[Run], methods: dict[str, Method], args: argparse.Namespace, others: list[str]
 ) -> list[dict[str, object]]:
-    """Convert and run whatever is not there yet; what every run is, its parameters, its scores, and those to beat."""
+    """Convert and run everything that is missing. Return each run and the teacher, with parameters and scores."""
     folder = Path(args.output_dir)
     convert_all(runs, methods, args)
-    told = {TEACHER: test_options(["--model-name-or-path", args.teacher], args, others)}
-    told |= {run.folder: options(run, methods[run.method], args, others) for run in runs}
+    words_of = {TEACHER: test_options(["--model-name-or-path", args.teacher], args, others)}
+    words_of |= {run.folder: options(run, methods[run.method], args, others) for run in runs}
     tests = dict(zip(test_names(args.test_file), args.test_file, strict=True))
-    found = run_all(TRAIN, {name: (words, folder / name) for name, words in told.items()}, jobs=args.jobs)
+    found = run_all(TRAIN, {name: (words, folder / name) for name, words in words_of.items()}, jobs=args.jobs)
     references = {
         name: load_parallel(file, source=args.source_lang, target=args.target_lang)["target"][:]
         for name, file in tests.items()

@@ -1,15 +1,15 @@
 #!/usr/bin/env python
-r"""How fast fresh models learn to reverse random tokens: mean loss in nats after some hundred steps.
+r"""Measure how fast models with random weights learn to reverse random tokens: mean loss after some hundred steps.
 
-Beside it what decides it: the share of the fresh encoder's last states that distinguishes the tokens of a sentence.
+The table also has the cause: the share of the initial encoder's last hidden states that distinguishes the tokens.
 
     python training/compare_starts.py
     python training/compare_starts.py --models transformer=lightformer,init_std=0.02 subformer --seeds 0 1 2
 
-A model that starts badly learns nothing here for hundreds of steps, whatever its size: what a token has alone must
-come through all layers of the encoder, and cross-attention must find it by its position. A model is a `model_type`
-(`marian` is transformers' own Transformer) and, behind commas, fields of its configuration; what is not given is a
-Transformer of 6 + 6 layers, 96 wide, or has as many layers of that width. A model and seed takes minutes of one core.
+A model with a bad initialization learns nothing here for hundreds of steps, for any size. The information of a single
+token must pass all layers of the encoder, and cross-attention must find it by its position. A model is a `model_type`
+(`marian` is the Transformer of transformers) and, after commas, fields of its configuration. By default it has 6 + 6
+layers of width 96. A model and seed takes minutes of one core.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def run_once(script: Path, options: list[str], folder: Path, *, one_thread: bool
     Args:
         one_thread: for several runs at once.
 
-    What the script prints goes to `<folder>.log`. Raises `ChildProcessError` if it fails, and `ValueError` if the
+    The output of the script goes to `<folder>.log`. Raises `ChildProcessError` if it fails, and `ValueError` if the
     results in the folder are those of other options.
     """
     results, record = folder / "test_results.json", folder / "options.json"
@@ -81,7 +81,7 @@ def run_once(script: Path, options: list[str], folder: Path, *, one_thread: bool
     if not results.is_file():
         begun = same and find_last_checkpoint(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        if not begun:  # what other options left would pass for this run's, if it is interrupted early
+        if not begun:  # checkpoints of other options would pass for this run's, if it is interrupted early
             remove_checkpoints(folder)
         record.write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")
         how = ["--resume-from-checkpoint"] if begun else ["--overwrite-output"]

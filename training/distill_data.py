@@ -15,7 +15,7 @@ On a CPU the teacher translates about five times as fast as an engine's model:
     lightformers export opus-mt-de-en deployed --to ctranslate2 --quantization int8
     python training/distill_data.py deployed train.jsonl --source-lang de --target-lang en --output distilled.jsonl
 
-An export does not know the task prefixes of a T5: say them, `--source-lang "de=translate German to English: "`.
+An exported model has no task prefixes of T5: give them, `--source-lang "de=translate German to English: "`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ CHUNK = 2048  # texts that are sorted by length together, and written together
 
 
 def count_complete(partial: Path, record: Path, options: dict, sources: list[str], columns: tuple[str, str]) -> int:
-    """How many whole chunks of `partial` stand; what a kill left behind them is cut off.
+    """Return the number of whole chunks in `partial`, and remove an incomplete one at the end.
 
-    Raises `ValueError` where they were written with other `options` (`record` says with which), or from other data.
+    Raises `ValueError` if they were written with other `options` than those in `record`, or from other data.
     """
     if not (partial.is_file() and record.is_file()):
         record.write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")
@@ -54,7 +54,7 @@ def count_complete(partial: Path, record: Path, options: dict, sources: list[str
     if differing := [name for name in options if before.get(name) != options[name]]:
         raise ValueError(
             f"{partial} was begun with {differing[0]} {before.get(differing[0])!r}, not "
-            f"{options[differing[0]]!r}: give the same options to go on, or delete it to begin anew."
+            f"{options[differing[0]]!r}: give the same options to resume, or delete it to start again."
         )
     whole, kept = 0, 0
     with partial.open("rb") as file:
@@ -62,7 +62,7 @@ def count_complete(partial: Path, record: Path, options: dict, sources: list[str
             if not line.endswith(b"\n"):
                 break
             if number > len(sources) or json.loads(line)["translation"][columns[0]] != sources[number - 1]:
-                raise ValueError(f"{partial}, line {number}, is not of this data: delete it to begin anew.")
+                raise ValueError(f"{partial}, line {number}, is not of this data: delete it to start again.")
             if number % CHUNK == 0 or number == len(sources):
                 whole, kept = number, file.tell()
     os.truncate(partial, kept)
@@ -72,7 +72,7 @@ def count_complete(partial: Path, record: Path, options: dict, sources: list[str
 def prepare_teacher(
     name: str, source: str, target: str
 ) -> tuple[PreTrainedModel | Engine, PreTrainedTokenizerBase, str]:
-    """A checkpoint or an exported model, set to two languages, its tokenizer, and what stands before every source.
+    """A checkpoint or an exported model, set to two languages, its tokenizer, and the prefix of every source.
 
     Raises `ValueError` for an exported model that translates into another language.
     """
@@ -82,10 +82,10 @@ def prepare_teacher(
 
 
 def distill(options: dict, sources: list[str], output: Path, columns: tuple[str, str]) -> int:
-    """Write the teacher's outputs for `sources` to `output`, and return how many of them an earlier run had made.
+    """Write the teacher's outputs for `sources` to `output`, and return how many an earlier run had made.
 
     Args:
-        options: what the outputs depend on: `teacher`, `batch_size`, arguments of `generate()` in `generation`, and
+        options: those that change the outputs: `teacher`, `batch_size`, arguments of `generate()` in `generation`, and
             `source_lang` and `target_lang` (see `set_language_codes`).
         columns: names of the two texts in the output.
     """
@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = ScriptParser(__doc__)
     parser.add_argument("teacher", help="checkpoint: a folder or a Hub name; or the folder of an export")
     parser.add_argument("data", help=".txt, .json, .jsonl, .csv, .tsv (.gz), .parquet, or a Hub dataset")
-    parser.add_argument("--split", default="train", help="of a Hub dataset")
+    parser.add_argument("--split", default="train", help="split of a Hub dataset")
     help_of_code = "; of a multilingual teacher also the language's code, or {}"
     help_of_source = "column, or language in a column 'translation'" + help_of_code.format("de=de_DE")
     help_of_source += "; or behind = the prefix of a T5, which ends with a space"
@@ -144,11 +144,11 @@ def main(argv: list[str] | None = None) -> None:
     generation = {"num_beams": args.num_beams}
     if args.max_new_tokens is not None:
         generation["max_new_tokens"] = args.max_new_tokens
-    # Sums over other batches round otherwise, which can tip a beam: the batch size is part of what the file is.
+    # Sums over other batches round otherwise, which can change a beam: the file depends on the batch size.
     options = {name: getattr(args, name) for name in ("teacher", "data", "split", "batch_size")}
     options |= {"source_lang": args.source_lang, "target_lang": args.target_lang, "generation": generation}
     done = distill(options, texts, args.output, columns)
-    made = f"{len(texts):,} pairs in {args.output}" + (f", {done:,} of them from before" if done else "")
+    made = f"{len(texts):,} pairs in {args.output}" + (f", {done:,} from the interrupted run" if done else "")
     Console().print(escape(made), soft_wrap=True)
 
 

@@ -41,6 +41,7 @@ from lightformers_hf.files import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
+TABLE = "<!-- results -->"  # each of the README's tables is between two of them
 PACKAGES = ("torch", "transformers", "ctranslate2", "onnxruntime", "sacrebleu")
 FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "i8mm", "bf16")
 MULTI30K = "https://raw.githubusercontent.com/multi30k/dataset/a3d2e0d26b56f3846f66a952536ffed4e401d05a/data/task1/raw"
@@ -52,6 +53,10 @@ UNITS = {
     "parameters_after": "parameters, each counted once",
     "agreement": "share of held-out tokens that teacher and model predict alike",
     "cpu_seconds": "seconds of one core",
+    "tokens_per_second": "tokens of output per second",
+    "to_teacher": "times the teacher's tokens per second in the same engine",
+    "to_baseline": "times the teacher's tokens per second in CTranslate2 int8",
+    "megabytes": "megabytes (10^6 bytes) on disk",
     "seconds": "seconds",
     "bleu": "BLEU (sacreBLEU, 13a)",
     "chrf": "chrF",
@@ -154,7 +159,8 @@ class Lab:
         record.parent.mkdir(parents=True, exist_ok=True)
         found = self.work / f"{name}.found.json"
         times = self.call([sys.executable, "-m", "lightformers_hf", *text, "--json", str(found)])
-        result = json.loads(found.read_text(encoding="utf-8")) | times
+        result = json.loads(found.read_text(encoding="utf-8"))
+        result = ({"rows": result} if isinstance(result, list) else result) | times
         found.unlink()
         write_json({"command": self.commands[-1], "commit": self.commit, "result": result}, record)
         return result
@@ -199,17 +205,17 @@ Rows = Iterator[dict[str, object]]
 
 
 def converted(lab: Lab) -> Rows:
-    """The Multi30k teacher at five ratios, from sentence pairs and from the teacher's own text, without training."""
+    """The Multi30k teacher at five ratios, from sentence pairs, from its own text, and by plain SVD; not trained."""
     yield {"model": "teacher", "ratio": 1, **score_tests(lab, "inputs/multi30k-de-en")}
     for ratio in (2, 3, 4, 8, 12):
-        for text in ("pairs", "own"):
+        for text, given in {"pairs": PAIRS, "own": (), "plain": ("--method", "paper")}.items():
             name = f"converted/{ratio}-{text}"
-            report = lab.convert("multi30k-de-en", name, "--ratio", ratio, *(PAIRS if text == "pairs" else []))
+            report = lab.convert("multi30k-de-en", name, "--ratio", ratio, *given)
             yield {"model": text, "ratio": ratio, **figures(report), **score_tests(lab, name)}
 
 
 def confident(lab: Lab) -> Rows:
-    """A public checkpoint that was trained without label smoothing, at ratios 2 to 4, without training."""
+    """A public checkpoint that was trained without label smoothing, at ratios 2 to 4; one of them trained."""
     languages = ("--source-lang", "word", "--target-lang", "phonemes")
 
     def scores(model: str) -> dict[str, float]:
@@ -223,6 +229,10 @@ def confident(lab: Lab) -> Rows:
             given = ["--calibration", "inputs/g2p/train.jsonl", "--calibration-samples", 1000, *languages]
             report = lab.convert("g2p-us", name, "--ratio", ratio, *(given if text == "pairs" else []))
             yield {"model": text, "ratio": ratio, **figures(report), **scores(name)}
+    name = "confident/3-recovered"
+    lab.run(name, "recover", "confident/3-pairs", name, "--teacher", "inputs/g2p-us", "--data",
+            "inputs/g2p/train.jsonl", *languages, "--minutes", 10, "--overwrite")  # fmt: skip
+    yield {"model": "recovered", "ratio": 3, **scores(name)}
 
 
 def recovered(lab: Lab) -> Rows:
@@ -237,26 +247,54 @@ def recovered(lab: Lab) -> Rows:
         yield {"ratio": ratio, "seed": seed, **times, **score_tests(lab, name)}
 
 
-def alternatives(lab: Lab) -> Rows:
-    """Ways to 2.5M parameters after the same 600 steps of distillation: SVDs, `convert`, a small Transformer."""
-    recipe = ROOT / "training" / "recipes" / "multi30k" / "small_transformer.yaml"
+def compare(lab: Lab, name: str, *words: object) -> Rows:
+    """Yield the rows of a comparison of compressions at ratio 4 or 3, on both tests of Multi30k."""
     data = [f"inputs/multi30k/{test}.jsonl" for test in TESTS]
     yield from lab.compare(
-        "alternatives", "inputs/multi30k-de-en", "--train-file", "inputs/multi30k/train.jsonl", "--test-file", *data,
-        *LANGUAGES, "--ratios", 4, "--methods", "paper", "inputs", "all", f"small={os.path.relpath(recipe, lab.work)}",
-        "--starts", "converted", "--trainings", "distilled", "--max-steps", 600, "--max-tokens", 1600, "--bf16",
-        "--attn-implementation", "eager", "--learning-rate", "1e-3", "--warmup-steps", 100, "--lr-scheduler-type",
-        "linear", "--adam-beta2", 0.98, "--max-source-length", 64, "--max-target-length", 64, "--num-beams", 1,
-        "--generation-max-length", 60, "--hidden-weight", 5, "--model.dropout", 0,
+        name, "inputs/multi30k-de-en", "--train-file", "inputs/multi30k/train.jsonl", "--test-file", *data, *LANGUAGES,
+        "--num-beams", 1, "--generation-max-length", 60, "--max-source-length", 64, "--starts", "converted", *words,
     )  # fmt: skip
 
 
+def alternatives(lab: Lab) -> Rows:
+    """Ways to 2.5M parameters after the same 600 steps of distillation: SVDs, `convert`, a small Transformer."""
+    recipe = os.path.relpath(ROOT / "training" / "recipes" / "multi30k" / "small_transformer.yaml", lab.work)
+    yield from compare(
+        lab, "alternatives", "--ratios", 4, "--methods", "paper", "inputs", "all", f"small={recipe}", "--trainings",
+        "distilled", "--max-steps", 600, "--max-tokens", 1600, "--max-target-length", 64, "--bf16",
+        "--attn-implementation", "eager", "--learning-rate", "1e-3", "--warmup-steps", 100, "--lr-scheduler-type",
+        "linear", "--adam-beta2", 0.98, "--hidden-weight", 5, "--model.dropout", 0,
+    )  # fmt: skip
+
+
+def ablations(lab: Lab) -> Rows:
+    """The parts of `convert` one after the other, at ratio 3, without training."""
+    methods = ("paper", "inputs", "loss", "matrices", "budget", "all", "own-text")
+    yield from compare(lab, "ablations", "--ratios", 3, "--methods", *methods, "--trainings")
+
+
 def engines(lab: Lab) -> Rows:
-    """The Multi30k teacher and its ratio-4 model in every engine, one core, one sentence at a time."""
-    lab.convert("multi30k-de-en", "converted/4-pairs", "--ratio", 4, *PAIRS)
-    result = lab.run("engines", "benchmark", "engines", "inputs/multi30k-de-en", "converted/4-pairs", "--cores", 1,
-                     "--data", "inputs/multi30k/test_2016_flickr.jsonl", *LANGUAGES)  # fmt: skip
-    yield from result["timings"]
+    """The Multi30k teacher and its ratio-4 models in every engine, one core, one sentence at a time."""
+    models = {"converted/4-pairs": (), "converted/4-narrow": ("--method", "narrow")}
+    for name, method in models.items():
+        lab.convert("multi30k-de-en", name, "--ratio", 4, *PAIRS, *method)
+    options = ("--cores", 1, "--batch-size", 1, "--data", "inputs/multi30k/test_2016_flickr.jsonl", *LANGUAGES)
+    result = lab.run("engines", "benchmark", "engines", "inputs/multi30k-de-en", *models, *options)
+    yield from deployments(result)
+
+
+def deployments(result: dict) -> Rows:
+    """Yield a row for each timing of engines: model, engine, beams, speeds, megabytes and scores."""
+    for timing in result["timings"]:
+        (place,) = [each for each in result["deployed"] if all(each[key] == timing[key] for key in ("model", "form"))]
+        row = {key: timing[key] for key in ("model", "form", "beams", "to_teacher", "to_baseline")}
+        row |= {"tokens_per_second": timing["speed"]["tokens_per_second"], "megabytes": place["disk_bytes"] / 1e6}
+        yield row | place["scores"]
+
+
+def architectures(lab: Lab) -> Rows:
+    """Decoding speed of the papers' architectures beside a Transformer, random weights, one core."""
+    yield from lab.run("architectures", "benchmark", "architectures", "--no-training")["rows"]
 
 
 def conversion(lab: Lab) -> Rows:
@@ -267,7 +305,7 @@ def conversion(lab: Lab) -> Rows:
 
 def demo(lab: Lab) -> Rows:
     """The demo: a teacher trained on made-up sentences, compressed at ratio 4, recovered and exported."""
-    yield lab.run("demo", "demo", "demo-output", "--fresh")
+    yield from deployments(lab.run("demo", "demo", "demo-output", "--fresh")["engines"])
 
 
 def score_tests(lab: Lab, model: str) -> dict[str, float]:
@@ -299,11 +337,13 @@ class Experiment:
 
 
 EXPERIMENTS = {
-    "converted": Experiment(converted, ("multi30k", "multi30k-de-en"), 60),
-    "confident": Experiment(confident, ("g2p", "g2p-us"), 15),
+    "converted": Experiment(converted, ("multi30k", "multi30k-de-en"), 25),
+    "confident": Experiment(confident, ("g2p", "g2p-us"), 25),
     "recovered": Experiment(recovered, ("multi30k", "multi30k-de-en"), 70, (0, 1)),
     "alternatives": Experiment(alternatives, ("multi30k", "multi30k-de-en"), 50),
+    "ablations": Experiment(ablations, ("multi30k", "multi30k-de-en"), 15),
     "engines": Experiment(engines, ("multi30k", "multi30k-de-en"), 20),
+    "architectures": Experiment(architectures, (), 15),
     "conversion": Experiment(conversion, (), 30),
     "demo": Experiment(demo, (), 10),
 }
@@ -381,7 +421,7 @@ def describe_machine() -> dict[str, object]:
 
 
 def render_pages() -> dict[Path, str]:
-    """Return the text of every page of results, made from the templates and the figures.
+    """Return the text of every page of results, and of the README, made from the templates and the figures.
 
     Raises `ValueError` where a page quotes figures of two commits, and `FileNotFoundError` where figures are missing.
     """
@@ -390,7 +430,8 @@ def render_pages() -> dict[Path, str]:
         keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True, autoescape=False,
     )  # fmt: skip
     pages = {}
-    for template in sorted((RESULTS / "templates").glob("*.md")):
+    folder = RESULTS / "templates"
+    for template in [*sorted(folder.glob("*.md")), *folder.glob("readme.md.in")]:
         used: dict[str, dict] = {}
 
         def data(name: str, used: dict[str, dict] = used) -> dict:
@@ -398,11 +439,39 @@ def render_pages() -> dict[Path, str]:
             return used[name]
 
         text = environment.get_template(template.name).render(data=data, signed=signed, find=find)
-        commits = {record["commit"] for record in used.values()}
+        commits = {record["commit"] for record in used.values() if "commit" in record}
         if len(commits) > 1:
             raise ValueError(f"{template.name} quotes figures of several commits: {', '.join(sorted(commits))}.")
-        pages[RESULTS / template.name] = text
+        if template.name == "readme.md.in":
+            parts = (ROOT / "README.md").read_text(encoding="utf-8").split(TABLE)
+            parts[1::2] = [f"\n{table.strip()}\n" for table in text.split(TABLE)]
+            pages[ROOT / "README.md"] = TABLE.join(parts)
+        else:
+            pages[(ROOT if template.name == "RESULTS.md" else RESULTS) / template.name] = text
     return pages
+
+
+def draw_picture() -> None:
+    """Draw BLEU against parameters, as converted and after training, for light and dark pages."""
+    from comparing import save_pictures
+
+    data = {name: json.loads((RESULTS / "data" / f"{name}.json").read_text()) for name in ("converted", "recovered")}
+    converted, score = data["converted"]["rows"], "test_2016_flickr_bleu"
+    sizes = {row["ratio"]: row["parameters_after"] / 1e6 for row in converted if row["model"] == "pairs"}
+    trained = [row | {"model": "trained"} for row in data["recovered"]["rows"] if row["seed"] == 0]
+    names = {"trained": "convert and recover (20 minutes)", "pairs": "convert", "plain": "plain SVD"}
+
+    def paint(panels: list) -> None:
+        (axes,) = panels
+        for model, label in names.items():
+            rows = [row for row in [*converted, *trained] if row["model"] == model]
+            axes.plot([sizes[row["ratio"]] for row in rows], [row[score] for row in rows], "o-", label=label)
+        axes.axhline(
+            find(converted, model="teacher")[score], color="0.5", linestyle="--", linewidth=1, label="teacher"
+        )
+        axes.set(xlabel="parameters, millions", ylabel="BLEU, Flickr 2016", ylim=(0, None))
+
+    save_pictures(ROOT / "docs" / "pictures" / "compression", paint)
 
 
 def find(rows: list[dict], **fields: object) -> dict:
@@ -443,6 +512,7 @@ def main() -> None:
     if args.pages:
         for path, text in render_pages().items():
             path.write_text(text, encoding="utf-8")
+        draw_picture()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@
     python training/run_classification.py --model-name-or-path 'light/fold-{fold}' --train-file reviews.jsonl …
 
 Data: a text and its class in two columns of a .json, .jsonl, .csv, .tsv or .parquet file or of a Hub dataset. Fold k
-is tested by a model that is trained on all the others; with an `--eval-strategy`, fold k+1 is removed from them and
+is tested by a model that is trained on all the others. With an `--eval-strategy`, fold k+1 is not trained on and
 chooses the best checkpoint. Folds are those of `--fold-column`, or `--num-folds` drawn so that each has its share of
 every class. Every fold begins with the same weights (`{fold}` in a model's name is the fold's number) and leaves its
 model in `fold-<k>`. The result is the mean accuracy and the standard deviation over the folds; without folds it is the
@@ -74,7 +74,7 @@ OF_FOLDS = r"fold-.+|options\.json|test_results\.json"
 
 @dataclass
 class DataArguments(arguments.DataArguments):
-    """What it is trained and measured on."""
+    """Options of the data."""
 
     text_column: str = field(default="text", metadata={"help": "Column of the text."})
     label_column: str = field(default="label", metadata={"help": "Column of its class, a number or a name."})
@@ -115,7 +115,7 @@ def load_labelled(data: str, arguments: DataArguments, *, split: str = "train", 
         if not 0 <= label < len(names):
             raise ValueError(
                 f"{data}, row {number}, {arguments.label_column!r}: there is no class {label}; a split without labels "
-                "is left out by an empty name, as in --test-split ''."
+                "is omitted by an empty name, as in --test-split ''."
             )
     loaded = {"text": texts, "label": [names[label] if names else str(label) for label in labels]}
     if arguments.fold_column:
@@ -180,7 +180,7 @@ def build_classifier(
     """The classifier to train: random weights, a trained classifier, or one on the encoder of an encoder-decoder."""
     args = copy.deepcopy(args)
     args.model |= {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
-    args.model["problem_type"] = "single_label_classification"  # what the first batch would make of it
+    args.model["problem_type"] = "single_label_classification"  # as the first batch would set it
     args.model.pop("num_labels", None)
     config = load_config(args, tokenizer, AutoModelForSequenceClassification)
     if type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
@@ -213,7 +213,7 @@ def tokenize(rows: Dataset, tokenizer: PreTrainedTokenizerBase, classes: list[st
         tokens = tokenizer(batch["text"], truncation=True, max_length=max_length, return_token_type_ids=False)
         empty = [text for text, ids in zip(batch["text"], tokens["input_ids"], strict=True) if not ids]
         if empty:
-            raise ValueError(f"The text {empty[0]!r} has no token: leave it out.")
+            raise ValueError(f"The text {empty[0]!r} has no token: remove it.")
         return {**tokens, "labels": [number_of[label] for label in batch["label"]]}
 
     return rows.map(encode, batched=True, remove_columns=rows.column_names, desc="Tokenizing")
@@ -275,7 +275,7 @@ def check_record(record: Path, options: dict, resume: bool, write: bool) -> None
         if differing := [name for name in options if before.get(name) != options[name]]:
             raise ValueError(
                 f"{record.parent} was begun with {differing[0]} {before.get(differing[0])!r}, not "
-                f"{options[differing[0]]!r}: give the same options to go on, or choose another output_dir."
+                f"{options[differing[0]]!r}: give the same options to resume, or choose another output_dir."
             )
     elif write:
         record.parent.mkdir(parents=True, exist_ok=True)
@@ -292,7 +292,7 @@ def choose_folds(rows: Dataset, data: DataArguments, seed: int) -> np.ndarray:
         raise ValueError(f"Column {data.fold_column!r} has one fold only: expected two or more.")
     if data.num_folds not in (None, count):
         raise ValueError(
-            f"Column {data.fold_column!r} has {count} folds, num_folds is {data.num_folds}: leave one of them out."
+            f"Column {data.fold_column!r} has {count} folds, num_folds is {data.num_folds}: give one of the two."
         )
     return folds
 

@@ -8,15 +8,15 @@
         --learning-rate 1e-3 --lr-scheduler-type cosine --warmup-steps 1000 --eval-strategy steps --eval-steps 1000
 
 The lines of a text become one stream of tokens, each ended by the tokenizer's end token, which also begins the stream.
-The model reads it in blocks of `--block-size` tokens. In training and in evaluation every token is predicted once; in
-evaluation the first `--context-size` tokens of a block repeat the block before, so that every token is predicted
-from at least so many (Baevski & Auli 2019, arXiv 1809.10853). Perplexity is exp of the mean loss over all tokens of
+The model reads it in blocks of `--block-size` tokens. In training and in evaluation every token is predicted once.
+In evaluation the first `--context-size` tokens of a block repeat the block before, so that every token is predicted
+from that many or more (Baevski & Auli 2019, arXiv 1809.10853). Perplexity is exp of the mean loss over all tokens of
 the text, end tokens counted.
 
-What data is given for is done: training, evaluation, test. All options of `TrainingArguments` work; besides,
+The data decide the steps: training, evaluation, test. All options of `TrainingArguments` work. In addition,
 `--nesterov-momentum 0.99 --lr-scheduler-type cosine` is the optimizer of that paper. An interrupted run resumes with
-`--resume-from-checkpoint` added to the same command. What a `shapes.json` leaves out about tokens (`vocab_size`, ids
-of pad, bos and eos) is the tokenizer's.
+`--resume-from-checkpoint` added to the same command. The tokenizer gives the token fields (`vocab_size`, ids of pad,
+bos and eos) that a `shapes.json` lacks.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ IGNORED = -100  # the label of a token that is only read
 
 @dataclass
 class DataArguments(arguments.DataArguments):
-    """What it is trained and measured on."""
+    """Options of the data."""
 
     text_column: str = field(default="text", metadata={"help": "Column of the text, where data has columns."})
     block_size: int = field(default=512, metadata={"help": "Tokens that the model reads at once."})
     context_size: int = field(
-        default=1, metadata={"help": "Evaluation: of these, tokens that were predicted before and are only read."}
+        default=1, metadata={"help": "Evaluation: tokens of a block that are predicted in the block before."}
     )
     preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
 
@@ -171,7 +171,7 @@ def token_stream(texts: Dataset, tokenizer: PreTrainedTokenizerBase, num_proc: i
 
 
 def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, block_size: int) -> None:
-    """Raise a `ValueError` if there is no end token, or a block is longer than what the model reads."""
+    """Raise a `ValueError` if there is no end token, or a block has more tokens than the model has positions."""
     if tokenizer.eos_token_id is None:
         raise ValueError(f"The tokenizer {tokenizer.name_or_path} has no end token (eos_token): lines need one.")
     check_positions(model, block_size=block_size)

@@ -9,10 +9,10 @@
 
 Text is read as a stream, so a corpus may be larger than memory: lines of .txt, or a column of .json, .jsonl or
 .parquet files or of a Hub dataset. Consecutive sentences fill blocks of at most `--block-size` tokens. The sentences
-of a block are put in random order; then spans of tokens, their lengths Poisson(3), 30 % of the tokens together, are
-each replaced by one `<mask>`, spans of length zero included, where a mask comes in between. The noise of a block
+of a block are put in random order. Then spans of tokens are each replaced by one `<mask>`: lengths are Poisson(3), and
+30 % of the tokens are in spans. A span of length zero inserts a mask. The noise of a block
 follows from `--seed`, the pass over the data and the block's number. The stream starts again at its end;
-`--max-steps` says when to stop. An interrupted run resumes with `--resume-from-checkpoint`. The validation's
+`--max-steps` ends it. An interrupted run resumes with `--resume-from-checkpoint`. The validation's
 perplexity is that of its loss, which is the mean of the batches' means.
 """
 
@@ -58,7 +58,7 @@ ROWS = 256  # tokenized at once
 
 @dataclass
 class DataArguments:
-    """What it reads, and the noise."""
+    """Options of the data and of the noise."""
 
     train_files: list[str] = field(
         default_factory=list, metadata={"help": "One or more of .txt, .json, .jsonl (.gz) or .parquet."}
@@ -253,7 +253,7 @@ def prepare_tokenizer(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) 
     """Give a tokenizer that has no mask one, for a model of random weights. Raises `ValueError` for a checkpoint."""
     if tokenizer.mask_token_id is None:
         if args.model_name_or_path and not args.from_scratch:
-            raise ValueError(f"The tokenizer {tokenizer.name_or_path} has no mask token, which its model would know.")
+            raise ValueError(f"The tokenizer {tokenizer.name_or_path} has no mask token. Choose a tokenizer with one.")
         tokenizer.add_special_tokens({"mask_token": "<mask>"})
 
 

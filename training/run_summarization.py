@@ -8,10 +8,10 @@
         --learning-rate 3e-5 --lr-scheduler-type polynomial --warmup-steps 500 \
         --num-beams 4 --length-penalty 2.0 --min-length 55 --max-length 140 --no-repeat-ngram-size 3
 
-Data: JSON lines `{"document": "…", "summary": "…"}`, or two columns of a CSV or Parquet file or of a Hub dataset. All
-else is as in `run_translation.py`: what data is given for is done, all options of `Seq2SeqTrainingArguments` work, the
-teacher may be left out, an interrupted run goes on with `--resume-from-checkpoint`. Measured by ROUGE-1, ROUGE-2,
-ROUGE-L and ROUGE-Lsum (F1), or by what `--metric` names.
+Data: JSON lines `{"document": "…", "summary": "…"}`, or two columns of a CSV or Parquet file or of a Hub dataset. The
+other options are those of `run_translation.py`: all options of `Seq2SeqTrainingArguments` work, the teacher is
+optional, and `--resume-from-checkpoint` resumes an interrupted run. The metrics are ROUGE-1, ROUGE-2, ROUGE-L
+and ROUGE-Lsum (F1), or those of `--metric`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightformers_hf.evaluation.quality import SUMMARIES
 
 @dataclass(kw_only=True)
 class DataArguments(seq2seq.DataArguments):
-    """What it is trained and measured on."""
+    """Options of the data."""
 
     text_column: str = field(default="document", metadata={"help": "Column of the text to summarize."})
     summary_column: str = field(default="summary", metadata={"help": "Column of its summary."})

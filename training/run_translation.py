@@ -8,13 +8,13 @@
         --learning-rate 3e-4 --lr-scheduler-type inverse_sqrt --warmup-steps 500 --eval-strategy epoch \
         --save-strategy epoch --load-best-model-at-end --metric-for-best-model bleu
 
-What data is given for is done: training, evaluation, test. Outputs are scored by metrics that fit the data, or by
+The data decide the steps: training, evaluation, test. Outputs are scored by metrics that fit the data, or by
 those that `--metric multi-bleu chrf` names. All options of `Seq2SeqTrainingArguments` work.
 An interrupted run resumes with `--resume-from-checkpoint` added to the same command.
 
 Any architecture trains from random weights: `--config-name shapes.json --tokenizer-name opus-mt-de-en`, where the file
-holds `{"model_type": "lightformer", "d_model": 192, …}`. What it leaves out about tokens is the tokenizer's:
-`vocab_size`, the ids of pad, bos and eos, and `decoder_start_token_id` (bos; pad where there is none, as in Marian).
+holds `{"model_type": "lightformer", "d_model": 192, …}`. The tokenizer gives the token fields that the file lacks:
+`vocab_size`, the ids of pad, bos and eos, and `decoder_start_token_id` (bos, or pad without one, as in Marian).
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from lightformers_hf.languages import named_columns, set_languages
 
 @dataclass(kw_only=True)
 class DataArguments(seq2seq.DataArguments):
-    """What it is trained and measured on."""
+    """Options of the data."""
 
     source_lang: str = field(
         metadata={
             "help": "Column, or language within a column 'translation', to translate from. Multilingual tokenizers "
-            "know it by its code: de, or de=de_DE where the column has another name."
+            "have a code for it: de, or de=de_DE if the column has another name."
         }
     )
-    target_lang: str = field(metadata={"help": "The same of what is translated to: en, or en=en_XX."})
+    target_lang: str = field(metadata={"help": "The same for the target: en, or en=en_XX."})
 
 
 ARGUMENTS = (ModelArguments, GenerationArguments, DataArguments, DistillationArguments, TrainingArguments)

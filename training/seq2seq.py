@@ -1,4 +1,4 @@
-"""A whole run of the sequence-to-sequence scripts, from arguments to scores. A task is what they differ in."""
+"""A whole run of the sequence-to-sequence scripts, from arguments to scores. A `Task` has their differences."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Task:
 
     Attributes:
         columns: names of the columns of source and target, or languages within a column `translation`.
-        outputs: what the generated texts are called; those of the test go to `test_<outputs>.txt`, a line each.
+        outputs: name of the generated texts; those of the test go to `test_<outputs>.txt`, one per line.
         default: the kind of references whose metrics are the default (`choose_metrics`); `None`: as the data are.
         prepare: last changes to model and tokenizer.
     """
@@ -59,7 +59,7 @@ class Task:
 
 @dataclass
 class GenerationArguments:
-    """How texts are generated; what is given also becomes the saved model's generation config."""
+    """Options of the generation; given values also become part of the saved model's generation configuration."""
 
     num_beams: int | None = field(default=None, metadata={"help": "Default, here and below: the model's own."})
     length_penalty: float | None = field(
@@ -72,13 +72,13 @@ class GenerationArguments:
 
 @dataclass(kw_only=True)
 class DataArguments(arguments.DataArguments):
-    """What it is trained and measured on."""
+    """Options of the data."""
 
     source_prefix: str = field(
         default="",
         metadata={
-            "help": "Stands before every source: T5's 'translate German to English: '. Default: what the checkpoint's "
-            "configuration has for the two languages, if anything. The saved model's has it."
+            "help": "Prefix of every source: T5's 'translate German to English: '. Default: the prefix in the "
+            "checkpoint's configuration for the two languages, if any. The saved configuration contains it."
         },
     )
     max_source_length: int = field(default=128, metadata={"help": "Tokens, the prefix's too; longer texts are cut."})
@@ -163,7 +163,7 @@ def run(
     source, target = task.columns
     if data_args.source_prefix:
         if split_prefix(source)[1]:
-            raise ValueError(f"source_lang is {source!r}, which has a prefix: leave --source-prefix out.")
+            raise ValueError(f"source_lang is {source!r}, which has a prefix: remove --source-prefix.")
         source = f"{source}={data_args.source_prefix.rstrip()} "
     elif model_args.model_name_or_path:
         source = add_prefix(load_pretrained(AutoConfig, model_args.model_name_or_path), source, target)

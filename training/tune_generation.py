@@ -7,8 +7,8 @@ r"""Choose length penalty, beams and length of the outputs on validation data, a
 
 The script generates the validation part once for each combination of the values, prints a table of the scores, and
 writes the best combination into the checkpoint's `generation_config.json`. The default penalties, 0 to 2 in steps of
-0.2, and five beams are those of the Subformer's paper (Appendix B), which tunes summaries over lengths of 40, 50 and
-60 tokens. A length penalty has no effect without beams, so that one beam is tried once. For equal scores the first
+0.2, and five beams are those of the Subformer's paper (Appendix B). For summaries the paper also tunes
+the length. A length penalty has no effect without beams, so that one beam is tried once. For equal scores the first
 combination is used. Never tune on a test part.
 """
 
@@ -65,10 +65,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = ScriptParser(__doc__)
     parser.add_argument("model", type=Path, help=f"folder of the checkpoint, whose {CONFIG} is written")
     parser.add_argument("data", help="validation pairs: .json, .jsonl, .csv, .tsv (.gz), .parquet, or a Hub dataset")
-    parser.add_argument("--split", default="validation", help="of a Hub dataset")
+    parser.add_argument("--split", default="validation", help="split of a Hub dataset")
     parser.add_argument("--source-lang", required=True, help="column, or language in a column 'translation'")
-    parser.add_argument("--target-lang", required=True, help="the same of the references")
-    parser.add_argument("--metric", help="what the best is best in: multi-bleu, rougeL, … (default: by the data)")
+    parser.add_argument("--target-lang", required=True, help="the same for the references")
+    parser.add_argument("--metric", help="metric that chooses the best: multi-bleu, rougeL, … (default: by the data)")
     parser.add_argument("--length-penalties", type=float, nargs="+", default=PENALTIES, help="default: 0, 0.2, … 2")
     parser.add_argument("--num-beams", type=positive_number, nargs="+", default=[5])
     parser.add_argument("--max-new-tokens", type=positive_number, nargs="+", help="default: the checkpoint's limit")

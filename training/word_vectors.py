@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lightformers_hf.conversion import decompose
 from lightformers_hf.matrices import low_rank_state, product_of, rank_of
 
-WORD_MARKS = ("▁", "Ġ")  # what begins the first piece of a word in a subword vocabulary
+WORD_MARKS = ("▁", "Ġ")  # first character of the first piece of a word in a subword vocabulary
 
 
 def read_vectors(path: str, wanted: set[str]) -> dict[str, np.ndarray]:
@@ -45,10 +45,9 @@ def start_embedding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
     """Give the token table the vectors of the file `path`, and return how many words it has.
 
     All vectors are scaled by one factor, to the standard deviation of the random rows, which words that the file does
-    not have keep: positions and LayerNorms then meet what they would from random weights. A word that the file has
-    only in lower case gets that vector. In a subword vocabulary, pieces at the beginning of a word represent it. A
-    low-rank
-    table becomes the best approximation of what a dense one would be, by truncated SVD.
+    not have keep: positions and LayerNorms then get inputs of the same size as from random weights. A word that the
+    file has only in lower case gets that vector. In a subword vocabulary, pieces at the beginning of a word represent
+    it. A low-rank table becomes the truncated SVD of the dense one.
 
     Raises `ValueError` if the widths differ, or the file has none of the words.
     """

@@ -4,10 +4,11 @@ from itertools import permutations
 
 import pytest
 import torch
+from tiny import marian_tokens, sizes
 from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
 from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration, StudyOptions, convert, plan
-from lightformers_hf.conversion.sharing import Bases, align_bases, change_basis, merge_linear, weighted_mean
+from lightformers_hf.conversion.sharing import Bases, align_bases, change_basis, merge_linear
 from lightformers_hf.conversion.teacher import Linear
 
 HEADS, WIDTH, INNER, NEURONS = 3, 10, 12, 7
@@ -196,16 +197,6 @@ def test_the_weighted_mean_is_a_regression():
     )
 
 
-def test_directions_without_inputs_have_the_plain_mean():
-    inputs = [random(30, 6, seed=seed) for seed in (1, 2)]
-    for x in inputs:
-        x[:, 4:] = 0
-    matrices = [random(6, 4, seed=seed) for seed in (3, 5)]
-    mean = weighted_mean(matrices, [x.T @ x for x in inputs])
-    torch.testing.assert_close(mean[4:], (matrices[0] + matrices[1])[4:] / 2)
-    assert not torch.allclose(mean[:4], (matrices[0] + matrices[1])[:4] / 2, atol=1e-2)
-
-
 def test_moments_turn_with_their_layer():
     x, basis, order = random(20, 6), rotation(6, 1), torch.tensor([3, 1, 0, 5, 4, 2])
     torch.testing.assert_close(change_basis(x.T @ x, basis, basis), (x @ basis).T @ (x @ basis))
@@ -217,11 +208,8 @@ COUNT, HEAD_WIDTH = 2, 8
 
 
 def make_teacher(folder):
-    config = MarianConfig(
-        vocab_size=40, d_model=COUNT * HEAD_WIDTH, encoder_layers=2, decoder_layers=2, encoder_attention_heads=COUNT,
-        decoder_attention_heads=COUNT, encoder_ffn_dim=24, decoder_ffn_dim=20, max_position_embeddings=64,
-        pad_token_id=39, decoder_start_token_id=39, eos_token_id=0, forced_eos_token_id=0, bos_token_id=None,
-    )  # fmt: skip
+    fields = sizes(COUNT * HEAD_WIDTH, layers=2, heads=COUNT, ffn=24, decoder_ffn_dim=20, max_position_embeddings=64)
+    config = MarianConfig(**fields, **marian_tokens(40), bos_token_id=None)
     torch.manual_seed(0)
     model = MarianMTModel(config).eval()
     with torch.no_grad():
@@ -276,14 +264,6 @@ def test_layers_that_compute_the_same_become_one_without_loss(tmp_path, calibrat
     convert(folder, tmp_path / "mean", **GROUPS, method="paper")
     mean = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "mean").eval()
     assert (logits(mean) - expected).abs().max() > 0.5
-
-
-def test_private_norms_need_layers_that_share(tmp_path):
-    teacher, folder = make_teacher(tmp_path / "teacher")
-    teacher.save_pretrained(folder)
-    with pytest.raises(ValueError, match="share_layer_norms is for layers that share"):
-        convert(folder, tmp_path / "light", ratio=2, study=StudyOptions(share_layer_norms=False), progress=False)
-    assert not (tmp_path / "light").exists()
 
 
 def test_layers_of_different_widths_are_not_merged(tmp_path):

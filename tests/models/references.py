@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from models.cases import padded
 
 Vectors = list[np.ndarray]
 
@@ -430,16 +431,6 @@ def partialformer_causal_logits(w: Weights, config, ids: list[int]) -> np.ndarra
 # Batches -------------------------------------------------------------------------------------------------------------
 
 
-def padded(sentences: list[list[int]], side: str, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and attention mask of sentences of different lengths."""
-    width = max(map(len, sentences))
-    ids, mask = torch.full((len(sentences), width), pad), torch.zeros(len(sentences), width, dtype=torch.long)
-    for row, sentence in enumerate(sentences):
-        place = slice(None, len(sentence)) if side == "right" else slice(width - len(sentence), None)
-        ids[row, place], mask[row, place] = torch.tensor(sentence), 1
-    return ids, mask
-
-
 SOURCES = [[5, 9, 12, 4, 17, 20, 2], [8, 21, 2], [13, 6, 6, 19, 2]]
 TARGETS = [[2, 7, 15], [2, 11, 4, 22, 9, 16], [2, 10, 18, 10]]
 
@@ -469,13 +460,6 @@ def check_logits(model, logits_of: Callable, side: str | None) -> None:
     expected = [logits_of(weights, config, *pair) for pair in zip(SOURCES, TARGETS, strict=True)]
     assert np.std(expected[0]) > 0.1  # the comparison is of numbers that say something
     assert_real_positions_equal(logits, target_mask, expected)
-
-
-def check_ranks(model, expected: dict[str, set[int]]) -> None:
-    """The ranks of the linear layers of each part of a model: {part: ranks}."""
-    for part, ranks in expected.items():
-        modules = model.get_submodule(part).named_modules()
-        assert {len(module.weight) for name, module in modules if name.endswith(".u")} == ranks, part
 
 
 def check_causal_logits(model, logits_of: Callable, side: str) -> None:

@@ -167,7 +167,7 @@ def test_two_processes_measure_what_one_does(base, tmp_path):
     [
         ({"train_file": "none.txt"}, "No data file none.txt"),
         ({"train_file": None, "test_file": None}, "No data"),
-        ({"metric_for_best_model": "bleu"}, "expected what is measured, loss, perplexity"),
+        ({"metric_for_best_model": "bleu"}, "expected a computed one, loss, perplexity"),
         ({"block_size": 13}, "12 positions"),
         ({"context_size": 12}, "context_size is 12"),
         ({"eval_strategy": "epoch"}, "--validation-file"),
