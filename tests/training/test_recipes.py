@@ -284,7 +284,7 @@ def test_help_spells_options_with_dashes(script, capsys):
         (
             "base: other.yaml\nmodel: {model_type: lightformer}",
             [],
-            "has a lightformer, but its base .* has a subformer",
+            "lightformer, but its base .* has a subformer",
         ),
         ("model: {model_type: bart, attention_rank: 3}", [], "of a bart's configuration is named 'attention_rank'"),
         ("model: 3", [], r"recipe\.yaml: expected a mapping"),
