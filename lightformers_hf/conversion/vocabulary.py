@@ -173,10 +173,10 @@ class SentencePieceFiles(SavedTokenizer):
         return lone_characters(texts).union(*(model.needed() for model in self.models.values())) & self.known
 
     def parts(self, token: str) -> set[str]:
-        found = {token}
-        for scores in self.scores:
-            found |= merges_of(token, lambda left, right, scores=scores: scores.get(left + right)) & self.known
-        return found
+        def merges(scores: Mapping[str, float]) -> set[str]:
+            return merges_of(token, lambda left, right: scores.get(left + right))
+
+        return {token} | set().union(*map(merges, self.scores)) & self.known
 
     def rewrite(self, ids: Vocabularies) -> None:
         """Both; pieces that no vocabulary has stay in the models, which would else cut differently."""
