@@ -27,7 +27,7 @@ from pathlib import Path
 
 IMPORTS = """
     accelerate.commands.launch datasets evaluate ipykernel.kernelapp jinja2 pandas rich.console sacrebleu
-    scipy.optimize sentencepiece torch torch.distributed.fsdp torch.distributed.run yaml
+    scipy.optimize sentencepiece torch torch.distributed.run yaml
     transformers.trainer_seq2seq transformers.models.auto.modeling_auto transformers.models.auto.tokenization_auto
     transformers.models.bart.modeling_bart transformers.models.marian.modeling_marian
     transformers.models.marian.tokenization_marian
@@ -120,7 +120,10 @@ def receive(client: socket.socket) -> tuple[list, list[int]]:
 
 def become(request: list, streams: list[int]) -> list[str]:
     """Take over a client's name, folder, environment and streams; returns its arguments."""
+    cold = sys.executable
     (sys.executable, *arguments), folder, environment = request
+    if environment.pop("WARM_ALONE", None):  # the programs that it starts are others
+        sys.executable = cold
     for place, stream in enumerate(streams):
         os.dup2(stream, place)
         os.close(stream)

@@ -84,21 +84,6 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def lightformers(monkeypatch, capfd):
-    """Run the command as a shell does; gives exit code, stdout and stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["lightformers", *map(str, arguments)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        captured = capfd.readouterr()
-        return exit_.value.code or 0, captured.out, captured.err
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory, tiny_marian, parallel_sentences):
     """A folder with a checkpoint `dense`, a smaller one `light`, and `test.jsonl`."""
@@ -256,18 +241,19 @@ def test_verbose_says_more_and_quiet_less(lightformers, workplace):
     assert loggers() == before
 
 
-def test_a_json_file_without_a_folder_is_said_before_anything_is_done(lightformers, workplace):
-    code, out, err = lightformers("convert", "dense", "out", "--json", "none/plan.json")
-    assert (code, out) == (1, "")
-    assert err == "error: none/plan.json cannot be written: there is no folder none\n"
-    assert not (workplace / "out").exists()
-
-
-def test_a_page_without_a_place_is_said_before_anything_is_done(lightformers, workplace):
-    for place, reason in {"none/page.html": "there is no folder none", "dense": "is a folder"}.items():
-        code, _, err = lightformers("report", "light", "--output", place)
-        assert (code, reason in err, err.count("\n")) == (1, True, 1)
-        assert (workplace / "light").is_dir()
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("convert dense out --json none/plan.json", "none/plan.json cannot be written: there is no folder none\n"),
+        ("report light --output none/page.html", "there is no folder none"),
+        ("report light --output dense", "is a folder"),
+    ],
+)
+def test_a_place_that_cannot_be_is_said_before_anything_is_done(lightformers, workplace, words, reason):
+    before = sorted(workplace.rglob("*"))
+    code, out, err = lightformers(*words.split())
+    assert (code, out, reason in err, err.count("\n")) == (1, "", True, 1)
+    assert sorted(workplace.rglob("*")) == before
 
 
 def test_a_full_disk_is_said_in_one_line(lightformers, monkeypatch):
@@ -283,12 +269,7 @@ def test_a_full_disk_is_said_in_one_line(lightformers, monkeypatch):
     assert err == "error: the disk is full: make room, then give the same command again\n"
 
 
-def test_an_export_is_no_source(lightformers, workplace):
-    (workplace / "light" / "export.json").write_text("{}")
-    code, _, err = lightformers("plan", "light", "--ratio", "2")
-    assert (code, "light was exported for an engine, not for transformers: give the checkpoint" in err) == (1, True)
-
-
+@pytest.mark.usefixtures("warm_python")
 def test_bars_fill_no_log(workplace):
     command = [sys.executable, "-m", "lightformers_hf", "plan", "dense", "--rank", "2", "--method", "paper"]
     start = time.monotonic()
@@ -338,7 +319,7 @@ def test_the_module_is_the_command(lightformers, monkeypatch, capfd):
     ],
 )
 def test_the_shell_completes(lightformers, monkeypatch, words, completions):
-    """As bash asks after `lightformers --install-completion`; what it is given back as it was, it takes for a file."""
+    """As the script of `bash_source` asks; what it is given back as it was, it takes for a file."""
     typed = f"lightformers {words}".split(" ")
     variables = {
         "_LIGHTFORMERS_COMPLETE": "bash_complete",
@@ -348,16 +329,6 @@ def test_the_shell_completes(lightformers, monkeypatch, words, completions):
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
     assert {line.partition(",")[2] for line in lightformers()[1].splitlines()} == completions
-
-
-def test_plan_as_json(lightformers, tiny_marian):
-    patterns = ["--pattern", "fc1=dense", "--pattern", r"layers\.1\.fc2=3"]
-    code, out, _ = lightformers("plan", tiny_marian, "--rank", "4", "--method", "paper", *patterns, "--json", "-")
-    plan = json.loads(out)
-    assert (code, plan["options"]["rank"]) == (0, 4)
-    ranks = {matrix["name"]: matrix["size"] for matrix in plan["matrices"]}
-    assert ranks["encoder.layers.0.fc1"] is None
-    assert (ranks["encoder.layers.1.fc2"], ranks["encoder.layers.0.fc2"]) == (3, 4)
 
 
 def test_what_is_not_there_is_refused_before_torch_is_imported(tiny_marian, tmp_path):
@@ -473,53 +444,7 @@ def test_old_options_work_and_warn(lightformers, command, old, new):
         assert (code, "warning: " in err, "OUTPUT" in err, "./none is no folder" in err) == (1, True, True, True)
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_is_taught_once(lightformers, monkeypatch, tmp_path, shell):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("SHELL", f"/bin/{shell}")
-    file = Path(framework.STARTUP_FILES[shell]).expanduser()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(b"before \xe9")  # whatever its encoding
-    for _ in range(2):
-        assert lightformers("--install-completion")[0] == 0
-    script = Path(f"{framework.COMPLETIONS}{shell}")
-    assert file.read_bytes() == b"before \xe9\n" + f"source {script}\n".encode()
-    said = script.expanduser().read_text()
-    assert f"_LIGHTFORMERS_COMPLETE={shell}_complete" in said
-    # Nothing is run but when TAB is pressed: the command is there in some environments alone.
-    if (program := shutil.which(shell)) is not None:
-        done = subprocess.run([program, str(script.expanduser())], env={"PATH": "/usr/bin:/bin"}, capture_output=True)
-        assert (done.returncode, done.stderr) == (0, b"")
-    assert said.startswith("(( $+functions[compdef] ))") == (shell == "zsh")  # without which it has no completion
-    script.expanduser().unlink()
-    script.expanduser().mkdir()
-    code, _, err = lightformers("--install-completion")
-    assert code == 1
-    assert err == f"Error: {script.expanduser()} cannot be written: Is a directory\n"
-    monkeypatch.setenv("SHELL", "/bin/tcsh")
-    code, _, err = lightformers("--install-completion")
-    assert code == 1
-    assert "expected one of bash, zsh, fish" in err
-
-
-def test_the_folder_one_is_in_has_its_name(lightformers, workplace, monkeypatch):
-    monkeypatch.chdir(workplace / "dense")
-    code, out, _ = lightformers("plan", ".", "--rank", "8", "--method", "paper", "--json", "-")
-    assert code == 0
-    assert json.loads(out)["source"] == "dense"
-
-
-@pytest.mark.parametrize("words", ["-q convert dense light", "benchmark --runs 1 conversion", "--ratio=2 plan dense"])
-def test_options_before_a_command_are_sent_behind_it(lightformers, words):
-    code, _, err = lightformers(*words.split())
-    name = next(word for word in words.split() if word.startswith("-")).partition("=")[0]
-    assert code == 2
-    assert f"Error: {name} is an option of commands: give it behind a command's name." in err
-    code, _, err = lightformers("--nonsense", "plan")
-    assert code == 2
-    assert "No such option" in err
-
-
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize(
     ("words", "number"),
     [
@@ -545,7 +470,6 @@ main()
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, **streams) as process:
         at_work = int(process.stdout.readline())
-        assert (at_work == process.pid) == words.startswith("convert")
         process.send_signal(number)
         assert process.wait(60) == (143 if number == signal.SIGTERM else -signal.SIGKILL)
     end = time.monotonic() + 20 * (number == signal.SIGKILL)

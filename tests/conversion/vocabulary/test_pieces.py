@@ -39,7 +39,7 @@ def test_sentences_by_which_a_model_tests_itself_are_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(chosen=st.sets(st.sampled_from(GERMAN + ENGLISH), min_size=1))
 def test_text_is_cut_as_before(tmp_path_factory, kind, chosen):
     model = read(kind, tmp_path_factory.getbasetemp())
