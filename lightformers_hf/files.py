@@ -26,8 +26,8 @@ except ImportError:  # Windows
 CARD_FILE = "README.md"
 REPORT_FILE = "compression.json"
 EXPORT_FILE = "export.json"
-PAGE_FILE = "page.json"  # of a page that translates in the browser
-RECORD_FILE = "recovery.json"  # of a recovery: options, settings and results
+PAGE_FILE = "page.json"  # manifest of a page that translates in the browser
+RECORD_FILE = "recovery.json"  # record of a recovery: options, settings and results
 STATE_FILE = "trainer_state.json"  # transformers' Trainer writes it
 WEIGHT_FILES = (  # the one that is loaded first
     "model.safetensors",
@@ -52,7 +52,7 @@ MODEL_FILES = (
     *(*TOKENIZER_FILES, CARD_FILE, REPORT_FILE, STATE_FILE),
 )
 MANIFEST_FILE = ".lightformers.json"  # in every folder of the package: the names of its files
-UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)  # of a folder: nothing goes into it
+UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)  # the folder is read-only or full
 LARGEST = 2.0**63  # above every measured value
 LONGEST_NAME = 255  # bytes, of a file's name
 FULL = 1 << 26  # bytes left on a disk that count as none
@@ -79,7 +79,7 @@ def as_kind(content: Any, kind: Any, place: str) -> Any:
     """Convert the content of a JSON file to the type of a hint: objects to a data class, anything else unchanged.
 
     Args:
-        content: of a file that anybody may have written.
+        content: content of a file from an unknown author.
         kind: `int`, `float` (whole numbers, too), `str`, `Any`, a data class, and lists, dictionaries, unions of them.
         place: where it stands, for the message.
 
@@ -126,14 +126,14 @@ def json_text(content: dict | list, what: str) -> str:
     except ValueError:
         if place := find_not_finite(content):
             raise ValueError(
-                f"{what}: {place} is NaN or infinite, which JSON cannot say, so nothing was written; it is an error "
+                f"{what}: {place} is NaN or infinite, which JSON does not allow: nothing was written; it is an error "
                 "of lightformers_hf, or of a model that computes such values"
             ) from None
         raise
 
 
 def find_not_finite(content: object, place: str = "") -> str | None:
-    """Where in nested lists and dictionaries the first number is NaN or infinite: `matrices[3].energy`."""
+    """Return the place of the first NaN or infinity in nested lists and dictionaries: `matrices[3].energy`."""
     if isinstance(content, dict):
         inner = ((value, f"{place}.{key}".lstrip(".")) for key, value in content.items())
     elif isinstance(content, list | tuple):
@@ -212,7 +212,7 @@ def is_full_disk(error: BaseException) -> bool:
 
 
 def find_folder(source: str | os.PathLike) -> Path | None:
-    """The folder of a model by what a user calls it; `None` where that is a name on the Hub.
+    """Return the folder of a model by the name that the user gave; `None` for a name on the Hub.
 
     Raises:
         FileNotFoundError: no such folder, and no name that the Hub could have.
@@ -251,7 +251,7 @@ def check_folder(folder: Path) -> None:
 def check_output(
     target: str | Path, *, overwrite: bool = False, inputs: Iterable[str | os.PathLike | None] = ()
 ) -> Path:
-    """The folder to write, as `atomic_output` will write it; what a dead process left beside it is cleaned up.
+    """The folder to write, as `atomic_output` will write it; files of a dead process beside it are removed.
 
     To be called before work that takes long, which would be lost.
 
@@ -279,7 +279,7 @@ def atomic_output(
 
     Args:
         target: the folder to write; folders above it are made.
-        overwrite: replace what `target` holds, if `atomic_output` wrote all of it.
+        overwrite: replace the content of `target`, if `atomic_output` wrote all of it.
         inputs: what the work reads, folders or files (`None` and what is no path here, such as a name on the Hub, do
             not matter); `target` must neither be nor hold any, wherever their links lead, nor lie in one.
 
@@ -312,7 +312,7 @@ def atomic_output(
 
 
 def _explain_full_disk(error: BaseException, temporary: Path, target: Path) -> None:
-    """Raise `OSError` where a disk is full: that of the output, or the one of what was read."""
+    """Raise `OSError` if a disk is full: that of the output, or that of the input."""
     if not is_full_disk(error):
         return
     if shutil.disk_usage(temporary).free < FULL:
@@ -387,7 +387,7 @@ def _find_places(name: str | os.PathLike) -> Iterator[Path]:
 
 
 def _check_content(target: Path, overwrite: bool) -> None:
-    """Raise `FileExistsError` where a folder holds what may not be replaced."""
+    """Raise `FileExistsError` if a folder holds files that must not be replaced."""
     if not _is_full(target):
         return
     if not overwrite:
@@ -451,7 +451,7 @@ def lock(target: Path) -> Iterator[bool]:
 
 
 def _replace(target: Path, temporary: Path, overwrite: bool) -> None:
-    """Give `temporary` the name of `target`, or fail and leave both; what was there may be another's by now."""
+    """Rename `temporary` to `target`, or fail and keep both; another process may have written the target."""
     _check_content(target, overwrite)
     old = beside(target, "old-" + secrets.token_hex(4))
     try:
@@ -469,7 +469,7 @@ def _replace(target: Path, temporary: Path, overwrite: bool) -> None:
 
 
 def open_to_readers(folder: Path, known: str) -> None:
-    """Let who may read the file `known` read the others, too: safetensors makes its own for their owner alone."""
+    """Give the other files the read permissions of the file `known`: safetensors makes files for their owner alone."""
     mode = (folder / known).stat().st_mode & 0o666
     for file in folder.rglob("*"):
         if file.is_file() and not file.is_symlink() and mode & ~file.stat().st_mode:
@@ -496,7 +496,7 @@ def _remove(folder: Path, target: Path) -> None:
 
 
 def _clean_up(target: Path) -> None:
-    """Remove what dead processes left beside `target`; put the old output back if one died while replacing it.
+    """Remove files of dead processes beside `target`; restore the old output if a process died while replacing it.
 
     To be called by who holds the lock: nobody else writes then.
     """
@@ -508,7 +508,7 @@ def _clean_up(target: Path) -> None:
         if target.exists():
             target.rmdir()
         aside.pop().rename(target)
-    # Where the old output's place was taken by somebody else, it may be the only one.
+    # If another process has taken the place of the old output, this may be the only copy.
     finished = aside if (target / MANIFEST_FILE).is_file() else []
     for path in (*finished, *(path for word, path in found if word == "tmp")):
         _remove(path, target)

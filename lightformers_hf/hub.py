@@ -78,7 +78,7 @@ class Push(Result):
     """Result of a push.
 
     Attributes:
-        name: of the repository, `user/model`.
+        name: name of the repository, `user/model`.
         url: of its page.
         commit: its hash, which pins the model: `from_pretrained(name, revision=commit)`.
         kind: `checkpoint`, `model` of another program, or `space`.
@@ -133,7 +133,7 @@ def push_to_hub(
         tokenizer: that of a loaded model.
         private: make the repository private. An existing public repository is refused.
         revision: the branch of the commit, created if it is missing. Default: `main`.
-        message: of the commit.
+        message: message of the commit.
         results: files written by `lightformers evaluate --json`, for the card's tables and the Hub's.
 
     Only files with the names of a model's parts are sent, and no file by a link out of the folder (`preview_push`
@@ -208,7 +208,7 @@ def preview_push(folder: str | Path, name: str, *, results: Sequence[str | Path]
 
 
 def _exported_files(folder: Path, results: Sequence[str | Path]) -> tuple[str, list[Path]]:
-    """What a folder is on the Hub, and the files of an export or a page, by its manifest; none of a checkpoint."""
+    """Return the kind of a folder on the Hub, and the files of an export or a page by its manifest."""
     kind = "space" if (folder / PAGE_FILE).is_file() else "model" if (folder / EXPORT_FILE).is_file() else "checkpoint"
     if kind == "checkpoint":
         return kind, []
@@ -254,7 +254,7 @@ def _deletions(there: ModelInfo, adds: list[CommitOperationAdd]) -> list[CommitO
 def _check_model(folder: Path) -> PreTrainedModel:
     """The model that a folder holds, without storage, once it is sure that its weights are whole, and no pickle."""
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} holds no config.json: give what convert or a training run wrote")
+        raise FileNotFoundError(f"{folder} holds no config.json: give a folder that convert or a training run wrote")
     config = load_pretrained(AutoConfig, folder)
     if not isinstance(config, FactorizedConfig):
         raise ValueError(
@@ -284,7 +284,7 @@ def _files(folder: Path, config: FactorizedConfig) -> list[Path]:
         code |= {Path(file) for first in sorted(code) for file in get_relative_import_files(first)}
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{folder} lacks {Path(error.filename).name}, code without which strangers cannot load the model: with "
+            f"{folder} lacks {Path(error.filename).name}, code that users without the package need: with "
             "lightformers_hf imported, load it and save it again with save_pretrained"
         ) from None
     patterns = (*MODEL_FILES, *_tokenizer_files(folder), REPORT_FILE)
@@ -310,9 +310,7 @@ def _tokenizer_files(folder: Path) -> set[str]:
     try:
         tokenizer = load_pretrained(AutoTokenizer, folder)
     except (OSError, ValueError, ImportError) as error:
-        raise ValueError(
-            f"the tokenizer in {folder} cannot be loaded, so strangers could not either: {error}"
-        ) from error
+        raise ValueError(f"the tokenizer in {folder} cannot be loaded, so users could not load it: {error}") from error
     return {*TOKENIZER_FILES, *type(tokenizer).vocab_files_names.values()}
 
 
@@ -335,7 +333,7 @@ def _card(folder: Path, model: PreTrainedModel, name: str, results: Sequence[dic
         return str(card) if results else own
     file, steps = folder / STATE_FILE, read_json(folder / STATE_FILE).get("global_step")
     result = read_json(folder / RECORD_FILE).get("result")
-    if isinstance(result, dict):  # of a recovery, which keeps the best, or none
+    if isinstance(result, dict):  # a recovery keeps the best, or none
         file, steps = folder / RECORD_FILE, result.get("best_step")
     if not isinstance(steps, int | None):
         raise ValueError(f"the number of steps in {file} is {steps!r}: expected a whole number")
@@ -359,15 +357,15 @@ def _explain_errors(name: str) -> Iterator[None]:
         yield
     except (HTTPError, OSError, RuntimeError) as error:
         cause = error
-        while isinstance(cause, RuntimeError) and cause.__cause__ is not None:  # the client wraps what ends an upload
+        while isinstance(cause, RuntimeError) and cause.__cause__ is not None:  # the client wraps errors of an upload
             cause = cause.__cause__
         raise _explain(cause, name) from error
 
 
 def _explain(error: BaseException, name: str) -> OSError:
     if isinstance(error, OSError) and not isinstance(error, (HTTPError, ConnectionError, TimeoutError)):
-        return error  # of this machine, not of the Hub
-    again = "run the same again, what has arrived is not sent twice, and until all has, nobody sees a part of it"
+        return error  # an error of this machine, not of the Hub
+    again = "run the same command again: complete files are not sent twice, and nobody sees a part of the upload"
     if "xet-write-token" in str(error) and "404" in str(error):  # request of the client before it uploads large files
         return ConnectionError(
             f"{constants.ENDPOINT} does not speak Xet, which hf_xet uploads by: set HF_HUB_DISABLE_XET=1 and {again}"

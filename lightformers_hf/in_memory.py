@@ -1,4 +1,4 @@
-"""Models that are loaded already: saved to a temporary folder, so that all functions read checkpoints alike."""
+"""Loaded models: saved to a temporary folder, so that all functions read them like checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None)
     """
     loaded = [model for model in models if not isinstance(model, str | os.PathLike | None)]
     if tokenizer is not None and not loaded:
-        raise ValueError("tokenizer is given, but no loaded model: leave tokenizer out, a checkpoint has its own")
+        raise ValueError("tokenizer is given, but no loaded model: remove tokenizer, a checkpoint has its own")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         places = []
         for number, model in enumerate(models):

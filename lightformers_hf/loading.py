@@ -52,7 +52,7 @@ WRAPPERS = {
     "module.": ("DataParallel", "model.module"),
     "base_model.model.": ("peft", "model.merge_and_unload()"),
 }
-QUANTIZED = (".SCB", ".absmax", ".quant_map", ".qweight", ".weight_format")  # what libraries add to their weights
+QUANTIZED = (".SCB", ".absmax", ".quant_map", ".qweight", ".weight_format")  # suffixes of quantized weights
 POSITIONS, DEPTHS = 1 << 15, 1 << 8  # believed where no tensor is as long, or where layers are shared
 
 
@@ -259,7 +259,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: its shape, and what reads it."""
+    """A tensor in a file: its shape, and the function that reads it."""
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
@@ -423,7 +423,7 @@ def assemble(
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What a checkpoint of `model` holds: its state dict less the names that only repeat another tensor."""
+    """Return the tensors of a checkpoint of `model`: its state dict without names that repeat another tensor."""
     ties = model.get_expanded_tied_weights_keys(all_submodels=True)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in ties}
 

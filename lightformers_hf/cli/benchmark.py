@@ -1,4 +1,4 @@
-"""`benchmark` and its commands: this package measured against what it replaces."""
+"""`benchmark` and its commands: this package measured against the models that it replaces."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RUNS_HELP = "Interleaved runs; medians are shown."
 
 
 @command(
-    option("--shapes", default="opus-mt", values=tuple(TEACHERS), help="Of which checkpoint."),
+    option("--shapes", default="opus-mt", values=tuple(TEACHERS), help="Shapes of a checkpoint."),
     option("--method", values=METHODS, help="Method of the conversion. Default: its default."),
     option("--ratio", type=float, help="Ratio of the conversion. Default: its default."),
     option("--whole", is_flag=True, expose_value=False, hidden=True, help="As always since version 0.2."),
@@ -94,7 +94,7 @@ def engines(
 ) -> Answer:
     """Time a teacher and its students in transformers, CTranslate2 and ONNX Runtime, in float32 and int8.
 
-    Ratios are to the teacher in the same engine, and to the teacher in CTranslate2 int8, what a user would deploy.
+    Ratios are to the teacher in the same engine, and to the teacher in CTranslate2 int8, the usual deployment.
     Needs pip install 'lightformers_hf[export]'.
 
     Example: lightformers benchmark engines opus-mt-de-en recovered --data test.jsonl --cores 1 --batch-size 1
@@ -119,7 +119,7 @@ def engines(
 
 group = Group(
     "benchmark",
-    help="Measure this package against what it replaces.",
+    help="Measure this package against the models that it replaces.",
     examples="Example: lightformers benchmark architectures --pair partialformer-36m --no-training",
     commands=[conversion, architectures, engines],
 )

@@ -145,7 +145,7 @@ def sample_pairs(
 ) -> Dataset:
     """So many random pairs of the text that `options` name, or texts of the source language alone: see `load_text`.
 
-    Unless `options` say how many, it is `SAMPLES`, and more where these have few tokens.
+    Without a number in `options`, the number is `SAMPLES`, and more if these have few tokens.
     """
     data, samples = options.calibration, options.calibration_samples
     source, target = options.columns
@@ -194,7 +194,7 @@ def synthetic_batches(model: PreTrainedModel, teacher: Teacher, samples: int | N
 def default_sources(model: PreTrainedModel) -> tuple[int, int]:
     """Return the default number of sources that a model generates, and their batch size.
 
-    What more of them cost grows with the model, what they save does not: 256, and for models below 20M parameters as
+    The cost of more texts grows with the model, their benefit does not: 256, and for models below 20M parameters as
     many times that, four at most, as these have parameters less.
     """
     times = max(1, min(MOST_TIMES, SMALL // model.num_parameters()))
@@ -223,7 +223,7 @@ def random_texts(
     *,
     name: str,
 ) -> list[str]:
-    """Random sources as texts, behind the prefixes that the model is known for between `languages`, in turn."""
+    """Random sources as texts, after the prefixes of the model for `languages`, in turn."""
     sources = random_sources(tokenizer, config, number, seed, name=name)
     return _decoded(sources, tokenizer, find_prefixes(config, *languages))
 
@@ -244,11 +244,11 @@ def translated_batches(model: PreTrainedModel, teacher: Teacher, texts: list[str
 def _with_targets(
     what: str, model: PreTrainedModel, teacher: Teacher, padded: Iterable[tuple[Tensor, Tensor]], most: Sequence[int]
 ) -> list[Batch]:
-    """Batches as `Calibration` takes them: sources, and what the model makes of them.
+    """Batches for `Calibration`: sources, and the outputs of the model for them.
 
     Args:
         padded: ids and masks; read by one thread, as several can't share a tokenizer.
-        most: of each batch, how many tokens the model makes at most.
+        most: maximum number of tokens that the model generates, for each batch.
     """
 
     def make(batch: tuple[tuple[Tensor, Tensor], int]) -> Batch:
@@ -269,7 +269,7 @@ def token_frequencies(tokenizer: PreTrainedTokenizerBase | None, config: PreTrai
     """Return the expected frequency of each source token, (V), not normalised; 0 for special tokens.
 
     A unigram model (SentencePiece) contains the probabilities of its tokens. Elsewhere ids are taken to be in order of
-    falling frequency, as byte-pair merges are, and to follow Zipf's law. Without a tokenizer all tokens are alike.
+    falling frequency, as byte-pair merges are, and to follow Zipf's law. Without a tokenizer all tokens are equal.
     """
     special = {config.pad_token_id, config.bos_token_id, config.eos_token_id, config.decoder_start_token_id}
     if tokenizer is None:
@@ -328,6 +328,6 @@ def _greedy(teacher: Teacher, max_new_tokens: int) -> GenerationConfig:
     """The likeliest token after the other, by the teacher's `TOKEN_RULES`."""
     own = teacher.generation_config()
     rules = {name: getattr(own, name) for name in TOKEN_RULES}
-    # Trainer leaves `use_cache: false` in the configuration of what it trained.
+    # Trainer leaves `use_cache: false` in the configuration of trained models.
     settings = {"num_beams": 1, "do_sample": False, "use_cache": True, "max_new_tokens": max_new_tokens}
     return GenerationConfig(**rules, **settings, max_length=None)

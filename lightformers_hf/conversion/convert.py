@@ -52,9 +52,9 @@ class Compressed:
     Attributes:
         teacher: the teacher, with the layers that stay.
         model: skeleton of the result.
-        tensors: the result's, in the teacher's type or in float32, in which layers are regressed; empty after a dry
+        tensors: the result's, in the teacher's type or in float32, in which layers are refitted; empty after a dry
             run.
-        report: what was done.
+        report: report of the conversion.
     """
 
     teacher: Teacher
@@ -89,7 +89,7 @@ def compress(
 ) -> Compressed:
     """Choose the form of every part of the teacher in a folder, and build it, unless the run is `dry`.
 
-    `source` is what the user called the teacher.
+    `source` is the teacher's name as the user gave it.
     """
     asked_study, study = study, resolve_study(options, study)
     device = check_device(options.device)
@@ -153,8 +153,8 @@ def check_needs(teacher: Teacher, options: CompressionOptions, study: StudyOptio
         )
     if needed is not None:
         raise ValueError(
-            f"{needed} is given, but no matrix gets smaller and no layer merged or left out, for which text is read: "
-            f"give a ratio, a rank or a size, too, or leave {needed} out"
+            f"{needed} is given, but no matrix gets smaller and no layer is merged or removed, which needs text: "
+            f"give a ratio, a rank or a size, too, or remove {needed}"
         )
 
 

@@ -319,7 +319,7 @@ class Metric:
 
 
 def damped_weights(squares: Tensor, damping: float) -> Tensor:
-    """Square roots of row weights, damped; all alike where nothing was seen, as in `damped_root`."""
+    """Square roots of row weights, damped; all equal without data, as in `damped_root`."""
     level = squares.mean()
     return (squares + damping * level).sqrt() if level > 0 else torch.full_like(squares, UNSEEN)
 

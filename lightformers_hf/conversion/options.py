@@ -124,14 +124,14 @@ class CompressionOptions:
         for name in self._given("params", "size"):
             read_quantity(name, getattr(self, name))
         if self.method == "paper" and (given := self._given("calibration", *LAYERS, *OTHER_BUDGETS)):
-            raise ValueError(f"method is 'paper', but the paper's procedure has no {given[0]}: leave one of them out")
+            raise ValueError(f"method is 'paper', but the paper's procedure has no {given[0]}: remove one of the two")
         self.policy()  # raises an error for values out of range
         for kind in ("attention", "ffn") if self.method == "narrow" else ():
             rule = self._policy.kinds.get(kind, self._policy.default)
             if not (rule is None or isinstance(rule, Ratio)):
                 name = "pattern" if kind in self._policy.kinds else self._given(*HOW_FAR)[0]
                 raise ValueError(
-                    f"method is 'narrow', and how narrow is chosen by ratio, params or size: leave {name} out"
+                    f"method is 'narrow', and how narrow is chosen by ratio, params or size: remove {name}"
                 )
         if not self._is_one_number() and (given := self._given(*OTHER_BUDGETS)):
             raise ValueError(
@@ -254,16 +254,16 @@ def resolve_study(options: CompressionOptions, study: StudyOptions | None = None
     study = study or StudyOptions()
     switches = METHOD_SWITCHES[options.method]
     if given := [name for name, value in switches.items() if getattr(study, name) not in (None, value)]:
-        raise ValueError(f"method is {options.method!r}, which leaves no choice of {given[0]}: leave one of them out")
+        raise ValueError(f"method is {options.method!r}, which determines {given[0]}: remove one of the two")
     if options.method == "paper" and study.weighting != "loss":
-        raise ValueError(f"method is 'paper', which weighs no errors; weighting is {study.weighting!r}: leave it out")
+        raise ValueError(f"method is 'paper', which weights no errors; weighting is {study.weighting!r}: remove it")
     study = replace(study, **switches)
     if options.encoder_groups is None and options.decoder_groups is None and not study.share_layer_norms:
         raise ValueError("share_layer_norms is for layers that share: give encoder_groups or decoder_groups")
     if study.allocation == "budget" and not options.spends_budget:
         raise ValueError("allocation is 'budget', which needs one ratio for all kinds: give ratio alone")
     if study.allocation == "uniform" and options.budget in OTHER_BUDGETS:
-        raise ValueError(f"allocation is 'uniform', which needs a ratio: leave {options.budget} out")
+        raise ValueError(f"allocation is 'uniform', which needs a ratio: remove {options.budget}")
     return study
 
 
@@ -288,7 +288,7 @@ def read_quantity(name: str, text: str | float) -> int:
     if match is None or not float(match[1]):
         raise ValueError(f"{name} is {text!r}, expected a number above 0, k, M or G behind it: 20M, 40MB")
     if name == "params" and match[3]:
-        raise ValueError(f"params is {text!r}, but counts parameters, not bytes: leave out the B, or give it as size")
+        raise ValueError(f"params is {text!r}, but counts parameters, not bytes: remove the B, or give it as size")
     return int(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[match[2].lower()])
 
 
@@ -340,7 +340,7 @@ def read_pattern(items: list[str]) -> Mapping[str, str]:
         if not (separator and name):
             raise ValueError(f"pattern is {item!r}, expected NAME=CHOICE, such as ffn=4x or fc1=dense")
         if name in pattern:
-            raise ValueError(f"pattern has {name!r} twice: leave one of them out")
+            raise ValueError(f"pattern has {name!r} twice: remove one of the two")
         pattern[name] = choice
     return pattern
 

@@ -1,6 +1,6 @@
 """Refit: every linear layer and norm learns to give the teacher's outputs from the inputs that it now gets.
 
-Front to back in one pass, by regression on the calibration sentences; no labels, no back-propagation. Later layers
+Front to back in one pass, by least squares on the calibration sentences; no labels, no back-propagation. Later layers
 compensate for the losses of a layer. In the same way the layers that stay learn to do the work of removed ones. In the
 end the probabilities of tokens are balanced, and the predictions of both models compared.
 """
@@ -26,7 +26,7 @@ from .sensitivity import LOGIT_ROWS, SHRINKAGE, Batch, Calibration, cut_batches,
 from .sharing import find_matrices, short_name
 from .workers import AT_ONCE, Step, algebra_device, cast_weights, fast_passes, fast_products, map_in_threads
 
-# Weight of the layer's matrix in the regression, relative to the mean variance of its inputs, which are of sample
+# Weight of the layer's matrix in the fit, relative to the mean variance of its inputs, which are of sample
 # sentences or of self-generated text.
 RIDGE, SELF_GENERATED_RIDGE = 1e-2, 0.1
 # Share of the accumulated error of the hidden states that is corrected: more helps on the sample alone (RESULTS.md,
@@ -38,7 +38,7 @@ CONSTANT = 1e-6
 TOKENS = 1024
 NORMS = (nn.LayerNorm, nn.RMSNorm)
 # Target tokens whose probabilities are balanced, about; steps that balance them, occurrences of each that are added to
-# those seen, and how many nats a token they must win together.
+# those seen, and the nats per token that they must gain together.
 BALANCED, BALANCING, SMOOTHING, WORTH_BALANCING = 8192, 4, 0.5, 0.04
 # For `encoder` and `decoder`, indices of the teacher's layers that correspond to the layers of another model.
 Depths = Mapping[str, Sequence[int]]
@@ -49,8 +49,8 @@ def can_refit(config: FactorizedConfig, study: StudyOptions) -> bool:
     possible = isinstance(config, LightFormerConfig) and not (config.encoder_groups or config.decoder_groups)
     if study.refit and not possible:
         raise ValueError(
-            "refit is True, but layers that are shared serve several places, which one regression can't, and only a "
-            "LightFormer's are known one by one: leave refit or the groups out"
+            "refit is True, but shared layers have several places, which one fit cannot serve, and only a "
+            "LightFormer's are known one by one: remove refit or the groups"
         )
     return possible and study.refit is not False
 
@@ -71,12 +71,12 @@ def refit(
 def bridge(
     shorter: PreTrainedModel, teacher: PreTrainedModel, depths: Depths, batches: Sequence[Batch]
 ) -> dict[str, Tensor]:
-    """Tensors of a teacher with fewer layers, regressed so that each does what those before it did, too.
+    """Tensors of a teacher with fewer layers, refitted so that each layer also replaces the removed ones before it.
 
-    A stack that has them all is left as it is, unless it reads what a shorter one wrote.
+    A stack with all layers is unchanged, unless it reads the outputs of a shorter one.
 
     Args:
-        shorter: that teacher; what is regressed gets new tensors.
+        shorter: that teacher; refitted layers get new tensors.
         teacher: with all its layers.
         depths: those that stay: the last of each part of a stack.
         batches: as of `Calibration`.
@@ -91,7 +91,7 @@ def bridge(
             weight.data = weight.data.clone()
     store, unchanged = TensorStore(teacher.device), Built([], {})
     regression = Regression(shorter, teacher, depths, cut_batches(batches, TOKENS), store, unchanged, share=1)
-    regression.run(stacks, "bridging")
+    regression.run(stacks, "fitting layers")
     balance(shorter, teacher, regression.batches, store)
     state = shorter.state_dict()
     changed = [f"{name}.{leaf}" for name in names for leaf in shorter.get_submodule(name).state_dict()]
@@ -100,9 +100,9 @@ def bridge(
 
 @dataclass(frozen=True, eq=False)
 class Regression:
-    """A regression that changes the linear layers and norms of `student` in place; ranks and shapes stay.
+    """Least squares that change the linear layers and norms of `student` in place; ranks and shapes stay.
 
-    A layer's inputs x are the student's, with all layers before it regressed; its aim y is the teacher's output, and
+    A layer's inputs x are the student's, with all layers before it refitted; its target y is the teacher's output, and
     where that is added to states r, of which the student's r' lack some, y + β(r − r'). So what one sublayer loses,
     the next ones make up for: all of it (β = 1) if layers were removed, half of it if matrices became smaller. W* =
     (E[xᵀx] + ρI)⁻¹ (E[xᵀy] + ρW), all centred, truncated in the metric of the calibration; the bias makes the means
@@ -115,13 +115,13 @@ class Regression:
 
     Attributes:
         student, teacher: LightFormers without shared layers; the teacher dense or not.
-        depths: of `encoder` and `decoder`, which of the teacher's layers each of the student's stands for.
+        depths: of `encoder` and `decoder`, the teacher's layer for each of the student's.
         batches: as of `Calibration`.
         store: gets the states.
-        built: what the matrices have become: their forms, and the coordinates of outputs that are fewer.
+        built: the results of the forms: their kinds, and the coordinates of outputs that are fewer.
         share: β.
         calibration: of a model that the student was made of: that has the layers as they were, and gradients for the
-            metric. `None`: the student is that model itself, and errors of all outputs are alike.
+            metric. `None`: the student is that model itself, and errors of all outputs have equal weight.
     """
 
     student: PreTrainedModel
@@ -144,7 +144,7 @@ class Regression:
         return SELF_GENERATED_RIDGE if self.calibration and self.calibration.self_generated else RIDGE
 
     def run(self, stacks: Sequence[str], what: str) -> None:
-        """Regress the layers of these stacks; the others' states are computed."""
+        """Refit the layers of these stacks; for the others, only hidden states are computed."""
         total = sum(len(self.depths[stack]) for stack in stacks)
         with Step(what, total=total, unit="layer") as bar:
             for stack, depths in self.depths.items():
@@ -174,7 +174,7 @@ class Regression:
         norms = [name for name in _norms(self.student, student.name) if name.startswith(path) and self._changes(name)]
         names = linear + norms
         teacher.record(teacher_depth, names, self.share)
-        groups: dict[int, list[str]] = {}  # those with one input are one regression, in the order of their calls
+        groups: dict[int, list[str]] = {}  # layers with one input are one fit, in the order of their calls
         for name, states in (seen := student.inputs(depth, 0, names)).items():
             groups.setdefault(id(states), []).append(name)
         del seen
@@ -195,7 +195,7 @@ class Regression:
     def _sums(
         self, student: HiddenStates, teacher: HiddenStates, depth: int, layers: dict[str, nn.Module]
     ) -> tuple[PairMoments, dict[str, PairMoments]]:
-        """Over all batches, of what goes into layers of one input, and of that with what is to come out of each."""
+        """Sums over all batches: of the inputs of layers that share them, and of inputs with each layer's target."""
         group, width = list(layers), next(iter(layers.values())).in_features
         inputs = PairMoments(width, width, self.device)
         outputs = {name: PairMoments(width, layer.out_features, self.device) for name, layer in layers.items()}
@@ -222,7 +222,7 @@ class Regression:
         return inputs, outputs
 
     def _changes(self, name: str) -> bool:
-        """Whether there is a norm of that name, and it is to be regressed."""
+        """Whether there is a norm of that name that is refitted."""
         module, decoder = self.student.get_submodule(name), self.student.model.decoder
         last = decoder.layer_norm
         if isinstance(last, nn.Identity) and not decoder.layers[-1].normalize_before:
@@ -230,7 +230,7 @@ class Regression:
         return isinstance(module, NORMS) and (self.share == 1 or module is not last)
 
     def _fit_norm(self, name: str, outputs: Callable[[int], tuple[Tensor, Tensor]]) -> None:
-        """Give a norm the regression of its gain, and its bias; `outputs` of a batch are its and the teacher's."""
+        """Refit the gain and the bias of a norm; `outputs` of a batch are its and the teacher's."""
         norm = self.student.get_submodule(name)
         centred = bias_of(norm) is not None
         sums = torch.zeros(5, len(norm.weight), dtype=torch.float64, device=self.device)
@@ -255,10 +255,10 @@ class Regression:
             setattr(norm, leaf, nn.Parameter(tensor.to(norm.weight.dtype), requires_grad=False))
 
     def _solve(self, layers: dict[str, nn.Module], inputs: PairMoments, outputs: dict[str, PairMoments]) -> None:
-        """Give layers of one input the regression, shrunk towards their own matrices, as near as their forms can come.
+        """Refit layers of one input, shrunk towards their own matrices, as near as their forms can come.
 
         Args:
-            outputs: of each layer, its aims; what is done with is let go.
+            outputs: the targets of each layer; used ones are removed.
         """
         for centred in (False, True):
             some = {name: layer for name, layer in layers.items() if (bias_of(layer) is not None) == centred}
@@ -287,7 +287,7 @@ class Regression:
                 del outputs[name]
 
     def _teacher_matrix(self, name: str, layer: nn.Module, inputs: int) -> Tensor:
-        """Return the matrix towards which a regression is shrunk: the layer's own in the teacher if inputs fit."""
+        """Return the matrix towards which a fit is shrunk: the layer's own in the teacher if inputs fit."""
         before = self.student if self.calibration is None else self.calibration.model
         own = self.built.of_teacher(name, _matrix(before.get_submodule(name), self.device))
         return own if len(own) == inputs else _matrix(layer, self.device)  # the layer has other inputs
@@ -305,7 +305,7 @@ class Regression:
         return Metric(Damped(covariance, damping), columns)
 
     def _form(self, name: str, layer: nn.Module) -> type[Form]:
-        """Return the form of a layer: what it has become, or was before."""
+        """Return the form of a layer: the new one, or the old one."""
         for report in self.built.reports:
             if report.name == short_name(name):
                 return find_form(report.form)
@@ -342,7 +342,7 @@ def _matrix(module: nn.Module, device: torch.device) -> Tensor:
 
 
 class _StopError(Exception):
-    """Ends a forward pass where nothing that follows is wanted."""
+    """Ends a forward pass after the last layer that is needed."""
 
 
 class HiddenStates:
@@ -363,9 +363,9 @@ class HiddenStates:
         self.store[self.who, self.name, index] = self._arguments(index)[0][0]
 
     def _arguments(self, index: int, states: Tensor | None = None) -> tuple[tuple, dict]:
-        """Return the first layer's arguments for a batch: hidden states, then what all layers get, such as masks.
+        """Return the first layer's arguments for a batch: hidden states, then arguments of all layers, such as masks.
 
-        Where only these are wanted, the `states` of the batch replace its embeddings, which take longer than masks.
+        If only these are needed, the `states` of the batch replace its embeddings, which take longer than masks.
         """
         batch = model_inputs(self.batches[index], self.device)
         found: list[tuple] = []
@@ -411,7 +411,7 @@ class HiddenStates:
         return self.stack.layer_norm(self.store[self.who, self.name, index])
 
     def finish(self) -> None:
-        """Put the states behind the stack, and forget what modules gave, and behind a decoder the encoder's states."""
+        """Put the states behind the stack, and remove outputs of modules, and after a decoder the encoder's states."""
         for index in range(len(self.batches)):
             self.store[self.who, self.name, index] = self.result(index)
             for key in [(self.who, name, index) for name in self.recorded]:
@@ -421,7 +421,7 @@ class HiddenStates:
                 del self.store[self.who, "encoder", index]
 
     def residual_of(self, name: str) -> str | None:
-        """The module whose input is what the output of the module `name` is added to; `None` where nothing is."""
+        """Return the module to whose input the output of the module `name` is added; `None` without one."""
         path, _, part = name.rpartition(".")
         before = self.stack.layers[0].normalize_before
         if part == "fc2":
@@ -453,10 +453,10 @@ class HiddenStates:
         return found
 
     def record(self, depth: int, names: list[str], share: float) -> None:
-        """Put the states behind the layer, and store what its modules give, where there are tokens that count.
+        """Put the states behind the layer, and store the outputs of its modules for tokens that count.
 
         Args:
-            names: of those modules, or of the same ones in a model with other depths.
+            names: names of those modules, or of the equal ones in a model with other depths.
             share: of the states that an output is added to, so much is added to what is stored.
         """
 
@@ -523,7 +523,7 @@ def balance(student: PreTrainedModel, teacher: PreTrainedModel, batches: Sequenc
     """Scale tokens' probabilities by e^b until their means are the teacher's: then no b has a lower cross-entropy.
 
     Every step, b += log(teacher's mean / own mean), lowers it (Darroch and Ratcliff 1972), each by less than the one
-    before. Where all of them win little, b stays: sentences become as short as the teacher's own, which then costs
+    before. If all gain little, b stays: sentences become as short as the teacher's, which then costs
     more than it gives; and where that is certain, the others are not computed.
 
     With p the student's probabilities as they are, b makes them p·e^b / Z, Z the sum of p·e^b over the tokens. Of the

@@ -81,8 +81,8 @@ class Agreement:
     """Share of target tokens at which model and teacher predict the same token, each after the tokens of the text.
 
     Attributes:
-        share: of the result, from 0 to 1.
-        before_refit: of the result before its layers were refitted; `None` where they were not.
+        share: share of the result, from 0 to 1.
+        before_refit: share before its layers were refitted; `None` without a refit.
         tokens: the number of target tokens.
         held_out: whether the text was held out of the calibration; short texts are not.
     """
@@ -189,7 +189,7 @@ class CompressionReport(Result):
         """The report of compressing `teacher` into `model`, whose skeletons give the totals.
 
         Args:
-            options, study: what was asked for; what differs from its default is kept.
+            options, study: the given options; those that differ from their defaults are kept.
             trimmed: the teacher with the tokens that stay, where not all do.
             processor: as the field.
         """
@@ -264,8 +264,8 @@ class CompressionReport(Result):
         """The norm of `energy` and `relative_error` of the matrices, in words."""
         shared = "; of layers that share one, relative to what they were merged into" if self.shares else ""
         if self.calibration is None or not self.smaller:
-            return f"every entry alike (Frobenius norm){shared}"
-        return f"entries weighed by what they cost on {self.calibration}{shared}"
+            return f"every entry with equal weight (Frobenius norm){shared}"
+        return f"entries weighted by the sensitivity of the loss on {self.calibration}{shared}"
 
     @property
     def outcome(self) -> str:
@@ -492,12 +492,12 @@ def remarks(report: CompressionReport) -> Iterator[str]:
             yield f"Below {CLIFF:.0%}, outputs differ from the teacher's: {', or '.join(remedies)}."
     if report.calibration is None and report.smaller:
         yield (
-            "Without calibration every entry of a matrix counts alike, which costs most of the quality until the "
+            "Without calibration every entry of a matrix has equal weight. This costs most of the quality until the "
             "result is trained."
         )
     elif report.calibration == OWN_TEXT:
         yield (
-            f"What counts was learned from {OWN_TEXT}; --calibration with a thousand sentence pairs, or "
+            f"Errors were weighted on {OWN_TEXT}; --calibration with a thousand sentence pairs, or "
             "sentences, like those it is for keeps more."
         )
     for stack, (kept, before) in report.fewer_layers.items():

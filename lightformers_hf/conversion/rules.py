@@ -83,7 +83,7 @@ class RankRule(ABC):
         """Return r of an m×n matrix, whether it saves parameters or not.
 
         Args:
-            name: of the matrix, for messages.
+            name: name of the matrix, for messages.
             singular_values: descending; `None` unless the rule needs them.
 
         Raises:
@@ -176,7 +176,7 @@ class Ratio(RankRule):
         _check_ratio(self.ratio)
 
     def find_rank(self, name: str, m: int, n: int, singular_values: Tensor | None) -> int:
-        if worth_factorizing(m, n, 1):  # what cannot get smaller at all stays dense
+        if worth_factorizing(m, n, 1):  # a matrix that cannot get smaller stays dense
             _check_reach(name, self.ratio, m * n / (m + n))
         return rank_for_ratio(m, n, self.ratio)
 

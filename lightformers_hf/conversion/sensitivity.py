@@ -36,7 +36,7 @@ SHRINKAGE, SELF_GENERATED_SHRINKAGE = 1e-2, 0.3
 TOKEN_DAMPING = 1e-2
 # Tokens of a batch at most, on both sides with padding; of those, target tokens whose logits are held together.
 TOKENS, LOGIT_ROWS = 512, 64
-# Target tokens, about, by which the spread of logits is known, of so many batches.
+# Number of target tokens, about, and of batches, from which the spread of logits is estimated.
 SPREAD_TOKENS, SPREAD_BATCHES = 256, 4
 # Signs of `Probes` repeat after so many tokens: a prime, small enough for float32 to distinguish fractions of its
 # multiples apart.
@@ -75,7 +75,7 @@ def logit_variance(logits_of: Callable[[Tensor], Tensor], states: Sequence[Tenso
     count = sum(map(len, states))
 
     def moments(rows_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Mean and second moment of what a function makes of logits."""
+        """Mean and second moment of a function of the logits."""
         sums = torch.zeros(2, size, dtype=torch.float64)
         for part in states:
             rows = rows_of(logits_of(part).to(algebra_device(part.device)).double())
@@ -116,7 +116,7 @@ class BatchPass:
 
     Attributes:
         masks: where the `source` and `target` have tokens.
-        vectors: of the batch's tokens: gradients flow from the loss to here.
+        vectors: embeddings of the batch's tokens: gradients flow from the loss to here.
         additions: calls that add the batch to the sums.
     """
 
@@ -265,7 +265,7 @@ class Calibration:
             self._token_weights.setdefault(name, []).append(weights.to(self.device))
 
     def _pass(self, batch: Batch) -> deque[Callable[[], None]]:
-        """Pass a batch through the model and back, and return what adds it to the sums."""
+        """Pass a batch through the model and back, and return the function that adds it to the sums."""
         device = self.model.device
         masks = {stream: token_mask(batch, stream).to(device) for stream in ("source", "target")}
         current = self._current.batch = BatchPass(masks)
@@ -280,7 +280,7 @@ class Calibration:
         return current.additions
 
     def _gradient(self, states: Tensor, keys: Tensor) -> Tensor:
-        """At decoder states (tokens×d) what `Probes` are at the logits, which are as wide as the vocabulary."""
+        """The counterpart of `Probes` at decoder states (tokens×d), which are narrower than the logits."""
         states = states.requires_grad_()
         logits = self.model.logits_of(states).float()
         return torch.autograd.grad(logits, states, self._probes.draw(logits.detach(), keys))[0]
@@ -392,10 +392,10 @@ def stream_of(name: str) -> str:
 def _where_errors_count(
     module: nn.Module, kind: str, inputs: Tensor, output: Tensor, mask: Tensor | EllipsisType
 ) -> Tensor | EllipsisType:
-    """`mask` without what an error of the module's weights cannot reach: zero vectors, of a table or into a matrix.
+    """Return `mask` without tokens that errors of the module's weights cannot reach: zero vectors of tables or inputs.
 
     Gradients may be huge there: a T5 that this package trained starts its decoder with the padding token, whose vector
-    is zero, and RMSNorm magnifies what goes back through zero by 1/√epsilon. A bias has errors of its own.
+    is zero, and RMSNorm magnifies gradients through zero by 1/√epsilon. A bias has errors of its own.
     """
     if kind == "output" or any(name.endswith("bias") for name, _ in module.named_parameters()):
         return mask

@@ -1,6 +1,6 @@
 """Several layers of a trained model become one that they share (LightFormer, §3.2).
 
-What a layer computes depends neither on the order of its heads and neurons, nor on the basis inside a head: two layers
+The output of a layer depends neither on the order of its heads and neurons, nor on the basis inside a head: two layers
 that compute the same may have matrices whose mean computes nothing. `align_bases` gives each layer of a group the
 order and the bases of the first one, `merge_linear` merges them where their inputs are. `Originals` are the matrices
 that result, from which every form starts.
@@ -80,7 +80,7 @@ def new_groups(teacher: Teacher, options: CompressionOptions) -> dict[str, int]:
             if not hasattr(teacher.config, name):
                 raise ValueError(
                     f"{name} is {asked}, but layers of a {teacher.config.model_type} are shared as its training "
-                    "had them: leave it out"
+                    "had them: remove it"
                 )
             if asked != getattr(teacher.config, name):
                 groups[name] = asked
@@ -155,9 +155,9 @@ def align_bases(
     moments: Sequence[Mapping[str, Tensor]] | None = None,
     ordered: Collection[str] = (),
 ) -> list[dict[str, Bases]]:
-    """For each layer of a group, bases that bring it near to the first one and leave what it computes as it is.
+    """For each layer of a group, bases that bring it near to the first one and do not change its outputs.
 
-    Heads are matched by what they compute, W_Q W_Kᵀ and W_V W_O, neurons by what goes in, W_1 and b_1, and what comes
+    Heads are matched by their functions, W_Q W_Kᵀ and W_V W_O, neurons by their inputs, W_1 and b_1, and by what comes
     out, W_2: the assignment of the least sum of squared distances, each kind relative to its size. W_Q and W_K share a
     basis inside each head, and so do W_V and W_O: those are turned by the rotations nearest to the first layer's
     (orthogonal Procrustes problem), because a mean is taken of matrices, not of products.
@@ -300,7 +300,7 @@ def _blocks(cross: Tensor, heads: int) -> Tensor:
 def find_bases(
     teacher: Teacher, dense: PreTrainedModel, calibration: Calibration | None, device: torch.device
 ) -> dict[str, Bases]:
-    """Teacher's module → bases in which the layers of each new group are alike."""
+    """Teacher's module → bases in which the layers of each new group are similar."""
     bases: dict[str, Bases] = {}
     config, matrices = teacher.config, dict(find_matrices(dense))
     for stack in STACKS:

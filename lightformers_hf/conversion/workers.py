@@ -62,7 +62,7 @@ def algebra_device(device: torch.device) -> torch.device:
 
 
 def describe_work(device: torch.device) -> dict[str, bool | str]:
-    """Return what decides the rounding of a conversion: bfloat16 or not, and why."""
+    """Return the setting that decides the rounding of a conversion: bfloat16 or not, and the reason."""
     if device.type != "cpu":
         return {"bf16": False, "reason": f"models run on {device.type}"}
     return {"bf16": has_fast_bf16(), "reason": bf16_support()[1]}

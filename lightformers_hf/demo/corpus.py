@@ -267,7 +267,7 @@ def _vehicle(article: str, rng: random.Random) -> Filling:
     return Filling(de, en, f"{adjective} {noun}", composed=True)
 
 
-# --- what Babel and num2words write --------------------------------------------------------------------------------
+# --- text of Babel and num2words -----------------------------------------------------------------------------------
 
 
 def _both(write: Callable[[str], str], key: str = "", *, composed: bool = False) -> Filling:
@@ -336,7 +336,7 @@ def _percent(rng: random.Random) -> Filling:
 
 def _words(kind: str, values: range, rng: random.Random) -> Filling:
     value = rng.choice(values)
-    while kind == "cardinal" and value % 100 == 1:  # "einhunderteins Gäste" is not said
+    while kind == "cardinal" and value % 100 == 1:  # "einhunderteins Gäste" is not used
         value = rng.choice(values)
     return _both(lambda lang: num2words(value, lang=lang, to=kind), composed=True)
 

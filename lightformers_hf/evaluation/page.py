@@ -1,4 +1,4 @@
-"""`lightformers report`: one HTML page that needs nothing else, of what became of a model and why."""
+"""`lightformers report`: one self-contained HTML page about a compressed model."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ def report_page(
 ) -> str:
     """The page as text of HTML, with all pictures inside and no script: it loads nothing from anywhere.
 
-    It shows what there is: of `compression.json` the plan and the error of every layer, of `trainer_state.json` the
-    training; and what the arguments add.
+    The plan and the error of every layer come from `compression.json`, the training from `trainer_state.json`,
+    and other parts from the arguments.
 
     Args:
-        model: folder or Hub name of what `convert` or a training run wrote.
+        model: folder or Hub name of a checkpoint that `convert` or a training run wrote.
         teacher: the checkpoint that it was made of: adds singular values, with the ranks that were kept, and its
             translations.
         data: parallel text as for `load_parallel`: adds sample translations.
@@ -157,7 +157,7 @@ def _pictures(
         trimmed = bool(report.vocabulary)
         pictures.append(_draw_spectra(folder, report.matrices, teacher, trimmed=trimmed, progress=progress))
     if report and plots.has_errors(report.matrices):
-        caption = f"What is lost of a matrix, relative to it: {report.measure}. Dots are matrices, lines means of a "
+        caption = f"Error of a matrix, relative to its norm: {report.measure}. Dots are matrices, lines means of a "
         caption += "block."
         paint = partial(plots.errors, matrices=report.matrices)
         pictures.append(_draw("Error of every layer", paint, caption, columns=2))
@@ -166,7 +166,7 @@ def _pictures(
     losses, qualities = plots.training_curves(read_log(folder / STATE_FILE))
     if losses:
         paint = partial(plots.training, losses=losses, qualities=qualities)
-        caption = f"{STATE_FILE}: what the training logged."
+        caption = f"{STATE_FILE}: values that the training logged."
         pictures.append(_draw("Training", paint, caption, columns=2 if qualities else 1))
     return pictures
 

@@ -1,4 +1,4 @@
-"""Pictures in one style, legible 800 pixels wide on light and dark pages: of `analyze`, and of `report`'s page."""
+"""Pictures in one style, legible 800 pixels wide on light and dark pages: those of `analyze` and `report`."""
 
 from __future__ import annotations
 
@@ -346,7 +346,7 @@ def training_curves(log_history: Sequence[dict]) -> tuple[dict[str, list], dict[
 
 
 def training(panels: list[Axes], losses: dict[str, list], qualities: dict[str, list]) -> None:
-    """One panel or two: losses over steps, and what else was measured on the validation data."""
+    """One panel or two: losses over steps, and metrics on the validation data."""
     # The training loss may contain more than the loss of the labels: the teacher's predictions and hidden states.
     names = {"loss": "training, all that is learned from", "eval_loss": "validation, labels alone"}
     for color, (name, curve) in enumerate(sorted(losses.items(), reverse=True)):

@@ -1,4 +1,4 @@
-"""An attention with heads no wider than what they multiply: exact, and smaller where its matrices are factorized."""
+"""An attention with heads no wider than their rank: exact, and smaller if its matrices are low-rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .layers import Attention, Expansion
 
-# Singular values of a head's product below this share of the largest are what rounding in fp32 left of zeros.
+# Singular values of a head's product below this share of the largest are rounding errors of zeros in fp32.
 ZERO = 1e-6
 
 
@@ -25,12 +25,12 @@ class Heads:
 
     @property
     def parameters(self) -> int:
-        """Of the matrices."""
+        """Number of parameters of the matrices."""
         return sum(matrix.numel() for matrix, _ in (self.query, self.key, self.value, self.output))
 
 
 def narrow_heads(attention: Attention, expansion: Expansion) -> Heads:
-    """An attention's matrices, multiplied out, with heads no wider than the rank of what they multiply.
+    """An attention's matrices, expanded, with heads no wider than the rank of their products.
 
     Exact: q·k = (x·W_Q + b_Q)·(y·W_K)ᵀ up to what is the same for every y, which softmax does not see; and the weights
     of the values add to 1, so that b_V·W_O goes to the output's bias. Each product is split evenly, √Σ to either side.
@@ -74,7 +74,7 @@ def narrow_heads(attention: Attention, expansion: Expansion) -> Heads:
 
 
 def _split(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """U, σ, V of left·rightᵀ (m×k and n×k): of as many columns as both have, not of m×n."""
+    """U, σ, V of left·rightᵀ (m×k and n×k): from matrices with as many columns as both have, not from m×n."""
     q1, r1 = torch.linalg.qr(left)
     q2, r2 = torch.linalg.qr(right)
     u, s, vh = torch.linalg.svd(r1 @ r2.T, full_matrices=False)

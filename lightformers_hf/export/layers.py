@@ -1,4 +1,4 @@
-"""A LightFormer as exporters read it: what each depth computes, matrix by matrix, shared or not, factorized or not.
+"""A LightFormer as exporters read it: the matrices of each depth, shared or not, low-rank or not.
 
 Symbols: a weight is m×n with y = x·W + b, d is `d_model`, H the number of heads, d_k the width of one.
 """
@@ -23,7 +23,7 @@ class Linear:
     Attributes:
         factors: (W,) where it is dense, (U, V) where it is factorized.
         bias: b (n), or `None`.
-        stored: what the model holds of it; by default the factors themselves.
+        stored: the stored matrices; by default the factors themselves.
     """
 
     factors: tuple[Tensor, ...]
@@ -36,12 +36,12 @@ class Linear:
 
     @property
     def parameters(self) -> int:
-        """Numbers stored, the bias left out."""
+        """Number of stored values, without the bias."""
         return sum(tensor.numel() for tensor in self.tensors)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What is stored."""
+        """The stored matrices."""
         return self.stored or self.factors
 
     @property
@@ -62,7 +62,7 @@ class Attention:
         inputs: the projections of queries, keys and values, or one for all three.
         output: the projection of the heads' outputs; `None` where there is none.
         heads, head_dim: H and d_k.
-        scale: what q·k is multiplied by.
+        scale: factor of q·k.
     """
 
     inputs: tuple[Linear, ...]
@@ -74,9 +74,9 @@ class Attention:
 
 @dataclass
 class Expansion:
-    """What has no counterpart in an engine: matrices multiplied out, and their numbers before and after.
+    """Matrices that were expanded because an engine does not support them, and their numbers before and after.
 
-    What several depths share counts once, as it is stored. `encoder_table` are the numbers of the encoder's token
+    Shared matrices count once, as they are stored. `encoder_table` are the numbers of the encoder's token
     table where it is among them.
     """
 
@@ -107,7 +107,7 @@ class Expansion:
             self.parameters_after += parameters
 
     def narrow(self, attention: Attention, spared: int) -> None:
-        """Count an attention whose matrices need `spared` numbers less than multiplied out."""
+        """Count an attention whose matrices need `spared` numbers less than when expanded."""
         if self._is_new(*attention.inputs):
             self.narrowed_attentions += 1
             self.parameters_after -= spared
@@ -130,11 +130,11 @@ class Norm:
 
 @dataclass(frozen=True)
 class Biases:
-    """What relative positions add to the scores of H heads.
+    """Biases of the scores of H heads by relative positions.
 
     Attributes:
         table: buckets×H, as the model stores it.
-        furthest: F, the distance from which all are alike.
+        furthest: F, the distance from which all are equal.
         by_distance: (2F+1)×H, of keys from F places before the query to F places behind it.
     """
 
@@ -205,7 +205,7 @@ def read_output(model: LightFormerForConditionalGeneration) -> Linear:
 
 
 def read_stack(stack: nn.Module) -> Stack:
-    """What a stack of the model computes, depth by depth."""
+    """The layers of a stack of the model, depth by depth."""
     layers: list[Layer] = []
     for depth, (layer, slots) in enumerate(stack.layers.by_depth()):
         own = None if stack.depths is None else stack.depths[depth]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-ROUNDS = 5  # of expectation maximization
+ROUNDS = 5  # rounds of expectation maximization
 MOST = 20_000_000  # pairs of a source and a target token that are looked at: some hundred thousand sentences
 LONGEST = 128  # tokens of a sentence
 
@@ -37,7 +37,7 @@ class Lexicon:
 def learn_lexicon(sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> Lexicon:
     """The lexicon of sentence pairs, of so many as `MOST` allows from the first on.
 
-    Model 1 explains every target token by one of the source's, or by none of them (an empty word, which is left out
+    Model 1 explains every target token by one of the source's, or by none of them (an empty word, which is removed
     of the result); expectation maximization finds its probabilities.
     """
     size = 1 + max((max(ids, default=0) for ids in (*sources, *targets)), default=0)

@@ -16,7 +16,7 @@ from torch import Tensor
 from .int8 import quantize_rows
 from .layers import Attention, Biases, Layer, Linear, Norm, Stack
 
-OPSET, IR_VERSION = 20, 9  # of ONNX Runtime 1.17 on
+OPSET, IR_VERSION = 20, 9  # supported by ONNX Runtime from 1.17
 MICROSOFT = "com.microsoft"
 MASKED = -1e30
 GELU_TANH = ("gelu_fast", "gelu_new", "gelu_pytorch_tanh")
@@ -166,7 +166,7 @@ class Graph:
         return self.op("Mul", rows, self.op("Gather", self.constant(scales[:, None]), ids))
 
     def project(self, states: str, linears: list[Linear]) -> list[str]:
-        """What several layers make of the same states: their first factors are one product. (…, m) → (…, nᵢ) each."""
+        """Apply several layers to the same states: their first factors are one product. (…, m) → (…, nᵢ) each."""
         in_first = [linear.bias if linear.is_dense else None for linear in linears]
         widths = [linear.factors[0].shape[1] for linear in linears]
         bias = None
@@ -245,7 +245,7 @@ class Graph:
         return self.sublayer(states, layer.ffn_norm, compute)
 
     def relative(self, biases: Biases, distances: str, *axes: int) -> str:
-        """What relative positions add to scores: the biases of distances (…) → (…, H), its axes in another order."""
+        """Return the biases of scores by distances (…) → (…, H), with the axes in another order."""
         furthest = self.constant(biases.furthest)
         clipped = self.op("Max", self.op("Min", distances, furthest), self.constant(-biases.furthest))
         rows = self.op("Gather", self.constant(biases.by_distance), self.op("Add", clipped, furthest))

@@ -177,7 +177,7 @@ def translate_texts(
 def check_generation(model: PreTrainedModel | Engine, generation: Mapping[str, Any]) -> None:
     """Raise `ValueError` if the arguments exceed the positions, tokens or memory of a network.
 
-    Engines look at what they are given themselves.
+    Engines check their inputs themselves.
     """
     if not isinstance(model, torch.nn.Module):
         return

@@ -67,7 +67,7 @@ class Shortlist:
 
     @classmethod
     def load(cls, file: Path) -> Shortlist:
-        """What `save` wrote."""
+        """Read the file that `save` wrote."""
         content = read_json(file)
         given = {int(token): ids for token, ids in content["given"].items()}
         return cls(content["vocabulary"], tuple(content["always"]), given)
@@ -117,7 +117,7 @@ def find_shortlist(folder: Path) -> Path | None:
 
 
 def digest(file: Path) -> str:
-    """What a file is known by."""
+    """Return the fingerprint of a file."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
@@ -126,7 +126,7 @@ def check_shortlist(folder: Path, described: dict | None) -> None:
     """Raise a `ValueError` where an exported folder holds a shortlist that was not made for it, or lacks its own.
 
     Args:
-        described: what `export.json` says of it.
+        described: its entry in `export.json`.
     """
     file = find_shortlist(folder)
     if file is None and described is None:

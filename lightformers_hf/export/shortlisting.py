@@ -1,4 +1,4 @@
-"""A shortlist for a model that was just exported, from parallel text or its own translations, and what it costs."""
+"""A shortlist for an exported model, from parallel text or its own translations, and its cost."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class ShortlistReport:
     """A shortlist, and how the model does with it on sentences that it was not made from.
 
     Attributes:
-        text: what it was made from.
+        text: the text that it was made from.
         pairs: sentence pairs of it.
         own_translations: whether their targets are the model's.
         always: tokens that can always come.
         candidates: tokens that can come for a sentence, on average, of the `vocabulary`.
-        coverage: share of the tokens of the model's own outputs among these.
+        coverage: share of the tokens of the model's outputs that the shortlist contains.
         sentences: held out for this.
-        same: share of them whose translation stays the same.
+        same: share of the sentences whose translation does not change.
         chrf, chrf_without: with the shortlist and with all tokens; `None` without references.
         sha256: of its file.
     """
@@ -136,7 +136,7 @@ def score(source: Source, outputs: list[list[int]], references: list[str] | None
 def read_pairs(
     source: Source, text: str, columns: tuple[str | None, str | None]
 ) -> tuple[list[str], list[str] | None]:
-    """Sentences that are no empty ones, and what they are in the target language where the text says it."""
+    """Sentences that are not empty, with their translations if the text has them."""
     if getattr(source.tokenizer, "tgt_lang", "") is None:
         raise ValueError(
             f"shortlist is given, but {source.name} has many languages: give source_lang and target_lang with it"
@@ -169,7 +169,7 @@ def read_pairs(
 
 
 def translate_all(model: RunningModel, sentences: Sequence[list[int]], search: Search) -> list[list[int]]:
-    """What a running model makes of sentences, in their order."""
+    """Return the outputs of a running model for sentences, in their order."""
     order = sorted(range(len(sentences)), key=lambda index: -len(sentences[index]))
     outputs: list[list[int]] = [[] for _ in sentences]
     for start in range(0, len(order), BATCH):

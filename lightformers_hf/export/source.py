@@ -1,4 +1,4 @@
-"""What is exported: a checkpoint read whole, with its tokenizer and how it generates."""
+"""The source of an export: a complete checkpoint, with its tokenizer and options of the generation."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Source:
     """A checkpoint to export.
 
     Attributes:
-        name: what the user called it.
+        name: its name as the user gave it.
         folder: where it lies.
-        model: the LightFormer that computes what the checkpoint computes, fp32, in evaluation mode.
+        model: the LightFormer with the outputs of the checkpoint, fp32, in evaluation mode.
         tokenizer: the checkpoint's, or `None` where it has none.
         generation: how it generates.
     """
@@ -37,7 +37,7 @@ def read_source(
     """Read a LightFormer, or a dense checkpoint of a family that this package converts, as the equal LightFormer.
 
     Args:
-        languages: what a multilingual one translates from and to, if it is to be told (`set_language_codes`).
+        languages: languages of a multilingual one, if they must be set (`set_language_codes`).
 
     Raises:
         FileNotFoundError, ValueError: as `convert`; also an architecture or a head that no engine gets.
@@ -45,7 +45,7 @@ def read_source(
     teacher = Teacher(folder, name, languages)
     if teacher.model_class is not LightFormerForConditionalGeneration:
         raise ValueError(
-            f"{name} holds a {teacher.model_class.__name__}, which {engine} has no counterpart for: what is exported "
+            f"{name} holds a {teacher.model_class.__name__}, which {engine} does not support: exported models "
             "are LightFormers for translation or summarization, and the dense models that become one (Marian, BART, "
             "mBART, Pegasus, M2M100, T5, mT5, UMT5). Run it in transformers, or convert its dense teacher and export "
             "that."

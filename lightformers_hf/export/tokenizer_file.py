@@ -31,7 +31,7 @@ KNOWN = ("MarianTokenizer", "M2M100Tokenizer")
 
 @dataclass(frozen=True)
 class TokenizerReport:
-    """What is known of a `tokenizer.json` that was written.
+    """Facts about a written `tokenizer.json`.
 
     Attributes:
         sentences: compared with the tokenizer of the checkpoint; 0 where that has the file itself.
@@ -109,7 +109,7 @@ def convert(pieces: PieceModel, ids: dict[str, int], unknown: str, special: list
     """Normalizer, model and decoder of a SentencePiece model whose pieces have other ids.
 
     Args:
-        ids: of all tokens, from 0 without a gap.
+        ids: ids of all tokens, from 0 without a gap.
         special: tokens that are matched as a whole, before the text is cut.
     """
     cutting = {piece.text: piece.score for piece in pieces.pieces if piece.type in (NORMAL, USER_DEFINED, BYTE)}

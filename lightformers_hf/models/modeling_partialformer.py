@@ -115,8 +115,8 @@ class PartialAttention(Attention):
     may differ.
 
     Args:
-        config: gives d, d_k, and what the heads' network looks like.
-        name: of the module, for `rank_pattern`.
+        config: gives d, d_k, and the shape of the heads' network.
+        name: name of the module, for `rank_pattern`.
         heads: H.
         ffn_expansion: ρ; `None` for attention without feed-forward network and gate.
         head_scaling: whether queries and keys have `base_attention_heads` heads instead of H.
@@ -175,7 +175,7 @@ class PartialAttention(Attention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(B, T, d) → (B, T, d) and the weights (B, H, T, S).
 
-        `attention_mask` (B, 1 or H, T, S) is added to the logits: masks and A^G alike (Eq. 6).
+        `attention_mask` (B, 1 or H, T, S) is added to the logits, also to A^G (Eq. 6).
         """
         if self.is_cross_attention:
             query, gate = self.query_proj(hidden_states).split(self.parts, dim=-1)

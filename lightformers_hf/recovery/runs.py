@@ -1,4 +1,4 @@
-"""Training runs: what is loaded, scored and sharded, how a run resumes and ends, and callbacks that pace it."""
+"""Training runs: loading, scoring, sharding, resuming and ending a run, and callbacks that pace it."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _is_complete(checkpoint: Path) -> bool:
 
 
 def check_resume(checkpoint: str, trainer: Trainer) -> None:
-    """Raise a `ValueError` if `checkpoint` is of another model or tokenizer: Trainer would load what fits of it."""
+    """Raise a `ValueError` if `checkpoint` is of another model or tokenizer: Trainer would load the part that fits."""
     # Fields without effect on the weights, and those that Trainer aligns with the tokenizer before the first step.
     passing = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
     passing |= {f"{token}_token_id" for token in ("bos", "eos", "pad")}
@@ -169,7 +169,7 @@ def check_resume(checkpoint: str, trainer: Trainer) -> None:
     for name in sorted((before.keys() | now.keys()) - passing):
         if before.get(name) != now.get(name):
             raise ValueError(
-                f"{checkpoint} was trained with {name} {before.get(name)!r}, this run has {now.get(name)!r}: go on "
+                f"{checkpoint} was trained with {name} {before.get(name)!r}, this run has {now.get(name)!r}: resume "
                 "with the same configuration, or choose another output_dir."
             )
     tokenizer = trainer.processing_class
@@ -206,7 +206,7 @@ def prepare_sharding(trainer: Trainer) -> None:
 
     A parameter must not lie in two FSDP groups, and accelerate, which makes one of every layer and one of what is
     left, handles a tied input and output matrix, but not separate matrices of encoder and decoder beside it. So the
-    modules that share parameters become one group here; accelerate leaves alone what is sharded. Of the layer classes
+    modules that share parameters become one group here; accelerate skips sharded modules. Of the layer classes
     in `_no_split_modules` those are named to it that the model has. Without FSDP2 nothing is done.
     """
     if not trainer.accelerator.is_fsdp2:
@@ -256,7 +256,7 @@ def gather_model(trainer: Trainer) -> PreTrainedModel | None:
     return model
 
 
-# --- What happens while a training runs
+# --- Callbacks of a training
 
 
 class Fall:

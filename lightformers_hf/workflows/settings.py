@@ -37,12 +37,12 @@ class RecoverySettings:
     learning_rate: float  # the highest; it rises for `warmup_steps` and then falls to 0 by `steps`
     alpha: float  # weight of the teacher's predictions beside the labels
     hidden_weight: float  # weight of the distance between the layers' states of model and teacher
-    max_tokens: int  # of a batch
+    max_tokens: int  # tokens of a batch
     bf16: bool  # whether matrices are multiplied in bfloat16
     steps: int = 0  # as planned
     warmup_steps: int = 0
     eval_steps: int = 0  # between validations
-    dropout: float = 0.0  # of the model while it trains; 0 or the value of its configuration
+    dropout: float = 0.0  # dropout during training; 0 or the value of its configuration
     seconds: float = 0.0  # by which the steps are planned anew while it trains (`Pace`)
     most_steps: int = 0
 
@@ -95,7 +95,7 @@ def plan_steps(
     Args:
         step_seconds, evaluation_seconds: as measured.
         epoch_steps: steps of an epoch; more than 40 epochs are not trained.
-        dropout: of the model's configuration.
+        dropout: value of the model's configuration.
     """
     evaluations = max(1, min(MOST_EVALUATIONS, int(FOR_VALIDATION * seconds / evaluation_seconds)))
     steps = int((seconds - evaluations * evaluation_seconds) / step_seconds)

@@ -206,9 +206,9 @@ def test_work_is_done_on_every_place_under_a_bar_that_counts_parameters(capsys):
     places = [SimpleNamespace(size=lambda *_, n=n: 1e6 * n) for n in (3, 2, 1)]
     here = torch.device("cpu")
     with share_cores(progress=True):
-        found = list(work_on_places("weighing", lambda place: place.size() / 2, places, here))
+        found = list(work_on_places("weighting", lambda place: place.size() / 2, places, here))
     assert sorted((places.index(place), result) for place, result in found) == [(0, 1.5e6), (1, 1e6), (2, 0.5e6)]
-    assert "weighing: 100%" in (bar := capsys.readouterr().err)
+    assert "weighting: 100%" in (bar := capsys.readouterr().err)
     assert "6.00M/6.00M" in bar
 
 

@@ -520,7 +520,7 @@ def test_what_is_said_of_fewer_layers(tiny_marian, tmp_path):
     report = convert(tiny_marian, tmp_path / "light", **asked)
     card = (tmp_path / "light" / "README.md").read_text()
     assert "Compression alone costs quality" in card
-    assert "every entry alike" in card
+    assert "every entry with equal weight" in card
     assert report.calibration == OWN_TEXT
     assert plan(tiny_marian, **asked).calibration is None  # no text is read for it
 

@@ -29,7 +29,7 @@ SHARED_FIELDS = (
 ).split()
 STACKS = ("encoder", "decoder")
 SHARED = "model.shared.weight"  # the token table of both stacks
-POSITION_TABLES = r"(en|de)coder\.embed_positions\.weights?"  # of sinusoids, which are computed here
+POSITION_TABLES = r"(en|de)coder\.embed_positions\.weights?"  # tables of sinusoids, which are computed here
 
 
 class Family:
@@ -104,7 +104,7 @@ def find_family(config: PreTrainedConfig) -> type[Family]:
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise ValueError(
-            f"checkpoints of the family {config.model_type!r} can't be converted; known: {', '.join(FAMILIES)}"
+            f"checkpoints of the family {config.model_type!r} can't be converted; supported: {', '.join(FAMILIES)}"
         )
     architecture = (config.architectures or [family.architectures[0]])[0]
     if architecture not in family.architectures:

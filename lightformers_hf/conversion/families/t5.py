@@ -84,15 +84,15 @@ class T5(Family):
 
     @classmethod
     def scales_output(cls, config: PreTrainedConfig) -> bool:
-        """Whether the output layer takes states times 1/√d: in T5, but not in v1.1 and what came of it."""
+        """Whether the output layer takes states times 1/√d: in T5, but not in v1.1 and its successors."""
         return config.scale_decoder_outputs
 
     @classmethod
     def fit_weights(cls, config: Any, reader: CheckpointReader) -> Any:
         """Tied, unless the checkpoint has an output layer that is not its table.
 
-        No configuration tells: v1.1 and mT5 have `tie_word_embeddings` false, and true once transformers 5 saved them,
-        which ties what is alike alone.
+        Fields are unreliable: v1.1 and mT5 have `tie_word_embeddings` false, and true once transformers 5 saved them,
+        which ties only equal matrices.
         """
         config = cls.fit_tables(config, reader)
         names, tables = reader.keys(), ["decoder.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight"]
@@ -104,7 +104,7 @@ class T5(Family):
 
     @classmethod
     def own_name(cls, name: str) -> str | None:
-        """T5 numbers the sublayers of a block, and calls the norm before each of them `layer_norm`."""
+        """T5 numbers the sublayers of a block, and names each norm before a sublayer `layer_norm`."""
         if re.fullmatch(cls.ignored, name):
             return None
         match = re.fullmatch(r"(encoder|decoder)\.block\.(\d+)\.layer\.(\d)\.(.+)\.weight", name)

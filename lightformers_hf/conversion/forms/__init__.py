@@ -55,7 +55,7 @@ class Built:
     Attributes:
         reports: of its matrices.
         tensors: under the names of the result's checkpoint.
-        coordinates: module → what its outputs are of the teacher's, where they are fewer: of each head so many sums
+        coordinates: module → its outputs as a function of the teacher's, if they are fewer: for each head n' sums
             (h×n/h×n'/h), or, as whole numbers (n'), these of them.
     """
 
@@ -79,7 +79,7 @@ class Form(ABC):
     """A place of a model, with its possible settings.
 
     Attributes:
-        name: of the place's module, with the head's `model.`.
+        name: name of the place's module, with the head's `model.`.
         originals: the matrices to start from.
         label: name of the form in reports.
         method: the value of the option `method` that selects this form alone.

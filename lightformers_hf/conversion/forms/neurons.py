@@ -1,7 +1,7 @@
 """Fewer neurons: a feed-forward network from which some neurons are removed.
 
 Those whose removal costs least go, one after the other, while the last matrix of those that stay makes up for them
-by regression (optimal brain surgeon, Hassibi and Stork 1993, for rows). In a gated network both matrices in front lose
+by refitting (optimal brain surgeon, Hassibi and Stork 1993, for rows). In a gated network both matrices in front lose
 the same ones.
 """
 
@@ -35,12 +35,12 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class Elimination:
-    """In which order the neurons of a feed-forward network go, and what that costs.
+    """Order in which the neurons of a feed-forward network are removed, and the cost.
 
     Attributes:
         order: all f neurons, those that go first in front.
         removed: numbers of neurons removed for which the cost is known, ascending from 0.
-        costs: what is lost with so many removed.
+        costs: loss of quality for each of these numbers.
     """
 
     order: Tensor
@@ -97,7 +97,7 @@ class Elimination:
         return cls(torch.cat([*order, ids]), removed, torch.tensor(costs, dtype=torch.float64))
 
     def at(self, width: int, weight: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
-        """The `width` neurons that stay, ascending, and the second matrix regressed onto them (width×n)."""
+        """The `width` neurons that stay, ascending, and the second matrix refitted to them (width×n)."""
         gone, kept = self.order.tensor_split([len(self.order) - width])
         kept, weight = kept.sort().values, weight.double()
         rows = moment[kept].double()

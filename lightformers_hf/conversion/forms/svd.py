@@ -4,7 +4,7 @@ LightFormer (Eq. 11) replaces a matrix W, m×n, used as y = x·W, by U_r (Σ_r V
 r×n. By Eckart and Young no pair of rank r is closer to W than the truncated singular value decomposition.
 
 A full SVD computes much that is thrown away. On the smaller side, n' = min(m, n), the eigenvectors of the Gram matrix
-are the singular vectors, at a fraction of the cost. In float64, what squaring loses lies 1e-8 below the largest
+are the singular vectors, at a fraction of the cost. In float64, the error of squaring lies 1e-8 below the largest
 singular value, which is beneath the rounding of float32 factors; at full rank W·V·Vᵀ = W holds whatever the spectrum.
 
 In a metric, ‖Lᵀ Δ R‖ instead of ‖Δ‖, it is the Gram matrix of A = Lᵀ W R: with V its r leading eigenvectors, A·V·Vᵀ is
@@ -25,7 +25,7 @@ from ..moments import Metric, add_gram
 
 # Rows taken to float64 at once: no matrix is held twice, and a piece stays in the processor's cache.
 CHUNK_ROWS = 512
-# Below this, squares of float64 values are no longer exact; those of float32 values, even denormal ones, lie above it.
+# Below this, squares of float64 values are not exact; those of float32 values, even denormal ones, lie above it.
 TINIEST_ENERGY = 1e-290
 
 Split = Literal["sigma-right", "balanced"]
@@ -117,10 +117,10 @@ def decompose(weight: Tensor, *, name: str, rank: int | None = None, metric: Met
     """Singular values and what is needed to truncate.
 
     Args:
-        weight: W, m×n, any float type, on any device that knows float64. A torch `Linear.weight` is Wᵀ: the caller
+        weight: W, m×n, any float type, on any device with float64. A torch `Linear.weight` is Wᵀ: the caller
             transposes.
         name: the tensor's name, for messages.
-        rank: the largest rank that will be asked for, where it is known.
+        rank: the largest rank that will be required, if it is known.
         metric: in which factors are to be near to W. The singular values are then those of A = Lᵀ W R.
 
     Raises:
@@ -143,7 +143,7 @@ def singular_values(weight: Tensor, *, name: str, metric: Metric | None = None) 
 
 
 def _solve(solver: Callable[[Tensor], Any], weight: Tensor, name: str, metric: Metric | None) -> tuple[Tensor, ...]:
-    """W, or Wᵀ where it is wider than tall, and what one of torch's eigensolvers gives of its Gram matrix."""
+    """W, or Wᵀ where it is wider than tall, and the result of a torch eigensolver for its Gram matrix."""
     if weight.ndim != 2 or not weight.is_floating_point() or weight.numel() == 0:
         raise ValueError(f"{name}: expected a matrix of floats, found {weight.dtype} of shape {tuple(weight.shape)}")
     if not all_finite(weight):
@@ -166,6 +166,6 @@ def _solve(solver: Callable[[Tensor], Any], weight: Tensor, name: str, metric: M
 
 
 def tail_energies(values: Tensor) -> Tensor:
-    """Σ_{i>r} s_i² for r = 0 … K: what truncation at r loses."""
+    """Σ_{i>r} s_i² for r = 0 … K: the error of truncation at r."""
     squares = values.double().square()
     return torch.cat([squares.flip(0).cumsum(0).flip(0), squares.new_zeros(1)])

@@ -26,7 +26,7 @@ class SavedTokenizer(ABC):
 
     @abstractmethod
     def needed(self) -> set[str]:
-        """Tokens that stay whatever the text: all that writes any text, and what cutting text depends on."""
+        """Tokens that stay for any text: those that can write any text, and those that the tokenization depends on."""
 
     @abstractmethod
     def parts(self, token: str) -> set[str]:
@@ -54,7 +54,7 @@ def unknown_kind(why: str) -> ValueError:
     """Return the error for a tokenizer that cannot be rebuilt."""
     return ValueError(
         f"vocabulary cannot be trimmed, the tokenizer is of no known kind ({why}): known are tokenizer.json with a "
-        "unigram or byte-pair model, and SentencePiece models with vocab.json (Marian, M2M100); leave vocabulary out"
+        "unigram or byte-pair model, and SentencePiece models with vocab.json (Marian, M2M100); remove vocabulary"
     )
 
 

@@ -88,7 +88,7 @@ def choose_tokens(teacher: Teacher, options: CompressionOptions) -> KeptTokens:
             break
         must |= strange
     else:
-        raise unknown_kind(f"its class adds {', '.join(sorted(strange)[:3])}, whatever its files say")
+        raise unknown_kind(f"its class adds {', '.join(sorted(strange)[:3])}, for any files")
     languages = wanted if dropped else ()
     result = KeptTokens(kept["source"], kept.get("target", kept["source"]), rebuilt, languages)
     _check_cuts(tokenizer, result, sample)
@@ -115,14 +115,14 @@ def choose_languages(codes: Mapping[str, str], options: CompressionOptions, name
     if not options.languages:
         return list(codes)
     if not codes:
-        raise ValueError(f"languages are given, but the tokenizer of {name} knows no codes: leave languages out")
+        raise ValueError(f"languages are given, but the tokenizer of {name} has no language codes: remove languages")
     sides = (split_language(text)[1] for text in options.languages_of_sides)
     wanted = [code.strip("><") for code in options.languages]
     for code in wanted:
         if code not in codes:
             near = difflib.get_close_matches(code, codes) or sorted(codes)[:5]
             raise ValueError(
-                f"languages has {code!r}, which the tokenizer does not know; there is {' or '.join(near)}"
+                f"languages has {code!r}, which the tokenizer does not support; there is {' or '.join(near)}"
             )
     return [*dict.fromkeys([*wanted, *(code for code in sides if code in codes)])]
 
@@ -161,7 +161,7 @@ def count_tokens(
             found.pop(token, None)
         if not found or unknown > found.total():
             raise ValueError(
-                f"vocabulary {', '.join(options.vocabulary or ())}: the tokenizer knows {found.total():,} of "
+                f"vocabulary {', '.join(options.vocabulary or ())}: the tokenizer has {found.total():,} of "
                 f"{found.total() + unknown:,} tokens of the {side} text: give text in the languages of the model"
             )
     return counts, sample

@@ -1,6 +1,6 @@
 """Tokenizers of the tokenizers library: one `tokenizer.json` holds a unigram or byte-pair model.
 
-BART, mBART, NLLB, Pegasus, T5, and what this package trains.
+BART, mBART, NLLB, Pegasus, T5, and the tokenizers that this package trains.
 """
 
 from __future__ import annotations

@@ -49,11 +49,11 @@ class WholeConversion(Result):
     """Time and memory of a conversion."""
 
     shapes: str  # name of the checkpoint whose shapes were used
-    options: dict[str, object]  # of `convert`
+    options: dict[str, object]  # options of `convert`
     threads: int  # PyTorch's
     checkpoint_bytes: int
     peak_bytes: int  # resident memory of the process at most
-    libraries_bytes: int  # of which Python, PyTorch and Transformers took so much before
+    libraries_bytes: int  # memory of Python, PyTorch and Transformers before the conversion
     steps: dict[str, tuple[float, float]]  # {step: (seconds, processor seconds)}, without what is between them
     total: tuple[float, float]  # from the call to its return
 
@@ -97,7 +97,7 @@ def time_conversion(shapes: str, **options: object) -> WholeConversion:
     checkpoint. Writes about three times the checkpoint's size into the folder for temporary files, and removes it.
 
     Args:
-        options: of `convert`; by default the default conversion, at the default ratio.
+        options: options of `convert`; by default the default conversion, at the default ratio.
 
     Raises:
         ValueError: unknown shapes, or the conversion failed.

@@ -1,16 +1,16 @@
-"""The engines: every file here is one, under the file's name, and nothing else knows which there are.
+"""The engines: every file here is one, under the file's name, and no other file lists them.
 
 Such a file may import what it needs, a library that is not installed included: it is imported when its engine is used.
 The extra of `pyproject.toml` that installs the library has the engine's name. The file has:
 
 - `QUANTIZATIONS`, the types of numbers that it can write, `float32` among them;
-- `write(source, folder, quantization)`, which writes a `Source` and returns the `Expansion` of what it multiplied out;
+- `write(source, folder, quantization)`, which writes a `Source` and returns the `Expansion` of its expanded matrices;
 - `load(folder, search, threads)`, which returns a model ready to run (see `RunningModel`);
-- `describe_loading(folder)`, which says in a sentence how to run the folder without this package, or `None`;
+- `describe_loading(folder)`, which returns one sentence about running the folder without this package, or `None`;
 - if it has another name in sentences than its file, `NAME`; `EXPANDS_LOW_RANK = True` if it has no low-rank matrix
   multiplications;
 - and if it can compute a part of the output layer, `write_shortlist(source, folder, quantization, shortlist)`, which
-  writes a `Shortlist` to one of `SHORTLIST_FILES` beside what `write` wrote;
+  writes a `Shortlist` to one of `SHORTLIST_FILES` beside the files of `write`;
 - and if one folder can hold several quantizations, `BESIDE`, those that are written before int8;
 - and if the Hub has another name for the program that loads the folder, `LIBRARY`; if ten lines of Python run the
   folder without this package, `EXAMPLE`, with `{folder}` and `{text}`;
@@ -37,7 +37,7 @@ CHECKPOINTS = "transformers"  # the engine that runs checkpoints as they are
 
 
 class RunningModel(Protocol):
-    """A model under an engine; what it gets was checked by `Engine`."""
+    """A model under an engine; `Engine` has checked its inputs."""
 
     def generate(self, batch: list[list[int]], search: Search) -> list[list[int]]:
         """The new tokens of each sentence, up to the end token, included."""
@@ -47,18 +47,18 @@ class RunningModel(Protocol):
 
 
 class EngineFile(Protocol):
-    """What a file of this folder has."""
+    """Names of a file of this folder."""
 
     QUANTIZATIONS: tuple[str, ...]
 
     def write(self, source: Source, folder: Path, quantization: str) -> Expansion:
-        """Write a model to `folder`. Raises `ValueError` for what the engine cannot express."""
+        """Write a model to `folder`. Raises `ValueError` for a model that the engine does not support."""
 
     def write_shortlist(self, source: Source, folder: Path, quantization: str, shortlist: Shortlist) -> None:
-        """Add a shortlist to what `write` wrote; only some engines can."""
+        """Add a shortlist to the files of `write`; only some engines can."""
 
     def load(self, folder: Path, search: Search, threads: int) -> RunningModel:
-        """What `write` wrote, ready to run on so many cores."""
+        """Load the model that `write` wrote, for a number of cores."""
 
     def describe_loading(self, folder: Path) -> str | None:
         """How to run the folder without this package."""

@@ -1,9 +1,9 @@
 """LightFormer → CTranslate2, by a Transformer specification of its own library, without any change to the engine.
 
-What CTranslate2 can express stays as small as it is: narrow heads (`head_dim` of each attention), narrow feed-forward
+Supported forms stay as small as they are: narrow heads (`head_dim` of each attention), narrow feed-forward
 networks, the low-rank token table and output layer of the decoder (`project_in`, `project_out`), repeated layers
-(stored once, as aliases). It has no low-rank linear layer: other pairs of factors are multiplied out. Attention then
-gets narrower again: what a head computes are the products W_Q·W_Kᵀ and W_V·W_O, of rank maybe below the head's width.
+(stored once, as aliases). It has no low-rank linear layer: other low-rank factors are expanded. Attention then
+gets narrower again: a head depends on the products W_Q·W_Kᵀ and W_V·W_O, of rank maybe below the head's width.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ VMAP, ORDER = SHORTLIST_FILES[0], "token_order.json"
 
 
 def write(source: Source, folder: Path, quantization: str, *, first: Sequence[int] = ()) -> Expansion:
-    """Write model, configuration and vocabularies to `folder`, and say what was multiplied out.
+    """Write model, configuration and vocabularies to `folder`, and return the expanded matrices.
 
     Args:
         first: ids of target tokens that get the first ids of the engine.
@@ -114,11 +114,11 @@ def write_shortlist(source: Source, folder: Path, quantization: str, shortlist: 
     """Write `vmap.txt`: a line a source token, a tab behind it, and the target tokens that can come with it.
 
     The line without a source token has those that always can. The model is written anew, with the tokens that every
-    search needs first in its vocabulary, as `token_order.json` says: CTranslate2, up to 4.8 at least, goes on using
+    search needs first in its vocabulary, as `token_order.json` lists them: CTranslate2, at least to 4.8, keeps using
     their places among the tokens of the batch before (`_to_output_word_id` is not emptied), which so never change.
 
     Raises:
-        ValueError: a target token with a space or a tab in it, of which the file would know nothing.
+        ValueError: a target token with a space or a tab in it, which the file cannot contain.
     """
     first = special_tokens(Search.of(source.generation), getattr(source.tokenizer, "unk_token_id", None))
     write(source, folder, quantization, first=first)
@@ -128,7 +128,7 @@ def write_shortlist(source: Source, folder: Path, quantization: str, shortlist: 
     if spaced:
         raise ValueError(
             f"shortlist cannot be written for CTranslate2, whose file has no place for {targets[min(spaced)]!r}, a "
-            "token with a space: leave shortlist out, or export to onnx"
+            "token with a space: remove shortlist, or export to onnx"
         )
     with (folder / VMAP).open("w", encoding="utf-8", newline="\n") as file:
         file.write("\t" + " ".join(targets[number] for number in shortlist.always) + "\n")
@@ -163,7 +163,7 @@ def _specification(
     }
     encoder, decoder = read_stack(model.model.encoder), read_stack(model.model.decoder)
     output = read_output(model)
-    # `pre_norm` here says whether there is a final LayerNorm, which Python builds only for pre-norm models.
+    # `pre_norm` here means that there is a final LayerNorm, which Python builds only for pre-norm models.
     encoder_spec = transformer_spec.TransformerEncoderSpec(
         len(encoder.layers),
         config.encoder_attention_heads,
@@ -219,7 +219,7 @@ def _set_vocabulary_layers(
             delattr(spec, name)
     bias = output.bias
     if suppressed:
-        # What generation_config.json forbids stays forbidden for whoever calls the engine without knowing of it.
+        # Tokens that generation_config.json forbids stay forbidden for users who call the engine directly.
         bias = torch.zeros(weight.shape[1]) if bias is None else bias.clone()
         bias[list(suppressed)] = float(NEVER)
     if bias is not None:
@@ -340,7 +340,7 @@ class CTranslate2Model:
 
 
 def load(folder: Path, search: Search, threads: int) -> CTranslate2Model:
-    """What `write` wrote, ready to run."""
+    """Load the model that `write` wrote."""
     return CTranslate2Model(folder, search, threads)
 
 

@@ -4,7 +4,7 @@
 states and caches into logits and longer caches. Its input `use_cache_branch` decides where keys and values of
 cross-attention come from: computed from the hidden states at the first step, from the cache afterwards. File names end
 in `_quantized` in int8 and in `_fp16` in 16 bits. Each graph holds all its weights, because transformers.js opens no
-file for two graphs; what several layers share is stored once in a graph.
+file for two graphs; weights that several layers share are stored once in a graph.
 
 The loop of this package reads the same files. It resolves `use_cache_branch` when it loads them (`specialize`): one
 graph computes the hidden states and the cross-attention's keys and values, the other one step.
@@ -32,7 +32,7 @@ from ..source import Source
 
 NAME, LIBRARY = "ONNX Runtime", "transformers.js"
 QUANTIZATIONS = ("float32", "int8", "float16")
-BESIDE = ("float32", "float16")  # what `export` writes before int8, in this order: `load` prefers the last
+BESIDE = ("float32", "float16")  # types that `export` writes before int8, in this order: `load` prefers the last
 SHORTLIST = "shortlist.json"
 FOLDER, ENCODER, DECODER = "onnx", "encoder_model", "decoder_model_merged"
 # Ends of file names, that which `load` prefers first.
@@ -46,7 +46,7 @@ FAMILIES = {
     "MBartTokenizer": "mbart",
     "MBart50Tokenizer": "mbart",
 }
-LARGEST_FILE = 2**31 - 1  # of a message of protocol buffers
+LARGEST_FILE = 2**31 - 1  # limit of a message of protocol buffers
 OUTPUT = "output"  # begins the names of the nodes of the output layer
 
 
@@ -59,7 +59,7 @@ def write(source: Source, folder: Path, quantization: str) -> Expansion:
     activation = source.model.config.activation_function
     if activation not in ACTIVATIONS:
         raise ValueError(
-            f"activation_function is {activation!r}, which the export to ONNX does not know (it knows "
+            f"activation_function is {activation!r}, which the export to ONNX does not support (supported: "
             f"{', '.join(ACTIVATIONS)}): train the model with one of these"
         )
     encoder, decoder = read_stack(source.model.model.encoder), read_stack(source.model.model.decoder)
@@ -99,7 +99,7 @@ def write_config(source: Source, folder: Path, prefix: str) -> None:
     read from the graph.
 
     Args:
-        prefix: what stands before every source, as T5 asks for.
+        prefix: prefix of every source, as T5 requires.
     """
     config, has_t5 = source.model.config, source.model.config.position_embedding_type in RELATIVE_POSITIONS
     family = "t5" if has_t5 else FAMILIES.get(type(source.tokenizer).__name__.removesuffix("Fast"), "bart")
@@ -146,7 +146,7 @@ def encoder_graph(graph: Graph, encoder: Stack, width: int) -> None:
 
 
 def relative_bias(graph: Graph, layer: Layer, queries: str, keys: str) -> str:
-    """What relative positions add to scores: places (T) and (S) → (1, H, T, S)."""
+    """Return the biases of scores by relative positions: places (T) and (S) → (1, H, T, S)."""
     zero, one = graph.constant([0]), graph.constant([1])
     distances = graph.op("Sub", graph.op("Unsqueeze", keys, zero), graph.op("Unsqueeze", queries, one))
     return graph.op("Unsqueeze", graph.relative(layer.biases, distances, 2, 0, 1), zero)
@@ -298,7 +298,7 @@ def specialize(folder: Path, suffix: str, *, sliced: bool) -> tuple[onnx.ModelPr
 
 
 def narrow(graph: onnx.GraphProto, outputs: list[onnx.ValueInfoProto], renamed: dict[str, str]) -> None:
-    """Leave what some outputs need, in place, after inputs of nodes were renamed."""
+    """Keep only the nodes that some outputs need, in place, after inputs of nodes were renamed."""
     needed = {value.name for value in outputs}
     kept = []
     for node in reversed(graph.node):
@@ -319,7 +319,7 @@ def narrow(graph: onnx.GraphProto, outputs: list[onnx.ValueInfoProto], renamed: 
 
 
 def slice_output(graph: onnx.GraphProto) -> None:
-    """Have the output layer compute logits of the input `candidates` alone: some rows of what has a row a token."""
+    """Make the output layer compute logits of the input `candidates` alone: some rows of its matrices."""
     (logits,) = (value for value in graph.output if value.name == "logits")
     size = logits.type.tensor_type.shape.dim[-1].dim_value
     rows = {tensor.name for tensor in graph.initializer if tensor.dims[:1] == [size]}
@@ -367,10 +367,10 @@ class OnnxModel:
         return [tokens[row].tolist() for row in rows]
 
     def steps(self, batch: list[list[int]], num_beams: int = 1, candidates: np.ndarray | None = None) -> Step:
-        """Encode a batch; what comes back computes the logits of one step after the other (`search.Step`).
+        """Encode a batch, and return the function that computes the logits step by step (`search.Step`).
 
         Args:
-            candidates: tokens whose logits are wanted, where the model computes some alone; `None`: all.
+            candidates: tokens whose logits are needed, if the model computes some alone; `None`: all.
         """
         width = max(map(len, batch))
         ids = np.full((len(batch), width), self.search.pad, dtype=np.int64)
@@ -417,7 +417,7 @@ class OnnxModel:
 
 
 def load(folder: Path, search: Search, threads: int) -> OnnxModel:
-    """What `write` wrote, ready to run."""
+    """Load the model that `write` wrote."""
     return OnnxModel(folder, search, threads)
 
 

@@ -58,8 +58,8 @@ class WebReport(Result):
 
     Attributes:
         models: the exports of the model, and of the one that it is compared with.
-        model_bytes, model_gzip_bytes: of the model's files on disk, and sent by a server that compresses them.
-        program_bytes, program_gzip_bytes: the same of everything else but the model to compare with.
+        model_bytes, model_gzip_bytes: size of the model's files on disk, and sent by a server that compresses them.
+        program_bytes, program_gzip_bytes: the same for all other files except the model to compare with.
     """
 
     models: list[ExportReport]
@@ -94,8 +94,8 @@ def export_web(
         model: a checkpoint folder, or a name on the Hub.
         output: the folder to write.
         compare: another checkpoint that the page runs beside the model, such as its teacher.
-        source_lang, target_lang: what a multilingual model translates from and to.
-        overwrite: replace what `output` holds, if this package wrote all of it.
+        source_lang, target_lang: languages of a multilingual model.
+        overwrite: replace the content of `output`, if this package wrote all of it.
 
     Raises:
         ValueError: as `export`; also a tokenizer that `tokenizer.json` cannot hold; npm is missing, or fails.
@@ -145,7 +145,7 @@ def export_web(
 
 
 def _write_model(name: str | Path, folder: Path, source_lang: str | None, target_lang: str | None) -> ExportReport:
-    """Export a model in int8, and leave what a browser loads."""
+    """Export a model in int8, and keep only the files that a browser loads."""
     with tempfile.TemporaryDirectory() as place:
         made = Path(place, "made")
         report = export(name, made, to="onnx", quantization="int8", source_lang=source_lang, target_lang=target_lang)
