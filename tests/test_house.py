@@ -78,19 +78,3 @@ def private_names_of_others() -> list[tuple[str, str]]:
 
 def test_private_parts_of_other_projects_stay_in_their_files():
     assert {file for file, _ in private_names_of_others()} <= INTERNALS, private_names_of_others()
-
-
-@pytest.mark.parametrize(
-    "path", sorted([*ROOT.glob("training/*.py"), *ROOT.glob("notebooks/*.*")]), ids=lambda path: path.name
-)
-def test_scripts_and_notebooks_use_public_names(path):
-    if path.suffix not in (".py", ".ipynb"):
-        return
-    names = {path.stem for path in PACKAGE.rglob("*")}
-    for node in ast.walk(parse(path)):
-        parts = []
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightformers_hf"):
-            parts = [*node.module.split("."), *(alias.name for alias in node.names)]
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names:
-            parts = [node.attr]
-        assert not any(map(is_private, parts)), ast.unparse(node)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import lightformers_hf
-from lightformers_hf import convert
+from lightformers_hf import convert, export
 
 HEAVY = "{'torch', 'transformers', 'numpy', 'datasets', 'rich'}"
 
@@ -43,19 +43,27 @@ except AttributeError as error:
     run(program)
 
 
-@pytest.mark.parametrize(
-    "words", ["--help", "convert --help", "--version", "convert a b --no-such-option", "convert a b --ratio 1"]
-)
-def test_the_command_answers_at_once(words):
-    program = f"""
+def test_names_of_commands_options_engines_and_metrics_need_no_libraries():
+    program = """
 import sys
-sys.argv = ["lightformers", *{words.split()}]
 from lightformers_hf.cli import main
-try:
-    main()
-except SystemExit as end:
-    assert end.code in (0, 2) or "--ratio" in sys.argv, end.code
-assert not {HEAVY} - {{"rich"}} & {{*sys.modules}}
+answers = {"--help": 0, "convert --help": 0, "--version": 0}
+answers |= {"convert a b --no-such-option": 2, "convert a b --ratio 1": 1}
+for words, code in answers.items():
+    sys.argv = ["lightformers", *words.split()]
+    try:
+        main()
+    except SystemExit as end:
+        assert (end.code or 0) == code, (words, end.code)
+from lightformers_hf.conversion.options import CompressionOptions
+from lightformers_hf.export.engines import deployment_names
+CompressionOptions(ratio=2, pattern={"ffn": "4x", "fc1": None}).policy()
+assert deployment_names()
+assert not {"torch", "transformers", "numpy", "datasets", "ctranslate2", "onnx", "onnxruntime"} & {*sys.modules}
+from lightformers_hf.evaluation import quality
+assert not {"torch", "evaluate"} & {*sys.modules}
+from lightformers_hf.export import Engine
+assert "lightformers_hf.export.write" not in sys.modules
 """
     run(program)
 
@@ -64,6 +72,11 @@ def test_public_names_are_there():
     for name in lightformers_hf.__all__:
         # `export` is the package of that name, which can be called.
         assert getattr(lightformers_hf, name).__name__.rpartition(".")[2] == name
+    assert set(export.__all__) <= set(dir(export))
+    for name in export.__all__:
+        assert getattr(export, name).__name__ == name
+    with pytest.raises(AttributeError, match=r"'lightformers_hf\.export' has no attribute 'Exporter'"):
+        _ = export.Exporter
 
 
 @pytest.mark.parametrize(

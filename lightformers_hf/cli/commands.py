@@ -515,7 +515,7 @@ def analyze(models: tuple[str, ...], data: str, pictures: Path | None, overwrite
     option(
         "--teacher",
         type=CHECKPOINT,
-        help="The checkpoint it was made from: adds singular values with the chosen ranks, and its translations.",
+        help="The checkpoint it was made from: adds its translations to those of --data.",
     ),
     option("--data", type=DATA, help="Parallel text, as for evaluate: adds sample translations."),
     option(

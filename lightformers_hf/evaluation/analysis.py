@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -158,22 +158,24 @@ def iterations_to_convergence(curve: Sequence[tuple[int, float]], *, tolerance: 
 # --- Multiply-additions and sizes of matrices, counted on models without storage
 
 
+class _Parts:
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(vars(self).values())
+
+
 @dataclass(frozen=True)
-class Macs:
+class Macs(_Parts):
     """Multiply-additions of the matrix products that translate one sentence; `output` is the layer of the logits."""
 
     encoder: int
     decoder: int
     output: int
 
-    @property
-    def total(self) -> int:
-        """The sum of all parts."""
-        return self.encoder + self.decoder + self.output
-
 
 @dataclass(frozen=True)
-class Footprint:
+class Footprint(_Parts):
     """Stored entries of the matrices, each counted once: Subformer, Table 9.
 
     Attributes:
@@ -186,11 +188,6 @@ class Footprint:
     encoder: int
     decoder: int
     output: int
-
-    @property
-    def total(self) -> int:
-        """The sum of all parts."""
-        return self.embedding + self.encoder + self.decoder + self.output
 
 
 def without_storage(config: PreTrainedConfig) -> PreTrainedModel:
@@ -344,11 +341,11 @@ class _Meter:
         for stack in STACKS:
             root = getattr(model, f"get_{stack}")()
             layers = getattr(root, "layers", None)
-            attentions = [
-                (name, module)
+            attentions = {
+                name: module
                 for name, module in root.named_modules()
                 if hasattr(module, "out_proj") and (hasattr(module, "head_dim") or hasattr(module, "heads"))
-            ]
+            }
             if layers is None or not attentions:
                 raise ValueError(
                     f"{type(model).__name__} can't be analyzed: expected a LightFormer, Subformer, PartialFormer, or "
@@ -357,15 +354,17 @@ class _Meter:
             for layer in layers:
                 self.handles.append(layer.register_forward_pre_hook(partial(self._enter, stack)))
                 self.handles.append(layer.register_forward_hook(partial(self._leave, stack)))
-            for name, module in attentions:
+            for name, module in attentions.items():
                 site = "cross" if "encoder_attn" in name else stack
-                self._before(module.out_proj, partial(self._see_heads, stack, site, module))
+                see = partial(self._see_heads, stack, site, module)
+                self.handles.append(module.out_proj.register_forward_pre_hook(see))
             for module in root.modules():
                 if hasattr(module, "fc1") and hasattr(module, "fc2"):
-                    self._see_network(stack, module)
-
-    def _before(self, module: nn.Module, see: Callable[[Tensor], None]) -> None:
-        self.handles.append(module.register_forward_pre_hook(lambda _, arguments: see(arguments[0])))
+                    gate = getattr(module, "fc_gate", None)
+                    see = partial(self._see_network, stack, {module.fc1, module.fc2, gate} - {None})
+                    # Of a gated network the gate has the activation function, none of which changes the sign.
+                    hook = module.fc2.register_forward_pre_hook if gate is None else gate.register_forward_hook
+                    self.handles.append(hook(see))
 
     def start(self, kept: dict[str, Tensor]) -> None:
         """A batch begins; `kept` (B, T) of each stack masks the tokens that count."""
@@ -374,7 +373,7 @@ class _Meter:
             self.tokens[stack] += int(mask.sum())
             self.sentences[stack] += int((mask.sum(dim=1) > 1).sum())
 
-    def _enter(self, stack: str, _layer: nn.Module, _arguments: tuple) -> None:
+    def _enter(self, stack: str, *_: Any) -> None:
         self.depth[stack] += 1
 
     def _leave(self, stack: str, _layer: nn.Module, _arguments: tuple, output: Tensor | tuple) -> None:
@@ -382,28 +381,18 @@ class _Meter:
         uniformity = token_uniformity(states.float(), self.kept[stack])
         self.sums["uniformity", stack, self.depth[stack]] += uniformity.nan_to_num().sum().item()
 
-    def _see_heads(self, stack: str, site: str, attention: nn.Module, states: Tensor) -> None:
+    def _see_heads(self, stack: str, site: str, attention: nn.Module, _: nn.Module, inputs: tuple[Tensor]) -> None:
         if self.depth[stack] >= 0:
             sizes = (attention.heads, -1) if hasattr(attention, "heads") else (-1, attention.head_dim)
-            diversity = head_diversity(states.float().unflatten(-1, sizes))[self.kept[stack]]
+            diversity = head_diversity(inputs[0].float().unflatten(-1, sizes))[self.kept[stack]]
             self.sums["diversity", site, self.depth[stack]] += diversity.sum().item()
 
-    def _see_network(self, stack: str, owner: nn.Module) -> None:
-        gate = getattr(owner, "fc_gate", None)
-        parts = {part for part in (owner.fc1, owner.fc2, gate) if part is not None}
-
-        def see(inner: Tensor) -> None:
-            if (depth := self.depth[stack]) < 0:
-                return
-            kept = self.kept[stack]
+    def _see_network(self, stack: str, parts: set[nn.Module], _: nn.Module, inputs: tuple, *output: Tensor) -> None:
+        inner, kept, depth = (*output, *inputs)[0], self.kept[stack], self.depth[stack]
+        if depth >= 0:
             self.sums["activated", stack, depth] += activated_neurons(inner)[kept].sum().item()
             self.sums["neurons", stack, depth] += inner[0, 0].numel() * int(kept.sum())
             self.networks[stack, depth] |= parts
-
-        if gate is None:
-            self._before(owner.fc2, see)
-        else:  # of a gated network the gate has the activation function, none of which changes the sign
-            self.handles.append(gate.register_forward_hook(lambda _module, _arguments, output: see(output)))
 
     def result(self) -> Behaviour:
         """The means over all batches."""
@@ -415,14 +404,10 @@ class _Meter:
             return [self.sums[measure, site, depth] / max(count, 1) for depth in depths]
 
         def networks(stack: str) -> list[Activation]:
-            neurons = means("neurons", stack, self.tokens[stack])
-            sizes = [
-                sum(parameter.numel() for part in self.networks[key] for parameter in part.parameters())
-                for key in sorted(self.networks)
-                if key[0] == stack
-            ]
-            found = zip(means("activated", stack, self.tokens[stack]), map(round, neurons), sizes, strict=True)
-            return [Activation(*layer) for layer in found]
+            activated, neurons = (means(measure, stack, self.tokens[stack]) for measure in ("activated", "neurons"))
+            layers = [self.networks[key] for key in sorted(self.networks) if key[0] == stack]
+            sizes = [sum(one.numel() for part in parts for one in part.parameters()) for parts in layers]
+            return [Activation(*layer) for layer in zip(activated, map(round, neurons), sizes, strict=True)]
 
         tokens = self.tokens | {"cross": self.tokens["decoder"]}
         return Behaviour(
@@ -506,13 +491,12 @@ def analyze(
     labels = short if len(set(short)) == len(short) else names
     languages: dict[str, Any] = {"source": source, "target": target}
     analyses = []
-    with tqdm(total=4 * len(names), disable=not progress, unit="step") as bar:
+    with tqdm(total=3 * len(names), disable=not progress, unit="step") as bar:
         for name, label in zip(names, labels, strict=True):
             bar.set_description(f"{label}: reading text")
             model, tokenizer = load_model(name, device=device, **languages)
             columns = choose_columns(name, model, tokenizer, **languages)
             pairs = load_parallel(data, source=columns[0], target=columns[1], split=split, max_samples=max_samples)
-            bar.update()
             found = behaviour(model, parallel_batches(model, tokenizer, pairs), progress=progress)
             bar.update()
             bar.set_description(f"{label}: measuring memory in a process of its own")
@@ -581,7 +565,7 @@ def analysis_table(analyses: list[Analysis]) -> Table:
     for kind in ("embedding", "attention", "feed-forward"):
         row(f"rank of 90 % energy, {kind}", [one.energy_rank(kind) for one in analyses], "{:.0f}")
     if any(one.loss_curve for one in analyses):
-        ends = ["not converged" if one.convergence_step is None else f"{one.convergence_step:,}" for one in analyses]
-        shown = [end if one.loss_curve else "" for one, end in zip(analyses, ends, strict=True)]
+        steps = ["not converged" if one.convergence_step is None else f"{one.convergence_step:,}" for one in analyses]
+        shown = [step if one.loss_curve else "" for one, step in zip(analyses, steps, strict=True)]
         table.add_row("steps to convergence", *shown)
     return table

@@ -12,23 +12,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
-from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoTokenizer
 
-from ..conversion.report import CompressionReport, MatrixReport, read_report
-from ..conversion.sharing import source_names
-from ..conversion.teacher import Teacher
-from ..conversion.vocabulary.choose import KeptTokens
+from ..conversion.report import CompressionReport, read_report
 from ..files import REPORT_FILE, STATE_FILE, as_kind
-from ..loading import load_pair, load_pretrained, load_skeleton, printable_name, resolve_source
-from ..matrices import rank_of
+from ..loading import load_pair, printable_name, resolve_source
 from ..text import load_parallel
-from ..vocabularies import match_tokens
 from . import plots
-from .analysis import read_log, singular_values
+from .analysis import read_log
 from .benchmarks.engines import EngineComparison
 from .evaluate import Evaluation, Measurements, choose_columns, warn_of_overlap
-from .plots import KINDS, Paint, Point, save_picture, style
+from .plots import Paint, save_picture, style
 from .quality import check_metrics, describe, labels
 from .translate import translate
 
@@ -85,9 +78,8 @@ def report_page(
     and other parts from the arguments.
 
     Args:
-        model: folder or Hub name of a checkpoint that `convert` or a training run wrote.
-        teacher: the checkpoint that it was made of: adds singular values, with the ranks that were kept, and its
-            translations.
+        model: folder or Hub name of what `convert` or a training run wrote.
+        teacher: the checkpoint that it was made of: adds its translations to those of the data.
         data: parallel text as for `load_parallel`: adds sample translations.
         results: files that `lightformers evaluate --json` wrote, of this model and of others: add quality against
             parameters and speed; or `lightformers benchmark engines --json`: speed, size and quality deployed.
@@ -102,9 +94,8 @@ def report_page(
     """
     metrics, folder = check_metrics(metrics), resolve_source(model)
     report = read_report(folder / REPORT_FILE)
-    matrices = report.matrices if report else []
     measured = [_read_result(Path(file)) for file in results]
-    pictures = _pictures(folder, report, teacher, measured, metrics, progress=progress)
+    pictures = _pictures(folder, report, [one for one in measured if isinstance(one, Evaluation)], metrics)
     sheets = [  # a table for every setting that a benchmark of engines measured in
         Sheet(f"Deployed: {setting}", " ".join(one.notes()), rows, words=2)
         for one in measured
@@ -120,12 +111,14 @@ def report_page(
             "or a training run wrote, or --results, or --data"
         )
     styles = {"light": style(dark=False), "dark": style(dark=True)}
-    return _template().render(
+    options: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+    loader = jinja2.PackageLoader(__package__, "")
+    environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, **options)
+    return environment.get_template("page.html").render(
         title=printable_name(model),
         colors={name: (one["figure.facecolor"], one["text.color"]) for name, one in styles.items()},
         plan=report,
-        matrices=matrices,
-        kinds=_kinds(matrices),
+        kinds=plots.KINDS,
         options=json.dumps(report and report.options, indent=1),
         pictures=pictures,
         sheets=sheets,
@@ -135,33 +128,16 @@ def report_page(
     )
 
 
-def _template() -> jinja2.Template:
-    loader = jinja2.PackageLoader(__package__, "")
-    options: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
-    environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, **options)
-    environment.filters["millions"] = lambda count: f"{count / 1e6:.1f}M"
-    return environment.get_template("page.html")
-
-
 def _pictures(
-    folder: Path,
-    report: CompressionReport | None,
-    teacher: str | None,
-    measured: Sequence[Evaluation | EngineComparison],
-    metrics: list[str],
-    *,
-    progress: bool,
+    folder: Path, report: CompressionReport | None, results: Sequence[Evaluation], metrics: list[str]
 ) -> list[Picture]:
     pictures = []
-    if teacher and report and report.matrices:
-        trimmed = bool(report.vocabulary)
-        pictures.append(_draw_spectra(folder, report.matrices, teacher, trimmed=trimmed, progress=progress))
     if report and plots.has_errors(report.matrices):
         caption = f"Error of a matrix, relative to its norm: {report.measure}. Dots are matrices, lines means of a "
         caption += "block."
         paint = partial(plots.errors, matrices=report.matrices)
         pictures.append(_draw("Error of every layer", paint, caption, columns=2))
-    if results := [one for one in measured if isinstance(one, Evaluation)]:
+    if results:
         pictures.append(_draw_trade_off(results, metrics))
     losses, qualities = plots.training_curves(read_log(folder / STATE_FILE))
     if losses:
@@ -171,68 +147,15 @@ def _pictures(
     return pictures
 
 
-def _kinds(matrices: list[MatrixReport]) -> list[tuple[str, int, int, int]]:
-    """A kind of matrix, its parameters before and after, their number."""
-    rows = []
-    for kind, words in KINDS.items():
-        chosen = [matrix for matrix in matrices if matrix.kind == kind]
-        if chosen:
-            before, after = (sum(getattr(m, f"parameters_{when}") for m in chosen) for when in ("before", "after"))
-            rows.append((words, before, after, len(chosen)))
-    return rows
-
-
-def _draw(
-    title: str, paint: Paint, caption: str, *, columns: int, rows: Sequence[list[str]] = (), height: float = 4.2
-) -> Picture:
+def _draw(title: str, paint: Paint, caption: str, *, columns: int, rows: Sequence[list[str]] = ()) -> Picture:
     images = []
     phone: dict[str, Any] = {"rows": columns, "width": PHONE, "height": 3.6 * columns}
-    for shape in ({"columns": columns, "height": height}, phone):
+    for shape in ({"columns": columns}, phone):
         for is_dark in (False, True):
             file = io.BytesIO()
             save_picture(file, paint, dark=is_dark, **shape)
             images.append(base64.b64encode(file.getvalue()).decode())
-    return Picture(title, caption, images[0], images[1], images[2], images[3], list(rows))
-
-
-def _draw_spectra(folder: Path, matrices: list[MatrixReport], name: str, *, trimmed: bool, progress: bool) -> Picture:
-    """Singular values of the teacher's matrices; of a group that shares a layer, those of its first.
-
-    `trimmed`: the model has only some of the teacher's tokens.
-    """
-    config = load_pretrained(AutoConfig, folder)
-    teacher = Teacher(resolve_source(name), name)
-    tokenizer = load_pretrained(AutoTokenizer, folder) if trimmed else None
-    if tokenizer is not None and (matched := match_tokens(tokenizer, teacher.tokenizer())):
-        teacher = teacher.keep_tokens(KeptTokens(matched["source"], matched["target"], tokenizer))
-    depths = {stack: getattr(config, f"{stack}_layers") for stack in ("encoder", "decoder")}
-    fewer = {stack: depth for stack, depth in depths.items() if depth != getattr(teacher.config, f"{stack}_layers")}
-    teacher = teacher.keep_layers(fewer)
-    modules = dict(teacher.model.named_modules())
-    values = {}
-    for matrix in tqdm(matrices, disable=not progress, unit="matrix", desc="singular values"):
-        module = source_names(matrix.name, teacher.config, config)[0]
-        module = module if module in modules else f"model.{module}"
-        if module not in modules:
-            raise ValueError(f"{name} has no {matrix.name}: give the teacher that {folder.name} was made of")
-        factors = teacher.factors(module)
-        shape = (factors[0].shape[0], factors[-1].shape[1])
-        if shape != (matrix.m, matrix.n):
-            raise ValueError(
-                f"{matrix.name} of {name} is {shape[0]}×{shape[1]}, of the teacher of {folder.name} it was "
-                f"{matrix.m}×{matrix.n}: give the teacher that it was made of"
-            )
-        values[matrix.name] = singular_values(module, *factors).tolist()
-    light = {module.removeprefix("model."): part for module, part in load_skeleton(folder).named_modules()}
-    ranks = {matrix: rank_of(light[matrix]) for matrix in values}
-    return _draw(
-        "Singular values of the teacher",
-        partial(plots.spectra, matrices=matrices, values=values, ranks=ranks),
-        f"Of the matrices of {teacher.name}, but for layers left out, relative to the largest. A dot is the rank that "
-        "was kept; a matrix that stayed whole, or got narrower, has none. Of layers that share one it is the first.",
-        columns=3,
-        height=3.8,
-    )
+    return Picture(title, caption, *images, list(rows))
 
 
 def _read_result(file: Path) -> Evaluation | EngineComparison:
@@ -276,29 +199,27 @@ def _draw_trade_off(results: Sequence[Evaluation], metrics: list[str]) -> Pictur
         )
     metrics = metrics or shared
     names = labels(metrics)
-    variants = {name: text for name, text in results[0].signatures.items() if name in metrics}
     relative = all(result.speed_ratio for result in results)
-    points: dict[tuple[str, int, int], Point] = {}
-    rows: dict[tuple[str, int, int], Measurements] = {}
+    points: dict[tuple[str, int, int], tuple[Measurements, float | None, bool]] = {}
     for number, result in enumerate(results, start=1):
         for one, ratio in ((result.teacher, 1.0), (result.model, result.speed_ratio)):
             if one:
-                speed = ratio if relative else one.tokens_per_second
                 # A teacher is one point; models of one name and size may be several, of different seeds.
-                key = (one.name, one.parameters, 0 if one is result.teacher else number)
-                points[key] = Point(one.name, one.scores[metrics[0]], one.parameters, speed, one is result.teacher)
-                rows[key] = one
-    has_speed = any(point.speed for point in points.values())
+                is_teacher = one is result.teacher
+                key = (one.name, one.parameters, 0 if is_teacher else number)
+                points[key] = one, ratio if relative else one.tokens_per_second, is_teacher
+    has_speed = any(speed for _, speed, _ in points.values())
     measure = "times as fast as the teacher" if relative else "tokens/s, one core"
     table = [["", *names.values(), "parameters", "megabytes", measure]]
     for key in sorted(points, key=lambda key: -key[1]):
-        one, speed = rows[key], points[key].speed
+        one, speed, _ = points[key]
         sizes = [f"{one.parameters:,}", f"{one.disk_bytes / 1e6:,.1f}", "" if speed is None else f"{speed:.2f}"]
         table.append([one.name, *(f"{one.scores[name]:.1f}" for name in metrics), *sizes])
     if not has_speed:
         table = [row[:-1] for row in table]
     title = "Quality against size" + (" and speed" if has_speed else "")
-    paint = partial(plots.trade_off, points=list(points.values()), quality=names[metrics[0]], speed=measure)
+    paint = partial(plots.trade_off, points=list(points.values()), metric=metrics[0], speed=measure)
+    variants = {name: text for name, text in results[0].signatures.items() if name in metrics}
     caption = ". ".join([conditions[0], *describe(variants)])
     return _draw(title, paint, caption, columns=2 if has_speed else 1, rows=table)
 
@@ -324,13 +245,13 @@ def _translate_samples(
     sources = list(pairs["source"])
     warn_of_overlap(str(name), data, sources)
     generation = {"num_beams": model.generation_config.num_beams or 1} | generation
-    outputs = translate(sources, model, tokenizer, split=False, progress=progress, **generation)
-    theirs: Sequence[str | None] = [None] * count
-    if teacher:
-        theirs = translate(sources, *loaded["teacher"], split=False, progress=progress, **generation)
+    outputs = {
+        role: translate(sources, *pair, split=False, progress=progress, **generation) for role, pair in loaded.items()
+    }
+    theirs = outputs.get("teacher", [None] * count)
     return [
         Sample(text, reference, before, _mark_differences(before, after))
-        for text, reference, before, after in zip(sources, pairs["target"], theirs, outputs, strict=True)
+        for text, reference, before, after in zip(sources, pairs["target"], theirs, outputs["model"], strict=True)
     ]
 
 

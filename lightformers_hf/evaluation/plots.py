@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -18,11 +17,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .quality import METRICS
+from .quality import METRICS, labels
 
 if TYPE_CHECKING:
     from ..conversion.report import MatrixReport
-    from .analysis import Analysis
+    from .analysis import Analysis, Footprint, Macs
+    from .evaluate import Measurements
 
 # Distinguishable for colour-blind readers (Okabe and Ito); lighter on a dark page. In a picture they are C0, C1, ….
 LIGHT = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
@@ -32,7 +32,8 @@ LETTERS = 105  # side by side in its legend
 LINE = 0.27  # inches of each of the legend's further lines, which a picture grows by
 FAR_APART = 20  # times: more than this, and an axis is logarithmic
 KINDS = {"embedding": "embedding", "attention": "attention", "ffn": "feed-forward"}
-PLACES = ("self-attention", "cross-attention", "feed-forward")
+STACKS = ("encoder", "decoder")
+BLOCKS = ("self-attention", "cross-attention", "feed-forward")
 QUALITY = (*METRICS, "accuracy")  # measures that trainings log, 0 to 100
 Paint = Callable[[list[Axes]], None]
 
@@ -101,13 +102,11 @@ def legend_columns(labels: list[str], width: float) -> int:
     return max(1, min(len(labels), 4, int(LETTERS * width / WIDTH / letters)))
 
 
-def draw_spectrum(axes: Axes, values: Sequence[float], *, color: str, rank: int | None = None) -> None:
-    """Singular values (descending) of a matrix, relative to the largest; a dot at the rank that was kept, if any."""
+def draw_spectrum(axes: Axes, values: Sequence[float], *, color: str) -> None:
+    """Draw the singular values (descending) of a matrix, relative to the largest."""
     if values[0] > 0:
         heights = [value / values[0] for value in values]
         axes.plot(range(1, len(values) + 1), heights, color=color, linewidth=1, alpha=0.6)
-        if rank:
-            axes.plot(rank, heights[rank - 1], "o", color=color, markersize=5)
 
 
 # --- Pictures of `analyze`
@@ -146,23 +145,23 @@ def _by_depth(axes: Axes, analyses: list[Analysis], lines: list[list[float]], **
 
 
 def _head_diversity(panels: list[Axes], analyses: list[Analysis]) -> None:
-    for axes in panels[1:]:
-        axes.sharey(panels[0])
     titles = {"encoder": "encoder", "decoder": "decoder, self-attention", "cross": "cross-attention"}
     for axes, (site, title) in zip(panels, titles.items(), strict=True):
+        if axes is not panels[0]:
+            axes.sharey(panels[0])
         _by_depth(axes, analyses, [one.head_diversity[site] for one in analyses], title=title)
     panels[0].set(ylabel="head diversity, Eq. 7 (higher: more)")
 
 
 def _token_uniformity(panels: list[Axes], analyses: list[Analysis]) -> None:
-    for axes, stack in zip(panels, ("encoder", "decoder"), strict=True):
+    for axes, stack in zip(panels, STACKS, strict=True):
         _by_depth(axes, analyses, [one.token_uniformity[stack] for one in analyses], title=stack)
     panels[0].set(ylabel="correlation of tokens (lower: better)")
 
 
 def _ffn_activation(panels: list[Axes], analyses: list[Analysis]) -> None:
     measures = {"activated": "activated neurons", "ratio": "share of the neurons", "efficiency": "per 1000 parameters"}
-    for row, stack in enumerate(("encoder", "decoder")):
+    for row, stack in enumerate(STACKS):
         for axes, (measure, title) in zip(panels[3 * row : 3 * row + 3], measures.items(), strict=True):
             scale = 1000 if measure == "efficiency" else 1
             lines = [[getattr(layer, measure) * scale for layer in one.ffn[stack]] for one in analyses]
@@ -176,47 +175,43 @@ def _ffn_activation(panels: list[Axes], analyses: list[Analysis]) -> None:
         panels[3 * row].set(ylabel=stack)
 
 
-def _draw_bars(
-    axes: Axes, analyses: list[Analysis], parts_of: Callable[[Analysis], dict[str, float]], unit: str, color: int = 0
-) -> None:
+def _draw_bars(axes: Axes, labels: list[str], bars: list[dict[str, float]], color: int = 0, **settings: str) -> None:
     """A horizontal bar a model, of its parts one after another, and their sum; the first part has that colour."""
-    for row, analysis in enumerate(analyses):
+    for row, parts in enumerate(bars):
         start = 0.0
-        for index, (part, size) in enumerate(parts_of(analysis).items(), start=color):
+        for index, (part, size) in enumerate(parts.items(), start=color):
             axes.barh(row, size, left=start, color=f"C{index}", height=0.6, label=part)
             start += size
         total = f"{start:,.0f}" if start >= 100 else f"{start:.1f}"
         axes.annotate(total, (start, row), xytext=(4, 0), textcoords="offset points", va="center")
-    axes.set(yticks=range(len(analyses)), yticklabels=[as_text(analysis.label) for analysis in analyses], xlabel=unit)
+    axes.set(yticks=range(len(bars)), yticklabels=labels, **settings)
     axes.margins(x=0.16)
     axes.invert_yaxis()
     axes.grid(visible=False)
     axes.xaxis.set_major_locator(MaxNLocator(5))
 
 
+def _parts(measure: Macs | Footprint, unit: float) -> dict[str, float]:
+    """The parts of a measure, in millions of a unit."""
+    sizes = {part: number * unit / 1e6 for part, number in vars(measure).items()}
+    output = sizes.pop("output")
+    return sizes | ({"output layer": output} if output else {})
+
+
 def _macs(panels: list[Axes], analyses: list[Analysis]) -> None:
-    kinds = {"macs": "nothing kept, as the papers count", "macs_cached": "with a cache"}
-    for axes, (field, title) in zip(panels, kinds.items(), strict=True):
-
-        def parts_of(analysis: Analysis, field: str = field) -> dict[str, float]:
-            macs = getattr(analysis, field)
-            return {"encoder": macs.encoder / 1e6, "decoder": macs.decoder / 1e6, "output layer": macs.output / 1e6}
-
-        _draw_bars(axes, analyses, parts_of, "million MACs, 20 source, 20 target tokens")
-        axes.set(title=title)
+    labels, unit = [as_text(one.label) for one in analyses], "million MACs, 20 source, 20 target tokens"
+    titles = {"macs": "nothing kept, as the papers count", "macs_cached": "with a cache"}
+    for axes, (field, title) in zip(panels, titles.items(), strict=True):
+        _draw_bars(axes, labels, [_parts(getattr(one, field), 1) for one in analyses], xlabel=unit, title=title)
     panels[1].set(yticklabels=[])
 
 
 def _memory(panels: list[Axes], analyses: list[Analysis]) -> None:
-    def matrices(analysis: Analysis) -> dict[str, float]:
-        sizes = {part: entries * 4 / 1e6 for part, entries in vars(analysis.footprint).items()}
-        output = sizes.pop("output")
-        return sizes | ({"output layer": output} if output else {})
-
-    _draw_bars(panels[0], analyses, matrices, "MB, float32")
-    _draw_bars(panels[1], analyses, lambda analysis: {"_": analysis.own_memory_bytes / 1e6}, "MB", color=4)
-    panels[0].set(title="matrices")
-    panels[1].set(title="peak while translating, libraries aside", yticklabels=[])
+    labels, peaks = [as_text(one.label) for one in analyses], [{"_": one.own_memory_bytes / 1e6} for one in analyses]
+    matrices = [_parts(one.footprint, 4) for one in analyses]
+    _draw_bars(panels[0], labels, matrices, xlabel="MB, float32", title="matrices")
+    _draw_bars(panels[1], labels, peaks, color=4, xlabel="MB", title="peak while translating, libraries aside")
+    panels[1].set(yticklabels=[])
 
 
 def _spectra(panels: list[Axes], analyses: list[Analysis]) -> None:
@@ -249,43 +244,27 @@ def _convergence(panels: list[Axes], analyses: list[Analysis]) -> None:
 # --- Pictures of the page of `report`: functions that paint panels
 
 
-@dataclass(frozen=True)
-class Point:
-    """A model in the picture of quality against size and speed."""
-
-    name: str
-    quality: float
-    parameters: int
-    speed: float | None
-    is_teacher: bool = False
-
-
-def spectra(
-    panels: list[Axes], matrices: Sequence[MatrixReport], values: dict[str, list[float]], ranks: dict[str, int | None]
-) -> None:
-    """Three panels, a kind of matrix each: the teacher's singular values, with a dot at the rank that was kept."""
-    for color, (axes, (kind, title)) in enumerate(zip(panels, KINDS.items(), strict=True)):
-        for matrix in matrices:
-            if matrix.kind == kind and matrix.name in values:
-                draw_spectrum(axes, values[matrix.name], color=f"C{color}", rank=ranks.get(matrix.name))
-        axes.set(title=title, ylim=(0, 1.02), xlabel="number of the singular value")
-    panels[0].set(ylabel="relative to the largest")
+def _places(matrices: Sequence[MatrixReport]) -> dict[str, dict[str, dict[int, list[float]]]]:
+    """{stack: {block: {layer, from 1: relative errors}}} of the matrices in layers."""
+    found = {stack: {block: defaultdict(list) for block in BLOCKS} for stack in STACKS}
+    for matrix in matrices:
+        place = re.match(r"(encoder|decoder)\.layers\.(\d+)\.", matrix.name)
+        if place and matrix.kind != "embedding":
+            attention = "cross-attention" if "encoder_attn" in matrix.name else "self-attention"
+            block = "feed-forward" if matrix.kind == "ffn" else attention
+            found[place[1]][block][int(place[2]) + 1].append(matrix.relative_error)
+    return found
 
 
 def errors(panels: list[Axes], matrices: Sequence[MatrixReport]) -> None:
     """Two panels, encoder and decoder: the relative error of every matrix by its layer, and the mean of each block."""
-    for axes, stack in zip(panels, ("encoder", "decoder"), strict=True):
-        places = {place: defaultdict(list) for place in PLACES}
-        for matrix in matrices:
-            if place := _place(matrix, stack):
-                layer, block = place
-                places[block][layer].append(matrix.relative_error)
-        for color, (block, layers) in enumerate(places.items(), start=1):
+    for axes, (stack, blocks) in zip(panels, _places(matrices).items(), strict=True):
+        for color, (block, layers) in enumerate(blocks.items(), start=1):
             if layers:
                 depths = sorted(layers)
                 means = [fmean(layers[depth]) for depth in depths]
-                axes.plot([depth + 1 for depth in depths], means, "-", color=f"C{color}", label=block)
-                dots = [(depth + 1, error) for depth in depths for error in layers[depth]]
+                axes.plot(depths, means, "-", color=f"C{color}", label=block)
+                dots = [(depth, error) for depth in depths for error in layers[depth]]
                 axes.plot(*zip(*dots, strict=True), "o", color=f"C{color}", markersize=5, alpha=0.7)
         for matrix in matrices:
             if matrix.kind == "embedding":
@@ -296,41 +275,31 @@ def errors(panels: list[Axes], matrices: Sequence[MatrixReport]) -> None:
     panels[0].set(ylabel="relative error")
 
 
-def _place(matrix: MatrixReport, stack: str) -> tuple[int, str] | None:
-    """Layer (from 0) and block of a matrix of that stack, `None` for one of neither."""
-    found = re.match(rf"{stack}\.layers\.(\d+)\.", matrix.name)
-    if found is None or matrix.kind == "embedding":
-        return None
-    if matrix.kind == "ffn":
-        return int(found[1]), "feed-forward"
-    return int(found[1]), "cross-attention" if "encoder_attn" in matrix.name else "self-attention"
-
-
 def has_errors(matrices: Sequence[MatrixReport]) -> bool:
     """Whether `errors` would find a matrix in a layer of which something is lost."""
-    return any(one.relative_error and (_place(one, "encoder") or _place(one, "decoder")) for one in matrices)
+    layers = [layer for blocks in _places(matrices).values() for block in blocks.values() for layer in block.values()]
+    return any(map(any, layers))
 
 
-def trade_off(panels: list[Axes], points: Sequence[Point], *, quality: str, speed: str) -> None:
-    """One panel or two: quality against parameters, and against speed, of models and of their teacher (a square)."""
-    by_size = [(point, point.parameters / 1e6) for point in points]
-    by_speed = [(point, point.speed) for point in points if point.speed is not None]
+def trade_off(
+    panels: list[Axes], points: Sequence[tuple[Measurements, float | None, bool]], *, metric: str, speed: str
+) -> None:
+    """One panel or two: quality against parameters, and against speed. Of a point the last value is for a teacher."""
+    by_size = [(one, one.parameters / 1e6, is_teacher) for one, _, is_teacher in points]
+    by_speed = [point for point in points if point[1] is not None]
     for axes, placed, label in zip(panels, (by_size, by_speed), ("million parameters", speed), strict=False):
-        for point, x in placed:
-            color, marker = ("C1", "s") if point.is_teacher else ("C0", "o")
-            axes.plot(x, point.quality, marker, color=color, markersize=8, label="teacher" * point.is_teacher or None)
+        for one, x, is_teacher in placed:
+            color, marker = ("C1", "s") if is_teacher else ("C0", "o")
+            position = x, one.scores[metric]
+            axes.plot(*position, marker, color=color, markersize=8, label="teacher" * is_teacher or None)
             # Away from the nearer edge, so that no name leaves the picture.
-            left = x > sum(other for _, other in placed) / len(placed)
-            place: dict[str, Any] = {
-                "xytext": (-8 if left else 8, 0),
-                "ha": "right" if left else "left",
-                "va": "center",
-            }
-            position, name = (x, point.quality), as_text(point.name)
-            axes.annotate(name, position, textcoords="offset points", fontsize=10, **place)
+            left = x > sum(other for _, other, _ in placed) / len(placed)
+            place: dict[str, Any] = {"xytext": (-8 if left else 8, 0), "ha": "right" if left else "left"}
+            place |= {"va": "center", "textcoords": "offset points", "fontsize": 10}
+            axes.annotate(as_text(one.name), position, **place)
         axes.margins(x=0.15, y=0.2)
         axes.set(xlabel=label)
-    panels[0].set(ylabel=quality)
+    panels[0].set(ylabel=labels([metric])[metric])
 
 
 def training_curves(log_history: Sequence[dict]) -> tuple[dict[str, list], dict[str, list]]:

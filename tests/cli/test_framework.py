@@ -4,7 +4,7 @@ import pytest
 from rich.table import Table
 
 from lightformers_hf.cli import app
-from lightformers_hf.cli.framework import as_typed, join_names, name_options
+from lightformers_hf.cli.framework import as_typed, name_options
 from lightformers_hf.results import make_console
 
 TYPED = {name: f"--{name.replace('_', '-')}" for name in "ratio rank size params encoder_groups source_lang".split()}
@@ -49,10 +49,6 @@ def test_a_message_that_names_a_value_begins_with_its_option(message, named):
     assert name_options(message, typed, values) == named
 
 
-def test_a_message_of_a_command_without_such_options_stays():
-    assert as_typed("ratio is 1.0", {"table": "--table"}) == "ratio is 1.0"
-
-
 def test_every_option_says_what_it_is_for():
     for command in [*app.commands.values(), *app.commands["benchmark"].commands.values()]:
         for parameter in command.params:
@@ -60,10 +56,6 @@ def test_every_option_says_what_it_is_for():
                 command.name,
                 parameter.name,
             )
-
-
-def test_names_are_joined():
-    assert [join_names(names) for names in (["a"], ["a", "b"], ["a", "b", "c"])] == ["a", "a or b", "a, b or c"]
 
 
 def test_titles_and_captions_stay_whole_off_a_terminal(capsys, monkeypatch):

@@ -17,7 +17,6 @@ from lightformers_hf import StudyOptions, SubformerConfig, SubformerForCondition
 from lightformers_hf.conversion import forms
 from lightformers_hf.conversion.allocation import allocate, find_units, smallest, work_on_places
 from lightformers_hf.conversion.forms import Choices, all_forms, low_rank
-from lightformers_hf.conversion.forms.svd import tail_energies
 from lightformers_hf.conversion.options import CompressionOptions, resolve_study
 from lightformers_hf.conversion.sharing import Originals, find_matrices, share_layers
 from lightformers_hf.conversion.teacher import Teacher
@@ -102,15 +101,6 @@ def test_what_a_price_leaves_of_a_budget_is_spent():
     first = Choices([1, 2], torch.tensor([10.0, 0.0]).double(), torch.tensor([1.0, 11.0]).double())
     second = Choices([1, 2, 3], torch.tensor([4.0, 2.0, 0.5]).double(), torch.tensor([1.0, 5.0, 9.0]).double())
     assert allocate([[[{"first": first}]], [[{"second": second}]]], 11.0) == {"first": 1, "second": 3}
-
-
-def test_a_budget_for_everything_loses_nothing():
-    free = Choices([1, None], torch.tensor([1.0, 0.0]), torch.tensor([1.0, 5.0]))
-    assert allocate([[[{"a": free}]], [[{"b": free}]]], 10) == {"a": None, "b": None}
-
-
-def test_tails():
-    assert tail_energies(torch.tensor([3.0, 2.0, 1.0])).tolist() == [14, 5, 1, 0]
 
 
 def units_of(folder, **options):
@@ -232,6 +222,8 @@ def nothing_measured(monkeypatch):
         ({"params": "40M"}, r"params is 40M, and .* has [\d,]+ parameters already"),
         ({"ratio": 1000.0}, r"ratio is 1000.0, which cannot be met: .* [\d,]+ parameters are left"),
         ({"ratio": 2.0, "pattern": {"nothing": 4}}, "pattern 'nothing' matches no matrix of this model"),
+        ({"encoder_groups": 3}, r"encoder_groups is 3, but 2 layers .*\[1, 2\]"),
+        ({"decoder_groups": 0}, "decoder_groups is 0"),
         ({"rank": 100_000}, r"[\w.]+: rank 100000 is above .*, the largest that"),
         ({"pattern": {"ffn": 100_000}}, r"encoder\.layers\.0\.fc1: rank 100000 is above .*, the largest that"),
         ({"pattern": {"ffn": "1000x"}}, r"encoder\.layers\.0\.fc1: ratio is 1000, which cannot be met"),
@@ -241,14 +233,6 @@ def test_what_cannot_be_met_is_said_at_once(tiny_marian, tmp_path, options, mess
     with pytest.raises(ValueError, match=message):
         convert(tiny_marian, tmp_path / "light", progress=False, **options)
     assert not (tmp_path / "light").exists()
-
-
-@pytest.mark.usefixtures("nothing_measured")
-def test_an_output_that_is_there_is_noticed_before_the_source(tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "file").touch()
-    with pytest.raises(FileExistsError, match="is not empty"):
-        convert("no/such-model", tmp_path / "out", ratio=2, progress=False)
 
 
 def test_the_smallest_size_that_is_named_can_be_had(tiny_marian, tmp_path):

@@ -10,8 +10,6 @@ from transformers import AutoConfig, AutoTokenizer
 
 from lightformers_hf.conversion import calibration_text as module
 from lightformers_hf.conversion.calibration_text import (
-    count_tokens,
-    default_sources,
     draw_pairs,
     mean_tokens,
     sample_pairs,
@@ -78,14 +76,6 @@ def test_of_one_language_its_tokens_count_alone(tiny_marian, teacher, tmp_path, 
     assert mean_tokens(teacher.config, tokenizer, pairs) == pytest.approx(
         fmean(len(tokenizer(pair["de"]).input_ids) for pair in parallel_sentences)
     )
-
-
-def test_the_tokens_that_will_be_read_are_known_before(teacher, text):
-    pairs = drawn(teacher, text, calibration_samples=20)
-    mean = mean_tokens(teacher.config, teacher.tokenizer(), pairs)
-    assert count_tokens(teacher, CompressionOptions(calibration=text), pairs) == pytest.approx(20 * mean)
-    assert count_tokens(teacher, CompressionOptions(calibration_samples=10), None) == 10 * 17.5  # of 5 to 30
-    assert count_tokens(teacher, CompressionOptions(), None) == default_sources(teacher.model)[0] * 17.5
 
 
 def test_longer_texts_than_the_model_takes_count_as_they_are_cut(teacher, text, monkeypatch):

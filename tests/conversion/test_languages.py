@@ -188,11 +188,6 @@ def test_codes_that_cannot_be(tiny_mbart50, tmp_path, codes, message):
     assert not (tmp_path / "light").exists()
 
 
-def test_a_checkpoint_of_one_pair_takes_no_codes(tiny_marian, tmp_path):
-    with pytest.raises(ValueError, match="with a multilingual tokenizer only"):
-        convert(tiny_marian, tmp_path / "light", method="paper", ratio=1.2, progress=False, **CODES)
-
-
 def test_codes_that_are_no_tokens(tmp_path):
     (tmp_path / "vocab.json").write_text(json.dumps({"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "▁a": 4}))
     import sentencepiece

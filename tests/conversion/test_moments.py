@@ -82,12 +82,6 @@ def test_a_damped_moment_and_its_root():
     torch.testing.assert_close(moment.root @ moment.root.T, damped)
 
 
-def test_what_no_sample_showed_counts_as_its_root_has_it():
-    nothing, rows = Damped(torch.zeros(6, 6).double(), 1e-2), torch.randn(2, 6).double()
-    torch.testing.assert_close(nothing.between(rows), (rows @ nothing.root) @ (rows @ nothing.root).T)
-    assert (nothing.between(rows).diagonal() > 0).all()
-
-
 def test_a_store_gives_back_what_it_got():
     """Whether it is in memory or in the file, after changes of values and of sizes."""
     store = TensorStore(room=100)

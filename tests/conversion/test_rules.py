@@ -81,14 +81,6 @@ def test_a_ratio_that_cannot_be_met_is_refused_by_name(ratio):
         Ratio(ratio).choose_width("self_attn", list(range(1, 9)))
 
 
-def test_energy_of_known_spectra():
-    assert rank_for_energy(torch.tensor([3.0, 4.0]).flip(0), 0.64) == 1
-    assert rank_for_energy(torch.tensor([4.0, 3.0]), 0.65) == 2
-    assert rank_for_energy(torch.ones(10), 1.0) == 10
-    assert rank_for_energy(torch.tensor([1.0, 1.0, 0.0, 0.0]), 1.0) == 2
-    assert rank_for_energy(torch.zeros(4), 0.9) == 1
-
-
 @pytest.mark.parametrize(
     ("rule", "number", "message"),
     [
@@ -122,14 +114,6 @@ def test_a_rank_above_the_matrix_is_refused_by_name():
         FixedRank(65).choose("layers.0.fc1", 64, 256)
 
 
-def test_only_energy_needs_the_spectrum():
-    assert Energy(0.9).needs_spectrum
-    assert not Ratio(2).needs_spectrum
-    assert not FixedRank(2).needs_spectrum
-    with pytest.raises(ValueError, match=r"fc1: .* needs the singular values"):
-        Energy(0.9).choose("fc1", 64, 64)
-
-
 POLICY = RankPolicy(
     FixedRank(10),
     {"embedding": Energy(0.5)},
@@ -158,24 +142,10 @@ def test_first_pattern_then_kind_then_default(name, kind, rank):
     assert POLICY.choose(name, kind, 64, 64, torch.ones(4)) == rank
 
 
-def test_policy_knows_which_matrices_need_a_spectrum():
-    assert POLICY.needs_spectrum("shared", "embedding")
-    assert not POLICY.needs_spectrum("decoder.layers.0.self_attn.q_proj", "attention")
-    assert not POLICY.needs_spectrum("encoder.layers.0.fc1", "ffn")
-
-
 def test_without_default_other_kinds_stay_dense():
     policy = RankPolicy(kinds={"ffn": FixedRank(4)})
     assert policy.choose("fc1", "ffn", 64, 64) == 4
     assert policy.choose("q_proj", "attention", 64, 64) is None
-
-
-def test_a_budget_has_no_say_in_names_and_dense_kinds():
-    policy = RankPolicy(Ratio(2), {"embedding": None, "ffn": FixedRank(4)}, {"fc1": FixedRank(3)})
-    assert policy.fixes("shared", "embedding")
-    assert policy.fixes("encoder.layers.0.fc1", "ffn")
-    assert not policy.fixes("encoder.layers.0.fc2", "ffn")
-    assert not policy.fixes("encoder.layers.0.self_attn.q_proj", "attention")
 
 
 def test_patterns_that_fit_nothing_are_reported():
@@ -202,8 +172,3 @@ def test_sharing_has_the_parameters_of_its_smaller_rank(layers, groups):
     m, n, rank = 512, 1024, 30
     shared = rank_with_sharing(rank, layers, groups)
     assert groups * (m + n) * shared <= layers * (m + n) * rank < groups * (m + n) * (shared + 1)
-
-
-def test_more_groups_than_layers_are_refused():
-    with pytest.raises(ValueError, match="groups is 7, expected 1 to 6"):
-        rank_with_sharing(30, 6, 7)

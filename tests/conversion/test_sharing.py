@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
 from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration, StudyOptions, convert, plan
-from lightformers_hf.conversion.sharing import Bases, align_bases, change_basis, merge_linear, weighted_mean
+from lightformers_hf.conversion.sharing import Bases, align_bases, change_basis, merge_linear
 from lightformers_hf.conversion.teacher import Linear
 
 HEADS, WIDTH, INNER, NEURONS = 3, 10, 12, 7
@@ -196,16 +196,6 @@ def test_the_weighted_mean_is_a_regression():
     )
 
 
-def test_directions_without_inputs_have_the_plain_mean():
-    inputs = [random(30, 6, seed=seed) for seed in (1, 2)]
-    for x in inputs:
-        x[:, 4:] = 0
-    matrices = [random(6, 4, seed=seed) for seed in (3, 5)]
-    mean = weighted_mean(matrices, [x.T @ x for x in inputs])
-    torch.testing.assert_close(mean[4:], (matrices[0] + matrices[1])[4:] / 2)
-    assert not torch.allclose(mean[:4], (matrices[0] + matrices[1])[:4] / 2, atol=1e-2)
-
-
 def test_moments_turn_with_their_layer():
     x, basis, order = random(20, 6), rotation(6, 1), torch.tensor([3, 1, 0, 5, 4, 2])
     torch.testing.assert_close(change_basis(x.T @ x, basis, basis), (x @ basis).T @ (x @ basis))
@@ -276,14 +266,6 @@ def test_layers_that_compute_the_same_become_one_without_loss(tmp_path, calibrat
     convert(folder, tmp_path / "mean", **GROUPS, method="paper")
     mean = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "mean").eval()
     assert (logits(mean) - expected).abs().max() > 0.5
-
-
-def test_private_norms_need_layers_that_share(tmp_path):
-    teacher, folder = make_teacher(tmp_path / "teacher")
-    teacher.save_pretrained(folder)
-    with pytest.raises(ValueError, match="share_layer_norms is for layers that share"):
-        convert(folder, tmp_path / "light", ratio=2, study=StudyOptions(share_layer_norms=False), progress=False)
-    assert not (tmp_path / "light").exists()
 
 
 def test_layers_of_different_widths_are_not_merged(tmp_path):

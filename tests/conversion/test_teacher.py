@@ -17,8 +17,6 @@ from transformers import (
     M2M100Config,
     M2M100ForConditionalGeneration,
     MarianMTModel,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 from lightformers_hf import StudyOptions, SubformerConfig, SubformerForConditionalGeneration, convert, plan
@@ -107,44 +105,10 @@ def test_weights_that_are_no_floats_are_refused_by_name(tiny_marian, tmp_path, d
     assert not (tmp_path / "light").exists()
 
 
-@pytest.mark.parametrize("method", ["auto", "paper"])
-def test_a_tokenizer_larger_than_the_tables_is_refused(tiny_marian, tmp_path, method):
-    shutil.copytree(tiny_marian, tmp_path / "teacher")
-    tokenizer = AutoTokenizer.from_pretrained(tiny_marian)
-    size = len(tokenizer)
-    tokenizer.add_tokens(["<more>"])
-    tokenizer.save_pretrained(tmp_path / "teacher")
-    with pytest.raises(ValueError, match=f"gives '<more>' the number {size}, but vocab_size is {size}"):
-        convert(tmp_path / "teacher", tmp_path / "light", ratio=2, method=method, progress=False)
-    assert not (tmp_path / "light").exists()
-
-
-def test_denormal_weights_are_read(tiny_marian, tmp_path):
-    shutil.copytree(tiny_marian, tmp_path / "teacher")
-    tensors = load_file(tmp_path / "teacher" / "model.safetensors")
-    name = "model.encoder.layers.0.fc1.weight"
-    tensors[name] = tensors[name] * 1e-40
-    save_file(tensors, tmp_path / "teacher" / "model.safetensors")
-    assert torch.equal(Teacher(tmp_path / "teacher", "t").read(name), tensors[name])
-
-
 def test_layers_that_share_weights_are_refused(tiny_marian, tmp_path):
     convert(tiny_marian, tmp_path / "shared", encoder_groups=1, progress=False)
     with pytest.raises(ValueError, match=r"encoder_layers can't be changed: .*encoder_groups"):
         convert(tmp_path / "shared", tmp_path / "light", encoder_layers=1, progress=False)
-
-
-def test_the_papers_procedure_leaves_no_layers_out(tiny_marian, tmp_path):
-    with pytest.raises(ValueError, match="no encoder_layers"):
-        convert(tiny_marian, tmp_path / "light", encoder_layers=1, method="paper", ratio=2, progress=False)
-
-
-def test_layers_of_a_t5_are_removed(tmp_path):
-    config = T5Config(vocab_size=40, d_model=16, d_kv=4, d_ff=24, num_layers=4, num_decoder_layers=3, num_heads=4)
-    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
-    teacher = Teacher(tmp_path, "t")
-    shorter = teacher.keep_layers({"encoder": 1, "decoder": 2})
-    assert (shorter.config.encoder_layers, shorter.config.decoder_layers) == (1, 2)
 
 
 def test_positions_of_m2m100_begin_behind_its_padding(tmp_path):

@@ -471,13 +471,6 @@ def check_logits(model, logits_of: Callable, side: str | None) -> None:
     assert_real_positions_equal(logits, target_mask, expected)
 
 
-def check_ranks(model, expected: dict[str, set[int]]) -> None:
-    """The ranks of the linear layers of each part of a model: {part: ranks}."""
-    for part, ranks in expected.items():
-        modules = model.get_submodule(part).named_modules()
-        assert {len(module.weight) for name, module in modules if name.endswith(".u")} == ranks, part
-
-
 def check_causal_logits(model, logits_of: Callable, side: str) -> None:
     """A padded batch through a causal language model, against `logits_of(weights, config, ids)`."""
     ids, mask = padded(SOURCES, side, model.config.pad_token_id)

@@ -407,16 +407,6 @@ def test_heads_are_free_of_the_width_under_head_scaling():
     assert model.decoder.layers[0].fc1.weight.shape == (64, 16)
 
 
-def test_a_causal_partialformer_keeps_its_configuration(tmp_path):
-    config = PartialFormerConfig(**{**PARTIALFORMER, **ADAPTIVE})
-    before = config.to_dict()
-    model = PartialFormerForCausalLM(config)
-    assert config.to_dict() == before
-    assert (config.is_encoder_decoder, model.config.is_encoder_decoder) == (True, False)
-    model.config.save_pretrained(tmp_path)
-    assert AutoConfig.from_pretrained(tmp_path).to_dict() | {"_name_or_path": ""} == model.config.to_dict()
-
-
 def test_an_encoder_that_is_not_there_is_not_checked():
     fields = {**PARTIALFORMER, "head_scaling": False, "decoder_attention_heads": 2, "head_dim": 8}
     with pytest.raises(ValueError, match="encoder_attention_heads"):

@@ -433,17 +433,3 @@ def test_what_only_an_encoder_has_does_not_hinder_a_causal_model(family, fields,
     model = make_model("CausalLM", family, **fields)
     model.save_pretrained(tmp_path)
     assert torch.equal(outputs(AUTO["CausalLM"].from_pretrained(tmp_path)), outputs(model))
-
-
-def test_a_tensor_that_was_loaded_keeps_its_row_of_padding(tmp_path):
-    """Where its module is drawn, because another tensor of it is missing."""
-    model = make_model("ConditionalGeneration", "lightformer-low-rank")
-    row = model.model.shared.weight[model.config.pad_token_id]
-    assert row.abs().min() > 0
-    model.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.shared.basis"]
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
-    assert torch.equal(loaded.model.shared.weight, model.model.shared.weight)
-    assert not torch.equal(loaded.model.shared.basis, model.model.shared.basis)

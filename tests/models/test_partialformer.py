@@ -208,12 +208,6 @@ def test_low_rank_is_its_product(fields):
     torch.testing.assert_close(model(*batch).logits, dense(*batch).logits, rtol=0, atol=1e-10)
 
 
-def test_ranks_of_the_decoder():
-    fields = {"attention_rank": 5, "ffn_rank": 4, "decoder_attention_rank": 3, "decoder_ffn_rank": 2}
-    references.check_ranks(make(fields), {"model.encoder": {4, 5}, "model.decoder": {2, 3}})
-    references.check_ranks(make({"attention_rank": 5}), {"model.encoder": {5}, "model.decoder": {5}})
-
-
 def in_units_of_xavier(matrix: torch.Tensor) -> float:
     """Standard deviation of a matrix, Xavier's being 1."""
     return matrix.std().item() / math.sqrt(2 / sum(matrix.shape))

@@ -221,10 +221,3 @@ def test_low_rank_is_its_product(fields):
     (source, source_mask), (target, target_mask) = padded(SOURCES, "right", 1), padded(TARGETS, "right", 1)
     batch = (source, source_mask, target, target_mask)
     torch.testing.assert_close(model(*batch).logits, dense(*batch).logits, rtol=0, atol=1e-10)
-
-
-def test_ranks_of_the_decoder():
-    fields = {"attention_rank": 5, "ffn_rank": 4, "decoder_attention_rank": 3, "decoder_ffn_rank": 2}
-    model = make({**SANDWICH, **fields})
-    references.check_ranks(model, {"model.encoder": {4, 5}, "model.decoder": {2, 3}, "lm_head": {4}})
-    references.check_ranks(make({**SANDWICH, "attention_rank": 5}), {"model.encoder": {5}, "model.decoder": {5}})

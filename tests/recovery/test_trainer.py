@@ -313,10 +313,6 @@ def test_attention_is_planned_for_no_batch(build_trainer, before):
     assert seen == {(True, False), (False, False)}
 
 
-def test_models_whose_layers_are_alike_multiply_as_ever(build_trainer):
-    assert not build_trainer(bf16=True).evens_products
-
-
 def test_layers_that_are_computed_again_for_their_gradients(build_trainer, monkeypatch):
     """PyTorch compares what a forward pass keeps with what its repetition does."""
     monkeypatch.setattr(products, "MANY_SHAPES", 0)

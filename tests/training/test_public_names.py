@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 USERS = [*sorted((ROOT / "training").glob("*.py")), *sorted((ROOT / "notebooks").glob("*.*"))]
+MODULES = {path.stem for path in (ROOT / "lightformers_hf").rglob("*")}
 
 
 def source_of(path):
@@ -44,5 +45,7 @@ def test_every_name_is_public(path):
                 assert is_public(node.module, alias.name, shown), f"{node.module}.{alias.name}"
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "lightformers_hf":
             assert is_public("lightformers_hf", node.attr, shown), node.attr
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in MODULES:
+            assert not node.attr.startswith("_") or node.attr.endswith("__"), ast.unparse(node)
         elif isinstance(node, ast.Import):
             assert not [alias.name for alias in node.names if alias.name.startswith("lightformers_hf.")]

@@ -1,7 +1,5 @@
 """Checkpoints of Subformer and PartialFormer are compressed further: every matrix by its own truncated SVD."""
 
-import json
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -127,12 +125,3 @@ def test_subformers_sharing_stays(tmp_path):
     with pytest.raises(ValueError, match=r"encoder_groups is 2.*subformer"):
         convert(tmp_path / "teacher", tmp_path / "light", encoder_groups=2, progress=False)
     assert not (tmp_path / "light").exists()
-
-
-def test_the_card_names_the_class_that_loads_it(tmp_path):
-    make_teacher("partialformer_causal", tmp_path / "teacher")
-    convert(tmp_path / "teacher", tmp_path / "light", ratio=2, progress=False)
-    card = (tmp_path / "light" / "README.md").read_text()
-    assert "AutoModelForCausalLM.from_pretrained" in card
-    assert "- partialformer" in card
-    assert json.loads((tmp_path / "light" / "compression.json").read_text())["architecture"] == "partialformer"

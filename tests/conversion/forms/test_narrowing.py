@@ -11,7 +11,7 @@ from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 from lightformers_hf import StudyOptions, convert
 from lightformers_hf.conversion import sensitivity
 from lightformers_hf.conversion.forms import Built
-from lightformers_hf.conversion.forms.heads import Bottlenecks, diagonal_blocks
+from lightformers_hf.conversion.forms.heads import Bottlenecks
 from lightformers_hf.conversion.forms.neurons import Elimination
 
 
@@ -80,11 +80,6 @@ def test_the_cost_of_removing_neurons_is_that_of_the_regression(size, outputs, s
         lost[kept] -= torch.linalg.solve(second[kept][:, kept], second[kept] @ weight)
         each.append(torch.einsum("io,ij,jp,op->", lost, second, lost, damped).item())
     assert elimination.costs[1].item() == pytest.approx(min(each), rel=2e-2, abs=1e-3)
-
-
-def test_blocks_are_the_heads_own():
-    matrix = torch.arange(36.0).view(6, 6)
-    assert diagonal_blocks(matrix, 3)[1].tolist() == [[14, 15], [20, 21]]
 
 
 @pytest.fixture(scope="module")

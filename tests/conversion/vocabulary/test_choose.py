@@ -9,7 +9,7 @@ from conftest import ENGLISH, GERMAN
 from conversion.vocabulary.checkpoints import make_checkpoint
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
-from lightformers_hf import CompressionOptions, convert, plan
+from lightformers_hf import convert, plan
 from lightformers_hf.conversion.vocabulary.choose import KeptTokens
 from lightformers_hf.vocabularies import renumber_generation
 
@@ -70,16 +70,6 @@ def test_trimming_comes_before_compression(nllb, text, tmp_path):
     assert [matrix.m for matrix in both.matrices] == [matrix.m for matrix in report.matrices]
 
 
-def test_tokens_beyond_the_table(nllb, text, tmp_path):
-    shutil.copytree(nllb, tmp_path / "source")
-    tokenizer = AutoTokenizer.from_pretrained(nllb)
-    tokenizer.add_tokens([f"word{number}" for number in range(20)])
-    tokenizer.save_pretrained(tmp_path / "source")
-    with pytest.raises(ValueError, match=r"gives 'word19' the number \d+, but vocab_size is \d+"):
-        convert(tmp_path / "source", tmp_path / "out", vocabulary=text, progress=False)
-    assert not (tmp_path / "out").exists()
-
-
 def test_any_number_of_texts_of_any_kind(nllb, text, tmp_path):
     data = tmp_path / "more.jsonl"
     data.write_text(json.dumps({"translation": {"de": "0 1 2", "en": "3 4 5"}, "id": 7}) + "\n")
@@ -133,25 +123,6 @@ def test_texts_and_languages_that_cannot_be(nllb, tmp_path, content, options, me
     with pytest.raises(ValueError, match=message):
         convert(nllb, tmp_path / "out", vocabulary=str(file), ratio=1, progress=False, **options)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_text_that_is_not_there(nllb, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"No data file .*missing\.jsonl"):
-        plan(nllb, vocabulary=str(tmp_path / "missing.jsonl"), progress=False)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"languages": "de_DE"}, "languages needs vocabulary"),
-        ({"vocabulary_size": 9}, "vocabulary_size needs vocabulary"),
-        ({"vocabulary": "a.txt", "vocabulary_size": 0}, "vocabulary_size is 0"),
-        ({"ratio": 1}, "ratio is 1"),
-    ],
-)
-def test_options_that_cannot_be(options, message):
-    with pytest.raises(ValueError, match=message):
-        CompressionOptions(**options)
 
 
 def test_one_pair_has_no_languages(tiny_marian, text, tmp_path):
