@@ -161,7 +161,7 @@ def iterations_to_convergence(curve: Sequence[tuple[int, float]], *, tolerance: 
 class _Parts:
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all parts."""
         return sum(vars(self).values())
 
 

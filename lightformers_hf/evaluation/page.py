@@ -78,7 +78,7 @@ def report_page(
     and other parts from the arguments.
 
     Args:
-        model: folder or Hub name of what `convert` or a training run wrote.
+        model: folder or Hub name of a checkpoint that `convert` or a training run wrote.
         teacher: the checkpoint that it was made of: adds its translations to those of the data.
         data: parallel text as for `load_parallel`: adds sample translations.
         results: files that `lightformers evaluate --json` wrote, of this model and of others: add quality against
