@@ -4,8 +4,8 @@
 gradio) whose `requirements.txt` names this package with its extra `app`, and whose variables `TEACHER` and `LIGHT` are
 names of models on the Hub.
 
-It may be public: a request is limited in characters, lines and seconds, requests wait in a queue of limited
-length, one whose reader is gone ends with the line it is at, and the server takes nothing but text to translate.
+It may be public. A request is limited in characters, lines and seconds, and requests wait in a queue of limited
+length. A request whose reader is gone ends after its line. The server takes nothing but text to translate.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def check_file(file: str | Path, inputs: Iterable[str | os.PathLike | None]) -> None:
-    """Raise `ValueError` where writing `file` would write over an input, or over a model's file in an input folder;
+    """Raise `ValueError` where writing `file` would write over an input, or over a model's file in an input folder,
     and `OSError` where it cannot be written: a folder, or a file in one that is not there or takes none."""
     resolved = Path(os.path.expanduser(file)).resolve()
     if resolved.is_dir():

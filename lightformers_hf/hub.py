@@ -187,7 +187,7 @@ def check_push(name: str) -> None:
 
 
 def push_folder(folder: Path, name: str, *, private: bool, results: Sequence[str | Path] = ()) -> Push:
-    """Push a folder that was just written; an error states that the folder is complete, and how to repeat the push."""
+    """Push a folder that was just written. An error states that the folder is complete, and how to repeat the push."""
     try:
         return push_to_hub(folder, name, private=private, results=results)
     except (OSError, ValueError) as error:

@@ -220,7 +220,7 @@ def no_tokenizer(name: str | os.PathLike) -> ValueError:
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str | os.PathLike) -> None:
-    """Raise `ValueError` for a tokenizer without words, which transformers makes of nothing; for ids, or a number of
+    """Raise `ValueError` for a tokenizer without words, which transformers makes of nothing, for ids, or a number of
     tokens, that are not whole, and languages that are no text.
 
     Makes 5.0 the number 5.

@@ -119,14 +119,14 @@ def _onednn_limit() -> str:
 class EvenProducts(TorchFunctionMode):
     """A context, in which PyTorch's layers multiply matrices of few different shapes under bfloat16 autocast.
 
-    A CPU's product in bfloat16 is a program, written for its shapes (oneDNN). In models whose matrices all differ, as
-    low-rank ones do, and with sentences, each batch of another number of tokens, writing them took half of a training
+    A CPU's matrix multiplication in bfloat16 is a kernel, compiled for its shapes (oneDNN). If all matrices differ, as
+    low-rank ones do, and each batch has another number of tokens, the compilation took half of a training
     step (RESULTS.md, "Products of few shapes"). Here
 
     - linear layers are multiplied with rows and columns of zeros that make their sizes multiples of `TOKENS` and
       `FEATURES`: the same numbers, up to rounding;
     - of attention's products those of the first shapes are made as they are, which is all there are where layers are
-      alike; small ones of other shapes (`SMALL_HEAD`) are made in float32, which needs no programs.
+      equal. Small ones of other shapes (`SMALL_HEAD`) are made in float32, which needs no kernels.
 
     Elsewhere, and without autocast, nothing changes. Layers that are computed again for their gradients would be
     computed otherwise: PyTorch leaves the context for a backward pass.

@@ -5,7 +5,7 @@
 `AutoConfig.register` takes classes, which need transformers. So they are registered (by importing `.models`) right
 after the first `import transformers` of the process.
 
-That is done by a finder in `sys.meta_path`. Python asks it for `transformers` alone, before any module inside: none of
+That is done by a finder in `sys.meta_path`. Python asks it for `transformers` alone, before any module inside. None of
 them is half imported when `.models` imports them, which would not hold for a hook on the Auto classes' own module.
 """
 

@@ -313,7 +313,7 @@ def load_file(path: Path) -> Dataset:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a folder, an unknown type, or content that is damaged or not UTF-8; of .csv and .tsv also a line of
+        ValueError: a folder, an unknown type, or content that is damaged or not UTF-8. In .csv and .tsv also a line of
             more or fewer fields than the header names.
         OSError: the cache of the datasets library cannot be written.
     """

@@ -58,10 +58,10 @@ class CompressionOptions:
             characters and bytes stay too, so that every text can still be written. `None` keeps all tokens.
         vocabulary_size: tokens of each side at most, the most frequent ones of that text. `None`: all of them.
         pattern: a kind of matrices (`embedding`, `attention`, `ffn`), or a regular expression for the end of a
-            module's name → `64` (rank), `4x` (ratio), `90%` (energy) or `dense`; an int is a rank, `None` is dense. A
+            module's name → `64` (rank), `4x` (ratio), `90%` (energy) or `dense`. An int is a rank, `None` is dense. A
             pattern has priority over the general option, a name over a kind, and the first matching name over later
             ones.
-        encoder_layers, decoder_layers: number of layers that are kept, evenly spread and including the last; the
+        encoder_layers, decoder_layers: number of layers that are kept, evenly spread and including the last. The
             others are removed first, and the kept ones are refitted by least squares to the outputs of the whole
             stack. The decoder takes most of the time. `None` keeps all layers.
         encoder_groups, decoder_groups: N, number of stored layers; `None` keeps the sharing of the source.
@@ -75,7 +75,7 @@ class CompressionOptions:
         calibration_samples: number of pairs that are drawn. `None` means 1000, or more short pairs, until each side
             has 64 tokens per feature of d_model or 32,768 tokens. Self-generated texts are 256, and up to 1024 for
             teachers below 20M parameters.
-        source_lang, target_lang: a column of the data, or a language inside its column `translation`; of a
+        source_lang, target_lang: a column of the data, or a language inside its column `translation`. For a
             multilingual checkpoint (mBART-50, M2M100, NLLB) also the language code of the tokenizer, which the result
             keeps. Write `COLUMN=CODE` (`de=de_DE`) if they differ. `None`: the languages of the tokenizer. A task
             prefix follows the column, with a space at the end: `de=translate German to English: ` for T5, unless its

@@ -102,7 +102,7 @@ def bridge(
 class Regression:
     """Least squares that change the linear layers and norms of `student` in place; ranks and shapes stay.
 
-    A layer's inputs x are the student's, with all layers before it refitted; its target y is the teacher's output, and
+    A layer's inputs x are the student's, with all layers before it refitted. Its target y is the teacher's output, and
     where that is added to states r, of which the student's r' lack some, y + β(r − r'). So what one sublayer loses,
     the next ones make up for: all of it (β = 1) if layers were removed, half of it if matrices became smaller. W* =
     (E[xᵀx] + ρI)⁻¹ (E[xᵀy] + ρW), all centred, truncated in the metric of the calibration; the bias makes the means
@@ -110,7 +110,7 @@ class Regression:
     of x. Tokens have the weights of the calibration, or without one all the same.
 
     Norms put states that have lost something back to their full size, errors with them. The gain g of each becomes g +
-    β(g* − g), with g* fitted by least squares to the outputs of the teacher's norm, feature by feature; its bias makes
+    β(g* − g), with g* fitted by least squares to the outputs of the teacher's norm, feature by feature. Its bias makes
     the means agree. The one before the output layer stays where β < 1: it would make the model less sure than it is.
 
     Attributes:
@@ -524,7 +524,7 @@ def balance(student: PreTrainedModel, teacher: PreTrainedModel, batches: Sequenc
 
     Every step, b += log(teacher's mean / own mean), lowers it (Darroch and Ratcliff 1972), each by less than the one
     before. If all gain little, b stays: sentences become as short as the teacher's, which then costs
-    more than it gives; and where that is certain, the others are not computed.
+    more than it gives. Where that is certain, the others are not computed.
 
     With p the student's probabilities as they are, b makes them p·e^b / Z, Z the sum of p·e^b over the tokens. Of the
     cross-entropy it changes log Z − b·(teacher's) alone: the teacher is needed once.

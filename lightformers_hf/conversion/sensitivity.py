@@ -336,7 +336,7 @@ class Calibration:
         """An embedding matrix's two jobs as one pair of weights.
 
         As an output layer it costs Σ_v a_v Δ_v H Δ_vᵀ, with a_v the mean of p(1 − p) at token v and H the second
-        moment of the states; as a lookup Σ_v f_v Δ_v G Δ_vᵀ, with f_v the frequency of v and G of the gradients.
+        moment of the states. As a lookup, Σ_v f_v Δ_v G Δ_vᵀ, with f_v the frequency of v and G of the gradients.
         One row weight and one matrix stand for both, exact where the two agree.
         """
         jobs = []

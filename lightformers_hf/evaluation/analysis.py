@@ -205,7 +205,7 @@ def generation_macs(
 ) -> Macs:
     """Multiply-additions to generate `target_tokens` greedily from `source_tokens` (PartialFormer, §5.1).
 
-    The printed figures ("20 source and target tokens", Tables 5 and 10) fit a decoder that keeps nothing: for its k-th
+    The printed figures ("20 source and target tokens", Tables 5 and 10) fit a decoder without a cache. For its k-th
     token it computes all k positions again, their logits too, and the keys and values of the source. That is what is
     counted here; with `use_cache` those of `generate()`. All matrix products count, those of attention among
     them; sums, norms and activations do not. Printed rows are met within 1.5 %, but PartialFormer with head scaling

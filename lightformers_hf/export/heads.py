@@ -32,7 +32,7 @@ class Heads:
 def narrow_heads(attention: Attention, expansion: Expansion) -> Heads:
     """An attention's matrices, expanded, with heads no wider than the rank of their products.
 
-    Exact: q·k = (x·W_Q + b_Q)·(y·W_K)ᵀ up to what is the same for every y, which softmax does not see; and the weights
+    Exact: q·k = (x·W_Q + b_Q)·(y·W_K)ᵀ up to a term that is equal for every y, which softmax ignores. The weights
     of the values add to 1, so that b_V·W_O goes to the output's bias. Each product is split evenly, √Σ to either side.
     """
     parts = []

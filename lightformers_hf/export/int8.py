@@ -12,7 +12,7 @@ def quantize_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """A matrix in int8 with a scale for each row, fp32: values (n×m) and scales (n), so that values·scale ≈ rows.
 
     Without VNNI (Intel before Ice Lake and Alder Lake, AMD before Zen 4), x86 multiplies inputs of 0 to 255 by weights
-    of −127 to 127 and adds the products of neighbours in 16 bits (`vpmaddubsw`): larger values are cut off, without
+    of −127 to 127 and adds the products of neighbours in 16 bits (`vpmaddubsw`). Larger values are cut off, without
     a word. 255·128 does not, so no pair 2j, 2j + 1 of a row adds up to more than 128. That costs a quarter of a scale
     or so, as two neighbours are hardly ever both the largest; halving it instead, as is usual, costs more.
     """

@@ -38,7 +38,7 @@ def learn_lexicon(sources: Sequence[Sequence[int]], targets: Sequence[Sequence[i
     """The lexicon of sentence pairs, of so many as `MOST` allows from the first on.
 
     Model 1 explains every target token by one of the source's, or by none of them (an empty word, which is removed
-    of the result); expectation maximization finds its probabilities.
+    from the result). Expectation maximization finds its probabilities.
     """
     size = 1 + max((max(ids, default=0) for ids in (*sources, *targets)), default=0)
     nothing = size  # the empty word

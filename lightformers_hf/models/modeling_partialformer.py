@@ -109,7 +109,7 @@ def joint_projection(
 class PartialAttention(Attention):
     """Attention whose heads have a feed-forward network and a gate: AFFN (§3.2, Figure 2c).
 
-    What is made of the same states is one matrix: `in_proj` (d → q, k, v, gate) in self-attention, in cross-attention
+    Projections of the same states are one matrix: `in_proj` (d → q, k, v, gate) in self-attention. In cross-attention,
     `query_proj` (d → q, gate) for the decoder's states and `memory_proj` (d → k, v) for the encoder's. The cache holds
     keys and values with all heads side by side, (B, 1, S, h·d_k) and (B, 1, S, H·d_k), so that their numbers of heads
     may differ.

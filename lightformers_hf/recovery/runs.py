@@ -241,8 +241,8 @@ def prepare_sharding(trainer: Trainer) -> None:
 def gather_model(trainer: Trainer) -> PreTrainedModel | None:
     """The model of an FSDP2 run as it was before it was sharded, on the CPU of the process that saves; None on others.
 
-    To be called by every process. Its `save_pretrained` stores tied tables once, with the architecture's own code;
-    the checkpoints that `Trainer` writes meanwhile load as well, but hold every tied table under all of its names.
+    To be called by every process. Its `save_pretrained` stores tied tables once, with the architecture's own code.
+    The checkpoints that `Trainer` writes meanwhile load as well, but hold every tied table under all of its names.
     """
     from torch.distributed.fsdp import FSDPModule
 

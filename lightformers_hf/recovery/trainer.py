@@ -103,7 +103,7 @@ class TokenBatchSampler(Sampler[list[int]]):
 
     A batch of n pairs costs n · (longest source + longest target), in tokens.
 
-    Pairs are put in order of length and cut into batches; every epoch shuffles which of the pairs with equal
+    Pairs are put in order of length and cut into batches. Every epoch shuffles which of the pairs with equal
     lengths goes where, and the order of the batches. The batches' *shapes* stay: so `len()` is exact for every epoch,
     and a trainer that computes its steps from it is right. `seed` and epoch determine everything.
 
@@ -214,8 +214,8 @@ class RecoveryTrainer(Seq2SeqTrainer):
         hidden_weight: weight of `hidden_loss` between the encoders' and between the decoders' layers, beside the
             loss of logits and labels; 0 removes it.
 
-    Evaluation reports the loss against the labels alone, so that runs with and without a teacher compare; smoothed as
-    in training, and, as in every `Trainer`, the mean of its batches' means.
+    Evaluation reports the loss against the labels alone: runs with and without a teacher compare. It is smoothed as
+    in training, and, as in every `Trainer`, is the mean of its batches' means.
 
     Raises:
         ValueError: a teacher of another vocabulary size, alpha or temperature out of range.

@@ -62,7 +62,7 @@ def choose_settings(
 ) -> RecoverySettings:
     """Settings for a model that has 1/`ratio` of its teacher's parameters and is `width` wide; steps come later.
 
-    Learning rates are those of RESULTS.md: 1e-3 up to ratio 6, 1.2e-3 at 8, 1.5e-3 from 12 on, at a width of 256; and
+    Learning rates are those of RESULTS.md: 1e-3 up to ratio 6, 1.2e-3 at 8, 1.5e-3 from 12 on, at a width of 256,
     as many times less as the model is wider. Hidden states compare with those of a teacher of the same width. Of
     random text the teacher's predictions and states alone are learned, with half the rate: more training
     damages the language model.
@@ -88,7 +88,7 @@ def plan_steps(
     width: int,
     dropout: float = 0.0,
 ) -> RecoverySettings:
-    """The settings with the steps of a training that takes about so many seconds, validation included; below ratio 5,
+    """The settings with the steps of a training of about `seconds`, validation included. Below ratio 5,
     of fewer than 600 steps (1200 at a width of 512, and so on), with a learning rate as much lower, and of two epochs
     and more, with dropout and without states.
 

@@ -1,13 +1,13 @@
 """Narrower heads: an attention whose heads are less wide, the same kind of layer.
 
 The function of a head depends on W_Q·W_Kᵀ and W_V·W_O alone. A bottleneck z → z·X·Y, d_k → k → d_k, on its queries
-changes the scores to q·X·(k·Yᵀ)ᵀ, so X goes into W_Q and Y into W_K; one on its context, the mix of values, goes into
+changes the scores to q·X·(k·Yᵀ)ᵀ, so X goes into W_Q and Y into W_K. One on its context, the mix of values, goes into
 W_V and W_O. Nothing is added: the result is ordinary attention with heads of width k, which keeps as much of the
 product as four separate factorizations with half as many parameters.
 
 With C the second moment of z and G that of the loss's gradient there, P = X·Y costs ‖Lᵀ (I − P) R‖²_F, C = L·Lᵀ and
 G = R·Rᵀ (see `calibration`), which the truncated SVD of Lᵀ·R minimises over all P of rank k. Without calibration C and
-G are those of inputs that are equally long in every direction: then the error is that of the products themselves, and
+G are those of inputs that are equally long in every direction. Then the error is that of the products themselves, and
 no pair of that inner width is closer to W_Q·W_Kᵀ (the query's bias as one more row; softmax ignores the key's) and to
 W_V·W_O, by Eckart and Young.
 """

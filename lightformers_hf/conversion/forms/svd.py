@@ -5,10 +5,10 @@ r×n. By Eckart and Young no pair of rank r is closer to W than the truncated si
 
 A full SVD computes much that is thrown away. On the smaller side, n' = min(m, n), the eigenvectors of the Gram matrix
 are the singular vectors, at a fraction of the cost. In float64, the error of squaring lies 1e-8 below the largest
-singular value, which is beneath the rounding of float32 factors; at full rank W·V·Vᵀ = W holds whatever the spectrum.
+singular value, which is beneath the rounding of float32 factors. At full rank W·V·Vᵀ = W holds whatever the spectrum.
 
-In a metric, ‖Lᵀ Δ R‖ instead of ‖Δ‖, it is the Gram matrix of A = Lᵀ W R: with V its r leading eigenvectors, A·V·Vᵀ is
-nearest to A, so that W·(R V)·(Vᵀ R⁻¹) is nearest to W, and neither A nor the larger of the two roots is ever made.
+In a metric, ‖Lᵀ Δ R‖ instead of ‖Δ‖, it is the Gram matrix of A = Lᵀ W R. With V its r leading eigenvectors, A·V·Vᵀ is
+nearest to A, so that W·(R V)·(Vᵀ R⁻¹) is nearest to W. Neither A nor the larger of the two roots is ever made.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ def _ordered(tokens: list[str], order: list[int] | None) -> list[str]:
 def write_shortlist(source: Source, folder: Path, quantization: str, shortlist: Shortlist) -> None:
     """Write `vmap.txt`: a line a source token, a tab behind it, and the target tokens that can come with it.
 
-    The line without a source token has those that always can. The model is written anew, with the tokens that every
-    search needs first in its vocabulary, as `token_order.json` lists them: CTranslate2, at least to 4.8, keeps using
+    The line without a source token has those that always can. The model is written again, with the tokens that every
+    search needs first in its vocabulary, as `token_order.json` lists them. CTranslate2, at least to 4.8, keeps using
     their places among the tokens of the batch before (`_to_output_word_id` is not emptied), which so never change.
 
     Raises:
