@@ -526,7 +526,7 @@ def balance(student: PreTrainedModel, teacher: PreTrainedModel, batches: Sequenc
     before. If all gain little, b stays: sentences become as short as the teacher's, which then costs
     more than it gives. Where that is certain, the others are not computed.
 
-    With p the student's probabilities as they are, b makes them p·e^b / Z, Z the sum of p·e^b over the tokens. Of the
+    With p the student's probabilities as they are, b makes them p·e^b / Z, Z the sum of p·e^b over the tokens. In the
     cross-entropy it changes log Z − b·(teacher's) alone: the teacher is needed once.
     """
     device = algebra_device(store.device)

@@ -362,7 +362,7 @@ class _Meter:
                 if hasattr(module, "fc1") and hasattr(module, "fc2"):
                     gate = getattr(module, "fc_gate", None)
                     see = partial(self._see_network, stack, {module.fc1, module.fc2, gate} - {None})
-                    # Of a gated network the gate has the activation function, none of which changes the sign.
+                    # In a gated network the gate has the activation function, which does not change the sign.
                     hook = module.fc2.register_forward_pre_hook if gate is None else gate.register_forward_hook
                     self.handles.append(hook(see))
 

@@ -284,7 +284,7 @@ def has_errors(matrices: Sequence[MatrixReport]) -> bool:
 def trade_off(
     panels: list[Axes], points: Sequence[tuple[Measurements, float | None, bool]], *, metric: str, speed: str
 ) -> None:
-    """One panel or two: quality against parameters, and against speed. Of a point the last value is for a teacher."""
+    """One panel or two: quality against parameters, and against speed. The last value of a point marks a teacher."""
     by_size = [(one, one.parameters / 1e6, is_teacher) for one, _, is_teacher in points]
     by_speed = [point for point in points if point[1] is not None]
     for axes, placed, label in zip(panels, (by_size, by_speed), ("million parameters", speed), strict=False):

@@ -63,7 +63,7 @@ def choose_settings(
     """Settings for a model that has 1/`ratio` of its teacher's parameters and is `width` wide; steps come later.
 
     Learning rates are those of RESULTS.md: 1e-3 up to ratio 6, 1.2e-3 at 8, 1.5e-3 from 12 on, at a width of 256,
-    as many times less as the model is wider. Hidden states compare with those of a teacher of the same width. Of
+    as many times less as the model is wider. Hidden states compare with those of a teacher of the same width. With
     random text the teacher's predictions and states alone are learned, with half the rate: more training
     damages the language model.
     """
