@@ -298,7 +298,7 @@ def refuse_links(folder: Path, paths: list[Path]) -> None:
     for path in paths:
         if path.resolve() != folder.resolve() / path.relative_to(folder):
             raise ValueError(
-                f"{path} is a link to {path.resolve()}: only what lies in the folder itself is uploaded; put the "
+                f"{path} is a link to {path.resolve()}: only files of the folder itself are uploaded; put the "
                 "file there, or remove the link"
             )
 
@@ -347,7 +347,7 @@ def _check_token() -> None:
     if token is None:
         raise PermissionError("no token of the Hub: log in with `hf auth login`, or set HF_TOKEN")
     if not re.fullmatch(r"[!-~]+", token):
-        raise PermissionError("the Hub's token has characters that no token has: log in again, or set HF_TOKEN anew")
+        raise PermissionError("the Hub's token has characters that no token has: log in again, or set HF_TOKEN again")
 
 
 @contextmanager

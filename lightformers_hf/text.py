@@ -174,7 +174,7 @@ def _check_text(pairs: Dataset, data: str, names: dict[str, str]) -> None:
             values.validate(full=True)
         except pyarrow.ArrowInvalid:
             row = next(i for i, value in enumerate(values.cast("large_binary")) if not _is_utf8(value.as_py()))
-            raise ValueError(f"{data}, row {row + 1}, {name!r}: the text is not UTF-8: write it anew") from None
+            raise ValueError(f"{data}, row {row + 1}, {name!r}: the text is not UTF-8: write it again") from None
         if pairs.features[column] in (Value("string"), Value("large_string")):
             bad = pc.index(pc.is_null(values), True).as_py() if values.null_count else None
         else:

@@ -346,7 +346,7 @@ def train(trainer: Trainer, checkpoint: str | None, model_args: ModelArguments) 
     else:
         note(
             f"{checkpoint} has all {steps:,} steps: nothing was trained, and options that were changed had no effect. "
-            "Begin anew with --overwrite-output instead of --resume-from-checkpoint."
+            "Start again with --overwrite-output instead of --resume-from-checkpoint."
         )
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     mean = {} if steps == begun else {"training loss, mean of all steps": result.training_loss}

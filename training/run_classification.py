@@ -255,7 +255,7 @@ def run(
         compute_metrics=accuracy,
     )
     table = sum(parameter.numel() for parameter in model.get_input_embeddings().parameters())
-    rows = {"unique parameters": parameter_count(model), "of these in the token table": f"{table:,}"}
+    rows = {"unique parameters": parameter_count(model), "in the embedding matrix": f"{table:,}"}
     if "train" in tokens:
         rows |= train(trainer, checkpoint, model_args)
     if "validation" in tokens:
@@ -368,7 +368,7 @@ def cross_validate(model_args: ModelArguments, data_args: DataArguments, args: T
     if args.should_save:
         results = json.dumps(spread | {"test_accuracies": accuracies}, indent=4)
         (output / "test_results.json").write_text(results, encoding="utf-8")
-    shown = {name: summary[name] for name in ("unique parameters", "of these in the token table") if name in summary}
+    shown = {name: summary[name] for name in ("unique parameters", "in the embedding matrix") if name in summary}
     shown |= {f"fold {fold} accuracy": value for fold, value in zip(rounds, accuracies, strict=True)}
     shown |= {"mean accuracy": spread["test_accuracy"], "standard deviation": spread["test_accuracy_std"]}
     return shown | {"saved in": args.output_dir}

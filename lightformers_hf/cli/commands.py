@@ -453,7 +453,7 @@ def push(model: Path, name: str, results: tuple[Path, ...], dry_run: bool, **opt
 @command(
     Argument("output", type=FILE, required=False, default="demo-output", about="Folder. Default: demo-output."),
     option("--seed", type=SEED, default=0, help="Seed of the corpus and of every training."),
-    option("--fresh", is_flag=True, help="Remove what an earlier demo made there, and start over."),
+    option("--fresh", is_flag=True, help="Remove the output of an earlier demo, and start over."),
 )
 def demo(output: Path, seed: int, fresh: bool) -> Answer:
     """See it all work in five to ten minutes, offline: train a teacher, compress it, recover its quality, measure.

@@ -262,7 +262,7 @@ class CompressionReport(Result):
     @property
     def measure(self) -> str:
         """The norm of `energy` and `relative_error` of the matrices, in words."""
-        shared = "; of layers that share one, relative to what they were merged into" if self.shares else ""
+        shared = "; for shared layers, relative to the merged matrix" if self.shares else ""
         if self.calibration is None or not self.smaller:
             return f"every entry with equal weight (Frobenius norm){shared}"
         return f"entries weighted by the sensitivity of the loss on {self.calibration}{shared}"
@@ -294,7 +294,7 @@ class Plan(CompressionReport):
     def parts(self) -> list[Table | str]:
         """Return a table of all matrices, then as the report of a conversion."""
         legend = [
-            "\nbefore, after: parameters. energy: share of Σσ² kept. error: norm of what is lost, relative.",
+            "\nbefore, after: parameters. energy: share of Σσ² kept. error: relative norm of the difference.",
             f"Energy and error: {self.measure}; of a whole block where it got narrower.\n",
         ]
         return [matrix_table(self), *legend, *super().parts(), *ranks_with_sharing(self)]
@@ -482,7 +482,7 @@ def remarks(report: CompressionReport) -> Iterator[str]:
         yield f"The vocabulary keeps {sides}, which alone spares {before - kept:,} parameters."
     yield f"Of {len(report.matrices)} matrices: {report.outcome}."
     if len(report.smaller) < len(report.matrices):
-        yield "Those stay dense for which nothing smaller was asked, or whose factors would hold as many parameters."
+        yield "A matrix stays dense if no smaller form was requested, or if its factors would hold as many parameters."
     if report.agreement is not None:
         yield f"{report.agreement}.".capitalize()
         if report.agreement.share < CLIFF:

@@ -188,8 +188,8 @@ def _draw_trade_off(results: Sequence[Evaluation], metrics: list[str]) -> Pictur
     conditions = sorted(set(map(_conditions, results)))
     if len(conditions) > 1:
         raise ValueError(
-            "results compare only on the same text, searched alike, but these are of "
-            f"{' and of '.join(conditions)}: evaluate all alike"
+            "results compare only on the same text, with the same search, but these are of "
+            f"{' and of '.join(conditions)}: evaluate all with the same options"
         )
     shared = [name for name in results[0].model.scores if all(name in result.model.scores for result in results)]
     if missing := [name for name in metrics if name not in shared] or ([] if shared else ["any metric"]):

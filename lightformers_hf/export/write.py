@@ -120,7 +120,7 @@ class ExportReport(Result):
         if self.encoder_table:
             bits = {"int8": 8, "int16": 16, "float16": 16, "bfloat16": 16}.get(form.partition("_")[0], 32)
             lines.append(
-                f"{self.encoder_table * bits / 8e6:,.1f} MB of it are the encoder's token table, a product in the "
+                f"{self.encoder_table * bits / 8e6:,.1f} MB of it are the encoder's embedding matrix, low-rank in the "
                 "checkpoint: convert --vocabulary keeps fewer tokens, export --to onnx both factors."
             )
         if self.narrowed_attentions:

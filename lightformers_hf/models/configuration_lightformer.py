@@ -226,7 +226,7 @@ class FactorizedConfig(PreTrainedConfig):
         if self.share_encoder_decoder_embeddings and self.decoder_vocab_size != self.vocab_size:
             raise ValueError(
                 f"decoder_vocab_size is {self.decoder_vocab_size} and vocab_size {self.vocab_size}: set both equal, "
-                "or give each stack a token table of its own (share_encoder_decoder_embeddings=False)"
+                "or give each stack its own embedding matrix (share_encoder_decoder_embeddings=False)"
             )
         is_relative = getattr(self, "position_embedding_type", None) in RELATIVE_POSITIONS
         if self.max_position_embeddings is None and not is_relative:

@@ -265,7 +265,7 @@ class Run:
         seen = set(held_out["source"])
         kept = [row for row, text in enumerate(texts["source"]) if text not in seen]
         if not kept:
-            raise ValueError(f"{self.data} holds nothing but what the validation does: give other text")
+            raise ValueError(f"{self.data} holds only the text of the validation: give other text")
         return texts.select(kept), held_out
 
     def read_texts(self) -> Dataset:

@@ -53,7 +53,7 @@ class SavedTokenizer(ABC):
 def unknown_kind(why: str) -> ValueError:
     """Return the error for a tokenizer that cannot be rebuilt."""
     return ValueError(
-        f"vocabulary cannot be trimmed, the tokenizer is of no known kind ({why}): known are tokenizer.json with a "
+        f"vocabulary cannot be trimmed, the tokenizer is not supported ({why}): supported are tokenizer.json with a "
         "unigram or byte-pair model, and SentencePiece models with vocab.json (Marian, M2M100); remove vocabulary"
     )
 

@@ -140,5 +140,5 @@ def test_a_tokenizer_of_no_known_kind(tiny_marian, text, tmp_path):
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]").save_pretrained(
         tmp_path / "words"
     )
-    with pytest.raises(ValueError, match=r"of no known kind \(its model is WordLevel.*remove vocabulary"):
+    with pytest.raises(ValueError, match=r"not supported \(its model is WordLevel.*remove vocabulary"):
         plan(tmp_path / "words", vocabulary=text, progress=False)
