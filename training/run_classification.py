@@ -17,7 +17,7 @@ model in `fold-<k>`. The result is the mean accuracy and the standard deviation 
 accuracy on the test part. `--resume-from-checkpoint` resumes an interrupted run, and complete folds are kept.
 
 The model may be a classifier, or a translation model that `lightformers convert` wrote: its encoder is then taken.
-`--word-vectors` (GloVe or fastText text format) starts the embedding, of a configuration whose table is as wide
+`--word-vectors` (GloVe or fastText text format) initializes an embedding matrix of the same width
 (`"embedding_dim": 300`), or of a low-rank one (`"embedding_rank"`) by SVD.
 """
 
