@@ -18,7 +18,7 @@ accuracy on the test part. `--resume-from-checkpoint` resumes an interrupted run
 
 The model may be a classifier, or a translation model that `lightformers convert` wrote: its encoder is then taken.
 `--word-vectors` (GloVe or fastText text format) initializes an embedding matrix of the same width
-(`"embedding_dim": 300`), or of a low-rank one (`"embedding_rank"`) by SVD.
+(`"embedding_dim": 300`), or a low-rank one (`"embedding_rank"`) by SVD.
 """
 
 from __future__ import annotations
