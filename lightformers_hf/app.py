@@ -31,9 +31,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lightformers_hf.evaluation.translate import load_translator
 from lightformers_hf.export import Engine, export
-from lightformers_hf.export.engine import wrap_network
+from lightformers_hf.export.engine import longest_input, split_texts, wrap_network
 from lightformers_hf.export.engines import CHECKPOINTS
-from lightformers_hf.export.sentences import longest_input, split_texts
 from lightformers_hf.files import EXPORT_FILE, read_json
 from lightformers_hf.loading import is_export, load_pretrained, printable_name, resolve_source, unique_parameters
 
@@ -70,11 +69,6 @@ class Translator:
         if not isinstance(model, Engine):
             form = f"{unique_parameters(model) / 1e6:,.1f}M parameters, {form}"
         return cls(role, f"{role}: {printable_name(name)}, {form}", engine, tokenizer, prefix)
-
-    def warm_up(self, **generation: int) -> None:
-        """Translate until it is as fast as it will be: the first sentences are slower than all others."""
-        for _ in range(WARM_UPS):
-            self("1 2 3 4 5 6 7 8 9 10 11 12", **generation)
 
     def __call__(self, text: str, **generation: int) -> tuple[str, int, float]:
         """Every line translated by itself; the tokens generated, end tokens included; and the seconds it took."""
@@ -122,10 +116,8 @@ class Guard:
     """Refuse requests that the page does not need: from other sites, long ones, files, and content that is not text.
 
     A site that the reader visits could send requests to this machine, whose answers the browser hides from it, or give
-    itself the address of this machine, and read them. Its name then stands in `Host`, or in `Origin`.
-
-    Args:
-        local: whether only this machine is served, under a name of `LOCAL`.
+    itself the address of this machine, and read them. Its name then stands in `Host`, or in `Origin`. `local`: only
+    this machine is served, under a name of `LOCAL`.
     """
 
     def __init__(self, app: ASGIApp, local: bool):
@@ -195,7 +187,7 @@ def deploy_alike(
     if (first == CHECKPOINTS) == (second == CHECKPOINTS):
         return teacher, light
     checkpoint, engine, quantization = (teacher, second, other) if first == CHECKPOINTS else (light, first, one)
-    exported = folder / (Path(checkpoint).name if Path(checkpoint).is_dir() else checkpoint.rpartition("/")[2])
+    exported = folder / Path(checkpoint).name
     try:
         export(checkpoint, exported, to=engine, quantization=quantization, source_lang=source, target_lang=target)
     except ValueError as error:
@@ -234,8 +226,8 @@ def build(
         models = [first, Translator.load("light", places[1], source, target)]
     generation = {"num_beams": num_beams or models[1].engine.search.num_beams}
     generation |= {"max_new_tokens": max_new_tokens} if max_new_tokens else {}
-    for model in models:
-        model.warm_up(**generation)
+    for model in WARM_UPS * models:  # the first sentences are slower than all others
+        model("1 2 3 4 5 6 7 8 9 10 11 12", **generation)
 
     def both(text: str | None) -> Iterator[list[str]]:
         """Output and figures of the teacher, then also of the light model, anew with every line that is done."""

@@ -32,16 +32,7 @@ from . import models
 from .conversion.card import MARK, evaluation_results, model_card, read_results
 from .conversion.report import ModelFacts, read_report
 from .deprecated import renamed_arguments, warn_renamed
-from .files import (
-    CARD_FILE,
-    EXPORT_FILE,
-    MANIFEST_FILE,
-    PAGE_FILE,
-    RECORD_FILE,
-    REPORT_FILE,
-    STATE_FILE,
-    read_json,
-)
+from .files import CARD_FILE, EXPORT_FILE, MANIFEST_FILE, PAGE_FILE, RECORD_FILE, REPORT_FILE, STATE_FILE, read_json
 from .in_memory import AnyModel, on_disk
 from .loading import CheckpointReader, load_pretrained, load_skeleton, stored_tensors
 from .models.configuration_lightformer import FactorizedConfig
@@ -52,11 +43,8 @@ if TYPE_CHECKING:
 
 # Files that belong to a model; other files of its folder (optimizer states, logs, data) are not sent.
 MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
+    *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
     "model-{0}-of-{0}.safetensors".format("[0-9]" * 5),
-    "model.safetensors.index.json",
 )
 # Files of every tokenizer class; a class lists further ones.
 TOKENIZER_FILES = (
@@ -75,19 +63,12 @@ VOCABULARY_FILES = (
 
 @dataclass(frozen=True)
 class Push(Result):
-    """Result of a push.
+    """Result of a push."""
 
-    Attributes:
-        name: name of the repository, `user/model`.
-        url: of its page.
-        commit: its hash, which pins the model: `from_pretrained(name, revision=commit)`.
-        kind: `checkpoint`, `model` of another program, or `space`.
-    """
-
-    name: str
-    url: str
-    commit: str
-    kind: str = "checkpoint"
+    name: str  # of the repository, `user/model`
+    url: str  # of its page
+    commit: str  # its hash, which pins the model: `from_pretrained(name, revision=commit)`
+    kind: str = "checkpoint"  # or `model` of another program, or `space`
 
     @property
     def oid(self) -> str:
@@ -160,8 +141,7 @@ def push_to_hub(
         _check_token()
         repository = {"repo_type": "space" if kind == "space" else "model"}
         with _explain_errors(name):
-            api = HfApi(library_name="lightformers_hf")
-            sdk = "static" if kind == "space" else None
+            api, sdk = HfApi(library_name="lightformers_hf"), "static" if kind == "space" else None
             name = api.create_repo(name, private=private or None, exist_ok=True, space_sdk=sdk, **repository).repo_id
         with _explain_errors(name):
             there = _find_branch(api, name, revision, private, repository)
@@ -245,10 +225,12 @@ def _find_branch(api: HfApi, name: str, revision: str | None, private: bool, kin
 
 
 def _deletions(there: ModelInfo, adds: list[CommitOperationAdd]) -> list[CommitOperationDelete]:
-    """For files of an earlier push that this push does not contain."""
-    stale = {file.rfilename for file in there.siblings or () if _is_ours(file.rfilename)}
-    stale -= {operation.path_in_repo for operation in adds}
-    return [CommitOperationDelete(path) for path in sorted(stale)]
+    """For files that an earlier push of this package put there, and that this one does not contain."""
+    code = {file.name for file in Path(models.__file__).parent.glob("*.py")}
+    patterns = (*MODEL_FILES, *TOKENIZER_FILES, *VOCABULARY_FILES, REPORT_FILE, *code)
+    stale = {file.rfilename for file in there.siblings or ()} - {operation.path_in_repo for operation in adds}
+    ours = (path for path in sorted(stale) if "/" not in path and any(fnmatch(path, one) for one in patterns))
+    return [CommitOperationDelete(path) for path in ours]
 
 
 def _check_model(folder: Path) -> PreTrainedModel:
@@ -314,13 +296,6 @@ def _tokenizer_files(folder: Path) -> set[str]:
     return {*TOKENIZER_FILES, *type(tokenizer).vocab_files_names.values()}
 
 
-def _is_ours(path: str) -> bool:
-    """Whether a file in a repository is one that a push of this package would have put there."""
-    code = {file.name for file in Path(models.__file__).parent.glob("*.py")}
-    patterns = (*MODEL_FILES, *TOKENIZER_FILES, *VOCABULARY_FILES, REPORT_FILE)
-    return "/" not in path and (path in code or any(fnmatch(path, pattern) for pattern in patterns))
-
-
 def _card(folder: Path, model: PreTrainedModel, name: str, results: Sequence[dict]) -> str:
     """The user's card, or a card generated from the folder's files and the results."""
     file = folder / CARD_FILE
@@ -374,18 +349,12 @@ def _explain(error: BaseException, name: str) -> OSError:
         reason = str(error).partition("\n")[0] or type(error).__name__
         return ConnectionError(f"the connection to {constants.ENDPOINT} broke ({reason}): {again}")
     status = error.response.status_code
-    said = f"{status}: {' '.join((error.server_message or error.response.reason_phrase).split())}"
-    if status == 401:
-        return PermissionError(f"the Hub does not accept the token ({said}): `hf auth login`, or another HF_TOKEN")
-    if status == 403:
-        return PermissionError(
-            f"the token may not write to {name} ({said}): take one with write access, or a repository of its owner"
-        )
-    if status == 404:
-        return OSError(
-            f"{name} is no repository of this type ({said}): the name may be that of a model, a data set or a "
-            "Space, or of a repository that was moved; give another name"
-        )
-    if status == 412:
-        return OSError(f"somebody else changed {name} in the meantime ({said}): {again}")
-    return OSError(f"the Hub refused {name} ({said})" + (f": {again}" if status >= 500 else ""))
+    said = f"({status}: {' '.join((error.server_message or error.response.reason_phrase).split())})"
+    message = {
+        401: f"the Hub does not accept the token {said}: `hf auth login`, or another HF_TOKEN",
+        403: f"the token may not write to {name} {said}: take one with write access, or a repository of its owner",
+        404: f"{name} is no repository of this type {said}: the name may be that of a model, a data set or a Space, "
+        "or of a repository that was moved; give another name",
+        412: f"somebody else changed {name} in the meantime {said}: {again}",
+    }.get(status, f"the Hub refused {name} {said}" + (f": {again}" if status >= 500 else ""))
+    return (PermissionError if status in (401, 403) else OSError)(message)

@@ -13,9 +13,6 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from .loading import skeleton
 
-# Fields that list ids, single ones or words of several.
-TOKEN_LISTS, WORD_LISTS = ("suppress_tokens", "begin_suppress_tokens"), ("bad_words_ids",)
-
 
 def read_vocabularies(tokenizer: PreTrainedTokenizerBase) -> dict[str, dict[str, int]]:
     """{side: {token: id}} of a tokenizer, `source` alone where both sides have the same tokens."""
@@ -54,13 +51,11 @@ def renumber_ids(fields: Mapping[str, Any], kept: Sequence[int]) -> dict[str, An
     for name, ids in single_ids(fields).items():
         is_list = isinstance(fields[name], list)
         changed[name] = [new[token] for token in ids if token in new] if is_list else new.get(ids[0])
-    for name in TOKEN_LISTS:
-        if fields.get(name):
-            changed[name] = [new[token] for token in fields[name] if token in new] or None
-    for name in WORD_LISTS:
-        if fields.get(name):
-            words = (word for word in fields[name] if {*word} <= new.keys())
-            changed[name] = [[new[token] for token in word] for word in words] or None
+    for name in filter(fields.get, ("suppress_tokens", "begin_suppress_tokens")):
+        changed[name] = [new[token] for token in fields[name] if token in new] or None
+    if banned := fields.get("bad_words_ids"):  # words of several tokens
+        words = (word for word in banned if {*word} <= new.keys())
+        changed["bad_words_ids"] = [[new[token] for token in word] for word in words] or None
     return changed
 
 

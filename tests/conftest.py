@@ -13,10 +13,10 @@ import hypothesis
 import pytest
 import torch
 import warm
-from tiny import make_tokenizer
+from tiny import make_tokenizer, marian_tokens, sizes
 
 # On a busy machine anything takes long.
-hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.register_profile("any machine", deadline=None, max_examples=50)
 hypothesis.settings.load_profile("any machine")
 
 GERMAN = """\
@@ -63,21 +63,18 @@ def exact_products():
 
 
 @pytest.fixture
-def lightformers(monkeypatch, capsys):
-    """Run the command line; gives exit code, stdout and stderr."""
+def lightformers(monkeypatch, capfd):
+    """Run the command as a shell does; gives exit code, stdout and stderr."""
 
     from lightformers_hf.cli import main
 
     def run(*arguments, stdin=b""):
         monkeypatch.setattr(sys, "argv", ["lightformers", *map(str, arguments)])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        capsys.readouterr()
-        code = 0
-        try:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as exit_:
             main()
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        return code, *capsys.readouterr()
+        return exit_.value.code or 0, *capfd.readouterr()
 
     return run
 
@@ -102,26 +99,8 @@ def tiny_marian(tmp_path_factory, parallel_sentences) -> Path:
     tokenizer = make_tokenizer(folder, sentences)
     pad = tokenizer.pad_token_id
     torch.manual_seed(0)
-    model = MarianMTModel(
-        MarianConfig(
-            vocab_size=pad + 1,
-            d_model=32,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=64,
-            decoder_ffn_dim=64,
-            max_position_embeddings=64,
-            activation_function="swish",
-            scale_embedding=True,
-            dropout=0.0,
-            pad_token_id=pad,
-            eos_token_id=0,
-            forced_eos_token_id=0,
-            decoder_start_token_id=pad,
-        )
-    )
+    fields = sizes(32, layers=2, heads=4, max_position_embeddings=64) | marian_tokens(pad + 1)
+    model = MarianMTModel(MarianConfig(**fields, activation_function="swish", scale_embedding=True, dropout=0.0))
     model.generation_config = GenerationConfig(
         bad_words_ids=[[pad]], decoder_start_token_id=pad, eos_token_id=0, forced_eos_token_id=0, pad_token_id=pad,
         max_length=48, num_beams=2,
@@ -147,11 +126,8 @@ def tiny_mbart50(tmp_path_factory, parallel_sentences) -> Path:
     tokenizer = MBart50Tokenizer(
         vocab=[(token, -1.0 - i) for i, token in enumerate(["<s>", "<pad>", "</s>", "<unk>", *words])]
     )
-    config = MBartConfig(
-        vocab_size=len(tokenizer), d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16,
-        decoder_ffn_dim=16, encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=64,
-        init_std=0.5, decoder_start_token_id=2,
-    )  # fmt: skip
+    fields = sizes(16, ffn=16, max_position_embeddings=64, vocab_size=len(tokenizer))
+    config = MBartConfig(**fields, init_std=0.5, decoder_start_token_id=2)
     set_seed(0)
     MBartForConditionalGeneration(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -28,6 +28,7 @@ from collections import Counter
 from pathlib import Path
 
 import fuzz_inputs
+import huggingface_hub.constants
 from fuzz_inputs import Case
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
@@ -54,7 +55,7 @@ def make_base(base: Path) -> None:
     import torch
     from datasets import Dataset
     from safetensors.torch import load_file, save_file
-    from tiny import make_tokenizer
+    from tiny import make_tokenizer, marian_tokens, sizes
     from transformers import MarianConfig, MarianMTModel
 
     from lightformers_hf import convert
@@ -63,14 +64,9 @@ def make_base(base: Path) -> None:
         base / "dense", [text for pair in SENTENCES for text in pair], vocab_size=30, longest=16
     )
     pad = tokenizer.pad_token_id
-    sizes = {f"{side}_{name}": 1 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
     torch.manual_seed(0)
-    config = MarianConfig(
-        vocab_size=pad + 1, d_model=8, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=16, **sizes,
-        pad_token_id=pad, eos_token_id=0, forced_eos_token_id=0, decoder_start_token_id=pad,
-        activation_function="swish",
-    )  # fmt: skip
-    model = MarianMTModel(config)
+    fields = sizes(8, heads=1, max_position_embeddings=16) | marian_tokens(pad + 1)
+    model = MarianMTModel(MarianConfig(**fields, activation_function="swish"))
     model.generation_config.max_length = 6
     model.generation_config.num_beams = 2
     model.save_pretrained(base / "dense")
@@ -165,6 +161,7 @@ class Worker:
         quiet = os.open(os.devnull, os.O_RDWR)
         for number in (0, 1, 2):
             os.dup2(quiet, number)
+        huggingface_hub.constants.HF_HUB_OFFLINE = True  # the environment is read by imports, which are done
         with os.fdopen(read_case, "rb") as cases, os.fdopen(write_answer, "wb") as answers:
             while True:
                 try:

@@ -48,6 +48,7 @@ def measure_nothing(places, *_, **__):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_python")
 def test_the_examples_of_the_reference_work(workplace, hub, monkeypatch):  # noqa: F811
     examples = re.findall(r"^```py\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
     changes = {"minutes=30": "minutes=0.02", '"me/': '"alice/'}

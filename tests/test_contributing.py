@@ -41,6 +41,7 @@ def follow(page: str, folder: Path) -> list[str]:
     return tests
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_the_examples_work_as_they_stand(tmp_path):
     """Apply all examples to one copy, because they must not exclude each other."""
     for name in ("lightformers_hf", "tests"):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from lightformers_hf import cli, convert
+from lightformers_hf import convert
 from lightformers_hf.loading import load_pretrained
 
 DEEP = "[" * 200_000
@@ -27,19 +27,15 @@ def models(tmp_path_factory, tiny_marian, parallel_sentences):
 
 
 @pytest.fixture
-def run(models, tmp_path, monkeypatch, capfd):
+def run(models, tmp_path, monkeypatch, lightformers):
     """Run a command in a folder with `dense`, `light` and `test.jsonl`; gives its message, which must be one line."""
     shutil.copytree(models, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
 
     def command(words, codes=(1,)):
-        monkeypatch.setattr("sys.argv", ["lightformers", *shlex.split(words), "--quiet"])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        error = capfd.readouterr().err
-        assert exit_.value.code in codes, error
+        code, _, error = lightformers(*shlex.split(words), "--quiet")
+        assert code in codes, error
         assert "Traceback" not in error
         return error
 
@@ -57,12 +53,10 @@ def test_calibration_without_a_tokenizer(run):
     assert "no tokenizer" in run("convert dense out --ratio 2 --calibration test.jsonl")
 
 
-def test_a_conversion_without_a_tokenizer_says_so(run, monkeypatch, capfd):
-    monkeypatch.setattr("sys.argv", shlex.split("lightformers convert dense out --ratio 2 --method paper --overwrite"))
+def test_a_conversion_without_a_tokenizer_says_so(run, lightformers):
     for has_tokenizer in (True, False):
-        with pytest.raises(SystemExit, match="0"):
-            cli.main()
-        told = capfd.readouterr().out
+        code, told, _ = lightformers(*"convert dense out --ratio 2 --method paper --overwrite".split())
+        assert code == 0
         assert ("dense has no tokenizer, so out has none either" in told) == (not has_tokenizer)
         for name in ("vocab.json", "source.spm", "target.spm", "tokenizer_config.json"):
             Path("dense", name).unlink(missing_ok=True)
@@ -153,15 +147,18 @@ def test_gigantic_sizes_are_compared_with_the_tensors(run, fields, command):
     assert "do not belong together" in error
 
 
-@pytest.mark.parametrize("architectures", ["MarianMTModel", [], [None]])
 @pytest.mark.parametrize(
-    "command",
+    ("command", "architectures"),
     [
-        "push light user/model --dry-run", "report light --teacher dense --output page.html", "translate light text",
-        "evaluate light --data test.jsonl --num-beams 1", "export light out --to ctranslate2",
-        "analyze light --data test.jsonl --pictures out",
+        ("push light user/model --dry-run", "MarianMTModel"),
+        ("report light --teacher dense --output page.html", []),
+        ("translate light text", [None]),
+        ("translate light text", "MarianMTModel"),
+        ("evaluate light --data test.jsonl --num-beams 1", [None]),
+        ("export light out --to ctranslate2", []),
+        ("analyze light --data test.jsonl --pictures out", "MarianMTModel"),
     ],
-)  # fmt: skip
+)
 def test_architectures_that_are_no_names(run, architectures, command):
     Path("text").write_text("Ein Hund\n")
     change("light/config.json", architectures=architectures)
@@ -205,7 +202,7 @@ def test_a_report_of_other_fields(run, monkeypatch):
     monkeypatch.setattr("lightformers_hf.evaluation.page.save_picture", lambda *_, **__: None)
     whole = json.loads(Path("light", "compression.json").read_text())
     for field in whole.keys() - {"ratio", "options", "inherited"}:
-        for value in (3, "x", None, [3], {"x": 3}, 10**40, float("nan")):
+        for value in ("x", None, [3], float("nan")):
             Path("light", "compression.json").write_text(json.dumps(whole | {field: value}))
             error = run("report light --output page.html", codes=(0, 1))
             assert not error or "compression.json" in error

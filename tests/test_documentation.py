@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from conversion.vocabulary.checkpoints import make_checkpoint
+from tiny import sizes
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers.processors import RobertaProcessing
 from transformers import (
@@ -83,9 +84,7 @@ def tiny_bart(tmp_path_factory, parallel_sentences):
     bpe._tokenizer.post_processor = RobertaProcessing(("</s>", 2), ("<s>", 0))
     names = dict(zip(("bos_token", "pad_token", "eos_token", "unk_token"), special, strict=True))
     PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, model_max_length=64, **names).save_pretrained(folder)
-    width = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    config = BartConfig(vocab_size=bpe.get_vocab_size(), encoder_layers=1, decoder_layers=1, **width, **heads)
+    config = BartConfig(**sizes(32), vocab_size=bpe.get_vocab_size(), max_position_embeddings=64)
     BartForConditionalGeneration(config).save_pretrained(folder)
     return folder
 

@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,21 @@ def test_pinned_versions_are_allowed():
     pins = read_pins("constraints.txt")
     for requirement in map(Requirement, PROJECT["dependencies"]):
         assert pins[requirement.name.lower()] in requirement.specifier
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", sorted(read_pins("constraints.txt")))
+def test_a_pinned_version_installs_on_the_oldest_promised_python(name):
+    pin = read_pins("constraints.txt")[name]
+    try:
+        installed = distribution(name)
+    except PackageNotFoundError:
+        pytest.skip(f"{name} is not installed: its metadata are needed")
+    if Version(installed.version.partition("+")[0]) != pin:
+        pytest.skip(f"{name} {installed.version} is installed: the metadata of {pin} are needed")
+    # x.y stands for x.y.0, which Debian and others are not far from.
+    oldest, needs = f"{PROJECT['requires-python'].removeprefix('>=')}.0", installed.metadata["Requires-Python"] or ""
+    assert oldest in SpecifierSet(needs), f"{name} {pin} needs Python {needs}: pin the newest for {oldest}"
 
 
 def test_workflow_tests_the_promised_pythons():

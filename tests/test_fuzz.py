@@ -10,7 +10,7 @@ from fuzz_inputs import OPTIONS_OF, Case
 
 from lightformers_hf.cli import app
 
-NUMBER = int(os.environ.get("LIGHTFORMERS_FUZZ", "70"))
+NUMBER = int(os.environ.get("LIGHTFORMERS_FUZZ", "42"))
 KINDS = ("configuration", "generation", "other files", "index", "header", "data", "options")
 
 

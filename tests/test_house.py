@@ -2,8 +2,10 @@
 
 import ast
 import json
+import re
 import sys
 from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import grimp
@@ -78,3 +80,39 @@ def private_names_of_others() -> list[tuple[str, str]]:
 
 def test_private_parts_of_other_projects_stay_in_their_files():
     assert {file for file, _ in private_names_of_others()} <= INTERNALS, private_names_of_others()
+
+
+# Scripts and notebooks, which use names that a package lists in `__all__`, or that the reference shows.
+USERS = [*sorted((ROOT / "training").glob("*.py")), *sorted((ROOT / "notebooks").glob("*.[ip]*"))]
+MODULES = {path.stem for path in PACKAGE.rglob("*")}
+
+
+def documented():
+    """(module, names) as the reference shows them; a module without names shows all of its own."""
+    text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference").glob("*.md"))
+    for path, options in re.findall(r"^::: (\S+)((?:\n    .*)*)", text, flags=re.MULTILINE):
+        members = re.search(r"members: \[(.*?)\]", options)
+        yield path, members and members[1].split(", ")
+
+
+def is_public(module, name, shown):
+    if name.startswith("_"):
+        return False
+    if name in getattr(import_module(module), "__all__", ()) or f"{module}.{name}" in shown:
+        return True
+    return module in shown and (shown[module] is None or name in shown[module])
+
+
+@pytest.mark.parametrize("path", USERS, ids=lambda path: path.name)
+def test_every_name_is_public(path):
+    shown = dict(documented())
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightformers_hf"):
+            for alias in node.names:
+                assert is_public(node.module, alias.name, shown), f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "lightformers_hf":
+            assert is_public("lightformers_hf", node.attr, shown), node.attr
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in MODULES:
+            assert not is_private(node.attr), ast.unparse(node)
+        elif isinstance(node, ast.Import):
+            assert not [alias.name for alias in node.names if alias.name.startswith("lightformers_hf.")]

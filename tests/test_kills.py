@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("fcntl", reason="processes are forked")
+pytestmark = pytest.mark.usefixtures("warm_python")
 NUMBER = int(os.environ.get("LIGHTFORMERS_KILLS", "50"))
 
 

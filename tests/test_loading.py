@@ -12,6 +12,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from models.cases import every, like_trained, make_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny import marian_tokens, sizes
 from torch import nn
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig, MarianConfig, MarianMTModel
 
@@ -180,21 +181,8 @@ def test_shared_and_tied_tensors_count_once_and_buffers_not():
 
 def test_marian_counts_what_it_learned():
     d, ffn, vocabulary = 8, 16, 11
-    model = MarianMTModel(
-        MarianConfig(
-            vocab_size=vocabulary,
-            d_model=d,
-            encoder_layers=2,
-            decoder_layers=1,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=ffn,
-            decoder_ffn_dim=ffn,
-            max_position_embeddings=512,
-            pad_token_id=10,
-            decoder_start_token_id=10,
-        )
-    )
+    fields = sizes(d, ffn=ffn, encoder_layers=2, max_position_embeddings=512) | marian_tokens(vocabulary)
+    model = MarianMTModel(MarianConfig(**fields))
     attention, norm, feed_forward = 4 * (d * d + d), 2 * d, 2 * d * ffn + ffn + d
     encoder_layer, decoder_layer = attention + feed_forward + 2 * norm, 2 * attention + feed_forward + 3 * norm
     # Embedding and output layer are one matrix; the sinusoids, 512×d in encoder and decoder, are not learned.
@@ -221,10 +209,7 @@ def test_a_folder_without_weights(tmp_path):
         weight_bytes(tmp_path)
 
 
-CONFIG = LightFormerConfig(
-    vocab_size=20, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
-    encoder_ffn_dim=12, decoder_ffn_dim=12, max_position_embeddings=10, attention_rank=2,
-)  # fmt: skip
+CONFIG = LightFormerConfig(**sizes(8, ffn=12), vocab_size=20, max_position_embeddings=10, attention_rank=2)
 
 
 @pytest.fixture

@@ -21,9 +21,10 @@ def shared_cache(tmp_path_factory):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs(path, shared_cache, monkeypatch, request):
-    if not path.stem.startswith("4-"):  # whose other process reads the Hub's address when it imports the client
-        request.getfixturevalue("warm_python")
+@pytest.mark.usefixtures("warm_python")
+def test_a_notebook_runs(path, shared_cache, monkeypatch):
+    if path.stem.startswith("4-"):  # whose other process reads the Hub's address when it imports the client
+        monkeypatch.setenv("WARM_ALONE", "1")
     monkeypatch.setenv("LIGHTFORMERS_QUICK", "1")
     monkeypatch.setenv("LIGHTFORMERS_NOTEBOOKS", str(shared_cache))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

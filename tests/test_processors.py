@@ -68,7 +68,7 @@ def test_states_are_kept_for_weights_that_learn_alone(learns):
     torch.testing.assert_close(states.grad, expected, rtol=0.02, atol=0.02)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     shape=st.lists(st.integers(1, 21), max_size=3),
     sizes=st.tuples(st.integers(1, 70), st.integers(1, 70)),

@@ -1,9 +1,7 @@
 """Code that lies beside a checkpoint is never run, whoever answers `y` on standard input."""
 
 import ast
-import io
 import json
-import shlex
 import shutil
 import subprocess
 import sys
@@ -14,7 +12,7 @@ import pytest
 import run_translation
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from lightformers_hf import cli, convert
+from lightformers_hf import convert
 from lightformers_hf.loading import load_model, load_pretrained
 
 ROOT = Path(__file__).parents[1]
@@ -27,7 +25,7 @@ COMMANDS = [
     "translate strange test.txt",
     "evaluate strange --data test.jsonl --no-speed",
     "evaluate dense --teacher strange --data test.jsonl --no-speed",
-    "analyze dense strange --data test.jsonl",
+    "analyze strange dense --data test.jsonl",
     "push strange user/strange",
     "benchmark engines strange dense --engine transformers --runs 1",
 ]
@@ -62,20 +60,12 @@ def make_strange(place, where):
     return folder
 
 
-def lightformers(monkeypatch, words):
-    monkeypatch.setattr("sys.argv", ["lightformers", *shlex.split(words), "--quiet"])
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"y\ny\n")))
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    return exit_.value.code or 0
-
-
 @pytest.mark.parametrize("words", COMMANDS)
-def test_a_model_of_its_own_code_is_refused(place, monkeypatch, capfd, words):
+def test_a_model_of_its_own_code_is_refused(place, lightformers, words):
     make_strange(place, "unknown")
-    assert lightformers(monkeypatch, words) == 1
+    code, _, error = lightformers(*words.split(), "--quiet", stdin=b"y\ny\n")
+    assert code == 1
     assert not (place / "ran").exists()
-    error = capfd.readouterr().err
     assert "strange" in error
     assert "auto_map" in error
     assert "trust_remote_code" not in error
@@ -84,14 +74,15 @@ def test_a_model_of_its_own_code_is_refused(place, monkeypatch, capfd, words):
 
 @pytest.mark.parametrize("words", COMMANDS[1:4])
 @pytest.mark.parametrize("where", ["tokenizer", "known"])
-def test_other_code_is_not_run_either(place, monkeypatch, capfd, where, words):
+def test_other_code_is_not_run_either(place, lightformers, where, words):
     make_strange(place, where)
-    code = lightformers(monkeypatch, words)
+    code, _, error = lightformers(*words.split(), "--quiet", stdin=b"y\ny\n")
     assert not (place / "ran").exists()
-    assert "Traceback" not in capfd.readouterr().err
+    assert "Traceback" not in error
     assert where == "tokenizer" or code == 0  # code beside a model that transformers has is not needed
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_process_with_a_yes_on_its_standard_input(place):
     make_strange(place, "unknown")
     run = subprocess.run(

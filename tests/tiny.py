@@ -4,9 +4,23 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+
+def sizes(width: int, layers: int = 1, heads: int = 2, ffn: int | None = None, **changes) -> dict:
+    """Fields of small encoder-decoders, with the names that Marian, BART, their relatives and a LightFormer have."""
+    shapes = {"d_model": width}
+    for side in ("encoder", "decoder"):
+        shapes |= {f"{side}_layers": layers, f"{side}_attention_heads": heads, f"{side}_ffn_dim": ffn or 2 * width}
+    return shapes | changes
+
+
+def marian_tokens(number: int) -> dict:
+    """Fields by which a Marian has so many tokens, with the conventions of opus-mt."""
+    special = {"eos_token_id": 0, "forced_eos_token_id": 0}
+    return special | {"vocab_size": number, "pad_token_id": number - 1, "decoder_start_token_id": number - 1}
+
+
 # Of a LightFormer that fits the small Marian of `conftest.py`.
-SIZES = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 4, "dropout": 0.0}
-SIZES |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+SIZES = sizes(32, layers=2, heads=4, ffn=48, decoder_layers=1, dropout=0.0)
 
 
 def make_tokenizer(folder: Path, sentences: Iterable[str], vocab_size: int = 120, longest: int = 64):

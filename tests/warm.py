@@ -120,7 +120,10 @@ def receive(client: socket.socket) -> tuple[list, list[int]]:
 
 def become(request: list, streams: list[int]) -> list[str]:
     """Take over a client's name, folder, environment and streams; returns its arguments."""
+    cold = sys.executable
     (sys.executable, *arguments), folder, environment = request
+    if environment.pop("WARM_ALONE", None):  # the programs that it starts are others
+        sys.executable = cold
     for place, stream in enumerate(streams):
         os.dup2(stream, place)
         os.close(stream)

@@ -34,12 +34,10 @@ def read_results(file: Path, parameters: int) -> dict:
         measured = results["model"]["parameters"]
         keys = ("model", "data", "source", "target", "sentences", "generation", "labels")
         shown = {key: results[key] for key in keys}
-        shown["variants"] = {
-            ", ".join(
-                results["labels"][name] for name, other in results["signatures"].items() if other == variant
-            ): variant
-            for variant in dict.fromkeys(results["signatures"].values())
-        }
+        labels: dict[str, list[str]] = {}  # of the measures of each variant
+        for name, variant in results["signatures"].items():
+            labels.setdefault(variant, []).append(results["labels"][name])
+        shown["variants"] = {", ".join(names): variant for variant, names in labels.items()}
         # A local path is private; a data set on the Hub has an owner.
         data = results["data"]
         shown |= {"data": Path(data).name if is_file_name(data) else data, "rows": _rows(results)}
@@ -66,18 +64,14 @@ def _rows(results: dict) -> list[list[str]]:
         ("peak memory, megabytes", "memory_bytes", lambda size: f"{size / 1e6:,.0f}"),
         ("tokens/s, one core", "tokens_per_second", "{:,.1f}".format),
     )
-    head = ["", "this model"] + ([_code(Path(results["teacher"]["name"]).name)] if results["teacher"] else [])
-    rows = [
-        [_plain(results["labels"][name]), *(f"{column['scores'][name]:.1f}" for column in columns)]
-        for name in results["model"]["scores"]
-    ]
-    rows += [
-        [label, *(show(column[field]) for column in columns)]
-        for label, field, show in measures
-        if all(column.get(field) is not None for column in columns)
-    ]
+    rows = [["", "this model"] + ([_code(Path(results["teacher"]["name"]).name)] if results["teacher"] else [])]
+    for name in results["model"]["scores"]:
+        rows.append([_plain(results["labels"][name]), *(f"{column['scores'][name]:.1f}" for column in columns)])
+    for label, field, show in measures:
+        if all(column.get(field) is not None for column in columns):
+            rows.append([label, *(show(column[field]) for column in columns)])
     rows[-1][1] += ratio
-    return [head, *rows]
+    return rows
 
 
 def evaluation_results(results: Sequence[dict], task: str) -> list[EvalResult]:
@@ -94,12 +88,6 @@ def evaluation_results(results: Sequence[dict], task: str) -> list[EvalResult]:
         for result in results
         for metric, value in result["model"]["scores"].items()
     ]
-
-
-def write_card(report: CompressionReport, folder: Path, place: str) -> None:
-    """Write the model card of a conversion's result into `folder`, which will be called `place`."""
-    facts = ModelFacts(report.architecture, report.auto_class, report.parameters_after, report.bytes_after)
-    (folder / CARD_FILE).write_text(model_card(facts, report, place=place), encoding="utf-8")
 
 
 def write_export_card(
@@ -127,9 +115,8 @@ def write_export_card(
         library_name=library,
         tags=list(dict.fromkeys([engine, form, library])),
     )
-    fields = {"metadata": data.to_yaml(), "mark": MARK, "engine": engine, "form": form, "lines": lines}
-    text = EXPORT_CARD.render(**fields, example=example)
-    (folder / CARD_FILE).write_text(text, encoding="utf-8")
+    fields = {"metadata": data.to_yaml(), "engine": engine, "form": form, "lines": lines, "example": example}
+    (folder / CARD_FILE).write_text(EXPORT_CARD.render(mark=MARK, **fields), encoding="utf-8")
 
 
 def model_card(
@@ -181,13 +168,11 @@ def model_card(
 
 def _changes(report: CompressionReport) -> list[str]:
     """Describe the changes of layers and matrices in words."""
-    fewer = [f"{kept} of its {before} {stack} layers" for stack, (kept, before) in report.fewer_layers.items()]
-    shared = [
-        f"its {depths} {stack} layers sharing {stored} stored ones"
-        for stack, (stored, depths) in report.groups.items()
-        if stored != depths
-    ]
-    return [*fewer, *(["its matrices made smaller"] if report.smaller else []), *shared]
+    changes = [f"{kept} of its {before} {stack} layers" for stack, (kept, before) in report.fewer_layers.items()]
+    changes += ["its matrices made smaller"] if report.smaller else []
+    for stack, (stored, depths) in report.groups.items():
+        changes += [f"its {depths} {stack} layers sharing {stored} stored ones"] if stored != depths else []
+    return changes
 
 
 def _hub_languages(codes: list[str]) -> list[str]:

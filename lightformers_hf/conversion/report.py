@@ -1,7 +1,4 @@
-"""The report of a conversion, as data and as the tables that `plan` and `convert` print.
-
-`card.py` and the page of `lightformers report` draw from the same data.
-"""
+"""The report of a conversion, as data and as the tables that `plan` and `convert` print."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import logging
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +15,7 @@ import yaml
 from huggingface_hub import ModelCard, constants
 from rich import box
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
@@ -78,19 +75,12 @@ class MatrixReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Share of target tokens at which model and teacher predict the same token, each after the tokens of the text.
+    """Share of target tokens at which model and teacher predict the same token, each after the tokens of the text."""
 
-    Attributes:
-        share: share of the result, from 0 to 1.
-        before_refit: share before its layers were refitted; `None` without a refit.
-        tokens: the number of target tokens.
-        held_out: whether the text was held out of the calibration; short texts are not.
-    """
-
-    share: float
-    before_refit: float | None
-    tokens: int
-    held_out: bool
+    share: float  # of the result, from 0 to 1
+    before_refit: float | None  # of the result before its layers were refitted; `None` where they were not
+    tokens: int  # the number of target tokens
+    held_out: bool  # whether the text was held out of the calibration; short texts are not
 
     def __str__(self) -> str:
         before = "" if self.before_refit is None else f" ({self.before_refit:.1%} before the refit)"
@@ -100,30 +90,19 @@ class Agreement:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts that the model card of every model states.
+    """Facts that the model card of every model states."""
 
-    Attributes:
-        architecture: its `model_type`.
-        auto_class: the Auto class that loads it.
-        parameters: unique ones.
-        bytes: of its tensors.
-    """
-
-    architecture: str
-    auto_class: str
-    parameters: int
-    bytes: int
+    architecture: str  # its `model_type`
+    auto_class: str  # the Auto class that loads it
+    parameters: int  # unique ones
+    bytes: int  # of its tensors
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFacts:
         """Return the facts of a model of this package, which may be a skeleton."""
         auto_classes = {reference.split(".")[-1]: name for name, reference in model.config.auto_classes.items()}
-        return cls(
-            architecture=model.config.model_type,
-            auto_class=auto_classes[type(model).__name__],
-            parameters=model.num_parameters(),
-            bytes=tensor_bytes(model),
-        )
+        auto_class = auto_classes[type(model).__name__]
+        return cls(model.config.model_type, auto_class, model.num_parameters(), tensor_bytes(model))
 
 
 @dataclass(frozen=True)
@@ -177,23 +156,19 @@ class CompressionReport(Result):
         teacher: Teacher,
         model: PreTrainedModel,
         options: CompressionOptions,
-        matrices: list[MatrixReport],
-        *,
         study: StudyOptions | None = None,
+        *,
         calibration: str | None,
-        calibrated_on: list[str],
-        agreement: Agreement | None,
         trimmed: Teacher | None = None,
-        processor: dict[str, Any],
+        **others: Any,
     ) -> CompressionReport:
         """The report of compressing `teacher` into `model`, whose skeletons give the totals.
 
         Args:
             options, study: the given options; those that differ from their defaults are kept.
             trimmed: the teacher with the tokens that stay, where not all do.
-            processor: as the field.
+            others: other fields.
         """
-        config = model.config
         given: list[CompressionOptions | StudyOptions] = [options] if study is None else [options, study]
         chosen = {
             option.name: getattr(asked, option.name)
@@ -201,15 +176,23 @@ class CompressionReport(Result):
             for option in fields(asked)
             if getattr(asked, option.name) != option.default and option.name != "device"  # where, not what
         }
-        if calibration is not None:
-            calibration = _without_path(calibration)
-        chosen |= {name: _without_path(text) for name, text in chosen.items() if name == "calibration"}
-        chosen |= {name: [_without_path(text) for text in chosen[name]] for name in ("vocabulary",) if name in chosen}
+        if "calibration" in chosen:
+            chosen["calibration"] = _without_path(chosen["calibration"])
+        if "vocabulary" in chosen:
+            chosen["vocabulary"] = [_without_path(text) for text in chosen["vocabulary"]]
         layers, groups = {}, {}
         for stack in STACKS:
-            depths = getattr(config, f"{stack}_layers")
+            depths = getattr(model.config, f"{stack}_layers")
             layers[stack] = [depths, getattr(teacher.config, f"{stack}_layers")]
-            groups[stack] = [getattr(config, f"{stack}_groups", None) or depths, depths]
+            groups[stack] = [getattr(model.config, f"{stack}_groups", None) or depths, depths]
+        if trimmed is not None and trimmed.kept is not None:
+            configs = (trimmed.config, teacher.config)
+            others["vocabulary"] = {
+                "source": [config.vocab_size for config in configs],
+                "target": [getattr(config, "decoder_vocab_size", config.vocab_size) for config in configs],
+                "parameters": [one.model.num_parameters() for one in (trimmed, teacher)],
+            }
+            others["languages"] = list(trimmed.kept.languages)
         facts = ModelFacts.of(model)
         return cls(
             source=teacher.name,
@@ -217,20 +200,15 @@ class CompressionReport(Result):
             architecture=facts.architecture,
             auto_class=facts.auto_class,
             options=chosen,
-            calibration=calibration,
-            calibrated_on=calibrated_on,
-            agreement=agreement,
+            calibration=calibration and _without_path(calibration),
             layers=layers,
             groups=groups,
-            matrices=matrices,
             parameters_before=teacher.model.num_parameters(),
             parameters_after=facts.parameters,
             bytes_before=tensor_bytes(teacher.model),
             bytes_after=facts.bytes,
             inherited=_metadata(teacher),
-            vocabulary=_sizes(teacher, trimmed) if trimmed is not None else {},
-            processor=processor,
-            languages=list(trimmed.kept.languages) if trimmed is not None and trimmed.kept is not None else [],
+            **others,
         )
 
     @property
@@ -270,17 +248,26 @@ class CompressionReport(Result):
     @property
     def outcome(self) -> str:
         """The number of matrices in each form: `40 low-rank (rank 3 to 64), 21 dense`."""
-        by_form: dict[str, list[MatrixReport]] = {}
-        for matrix in sorted(self.matrices, key=lambda matrix: matrix.form == DENSE):  # those come last
-            by_form.setdefault(matrix.form, []).append(matrix)
-        return ", ".join(
-            f"{len(matrices)} {form}" + (f" ({_range(matrices)})" if form != DENSE else "")
-            for form, matrices in by_form.items()
-        )
+        found = []
+        for form in dict.fromkeys([*(matrix.form for matrix in self.smaller), DENSE]):
+            matrices = [matrix for matrix in self.matrices if matrix.form == form]
+            text = f"{len(matrices)} {form}"
+            if form != DENSE:  # the settings, smallest to largest: `rank 3 to 64`
+                smallest, largest = (end(matrices, key=lambda matrix: matrix.size) for end in (min, max))
+                sizes = f"{smallest.size} to {largest.size}" if smallest.size != largest.size else str(largest.size)
+                text += f" ({largest.setting.replace(str(largest.size), sizes, 1)})"
+            found += [text] if matrices else []
+        return ", ".join(found)
 
     def parts(self) -> list[Table | str]:
         """Return the totals, and remarks on them."""
-        return [totals_table(self), *remarks(self)]
+        totals = Table("", *_figures("before", "after", "ratio"), title="totals", title_justify="left")
+        for label, before, after, show in (
+            ("unique parameters", self.parameters_before, self.parameters_after, "{:,}".format),
+            ("megabytes", self.bytes_before, self.bytes_after, lambda size: f"{size / 1e6:,.1f}"),
+        ):
+            totals.add_row(label, show(before), show(after), f"{before / after:.2f}")
+        return [totals, *remarks(self)]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON holds it, derived figures included."""
@@ -297,7 +284,22 @@ class Plan(CompressionReport):
             "\nbefore, after: parameters. energy: share of Σσ² kept. error: relative norm of the difference.",
             f"Energy and error: {self.measure}; of a whole block where it got narrower.\n",
         ]
-        return [matrix_table(self), *legend, *super().parts(), *ranks_with_sharing(self)]
+        # In 120 columns nothing wraps but a name of more than 40 letters.
+        columns = [Column("matrix", overflow="fold"), Column("kind", overflow="fold")]
+        columns += _figures("shape", "becomes", "before", "after", "energy", "error")
+        looks = {"title_justify": "left", "box": box.SIMPLE_HEAD, "padding": 0, "show_edge": False}
+        table = Table(*columns, title=f"{escape(self.source)}: every matrix", **looks)
+        for matrix in self.matrices:
+            table.add_row(
+                escape(matrix.name), matrix.kind, f"{matrix.m}x{matrix.n}", escape(matrix.setting),
+                f"{matrix.parameters_before:,}", f"{matrix.parameters_after:,}",
+                f"{matrix.energy:.1%}", f"{matrix.relative_error:.4f}",
+            )  # fmt: skip
+        return [table, *legend, *super().parts(), *ranks_with_sharing(self)]
+
+
+def _figures(*names: str) -> list[Column]:
+    return [Column(name, justify="right") for name in names]
 
 
 def ranks_with_sharing(report: CompressionReport) -> Iterator[str]:
@@ -323,35 +325,13 @@ def _without_path(text: str) -> str:
     return Path(text).name if Path(text).is_file() else text
 
 
-def _sizes(teacher: Teacher, trimmed: Teacher) -> dict[str, list[int]]:
-    """The field `vocabulary`."""
-    fields = {"source": "vocab_size", "target": "decoder_vocab_size"}
-    sizes = {
-        side: [getattr(config, field, config.vocab_size) for config in (trimmed.config, teacher.config)]
-        for side, field in fields.items()
-    }
-    return sizes | {"parameters": [one.model.num_parameters() for one in (trimmed, teacher)]}
-
-
-def _range(matrices: Sequence[MatrixReport]) -> str:
-    """The settings of matrices of one form, smallest to largest: `rank 3 to 64`."""
-    smallest, largest = (end(matrices, key=lambda matrix: matrix.size) for end in (min, max))
-    if smallest.size == largest.size:
-        return largest.setting
-    return largest.setting.replace(str(largest.size), f"{smallest.size} to {largest.size}", 1)
-
-
 def write_report(report: CompressionReport, folder: Path) -> None:
     """Write `compression.json` into `folder`. Raises `ValueError` for a figure that is NaN or infinite."""
     write_json(report.to_dict(), folder / REPORT_FILE)
 
 
 def read_report(file: Path) -> CompressionReport | None:
-    """Read the report in a file; `None` where there is no such file.
-
-    Raises:
-        ValueError: the file is damaged, or of a version of this package with other fields of a matrix.
-    """
+    """Read the report in a file; `None` where there is none. Raises `ValueError` for a damaged or incompatible one."""
     content = read_json(file)
     if not content:
         return None
@@ -434,41 +414,6 @@ def drop_strange_link(metadata: Mapping[str, Any]) -> dict[str, Any]:
     link = metadata.get("license_link")
     is_page = isinstance(link, str) and link.isprintable() and (":" not in link or re.match("https?://", link))
     return {name: value for name, value in metadata.items() if name != "license_link" or is_page}
-
-
-def matrix_table(report: CompressionReport) -> Table:
-    """A row a matrix; in 120 columns nothing wraps but a name of more than 40 letters."""
-    title = f"{escape(report.source)}: every matrix"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    for column in ("matrix", "kind"):
-        table.add_column(column, overflow="fold")
-    for column in ("shape", "becomes", "before", "after", "energy", "error"):
-        table.add_column(column, justify="right")
-    for matrix in report.matrices:
-        table.add_row(
-            escape(matrix.name),
-            matrix.kind,
-            f"{matrix.m}x{matrix.n}",
-            escape(matrix.setting),
-            f"{matrix.parameters_before:,}",
-            f"{matrix.parameters_after:,}",
-            f"{matrix.energy:.1%}",
-            f"{matrix.relative_error:.4f}",
-        )
-    return table
-
-
-def totals_table(report: CompressionReport) -> Table:
-    """Parameters and megabytes of the whole models."""
-    table = Table(title="totals", title_justify="left")
-    for column in ("", "before", "after", "ratio"):
-        table.add_column(column, justify="left" if not column else "right")
-    for label, before, after, show in (
-        ("unique parameters", report.parameters_before, report.parameters_after, "{:,}".format),
-        ("megabytes", report.bytes_before, report.bytes_after, lambda size: f"{size / 1e6:,.1f}"),
-    ):
-        table.add_row(label, show(before), show(after), f"{before / after:.2f}")
-    return table
 
 
 def remarks(report: CompressionReport) -> Iterator[str]:

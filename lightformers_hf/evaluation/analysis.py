@@ -217,7 +217,7 @@ def generation_macs(
     if source_tokens < 1 or target_tokens < 1:
         raise ValueError(f"{source_tokens} source and {target_tokens} target tokens: expected 1 or more of each")
     model = without_storage(config)
-    steps, cache = [], None
+    steps, cache, more = [], None, target_tokens - 1
     with torch.device("meta"), torch.inference_mode():
         with FlopCounterMode(display=False) as counter:
             states = model.get_encoder()(torch.zeros(1, source_tokens, dtype=torch.long))
@@ -231,14 +231,12 @@ def generation_macs(
             cache = found.past_key_values
             output = sum(counter.get_flop_counts()[f"{type(model).__name__}.lm_head"].values()) // 2
             steps.append((counter.get_total_flops() // 2 - output, output))
-    return Macs(encoder, *(_sum_over_steps(counts, target_tokens) for counts in zip(*steps, strict=True)))
-
-
-def _sum_over_steps(counts: tuple[int, ...], steps: int) -> int:
-    """Operations of so many steps, from those of the first four, of which the first may fill a cache: a polynomial."""
-    first, a, b, c = counts
-    rest = steps - 1
-    return first + rest * a + comb(rest, 2) * (b - a) + comb(rest, 3) * (c - 2 * b + a)
+    # The operations of all steps follow from those of four, of which the first may fill a cache: a polynomial.
+    decoder, output = (
+        first + more * a + comb(more, 2) * (b - a) + comb(more, 3) * (c - 2 * b + a)
+        for first, a, b, c in zip(*steps, strict=True)
+    )
+    return Macs(encoder, decoder, output)
 
 
 def memory_footprint(model: PreTrainedModel) -> Footprint:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 
@@ -26,36 +26,6 @@ from .quality import check_metrics, describe, labels
 from .translate import translate
 
 PHONE = 5  # inches of a picture for phones
-
-
-class Picture(NamedTuple):
-    """PNGs in base64, for light and for dark pages, and for phones, with one panel below the other; a table below."""
-
-    title: str
-    caption: str
-    light: str
-    dark: str
-    narrow_light: str
-    narrow_dark: str
-    rows: list[list[str]]
-
-
-class Sheet(NamedTuple):
-    """A table of its own: its head, then its rows, of which the first `words` cells are no numbers."""
-
-    title: str
-    caption: str
-    rows: list[list[str]]
-    words: int
-
-
-class Sample(NamedTuple):
-    """A sentence and its translations; `parts` are the model's words in runs, and whether the teacher's differ."""
-
-    source: str
-    reference: str
-    teacher: str | None
-    parts: list[tuple[str, bool]]
 
 
 def report_page(
@@ -97,7 +67,7 @@ def report_page(
     measured = [_read_result(Path(file)) for file in results]
     pictures = _pictures(folder, report, [one for one in measured if isinstance(one, Evaluation)], metrics)
     sheets = [  # a table for every setting that a benchmark of engines measured in
-        Sheet(f"Deployed: {setting}", " ".join(one.notes()), rows, words=2)
+        {"title": f"Deployed: {setting}", "caption": " ".join(one.notes()), "rows": rows}
         for one in measured
         if isinstance(one, EngineComparison)
         for setting, rows in one.rows().items()
@@ -130,7 +100,7 @@ def report_page(
 
 def _pictures(
     folder: Path, report: CompressionReport | None, results: Sequence[Evaluation], metrics: list[str]
-) -> list[Picture]:
+) -> list[dict[str, Any]]:
     pictures = []
     if report and plots.has_errors(report.matrices):
         caption = f"Error of a matrix, relative to its norm: {report.measure}. Dots are matrices, lines means of a "
@@ -147,15 +117,16 @@ def _pictures(
     return pictures
 
 
-def _draw(title: str, paint: Paint, caption: str, *, columns: int, rows: Sequence[list[str]] = ()) -> Picture:
-    images = []
+def _draw(title: str, paint: Paint, caption: str, *, columns: int, rows: Sequence[list[str]] = ()) -> dict[str, Any]:
+    """PNGs in base64, for light and for dark pages, and for phones, with one panel below the other; a table below."""
+    picture: dict[str, Any] = {"title": title, "caption": caption, "rows": rows}
     phone: dict[str, Any] = {"rows": columns, "width": PHONE, "height": 3.6 * columns}
-    for shape in ({"columns": columns}, phone):
-        for is_dark in (False, True):
+    for width, shape in {"": {"columns": columns}, "narrow_": phone}.items():
+        for scheme in ("light", "dark"):
             file = io.BytesIO()
-            save_picture(file, paint, dark=is_dark, **shape)
-            images.append(base64.b64encode(file.getvalue()).decode())
-    return Picture(title, caption, *images, list(rows))
+            save_picture(file, paint, dark=scheme == "dark", **shape)
+            picture[width + scheme] = base64.b64encode(file.getvalue()).decode()
+    return picture
 
 
 def _read_result(file: Path) -> Evaluation | EngineComparison:
@@ -183,7 +154,7 @@ def _conditions(result: Evaluation) -> str:
     return f"{result.sentences} sentences of {Path(result.data).name}{options}"
 
 
-def _draw_trade_off(results: Sequence[Evaluation], metrics: list[str]) -> Picture:
+def _draw_trade_off(results: Sequence[Evaluation], metrics: list[str]) -> dict[str, Any]:
     """Quality against parameters and speed: relative to the teacher where all were measured beside one."""
     conditions = sorted(set(map(_conditions, results)))
     if len(conditions) > 1:
@@ -233,8 +204,11 @@ def _translate_samples(
     count: int,
     progress: bool,
     **generation: Any,
-) -> list[Sample]:
-    """Sentences evenly spread over the data, translated by the model and, as it searches, by its teacher."""
+) -> list[dict[str, Any]]:
+    """Sentences evenly spread over the data, translated by the model and, as it searches, by its teacher.
+
+    Of `parts`, the model's words in runs, each has whether the teacher's differ.
+    """
     languages = {side: columns[side] for side in ("source", "target")}
     loaded = load_pair(name, teacher, **languages)
     model, tokenizer = loaded["model"]
@@ -250,7 +224,7 @@ def _translate_samples(
     }
     theirs = outputs.get("teacher", [None] * count)
     return [
-        Sample(text, reference, before, _mark_differences(before, after))
+        {"source": text, "reference": reference, "teacher": before, "parts": _mark_differences(before, after)}
         for text, reference, before, after in zip(sources, pairs["target"], theirs, outputs["model"], strict=True)
     ]
 

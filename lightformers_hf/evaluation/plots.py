@@ -90,16 +90,11 @@ def save_picture(
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 labels.setdefault(label, handle)
         if labels and not any(axes.get_legend() for axes in panels):
-            abreast = legend_columns(list(labels), width)
+            letters = 8 + max(map(len, labels))  # its line, and the gap to the next
+            abreast = max(1, min(len(labels), 4, int(LETTERS * width / WIDTH / letters)))
             figure.legend(list(labels.values()), list(labels), loc="outside lower center", ncols=abreast)
             figure.set_figheight(height + LINE * ((len(labels) - 1) // abreast))
         figure.savefig(file, format="png")
-
-
-def legend_columns(labels: list[str], width: float) -> int:
-    """How many of the labels, four at most, stand side by side in a legend of so many inches."""
-    letters = 8 + max(map(len, labels))  # its line, and the gap to the next
-    return max(1, min(len(labels), 4, int(LETTERS * width / WIDTH / letters)))
 
 
 def draw_spectrum(axes: Axes, values: Sequence[float], *, color: str) -> None:
@@ -244,7 +239,7 @@ def _convergence(panels: list[Axes], analyses: list[Analysis]) -> None:
 # --- Pictures of the page of `report`: functions that paint panels
 
 
-def _places(matrices: Sequence[MatrixReport]) -> dict[str, dict[str, dict[int, list[float]]]]:
+def _places(matrices: Sequence[MatrixReport]) -> dict[str, dict[str, defaultdict[int, list[float]]]]:
     """{stack: {block: {layer, from 1: relative errors}}} of the matrices in layers."""
     found = {stack: {block: defaultdict(list) for block in BLOCKS} for stack in STACKS}
     for matrix in matrices:

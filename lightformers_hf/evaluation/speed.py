@@ -25,7 +25,7 @@ import psutil
 import torch
 from tqdm.auto import tqdm
 
-from ..export.sentences import longest_input
+from ..export.engine import longest_input
 from ..processors import use_threads
 
 if TYPE_CHECKING:

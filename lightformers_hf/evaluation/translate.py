@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from transformers import AutoTokenizer
 
-from ..export import Engine, load_engine
-from ..export.sentences import translate_texts
+from ..export.engine import Engine, load_engine, translate_texts
 from ..languages import choose_prefix, set_language_codes, split_prefix
 from ..loading import is_export, load_model, load_pretrained
 
@@ -102,17 +101,8 @@ def translate(
         tokenizer, prefix = tokenizer or default_tokenizer, prefix or default_prefix
     if tokenizer is None:
         raise ValueError("translate() got a model object without its tokenizer: pass both, or the checkpoint's name.")
-    return translate_texts(
-        texts,
-        model,
-        tokenizer,
-        batch_size=batch_size,
-        prefix=prefix,
-        split=split,
-        progress=progress,
-        check=check,
-        **generation,
-    )
+    options: dict[str, Any] = {"batch_size": batch_size, "prefix": prefix, "split": split, "check": check}
+    return translate_texts(texts, model, tokenizer, progress=progress, **options, **generation)
 
 
 def translate_stream(

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from rich.markup import escape
@@ -21,12 +21,11 @@ from ..in_memory import AnyModel, model_name, on_disk
 from ..languages import find_prefixes, named_columns
 from ..loading import position_limit, printable_name, resolve_source, unique_parameters
 from ..results import Result
+from .engine import TransformersModel
 from .engines import EngineFile, load_engine_file
-from .engines.transformers import TransformersModel
-from .layers import Expansion
+from .layers import Source, read_source
 from .search import Search
-from .shortlisting import ShortlistReport, add_shortlist
-from .source import Source, read_source
+from .shortlist import ShortlistReport, add_shortlist
 from .tokenizer_file import TokenizerReport, write_tokenizer_file
 
 if TYPE_CHECKING:
@@ -77,21 +76,6 @@ class ExportReport(Result):
     tokenizer: TokenizerReport = field(default_factory=TokenizerReport)
     beside: dict[str, tuple[int, float]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, source: Source, expansion: Expansion, **found: Any) -> ExportReport:
-        """The report on the export of a checkpoint; `found` are the fields that these two do not hold."""
-        return cls(
-            source=printable_name(source.name),
-            parameters=unique_parameters(source.model),
-            multiplied_out=expansion.matrices,
-            factor_parameters=expansion.parameters_before,
-            product_parameters=expansion.parameters_after,
-            narrowed_attentions=expansion.narrowed_attentions,
-            max_position_embeddings=source.model.config.max_position_embeddings,
-            encoder_table=expansion.encoder_table,
-            **found,
-        )
-
     def parts(self) -> list[Table | str]:
         """Return a table of the result."""
         table = Table(title=f"{escape(self.source)} for {self.engine}", show_header=False)
@@ -106,11 +90,11 @@ class ExportReport(Result):
     def lines(self, output: str | Path) -> list[str]:
         """The same as sentences, and how to load the folder."""
         form = self.quantization
+        measure = "at most" if form == "float32" else "mean over the tokens of its outputs"
         lines = [
             f"{self.source}: {self.parameters:,} parameters, {self.weight_bytes / 1e6:,.1f} MB in {output} "
             f"({self.engine}, {form}).",
-            f"Its log-probabilities differ from the checkpoint's by {self.difference:.2g} nats "
-            f"({'at most' if self.quantization == 'float32' else 'mean over the tokens of its outputs'}).",
+            f"Its log-probabilities differ from the checkpoint's by {self.difference:.2g} nats ({measure}).",
         ]
         if self.multiplied_out:
             lines.append(
@@ -126,7 +110,7 @@ class ExportReport(Result):
         if self.narrowed_attentions:
             lines.append(f"The heads of {self.narrowed_attentions} attentions were narrowed to their rank, exactly.")
         if self.shortlist is not None:
-            lines += self.shortlist.lines()
+            lines.append(self.shortlist.line())
         for other, (size, difference) in self.beside.items():
             lines.append(f"The folder also holds {other}: {size / 1e6:,.1f} MB, difference {difference:.2g} nats.")
         lines += self.tokenizer.lines()
@@ -204,14 +188,19 @@ def export(
         if hasattr(engine, "write_config"):
             engine.write_config(source, temporary, prefix)
         source.generation.save_pretrained(temporary)
-        difference = measure_difference(source, engine, temporary, quantization)
-        report = ExportReport.of(
-            source,
-            expansion,
+        report = ExportReport(
             engine=to,
             quantization=quantization,
+            source=printable_name(source.name),
+            parameters=unique_parameters(source.model),
+            multiplied_out=expansion.matrices,
+            factor_parameters=expansion.parameters_before,
+            product_parameters=expansion.parameters_after,
+            narrowed_attentions=expansion.narrowed_attentions,
             weight_bytes=written,
-            difference=difference,
+            difference=measure_difference(source, engine, temporary, quantization),
+            max_position_embeddings=source.model.config.max_position_embeddings,
+            encoder_table=expansion.encoder_table,
             shortlist=listed,
             prefix=prefix,
             tokenizer=tokenizer_report,
@@ -244,7 +233,7 @@ def check_engine(to: str, quantization: str | None, shortlist: str | None = None
 
 
 def expands_low_rank(to: str) -> bool:
-    """Whether an engine has no low-rank matrix multiplications, so that factors become full matrices there."""
+    """Whether factors become full matrices in an engine."""
     return getattr(load_engine_file(to), "EXPANDS_LOW_RANK", False)
 
 
@@ -252,10 +241,8 @@ def measure_difference(source: Source, engine: EngineFile, folder: Path, quantiz
     """Return how far log-probabilities of the written model are from the checkpoint's, in nats, on random sentences.
 
     In float32 the result is the largest difference over random targets. In fewer bits it is the mean difference over
-    the tokens that the checkpoint generates: errors of tokens that it never chooses change no output.
-
-    Raises:
-        ValueError: the log-probabilities of random targets are not those of the checkpoint.
+    the tokens that the checkpoint generates: errors of tokens that it never chooses change no output. Raises
+    `ValueError` where the log-probabilities of random targets are not those of the checkpoint.
     """
     search, config = Search.of(source.generation), source.model.config
     special = {search.start, search.pad, *search.ends, *search.suppressed}

@@ -189,7 +189,7 @@ def choose_method(arguments: Mapping[str, Any], to: str) -> tuple[dict[str, Any]
     """
     names = [option.name for option in fields(CompressionOptions) if option.name != "device"]  # where, not what
     options = {name: arguments[name] for name in names if arguments[name] is not None}
-    if not (CompressionOptions(**options).policy().compresses and expands_low_rank(to)):
+    if not (CompressionOptions(**options).policy.compresses and expands_low_rank(to)):
         return options, ""
     if "method" not in options:
         with suppress(ValueError):  # narrower layers have no rank or energy
@@ -315,7 +315,8 @@ def summarize(recovery: Recovery, comparison: EngineComparison, to: str, text: s
     teacher, light = comparison.models
     before = next(place for place in comparison.deployed if (place.model, place.form) == (teacher, CHECKPOINTS))
     after = [place for place in comparison.deployed if place.model == light][-1]
-    speed = next(timing.to_teacher for timing in comparison.timings if timing.key == after.key)
+    timings = (timing for timing in comparison.timings if (timing.model, timing.form) == (light, after.form))
+    speed = next(timings).to_teacher
     metric, score = next(iter(after.scores.items()))
     sizes = [f"{place.disk_bytes / 1e6:,.1f} MB" for place in (before, after)]
     return (

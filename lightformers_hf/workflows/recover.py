@@ -39,7 +39,7 @@ from ..evaluation.evaluate import choose_columns
 from ..evaluation.quality import METRICS, check_metrics, choose_metrics, labels, score, selection_metric
 from ..evaluation.translate import translate
 from ..export import Engine, export, load_engine
-from ..export.sentences import longest_input
+from ..export.engine import longest_input
 from ..files import (
     RECORD_FILE,
     check_output,

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from models.cases import like_trained
+from tiny import marian_tokens, sizes
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -17,31 +18,10 @@ from transformers import (
     PegasusForConditionalGeneration,
 )
 
-COMMON = {
-    "vocab_size": 60,
-    "d_model": 16,
-    "encoder_layers": 4,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 40,
-    "decoder_ffn_dim": 24,
-    "max_position_embeddings": 40,
-    "dropout": 0.0,
-    "pad_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
-    "forced_eos_token_id": 2,
-}
-MARIAN = {
-    **COMMON,
-    "activation_function": "swish",
-    "scale_embedding": True,
-    "pad_token_id": 59,
-    "eos_token_id": 0,
-    "decoder_start_token_id": 59,
-    "forced_eos_token_id": 0,
-}
+COMMON = sizes(16, layers=4, heads=4, ffn=40, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=24)
+COMMON |= {"vocab_size": 60, "max_position_embeddings": 40, "dropout": 0.0, "pad_token_id": 1}
+COMMON |= dict.fromkeys(("eos_token_id", "decoder_start_token_id", "forced_eos_token_id"), 2)
+MARIAN = {**COMMON, **marian_tokens(60), "activation_function": "swish", "scale_embedding": True}
 TEACHERS = {
     "marian": (MarianMTModel, MarianConfig(**MARIAN)),
     "marian_two_vocabularies": (

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from conversion.reports import matrix, report_of
+from tiny import sizes
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForSeq2SeqLM, BartConfig, BartForConditionalGeneration, PreTrainedTokenizerFast
 
@@ -72,12 +73,9 @@ def sure_teacher(tmp_path_factory):
     data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
 
     torch.manual_seed(0)
-    sizes = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
-    config = BartConfig(
-        vocab_size=FIRST + ALPHABET, d_model=32, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=16,
-        dropout=0.0, pad_token_id=PAD, bos_token_id=0, eos_token_id=END, decoder_start_token_id=END,
-        forced_eos_token_id=None, **sizes,
-    )  # fmt: skip
+    special = {"pad_token_id": PAD, "bos_token_id": 0, "eos_token_id": END, "decoder_start_token_id": END}
+    fields = sizes(32, layers=2, heads=4, vocab_size=FIRST + ALPHABET, max_position_embeddings=16, dropout=0.0)
+    config = BartConfig(**fields, **special, forced_eos_token_id=None)
     model = BartForConditionalGeneration(config)
     inputs = letters([[*source, END] for source in sources])
     labels = letters([[*target, END] for target in targets])

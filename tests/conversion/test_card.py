@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 from conversion.cards import evaluation_of
-from conversion.reports import matrix, report_of
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
@@ -77,15 +76,6 @@ def test_what_was_made_of_what(source, tmp_path):
     assert settings == {"matrix": "becomes"} | {matrix.name: f"rank {matrix.size}" for matrix in report.matrices}
     assert "fine-tune it before use" in card.text
     assert 'AutoModelForSeq2SeqLM.from_pretrained("light", trust_remote_code=True)' in card.text
-
-
-def test_what_only_lost_layers():
-    """Nothing in it is low-rank, and no error was weighed."""
-    report = report_of(matrix(), layers={"encoder": [2, 2], "decoder": [1, 6]}, calibration="train.jsonl")
-    card = ModelCard(model_card(FACTS, report))
-    assert "with 1 of its 6 decoder layers, fitted to `train.jsonl`.\nOf its 1 matrices: 1 dense." in card.text
-    assert "made smaller" not in card.text
-    assert card.data.tags == ["subformer", "compression"]
 
 
 @pytest.mark.parametrize(

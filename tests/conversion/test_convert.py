@@ -129,7 +129,7 @@ def test_by_the_papers_method_a_group_starts_as_the_mean_of_its_layers(teachers,
 
 
 @pytest.mark.parametrize(
-    ("name", "stack"), [*((name, "encoder") for name in TEACHERS), ("marian", "decoder"), ("m2m_100", "decoder")]
+    ("name", "stack"), [("bart", "encoder"), ("pegasus", "encoder"), ("marian", "decoder"), ("m2m_100", "decoder")]
 )
 def test_layers_that_stay_do_the_work_of_the_others(teachers, tmp_path, name, stack):
     """On other text of its own making logits are nearer to the whole teacher's, whatever the family."""

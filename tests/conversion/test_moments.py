@@ -16,7 +16,7 @@ from lightformers_hf.conversion.moments import STRIP, Damped, Metric, Moments, P
     n=st.integers(1, 9) | st.none(),
     centred=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_moments_are_those_of_all_rows(sizes, m, n, centred):
     """`n` is `None` where both sides are the same rows, of which only half is computed."""
     generator = torch.Generator().manual_seed(m)
@@ -37,7 +37,7 @@ def test_moments_are_those_of_all_rows(sizes, m, n, centred):
 
 
 @given(sizes=st.lists(st.integers(1, 90), min_size=1, max_size=3), seed=st.integers(0, 10_000))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_weights_are_how_often_rows_come(sizes, seed):
     """Inputs of weights 0, 1, 2 … have the sums of as many copies."""
     generator = torch.Generator().manual_seed(seed)
@@ -60,7 +60,7 @@ def drawn(m, n, seed, *, is_table, samples):
     return matrix, Metric(rows, Damped(g.T @ g, 1e-2))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 50), st.integers(0, 999), st.booleans())
 def test_singular_values_need_one_root(m, n, samples, seed, is_table):
     """Those by the smaller Gram matrix are those of Lᵀ W R, and only the smaller side's root is taken."""

@@ -63,7 +63,7 @@ def test_a_choice_that_is_none_is_named(choice, message):
     ],
 )
 def test_the_rest_is_halved_only_where_nothing_is_asked_for(options, default):
-    assert CompressionOptions(**options).policy().default == default
+    assert CompressionOptions(**options).policy.default == default
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_options_that_cannot_be(options, message):
     ("switches", "message"),
     [
         ({"allocation": "greedy"}, "allocation is 'greedy', expected one of uniform, budget"),
-        ({"weighting": "median"}, "weighting is 'median', expected one of loss, inputs, rows"),
+        ({"weighting": "median"}, "weighting is 'median', expected one of loss, inputs"),
         ({"weighting": "inputs"}, "it needs allocation='uniform' and refit=False"),
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conversion.metrics import weigh
 from models.cases import like_trained
+from tiny import marian_tokens, sizes
 from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel, T5Config, T5ForConditionalGeneration
 
 from lightformers_hf import convert
@@ -14,11 +15,8 @@ from lightformers_hf.conversion.forms.neurons import Elimination
 from lightformers_hf.conversion.forms.svd import decompose
 from lightformers_hf.conversion.moments import Damped, Metric, damped_weights
 
-CONFIG = MarianConfig(
-    vocab_size=60, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
-    decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=16, pad_token_id=59,
-    eos_token_id=0, decoder_start_token_id=59, forced_eos_token_id=0, activation_function="relu", dropout=0.0,
-)  # fmt: skip
+FIELDS = sizes(32, heads=4, ffn=32, max_position_embeddings=16) | marian_tokens(60)
+CONFIG = MarianConfig(**FIELDS, activation_function="relu", dropout=0.0)
 EVERYTHING = slice(None)
 ATTENTION, NETWORK = ("q_proj", "k_proj", "v_proj", "out_proj"), ("fc1", "fc2")
 
@@ -76,8 +74,11 @@ def refuse(constant):
     raise AssertionError(f"{constant} in JSON")
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("case", "method"),
+    [(case, method) for case in CASES for method in ("default", "paper")]
+    + [(case, "groups") for case in ("heads", "networks", "everything", "values of a T5")],
+)
 def test_pruned_teachers_convert(case, method, tmp_path):
     teacher = CASES[case]()
     teacher.save_pretrained(tmp_path / "teacher")

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conversion.metrics import loss
+from tiny import sizes
 from torch import nn
 
 from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration, StudyOptions, convert
@@ -19,10 +20,8 @@ from lightformers_hf.conversion.refit import BALANCING, SMOOTHING, WORTH_BALANCI
 def make_teacher(**fields):
     """Of three layers in each stack, with biases and norms that are not those of a start."""
     torch.manual_seed(0)
-    config = LightFormerConfig(
-        vocab_size=30, d_model=16, encoder_layers=3, decoder_layers=3, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=16, **fields,
-    )  # fmt: skip
+    shapes = sizes(16, layers=3, ffn=24, vocab_size=30, max_position_embeddings=16)
+    config = LightFormerConfig(**shapes, **fields)
     teacher = LightFormerForConditionalGeneration(config).eval().requires_grad_(False)
     for name, weight in teacher.named_parameters():
         if "q_proj" in name:  # attention that tells tokens apart
@@ -297,5 +296,5 @@ def test_balance_is_what_its_definition_says(spread, step, monkeypatch):
     won = losses[0] - losses[-1] >= WORTH_BALANCING
     assert won == (spread > 1)
     if not won:  # which is known by the first of the steps: two passes
-        assert passes.count(student) <= 2 * passes.count(teacher)
+        assert passes.count("student") <= 2 * passes.count("teacher")
     torch.testing.assert_close(student.final_logits_bias.double(), expected if won else before.double())

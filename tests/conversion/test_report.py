@@ -113,13 +113,3 @@ def test_it_says_what_errors_were_measured_in():
     assert "entries weighted by the sensitivity of the loss on train.jsonl" in weighed
     assert "Frobenius" not in weighed
     assert "--calibration with a thousand sentence pairs" in text(calibration=OWN_TEXT)
-
-
-def test_it_says_what_became_of_layers():
-    report = report_of(
-        matrix(), layers={"encoder": [2, 2], "decoder": [1, 6]}, groups={"encoder": [2, 6], "decoder": [1, 1]}
-    )
-    lines = printed(report)
-    assert "The decoder keeps 1 of 6 layers." in lines
-    assert "The encoder's 6 layers share 2 stored ones." in lines
-    assert "Of 1 matrices: 1 dense." in lines

@@ -4,6 +4,7 @@ from itertools import permutations
 
 import pytest
 import torch
+from tiny import marian_tokens, sizes
 from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
 from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration, StudyOptions, convert, plan
@@ -207,11 +208,8 @@ COUNT, HEAD_WIDTH = 2, 8
 
 
 def make_teacher(folder):
-    config = MarianConfig(
-        vocab_size=40, d_model=COUNT * HEAD_WIDTH, encoder_layers=2, decoder_layers=2, encoder_attention_heads=COUNT,
-        decoder_attention_heads=COUNT, encoder_ffn_dim=24, decoder_ffn_dim=20, max_position_embeddings=64,
-        pad_token_id=39, decoder_start_token_id=39, eos_token_id=0, forced_eos_token_id=0, bos_token_id=None,
-    )  # fmt: skip
+    fields = sizes(COUNT * HEAD_WIDTH, layers=2, heads=COUNT, ffn=24, decoder_ffn_dim=20, max_position_embeddings=64)
+    config = MarianConfig(**fields, **marian_tokens(40), bos_token_id=None)
     torch.manual_seed(0)
     model = MarianMTModel(config).eval()
     with torch.no_grad():

@@ -8,6 +8,7 @@ import torch
 from conversion.teachers import COMMON, batch
 from models.cases import TINY
 from safetensors.torch import load_file, save_file
+from tiny import sizes
 from torch import nn
 from transformers import (
     AutoModelForSeq2SeqLM,
@@ -146,9 +147,8 @@ def test_generation_settings_are_looked_at_before_anything_takes_long(tiny_maria
 
 def test_generation_settings_that_only_config_json_has_stay(tmp_path):
     """As older checkpoints have them; transformers takes them from there, too, but not into the configuration."""
-    sizes = {"vocab_size": 40, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 32}
-    sizes |= {f"{stack}_{what}": 4 for stack in ("encoder", "decoder") for what in ("attention_heads", "ffn_dim")}
-    BartForConditionalGeneration(BartConfig(**sizes)).save_pretrained(tmp_path / "own")
+    config = BartConfig(**sizes(16, heads=4, ffn=4), vocab_size=40, max_position_embeddings=32)
+    BartForConditionalGeneration(config).save_pretrained(tmp_path / "own")
     (tmp_path / "own" / "generation_config.json").unlink()
     said = {"num_beams": 4, "max_length": 30, "min_length": 12, "length_penalty": 2.0, "no_repeat_ngram_size": 3}
     said |= {"forced_bos_token_id": 0, "early_stopping": True, "bad_words_ids": [[7]]}

@@ -10,6 +10,7 @@ from statistics import fmean
 import pytest
 import torch
 from conversion.pretended import ELSEWHERE, accelerator
+from tiny import marian_tokens, sizes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
@@ -116,20 +117,9 @@ def test_a_device_without_float64_runs_the_models_alone(tiny_marian, text, tmp_p
 def wide_marian(tmp_path_factory):
     """Random weights, d_model 192: two threads together give other eigenvectors of such matrices than one."""
     folder = tmp_path_factory.mktemp("wide-marian")
-    sizes = {
-        "vocab_size": 100,
-        "d_model": 192,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "max_position_embeddings": 64,
-    }
-    sizes |= {
-        f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("attention_heads", 4), ("ffn_dim", 32))
-    }
+    fields = sizes(192, heads=4, ffn=32, max_position_embeddings=64) | marian_tokens(100)
     torch.manual_seed(0)
-    MarianMTModel(MarianConfig(**sizes, pad_token_id=99, decoder_start_token_id=99, init_std=0.2)).save_pretrained(
-        folder
-    )
+    MarianMTModel(MarianConfig(**fields, init_std=0.2)).save_pretrained(folder)
     return folder
 
 
@@ -144,14 +134,6 @@ def test_threads_do_not_change_a_byte(wide_marian, tmp_path, monkeypatch):
     assert written[0] == written[1]
     bf16, reason = processors.bf16_support()
     assert json.loads(written[0]["compression.json"])["processor"] == {"bf16": bf16, "reason": reason}
-
-
-def test_products_in_bfloat16_only_where_the_processor_multiplies_it(monkeypatch):
-    states, weight = torch.ones(2, 4), torch.ones(3, 4)
-    for able, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(workers, "has_fast_bf16", lambda able=able: able)
-        with workers.fast_products(torch.device("cpu")):
-            assert torch.nn.functional.linear(states, weight).dtype == dtype
 
 
 class Tied(torch.nn.Module):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -37,9 +38,10 @@ def interrupted(*arguments, **options):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def npm():
-    """The registry of npm, without network."""
+def npm(warm_server):
+    """The registry of npm, without network; and programs that have their imports behind them."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(warm_server))
         patch.setattr(web, "vendor", lambda _: dict.fromkeys(web.VENDORED, "1.0"))
         yield
 

@@ -15,6 +15,7 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 from models.cases import make_config, make_model, padded, sentences
 from rich.console import Console
+from tiny import sizes
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -155,12 +156,7 @@ STEPS, SQUARES = T * (T + 1) // 2, T * (T + 1) * (2 * T + 1) // 6  # sums of k a
 
 def shapes(width, layers, ffn_dim, vocab_size=34040, heads=8):
     """Of a model with six layers in the decoder."""
-    sizes = {"vocab_size": vocab_size, "d_model": width, "encoder_layers": layers, "decoder_layers": 6}
-    return sizes | {
-        f"{stack}_{name}": size
-        for stack in ("encoder", "decoder")
-        for name, size in {"attention_heads": heads, "ffn_dim": ffn_dim}.items()
-    }
+    return sizes(width, layers, heads, ffn_dim, decoder_layers=6, vocab_size=vocab_size)
 
 
 def marian(*sizes, **named):

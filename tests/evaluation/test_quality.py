@@ -9,7 +9,7 @@ import evaluate
 import numpy as np
 import pytest
 import sacrebleu
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.significance import PairedTest
@@ -175,6 +175,7 @@ def test_metrics_of_one_variant_share_a_line():
     assert [line.partition(":")[0] for line in lines] == ["ROUGE-1, ROUGE-L", "CER"]
 
 
+@settings(max_examples=25)
 @given(st.data())
 def test_the_difference_is_that_of_corpus_scores_and_its_interval_of_sets_drawn_anew(data):
     """Against the corpus score of lists of sentences, drawn as the definition says."""

@@ -4,15 +4,20 @@ import io
 
 import pytest
 import torch
-from evaluation.unlimited import make_unlimited
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from lightformers_hf.evaluation.speed import tokens_per_second
 from lightformers_hf.evaluation.translate import translate, translate_stream
 from lightformers_hf.export import load_engine
-from lightformers_hf.export.sentences import split_texts
+from lightformers_hf.export.engine import split_texts
 from lightformers_hf.loading import load_model
 
 OPTIONS = {"num_beams": 1, "max_new_tokens": 30}
@@ -192,7 +197,13 @@ def test_a_model_needs_its_tokenizer(loaded):
 
 def test_a_model_that_names_no_number_of_positions(tiny_marian, german, tmp_path, caplog):
     """It reads texts of any length, under the name of a folder, as a model, and as an engine."""
-    folder = make_unlimited(tmp_path / "t5", tiny_marian)
+    folder = tmp_path / "t5"
+    limitless = AutoTokenizer.from_pretrained(tiny_marian, model_max_length=int(1e30))
+    special = {"decoder_start_token_id": limitless.pad_token_id, "pad_token_id": limitless.pad_token_id}
+    shapes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "eos_token_id": 0}
+    torch.manual_seed(0)
+    T5ForConditionalGeneration(T5Config(vocab_size=len(limitless), **shapes, **special)).save_pretrained(folder)
+    limitless.save_pretrained(folder)
     texts = [german[0], " ".join(german * 5)]
     model, tokenizer = load_model(folder)
     alone = [model.generate(**tokenizer(text, return_tensors="pt"), **OPTIONS)[0] for text in texts]

@@ -13,10 +13,9 @@ from models.cases import VARIANTS, make_model
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lightformers_hf import cli, translate
+from lightformers_hf import translate
 from lightformers_hf.export import export, load_engine
 from lightformers_hf.export.engines import engine_names
-from lightformers_hf.export.search import largest
 
 ENGINES = engine_names()
 
@@ -269,25 +268,19 @@ def test_a_tokenizer_with_fewer_tokens_than_ids(tmp_path):
     ]
 
 
-def test_command_line(exported, tiny_marian, tmp_path, monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["lightformers", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        return exit_.value.code, *capsys.readouterr()
-
-    code, out, _ = run("export", tiny_marian, tmp_path / "out", "--to", "onnx", "--quantization", "int8")
+def test_command_line(exported, tiny_marian, tmp_path, lightformers):
+    code, out, _ = lightformers("export", tiny_marian, tmp_path / "out", "--to", "onnx", "--quantization", "int8")
     assert code == 0
     assert "load_engine" in out
     assert "(onnx, int8)" in out
-    code, _, err = run("export", tiny_marian, tmp_path / "out", "--to", "onnx")
+    code, _, err = lightformers("export", tiny_marian, tmp_path / "out", "--to", "onnx")
     assert (code, "--overwrite" in err) == (1, True)
     assert json.loads((tmp_path / "out" / "export.json").read_text())["quantization"] == "int8"
     (tmp_path / "text").write_text("Zwei Hunde spielen im Schnee.\n", encoding="utf-8")
-    code, out, _ = run("translate", exported / "onnx", tmp_path / "text")
+    code, out, _ = lightformers("translate", exported / "onnx", tmp_path / "text")
     assert (code, out) == (0, "Two dogs are playing in the snow.\n")
     (tmp_path / "pairs.jsonl").write_text('{"de": "Hund", "en": "dog"}\n')
-    code, _, err = run("evaluate", exported / "onnx", "--data", tmp_path / "pairs.jsonl")
+    code, _, err = lightformers("evaluate", exported / "onnx", "--data", tmp_path / "pairs.jsonl")
     assert (code, "was exported for an engine" in err) == (1, True)
 
 
@@ -323,7 +316,7 @@ def test_what_cannot_be_exported(tiny_marian, tmp_path, monkeypatch):
 
 
 def test_a_model_that_computes_something_else_is_not_kept(tiny_marian, tmp_path, monkeypatch):
-    from lightformers_hf.export import onnx_graph as onnx
+    from lightformers_hf.export.engines import onnx
 
     monkeypatch.setattr(onnx.Graph, "norm", lambda graph, states, norm: states)
     with pytest.raises(ValueError, match="differ from the checkpoint's by"):
@@ -366,12 +359,3 @@ def test_bad_calls(to, exported, tmp_path):
             engine.generate(batch, **options)
     with pytest.raises(FileNotFoundError):
         load_engine(tmp_path / "nothing")
-
-
-@pytest.mark.parametrize("width", [50, 4096, 40961])
-def test_largest_values_of_wide_rows(width):
-    values = np.random.default_rng(0).standard_normal((3, width)).astype(np.float32)
-    found, columns = largest(values, 8)
-    right = np.argsort(-values, axis=1)[:, :8]
-    assert np.array_equal(columns, right)
-    assert np.array_equal(found, np.take_along_axis(values, right, axis=1))

@@ -9,6 +9,7 @@ import lightformers_hf.models as models
 FAMILIES = {"lightformer": "LightFormer", "subformer": "Subformer", "partialformer": "PartialFormer"}
 HEADS = ("ConditionalGeneration", "CausalLM", "Model", "SequenceClassification")
 GENERATING = ("ConditionalGeneration", "CausalLM")
+TRAINED = (*GENERATING, "SequenceClassification")
 COMMON = {
     "vocab_size": 40,
     "d_model": 16,
@@ -277,16 +278,11 @@ def every_attention(heads=HEADS, variants=VARIANTS):
 def padded(sentences: list[list[int]], side: str = "right", pad: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and attention mask of a padded batch."""
     width = max(map(len, sentences))
-    ids, mask = [], []
-    for sentence in sentences:
-        filler = width - len(sentence)
-        if side == "right":
-            ids.append(sentence + [pad] * filler)
-            mask.append([1] * len(sentence) + [0] * filler)
-        else:
-            ids.append([pad] * filler + sentence)
-            mask.append([0] * filler + [1] * len(sentence))
-    return torch.tensor(ids), torch.tensor(mask)
+    ids, mask = torch.full((len(sentences), width), pad), torch.zeros(len(sentences), width, dtype=torch.long)
+    for row, sentence in enumerate(sentences):
+        place = slice(None, len(sentence)) if side == "right" else slice(width - len(sentence), None)
+        ids[row, place], mask[row, place] = torch.tensor(sentence), 1
+    return ids, mask
 
 
 def sentences(lengths=(9, 5, 7), vocab_size: int = 32, seed: int = 0) -> list[list[int]]:

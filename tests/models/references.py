@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from models.cases import padded
 
 Vectors = list[np.ndarray]
 
@@ -428,16 +429,6 @@ def partialformer_causal_logits(w: Weights, config, ids: list[int]) -> np.ndarra
 
 
 # Batches -------------------------------------------------------------------------------------------------------------
-
-
-def padded(sentences: list[list[int]], side: str, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and attention mask of sentences of different lengths."""
-    width = max(map(len, sentences))
-    ids, mask = torch.full((len(sentences), width), pad), torch.zeros(len(sentences), width, dtype=torch.long)
-    for row, sentence in enumerate(sentences):
-        place = slice(None, len(sentence)) if side == "right" else slice(width - len(sentence), None)
-        ids[row, place], mask[row, place] = torch.tensor(sentence), 1
-    return ids, mask
 
 
 SOURCES = [[5, 9, 12, 4, 17, 20, 2], [8, 21, 2], [13, 6, 6, 19, 2]]

@@ -65,7 +65,7 @@ def bands(draw):
     return vocab_size, d, cutoffs, factor
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(bands())
 def test_softmax_is_that_of_torch(sizes):
     vocab_size, d, cutoffs, factor = sizes
@@ -79,7 +79,7 @@ def test_softmax_is_that_of_torch(sizes):
     torch.testing.assert_close(log_p.exp().sum(-1), torch.ones(vocab_size + 3, dtype=torch.float64))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(bands(), st.integers(0, 2**31))
 def test_loss_is_the_cross_entropy_of_the_log_probabilities(sizes, seed):
     """Whichever bands the labels are in, and whichever labels are ignored."""
@@ -119,7 +119,7 @@ def test_loss_without_any_label():
     assert not states.grad.any()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(bands(), st.data())
 def test_embedding_is_a_lookup(sizes, data):
     vocab_size, d, cutoffs, factor = sizes

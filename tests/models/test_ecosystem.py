@@ -7,6 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from models.cases import every, make_model, padded, run_model, sentences
+from tiny import sizes
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -21,8 +22,7 @@ from transformers import (
 
 from lightformers_hf import LightFormerConfig, convert
 
-SHAPES = {"vocab_size": 60, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2}
-SHAPES |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 32}
+SHAPES = sizes(16, layers=2, vocab_size=60, max_position_embeddings=32)
 
 
 @pytest.fixture(scope="module")

@@ -2,17 +2,23 @@
 
 import pytest
 import torch
-from models.cases import GENERATING, PLAIN, SPECIAL, every, every_attention, has_head, padded, run_model, sentences
+from models.cases import (
+    GENERATING,
+    PLAIN,
+    SPECIAL,
+    TRAINED,
+    every,
+    every_attention,
+    has_head,
+    padded,
+    run_model,
+    sentences,
+)
 from models.cases import make_model as make_single_model
 from transformers import StaticCache, set_seed
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-MODES = {
-    "greedy": {},
-    "beam": {"num_beams": 4},
-    "sample": {"do_sample": True, "top_k": 8},
-    "beam_sample": {"do_sample": True, "num_beams": 2},
-}
+MODES = {"greedy": {}, "beam_sample": {"do_sample": True, "num_beams": 2}}
 
 
 def make_model(*args, **fields):
@@ -96,14 +102,13 @@ def test_a_cache_has_a_slot_for_every_depth(head, variant, implementation):
 
 
 @every(GENERATING, SPECIAL)
-@pytest.mark.parametrize("beams", [1, 3])
-def test_static_cache(head, variant, beams):
+def test_static_cache(head, variant):
     model = make_model(head, variant)
     ids, mask = batch_for(model)
     static = generate(
-        model, ids, mask, num_beams=beams, cache_implementation="static", disable_compile=True, use_cache=True
+        model, ids, mask, num_beams=3, cache_implementation="static", disable_compile=True, use_cache=True
     )
-    assert torch.equal(static, generate(model, ids, mask, num_beams=beams, use_cache=False))
+    assert torch.equal(static, generate(model, ids, mask, num_beams=3, use_cache=False))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +126,7 @@ def test_assisted_generation(variant, assistant_variant):
     assert torch.equal(model.generate(ids, assistant_model=assistant, **settings), model.generate(ids, **settings))
 
 
-@every_attention(variants=SPECIAL)
+@every_attention(TRAINED, SPECIAL)
 @pytest.mark.parametrize("side", ["right", "left"])
 @torch.no_grad()
 def test_a_padded_sentence_gets_what_it_gets_alone(head, variant, attention, side):
@@ -147,15 +152,14 @@ def test_a_padded_sentence_gets_what_it_gets_alone(head, variant, attention, sid
 
 
 @every(GENERATING, (*SPECIAL, "lightformer-two-vocabularies", "subformer-two-vocabularies", "partialformer-self-ffn"))
-@pytest.mark.parametrize("beams", [1, 3])
-def test_a_padded_sentence_is_continued_as_alone(head, variant, beams):
+def test_a_padded_sentence_is_continued_as_alone(head, variant):
     model = make_model(head, variant)
     new_from = 1 if head == "ConditionalGeneration" else None  # a causal model repeats the sentence
-    alone = [generate(model, torch.tensor([text]), None, num_beams=beams)[0] for text in sentences()]
+    alone = [generate(model, torch.tensor([text]), None, num_beams=3)[0] for text in sentences()]
     alone = [row[new_from or len(text) :].tolist() for row, text in zip(alone, sentences(), strict=True)]
     for side in ("right", "left") if head == "ConditionalGeneration" else ("left",):
         ids, mask = padded(sentences(), side)
-        together = generate(model, ids, mask, num_beams=beams)[:, new_from or ids.shape[1] :]
+        together = generate(model, ids, mask, num_beams=3)[:, new_from or ids.shape[1] :]
         assert [row[: len(expected)] for row, expected in zip(together.tolist(), alone, strict=True)] == alone
 
 

@@ -158,7 +158,7 @@ PATTERNS = {  # pattern → the names it selects
 }
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     pattern=st.lists(st.tuples(st.sampled_from(sorted(PATTERNS)), st.none() | st.integers(1, 8)), max_size=5),
     attention=st.none() | st.integers(1, 8),

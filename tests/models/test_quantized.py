@@ -3,6 +3,7 @@
 import pytest
 import torch
 from models.cases import TINY
+from tiny import marian_tokens, sizes
 from torch import nn
 from transformers import AutoModelForSeq2SeqLM, BitsAndBytesConfig, MarianConfig, MarianMTModel, TorchAoConfig
 
@@ -32,11 +33,9 @@ def folders(tmp_path_factory):
     On processors with AVX-512 and bfloat16, bitsandbytes fails at widths that are no multiples of 64.
     """
     place = tmp_path_factory.mktemp("quantized")
-    sizes = {"vocab_size": 320, "d_model": 128, "max_position_embeddings": 32, "pad_token_id": 319, "init_std": 0.1}
-    for side in ("encoder", "decoder"):
-        sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 256}
+    fields = sizes(128, layers=2, heads=4, max_position_embeddings=32) | marian_tokens(320)
     torch.manual_seed(0)
-    MarianMTModel(MarianConfig(**sizes, decoder_start_token_id=319)).save_pretrained(place / "marian")
+    MarianMTModel(MarianConfig(**fields, init_std=0.1)).save_pretrained(place / "marian")
     convert(place / "marian", place / "low-rank", rank=64, method="paper", progress=False)
     convert(place / "marian", place / "dense", pattern={"encoder.layers.0.fc1": 64}, method="paper", progress=False)
     return [place / name for name in ("marian", "low-rank", "dense")]

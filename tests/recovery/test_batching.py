@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -24,7 +24,6 @@ def epoch(sampler, number):
     return list(sampler)
 
 
-@settings(deadline=None)
 @given(lengths=LENGTHS, budget=st.integers(80, 400), processes=st.integers(1, 3), seed=st.integers(0, 9))
 def test_every_pair_once_within_the_budget_in_as_many_batches_as_said(lengths, budget, processes, seed):
     sampler = build(lengths, budget, num_processes=processes, seed=seed)
@@ -37,7 +36,6 @@ def test_every_pair_once_within_the_budget_in_as_many_batches_as_said(lengths, b
             assert len(batch) * (source + target) <= budget
 
 
-@settings(deadline=None)
 @given(lengths=LENGTHS, budget=st.integers(80, 400), processes=st.integers(2, 4))
 def test_processes_get_disjoint_complete_shares_of_equal_number(lengths, budget, processes):
     shares = []

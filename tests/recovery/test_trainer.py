@@ -37,7 +37,7 @@ def draw(seed, sentences=3, length=5, size=11):
     return student, labels, teacher
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     taught=st.booleans(),

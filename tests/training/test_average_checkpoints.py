@@ -7,6 +7,7 @@ import average_checkpoints as script
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import sizes
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 import lightformers_hf
@@ -78,10 +79,7 @@ def test_half_precision_is_summed_in_fp32_and_stored_as_it_was(tmp_path):
 
 
 def test_shared_tensors_stay_shared(tmp_path):
-    heads = {f"{stack}_{field}": 2 for stack in ("encoder", "decoder") for field in ("attention_heads", "layers")}
-    config = LightFormerConfig(
-        vocab_size=50, d_model=16, encoder_ffn_dim=16, decoder_ffn_dim=16, encoder_groups=1, embedding_rank=4, **heads
-    )
+    config = LightFormerConfig(**sizes(16, layers=2, ffn=16), vocab_size=50, encoder_groups=1, embedding_rank=4)
     for seed in range(2):
         torch.manual_seed(seed)
         LightFormerForConditionalGeneration(config).save_pretrained(tmp_path / f"{seed}")
@@ -89,8 +87,7 @@ def test_shared_tensors_stay_shared(tmp_path):
     parts = [AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name).state_dict() for name in ("0", "1", "mean")]
     for name, tensor in parts[2].items():
         torch.testing.assert_close(tensor, (parts[0][name] + parts[1][name]) / 2)
-    sizes = {(tmp_path / name / "model.safetensors").stat().st_size for name in ("0", "mean")}
-    assert len(sizes) == 1
+    assert len({(tmp_path / name / "model.safetensors").stat().st_size for name in ("0", "mean")}) == 1
     assert lightformers_hf.LightFormerConfig.from_pretrained(tmp_path / "mean").encoder_groups == 1
 
 

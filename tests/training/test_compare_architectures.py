@@ -11,15 +11,13 @@ import compare_architectures as script
 import pytest
 import torch
 import yaml
+from tiny import sizes
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from lightformers_hf.recipes import load_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_python")]
-SHAPES = {
-    "model_type": "lightformer", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 64,
-}  # fmt: skip
+SHAPES = sizes(16, model_type="lightformer", max_position_embeddings=64)
 
 
 def run(*options):

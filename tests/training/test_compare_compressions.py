@@ -1,10 +1,7 @@
 """The comparison script: every run that was asked for, once, with the scores of its own test set."""
 
 import json
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import compare_compressions as script
 import pytest
@@ -15,43 +12,9 @@ from lightformers_hf.loading import load_model, unique_parameters
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).parents[2] / "training" / "compare_compressions.py"
-
 
 @pytest.mark.usefixtures("warm_python")
-def test_compares_and_continues(tmp_path, tiny_marian, parallel_sentences):
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps(pair) + "\n" for pair in parallel_sentences), encoding="utf-8")
-    command = [sys.executable, str(SCRIPT), str(tiny_marian), "--train-file", str(data), "--test-file", str(data)]
-    command += ["--source-lang", "de", "--target-lang", "en", "--output-dir", str(tmp_path / "runs")]
-    command += "--ratios 1.5 1.2 --methods paper own-text --starts random --trainings distilled".split()
-    command += "--max-steps 1 --jobs 2".split()
-    command += ["--max-source-length", "40", "--max-target-length", "40", "--generation-max-length", "20"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "runs" / "results.json").read_text())
-    assert [(row["ratio"], row["method"], row["start"], row["trained"]) for row in rows] == [
-        (ratio, method, *how)
-        for ratio in (1.5, 1.2)
-        for method in ("paper", "own-text")
-        for how in (("converted", None), ("random", "distilled"))
-    ]
-    for row in rows:
-        assert row["bleu_to_teacher"]["low"] <= row["bleu_to_teacher"]["value"] <= row["bleu_to_teacher"]["high"]
-        report = tmp_path / "runs" / f"ratio-{row['ratio']:g}-{row['method']}" / "model" / "compression.json"
-        assert row["parameters"] == json.loads(report.read_text())["parameters_after"]
-        assert (json.loads(report.read_text())["options"].get("method") == "paper") == (row["method"] == "paper")
-    for picture in ("results.png", "results-dark.png"):
-        assert (tmp_path / "runs" / picture).stat().st_size > 10_000
-
-    scores = tmp_path / "runs" / "ratio-1.5-paper" / "converted-untrained" / "test_results.json"
-    scores.write_text(json.dumps({"test_bleu": 12.5, "test_chrf": 3.0}))
-    subprocess.run(command, capture_output=True, check=True)
-    assert json.loads((tmp_path / "runs" / "results.json").read_text())[0]["bleu"] == 12.5  # not run again
-
-
-@pytest.mark.usefixtures("warm_python")
-def test_what_else_one_would_do_and_the_engines(tmp_path, tiny_marian, parallel_sentences, capsys, monkeypatch):
+def test_compares_continues_and_deploys(tmp_path, tiny_marian, parallel_sentences, capsys, monkeypatch):
     quick = partial(script.compare_engines, runs=1, sentences=1, new_tokens=2)
     monkeypatch.setattr(script, "compare_engines", quick)
     data, recipe = tmp_path / "data.jsonl", tmp_path / "small.yaml"
@@ -65,9 +28,10 @@ def test_what_else_one_would_do_and_the_engines(tmp_path, tiny_marian, parallel_
     options += ["half=ratio=null,decoder_layers=1,calibration=null"]
     options += ["paper=method=paper,training.learning_rate=3e-4,training.warmup_steps=0"]
     options += ["--starts", "converted", "--trainings", "distilled", "--max-steps", 1, "--engines", "transformers"]
-    options += ["--learning-rate", 1e-3, "--logging-steps", 1, "--hidden-weight", 5]
+    options += ["--learning-rate", 1e-3, "--logging-steps", 1, "--hidden-weight", 5, "--jobs", 2]
     options += ["--max-source-length", 40, "--max-target-length", 40, "--generation-max-length", 20]
-    script.main(list(map(str, options)))
+    command = list(map(str, options))
+    script.main(command)
     rows = json.loads((tmp_path / "runs" / "results.json").read_text())
     assert [(row["ratio"], row["method"], row["start"], row["trained"]) for row in rows] == [
         (None, "half", "converted", None),
@@ -93,6 +57,7 @@ def test_what_else_one_would_do_and_the_engines(tmp_path, tiny_marian, parallel_
     assert [state["log_history"][0]["learning_rate"] for state in states[:2]] == [1e-3, 3e-4]
     for row in rows:
         assert (row["minutes"] or 0) > 0 if row["trained"] else row["minutes"] is None
+        assert row["bleu_to_teacher"]["low"] <= row["bleu_to_teacher"]["value"] <= row["bleu_to_teacher"]["high"]
 
     engines = json.loads((tmp_path / "runs" / "engines.json").read_text())
     assert len(engines["deployed"]) == len(engines["timings"]) == 5  # the teacher, and what was trained
@@ -101,6 +66,26 @@ def test_what_else_one_would_do_and_the_engines(tmp_path, tiny_marian, parallel_
     for picture in ("engines.png", "engines-dark.png"):
         assert (tmp_path / "runs" / picture).stat().st_size > 10_000
     assert "tokens/s" in capsys.readouterr().out
+
+    scores = layers / "converted-untrained" / "test_results.json"
+    scores.write_text(json.dumps({"test_bleu": 12.5, "test_chrf": 3.0}))
+    script.main(command[: command.index("--engines")] + command[command.index("--engines") + 2 :])
+    assert json.loads((tmp_path / "runs" / "results.json").read_text())[2]["bleu"] == 12.5  # not run again
+    script.draw([*rows, *(row | {"ratio": 1.5} for row in rows if row["ratio"])], tmp_path, script.test_names([data]))
+    for picture in ("results.png", "results-dark.png"):
+        assert (tmp_path / picture).stat().st_size > 10_000
+
+
+def test_every_ratio_method_start_and_training_is_a_run():
+    args = ScriptArguments()
+    args.ratios, args.starts, args.trainings = [1.5, 1.2], ["random"], ["distilled"]
+    methods = {name: script.METHODS[name] for name in ("paper", "own-text")}
+    assert [(run.ratio, run.method, run.start, run.trained) for run in script.list_runs(args, methods)] == [
+        (ratio, method, *how)
+        for ratio in (1.5, 1.2)
+        for method in ("paper", "own-text")
+        for how in (("converted", None), ("random", "distilled"))
+    ]
 
 
 def test_a_method_of_ones_own():

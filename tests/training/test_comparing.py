@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from comparing import run_all, show
-from rich.table import Table
+from comparing import run_all
 
 SCRIPT = """
 import json, sys, time
@@ -30,12 +29,6 @@ def told(folder, *, seconds=0.0, fails="no", bleu=0.0):
     return ["--seconds", str(seconds), "--fails", fails, "--bleu", str(bleu)], folder
 
 
-def test_every_run_has_its_own_result(tmp_path, script):
-    runs = {bleu: told(tmp_path / f"{bleu}", bleu=bleu, seconds=0.3 * (bleu == 1)) for bleu in (1, 2, 3)}
-    for _ in range(2):  # the second call finds them
-        assert run_all(script, runs, jobs=2) == {bleu: {"test_bleu": bleu} for bleu in (1, 2, 3)}
-
-
 def test_a_failure_ends_it_and_keeps_what_was_under_way(tmp_path, script):
     runs = {"fails": told(tmp_path / "fails", fails="yes"), "runs": told(tmp_path / "runs", seconds=1.5)}
     runs |= {f"waits-{number}": told(tmp_path / f"waits-{number}", seconds=1) for number in range(3)}
@@ -55,12 +48,3 @@ def test_nothing_of_other_options_is_gone_on_from(tmp_path, script):
     with pytest.raises(ChildProcessError):
         run_all(script, {"run": told(folder, fails="yes")}, jobs=1)
     assert not checkpoint.exists()
-
-
-def test_a_table_in_a_file_is_not_cut_to_eighty_columns(monkeypatch, capsys):
-    monkeypatch.delenv("COLUMNS", raising=False)
-    table, cells = Table(*map(str, range(10))), ["-2.2 (-2.9)"] * 9
-    table.add_row(*cells, "the last")
-    show(table)
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if "the last" in line]
-    assert row.count(cells[0]) == 9

@@ -11,8 +11,6 @@ from pathlib import Path
 import distill_data as script
 import pytest
 import torch
-from conversion.families.test_t5 import make_teacher
-from conversion.test_convert_t5 import make_tokenizer, words
 
 from lightformers_hf import translate
 from lightformers_hf.export import export
@@ -79,34 +77,6 @@ def test_an_exported_teacher_says_the_same(tiny_mbart50, data, tmp_path):
     other = codes | {"target_lang": "en=en_XX", "output": tmp_path / "no.jsonl"}
     with pytest.raises(ValueError, match="exported for another target language"):
         script.main(command(tmp_path / "deployed", data[0], **other))
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_a_t5_is_told_its_task(known, data, tmp_path):
-    """By the option, or by what its configuration has for the two languages; the text is kept without."""
-    prefix, source = "w3 w7 ", "de" if known else "de=w3 w7 "
-    teacher = make_teacher("v1.0")
-    teacher.resize_token_embeddings(len(words()))
-    teacher.config.task_specific_params = {"translation_de_to_en": {"prefix": prefix if known else "other "}}
-    teacher.save_pretrained(tmp_path / "teacher")
-    make_tokenizer().save_pretrained(tmp_path / "teacher")
-    texts = [*(f"w{10 + place} w{5 + place % 3}" for place in range(6)), " "]
-    file = tmp_path / "texts.jsonl"
-    file.write_text("".join(json.dumps({"de": text}) + "\n" for text in texts))
-    output = tmp_path / "out.jsonl"
-    script.main(command(tmp_path / "teacher", file, output=output, source_lang=source, num_beams=1))
-    pairs = load_parallel(str(output), source="de", target="en")
-    assert pairs["source"][:] == texts
-    told, plain = (
-        translate(
-            [start + text if text.strip() else text for text in texts],
-            *load_model(tmp_path / "teacher"),
-            num_beams=1,
-            max_new_tokens=12,
-        )
-        for start in (prefix, "")
-    )
-    assert pairs["target"][:] == told != plain
 
 
 @pytest.mark.usefixtures("warm_python")

@@ -57,6 +57,7 @@ def test_a_command_runs_once_at_each_commit(tmp_path, monkeypatch):
         assert len(calls) == runs
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_failing_command_leaves_no_record(tmp_path):
     with pytest.raises(ChildProcessError, match="exit code 1: lightformers plan nothing"):
         reproduce.Lab(tmp_path, "a").run("made", "plan", "nothing")

@@ -15,6 +15,7 @@ from datasets import ClassLabel, Dataset, Features, Value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from tiny import sizes
 from training.scripts import command
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
@@ -205,12 +206,9 @@ def test_a_dense_classifier_becomes_a_light_one_fold_by_fold(base, tmp_path):
 @pytest.mark.parametrize("shared", [True, False])
 def test_the_encoder_of_a_translation_model(base, tmp_path, shared):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "words")
-    heads = {f"{stack}_attention_heads": 2 for stack in ("encoder", "decoder")}
-    config = LightFormerConfig(
-        vocab_size=len(tokenizer), d_model=16, encoder_layers=2, decoder_layers=1, encoder_ffn_dim=16,
-        decoder_ffn_dim=16, encoder_groups=1, embedding_rank=4, attention_rank=4, dropout=0.0,
-        share_encoder_decoder_embeddings=shared, **heads,
-    )  # fmt: skip
+    fields = sizes(16, ffn=16, encoder_layers=2, vocab_size=len(tokenizer), dropout=0.0)
+    ranks = {"encoder_groups": 1, "embedding_rank": 4, "attention_rank": 4}
+    config = LightFormerConfig(**fields, **ranks, share_encoder_decoder_embeddings=shared)
     pair = LightFormerForConditionalGeneration(config)
     pair.save_pretrained(tmp_path / "pair")
     tokenizer.save_pretrained(tmp_path / "pair")

@@ -18,6 +18,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, poisson
+from tiny import sizes
 from training.scripts import losses
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -40,7 +41,7 @@ def spans_of(ids, noised):
     return lengths
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(1, 120), st.floats(0.05, 0.45), st.floats(1.0, 5.0), st.integers(0, 2**32 - 1))
 def test_infilling_replaces_spans_that_hold_the_share(size, share, mean, seed):
     ids = list(range(100, 100 + size))
@@ -184,9 +185,7 @@ def test_ends_of_other_tokenizers(name, tiny_marian, corpus):
 @pytest.fixture
 def base(corpus, tmp_path):
     """Options of a short run."""
-    heads = {f"{stack}_{field}": 2 for stack in ("encoder", "decoder") for field in ("attention_heads", "layers")}
-    shapes = {"model_type": "lightformer", "d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, **heads}
-    (tmp_path / "shapes.json").write_text(json.dumps(shapes))
+    (tmp_path / "shapes.json").write_text(json.dumps(sizes(16, layers=2, ffn=16, model_type="lightformer")))
     return {
         "config_name": tmp_path / "shapes.json",
         "tokenizer_name": corpus / "tokenizer",

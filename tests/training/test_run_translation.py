@@ -13,6 +13,7 @@ import build_tokenizer
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny import sizes
 from training.scripts import command, losses
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -190,9 +191,8 @@ def test_from_scratch_keeps_the_shapes_and_nothing_else(base, tmp_path, tiny_mar
 
 
 def test_shapes_alone_take_the_rest_from_the_tokenizer(base, tmp_path, tiny_marian):
-    heads = {f"{stack}_attention_heads": 2 for stack in ("encoder", "decoder")}
-    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
-    (tmp_path / "shapes.json").write_text(json.dumps({"model_type": "lightformer", **sizes, **heads}))
+    shapes = sizes(16, ffn=16, model_type="lightformer")
+    (tmp_path / "shapes.json").write_text(json.dumps(shapes))
     options = {"model_name_or_path": None, "config_name": tmp_path / "shapes.json", "tokenizer_name": tiny_marian}
     script.main(command(base | options, test_file=tmp_path / "few.jsonl"))
     saved, marian = (AutoConfig.from_pretrained(folder) for folder in (tmp_path / "out", tiny_marian))
@@ -203,9 +203,7 @@ def test_shapes_alone_take_the_rest_from_the_tokenizer(base, tmp_path, tiny_mari
     assert generation["max_length"] == base["max_target_length"]  # not transformers' 20 tokens
     assert (tmp_path / "out" / "test_results.json").is_file()
 
-    (tmp_path / "shapes.json").write_text(
-        json.dumps({"model_type": "lightformer", "vocab_size": 50, **sizes, **heads})
-    )
+    (tmp_path / "shapes.json").write_text(json.dumps(shapes | {"vocab_size": 50}))
     with pytest.raises(ValueError, match="belong together"):
         script.main(command(base | options, output_dir=tmp_path / "other"))
 
@@ -340,10 +338,8 @@ def test_from_scratch_without_a_generation_configuration(base, tmp_path, tiny_ma
     ],
 )
 def test_a_resume_from_another_configuration_is_refused(base, tmp_path, tiny_marian, other_words, changes, message):
-    heads = {f"{stack}_attention_heads": 2 for stack in ("encoder", "decoder")}
-    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
     for name, change in {"shapes": {}, "wider": {"encoder_ffn_dim": 32}}.items():
-        (tmp_path / name).write_text(json.dumps({"model_type": "lightformer", **sizes, **heads, **change}))
+        (tmp_path / name).write_text(json.dumps(sizes(16, ffn=16, model_type="lightformer") | change))
     options = base | {"model_name_or_path": None, "tokenizer_name": tiny_marian, "config_name": tmp_path / "shapes"}
     options |= {"save_strategy": "steps", "save_steps": 1}
     script.main(command(options, max_steps=1))

@@ -1,6 +1,7 @@
 """The teacher in a fast engine: the same translations, nothing left behind, and itself where the engine cannot be."""
 
 import tempfile
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -42,46 +43,40 @@ def test_it_says_what_the_network_says(teacher, parallel_sentences, monkeypatch)
     assert isinstance(fastest_translator(network, tokenizer), Engine)
 
 
-def test_what_the_engine_cannot_express_stays_itself(teacher):
-    tokenizer = teacher[1]
+def be_no_lightformer(network, tokenizer, monkeypatch):
     heads = {f"{name}_attention_heads": 2 for name in ("encoder", "decoder", "sandwich", "embedding")}
-    sizes = {
-        "d_model": 16,
-        "sandwich_dim": 24,
-        "sandwich_ffn_dim": 32,
-        "embedding_dim": 8,
-        "vocab_size": len(tokenizer),
-    }
-    network = SubformerForConditionalGeneration(SubformerConfig(**sizes, **heads))
-    assert fastest_translator(network, tokenizer) is network
+    fields = {"d_model": 16, "sandwich_dim": 24, "sandwich_ffn_dim": 32, "embedding_dim": 8, **heads}
+    return SubformerForConditionalGeneration(SubformerConfig(vocab_size=len(tokenizer), **fields))
 
 
-def test_a_search_that_the_engine_does_not_know(teacher):
-    network, tokenizer = teacher
+def search_otherwise(network, tokenizer, monkeypatch):
     network.generation_config.repetition_penalty = 1.2
-    assert fastest_translator(network, tokenizer) is network
 
 
-def test_more_tokens_than_positions(teacher):
-    network, tokenizer = teacher
+def ask_for_more_tokens_than_positions(network, tokenizer, monkeypatch):
     network.generation_config.max_length = 10 * network.config.max_position_embeddings
-    assert fastest_translator(network, tokenizer) is network
 
 
-def test_a_full_disk_is_no_reason_to_end(teacher, monkeypatch):
-    def fail(*_, **__):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(recover, "export", fail)
-    assert fastest_translator(*teacher) is teacher[0]
+def fill_the_disk(network, tokenizer, monkeypatch):
+    monkeypatch.setattr(recover, "export", Mock(side_effect=OSError("No space left on device")))
 
 
-def test_without_the_engine(teacher, monkeypatch):
+def be_without_the_engine(network, tokenizer, monkeypatch):
     monkeypatch.setattr(recover, "find_spec", lambda _: None)
-    assert fastest_translator(*teacher) is teacher[0]
 
 
-def test_beside_a_gpu(teacher):
+def be_on_an_accelerator(network, tokenizer, monkeypatch):
+    return network.to(torch.device("meta"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        be_no_lightformer, search_otherwise, ask_for_more_tokens_than_positions, fill_the_disk, be_without_the_engine,
+        be_on_an_accelerator,
+    ],
+)  # fmt: skip
+def test_where_the_engine_cannot_be_the_network_is_its_own(teacher, monkeypatch, change):
     network, tokenizer = teacher
-    elsewhere = network.to(torch.device("meta"))
-    assert fastest_translator(elsewhere, tokenizer) is elsewhere
+    network = change(network, tokenizer, monkeypatch) or network
+    assert fastest_translator(network, tokenizer) is network

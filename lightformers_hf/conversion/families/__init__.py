@@ -33,17 +33,11 @@ POSITION_TABLES = r"(en|de)coder\.embed_positions\.weights?"  # tables of sinuso
 
 
 class Family:
-    """A source family. It overrides the two methods if its names or its configuration differ from Marian's.
+    """A source family. It overrides the two methods if its names or its configuration differ from Marian's."""
 
-    Attributes:
-        architectures: names of the model classes that can be converted.
-        fields: fields of `LightFormerConfig` that the family fixes by its code.
-        ignored: pattern of tensor names (without `model.`) that its checkpoints may contain and that have no effect.
-    """
-
-    architectures: ClassVar[tuple[str, ...]]
-    fields: ClassVar[dict[str, Any]] = {}
-    ignored: ClassVar[str] = r"(en|de)coder\.version"
+    architectures: ClassVar[tuple[str, ...]]  # names of the model classes that can be converted
+    fields: ClassVar[dict[str, Any]] = {}  # of `LightFormerConfig`, which the family fixes by its code
+    ignored: ClassVar[str] = r"(en|de)coder\.version"  # pattern of names (without `model.`) that have no effect
 
     @classmethod
     def own_config(cls, config: PreTrainedConfig) -> FactorizedConfig:
@@ -94,11 +88,7 @@ def register_family(*model_types: str) -> Callable[[type[Family]], type[Family]]
 
 
 def find_family(config: PreTrainedConfig) -> type[Family]:
-    """Return the family of a source configuration.
-
-    Raises:
-        ValueError: no such family, or a model of it that is not sequence-to-sequence.
-    """
+    """Return the family of a source configuration. Raises `ValueError` for none, and for other classes of models."""
     for file in pkgutil.iter_modules(__path__):  # each registers itself
         importlib.import_module(f"{__name__}.{file.name}")
     family = FAMILIES.get(config.model_type)

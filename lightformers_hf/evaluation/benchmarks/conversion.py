@@ -59,7 +59,7 @@ class WholeConversion(Result):
 
     def to_dict(self) -> dict:
         """Return the same for JSON."""
-        rows = {name: {"wall": wall, "cpu": cpu} for name, (wall, cpu) in {**self.steps, "": self.total}.items()}
+        rows = {name: {"wall": wall, "cpu": cpu} for name, (wall, cpu) in (self.steps | {"": self.total}).items()}
         return asdict(self) | {"total": rows.pop(""), "steps": rows}
 
     def parts(self) -> list[Table | str]:
@@ -95,12 +95,7 @@ def time_conversion(shapes: str, **options: object) -> WholeConversion:
 
     Translations of random weights are as long as they may be, so that calibration takes longer than that of a trained
     checkpoint. Writes about three times the checkpoint's size into the folder for temporary files, and removes it.
-
-    Args:
-        options: options of `convert`; by default the default conversion, at the default ratio.
-
-    Raises:
-        ValueError: unknown shapes, or the conversion failed.
+    Raises `ValueError` for unknown shapes, or if the conversion failed. `options` are those of `convert`.
     """
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "source")

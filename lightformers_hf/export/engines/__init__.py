@@ -4,7 +4,8 @@ Such a file may import what it needs, a library that is not installed included: 
 The extra of `pyproject.toml` that installs the library has the engine's name. The file has:
 
 - `QUANTIZATIONS`, the types of numbers that it can write, `float32` among them;
-- `write(source, folder, quantization)`, which writes a `Source` and returns the `Expansion` of its expanded matrices;
+- `write(source, folder, quantization)`, which writes a `Source` and returns the `Expansion` of what it multiplied out,
+  or raises `ValueError` for what the engine cannot express;
 - `load(folder, search, threads)`, which returns a model ready to run (see `RunningModel`);
 - `describe_loading(folder)`, which returns one sentence about running the folder without this package, or `None`;
 - if it has another name in sentences than its file, `NAME`; `EXPANDS_LOW_RANK = True` if it has no low-rank matrix
@@ -28,22 +29,19 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
-    from ..layers import Expansion
+    from ..layers import Expansion, Source
     from ..search import Search
     from ..shortlist import Shortlist
-    from ..source import Source
 
 CHECKPOINTS = "transformers"  # the engine that runs checkpoints as they are
 
 
 class RunningModel(Protocol):
-    """A model under an engine; `Engine` has checked its inputs."""
+    """A model under an engine; what it gets was checked by `Engine`, whose methods these are."""
 
-    def generate(self, batch: list[list[int]], search: Search) -> list[list[int]]:
-        """The new tokens of each sentence, up to the end token, included."""
+    def generate(self, batch: list[list[int]], search: Search) -> list[list[int]]: ...
 
-    def score(self, sources: list[list[int]], targets: list[list[int]]) -> list[list[float]]:
-        """log p of every token of `targets`, and of the end token behind them, given `sources`."""
+    def score(self, sources: list[list[int]], targets: list[list[int]]) -> list[list[float]]: ...
 
 
 class EngineFile(Protocol):
@@ -51,22 +49,18 @@ class EngineFile(Protocol):
 
     QUANTIZATIONS: tuple[str, ...]
 
-    def write(self, source: Source, folder: Path, quantization: str) -> Expansion:
-        """Write a model to `folder`. Raises `ValueError` for a model that the engine does not support."""
+    def write(self, source: Source, folder: Path, quantization: str) -> Expansion: ...
 
-    def write_shortlist(self, source: Source, folder: Path, quantization: str, shortlist: Shortlist) -> None:
-        """Add a shortlist to the files of `write`; only some engines can."""
+    def write_shortlist(self, source: Source, folder: Path, quantization: str, shortlist: Shortlist) -> None: ...
 
-    def load(self, folder: Path, search: Search, threads: int) -> RunningModel:
-        """Load the model that `write` wrote, for a number of cores."""
+    def load(self, folder: Path, search: Search, threads: int) -> RunningModel: ...
 
-    def describe_loading(self, folder: Path) -> str | None:
-        """How to run the folder without this package."""
+    def describe_loading(self, folder: Path) -> str | None: ...
 
 
 def engine_names() -> list[str]:
     """The engines that models are exported to, by the names of their files."""
-    return sorted(found.name for found in pkgutil.iter_modules(__path__) if found.name != CHECKPOINTS)
+    return sorted(found.name for found in pkgutil.iter_modules(__path__))
 
 
 def deployment_names() -> list[str]:
@@ -89,11 +83,7 @@ def check_engine_name(name: str) -> None:
 
 
 def load_engine_file(name: str) -> EngineFile:
-    """The file of an engine that models are exported to.
-
-    Raises:
-        ValueError: an unknown engine, one that is not installed, or a file here that lacks a part.
-    """
+    """The file of an engine. Raises `ValueError` where it is unknown, not installed, or lacks a part."""
     check_engine_name(name)
     try:
         module: ModuleType = importlib.import_module(f".{name}", __name__)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tiny import sizes
 from transformers import AutoModelForSeq2SeqLM
 
 from lightformers_hf import convert
@@ -11,18 +12,8 @@ from lightformers_hf.loading import unique_parameters
 
 SIZES = {"vocab_size": 60, "d_model": 16, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
 FAMILIES = {
-    "M2M100": {
-        "decoder_ffn_dim": 24,
-        "encoder_ffn_dim": 24,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-    },
-    "MBart": {
-        "decoder_ffn_dim": 24,
-        "encoder_ffn_dim": 24,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-    },
+    "M2M100": sizes(16, ffn=24),
+    "MBart": sizes(16, ffn=24),
     "T5": {"d_ff": 24, "d_kv": 8, "num_heads": 2, "num_layers": 1},
 }
 TABLES = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")

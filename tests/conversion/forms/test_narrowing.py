@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import marian_tokens, sizes
 from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
 from lightformers_hf import StudyOptions, convert
@@ -31,7 +32,7 @@ def test_outputs_in_the_coordinates_of_what_is_left():
         torch.testing.assert_close(found, rows @ torch.block_diag(*heads).to(rows))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.integers(2, 7), st.integers(1, 3), st.integers(0, 10_000))
 def test_no_other_bottleneck_costs_less(width, heads, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -56,7 +57,7 @@ def test_no_other_bottleneck_costs_less(width, heads, seed):
     torch.testing.assert_close(full, torch.eye(width).double().expand(heads, -1, -1), atol=1e-6, rtol=0)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.integers(3, 12), st.integers(2, 6), st.integers(0, 10_000))
 def test_the_cost_of_removing_neurons_is_that_of_the_regression(size, outputs, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -86,12 +87,8 @@ def test_the_cost_of_removing_neurons_is_that_of_the_regression(size, outputs, s
 def narrow_inside(tmp_path_factory):
     """A Marian whose heads, eight wide, use four dimensions of their products, and with dead and twin neurons."""
     folder = tmp_path_factory.mktemp("teacher")
-    config = MarianConfig(
-        vocab_size=40, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=64,
-        pad_token_id=39, decoder_start_token_id=39, eos_token_id=0, forced_eos_token_id=0, bos_token_id=None,
-        activation_function="relu",
-    )  # fmt: skip
+    fields = sizes(16, layers=2, ffn=16, max_position_embeddings=64) | marian_tokens(40)
+    config = MarianConfig(**fields, bos_token_id=None, activation_function="relu")
     torch.manual_seed(0)
     model = MarianMTModel(config).eval()
     with torch.no_grad():

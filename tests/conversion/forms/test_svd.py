@@ -47,7 +47,7 @@ def assert_optimal(weight, rank, split="sigma-right", known=True):
     return spectrum, left, right
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50)
 @given(
     m=st.integers(1, 40),
     n=st.integers(1, 40),
@@ -91,7 +91,7 @@ def some_metric(m, n, kind, seed):
     return Metric(rows, columns) if kind else None
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60)
 @given(
     small=st.integers(66, 120),
     more=st.integers(0, 60),
@@ -144,7 +144,7 @@ def test_denormal_values_are_values():
     assert_optimal(weight, 20)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(m=st.integers(1, 40), n=st.integers(1, 40), zeros=st.integers(0, 10), seed=st.integers(0, 99))
 def test_singular_values_alone_are_those_of_the_decomposition(m, n, zeros, seed):
     weight = torch.randn(m, n, generator=torch.Generator().manual_seed(seed))

@@ -10,7 +10,7 @@ from conversion.vocabulary.checkpoints import make_checkpoint
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
 from lightformers_hf import convert, plan
-from lightformers_hf.conversion.vocabulary.choose import KeptTokens
+from lightformers_hf.conversion.vocabulary import KeptTokens
 from lightformers_hf.vocabularies import renumber_generation
 
 pytestmark = pytest.mark.quick

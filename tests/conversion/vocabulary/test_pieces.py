@@ -7,8 +7,7 @@ from conversion.vocabulary.checkpoints import scores, train_pieces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightformers_hf.conversion.vocabulary import lone_characters, merges_of
-from lightformers_hf.conversion.vocabulary.sentencepiece_files import PieceModel
+from lightformers_hf.conversion.vocabulary import PieceModel, lone_characters, merges_of
 
 pytestmark = pytest.mark.quick
 MODELS = {kind: train_pieces(GERMAN + ENGLISH, 200, kind) for kind in ("unigram", "bpe")}
@@ -40,7 +39,7 @@ def test_sentences_by_which_a_model_tests_itself_are_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(chosen=st.sets(st.sampled_from(GERMAN + ENGLISH), min_size=1))
 def test_text_is_cut_as_before(tmp_path_factory, kind, chosen):
     model = read(kind, tmp_path_factory.getbasetemp())

@@ -5,14 +5,13 @@ import sys
 
 import pytest
 import torch
+from tiny import marian_tokens, sizes
 
 from lightformers_hf.evaluation.benchmarks import TEACHERS
 from lightformers_hf.evaluation.benchmarks.conversion import random_teacher, time_conversion
 from lightformers_hf.loading import unique_parameters
 
-SMALL = {"vocab_size": 100, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 99,
-         "decoder_start_token_id": 99, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "encoder_attention_heads": 2,
-         "decoder_attention_heads": 2, "max_position_embeddings": 16}  # fmt: skip
+SMALL = sizes(16, max_position_embeddings=16) | marian_tokens(100)
 
 
 @pytest.mark.parametrize(

@@ -161,14 +161,3 @@ def test_a_multilingual_teacher_is_told_its_students_languages(tmp_path, tiny_ma
     assert _tell_languages(plain, "de", "en", tmp_path) == plain
     with pytest.raises(ValueError, match="codes go with a multilingual tokenizer only"):
         _tell_languages(plain, "de=de_DE", "en=en_XX", tmp_path)
-
-
-def test_multilingual_models_without_students_are_told_their_languages(tmp_path):
-    make_checkpoint("mbart50", tmp_path / "teacher")
-    names = {"teacher": str(tmp_path / "teacher")}
-    told = _tell_languages(names, "de=de_DE", "en=fr_XX", tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(told["teacher"])
-    first = GenerationConfig.from_pretrained(told["teacher"]).forced_bos_token_id
-    assert (tokenizer.src_lang, first) == ("de_DE", tokenizer.convert_tokens_to_ids("fr_XX"))
-    with pytest.raises(ValueError, match=r"source_lang is 'de_X', which .* there is .*de_DE"):
-        _tell_languages(names, "de=de_X", "en=fr_XX", tmp_path)
