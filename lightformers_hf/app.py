@@ -212,7 +212,7 @@ def build(
             Both compute on the CPU; beside an export the other is exported for the same engine first.
         source, target: languages, as of `load_translator`. A multilingual teacher takes those of the light model, if
             the pair is set there.
-        num_beams, max_new_tokens: of both; by default the light model's beams, and each model's longest output.
+        num_beams, max_new_tokens: for both; by default the smaller model's beams, and each model's longest output.
 
     Raises:
         FileNotFoundError, ValueError: a model that is not there or does not translate.

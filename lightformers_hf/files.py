@@ -198,7 +198,7 @@ def explain_unwritable(error: BaseException, library: str, folder: str | os.Path
     if not isinstance(error, OSError) or error.errno not in UNWRITABLE:
         return None
     return OSError(
-        f"the cache of the {library}, {folder}, cannot be written ({error.strerror}): make room or give rights there, "
+        f"the cache of the {library}, {folder}, cannot be written ({error.strerror}): free space or give rights, "
         "or let the environment variable HF_HOME name another folder"
     )
 
@@ -285,7 +285,7 @@ def atomic_output(
 
     Raises:
         FileExistsError: `target` is a file, or a folder that is not empty and `overwrite` is not set, or one that
-            holds what was not written by this function.
+            holds files that this function did not write.
         BlockingIOError: another process is writing `target`.
         ValueError: `target` lies at a forbidden place: an input, the current folder, the home folder or one above
             them, a repository.

@@ -354,7 +354,7 @@ def check_new_folder(output: Path, overwrite: bool, inputs: Sequence[str | None]
 
 
 def check_answer_file(file: Path, arguments: Mapping[str, Any]) -> None:
-    """Raise `ValueError` where `file` is, or belongs to, what a command's arguments name; its output may hold it."""
+    """Raise `ValueError` if `file` is, or is part of, an argument of a command; its output may hold it."""
     from ..files import check_file
 
     values = [value for name, value in arguments.items() if name != "output"]

@@ -107,7 +107,7 @@ def _covers(matrices: Sequence[str], parts: Collection[tuple[str, ...]]) -> Iter
 def choose(
     units: Sequence[Unit], originals: Originals, options: CompressionOptions, study: StudyOptions
 ) -> tuple[list[Form], Callable[[Form], Setting]]:
-    """The places in the forms that are chosen, largest first, and what finds the setting of each."""
+    """The places in the forms that are chosen, largest first, and the search for the setting of each."""
     policy = options.policy
     if originals.calibration is None or not spends_budget(options, study):
         return sort_by_size(first_places(units)), lambda place: place.follow(policy)

@@ -246,12 +246,12 @@ def translated_batches(model: PreTrainedModel, teacher: Teacher, texts: list[str
 def _with_targets(
     what: str, model: PreTrainedModel, teacher: Teacher, padded: Iterable[tuple[Tensor, Tensor]], most: Sequence[int]
 ) -> list[Batch]:
-    """Batches of sources and of what the model makes of them, for each batch `most` tokens at most.
+    """Batches of sources and of the model's outputs for them, for each batch `most` tokens at most.
 
     One thread reads the `padded` ids and masks, as several can't share a tokenizer.
     """
 
-    # The likeliest token each, by the teacher's rules. Trainer leaves `use_cache: false` in what it trained.
+    # The likeliest token each, by the teacher's rules. Trainer leaves `use_cache: false` in trained models.
     own = teacher.generation_config()
     rules = {name: getattr(own, name) for name in TOKEN_RULES} | {"do_sample": False, "use_cache": True}
 

@@ -34,7 +34,7 @@ def read_results(file: Path, parameters: int) -> dict:
         measured = results["model"]["parameters"]
         keys = ("model", "data", "source", "target", "sentences", "generation", "labels")
         shown = {key: results[key] for key in keys}
-        labels: dict[str, list[str]] = {}  # of the measures of each variant
+        labels: dict[str, list[str]] = {}  # labels of the measures of each variant
         for name, variant in results["signatures"].items():
             labels.setdefault(variant, []).append(results["labels"][name])
         shown["variants"] = {", ".join(names): variant for variant, names in labels.items()}

@@ -36,7 +36,7 @@ from .sensitivity import (
 from .sharing import find_matrices, short_name
 from .workers import AT_ONCE, Step, algebra_device, cast_weights, fast_passes, fast_products, map_in_threads
 
-# Weight of the layer's matrix in the regression, relative to the mean variance of its inputs.
+# Weight of the layer's matrix in the fit, relative to the mean variance of its inputs.
 RIDGE, SELF_GENERATED_RIDGE = 1e-2, 0.1
 # Share of the accumulated error of the hidden states that is corrected (RESULTS.md, "What states lack").
 CORRECTED = 0.5
@@ -79,9 +79,9 @@ def refit(
 def bridge(
     shorter: PreTrainedModel, teacher: PreTrainedModel, depths: Depths, batches: Sequence[Batch]
 ) -> dict[str, Tensor]:
-    """Return new tensors of a teacher with fewer layers, regressed so that each does what those before it did, too.
+    """Return new tensors of a teacher with fewer layers, refitted so that each also replaces the removed ones.
 
-    A stack that has all its layers (`depths`) is left as it is, unless it reads what a shorter one wrote.
+    A stack that has all its layers (`depths`) is unchanged, unless it reads the outputs of a shorter one.
     """
     stacks = tuple(depths) if len(depths["encoder"]) < len(teacher.get_encoder().layers) else ("decoder",)
     linear, norms = _find_modules(shorter, *(f"model.{stack}.{part}" for stack in stacks for part in PARTS))
@@ -110,10 +110,10 @@ class Regression:
 
     student: PreTrainedModel  # a LightFormer without shared layers
     teacher: PreTrainedModel  # the same, dense or not
-    depths: Depths  # of `encoder` and `decoder`, which of the teacher's layers each of the student's stands for
+    depths: Depths  # of `encoder` and `decoder`, the teacher's layer for each of the student's
     batches: Sequence[Batch]
     store: TensorStore  # gets the states
-    built: Built  # what the matrices have become: their forms, and the coordinates of outputs that are fewer
+    built: Built  # results of the forms: their kinds, and the coordinates of outputs that are fewer
     share: float  # β
     # Of a model that the student was made of: it has the layers as they were, and gradients for the metric. `None`:
     # the student is that model itself, and errors of all outputs have equal weight.
@@ -239,7 +239,7 @@ class Regression:
             setattr(norm, leaf, nn.Parameter(tensor.to(norm.weight.dtype), requires_grad=False))
 
     def _solve(self, layers: dict[str, nn.Module], inputs: PairMoments, outputs: dict[str, PairMoments]) -> None:
-        """Give layers of one input the regression, as near as their forms can come. Removes used `outputs`."""
+        """Refit layers of one input, as near as their forms can come. Removes used `outputs`."""
         before = self.student if self.calibration is None else self.calibration.model
         labels = {report.name: report.form for report in self.built.reports}
         for centred in (False, True):
@@ -250,7 +250,7 @@ class Regression:
             seen = inputs.moment(centred=False).diagonal().mean()
             covariance = inputs.moment(centred=centred)
             ridge = max(self.ridge * covariance.diagonal().mean(), CONSTANT * seen)
-            matrices = {}  # towards which the regression is shrunk: the teacher's if its layer has these inputs
+            matrices = {}  # the fit is shrunk towards them: the teacher's if its layer has these inputs
             for name, layer in some.items():
                 own = self.built.of_teacher(name, _matrix(before.get_submodule(name), self.device))
                 matrices[name] = own if len(own) == len(covariance) else _matrix(layer, self.device)
@@ -264,7 +264,7 @@ class Regression:
                 }
             for name, layer in some.items():
                 metric = partial(self._metric, name, covariance, matrices[name].shape[1])
-                label = labels.get(short_name(name))  # of the form that a layer has become, or was before
+                label = labels.get(short_name(name))  # of the new form of a layer, or of the old one
                 forms = (form for form in all_forms() if (form.label == label if label else form.holds(layer)))
                 form = next(forms, Form)
                 layer.load_state_dict(form.nearest_state(layer, matrices.pop(name), bias_of(layer), metric, name=name))
@@ -314,9 +314,9 @@ class HiddenStates:
         self.store[self.who, self.name, index] = states
 
     def _arguments(self, index: int, states: Tensor | None = None) -> list[Any]:
-        """Return the first layer's arguments for a batch: hidden states and what all layers get; then those by name.
+        """Return the first layer's arguments for a batch: hidden states and common arguments; then those by name.
 
-        Where only the others are wanted, the `states` of the batch replace its embeddings, which take longer.
+        If only the others are needed, the `states` of the batch replace its embeddings, which take longer.
         """
         batch = model_inputs(self.batches[index], self.device)
         found: list[Any] = []
@@ -425,7 +425,7 @@ class HiddenStates:
 
 
 def _run_with(hooks: Sequence[tuple[Callable, Callable]], run: Callable[[], Any]) -> Any:
-    """Return what `run` returns, or `None` if a hook raises `_StopError`.
+    """Return the result of `run`, or `None` if a hook raises `_StopError`.
 
     Each hook has the method of a module that registers it, and sees the passes of this thread alone.
     """
@@ -454,8 +454,8 @@ def balance(student: PreTrainedModel, teacher: PreTrainedModel, batches: Sequenc
     """Scale tokens' probabilities by e^b until their means are the teacher's: then no b has a lower cross-entropy.
 
     Every step, b += log(teacher's mean / own mean), lowers it (Darroch and Ratcliff 1972), each by less than the one
-    before. Where all of them win little, b stays. The probabilities p become p·e^b / Z, Z the sum of p·e^b over the
-    tokens: of the cross-entropy, only log Z − b·(teacher's) changes.
+    before. If all gain little, b stays. The probabilities p become p·e^b / Z, Z the sum of p·e^b over the
+    tokens: in the cross-entropy, only log Z − b·(teacher's) changes.
     """
     device = algebra_device(store.device)
     every = max(1, sum(int((batch["labels"] != -100).sum()) for batch in batches) // BALANCED)

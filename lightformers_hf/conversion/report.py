@@ -77,8 +77,8 @@ class MatrixReport:
 class Agreement:
     """Share of target tokens at which model and teacher predict the same token, each after the tokens of the text."""
 
-    share: float  # of the result, from 0 to 1
-    before_refit: float | None  # of the result before its layers were refitted; `None` where they were not
+    share: float  # share of the result, from 0 to 1
+    before_refit: float | None  # share before its layers were refitted; `None` without a refit
     tokens: int  # the number of target tokens
     held_out: bool  # whether the text was held out of the calibration; short texts are not
 

@@ -97,7 +97,7 @@ class BatchPass:
     """One batch on its way through the model and back."""
 
     masks: dict[str, Tensor]  # where the `source` and `target` have tokens
-    vectors: list[Tensor] = field(default_factory=list)  # of the tokens: gradients flow from the loss to here
+    vectors: list[Tensor] = field(default_factory=list)  # token embeddings: gradients flow from the loss to here
     additions: deque[Callable[[], None]] = field(default_factory=deque)  # calls that add the batch to the sums
 
 
@@ -267,7 +267,7 @@ class Calibration:
     def metric(self, names: list[str], kind: str, has_bias: bool) -> Metric:
         """The norm in which one matrix that serves as each of the modules `names` is to be approximated.
 
-        It has both C and G, or C alone if tokens are alike.
+        It has both C and G, or C alone if tokens have equal weight.
         """
         if kind == "embedding":
             metric = self._embedding_metric(names[0])
@@ -350,7 +350,7 @@ def _where_errors_count(
 ) -> Tensor | EllipsisType:
     """Return `mask` without tokens that errors of the module's weights cannot reach: zero vectors of tables or inputs.
 
-    Gradients may be huge there: RMSNorm magnifies what goes back through zero. A bias has errors of its own.
+    Gradients may be huge there: RMSNorm magnifies gradients through zero. A bias has errors of its own.
     """
     if kind == "output" or any(name.endswith("bias") for name, _ in module.named_parameters()):
         return mask

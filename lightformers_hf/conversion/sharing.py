@@ -137,7 +137,7 @@ def align_bases(
 ) -> list[dict[str, Bases]]:
     """For each layer of a group, bases that bring it near to the first one and do not change its outputs.
 
-    Heads are matched by what they compute, W_Q W_Kᵀ and W_V W_O, neurons by W_1, b_1 and W_2: the assignment of the
+    Heads are matched by their functions, W_Q W_Kᵀ and W_V W_O, neurons by W_1, b_1 and W_2: the assignment of the
     least sum of squared distances, each kind relative to its size. W_Q and W_K share a basis inside each head, and so
     do W_V and W_O, turned by the rotations nearest to the first layer's (orthogonal Procrustes problem).
 
@@ -260,7 +260,7 @@ class Originals:
     is_aligned: bool = False  # layers of a group are merged by their inputs, after alignment; else their mean
     calibration: Calibration | None = None
     device: torch.device = torch.device("cpu")  # noqa: RUF009, immutable
-    bases: dict[str, Bases] = field(default_factory=dict)  # of a teacher's module, in which it is merged
+    bases: dict[str, Bases] = field(default_factory=dict)  # bases of a teacher's module, in which it is merged
     is_truncated_first: bool = False  # low-rank matrices of a group are truncated one by one, before they are merged
     _merged: dict[str, Linear] = field(default_factory=dict)
 

@@ -131,7 +131,7 @@ class Teacher:
             first = names.setdefault(name, key)
             if key != first and not torch.equal(self.reader.read(key), self.reader.read(first)):
                 raise ValueError(
-                    f"{key} and {first} of {self.folder} differ, but config.json says they are one tensor: "
+                    f"{key} and {first} of {self.folder} differ, but by config.json they are one tensor: "
                     "set tie_word_embeddings or share_encoder_decoder_embeddings to false there"
                 )
         if unknown:

@@ -146,7 +146,7 @@ class TokenizerJson(SavedTokenizer):
 
 
 def _processors(node: Any) -> Iterator[tuple[dict[str, list], list[dict]]]:
-    """Of a post-processor, and of each in a sequence: its pairs of token and id, and its templates' special tokens."""
+    """Yield, for each post-processor of a sequence, its pairs of token and id, and its templates' special tokens."""
     for part in node if isinstance(node, list) else [node] if node else []:
         pairs = {name: part[name] for name in ("sep", "cls") if isinstance(part.get(name), list)}
         yield pairs, list((part.get("special_tokens") or {}).values())

@@ -82,7 +82,7 @@ def run_demo(
     again: an interrupted run resumes, and a second run only shows the results.
 
     Args:
-        fresh: remove what an earlier demo made in `output`, and begin again.
+        fresh: remove the output of an earlier demo in `output`, and start again.
         console: where to print (default: the terminal).
 
     Raises:

@@ -196,7 +196,7 @@ class TransformersModel:
         return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
-# --- Texts, split into what a model takes
+# --- Texts, split to the positions of a model
 
 
 def longest_input(model: PreTrainedModel | Engine, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -308,7 +308,7 @@ def translate_texts(
         raise ValueError("the texts are one string, whose letters would be translated: give a list, such as [text]")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: expected 1 or more.")
-    if isinstance(model, torch.nn.Module):  # engines look at what they are given themselves
+    if isinstance(model, torch.nn.Module):  # engines check their inputs themselves
         check_generation(model, generation)
     limit, split = longest_input(model, tokenizer), is_translator(tokenizer, prefix) if split is None else split
     found = split_texts(texts, tokenizer, limit, prefix=prefix, split=split)

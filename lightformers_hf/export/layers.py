@@ -1,4 +1,4 @@
-"""A checkpoint as exporters read it: what each depth computes, matrix by matrix, shared or not, factorized or not.
+"""A checkpoint as exporters read it: the matrices of each depth, shared or not, low-rank or not.
 
 Symbols: a weight is m×n with y = x·W + b, d is `d_model`, H the number of heads, d_k the width of one.
 """
@@ -29,9 +29,9 @@ LARGEST = 127  # value in int8, and sum of two neighbours in a row before roundi
 class Source:
     """A checkpoint to export."""
 
-    name: str  # what the user called it
+    name: str  # its name as the user gave it
     folder: Path
-    model: LightFormerForConditionalGeneration  # computes what the checkpoint computes, fp32, in evaluation mode
+    model: LightFormerForConditionalGeneration  # with the outputs of the checkpoint, fp32, in evaluation mode
     tokenizer: PreTrainedTokenizerBase | None
     generation: transformers.GenerationConfig
 
@@ -42,7 +42,7 @@ def read_source(
     """Read a LightFormer, or a dense checkpoint of a family that this package converts, as the equal LightFormer.
 
     Raises errors as `convert`; also a `ValueError` for an architecture or a head that no engine gets. `languages` are
-    what a multilingual one translates from and to, if it is to be told (`set_language_codes`).
+    the languages of a multilingual one, if they must be set (`set_language_codes`).
     """
     teacher = Teacher(folder, name, languages)
     if teacher.model_class is not LightFormerForConditionalGeneration:
@@ -58,7 +58,7 @@ def read_source(
     return Source(name, folder, model, tokenizer, teacher.generation_config())
 
 
-# --- What a model computes
+# --- Layers of a model
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Linear:
 
     factors: tuple[Tensor, ...]  # (W,) where it is dense, (U, V) where it is factorized
     bias: Tensor | None  # b (n)
-    stored: tuple[Tensor, ...] = ()  # what the model holds of it; by default the factors themselves
+    stored: tuple[Tensor, ...] = ()  # the stored matrices; by default the factors themselves
 
     @property
     def is_dense(self) -> bool:
@@ -97,7 +97,7 @@ class Attention:
     output: Linear | None  # the projection of the heads' outputs
     heads: int
     head_dim: int
-    scale: float  # what q·k is multiplied by
+    scale: float  # factor of q·k
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Biases:
     """Biases of the scores of H heads by relative positions."""
 
     table: Tensor  # buckets×H, as the model stores it
-    furthest: int  # F, the distance from which all are alike
+    furthest: int  # F, the distance from which all are equal
     by_distance: Tensor  # (2F+1)×H, of keys from F places before the query to F places behind it
 
 
@@ -208,7 +208,7 @@ def _biases(module: RelativePositions | None) -> Biases | None:
     return Biases(module.weight, module.furthest, module.weight[module.find_buckets(distances)])
 
 
-# --- What an engine has no counterpart for
+# --- Matrices that an engine does not support
 
 
 @dataclass

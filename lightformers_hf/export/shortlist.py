@@ -190,13 +190,13 @@ def check_shortlist(folder: Path, described: dict | None) -> None:
 class ShortlistReport:
     """A shortlist, and how the model does with it on sentences that it was not made from."""
 
-    text: str  # what it was made from
+    text: str  # the text that it was made from
     pairs: int
     own_translations: bool  # whether the targets of the pairs are the model's
     always: int  # tokens that can always come
     candidates: float  # tokens that can come for a sentence, on average, of the `vocabulary`
     vocabulary: int
-    coverage: float  # share of the tokens of the model's own outputs among these
+    coverage: float  # share of the tokens of the model's outputs that it contains
     sentences: int  # held out for this
     same: float  # share of them whose translation stays the same
     chrf: float | None  # `None` without references
@@ -209,7 +209,7 @@ class ShortlistReport:
         return (
             f"Shortlist from {self.pairs:,} pairs of {self.text}: {self.candidates:,.0f} of {self.vocabulary:,} "
             f"tokens for a sentence. Of {self.sentences} sentences held out it has {self.coverage:.2%} of the tokens "
-            f"of the model's own translations, and leaves {self.same:.0%} of these as they are{scores}."
+            f"of the model's translations, and does not change {self.same:.0%} of these{scores}."
         )
 
 

@@ -36,7 +36,7 @@ class Family:
     """A source family. It overrides the two methods if its names or its configuration differ from Marian's."""
 
     architectures: ClassVar[tuple[str, ...]]  # names of the model classes that can be converted
-    fields: ClassVar[dict[str, Any]] = {}  # of `LightFormerConfig`, which the family fixes by its code
+    fields: ClassVar[dict[str, Any]] = {}  # fields of `LightFormerConfig` that the family fixes by its code
     ignored: ClassVar[str] = r"(en|de)coder\.version"  # pattern of names (without `model.`) that have no effect
 
     @classmethod

@@ -86,7 +86,7 @@ class T5(Family):
 
     @classmethod
     def fit_weights(cls, config: Any, reader: CheckpointReader) -> Any:
-        """Tied, unless the checkpoint has an output layer that is not its table; no field tells."""
+        """Tied, unless the checkpoint has an output layer that differs from its embedding; no field contains this."""
         config = cls.fit_tables(config, reader)
         names, tables = reader.keys(), ["decoder.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight"]
         table = next((name for name in tables if name in names), None)

@@ -70,7 +70,7 @@ class Built:
 class Form(ABC):
     """A place of a model, with its possible settings."""
 
-    name: str  # of the place's module, with the head's `model.`
+    name: str  # name of the place's module, with the head's `model.`
     originals: Originals  # the matrices to start from
     label: ClassVar[str]  # name of the form in reports
     method: ClassVar[str]  # the value of the option `method` that selects this form alone

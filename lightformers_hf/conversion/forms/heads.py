@@ -32,7 +32,7 @@ class Bottlenecks:
 
     into: Tensor  # L⁻ᵀ·U (H, d_k, d_k)
     out_of: Tensor  # Vᵀ·R⁻¹ (H, d_k, d_k)
-    singular_values: Tensor  # of Lᵀ·R (H, d_k), descending
+    singular_values: Tensor  # those of Lᵀ·R (H, d_k), descending
 
     @classmethod
     def of(cls, second_moments: Tensor, gradient_moments: Tensor) -> Bottlenecks:

@@ -24,7 +24,7 @@ from . import Built, Choices, Form, Setting, find_blocks, register_form, split_w
 PARTS, GATED_PARTS = ("fc1", "fc2"), ("fc_gate", "fc1", "fc2")
 STEP = 1 / 128  # share of its neurons that a network loses between two updates of the costs
 UPDATES = 8  # that change the inverse together: to read and write it takes longer than to multiply
-ROWS = 512  # of the inverse that are moved together
+ROWS = 512  # rows of the inverse that are moved together
 ROUNDING = 1e-12  # relative, below which a square in float64 may be negative
 
 
@@ -34,7 +34,7 @@ class Elimination:
 
     order: Tensor  # all f neurons, those that go first in front
     removed: list[int]  # numbers of neurons removed for which the cost is known, ascending from 0
-    costs: Tensor  # what is lost with so many removed
+    costs: Tensor  # loss of quality for each number
 
     @classmethod
     def of(cls, moment: Tensor, weight: Tensor, gradient_moment: Tensor) -> Elimination:

@@ -1,7 +1,7 @@
 """Truncated factorization: W, m×n, used as y = x·W, becomes U_r (Σ_r V_rᵀ), m×r and r×n (LightFormer, Eq. 11).
 
 On the smaller side, min(m, n), the eigenvectors of the Gram matrix are the singular vectors, at a fraction of the cost
-of a full SVD. In float64, what squaring loses lies beneath the rounding of float32 factors. In a metric, ‖Lᵀ Δ R‖
+of a full SVD. In float64, the error of squaring lies beneath the rounding of float32 factors. In a metric, ‖Lᵀ Δ R‖
 instead of ‖Δ‖, it is the Gram matrix of A = Lᵀ W R (docs/explanation/weighting.md).
 """
 
@@ -60,7 +60,7 @@ def _column_norms(factor: Tensor) -> Tensor:
 class Spectrum:
     """The decomposition of one matrix, ready to be truncated at any rank up to `max_rank`."""
 
-    name: str  # of the matrix, for messages
+    name: str  # name of the matrix, for messages
     singular_values: Tensor  # all min(m, n) of them, float64, descending
     max_rank: int
     weight: Tensor  # W, or Wᵀ where `transposed`: as many rows as columns, or more

@@ -4,8 +4,8 @@ Such a file may import what it needs, a library that is not installed included: 
 The extra of `pyproject.toml` that installs the library has the engine's name. The file has:
 
 - `QUANTIZATIONS`, the types of numbers that it can write, `float32` among them;
-- `write(source, folder, quantization)`, which writes a `Source` and returns the `Expansion` of what it multiplied out,
-  or raises `ValueError` for what the engine cannot express;
+- `write(source, folder, quantization)`, which writes a `Source` and returns the `Expansion` of its expanded matrices,
+  or raises `ValueError` for a model that the engine does not support;
 - `load(folder, search, threads)`, which returns a model ready to run (see `RunningModel`);
 - `describe_loading(folder)`, which returns one sentence about running the folder without this package, or `None`;
 - if it has another name in sentences than its file, `NAME`; `EXPANDS_LOW_RANK = True` if it has no low-rank matrix

@@ -335,7 +335,7 @@ class Graph:
         return self.leave(states, self.project(hidden, [layer.fc2])[0], layer.ffn_norm)
 
     def relative_bias(self, biases: Biases | None, queries: str, keys: str) -> str:
-        """What relative positions add to scores, if there are any: places (T) and (S) → (1, H, T, S)."""
+        """Return the biases of scores by relative positions, if any: places (T) and (S) → (1, H, T, S)."""
         if biases is None:
             return ""
         zero, one = self.constant([0]), self.constant([1])
@@ -488,7 +488,7 @@ def output_logits(graph: Graph, states: str, output: Linear, scale: float | None
     graph.output(logits, "logits", ["batch_size", "decoder_sequence_length", weight.shape[1]])
 
 
-# --- Running what was written
+# --- Running exported models
 
 
 def specialize(folder: Path, suffix: str, *, sliced: bool) -> tuple[onnx.ModelProto, onnx.ModelProto]:
@@ -582,7 +582,7 @@ class OnnxModel:
         return [tokens[row].tolist() for row in rows]
 
     def steps(self, batch: list[list[int]], num_beams: int = 1, candidates: np.ndarray | None = None) -> Step:
-        """Encode a batch; what comes back computes one step's logits after the other, by default of all tokens."""
+        """Encode a batch, and return the function that computes the logits step by step, by default of all tokens."""
         width = max(map(len, batch))
         ids = np.full((len(batch), width), self.search.pad, dtype=np.int64)
         mask = np.zeros_like(ids)

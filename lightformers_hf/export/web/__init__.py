@@ -56,10 +56,10 @@ http://localhost:8000. After the first visit the page works without network. To 
 class WebReport(Result):
     """A page that was written. Sizes are those on disk, and sent by a server that compresses files."""
 
-    models: list[ExportReport]  # of the model, and of the one that it is compared with
+    models: list[ExportReport]  # reports of the model, and of the one that it is compared with
     model_bytes: int
     model_gzip_bytes: int
-    program_bytes: int  # of everything else but the model to compare with
+    program_bytes: int  # size of all other files except the model to compare with
     program_gzip_bytes: int
 
     def parts(self) -> list[str]:
