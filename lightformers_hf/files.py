@@ -62,10 +62,7 @@ FULL = 1 << 26  # bytes left on a disk that count as none
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object that a file of JSON holds, an empty one where there is no such file.
-
-    Raises `ValueError` for anything else.
-    """
+    """The object that a file of JSON holds, an empty one where there is no such file; else `ValueError`."""
     try:
         content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (ValueError, RecursionError) as error:
@@ -76,15 +73,10 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def as_kind(content: Any, kind: Any, place: str) -> Any:
-    """Convert the content of a JSON file to the type of a hint: objects to a data class, anything else unchanged.
+    """Convert the content of a JSON file, which anybody may have written, to the type of a hint.
 
-    Args:
-        content: content of a file from an unknown author.
-        kind: `int`, `float` (whole numbers, too), `str`, `Any`, a data class, and lists, dictionaries, unions of them.
-        place: where it stands, for the message.
-
-    Raises:
-        ValueError: it is something else, or a number without end; names the place.
+    Objects become data classes, anything else stays. Raises `ValueError`, which names the `place`, for anything of
+    another type, and for numbers that nobody measures.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any:
@@ -212,12 +204,7 @@ def is_full_disk(error: BaseException) -> bool:
 
 
 def find_folder(source: str | os.PathLike) -> Path | None:
-    """Return the folder of a model by the name that the user gave; `None` for a name on the Hub.
-
-    Raises:
-        FileNotFoundError: no such folder, and no name that the Hub could have.
-        ValueError: a file instead of a folder.
-    """
+    """Return the folder of a model by the name that the user gave; `None` for a name on the Hub."""
     path = Path(os.path.expanduser(source))
     if path.is_dir():
         return path
@@ -229,10 +216,7 @@ def find_folder(source: str | os.PathLike) -> Path | None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise an error where a folder holds no checkpoint and no export, or an adapter.
-
-    Transformers loads an adapter together with the model beside it, if peft is installed, and ignores it otherwise.
-    """
+    """Raise an error where a folder holds neither checkpoint nor export, or an adapter, ignored without peft."""
     if (folder / "adapter_config.json").is_file():
         beside = any((folder / name).is_file() for name in WEIGHT_FILES)
         raise ValueError(
@@ -251,12 +235,7 @@ def check_folder(folder: Path) -> None:
 def check_output(
     target: str | Path, *, overwrite: bool = False, inputs: Iterable[str | os.PathLike | None] = ()
 ) -> Path:
-    """The folder to write, as `atomic_output` will write it; files of a dead process beside it are removed.
-
-    To be called before work that takes long, which would be lost.
-
-    Args, Raises: see `atomic_output`.
-    """
+    """The folder to write, checked as by `atomic_output`, before work that takes long and would be lost."""
     target = check_place(target, inputs)
     with lock(target) as locked:
         if locked:
@@ -496,10 +475,7 @@ def _remove(folder: Path, target: Path) -> None:
 
 
 def _clean_up(target: Path) -> None:
-    """Remove files of dead processes beside `target`; restore the old output if a process died while replacing it.
-
-    To be called by who holds the lock: nobody else writes then.
-    """
+    """Remove what dead processes left beside the locked `target`; put the old output back if one died replacing it."""
     start = re.escape(beside(target, "").name)
     pattern = re.compile(rf"{start}(tmp|old)-(\d+-)?[0-9a-f]{{8}}")  # older versions wrote a process number, too
     found = [(match[1], path) for path in target.parent.iterdir() if (match := pattern.fullmatch(path.name))]

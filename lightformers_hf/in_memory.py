@@ -8,27 +8,21 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, Union
+from typing import TypeAlias
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .files import REPORT_FILE, write_json
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 # A folder, a name on the Hub, or a loaded model.
-AnyModel: TypeAlias = Union[str, os.PathLike, "PreTrainedModel"]
+AnyModel: TypeAlias = str | os.PathLike | PreTrainedModel
 
 
 @contextmanager
 def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None) -> Iterator[list[str | None]]:
     """Give folders or Hub names of models; those that are loaded are in a temporary folder while the block runs.
 
-    Args:
-        tokenizer: that of the loaded models.
-        models: any number; `None` stays `None`.
-
-    Raises:
-        ValueError: a loaded model without a tokenizer, a tokenizer without a loaded model, or another object.
+    `tokenizer` is that of the loaded models. Raises `ValueError` if one of the two is missing, and for other objects.
     """
     places = [os.fspath(model) if isinstance(model, str | os.PathLike) else None for model in models]
     loaded = {number: model for number, model in enumerate(models) if model is not None and places[number] is None}
@@ -36,8 +30,6 @@ def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None)
         raise ValueError("tokenizer is given, but no loaded model: remove tokenizer, a checkpoint has its own")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for number, model in loaded.items():
-            from transformers import PreTrainedModel
-
             if not isinstance(model, PreTrainedModel):
                 raise ValueError(
                     f"model is a {type(model).__name__}: expected a folder, a name on the Hub or a PreTrainedModel. "

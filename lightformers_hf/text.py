@@ -6,7 +6,6 @@ library under the hash of its content. A new file with the same path, size and t
 
 from __future__ import annotations
 
-import atexit
 import codecs
 import csv
 import gzip
@@ -82,15 +81,8 @@ def load_text(
     """Sentence pairs as of `load_parallel`, or text of the source language alone: a dataset with no column `target`.
 
     Text alone is a .txt file (a line is a text, also with .gz), data of one column, and data without the column
-    `default` names for the target where `source` is named and `target` is not.
-
-    Args:
-        data: a file, or a dataset on the Hub.
-        source, target: the columns, or languages inside a column `translation`, that were asked for.
-        default: values for `None`. The source may have a prefix, as in `load_parallel`.
-
-    Raises:
-        FileNotFoundError, ValueError: as `load_parallel`.
+    `default` names for the target where `source` is named and `target` is not. `default`: columns for those that are
+    `None`; the source's may bring a prefix.
     """
     column, prefix = split_prefix(source or default[0])
     source, names = column if source else None, (column, target or default[1])
@@ -114,20 +106,18 @@ def load_text(
 
 def load_rows(data: str, *, split: str = "train") -> Dataset:
     """All columns of a file or a Hub dataset, as `load_parallel` finds them; at least one row."""
-    rows = load_file(Path(data)) if is_file_name(data) else _load_hub(data, split)
+    if is_file_name(data):
+        rows = load_file(Path(data))
+    else:
+        from datasets import load_dataset
+
+        name, _, configuration = data.partition(":")
+        if not name.strip("/ "):
+            raise ValueError("the data has no name: give a file, or a dataset of the Hub")
+        rows = load_dataset(name, configuration or None, split=split)
     if len(rows) == 0:
         raise ValueError(f"{data} holds no rows: expected at least one.")
     return rows
-
-
-def _load_hub(name: str, split: str) -> Dataset:
-    """A split of the dataset `name` or `name:configuration`."""
-    from datasets import load_dataset
-
-    name, _, configuration = name.partition(":")
-    if not name.strip("/ "):
-        raise ValueError("the data has no name: give a file, or a dataset of the Hub")
-    return load_dataset(name, configuration or None, split=split)
 
 
 def _select_columns(pairs: Dataset, data: str, source: str, target: str) -> Dataset:
@@ -238,14 +228,10 @@ def tokenize_pairs(
 def _tokenize(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, limits: tuple[int, int]) -> dict[str, list]:
     """The columns of `tokenize_pairs`; `limits` are the longest source and target."""
     source = tokenizer(batch["source"], max_length=limits[0], truncation=True)
-    target = tokenizer(text_target=batch["target"], max_length=limits[1], truncation=True)
-    return {
-        "input_ids": source["input_ids"],
-        "attention_mask": source["attention_mask"],
-        "labels": target["input_ids"],
-        "source_length": [len(ids) for ids in source["input_ids"]],
-        "target_length": [len(ids) for ids in target["input_ids"]],
-    }
+    target = tokenizer(text_target=batch["target"], max_length=limits[1], truncation=True)["input_ids"]
+    columns = {name: source[name] for name in ("input_ids", "attention_mask")} | {"labels": target}
+    lengths = {"source_length": source["input_ids"], "target_length": target}
+    return columns | {name: [len(ids) for ids in texts] for name, texts in lengths.items()}
 
 
 def check_known(token_ids: Iterable[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -297,17 +283,6 @@ def _check_there(path: Path) -> None:
         raise FileNotFoundError(f"No data file {path}: give an existing file, or the name of a dataset on the Hub.")
 
 
-def _suffix_of(path: Path) -> str:
-    """The ending of a file that is there, `.gz` aside."""
-    _check_there(path)
-    suffix = Path(path.name.removesuffix(".gz")).suffix
-    if suffix not in SUFFIXES:
-        raise ValueError(
-            f"{path} has an unknown type {suffix!r}: expected one of {', '.join(SUFFIXES)} (.gz allowed)."
-        )
-    return suffix
-
-
 def load_file(path: Path) -> Dataset:
     """All columns of a local file, those of .csv and .tsv as text; no row where it holds none.
 
@@ -318,7 +293,13 @@ def load_file(path: Path) -> Dataset:
         OSError: the cache of the datasets library cannot be written.
     """
     path = Path(os.path.expanduser(path))
-    return _load(path, _suffix_of(path))
+    _check_there(path)
+    suffix = Path(path.name.removesuffix(".gz")).suffix
+    if suffix not in SUFFIXES:
+        raise ValueError(
+            f"{path} has an unknown type {suffix!r}: expected one of {', '.join(SUFFIXES)} (.gz allowed)."
+        )
+    return _load(path, suffix)
 
 
 def load_lines(path: Path) -> Dataset:
@@ -502,15 +483,13 @@ def exact_name(path: Path) -> str:
     if PLAIN_NAME.fullmatch(str(path)):
         return str(path)
     endings = "".join(path.suffixes[-2:] if path.suffix == ".gz" else path.suffixes[-1:])  # `.jsonl`, `.jsonl.gz`
-    link = Path(_links(), hashlib.sha256(os.fsencode(path)).hexdigest()[:16] + endings)
+    link = Path(_links().name, hashlib.sha256(os.fsencode(path)).hexdigest()[:16] + endings)
     if not link.is_symlink():
         link.symlink_to(path)
     return str(link)
 
 
 @cache
-def _links() -> str:
+def _links() -> tempfile.TemporaryDirectory:
     """A folder for links, which is removed when the process ends."""
-    folder = tempfile.TemporaryDirectory(prefix="lightformers-")
-    atexit.register(folder.cleanup)
-    return folder.name
+    return tempfile.TemporaryDirectory(prefix="lightformers-")

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -359,15 +359,29 @@ def train(trainer: Trainer, checkpoint: str | None, model_args: ModelArguments) 
     }
 
 
-def checkpoint_name(trainer: Trainer) -> str:
-    """For the summary: which of the run's checkpoints is the model that is evaluated."""
-    best = trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint
-    return f"best, {best}" if best else "last"
-
-
-def parameter_count(model: PreTrainedModel) -> str:
-    """For the summary: learned parameters, shared ones once, as `lightformers evaluate` counts them."""
-    return f"{unique_parameters(model):,}"
+def train_and_evaluate(
+    trainer: Trainer,
+    parts: Collection[str],
+    checkpoint: str | None,
+    model_args: ModelArguments,
+    measures: Sequence[str],
+    score: Callable[[], dict[str, object]] = dict,
+) -> dict[str, object]:
+    """Train, evaluate and `score` the tests, each if there are such `parts`; return the rows of the summary."""
+    # Learned parameters, shared ones once, as `lightformers evaluate` counts them.
+    rows: dict[str, object] = {"unique parameters": f"{unique_parameters(trainer.model):,}"}
+    if "train" in parts:
+        rows |= train(trainer, checkpoint, model_args)
+    if "validation" in parts:
+        metrics = trainer.evaluate()
+        trainer.save_metrics("eval", metrics)
+        rows |= {f"validation {name}": metrics[f"eval_{name}"] for name in measures if f"eval_{name}" in metrics}
+        best = trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint
+        rows["checkpoint"] = f"best, {best}" if best else "last"
+    rows |= score()
+    if "train" in parts:
+        rows["saved in"] = trainer.args.output_dir
+    return rows
 
 
 def summarize(rows: dict[str, object], console: Console) -> None:

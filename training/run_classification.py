@@ -41,16 +41,14 @@ from common import (
     check_metric,
     check_output,
     check_positions,
-    checkpoint_name,
     load_config,
     load_parts,
     load_tokenizer,
-    parameter_count,
     remove_results,
     run_script,
     score_tests,
     summarize,
-    train,
+    train_and_evaluate,
 )
 from datasets import ClassLabel, Dataset
 from rich.console import Console
@@ -255,18 +253,9 @@ def run(
         compute_metrics=accuracy,
     )
     table = sum(parameter.numel() for parameter in model.get_input_embeddings().parameters())
-    rows = {"unique parameters": parameter_count(model), "in the embedding matrix": f"{table:,}"}
-    if "train" in tokens:
-        rows |= train(trainer, checkpoint, model_args)
-    if "validation" in tokens:
-        metrics = trainer.evaluate()
-        trainer.save_metrics("eval", metrics)
-        rows |= {f"validation {name}": metrics[f"eval_{name}"] for name in ("loss", "accuracy")}
-        rows["checkpoint"] = checkpoint_name(trainer)
-    rows |= score_tests(trainer, tokens, ("loss", "accuracy"))
-    if "train" in tokens:
-        rows["saved in"] = args.output_dir
-    return rows
+    score = partial(score_tests, trainer, tokens, ("loss", "accuracy"))
+    rows = train_and_evaluate(trainer, tokens, checkpoint, model_args, ("loss", "accuracy"), score)
+    return {"unique parameters": rows["unique parameters"], "in the embedding matrix": f"{table:,}"} | rows
 
 
 def fold_parts(rows: Dataset, fold: int, folds: np.ndarray, *, validate: bool) -> dict[str, Dataset]:

@@ -10,7 +10,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from types import EllipsisType
 
@@ -92,15 +92,6 @@ def token_keys(batch: Batch) -> Tensor:
     return ((sentences * 7919 + places * 104_729) % PERIOD + 1).float()
 
 
-@dataclass(eq=False)
-class BatchPass:
-    """One batch on its way through the model and back."""
-
-    masks: dict[str, Tensor]  # where the `source` and `target` have tokens
-    vectors: list[Tensor] = field(default_factory=list)  # token embeddings: gradients flow from the loss to here
-    additions: deque[Callable[[], None]] = field(default_factory=deque)  # calls that add the batch to the sums
-
-
 class Calibration:
     """The moments of every matrix of a model, from sentence pairs: sums, for which memory is bounded (`TensorStore`).
 
@@ -139,7 +130,9 @@ class Calibration:
         self.target_tokens = 0
         self._token_weights: dict[str, list[Tensor]] = {}  # of each batch's tokens at each linear layer of the stacks
         self._store = TensorStore(algebra_device(model.device))
-        self._current = threading.local()  # its `batch` is the `BatchPass` of a thread
+        # Its `batch` is that of a thread: where `source` and `target` have tokens, the vectors of the tokens, to which
+        # gradients flow, and calls that add the batch to the sums.
+        self._current = threading.local()
         states = self._sample_states(batches)
         size = model.config.decoder_vocab_size
         self.temperature = find_temperature(logit_variance(model.logits_of, states, size), removed)
@@ -165,11 +158,6 @@ class Calibration:
                     what = "gradients" if what == "squares" else what
                     raise ValueError(f"calibration: the {what} at {name} hold NaN or infinite values")
 
-    @property
-    def device(self) -> torch.device:
-        """Device of moments and metrics."""
-        return self._store.device
-
     @torch.no_grad()
     def _sample_states(self, batches: Sequence[Batch]) -> list[Tensor]:
         """Decoder states at some target tokens, from batches of all lengths."""
@@ -185,25 +173,23 @@ class Calibration:
         moments = self.moments[name] = Moments(name, self._store)
 
         def see(module: nn.Module, arguments: tuple, output: Tensor) -> Tensor | None:
-            batch: BatchPass = self._current.batch
+            masks, vectors, additions = self._current.batch
             # Behind the decoder's states there are the tokens that count alone.
-            tokens = ... if name.startswith("lm_head") else batch.masks[stream_of(name)]
+            tokens = ... if name.startswith("lm_head") else masks[stream_of(name)]
             mask = _where_errors_count(module, kind, arguments[0], output, tokens)
 
             def see_gradient(gradient: Tensor) -> None:
                 if kind != "table":
                     weights = torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32).square_()
-                    batch.additions.append(
-                        partial(self._add_inputs, name, arguments[0].detach(), tokens, mask, weights)
-                    )
+                    additions.append(partial(self._add_inputs, name, arguments[0].detach(), tokens, mask, weights))
                 add = moments.add_squares if kind == "output" else moments.add_gradients
-                batch.additions.append(partial(add, gradient[mask].flatten(0, -2)))
+                additions.append(partial(add, gradient[mask].flatten(0, -2)))
 
             if kind == "table":
                 ids = arguments[0].detach()[mask]
-                batch.additions.append(partial(moments.add_lookups, ids, module.num_embeddings))
+                additions.append(partial(moments.add_lookups, ids, module.num_embeddings))
                 output = output.detach().requires_grad_()
-                batch.vectors.append(output)
+                vectors.append(output)
             output.register_hook(see_gradient)
             return output if kind == "table" else None
 
@@ -221,13 +207,13 @@ class Calibration:
         weights = counted[tokens].flatten()
         self.moments[name].add_inputs(states[tokens].flatten(0, -2), weights)
         if tokens is not ...:
-            self._token_weights.setdefault(name, []).append(weights.to(self.device))
+            self._token_weights.setdefault(name, []).append(weights.to(self._store.device))
 
     def _pass(self, batch: Batch) -> deque[Callable[[], None]]:
         """Pass a batch through the model and back, and return the function that adds it to the sums."""
         device = self.model.device
         masks = {stream: token_mask(batch, stream).to(device) for stream in ("source", "target")}
-        current = self._current.batch = BatchPass(masks)
+        _, vectors, additions = self._current.batch = masks, [], deque()
         with torch.enable_grad(), fast_products(device):
             with fast_passes(device):
                 states = self.model.model(**model_inputs(batch, device), use_cache=False).last_hidden_state
@@ -235,8 +221,8 @@ class Calibration:
             keys = token_keys(batch).to(device)[masks["target"]]
             parts = zip(states.detach().split(LOGIT_ROWS), keys.split(LOGIT_ROWS), strict=True)
             gradients = torch.cat([self._gradient(*part) for part in parts])
-            torch.autograd.grad(states, current.vectors, gradients)
-        return current.additions
+            torch.autograd.grad(states, vectors, gradients)
+        return additions
 
     def _gradient(self, states: Tensor, keys: Tensor) -> Tensor:
         """Return the gradients at decoder states (tokens×d) of the `Probes` at the logits."""

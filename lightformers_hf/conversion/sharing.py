@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..loading import skeleton, stored_tensors
-from ..matrices import bias_of, factors_of
+from ..matrices import bias_of
 from ..models.configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig
 from ..models.stack import group_layers
 from .moments import INPUT_DAMPING, Metric, damped_root
@@ -46,20 +46,17 @@ def source_names(name: str, source: PreTrainedConfig, target: PreTrainedConfig) 
 
     `source` and `target` are configurations of one family, with `{stack}_layers` and maybe `{stack}_groups`.
     """
-    match = re.match(
-        r"(?P<head>.*)(?P<stack>encoder|decoder)\.(?P<part>layers|depths)\.(?P<index>\d+)\.(?P<rest>.+)", name
-    )
+    match = re.match(r"(.*)(encoder|decoder)\.(layers|depths)\.(\d+)\.(.+)", name)
     if match is None:
         return [name]
-    head, stack, part, rest = match["head"], match["stack"], match["part"], match["rest"]
+    head, stack, part, index, rest = match.groups()
     layers = getattr(target, f"{stack}_layers")
     source_groups, target_groups = (getattr(config, f"{stack}_groups", None) for config in (source, target))
     if source_groups == target_groups:
         return [name]
-    index = int(match["index"])
     if part == "depths":  # separate for each depth, also in the source, unless all of its layers are separate
         return [f"{head}{stack}.{'layers' if source_groups is None else 'depths'}.{index}.{rest}"]
-    depths = [depth for depth, group in enumerate(group_layers(layers, target_groups)) if group == index]
+    depths = [depth for depth, group in enumerate(group_layers(layers, target_groups)) if group == int(index)]
     stored = [group_layers(layers, source_groups)[depth] for depth in depths]
     return [f"{head}{stack}.layers.{layer}.{rest}" for layer in stored]
 
@@ -308,10 +305,6 @@ class Originals:
         """The teacher's module, from its skeleton; `None` where layers are merged."""
         sources = set(self.sources(name))
         return self.teacher.model.get_submodule(sources.pop()) if len(sources) == 1 else None
-
-    def factors(self, name: str) -> tuple[Tensor, ...]:
-        """The factors that such a module has."""
-        return factors_of(self.teacher.module(self.sources(name)[0]))
 
     def moments(self, name: str) -> tuple[Tensor, Tensor] | None:
         """E[xᵀx] and E[x] of the inputs; `None` without calibration."""

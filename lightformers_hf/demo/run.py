@@ -35,10 +35,9 @@ from ..files import atomic_output, find_foreign, json_text, read_json, refuse_fo
 from ..loading import build_network, load_pretrained
 from ..processors import has_fast_bf16
 from ..recovery import RecoveryTrainer
-from ..recovery.runs import Progress
+from ..recovery.runs import Progress, RecoverySettings, training_arguments
 from ..text import load_parallel, tokenize_pairs
 from ..workflows.compress import check_parts, compress
-from ..workflows.settings import RecoverySettings, training_arguments
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -234,12 +234,8 @@ class FactorizedConfig(PreTrainedConfig):
 
     def check_adaptive(self) -> None:
         """Raise `ValueError` unless `adaptive_cutoffs` divide the vocabulary, and `adaptive_factor` the width."""
-        cutoffs, factor, vocab_size, width = (
-            self.adaptive_cutoffs,
-            self.adaptive_factor,
-            self.decoder_vocab_size,
-            self.d_model,
-        )
+        cutoffs, factor = self.adaptive_cutoffs, self.adaptive_factor
+        vocab_size, width = self.decoder_vocab_size, self.d_model
         if not cutoffs or any(a >= b for a, b in zip([0, *cutoffs], [*cutoffs, vocab_size], strict=True)):
             raise ValueError(
                 f"adaptive_cutoffs is {cutoffs}: with embedding='adaptive' they rise from 1 to below the vocabulary, "
@@ -275,6 +271,8 @@ def causal_config(config: FactorizedConfig) -> FactorizedConfig:
             setattr(config, f"encoder_{field}", getattr(config, f"decoder_{field}"))
     if getattr(config, "vanilla_head_scaling", False) and config.decoder_style != "vanilla":
         config.vanilla_head_scaling = False
+    if getattr(config, "normalize_before", False) is None:
+        config.normalize_before = True  # Subformer, §3: as Baevski and Auli
     config.set_defaults()
     config.check()
     return config

@@ -165,8 +165,7 @@ class TokenBatchSampler(Sampler[list[int]]):
     def _sort_by_length(self, indices: np.ndarray) -> np.ndarray:
         """`indices` ordered by the longer text of each pair; pairs of equal lengths keep their order.
 
-        Among pairs with the same longer length, the difference of the two lengths runs upwards and downwards in turn,
-        so that neighbours are similar at the turns too (on Multi30k, 4096 tokens: 2 % padding, 5 % in plain order).
+        Within a length the difference of the two lengths runs up and down in turn: neighbours are alike at the turns.
         """
         source, target = self.source[indices], self.target[indices]
         longer, difference = np.maximum(source, target), source - target
@@ -180,9 +179,7 @@ class EpochCallback(TrainerCallback):
     def __init__(self, sampler: TokenBatchSampler) -> None:
         self.sampler = sampler
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Runs before the epoch's first batch is drawn; `state.epoch` has a fraction after a resume in mid-epoch."""
         self.sampler.set_epoch(int(state.epoch))
 
@@ -388,10 +385,8 @@ def _check_teacher(student: PreTrainedModel, teacher: PreTrainedModel, alpha: fl
 def slow_queries(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Let queries of attention whose scores nothing divides (T5's) learn as if the scores were divided by √d_k.
 
-    Their matrices are smaller by that factor, but a step of Adam is as large as the learning rate: scores would grow
-    √d_k times as fast as in other models, until every query looks at one key alone and learns no more. With the rate
-    divided by √d_k, steps are exactly those of divided scores; the factors of a low-rank matrix share that divisor.
-    Optimizers other than Adam and AdamW are unchanged: their steps are as large as gradients or parameters.
+    A step of Adam is as large as the learning rate, whatever the size of the matrix: scores would grow √d_k times as
+    fast as in other models. The factors of a low-rank matrix share the divisor. Other optimizers stay as they are.
     """
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         return

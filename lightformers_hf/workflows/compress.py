@@ -31,8 +31,7 @@ from ..loading import hide_bars
 from ..results import Result
 from ..text import load_parallel, load_text
 from .convert import convert
-from .recover import Recovery, claim, find_added, recover
-from .settings import check_minutes
+from .recover import Recovery, check_minutes, claim, find_added, recover
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -160,13 +159,15 @@ def compress(
     output, given = Path(os.path.expanduser(output)), Texts(data, validation, test or "")
     asked = {name: value for name, value in arguments.items() if name not in NOT_ASKED} | options
     asked = json.loads(json.dumps(asked | {"model": identify(model), "metrics": metrics or None}))  # as it is read
-    overwrite = overwrite or is_only_planned(output)
+    is_only_planned = {path.name for path in output.glob("*")} - {"data"} == {PLAN_FILE}  # by an earlier call
+    overwrite = overwrite or is_only_planned
     with on_disk(tokenizer, model) as (teacher,):
         inputs = [teacher, data, validation, test, shortlist]
         record = claim(output, asked, file=PLAN_FILE, overwrite=overwrite, inputs=inputs, renamed={"teacher": "model"})
         if overwrite:
             check_parts(output)
-        columns = plain_columns(teacher, (source_lang, target_lang))
+        source, target = find_columns(teacher, split_language(source_lang)[0], split_language(target_lang)[0])
+        columns = split_prefix(source)[0], target  # a prefix that the teacher requires is added when they are read
         texts = read_texts(given, columns, seed, metrics)
         if overwrite or not (output / PLAN_FILE).exists():
             begin(output, record)
@@ -182,11 +183,7 @@ def compress(
 
 
 def choose_method(arguments: Mapping[str, Any], to: str) -> tuple[dict[str, Any], str]:
-    """Return the options of the conversion that are given, with the method for the engine, and a note on it.
-
-    Raises:
-        ValueError: options out of their range, or an unknown engine.
-    """
+    """Return the options of the conversion that are given, with the method for the engine, and a note on it."""
     names = [option.name for option in fields(CompressionOptions) if option.name != "device"]  # where, not what
     options = {name: arguments[name] for name in names if arguments[name] is not None}
     if not (CompressionOptions(**options).policy.compresses and expands_low_rank(to)):
@@ -327,22 +324,11 @@ def summarize(recovery: Recovery, comparison: EngineComparison, to: str, text: s
     )
 
 
-def is_only_planned(output: Path) -> bool:
-    """Whether `output` contains only the plan and texts of an earlier call."""
-    return {path.name for path in output.glob("*")} - {"data"} == {PLAN_FILE}
-
-
 def is_complete(part: Path) -> bool:
     """Whether a step's output is there; that of a recovery grows while it trains."""
     if (part / RECORD_FILE).is_file():
         return "result" in read_json(part / RECORD_FILE)
     return part.exists()
-
-
-def plain_columns(teacher: str, sides: tuple[str | None, str | None]) -> tuple[str, str]:
-    """The columns of the two languages; a prefix that the teacher requires is added when they are read."""
-    source, target = find_columns(teacher, *(split_language(side)[0] for side in sides))
-    return split_prefix(source)[0], target
 
 
 def read_texts(given: Texts, columns: tuple[str, str], seed: int, metrics: list[str]) -> list[tuple[str, str]] | None:

@@ -6,6 +6,7 @@ From top to bottom: the call, one recovery, its record on disk, and the teacher 
 from __future__ import annotations
 
 import copy
+import math
 import os
 import re
 import tempfile
@@ -65,20 +66,21 @@ from ..recovery import (
     remove_checkpoints,
     train,
 )
-from ..recovery.runs import Clock, Pace, Progress, hush_trainer
-from ..results import Result
-from ..text import cut_texts, load_parallel, load_text, tokenize_pairs
-from .settings import (
+from ..recovery.runs import (
     FAR,
-    FOR_TRANSLATIONS,
     FOR_VALIDATION,
+    Clock,
+    Pace,
+    Progress,
     RecoverySettings,
-    check_minutes,
     choose_settings,
     find_distance,
+    hush_trainer,
     plan_steps,
     training_arguments,
 )
+from ..results import Result
+from ..text import cut_texts, load_parallel, load_text, tokenize_pairs
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -87,6 +89,7 @@ TRANSLATIONS_FILE = "translations.json"  # the teacher's, and their sources: dat
 CHECKPOINTS = r"checkpoint-\d+(/.*)?"  # checkpoints of the training, until it ends
 OLD_NAMES = {"light": "model", "source": "source_lang", "target": "target_lang"}
 ENGINE, QUANTIZATION = "ctranslate2", "int8"  # in which a teacher translates fastest
+FOR_TRANSLATIONS = 0.25  # share of the time for the teacher's translations
 HELD_OUT = 1000  # pairs of the validation at most
 RANDOM_TEXTS = 20_000  # that are drawn where there is no text
 COMPARED = 200  # at most so many translations of the teacher replace references
@@ -174,6 +177,12 @@ def recover(
                 record |= run.prepare(minutes, translations, start)
                 write_json(record, output / RECORD_FILE)
             return finish(output, record, run.train(record))
+
+
+def check_minutes(minutes: float) -> None:
+    """Raise `ValueError` where a time to train is none."""
+    if not 0 < minutes < math.inf:
+        raise ValueError(f"minutes is {minutes}, expected a number above 0")
 
 
 def trains_on_cpu(device: str | None) -> bool:
@@ -269,10 +278,7 @@ class Run:
         return texts.select(kept), held_out
 
     def read_texts(self) -> Dataset:
-        """Return all text: that of the user, or random tokens, without texts that would be cut.
-
-        The text of random tokens may have more tokens than were drawn.
-        """
+        """Return all text: that of the user, or random tokens, without texts that would be cut."""
         if self.data is None:
             config, name = self.distiller.config, str(self.teacher)
             texts = random_texts(self.tokenizer, config, self.languages, RANDOM_TEXTS, self.seed, name=name)
@@ -402,6 +408,7 @@ class Run:
             settings,
             saves=saves,
             best_by=self.best_by,
+            greater_is_better=METRICS[self.best_by].higher_is_better,
             output_dir=str(self.output),
             use_cpu=self.on_cpu,
             seed=self.seed,
@@ -542,11 +549,7 @@ def claim(
 ) -> dict[str, Any]:
     """The record, by the name of `file`, of the interrupted work that `output` holds, or a new one.
 
-    Args:
-        renamed: {name of an option in records of version 0.1: its name}.
-
-    Raises:
-        FileExistsError, ValueError: see `recover`.
+    Raises as `recover`. `renamed`: {name of an option in records of version 0.1: its name}.
     """
     record = read_json(output / file) if output.is_dir() else {}
     if record and not overwrite:
@@ -598,11 +601,9 @@ def finish(output: Path, record: dict[str, Any], found: Recovery) -> Recovery:
 
 
 def fastest_translator(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | Engine:
-    """`network` in CTranslate2 and int8, on as many cores as PyTorch has now, where that can be; else itself.
+    """`network` in CTranslate2 and int8, a fifth of the time of `generate()` (RESULTS.md, "In half an hour").
 
-    It takes a fifth of the time of `generate()` (RESULTS.md, "In half an hour"). The fallback applies beside a GPU,
-    without CTranslate2, and for networks or generation settings that the engine does not support. No file stays on
-    disk.
+    Itself on a GPU, without CTranslate2, and where the engine does not support the network or its generation settings.
     """
     if network.device.type != "cpu" or find_spec(ENGINE) is None:
         return network

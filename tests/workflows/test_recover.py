@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 from lightformers_hf import convert
 from lightformers_hf.files import lock, read_json
 from lightformers_hf.recovery import runs
+from lightformers_hf.recovery.runs import choose_settings, find_distance, plan_steps
 from lightformers_hf.workflows.recover import Run, recover
-from lightformers_hf.workflows.settings import choose_settings, find_distance, plan_steps
 
 pytestmark = pytest.mark.usefixtures("few_random_texts")
 BASE = choose_settings(4, 256, same_width=True, bf16=False, on_cpu=True)
@@ -105,8 +105,8 @@ def test_a_recovery_goes_on_where_it_was_interrupted(place, tiny_marian, tmp_pat
             raise KeyboardInterrupt
 
     monkeypatch.setattr(runs.Progress, "on_step_end", interrupt)
-    monkeypatch.setattr("lightformers_hf.workflows.settings.MOST_EVALUATIONS", 3)
-    monkeypatch.setattr("lightformers_hf.workflows.settings.FOR_VALIDATION", 1000)
+    monkeypatch.setattr(runs, "MOST_EVALUATIONS", 3)
+    monkeypatch.setattr(runs, "FOR_VALIDATION", 1000)
     monkeypatch.setattr("lightformers_hf.workflows.recover.FOR_VALIDATION", 0.1)
     output = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):

@@ -13,23 +13,11 @@ from ...models.configuration_lightformer import LightFormerConfig
 from . import Family, register_family
 
 # T5's name of a part of a layer → this package's.
-PARTS = {
-    "SelfAttention": "self_attn",
-    "EncDecAttention": "encoder_attn",
-    "q": "q_proj",
-    "k": "k_proj",
-    "v": "v_proj",
-    "o": "out_proj",
-    "wi": "fc1",
-    "wi_0": "fc_gate",
-    "wi_1": "fc1",
-    "wo": "fc2",
-}
-# The norm of a layer precedes the sublayer with this number.
-NORMS = {
-    "encoder": ("self_attn_layer_norm", "final_layer_norm"),
-    "decoder": ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"),
-}
+PARTS = {"SelfAttention": "self_attn", "EncDecAttention": "encoder_attn"}
+PARTS |= {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "out_proj"}
+PARTS |= {"wi": "fc1", "wi_0": "fc_gate", "wi_1": "fc1", "wo": "fc2"}
+# The norms of a decoder's layer, each before the sublayer with this number; an encoder's layer lacks the second.
+NORMS = ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm")
 
 
 @register_family("t5")
@@ -106,7 +94,7 @@ class T5(Family):
             return f"model.{name}" if re.match(r"(encoder|decoder|shared)\.", name) else name
         stack, layer, sublayer, path = match[1], f"model.{match[1]}.layers.{match[2]}", int(match[3]), match[4]
         if path == "layer_norm":
-            norms = NORMS[stack]
+            norms = NORMS if stack == "decoder" else NORMS[::2]
             return f"{layer}.{norms[sublayer]}.weight" if sublayer < len(norms) else name
         if path == "SelfAttention.relative_attention_bias":  # the first layer may have them for the whole stack
             is_shared = cls.fields["position_embedding_type"] == "relative"

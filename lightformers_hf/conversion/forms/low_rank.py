@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...matrices import low_rank_state, rank_of
+from ...matrices import factors_of, low_rank_state, rank_of
 from ..moments import Metric, lazy_property
 from ..report import MatrixReport
 from ..rules import RankPolicy
@@ -95,7 +95,7 @@ class LowRank(Form):
         source = self.originals.own_module(self.name)
         if source is not None and self.holds(source):
             # A source that is factorized already, and would not get smaller, keeps the factors it has.
-            own = self.originals.factors(self.name)
+            own = factors_of(self.originals.teacher.module(self.originals.sources(self.name)[0]))
             if setting is None or setting >= own[0].shape[1]:
                 return self._built(Factors(*own), self.originals.linear(self.name).bias, 0.0)
         if setting is None:

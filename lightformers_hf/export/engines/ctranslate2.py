@@ -63,11 +63,9 @@ def write(source: Source, folder: Path, quantization: str, *, first: Sequence[in
     target = order_ids(len(tokens["target"]), first)
     orders = {"source": target if tokens["source"] == tokens["target"] else None, "target": target}
     spec = _specification(source, expansion, orders)
-    for side, register in {
-        "source": spec.register_source_vocabulary,
-        "target": spec.register_target_vocabulary,
-    }.items():
-        register(tokens[side] if orders[side] is None else [tokens[side][number] for number in orders[side]])
+    for side, order in orders.items():
+        ordered = tokens[side] if order is None else [tokens[side][number] for number in order]
+        getattr(spec, f"register_{side}_vocabulary")(ordered)
     _set_special_tokens(spec, source, tokens)
     spec.validate()
     quantize(spec, quantization)
@@ -76,7 +74,7 @@ def write(source: Source, folder: Path, quantization: str, *, first: Sequence[in
 
 
 def quantize(spec: LayerSpec, quantization: str) -> None:
-    """Store weights in another type, those in int8 rounded as every processor multiplies them (`int8.quantize_rows`).
+    """Store weights in another type, those in int8 rounded as every processor multiplies them (`quantize_rows`).
 
     CTranslate2 leaves int8 products to oneDNN on other processors than Intel's, and oneDNN cuts off what 16 bits do
     not hold where there is no VNNI: a model of the demo that has 86.3 BLEU in fp32 had 75.0 there, and has 86.1 so.
@@ -157,11 +155,8 @@ def _specification(
         (partial(decoder_class, project_in_out=True), decoder, config.decoder_attention_heads),
     ):
         # `pre_norm` here means that there is a final LayerNorm, which Python builds only for pre-norm models.
-        norms = {
-            "pre_norm": stack.final_norm is not None,
-            "layernorm_embedding": stack.embedding_norm is not None,
-        }
-        spec = make(len(stack.layers), heads, **norms, **shapes)
+        first, last = stack.embedding_norm is not None, stack.final_norm is not None
+        spec = make(len(stack.layers), heads, pre_norm=last, layernorm_embedding=first, **shapes)
         specs.append(spec)
         spec.pre_norm = config.normalize_before
         spec.scale_embeddings = np.float32(stack.scale)
