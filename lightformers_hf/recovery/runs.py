@@ -103,7 +103,7 @@ def train(trainer: Trainer, checkpoint: str | None = None) -> TrainOutput:
     """
     args = trainer.args
     if trainer.is_fsdp_enabled:
-        raise ValueError("fsdp is not supported: leave it out, every process then has the whole model")
+        raise ValueError("fsdp is not supported: remove it. Every process then has the whole model")
     if checkpoint is not None:
         check_resume(checkpoint, trainer)
     elif args.should_save:
