@@ -259,7 +259,7 @@ def atomic_output(
     Args:
         target: the folder to write; folders above it are made.
         overwrite: replace the content of `target`, if `atomic_output` wrote all of it.
-        inputs: what the work reads, folders or files (`None` and what is no path here, such as a name on the Hub, do
+        inputs: folders or files that the work reads (`None` and names that are no path, such as a name on the Hub, do
             not matter); `target` must neither be nor hold any, wherever their links lead, nor lie in one.
 
     Raises:
@@ -475,7 +475,7 @@ def _remove(folder: Path, target: Path) -> None:
 
 
 def _clean_up(target: Path) -> None:
-    """Remove what dead processes left beside the locked `target`; put the old output back if one died replacing it."""
+    """Remove files of dead processes beside the locked `target`; restore the old output if one died replacing it."""
     start = re.escape(beside(target, "").name)
     pattern = re.compile(rf"{start}(tmp|old)-(\d+-)?[0-9a-f]{{8}}")  # older versions wrote a process number, too
     found = [(match[1], path) for path in target.parent.iterdir() if (match := pattern.fullmatch(path.name))]

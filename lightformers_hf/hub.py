@@ -22,7 +22,7 @@ from huggingface_hub import (
     constants,
     get_token,
 )
-from huggingface_hub.errors import HfHubHTTPError, HTTPError  # HTTPError: of whichever HTTP library the client uses
+from huggingface_hub.errors import HfHubHTTPError, HTTPError  # HTTPError: of the client's HTTP library
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers import tokenization_utils_base as tokenization
@@ -65,7 +65,7 @@ VOCABULARY_FILES = (
 class Push(Result):
     """Result of a push."""
 
-    name: str  # of the repository, `user/model`
+    name: str  # name of the repository, `user/model`
     url: str  # of its page
     commit: str  # its hash, which pins the model: `from_pretrained(name, revision=commit)`
     kind: str = "checkpoint"  # or `model` of another program, or `space`

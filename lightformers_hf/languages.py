@@ -38,7 +38,7 @@ def language_code(text: str | None, tokenizer: PreTrainedTokenizerBase | None = 
 def split_prefix(text: str) -> tuple[str, str]:
     """Split an option into (column of the data, prefix of each of its texts); T5 has prefixes for its tasks.
 
-    `de=translate German to English: ` ends with a space. Without one, what stands behind `=` is a code.
+    `de=translate German to English: ` ends with a space. Without one, the text after `=` is a code.
     """
     column, code = split_language(text)
     return column or "", code if code and code.endswith(" ") and "=" in text else ""

@@ -117,7 +117,7 @@ def check_no_export(name: str | os.PathLike) -> None:
 
 
 def check_checkpoint(folder: Path, *, translates: bool = False) -> PreTrainedConfig:
-    """The configuration of a checkpoint folder that can be loaded as it is stored; else an error that says why."""
+    """The configuration of a checkpoint folder that can be loaded as it is stored; else an error with the reason."""
     check_no_export(folder)
     check_folder(folder)
     try:

@@ -1,4 +1,4 @@
-"""Training runs: what is loaded and scored, how a run resumes and ends, and callbacks that pace it."""
+"""Training runs: loading, scoring, resuming and ending a run, and callbacks that pace it."""
 
 from __future__ import annotations
 

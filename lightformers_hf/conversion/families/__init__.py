@@ -100,7 +100,7 @@ def find_family(config: PreTrainedConfig) -> type[Family]:
     if architecture not in family.architectures:
         raise ValueError(
             f"the checkpoint holds a {architecture}, which is no sequence-to-sequence model with an output layer; "
-            f"of the family {config.model_type!r} these can be converted: {', '.join(family.architectures)}"
+            f"models of the family {config.model_type!r} that can be converted: {', '.join(family.architectures)}"
         )
     return family
 

@@ -1,6 +1,6 @@
 """The engines: every file here is one, under the file's name, and no other file lists them.
 
-Such a file may import what it needs, a library that is not installed included: it is imported when its engine is used.
+Such a file may import any library, also one that is not installed: it is imported when its engine is used.
 The extra of `pyproject.toml` that installs the library has the engine's name. The file has:
 
 - `QUANTIZATIONS`, the types of numbers that it can write, `float32` among them;

@@ -94,7 +94,7 @@ def quantize(spec: LayerSpec, quantization: str) -> None:
 
 
 def order_ids(size: int, first: Sequence[int]) -> list[int] | None:
-    """All ids, some of them first; `None` where nothing changes its place."""
+    """All ids, some first; `None` if no id changes its place."""
     chosen = set(first)
     return [*first, *(number for number in range(size) if number not in chosen)] if chosen else None
 
