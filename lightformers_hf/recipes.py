@@ -56,12 +56,12 @@ def recipe_config(path: str | Path, vocab_size: int | None = None) -> PreTrained
     """The configuration of a recipe's model, as it is trained from random weights.
 
     Args:
-        path: of the recipe.
+        path: path of the recipe.
         vocab_size: tokens. By default those of the recipe's model or tokenizer, or the number in its head:
             `(vocabulary 8001)`.
 
     Raises:
-        ValueError: no YAML, no model, an unknown field, or a vocabulary that is not known.
+        ValueError: no YAML, no model, an unknown field, or an unknown vocabulary.
         FileNotFoundError: no such recipe.
     """
     recipe = load_recipe(path)
@@ -98,7 +98,7 @@ def check_model_fields(fields: Iterable[str], model_type: str, source: str) -> N
 
 
 def check_names(names: Iterable[str], known: list[str], what: str) -> None:
-    """Raise a `ValueError` that begins with `what` at the first of `names` that is not `known`."""
+    """Raise a `ValueError` that begins with `what` for the first of `names` that is not in `known`."""
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(str(name), known)

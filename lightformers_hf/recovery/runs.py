@@ -1,4 +1,4 @@
-"""Training runs: what is loaded and scored, how a run resumes and ends, and callbacks that pace it."""
+"""Training runs: loading, scoring, resuming and ending a run, and callbacks that pace it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def train(trainer: Trainer, checkpoint: str | None = None) -> TrainOutput:
     """
     args = trainer.args
     if trainer.is_fsdp_enabled:
-        raise ValueError("fsdp is not supported: leave it out, every process then has the whole model")
+        raise ValueError("fsdp is not supported: remove it. Every process then has the whole model")
     if checkpoint is not None:
         check_resume(checkpoint, trainer)
     elif args.should_save:
@@ -146,7 +146,7 @@ def _is_complete(checkpoint: Path) -> bool:
 
 
 def check_resume(checkpoint: str, trainer: Trainer) -> None:
-    """Raise a `ValueError` if `checkpoint` is of another model or tokenizer: Trainer would load what fits of it."""
+    """Raise a `ValueError` if `checkpoint` is of another model or tokenizer: Trainer would load the part that fits."""
     # Fields without effect on the weights, and those that Trainer aligns with the tokenizer before the first step.
     passing = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
     passing |= {f"{token}_token_id" for token in ("bos", "eos", "pad")}
@@ -154,7 +154,7 @@ def check_resume(checkpoint: str, trainer: Trainer) -> None:
     for name in sorted((before.keys() | now.keys()) - passing):
         if before.get(name) != now.get(name):
             raise ValueError(
-                f"{checkpoint} was trained with {name} {before.get(name)!r}, this run has {now.get(name)!r}: go on "
+                f"{checkpoint} was trained with {name} {before.get(name)!r}, this run has {now.get(name)!r}: resume "
                 "with the same configuration, or choose another output_dir."
             )
     tokenizer = trainer.processing_class
@@ -185,7 +185,7 @@ def remove_checkpoints(folder: str | Path) -> None:
         shutil.rmtree(stale)
 
 
-# --- What happens while a training runs
+# --- Callbacks of a training
 
 
 class Fall:
@@ -337,12 +337,12 @@ class RecoverySettings:
     learning_rate: float  # the highest; it rises for `warmup_steps` and then falls to 0 by `steps`
     alpha: float  # weight of the teacher's predictions beside the labels
     hidden_weight: float  # weight of the distance between the layers' states of model and teacher
-    max_tokens: int  # of a batch
+    max_tokens: int  # tokens of a batch
     bf16: bool  # whether matrices are multiplied in bfloat16
     steps: int = 0  # as planned
     warmup_steps: int = 0
     eval_steps: int = 0  # between validations
-    dropout: float = 0.0  # of the model while it trains; 0 or the value of its configuration
+    dropout: float = 0.0  # dropout during training; 0 or the value of its configuration
     seconds: float = 0.0  # by which the steps are planned anew while it trains (`Pace`)
     most_steps: int = 0
 
