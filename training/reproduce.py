@@ -300,7 +300,7 @@ def architectures(lab: Lab) -> Rows:
 
 def conversion(lab: Lab) -> Rows:
     """Time and memory of a conversion by the size of the teacher; random weights of published shapes."""
-    for shapes in ("opus-mt", "bart-large"):
+    for shapes in ("opus-mt", "flan-t5-base"):
         yield lab.run(f"conversion/{shapes}", "benchmark", "conversion", "--shapes", shapes)
 
 
@@ -345,7 +345,7 @@ EXPERIMENTS = {
     "ablations": Experiment(ablations, ("multi30k", "multi30k-de-en"), 15),
     "engines": Experiment(engines, ("multi30k", "multi30k-de-en"), 20),
     "architectures": Experiment(architectures, (), 15),
-    "conversion": Experiment(conversion, (), 30),
+    "conversion": Experiment(conversion, (), 15),
     "demo": Experiment(demo, (), 10),
 }
 
