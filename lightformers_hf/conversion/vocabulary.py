@@ -63,7 +63,7 @@ class SavedTokenizer(ABC):
 
     @abstractmethod
     def needed(self) -> set[str]:
-        """Tokens that stay whatever the text: all that writes any text, and what cutting text depends on."""
+        """Tokens that stay for any text: those that can write any text, and those that the tokenization depends on."""
 
     @abstractmethod
     def parts(self, token: str) -> set[str]:
@@ -146,7 +146,7 @@ class TokenizerJson(SavedTokenizer):
 
 
 def _processors(node: Any) -> Iterator[tuple[dict[str, list], list[dict]]]:
-    """Of a post-processor, and of each in a sequence: its pairs of token and id, and its templates' special tokens."""
+    """Yield, for each post-processor of a sequence, its pairs of token and id, and its templates' special tokens."""
     for part in node if isinstance(node, list) else [node] if node else []:
         pairs = {name: part[name] for name in ("sep", "cls") if isinstance(part.get(name), list)}
         yield pairs, list((part.get("special_tokens") or {}).values())
@@ -305,8 +305,8 @@ def _as_bytes(value: bytes | int) -> bytes:
 def unknown_kind(why: str) -> ValueError:
     """Return the error for a tokenizer that cannot be rebuilt."""
     return ValueError(
-        f"vocabulary cannot be trimmed, the tokenizer is of no known kind ({why}): known are tokenizer.json with a "
-        "unigram or byte-pair model, and SentencePiece models with vocab.json (Marian, M2M100); leave vocabulary out"
+        f"vocabulary cannot be trimmed, the tokenizer is not supported ({why}): supported are tokenizer.json with a "
+        "unigram or byte-pair model, and SentencePiece models with vocab.json (Marian, M2M100); remove vocabulary"
     )
 
 
@@ -394,7 +394,7 @@ def choose_tokens(teacher: Teacher, options: CompressionOptions) -> KeptTokens:
             break
         must |= strange
     else:
-        raise unknown_kind(f"its class adds {', '.join(sorted(strange)[:3])}, whatever its files say")
+        raise unknown_kind(f"its class adds {', '.join(sorted(strange)[:3])}, for any files")
     languages = wanted if dropped else ()
     result = KeptTokens(kept["source"], kept.get("target", kept["source"]), rebuilt, languages)
     _check_cuts(tokenizer, result, sample)
@@ -411,14 +411,14 @@ def _choose_languages(codes: Mapping[str, str], options: CompressionOptions, nam
     if not options.languages:
         return list(codes)
     if not codes:
-        raise ValueError(f"languages are given, but the tokenizer of {name} knows no codes: leave languages out")
+        raise ValueError(f"languages are given, but the tokenizer of {name} has no language codes: remove languages")
     sides = (split_language(text)[1] for text in (options.source_lang, options.target_lang))
     wanted = [code.strip("><") for code in options.languages]
     for code in wanted:
         if code not in codes:
             near = difflib.get_close_matches(code, codes) or sorted(codes)[:5]
             raise ValueError(
-                f"languages has {code!r}, which the tokenizer does not know; there is {' or '.join(near)}"
+                f"languages has {code!r}, which the tokenizer does not support; there is {' or '.join(near)}"
             )
     return [*dict.fromkeys([*wanted, *(code for code in sides if code in codes)])]
 
@@ -457,7 +457,7 @@ def _count_tokens(
             found.pop(token, None)
         if not found or unknown > found.total():
             raise ValueError(
-                f"vocabulary {', '.join(options.vocabulary or ())}: the tokenizer knows {found.total():,} of "
+                f"vocabulary {', '.join(options.vocabulary or ())}: the tokenizer has {found.total():,} of "
                 f"{found.total() + unknown:,} tokens of the {side} text: give text in the languages of the model"
             )
     return counts, sample
