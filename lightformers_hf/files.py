@@ -26,8 +26,8 @@ except ImportError:  # Windows
 CARD_FILE = "README.md"
 REPORT_FILE = "compression.json"
 EXPORT_FILE = "export.json"
-PAGE_FILE = "page.json"  # of a page that translates in the browser
-RECORD_FILE = "recovery.json"  # of a recovery: options, settings and results
+PAGE_FILE = "page.json"  # manifest of a page that translates in the browser
+RECORD_FILE = "recovery.json"  # record of a recovery: options, settings and results
 STATE_FILE = "trainer_state.json"  # transformers' Trainer writes it
 WEIGHT_FILES = (  # the one that is loaded first
     "model.safetensors",
@@ -52,7 +52,7 @@ MODEL_FILES = (
     *(*TOKENIZER_FILES, CARD_FILE, REPORT_FILE, STATE_FILE),
 )
 MANIFEST_FILE = ".lightformers.json"  # in every folder of the package: the names of its files
-UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)  # of a folder: nothing goes into it
+UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)  # the folder is read-only or full
 LARGEST = 2.0**63  # above every measured value
 LONGEST_NAME = 255  # bytes, of a file's name
 FULL = 1 << 26  # bytes left on a disk that count as none
@@ -118,14 +118,14 @@ def json_text(content: dict | list, what: str) -> str:
     except ValueError:
         if place := find_not_finite(content):
             raise ValueError(
-                f"{what}: {place} is NaN or infinite, which JSON cannot say, so nothing was written; it is an error "
+                f"{what}: {place} is NaN or infinite, which JSON does not allow: nothing was written; it is an error "
                 "of lightformers_hf, or of a model that computes such values"
             ) from None
         raise
 
 
 def find_not_finite(content: object, place: str = "") -> str | None:
-    """Where in nested lists and dictionaries the first number is NaN or infinite: `matrices[3].energy`."""
+    """Return the place of the first NaN or infinity in nested lists and dictionaries: `matrices[3].energy`."""
     if isinstance(content, dict):
         inner = ((value, f"{place}.{key}".lstrip(".")) for key, value in content.items())
     elif isinstance(content, list | tuple):
@@ -169,7 +169,7 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def check_file(file: str | Path, inputs: Iterable[str | os.PathLike | None]) -> None:
-    """Raise `ValueError` where writing `file` would write over an input, or over a model's file in an input folder;
+    """Raise `ValueError` where writing `file` would write over an input, or over a model's file in an input folder,
     and `OSError` where it cannot be written: a folder, or a file in one that is not there or takes none."""
     resolved = Path(os.path.expanduser(file)).resolve()
     if resolved.is_dir():
@@ -190,7 +190,7 @@ def explain_unwritable(error: BaseException, library: str, folder: str | os.Path
     if not isinstance(error, OSError) or error.errno not in UNWRITABLE:
         return None
     return OSError(
-        f"the cache of the {library}, {folder}, cannot be written ({error.strerror}): make room or give rights there, "
+        f"the cache of the {library}, {folder}, cannot be written ({error.strerror}): free space or give rights, "
         "or let the environment variable HF_HOME name another folder"
     )
 
@@ -204,7 +204,7 @@ def is_full_disk(error: BaseException) -> bool:
 
 
 def find_folder(source: str | os.PathLike) -> Path | None:
-    """The folder of a model by what a user calls it; `None` where that is a name on the Hub."""
+    """Return the folder of a model by the name that the user gave; `None` for a name on the Hub."""
     path = Path(os.path.expanduser(source))
     if path.is_dir():
         return path
@@ -258,13 +258,13 @@ def atomic_output(
 
     Args:
         target: the folder to write; folders above it are made.
-        overwrite: replace what `target` holds, if `atomic_output` wrote all of it.
-        inputs: what the work reads, folders or files (`None` and what is no path here, such as a name on the Hub, do
+        overwrite: replace the content of `target`, if `atomic_output` wrote all of it.
+        inputs: folders or files that the work reads (`None` and names that are no path, such as a name on the Hub, do
             not matter); `target` must neither be nor hold any, wherever their links lead, nor lie in one.
 
     Raises:
         FileExistsError: `target` is a file, or a folder that is not empty and `overwrite` is not set, or one that
-            holds what was not written by this function.
+            holds files that this function did not write.
         BlockingIOError: another process is writing `target`.
         ValueError: `target` lies at a forbidden place: an input, the current folder, the home folder or one above
             them, a repository.
@@ -291,7 +291,7 @@ def atomic_output(
 
 
 def _explain_full_disk(error: BaseException, temporary: Path, target: Path) -> None:
-    """Raise `OSError` where a disk is full: that of the output, or the one of what was read."""
+    """Raise `OSError` if a disk is full: that of the output, or that of the input."""
     if not is_full_disk(error):
         return
     if shutil.disk_usage(temporary).free < FULL:
@@ -366,7 +366,7 @@ def _find_places(name: str | os.PathLike) -> Iterator[Path]:
 
 
 def _check_content(target: Path, overwrite: bool) -> None:
-    """Raise `FileExistsError` where a folder holds what may not be replaced."""
+    """Raise `FileExistsError` if a folder holds files that must not be replaced."""
     if not _is_full(target):
         return
     if not overwrite:
@@ -430,7 +430,7 @@ def lock(target: Path) -> Iterator[bool]:
 
 
 def _replace(target: Path, temporary: Path, overwrite: bool) -> None:
-    """Give `temporary` the name of `target`, or fail and leave both; what was there may be another's by now."""
+    """Rename `temporary` to `target`, or fail and keep both; another process may have written the target."""
     _check_content(target, overwrite)
     old = beside(target, "old-" + secrets.token_hex(4))
     try:
@@ -448,7 +448,7 @@ def _replace(target: Path, temporary: Path, overwrite: bool) -> None:
 
 
 def open_to_readers(folder: Path, known: str) -> None:
-    """Let who may read the file `known` read the others, too: safetensors makes its own for their owner alone."""
+    """Give the other files the read permissions of the file `known`: safetensors makes files for their owner alone."""
     mode = (folder / known).stat().st_mode & 0o666
     for file in folder.rglob("*"):
         if file.is_file() and not file.is_symlink() and mode & ~file.stat().st_mode:
@@ -475,7 +475,7 @@ def _remove(folder: Path, target: Path) -> None:
 
 
 def _clean_up(target: Path) -> None:
-    """Remove what dead processes left beside the locked `target`; put the old output back if one died replacing it."""
+    """Remove files of dead processes beside the locked `target`; restore the old output if one died replacing it."""
     start = re.escape(beside(target, "").name)
     pattern = re.compile(rf"{start}(tmp|old)-(\d+-)?[0-9a-f]{{8}}")  # older versions wrote a process number, too
     found = [(match[1], path) for path in target.parent.iterdir() if (match := pattern.fullmatch(path.name))]
@@ -484,7 +484,7 @@ def _clean_up(target: Path) -> None:
         if target.exists():
             target.rmdir()
         aside.pop().rename(target)
-    # Where the old output's place was taken by somebody else, it may be the only one.
+    # If another process has taken the place of the old output, this may be the only copy.
     finished = aside if (target / MANIFEST_FILE).is_file() else []
     for path in (*finished, *(path for word, path in found if word == "tmp")):
         _remove(path, target)

@@ -22,7 +22,7 @@ from huggingface_hub import (
     constants,
     get_token,
 )
-from huggingface_hub.errors import HfHubHTTPError, HTTPError  # HTTPError: of whichever HTTP library the client uses
+from huggingface_hub.errors import HfHubHTTPError, HTTPError  # HTTPError: of the client's HTTP library
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers import tokenization_utils_base as tokenization
@@ -65,7 +65,7 @@ VOCABULARY_FILES = (
 class Push(Result):
     """Result of a push."""
 
-    name: str  # of the repository, `user/model`
+    name: str  # name of the repository, `user/model`
     url: str  # of its page
     commit: str  # its hash, which pins the model: `from_pretrained(name, revision=commit)`
     kind: str = "checkpoint"  # or `model` of another program, or `space`
@@ -114,7 +114,7 @@ def push_to_hub(
         tokenizer: that of a loaded model.
         private: make the repository private. An existing public repository is refused.
         revision: the branch of the commit, created if it is missing. Default: `main`.
-        message: of the commit.
+        message: message of the commit.
         results: files written by `lightformers evaluate --json`, for the card's tables and the Hub's.
 
     Only files with the names of a model's parts are sent, and no file by a link out of the folder (`preview_push`
@@ -167,7 +167,7 @@ def check_push(name: str) -> None:
 
 
 def push_folder(folder: Path, name: str, *, private: bool, results: Sequence[str | Path] = ()) -> Push:
-    """Push a folder that was just written; an error states that the folder is complete, and how to repeat the push."""
+    """Push a folder that was just written. An error states that the folder is complete, and how to repeat the push."""
     try:
         return push_to_hub(folder, name, private=private, results=results)
     except (OSError, ValueError) as error:
@@ -188,7 +188,7 @@ def preview_push(folder: str | Path, name: str, *, results: Sequence[str | Path]
 
 
 def _exported_files(folder: Path, results: Sequence[str | Path]) -> tuple[str, list[Path]]:
-    """What a folder is on the Hub, and the files of an export or a page, by its manifest; none of a checkpoint."""
+    """Return the kind of a folder on the Hub, and the files of an export or a page by its manifest."""
     kind = "space" if (folder / PAGE_FILE).is_file() else "model" if (folder / EXPORT_FILE).is_file() else "checkpoint"
     if kind == "checkpoint":
         return kind, []
@@ -236,7 +236,7 @@ def _deletions(there: ModelInfo, adds: list[CommitOperationAdd]) -> list[CommitO
 def _check_model(folder: Path) -> PreTrainedModel:
     """The model that a folder holds, without storage, once it is sure that its weights are whole, and no pickle."""
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} holds no config.json: give what convert or a training run wrote")
+        raise FileNotFoundError(f"{folder} holds no config.json: give a folder that convert or a training run wrote")
     config = load_pretrained(AutoConfig, folder)
     if not isinstance(config, FactorizedConfig):
         raise ValueError(
@@ -266,7 +266,7 @@ def _files(folder: Path, config: FactorizedConfig) -> list[Path]:
         code |= {Path(file) for first in sorted(code) for file in get_relative_import_files(first)}
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{folder} lacks {Path(error.filename).name}, code without which strangers cannot load the model: with "
+            f"{folder} lacks {Path(error.filename).name}, code that users without the package need: with "
             "lightformers_hf imported, load it and save it again with save_pretrained"
         ) from None
     patterns = (*MODEL_FILES, *_tokenizer_files(folder), REPORT_FILE)
@@ -280,7 +280,7 @@ def refuse_links(folder: Path, paths: list[Path]) -> None:
     for path in paths:
         if path.resolve() != folder.resolve() / path.relative_to(folder):
             raise ValueError(
-                f"{path} is a link to {path.resolve()}: only what lies in the folder itself is uploaded; put the "
+                f"{path} is a link to {path.resolve()}: only files of the folder itself are uploaded; put the "
                 "file there, or remove the link"
             )
 
@@ -292,9 +292,7 @@ def _tokenizer_files(folder: Path) -> set[str]:
     try:
         tokenizer = load_pretrained(AutoTokenizer, folder)
     except (OSError, ValueError, ImportError) as error:
-        raise ValueError(
-            f"the tokenizer in {folder} cannot be loaded, so strangers could not either: {error}"
-        ) from error
+        raise ValueError(f"the tokenizer in {folder} cannot be loaded, so users could not load it: {error}") from error
     return {*TOKENIZER_FILES, *type(tokenizer).vocab_files_names.values()}
 
 
@@ -310,7 +308,7 @@ def _card(folder: Path, model: PreTrainedModel, name: str, results: Sequence[dic
         return str(card) if results else own
     file, steps = folder / STATE_FILE, read_json(folder / STATE_FILE).get("global_step")
     result = read_json(folder / RECORD_FILE).get("result")
-    if isinstance(result, dict):  # of a recovery, which keeps the best, or none
+    if isinstance(result, dict):  # a recovery keeps the best, or none
         file, steps = folder / RECORD_FILE, result.get("best_step")
     if not isinstance(steps, int | None):
         raise ValueError(f"the number of steps in {file} is {steps!r}: expected a whole number")
@@ -324,7 +322,7 @@ def _check_token() -> None:
     if token is None:
         raise PermissionError("no token of the Hub: log in with `hf auth login`, or set HF_TOKEN")
     if not re.fullmatch(r"[!-~]+", token):
-        raise PermissionError("the Hub's token has characters that no token has: log in again, or set HF_TOKEN anew")
+        raise PermissionError("the Hub's token has characters that no token has: log in again, or set HF_TOKEN again")
 
 
 @contextmanager
@@ -334,15 +332,15 @@ def _explain_errors(name: str) -> Iterator[None]:
         yield
     except (HTTPError, OSError, RuntimeError) as error:
         cause = error
-        while isinstance(cause, RuntimeError) and cause.__cause__ is not None:  # the client wraps what ends an upload
+        while isinstance(cause, RuntimeError) and cause.__cause__ is not None:  # the client wraps errors of an upload
             cause = cause.__cause__
         raise _explain(cause, name) from error
 
 
 def _explain(error: BaseException, name: str) -> OSError:
     if isinstance(error, OSError) and not isinstance(error, (HTTPError, ConnectionError, TimeoutError)):
-        return error  # of this machine, not of the Hub
-    again = "run the same again, what has arrived is not sent twice, and until all has, nobody sees a part of it"
+        return error  # an error of this machine, not of the Hub
+    again = "run the same command again: complete files are not sent twice, and nobody sees a part of the upload"
     if "xet-write-token" in str(error) and "404" in str(error):  # request of the client before it uploads large files
         return ConnectionError(
             f"{constants.ENDPOINT} does not speak Xet, which hf_xet uploads by: set HF_HUB_DISABLE_XET=1 and {again}"

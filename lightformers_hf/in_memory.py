@@ -1,4 +1,4 @@
-"""Models that are loaded already: saved to a temporary folder, so that all functions read checkpoints alike."""
+"""Loaded models: saved to a temporary folder, so that all functions read them like checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None)
     places = [os.fspath(model) if isinstance(model, str | os.PathLike) else None for model in models]
     loaded = {number: model for number, model in enumerate(models) if model is not None and places[number] is None}
     if tokenizer is not None and not loaded:
-        raise ValueError("tokenizer is given, but no loaded model: leave tokenizer out, a checkpoint has its own")
+        raise ValueError("tokenizer is given, but no loaded model: remove tokenizer, a checkpoint has its own")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for number, model in loaded.items():
             if not isinstance(model, PreTrainedModel):

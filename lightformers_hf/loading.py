@@ -52,7 +52,7 @@ WRAPPERS = {
     "module.": ("DataParallel", "model.module"),
     "base_model.model.": ("peft", "model.merge_and_unload()"),
 }
-QUANTIZED = (".SCB", ".absmax", ".quant_map", ".qweight", ".weight_format")  # what libraries add to their weights
+QUANTIZED = (".SCB", ".absmax", ".quant_map", ".qweight", ".weight_format")  # suffixes of quantized weights
 POSITIONS, DEPTHS = 1 << 15, 1 << 8  # believed where no tensor is as long, or where layers are shared
 
 
@@ -117,7 +117,7 @@ def check_no_export(name: str | os.PathLike) -> None:
 
 
 def check_checkpoint(folder: Path, *, translates: bool = False) -> PreTrainedConfig:
-    """The configuration of a checkpoint folder that can be loaded as it is stored; else an error that says why."""
+    """The configuration of a checkpoint folder that can be loaded as it is stored; else an error with the reason."""
     check_no_export(folder)
     check_folder(folder)
     try:
@@ -247,7 +247,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: its shape, and what reads it."""
+    """A tensor in a file: its shape, and the function that reads it."""
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
@@ -417,7 +417,7 @@ def assemble(
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What a checkpoint of `model` holds: its state dict less the names that only repeat another tensor."""
+    """Return the tensors of a checkpoint of `model`: its state dict without names that repeat another tensor."""
     ties = model.get_expanded_tied_weights_keys(all_submodels=True)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in ties}
 

@@ -53,7 +53,7 @@ class AfterTransformers:
 
 
 def lazy_names(package: str, homes: dict[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` (PEP 562) of a package that names what its modules have.
+    """Return `__getattr__` and `__dir__` (PEP 562) of a package that exports names of its modules.
 
     Args:
         package: `__name__` of the package.

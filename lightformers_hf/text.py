@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
 CHECKED = 1000  # pairs whose tokens are looked at
-ROWS = 10_000  # that are read together
-NO_ROWS = ("corresponds to no data", "at least one example")  # what the library says of a file without a row
+ROWS = 10_000  # read together
+NO_ROWS = ("corresponds to no data", "at least one example")  # messages of the library for a file without rows
 LARGEST_FIELD = 2**31 - 1  # characters of a cell; the csv module's own limit is 131,072
 PLAIN_NAME = re.compile(r"[\w/. +,=@-]*")
 
@@ -148,7 +148,7 @@ def _find_languages(pairs: Dataset, names: tuple[str, str]) -> Dataset:
 
 
 def _shorten(name: str) -> str:
-    """A column's name; what stands there may be a sentence."""
+    """Shorten a column's name, which may be a sentence."""
     return repr(name if len(name) <= 30 else f"{name[:29]}…")
 
 
@@ -164,7 +164,7 @@ def _check_text(pairs: Dataset, data: str, names: dict[str, str]) -> None:
             values.validate(full=True)
         except pyarrow.ArrowInvalid:
             row = next(i for i, value in enumerate(values.cast("large_binary")) if not _is_utf8(value.as_py()))
-            raise ValueError(f"{data}, row {row + 1}, {name!r}: the text is not UTF-8: write it anew") from None
+            raise ValueError(f"{data}, row {row + 1}, {name!r}: the text is not UTF-8: write it again") from None
         if pairs.features[column] in (Value("string"), Value("large_string")):
             bad = pc.index(pc.is_null(values), True).as_py() if values.null_count else None
         else:
@@ -199,7 +199,7 @@ def tokenize_pairs(
     max_target_length: int,
     num_proc: int | None = None,
 ) -> Dataset:
-    """Tokenize the pairs of `load_parallel` into what a seq2seq model trains on.
+    """Tokenize the pairs of `load_parallel` for the training of a sequence-to-sequence model.
 
     Columns: `input_ids`, `attention_mask`, `labels`, and their lengths in tokens, `source_length` and
     `target_length`, which `TokenBatchSampler` reads.
@@ -249,7 +249,7 @@ def check_known(token_ids: Iterable[Sequence[int]], tokenizer: PreTrainedTokeniz
 
 
 def cut_texts(tokens: Dataset, limit: int) -> list[str]:
-    """What there is to say of the texts that `tokenize_pairs` cut after so many tokens: a line a side, or none."""
+    """Return one line per side about the texts that `tokenize_pairs` cut at a number of tokens, or none."""
     lengths = {side: tokens[f"{side}_length"][:] for side in ("source", "target")}
     cut = {side: sum(length >= limit for length in found) for side, found in lengths.items()}
     return [f"{n:,} of {len(tokens):,} {side}s are cut after {limit:,} tokens" for side, n in cut.items() if n]
@@ -265,7 +265,7 @@ def is_lines(data: str) -> bool:
 
 
 def is_file_name(data: str) -> bool:
-    """Whether `data` speaks of a file: it is there, or it is written like a path or with a known ending."""
+    """Whether `data` is the name of a file: it exists, or has the form of a path or a known suffix."""
     known = data.removesuffix(".gz").endswith((*SUFFIXES, ".txt"))
     return os.path.exists(data) or data.startswith(("/", ".", "~")) or known
 
@@ -288,7 +288,7 @@ def load_file(path: Path) -> Dataset:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a folder, an unknown type, or content that is damaged or not UTF-8; of .csv and .tsv also a line of
+        ValueError: a folder, an unknown type, or content that is damaged or not UTF-8. In .csv and .tsv also a line of
             more or fewer fields than the header names.
         OSError: the cache of the datasets library cannot be written.
     """
@@ -320,7 +320,7 @@ def _load(path: Path, suffix: str) -> Dataset:
     from datasets.exceptions import DatasetGenerationError
 
     try:
-        with path.open("rb") as file:  # the cache knows a file by its content, and how it is read
+        with path.open("rb") as file:  # the key of the cache is the content and the reader
             content = hashlib.file_digest(file, "sha256").hexdigest()[:32]
         identity = f"{suffix[1:]}-3-{'gz-' * (path.suffix == '.gz')}{content}"
         if suffix == ".parquet":  # by default, as many rows are read together as come first

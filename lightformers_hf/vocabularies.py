@@ -1,4 +1,4 @@
-"""Two vocabularies, one of which holds the other: which tokens go together, and a model with some of them alone."""
+"""Two vocabularies, one a subset of the other: matching of their tokens, and models with a part of the tokens."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def keep_tokens(model: PreTrainedModel, source: Sequence[int], target: Sequence[
 
 
 def token_axes(model: PreTrainedModel) -> dict[str, int]:
-    """{tensor, by every name: its dimension that has an entry a token} of a model: what grows with its vocabulary."""
+    """Return {tensor, by any name: the dimension with one entry per token}: tensors that grow with the vocabulary."""
     config = copy.deepcopy(model.config)
     sizes = {field: getattr(config, field, None) for field in ("vocab_size", "decoder_vocab_size")}
     for field, size in sizes.items():

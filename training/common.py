@@ -189,8 +189,8 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, auto_m
     """The configuration of the checkpoint or of `config_name` with the fields `model` laid over it, or those alone.
 
     The tokenizer gives fields that a model of random weights lacks. These are `vocab_size` and the ids of pad, bos and
-    eos; for a sequence-to-sequence model also `decoder_start_token_id`: bos, or pad where the tokenizer has no bos
-    (Marian), or eos where it has neither.
+    eos. A sequence-to-sequence model also needs `decoder_start_token_id`: bos, or pad if the tokenizer has no bos
+    (Marian), or eos if it has neither.
 
     Raises:
         ValueError: no model_type, another one than the checkpoint's, an unknown field, a value of a wrong type.
@@ -346,7 +346,7 @@ def train(trainer: Trainer, checkpoint: str | None, model_args: ModelArguments) 
     else:
         note(
             f"{checkpoint} has all {steps:,} steps: nothing was trained, and options that were changed had no effect. "
-            "Begin anew with --overwrite-output instead of --resume-from-checkpoint."
+            "Start again with --overwrite-output instead of --resume-from-checkpoint."
         )
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     mean = {} if steps == begun else {"training loss, mean of all steps": result.training_loss}

@@ -17,8 +17,8 @@ model in `fold-<k>`. The result is the mean accuracy and the standard deviation 
 accuracy on the test part. `--resume-from-checkpoint` resumes an interrupted run, and complete folds are kept.
 
 The model may be a classifier, or a translation model that `lightformers convert` wrote: its encoder is then taken.
-`--word-vectors` (GloVe or fastText text format) starts the embedding, of a configuration whose table is as wide
-(`"embedding_dim": 300`), or of a low-rank one (`"embedding_rank"`) by SVD.
+`--word-vectors` (GloVe or fastText text format) initializes an embedding matrix of the same width
+(`"embedding_dim": 300`), or a low-rank one (`"embedding_rank"`) by SVD.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def run(
     table = sum(parameter.numel() for parameter in model.get_input_embeddings().parameters())
     score = partial(score_tests, trainer, tokens, ("loss", "accuracy"))
     rows = train_and_evaluate(trainer, tokens, checkpoint, model_args, ("loss", "accuracy"), score)
-    return {"unique parameters": rows["unique parameters"], "of these in the token table": f"{table:,}"} | rows
+    return {"unique parameters": rows["unique parameters"], "in the embedding matrix": f"{table:,}"} | rows
 
 
 def fold_parts(rows: Dataset, fold: int, folds: np.ndarray, *, validate: bool) -> dict[str, Dataset]:
@@ -357,7 +357,7 @@ def cross_validate(model_args: ModelArguments, data_args: DataArguments, args: T
     if args.should_save:
         results = json.dumps(spread | {"test_accuracies": accuracies}, indent=4)
         (output / "test_results.json").write_text(results, encoding="utf-8")
-    shown = {name: summary[name] for name in ("unique parameters", "of these in the token table") if name in summary}
+    shown = {name: summary[name] for name in ("unique parameters", "in the embedding matrix") if name in summary}
     shown |= {f"fold {fold} accuracy": value for fold, value in zip(rounds, accuracies, strict=True)}
     shown |= {"mean accuracy": spread["test_accuracy"], "standard deviation": spread["test_accuracy_std"]}
     return shown | {"saved in": args.output_dir}

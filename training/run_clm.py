@@ -83,8 +83,8 @@ class TrainingArguments(OutputArguments, transformers.TrainingArguments):
 class Blocks(torch.utils.data.Dataset):
     """A stream of tokens in overlapping blocks: `input_ids` and `labels`, both (block_size,).
 
-    Every token but the first is the label of one block. The first `context` tokens of a block are not; they are the
-    last ones of the block before, and in the first block, where there is nothing before, only the stream's first
+    Every token but the first is the label of one block. The first `context` tokens of a block are none. They are the
+    last ones of the block before. The first block has nothing before it, and begins with the stream's first
     token. The last block is filled with `pad`, ignored; causal models need no mask for it.
 
     Args:

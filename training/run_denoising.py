@@ -194,8 +194,8 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]
 def load_stream(names: list[str], column: str, *, hub: bool = False, split: str = "train") -> IterableDataset:
     """The texts of files of one kind, or of a Hub dataset, as a stream with the column `text`.
 
-    Raises `FileNotFoundError` for a file that is not there, `ValueError` for unknown or unlike types, data without a
-    row, without the column, or with something else than text in its first row.
+    Raises `FileNotFoundError` for a missing file, `ValueError` for unknown or different types, for data without a
+    row or the column, or without text in its first row.
     """
     if hub:
         name, _, configuration = names[0].partition(":")

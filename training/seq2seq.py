@@ -104,7 +104,7 @@ class DataArguments(arguments.DataArguments):
 class DistillationArguments:
     """The teacher, if any."""
 
-    teacher: str | None = field(default=None, metadata={"help": "Checkpoint whose predictions are imitated."})
+    teacher: str | None = field(default=None, metadata={"help": "Checkpoint whose predictions are the targets."})
     distillation_alpha: float = field(
         default=0.5, metadata={"help": "Weight of the teacher: 0 labels only, 1 teacher only."}
     )

@@ -1,6 +1,6 @@
 """The commands of `lightformers`, each one call of a public function.
 
-What a command needs is imported inside it: `--help`, a wrong option and TAB wait for neither torch nor transformers.
+Each command imports its modules itself: `--help`, a wrong option and TAB wait for neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ TRAINING = (
     option(
         "--translations/--no-translations",
         default=None,
-        help="Train on the teacher's translations, too. Default: where that pays.",
+        help="Train on the teacher's translations, too. Default: if that improves the result.",
     ),
     METRIC,
     option("--report-to", multiple=True, help="Log to tensorboard, trackio, wandb, …. Repeatable."),
@@ -102,7 +102,7 @@ DEPLOYMENT = (
 
 @command(MODEL, *compression_options().values())
 def plan(model: str, **options: Any) -> Answer:
-    """Show what `convert` would do to every matrix: rank, parameters, energy kept, error. Writes nothing.
+    """Show the plan of `convert` for every matrix: rank, parameters, energy kept, error. Writes nothing.
 
     Example: lightformers plan Helsinki-NLP/opus-mt-de-en --ratio 3 --encoder-groups 3
     """
@@ -212,7 +212,7 @@ def export(model: str, output: Path, to: str, overwrite: bool, **options: Any) -
     MODEL,
     OUTPUT,
     option("--compare", type=CHECKPOINT, metavar="TEACHER", help="A second model that the page runs beside it."),
-    option("--source-lang", metavar="de_DE", help="Of a multilingual model: code of the source's language."),
+    option("--source-lang", metavar="de_DE", help="Code of the source's language, for a multilingual model."),
     option("--target-lang", metavar="en_XX", help="Code of the language to translate into."),
     OVERWRITE,
 )
@@ -391,7 +391,7 @@ def push(model: Path, name: str, results: tuple[Path, ...], dry_run: bool, **opt
 @command(
     Argument("output", type=FILE, required=False, default="demo-output", about="Folder. Default: demo-output."),
     option("--seed", type=SEED, default=0, help="Seed of the corpus and of every training."),
-    option("--fresh", is_flag=True, help="Remove what an earlier demo made there, and start over."),
+    option("--fresh", is_flag=True, help="Remove the output of an earlier demo, and start over."),
 )
 def demo(output: Path, seed: int, fresh: bool) -> Answer:
     """See it all work in five to ten minutes, offline: train a teacher, compress it, recover its quality, measure.
@@ -447,7 +447,7 @@ def analyze(models: tuple[str, ...], data: str, pictures: Path | None, overwrite
 
 
 @command(
-    Argument("model", type=CHECKPOINT, about="What convert or a training run wrote: folder, or Hub name."),
+    Argument("model", type=CHECKPOINT, about="Folder that convert or a training run wrote, or Hub name."),
     option("--output", type=FILE, default="report.html", help="The page to write. A file of that name is replaced."),
     option(
         "--teacher",
@@ -508,7 +508,7 @@ def parameters(models: tuple[str, ...], vocab_size: int | None, table: str) -> A
     """
     if models:
         if table:
-            raise ValueError("--table is of the papers' tables: leave it out, or the models")
+            raise ValueError("--table is for the papers' tables: remove it, or the models")
         from ..evaluation.parameters import model_parameters
 
         found = {place: model_parameters(place, vocab_size) for place in models}
@@ -526,7 +526,7 @@ RUNS_HELP = "Interleaved runs; medians are shown."
 
 
 @command(
-    option("--shapes", default="opus-mt", values=tuple(TEACHERS), help="Of which checkpoint."),
+    option("--shapes", default="opus-mt", values=tuple(TEACHERS), help="Shapes of a checkpoint."),
     option("--method", values=METHODS, help="Method of the conversion. Default: its default."),
     option("--ratio", type=float, help="Ratio of the conversion. Default: its default."),
     option("--whole", is_flag=True, expose_value=False, hidden=True, help="As always since version 0.2."),
@@ -591,7 +591,7 @@ def engines(
 ) -> Answer:
     """Time a teacher and its students in transformers, CTranslate2 and ONNX Runtime, in float32 and int8.
 
-    Ratios are to the teacher in the same engine, and to the teacher in CTranslate2 int8, what a user would deploy.
+    Ratios are to the teacher in the same engine, and to the teacher in CTranslate2 int8, the usual deployment.
     Needs pip install 'lightformers_hf[export]'.
 
     Example: lightformers benchmark engines opus-mt-de-en recovered --data test.jsonl --cores 1 --batch-size 1
@@ -616,7 +616,7 @@ def engines(
 
 benchmark = Group(
     "benchmark",
-    help="Measure this package against what it replaces.",
+    help="Measure this package against the models that it replaces.",
     examples="Example: lightformers benchmark architectures --pair partialformer-36m --no-training",
     commands=[conversion, architectures, engines],
 )
@@ -638,7 +638,7 @@ def main() -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "30")  # seconds: bars fill no log
     # Compiled kernels of bfloat16 matrix multiplications that oneDNN and PyTorch keep, up to 0.5 MB each. A training
-    # uses about 300 of them again and again, a conversion few.
+    # uses about 300 of them repeatedly, a conversion few.
     kernels, plans = ("64", "64") if sys.argv[1:2] in (["convert"], ["plan"]) else ("512", "128")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", kernels)
     os.environ.setdefault("LRU_CACHE_CAPACITY", plans)

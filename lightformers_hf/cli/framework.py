@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 LIBRARIES = ("transformers", "datasets", "huggingface_hub")  # each has separate levels and handlers
 SETTINGS = {"help_option_names": ["-h", "--help"]}
-# Files or folders, which the shell completes, or names on the Hub. Of models and data, what is not there is refused
+# Files or folders, or names on the Hub. A model or data file that does not exist is refused
 # before torch is imported.
 PLACE, CHECKPOINT, DATA = click.Path(), click.Path(), click.Path()
 CLOSED = set[str]()  # standard streams that were closed when the process began
@@ -65,7 +65,7 @@ class Argument(click.Argument):
 
     @property
     def word(self) -> str:
-        """What stands for it in the help: NAME, [NAME] where it may be left out, NAME... of several."""
+        """Its form in the help: NAME, [NAME] if it is optional, NAME... for several."""
         name = str(self.name).upper()
         return (name if self.required else f"[{name}]") + "..." * (self.nargs == -1)
 
@@ -147,7 +147,7 @@ class Command(click.Command):
             if json_file is not None:
                 text = json_text(answer.data, "--json")
                 sys.stdout.write(text) if to_stdout else json_file.write_text(text, encoding="utf-8")
-        except BrokenPipeError:  # whoever reads has enough: click ends quietly
+        except BrokenPipeError:  # the reader has closed the pipe: click ends quietly
             raise
         except KeyboardInterrupt:
             click.echo("stopped", err=True)
@@ -216,15 +216,15 @@ def command(*parameters: click.Parameter) -> Callable[[Callable], Command]:
 
 
 def explain(error: Exception, typed: Mapping[str, str]) -> str:
-    """Return in one line what the user can mend; nothing where the error is a fault of the program."""
+    """Return one line about an error that the user can correct; nothing for a fault of the program."""
     if isinstance(error, ValueError | OSError):
         return as_typed(" ".join(str(error).split()), typed)  # those of libraries have several lines
     from ..loading import is_out_of_memory
 
     if is_full_disk(error):
-        return "the disk is full: make room, then give the same command again"
+        return "the disk is full: free space, then run the same command again"
     if is_out_of_memory(error):
-        return "there is not enough memory for what was asked for"
+        return "there is not enough memory for this command"
     if isinstance(error, ImportError) and "socksio" in str(error):
         return "a SOCKS proxy is set (ALL_PROXY), for which socksio is missing: pip install 'httpx[socks]'"
     return ""
@@ -234,14 +234,14 @@ def as_typed(message: str, typed: Mapping[str, str]) -> str:
     """A message with options as they are typed: `encoder_groups is 4` → `--encoder-groups is 4`.
 
     A name of several words is an option wherever it stands alone. One of a single word is a word, too: it is meant
-    where a message begins with it, or says to give it or to leave it out. `typed`: {argument in Python: option}.
+    where a message begins with it, or asks to give it or to remove it. `typed`: {argument in Python: option}.
     """
 
     def spell(match: re.Match) -> str:
         return re.sub(r"\w+", lambda word: typed.get(word[0], word[0]), match[0])
 
     message = re.sub(r"^(\w+)((, \w+)* and \w+)?(?= (is|are|has|needs) | ')", spell, message)
-    message = re.sub(r"(?<=\bleave )\w+(?= out\b)|(?<=\bgive )\w+(?= alone\b)", spell, message)
+    message = re.sub(r"(?<=\bremove )\w+|(?<=\bgive )\w+(?= alone\b)", spell, message)
     names = "|".join(re.escape(name) for name in typed if "_" in name)
     return re.sub(rf"(?<![\w.'/-])({names})(?![\w=.'/-])", spell, message) if names else message
 
@@ -314,7 +314,7 @@ def join_names(names: Sequence[str]) -> str:
 
 
 def metric_names() -> list[str]:
-    """Return what `--metric` takes."""
+    """Return the values of `--metric`."""
     from ..evaluation.quality import metric_names
 
     return metric_names()
@@ -337,7 +337,7 @@ METRIC = option(
     metavar="NAME",
     multiple=True,
     values=metric_names,
-    help="exact-match, cer, bleu, multi-bleu, chrf, rouge, …. Repeatable. Default: what fits the data.",
+    help="exact-match, cer, bleu, multi-bleu, chrf, rouge, …. Repeatable. Default: follows from the data.",
 )
 LANGUAGES = (
     option(

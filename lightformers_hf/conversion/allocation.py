@@ -89,7 +89,7 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
         if method:
             raise ValueError(
                 f"{kind}_method is {method!r}, but no {kind} matrices of this {dense.config.model_type} can become "
-                "that: leave the method out"
+                "that: remove the method"
             )
     return units
 
@@ -107,7 +107,7 @@ def _covers(matrices: Sequence[str], parts: Collection[tuple[str, ...]]) -> Iter
 def choose(
     units: Sequence[Unit], originals: Originals, options: CompressionOptions, study: StudyOptions
 ) -> tuple[list[Form], Callable[[Form], Setting]]:
-    """The places in the forms that are chosen, largest first, and what finds the setting of each."""
+    """The places in the forms that are chosen, largest first, and the search for the setting of each."""
     policy = options.policy
     if originals.calibration is None or not spends_budget(options, study):
         return sort_by_size(first_places(units)), lambda place: place.follow(policy)
@@ -115,7 +115,7 @@ def choose(
     fixed = {place: place.follow(policy) for place in given}
     available, _ = find_budget(originals, options, fixed, free)
     places = sort_by_size([place for unit in free for alternative in unit for slot in alternative for place in slot])
-    found = work_on_places("weighing", lambda place: place.choices(), places, originals.device)
+    found = work_on_places("weighting", lambda place: place.choices(), places, originals.device)
     choices = dict(found)
     slots = [[[{place: choices[place] for place in slot} for slot in slots] for slots in unit] for unit in free]
     settings = fixed | allocate(slots, available)
@@ -160,7 +160,7 @@ def split_units(units: Sequence[Unit], policy: RankPolicy) -> tuple[list[Form], 
 def work_on_places(
     name: str, work: Callable[[Form], Result], places: Sequence[Form], device: torch.device
 ) -> Iterator[tuple[Form, Result]]:
-    """The places, largest first, each with what `work` returned for it. The progress bar counts parameters."""
+    """The places, largest first, each with the result of `work`. The progress bar counts parameters."""
     sizes = [int(place.size(None)) for place in places]
     with Step(name, unit="parameter", total=sum(sizes)) as bar:
         for place, size, result in zip(places, sizes, map_in_threads(work, places, device), strict=True):
@@ -227,7 +227,7 @@ class Pick(NamedTuple):
 def allocate(units: Sequence[Sequence[Sequence[Mapping[K, Choices]]]], budget: float) -> dict[K, int | None]:
     """Choose one alternative of every unit, a part for each of its slots, and a setting of each part, within `budget`.
 
-    For a price λ of a parameter, every unit takes what minimizes cost + λ·size by itself. No other choice of this
+    For a price λ of a parameter, every unit minimizes cost + λ·size by itself. No other choice of this
     total size is cheaper (Everett 1963). λ is bisected to the lowest that meets the budget. The sizes for all prices
     have gaps. The rest of the budget goes to the units whose cost decreases most per parameter.
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # self-generated text needs none of it
     from datasets import Dataset
 
 # Default number of sentence pairs. Short pairs are more, until each side has so many tokens per feature of d_model, or
-# so many in total: wide moments need more tokens, and wide models more time for each (RESULTS.md, "Probes").
+# so many in total: wide moments need more tokens, and wide models more time for each.
 SAMPLES, TOKENS_PER_FEATURE, MOST_TOKENS = 1000, 64, 2**15
 BATCH = 32  # pairs of a batch at most
 # Every tenth sentence is held out of the calibration, of so many at least.
@@ -225,7 +225,7 @@ def random_texts(
     *,
     name: str,
 ) -> list[str]:
-    """Random sources as texts, behind the prefixes that the model is known for between `languages`, in turn."""
+    """Random sources as texts, after the prefixes of the model for `languages`, in turn."""
     sources = random_sources(tokenizer, config, number, seed, name=name)
     return _decoded(sources, tokenizer, find_prefixes(config, *languages))
 
@@ -246,12 +246,12 @@ def translated_batches(model: PreTrainedModel, teacher: Teacher, texts: list[str
 def _with_targets(
     what: str, model: PreTrainedModel, teacher: Teacher, padded: Iterable[tuple[Tensor, Tensor]], most: Sequence[int]
 ) -> list[Batch]:
-    """Batches of sources and of what the model makes of them, for each batch `most` tokens at most.
+    """Batches of sources and of the model's outputs for them, for each batch `most` tokens at most.
 
     One thread reads the `padded` ids and masks, as several can't share a tokenizer.
     """
 
-    # The likeliest token each, by the teacher's rules. Trainer leaves `use_cache: false` in what it trained.
+    # The likeliest token each, by the teacher's rules. Trainer leaves `use_cache: false` in trained models.
     own = teacher.generation_config()
     rules = {name: getattr(own, name) for name in TOKEN_RULES} | {"do_sample": False, "use_cache": True}
 
@@ -274,7 +274,7 @@ def token_frequencies(tokenizer: PreTrainedTokenizerBase | None, config: PreTrai
     """Return the expected frequency of each source token, (V), not normalised; 0 for special tokens.
 
     A unigram model (SentencePiece) contains the probabilities of its tokens. Elsewhere ids are taken to be in order of
-    falling frequency, as byte-pair merges are, and to follow Zipf's law. Without a tokenizer all tokens are alike.
+    falling frequency, as byte-pair merges are, and to follow Zipf's law. Without a tokenizer all tokens are equal.
     """
     special = {config.pad_token_id, config.bos_token_id, config.eos_token_id, config.decoder_start_token_id}
     if tokenizer is None:

@@ -1,4 +1,4 @@
-"""The model card: what was made of which model and how, what came of it, how to load it."""
+"""The model card: the teacher, the compression, its results, and how to load the model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_results(file: Path, parameters: int) -> dict:
         measured = results["model"]["parameters"]
         keys = ("model", "data", "source", "target", "sentences", "generation", "labels")
         shown = {key: results[key] for key in keys}
-        labels: dict[str, list[str]] = {}  # of the measures of each variant
+        labels: dict[str, list[str]] = {}  # labels of the measures of each variant
         for name, variant in results["signatures"].items():
             labels.setdefault(variant, []).append(results["labels"][name])
         shown["variants"] = {", ".join(names): variant for variant, names in labels.items()}
@@ -100,14 +100,10 @@ def write_export_card(
     library: str,
     example: str = "",
 ) -> None:
-    """Write the card of what was exported into `folder`.
+    """Write the card of an export into `folder`, with remarks (`lines`) and a program in Python (`example`).
 
-    Args:
-        metadata: of `inherited_metadata`, of the checkpoint that was exported.
-        form: type of the stored numbers; integers make it a quantized model on the Hub.
-        lines: the remarks on it.
-        library: program that loads it, by its name on the Hub.
-        example: a program in Python that runs it.
+    The `metadata` are those of `inherited_metadata`, the `form` is the type of the stored numbers, and the `library`
+    loads the export.
     """
     relation = {"base_model_relation": "quantized" if form.startswith("int") else "finetune"}
     data = ModelCardData(
@@ -131,12 +127,12 @@ def model_card(
     """The text of a model card, whatever foreign text it names made harmless.
 
     Args:
-        facts: of the model as it is.
-        report: of the conversion that it comes from; `None` for one that was not compressed.
+        facts: facts about the model.
+        report: report of its conversion; `None` for a model that was not compressed.
         name: the model's name on the Hub; `None` where it has none yet.
         place: the folder that it loads from meanwhile.
         steps: how many steps it was trained.
-        results: of `read_results`.
+        results: result of `read_results`.
     """
     inherited = drop_strange_link(report.inherited) if report else {}
     if report and report.languages:
@@ -262,7 +258,7 @@ A `{{ model.architecture }}` model of {{ "{:,}".format(model.parameters) }} uniq
 ```python
 from transformers import {{ model.auto_class }}, AutoTokenizer
 
-# Needs torch, transformers ({{ oldest }} or newer), and what the tokenizer needs: Marian's, for example,
+# Needs torch, transformers ({{ oldest }} or newer), and the library of the tokenizer: Marian's, for example,
 # sentencepiece. To train: accelerate.
 # The model's code lies beside its weights. After `import lightformers_hf` nothing needs trust_remote_code.
 model = {{ model.auto_class }}.from_pretrained("{{ place }}", trust_remote_code=True)

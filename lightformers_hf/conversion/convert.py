@@ -68,7 +68,7 @@ def compress(
 ) -> Compressed:
     """Choose the form of every part of the teacher in a folder, and build it, unless the run is `dry`.
 
-    `source` is what the user called the teacher.
+    `source` is the teacher's name as the user gave it.
     """
     asked_study, study = study, resolve_study(options, study)
     device = check_device(options.device)
@@ -93,8 +93,8 @@ def compress(
                 f"{teacher.name} is a {teacher.model_class.__name__}"
             )
         raise ValueError(
-            f"{needed} is given, but no matrix gets smaller and no layer merged or left out, for which text is read: "
-            f"give a ratio, a rank or a size, too, or leave {needed} out"
+            f"{needed} is given, but no matrix gets smaller and no layer is merged or removed, which needs text: "
+            f"give a ratio, a rank or a size, too, or remove {needed}"
         )
     if teacher.has_tokenizer:
         teacher.tokenizer()  # one that does not fit ends it here

@@ -122,7 +122,7 @@ class Moments:
         self.count = 0.0  # Σ w
         # `mean`, Σ w x (m); of an output layer `squares`, Σ g² (n); of an embedding matrix `tokens`, its lookups (V).
         self.vectors: dict[str, Tensor] = {}
-        self.sizes: dict[str, int] = {}  # of `inputs`, Σ w xᵀx (m×m), and `gradients`, Σ gᵀg (n×n)
+        self.sizes: dict[str, int] = {}  # sizes of `inputs`, Σ w xᵀx (m×m), and `gradients`, Σ gᵀg (n×n)
         self._name, self._store = name, store
 
     @property
@@ -256,7 +256,7 @@ class Damped:
 
     @classmethod
     def identity(cls, size: int, like: Tensor) -> Damped:
-        """All directions alike, with the type and the device of another tensor."""
+        """The unit metric, with the type and the device of another tensor."""
         return cls(torch.eye(size).to(like), 0.0)
 
     @lazy_property
@@ -315,7 +315,7 @@ class Metric:
 
 
 def damped_weights(squares: Tensor, damping: float) -> Tensor:
-    """Square roots of row weights, damped; all alike where nothing was seen, as in `damped_root`."""
+    """Square roots of row weights, damped; all equal without data, as in `damped_root`."""
     level = squares.mean()
     return (squares + damping * level).sqrt() if level > 0 else torch.full_like(squares, UNSEEN)
 

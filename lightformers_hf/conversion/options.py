@@ -58,10 +58,10 @@ class CompressionOptions:
             characters and bytes stay too, so that every text can still be written. `None` keeps all tokens.
         vocabulary_size: tokens of each side at most, the most frequent ones of that text. `None`: all of them.
         pattern: a kind of matrices (`embedding`, `attention`, `ffn`), or a regular expression for the end of a
-            module's name → `64` (rank), `4x` (ratio), `90%` (energy) or `dense`; an int is a rank, `None` is dense. A
+            module's name → `64` (rank), `4x` (ratio), `90%` (energy) or `dense`. An int is a rank, `None` is dense. A
             pattern has priority over the general option, a name over a kind, and the first matching name over later
             ones.
-        encoder_layers, decoder_layers: number of layers that are kept, evenly spread and including the last; the
+        encoder_layers, decoder_layers: number of layers that are kept, evenly spread and including the last. The
             others are removed first, and the kept ones are refitted by least squares to the outputs of the whole
             stack. The decoder takes most of the time. `None` keeps all layers.
         encoder_groups, decoder_groups: N, number of stored layers; `None` keeps the sharing of the source.
@@ -75,7 +75,7 @@ class CompressionOptions:
         calibration_samples: number of pairs that are drawn. `None` means 1000, or more short pairs, until each side
             has 64 tokens per feature of d_model or 32,768 tokens. Self-generated texts are 256, and up to 1024 for
             teachers below 20M parameters.
-        source_lang, target_lang: a column of the data, or a language inside its column `translation`; of a
+        source_lang, target_lang: a column of the data, or a language inside its column `translation`. For a
             multilingual checkpoint (mBART-50, M2M100, NLLB) also the language code of the tokenizer, which the result
             keeps. Write `COLUMN=CODE` (`de=de_DE`) if they differ. `None`: the languages of the tokenizer. A task
             prefix follows the column, with a space at the end: `de=translate German to English: ` for T5, unless its
@@ -124,14 +124,14 @@ class CompressionOptions:
         for name in self._given("params", "size"):
             read_quantity(name, getattr(self, name))
         if self.method == "paper" and (given := self._given("calibration", *LAYERS, *OTHER_BUDGETS)):
-            raise ValueError(f"method is 'paper', but the paper's procedure has no {given[0]}: leave one of them out")
+            raise ValueError(f"method is 'paper', but the paper's procedure has no {given[0]}: remove one of the two")
         kinds = self.policy.kinds  # raises an error for values out of range
         for kind in ("attention", "ffn") if self.method == "narrow" else ():
             rule = kinds.get(kind, self.policy.default)
             if not (rule is None or isinstance(rule, Ratio)):
                 name = "pattern" if kind in kinds else self._given(*HOW_FAR)[0]
                 raise ValueError(
-                    f"method is 'narrow', and how narrow is chosen by ratio, params or size: leave {name} out"
+                    f"method is 'narrow', and how narrow is chosen by ratio, params or size: remove {name}"
                 )
         if not self._is_one_number() and (given := self._given(*OTHER_BUDGETS)):
             raise ValueError(
@@ -236,16 +236,16 @@ def resolve_study(options: CompressionOptions, study: StudyOptions | None = None
     study = study or StudyOptions()
     switches = METHOD_SWITCHES[options.method]
     if given := [name for name, value in switches.items() if getattr(study, name) not in (None, value)]:
-        raise ValueError(f"method is {options.method!r}, which leaves no choice of {given[0]}: leave one of them out")
+        raise ValueError(f"method is {options.method!r}, which determines {given[0]}: remove one of the two")
     if options.method == "paper" and study.weighting != "loss":
-        raise ValueError(f"method is 'paper', which weighs no errors; weighting is {study.weighting!r}: leave it out")
+        raise ValueError(f"method is 'paper', which weights no errors; weighting is {study.weighting!r}: remove it")
     study = replace(study, **switches)
     if not study.share_layer_norms and options.encoder_groups is None and options.decoder_groups is None:
         raise ValueError("share_layer_norms is for layers that share: give encoder_groups or decoder_groups")
     if study.allocation == "budget" and not options.spends_budget:
         raise ValueError("allocation is 'budget', which needs one ratio for all kinds: give ratio alone")
     if study.allocation == "uniform" and options.budget in OTHER_BUDGETS:
-        raise ValueError(f"allocation is 'uniform', which needs a ratio: leave {options.budget} out")
+        raise ValueError(f"allocation is 'uniform', which needs a ratio: remove {options.budget}")
     return study
 
 
@@ -266,7 +266,7 @@ def read_quantity(name: str, text: str | float) -> int:
     if match is None or not float(match[1]):
         raise ValueError(f"{name} is {text!r}, expected a number above 0, k, M or G behind it: 20M, 40MB")
     if name == "params" and match[3]:
-        raise ValueError(f"params is {text!r}, but counts parameters, not bytes: leave out the B, or give it as size")
+        raise ValueError(f"params is {text!r}, but counts parameters, not bytes: remove the B, or give it as size")
     return int(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[match[2].lower()])
 
 
@@ -306,7 +306,7 @@ def read_pattern(items: list[str]) -> Mapping[str, str]:
         if not (separator and name):
             raise ValueError(f"pattern is {item!r}, expected NAME=CHOICE, such as ffn=4x or fc1=dense")
         if name in pattern:
-            raise ValueError(f"pattern has {name!r} twice: leave one of them out")
+            raise ValueError(f"pattern has {name!r} twice: remove one of the two")
         pattern[name] = choice
     return pattern
 

@@ -1,6 +1,6 @@
 """Refit: every linear layer and norm learns to give the teacher's outputs from the inputs that it now gets.
 
-Front to back in one pass, by regression on the calibration sentences; no labels, no back-propagation. In the same way
+Front to back in one pass, by fits on the calibration sentences; no labels, no back-propagation. In the same way
 the layers that stay learn to do the work of removed ones. In the end the probabilities of tokens are balanced.
 """
 
@@ -36,9 +36,9 @@ from .sensitivity import (
 from .sharing import find_matrices, short_name
 from .workers import AT_ONCE, Step, algebra_device, cast_weights, fast_passes, fast_products, map_in_threads
 
-# Weight of the layer's matrix in the regression, relative to the mean variance of its inputs.
+# Weight of the layer's matrix in the fit, relative to the mean variance of its inputs.
 RIDGE, SELF_GENERATED_RIDGE = 1e-2, 0.1
-# Share of the accumulated error of the hidden states that is corrected (RESULTS.md, "What states lack").
+# Share of the accumulated error of the hidden states that is corrected.
 CORRECTED = 0.5
 # At least this share of their mean square: the variance that rounding in float32 leaves for constant inputs.
 CONSTANT = 1e-6
@@ -46,7 +46,7 @@ CONSTANT = 1e-6
 TOKENS = 1024
 NORMS, PARTS = (nn.LayerNorm, nn.RMSNorm), ("layers.", "layer_norm")
 # Target tokens whose probabilities are balanced, about; steps that balance them, occurrences of each that are added to
-# those seen, and how many nats a token they must win together.
+# those seen, and the nats per token that they must gain together.
 BALANCED, BALANCING, SMOOTHING, WORTH_BALANCING = 8192, 4, 0.5, 0.04
 # For `encoder` and `decoder`, indices of the teacher's layers that correspond to the layers of another model.
 Depths = Mapping[str, Sequence[int]]
@@ -57,8 +57,8 @@ def can_refit(config: FactorizedConfig, study: StudyOptions) -> bool:
     possible = isinstance(config, LightFormerConfig) and not (config.encoder_groups or config.decoder_groups)
     if study.refit and not possible:
         raise ValueError(
-            "refit is True, but layers that are shared serve several places, which one regression can't, and only a "
-            "LightFormer's are known one by one: leave refit or the groups out"
+            "refit is True, but shared layers have several places, which one fit cannot serve, and only a "
+            "LightFormer's are known one by one: remove refit or the groups"
         )
     return possible and study.refit is not False
 
@@ -79,9 +79,9 @@ def refit(
 def bridge(
     shorter: PreTrainedModel, teacher: PreTrainedModel, depths: Depths, batches: Sequence[Batch]
 ) -> dict[str, Tensor]:
-    """Return new tensors of a teacher with fewer layers, regressed so that each does what those before it did, too.
+    """Return new tensors of a teacher with fewer layers, refitted so that each also replaces the removed ones.
 
-    A stack that has all its layers (`depths`) is left as it is, unless it reads what a shorter one wrote.
+    A stack that has all its layers (`depths`) is unchanged, unless it reads the outputs of a shorter one.
     """
     stacks = tuple(depths) if len(depths["encoder"]) < len(teacher.get_encoder().layers) else ("decoder",)
     linear, norms = _find_modules(shorter, *(f"model.{stack}.{part}" for stack in stacks for part in PARTS))
@@ -90,7 +90,7 @@ def bridge(
             weight.data = weight.data.clone()
     store, unchanged = TensorStore(teacher.device), Built([], {})
     regression = Regression(shorter, teacher, depths, cut_batches(batches, TOKENS), store, unchanged, share=1)
-    regression.run(stacks, "bridging")
+    regression.run(stacks, "fitting layers")
     balance(shorter, teacher, regression.batches, store)
     state = shorter.state_dict()
     changed = [f"{name}.{leaf}" for name in (*linear, *norms) for leaf in shorter.get_submodule(name).state_dict()]
@@ -99,9 +99,9 @@ def bridge(
 
 @dataclass(frozen=True, eq=False)
 class Regression:
-    """A regression that changes the linear layers and norms of `student` in place; ranks and shapes stay.
+    """Least squares that change the linear layers and norms of `student` in place; ranks and shapes stay.
 
-    A layer's inputs x are the student's, with all layers before it regressed; its aim y is the teacher's output, and
+    A layer's inputs x are the student's, with all layers before it refitted. Its target y is the teacher's output, and
     where that is added to states r, of which the student has r', y + β(r − r'). W* = (E[xᵀx] + ρI)⁻¹ (E[xᵀy] + ρW),
     all centred if there is a bias, truncated in the metric of the calibration; W is the layer as it was in the
     teacher. The gain g of a norm becomes g + β(g* − g), with g* fitted by least squares, feature by feature. The norm
@@ -110,13 +110,13 @@ class Regression:
 
     student: PreTrainedModel  # a LightFormer without shared layers
     teacher: PreTrainedModel  # the same, dense or not
-    depths: Depths  # of `encoder` and `decoder`, which of the teacher's layers each of the student's stands for
+    depths: Depths  # of `encoder` and `decoder`, the teacher's layer for each of the student's
     batches: Sequence[Batch]
     store: TensorStore  # gets the states
-    built: Built  # what the matrices have become: their forms, and the coordinates of outputs that are fewer
+    built: Built  # results of the forms: their kinds, and the coordinates of outputs that are fewer
     share: float  # β
     # Of a model that the student was made of: it has the layers as they were, and gradients for the metric. `None`:
-    # the student is that model itself, and errors of all outputs are alike.
+    # the student is that model itself, and errors of all outputs have equal weight.
     calibration: Calibration | None = None
 
     @property
@@ -128,7 +128,7 @@ class Regression:
         return SELF_GENERATED_RIDGE if self.calibration and self.calibration.self_generated else RIDGE
 
     def run(self, stacks: Sequence[str], what: str) -> None:
-        """Regress the layers of these stacks; the others' states are computed."""
+        """Refit the layers of these stacks; for the others, only hidden states are computed."""
         total = sum(len(self.depths[stack]) for stack in stacks)
         with Step(what, total=total, unit="layer") as bar:
             for stack, depths in self.depths.items():
@@ -153,7 +153,7 @@ class Regression:
         norms = list(filter(self._changes, norms))
         names = linear + norms
         teacher.advance(teacher_depth, names, self.share)
-        groups: dict[int, list[str]] = {}  # those with one input are one regression, in the order of their calls
+        groups: dict[int, list[str]] = {}  # layers with one input are one fit, in the order of their calls
         for name, states in (seen := student.inputs(depth, 0, names)).items():
             groups.setdefault(id(states), []).append(name)
         del seen
@@ -174,7 +174,7 @@ class Regression:
     def _sums(
         self, student: HiddenStates, teacher: HiddenStates, depth: int, layers: dict[str, nn.Module]
     ) -> tuple[PairMoments, dict[str, PairMoments]]:
-        """Over all batches, of what goes into layers of one input, and of that with what is to come out of each."""
+        """Sums over all batches: of the inputs of layers that share them, and of inputs with each layer's target."""
         group, width = list(layers), next(iter(layers.values())).in_features
         inputs = PairMoments(width, width, self.device)
         outputs = {name: PairMoments(width, layer.out_features, self.device) for name, layer in layers.items()}
@@ -201,7 +201,7 @@ class Regression:
         return inputs, outputs
 
     def _changes(self, name: str) -> bool:
-        """Whether there is a norm of that name, and it is to be regressed."""
+        """Whether there is a norm of that name that is refitted."""
         module, decoder = self.student.get_submodule(name), self.student.model.decoder
         last = decoder.layer_norm
         if isinstance(last, nn.Identity) and not decoder.layers[-1].normalize_before:
@@ -239,7 +239,7 @@ class Regression:
             setattr(norm, leaf, nn.Parameter(tensor.to(norm.weight.dtype), requires_grad=False))
 
     def _solve(self, layers: dict[str, nn.Module], inputs: PairMoments, outputs: dict[str, PairMoments]) -> None:
-        """Give layers of one input the regression, as near as their forms can come. Removes used `outputs`."""
+        """Refit layers of one input, as near as their forms can come. Removes used `outputs`."""
         before = self.student if self.calibration is None else self.calibration.model
         labels = {report.name: report.form for report in self.built.reports}
         for centred in (False, True):
@@ -250,7 +250,7 @@ class Regression:
             seen = inputs.moment(centred=False).diagonal().mean()
             covariance = inputs.moment(centred=centred)
             ridge = max(self.ridge * covariance.diagonal().mean(), CONSTANT * seen)
-            matrices = {}  # towards which the regression is shrunk: the teacher's if its layer has these inputs
+            matrices = {}  # the fit is shrunk towards them: the teacher's if its layer has these inputs
             for name, layer in some.items():
                 own = self.built.of_teacher(name, _matrix(before.get_submodule(name), self.device))
                 matrices[name] = own if len(own) == len(covariance) else _matrix(layer, self.device)
@@ -264,7 +264,7 @@ class Regression:
                 }
             for name, layer in some.items():
                 metric = partial(self._metric, name, covariance, matrices[name].shape[1])
-                label = labels.get(short_name(name))  # of the form that a layer has become, or was before
+                label = labels.get(short_name(name))  # of the new form of a layer, or of the old one
                 forms = (form for form in all_forms() if (form.label == label if label else form.holds(layer)))
                 form = next(forms, Form)
                 layer.load_state_dict(form.nearest_state(layer, matrices.pop(name), bias_of(layer), metric, name=name))
@@ -294,7 +294,7 @@ def _matrix(module: nn.Module, device: torch.device) -> Tensor:
 
 
 class _StopError(Exception):
-    """Ends a forward pass where nothing that follows is wanted."""
+    """Ends a forward pass after the last layer that is needed."""
 
 
 class HiddenStates:
@@ -314,9 +314,9 @@ class HiddenStates:
         self.store[self.who, self.name, index] = states
 
     def _arguments(self, index: int, states: Tensor | None = None) -> list[Any]:
-        """Return the first layer's arguments for a batch: hidden states and what all layers get; then those by name.
+        """Return the first layer's arguments for a batch: hidden states and common arguments; then those by name.
 
-        Where only the others are wanted, the `states` of the batch replace its embeddings, which take longer.
+        If only the others are needed, the `states` of the batch replace its embeddings, which take longer.
         """
         batch = model_inputs(self.batches[index], self.device)
         found: list[Any] = []
@@ -348,7 +348,7 @@ class HiddenStates:
         return self.stack.layer_norm(self.store[self.who, self.name, index])
 
     def finish(self) -> None:
-        """Put the states behind the stack, and forget what modules gave, and behind a decoder the encoder's states."""
+        """Put the states behind the stack, and remove outputs of modules, and after a decoder the encoder's states."""
         for index in range(len(self.batches)):
             self._put(index, self.result(index))
             for key in [(self.who, name, index) for name in self.recorded]:
@@ -358,7 +358,7 @@ class HiddenStates:
                 del self.store[self.who, "encoder", index]
 
     def residual_of(self, name: str) -> str | None:
-        """The module whose input is what the output of the module `name` is added to; `None` where nothing is."""
+        """Return the module to whose input the output of the module `name` is added; `None` without one."""
         path, _, part = name.rpartition(".")
         before = self.stack.layers[0].normalize_before
         if part == "fc2":
@@ -425,7 +425,7 @@ class HiddenStates:
 
 
 def _run_with(hooks: Sequence[tuple[Callable, Callable]], run: Callable[[], Any]) -> Any:
-    """Return what `run` returns, or `None` if a hook raises `_StopError`.
+    """Return the result of `run`, or `None` if a hook raises `_StopError`.
 
     Each hook has the method of a module that registers it, and sees the passes of this thread alone.
     """
@@ -454,8 +454,8 @@ def balance(student: PreTrainedModel, teacher: PreTrainedModel, batches: Sequenc
     """Scale tokens' probabilities by e^b until their means are the teacher's: then no b has a lower cross-entropy.
 
     Every step, b += log(teacher's mean / own mean), lowers it (Darroch and Ratcliff 1972), each by less than the one
-    before. Where all of them win little, b stays. The probabilities p become p·e^b / Z, Z the sum of p·e^b over the
-    tokens: of the cross-entropy, only log Z − b·(teacher's) changes.
+    before. If all gain little, b stays. The probabilities p become p·e^b / Z, Z the sum of p·e^b over the
+    tokens: in the cross-entropy, only log Z − b·(teacher's) changes.
     """
     device = algebra_device(store.device)
     every = max(1, sum(int((batch["labels"] != -100).sum()) for batch in batches) // BALANCED)

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 OWN_TEXT = "text that the model made itself"
 DENSE = "dense"
 STACKS = ("encoder", "decoder")
-# Below this share, sentences differ from the teacher's (measured: RESULTS.md, "Over-confident teachers").
+# Below this share, sentences differ from the teacher's (docs/results/confident.md).
 CLIFF = 0.8
 # Metadata that a card passes to the cards of models made from its model.
 INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
@@ -77,8 +77,8 @@ class MatrixReport:
 class Agreement:
     """Share of target tokens at which model and teacher predict the same token, each after the tokens of the text."""
 
-    share: float  # of the result, from 0 to 1
-    before_refit: float | None  # of the result before its layers were refitted; `None` where they were not
+    share: float  # share of the result, from 0 to 1
+    before_refit: float | None  # share before its layers were refitted; `None` without a refit
     tokens: int  # the number of target tokens
     held_out: bool  # whether the text was held out of the calibration; short texts are not
 
@@ -165,7 +165,7 @@ class CompressionReport(Result):
         """The report of compressing `teacher` into `model`, whose skeletons give the totals.
 
         Args:
-            options, study: what was asked for; what differs from its default is kept.
+            options, study: the given options; those that differ from their defaults are kept.
             trimmed: the teacher with the tokens that stay, where not all do.
             others: other fields.
         """
@@ -240,10 +240,10 @@ class CompressionReport(Result):
     @property
     def measure(self) -> str:
         """The norm of `energy` and `relative_error` of the matrices, in words."""
-        shared = "; of layers that share one, relative to what they were merged into" if self.shares else ""
+        shared = "; for shared layers, relative to the merged matrix" if self.shares else ""
         if self.calibration is None or not self.smaller:
-            return f"every entry alike (Frobenius norm){shared}"
-        return f"entries weighed by what they cost on {self.calibration}{shared}"
+            return f"every entry with equal weight (Frobenius norm){shared}"
+        return f"entries weighted by the sensitivity of the loss on {self.calibration}{shared}"
 
     @property
     def outcome(self) -> str:
@@ -281,7 +281,7 @@ class Plan(CompressionReport):
     def parts(self) -> list[Table | str]:
         """Return a table of all matrices, then as the report of a conversion."""
         legend = [
-            "\nbefore, after: parameters. energy: share of Σσ² kept. error: norm of what is lost, relative.",
+            "\nbefore, after: parameters. energy: share of Σσ² kept. error: relative norm of the difference.",
             f"Energy and error: {self.measure}; of a whole block where it got narrower.\n",
         ]
         # In 120 columns nothing wraps but a name of more than 40 letters.
@@ -382,8 +382,7 @@ def inherited_metadata(folder: Path, hub_name: str | None) -> dict[str, str | li
     """Licence, languages and task that the card of a model names, for the cards of what is made from it.
 
     Args:
-        folder: where the model lies; its card is the `README.md` there. Without one, or with metadata that cannot be
-            read, nothing is inherited.
+        folder: where the model lies. Without a card, or with metadata that cannot be read, nothing is inherited.
         hub_name: the model's name on the Hub, which becomes `base_model`; `None` for a folder, which leaves its own.
     """
     metadata: dict[str, str | list[str]] = {"base_model": hub_name} if hub_name else {}
@@ -427,7 +426,7 @@ def remarks(report: CompressionReport) -> Iterator[str]:
         yield f"The vocabulary keeps {sides}, which alone spares {before - kept:,} parameters."
     yield f"Of {len(report.matrices)} matrices: {report.outcome}."
     if len(report.smaller) < len(report.matrices):
-        yield "Those stay dense for which nothing smaller was asked, or whose factors would hold as many parameters."
+        yield "A matrix stays dense if no smaller form was requested, or if its factors would hold as many parameters."
     if report.agreement is not None:
         yield f"{report.agreement}.".capitalize()
         if report.agreement.share < CLIFF:
@@ -437,12 +436,12 @@ def remarks(report: CompressionReport) -> Iterator[str]:
             yield f"Below {CLIFF:.0%}, outputs differ from the teacher's: {', or '.join(remedies)}."
     if report.calibration is None and report.smaller:
         yield (
-            "Without calibration every entry of a matrix counts alike, which costs most of the quality until the "
+            "Without calibration every entry of a matrix has equal weight. This costs most of the quality until the "
             "result is trained."
         )
     elif report.calibration == OWN_TEXT:
         yield (
-            f"What counts was learned from {OWN_TEXT}; --calibration with a thousand sentence pairs, or "
+            f"Errors were weighted on {OWN_TEXT}; --calibration with a thousand sentence pairs, or "
             "sentences, like those it is for keeps more."
         )
     for stack, (kept, before) in report.fewer_layers.items():

@@ -120,7 +120,7 @@ class Ratio(RankRule):
         rank_for_ratio(1, 1, self.ratio)
 
     def find_rank(self, name: str, m: int, n: int, singular_values: Tensor | None) -> int:
-        if worth_factorizing(m, n, 1):  # what cannot get smaller at all stays dense
+        if worth_factorizing(m, n, 1):  # a matrix that cannot get smaller stays dense
             self._check_reach(name, m * n / (m + n))
         return rank_for_ratio(m, n, self.ratio)
 
@@ -183,7 +183,7 @@ class RankShare(RankRule):
 
 @dataclass(frozen=True)
 class RankPolicy:
-    """The rule for each matrix: of the first pattern that matches its name, else of its kind, else the default.
+    """The rule for each matrix: that of the first pattern that matches its name, else of its kind, else the default.
 
     A pattern is a regular expression for the end of a module's name, beginning at a dot: `q_proj` fits
     `encoder.layers.0.self_attn.q_proj`, `proj` does not. A rule of `None` leaves matrices dense.
@@ -192,7 +192,7 @@ class RankPolicy:
     """
 
     default: RankRule | None = None  # for kinds without their own
-    kinds: dict[str, RankRule | None] = field(default_factory=dict)  # of `embedding`, `attention` and `ffn`
+    kinds: dict[str, RankRule | None] = field(default_factory=dict)  # rules of `embedding`, `attention` and `ffn`
     names: dict[str, RankRule | None] = field(default_factory=dict)  # pattern → rule
 
     def __post_init__(self) -> None:

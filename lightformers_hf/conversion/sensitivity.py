@@ -29,7 +29,7 @@ SHRINKAGE, SELF_GENERATED_SHRINKAGE = 1e-2, 0.3
 TOKEN_DAMPING = 1e-2
 # Tokens of a batch at most, on both sides with padding; of those, target tokens whose logits are held together.
 TOKENS, LOGIT_ROWS = 512, 64
-# Target tokens, about, by which the spread of logits is known, of so many batches.
+# Number of target tokens, about, and of batches, from which the spread of logits is estimated.
 SPREAD_TOKENS, SPREAD_BATCHES = 256, 4
 # Signs of `Probes` repeat after so many tokens: a prime, small enough for float32 to distinguish fractions of its
 # multiples apart.
@@ -41,7 +41,7 @@ Batch = dict[str, Tensor]
 class Probes:
     """Random vectors z, one for each token, with E[zᵀz] = diag(p) − pᵀp, p the softmax of the logits over T.
 
-    z = ε√p − p Σ ε√p with random signs ε. A label drawn from p is a poorer estimate (RESULTS.md, "Probes").
+    z = ε√p − p Σ ε√p with random signs ε. A label drawn from p is a poorer estimate.
     """
 
     def __init__(self, size: int, device: torch.device, temperature: float = 1.0) -> None:
@@ -60,7 +60,7 @@ def logit_variance(logits_of: Callable[[Tensor], Tensor], states: Sequence[Tenso
     count = sum(map(len, states))
 
     def moments(rows_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Mean and second moment of what a function makes of logits."""
+        """Mean and second moment of a function of the logits."""
         sums = torch.zeros(2, size, dtype=torch.float64)
         for part in states:
             rows = rows_of(logits_of(part).to(algebra_device(part.device)).double())
@@ -210,7 +210,7 @@ class Calibration:
             self._token_weights.setdefault(name, []).append(weights.to(self._store.device))
 
     def _pass(self, batch: Batch) -> deque[Callable[[], None]]:
-        """Pass a batch through the model and back, and return what adds it to the sums."""
+        """Pass a batch through the model and back, and return the function that adds it to the sums."""
         device = self.model.device
         masks = {stream: token_mask(batch, stream).to(device) for stream in ("source", "target")}
         _, vectors, additions = self._current.batch = masks, [], deque()
@@ -241,7 +241,7 @@ class Calibration:
     def token_weights(self, names: list[str]) -> Tensor:
         """Return weights of all tokens, in their order: the sensitivity of the loss at layers of one input.
 
-        They are the root of Σ |g|² / E[|g|²]: without the root, few tokens would decide (RESULTS.md, "Tokens").
+        They are the root of Σ |g|² / E[|g|²]: without the root, few tokens would decide.
         """
         found = [(torch.cat(self._token_weights[name]), self.moments[name].count) for name in names]
         return sum(weights / count if count else torch.ones_like(weights) for weights, count in found).sqrt()
@@ -253,7 +253,7 @@ class Calibration:
     def metric(self, names: list[str], kind: str, has_bias: bool) -> Metric:
         """The norm in which one matrix that serves as each of the modules `names` is to be approximated.
 
-        It has both C and G, or C alone if tokens are alike.
+        It has both C and G, or C alone if tokens have equal weight.
         """
         if kind == "embedding":
             metric = self._embedding_metric(names[0])
@@ -272,7 +272,7 @@ class Calibration:
         """Return one row weight and one matrix for both jobs of an embedding matrix, exact where the two agree.
 
         As an output layer it costs Σ_v a_v Δ_v H Δ_vᵀ, with a_v the mean of p(1 − p) at token v and H the second
-        moment of the states; as a lookup Σ_v f_v Δ_v G Δ_vᵀ, with f_v the frequency of v and G of the gradients.
+        moment of the states. As a lookup, Σ_v f_v Δ_v G Δ_vᵀ, with f_v the frequency of v and G of the gradients.
         """
         jobs = []
         tied = self.model.get_expanded_tied_weights_keys(all_submodels=True)
@@ -334,9 +334,9 @@ def stream_of(name: str) -> str:
 def _where_errors_count(
     module: nn.Module, kind: str, inputs: Tensor, output: Tensor, mask: Tensor | EllipsisType
 ) -> Tensor | EllipsisType:
-    """`mask` without what an error of the module's weights cannot reach: zero vectors, of a table or into a matrix.
+    """Return `mask` without tokens that errors of the module's weights cannot reach: zero vectors of tables or inputs.
 
-    Gradients may be huge there: RMSNorm magnifies what goes back through zero. A bias has errors of its own.
+    Gradients may be huge there: RMSNorm magnifies gradients through zero. A bias has errors of its own.
     """
     if kind == "output" or any(name.endswith("bias") for name, _ in module.named_parameters()):
         return mask

@@ -67,8 +67,7 @@ def share_layers(teacher: Teacher, options: CompressionOptions, study: StudyOpti
     for name in GROUPS:
         if (asked := getattr(options, name)) is not None and not hasattr(own, name):
             raise ValueError(
-                f"{name} is {asked}, but layers of a {own.model_type} are shared as its training had them: "
-                "leave it out"
+                f"{name} is {asked}, but layers of a {own.model_type} are shared as its training had them: remove it"
             )
         if asked is not None and asked != getattr(own, name):
             fields[name] = asked
@@ -133,9 +132,9 @@ def align_bases(
     moments: Sequence[Mapping[str, Tensor]] | None = None,
     ordered: Collection[str] = (),
 ) -> list[dict[str, Bases]]:
-    """For each layer of a group, bases that bring it near to the first one and leave what it computes as it is.
+    """For each layer of a group, bases that bring it near to the first one and do not change its outputs.
 
-    Heads are matched by what they compute, W_Q W_Kᵀ and W_V W_O, neurons by W_1, b_1 and W_2: the assignment of the
+    Heads are matched by their functions, W_Q W_Kᵀ and W_V W_O, neurons by W_1, b_1 and W_2: the assignment of the
     least sum of squared distances, each kind relative to its size. W_Q and W_K share a basis inside each head, and so
     do W_V and W_O, turned by the rotations nearest to the first layer's (orthogonal Procrustes problem).
 
@@ -258,7 +257,7 @@ class Originals:
     is_aligned: bool = False  # layers of a group are merged by their inputs, after alignment; else their mean
     calibration: Calibration | None = None
     device: torch.device = torch.device("cpu")  # noqa: RUF009, immutable
-    bases: dict[str, Bases] = field(default_factory=dict)  # of a teacher's module, in which it is merged
+    bases: dict[str, Bases] = field(default_factory=dict)  # bases of a teacher's module, in which it is merged
     is_truncated_first: bool = False  # low-rank matrices of a group are truncated one by one, before they are merged
     _merged: dict[str, Linear] = field(default_factory=dict)
 

@@ -55,15 +55,15 @@ class Linear(NamedTuple):
 
 
 class Teacher:
-    """A checkpoint folder of a known family, checked whole: nothing missing, extra or of another shape.
+    """A checkpoint folder of a supported family, checked completely: no tensor is missing, extra or of another shape.
 
     Args:
         folder: where the checkpoint lies.
-        source: what the user called it: this folder, or a name on the Hub.
+        source: its name as the user gave it: this folder, or a name on the Hub.
         languages: codes of source and target, of a multilingual checkpoint that is to translate between these two.
 
     Attributes:
-        name: what reports call it: the folder's name without the path to it, or the name on the Hub.
+        name: its name in reports: the folder's name without the path to it, or the name on the Hub.
         source_config: the checkpoint's own configuration.
         config: the configuration of this package that computes the same.
         model_class: the class of this package with the checkpoint's head.
@@ -71,7 +71,7 @@ class Teacher:
         kept: its tokens, where it has fewer than the checkpoint.
 
     Raises:
-        ValueError: no known family, no sequence-to-sequence model, or tensors that do not fit the configuration.
+        ValueError: no supported family, no sequence-to-sequence model, or tensors that do not fit the configuration.
         FileNotFoundError: no `config.json`, no weights, or a shard that is not there.
     """
 
@@ -131,7 +131,7 @@ class Teacher:
             first = names.setdefault(name, key)
             if key != first and not torch.equal(self.reader.read(key), self.reader.read(first)):
                 raise ValueError(
-                    f"{key} and {first} of {self.folder} differ, but config.json says they are one tensor: "
+                    f"{key} and {first} of {self.folder} differ, but by config.json they are one tensor: "
                     "set tie_word_embeddings or share_encoder_decoder_embeddings to false there"
                 )
         if unknown:
@@ -170,7 +170,7 @@ class Teacher:
         if held := [field for field in special if getattr(self.config, field, None)]:
             raise ValueError(
                 f"{next(iter(kept))}_layers can't be changed: layers of {self.name} share weights or differ in shape "
-                f"({held[0]}); leave layers out of its own teacher"
+                f"({held[0]}); remove layers of its own teacher"
             )
         if not isinstance(self.config, LightFormerConfig):
             raise ValueError(f"{next(iter(kept))}_layers can't be changed in a {self.config.model_type}")
@@ -226,7 +226,7 @@ class Teacher:
         return tensor
 
     def load(self) -> PreTrainedModel:
-        """The whole model, fp32, in evaluation mode: what it is asked must not depend on chance.
+        """The whole model, fp32, in evaluation mode: its outputs must not depend on chance.
 
         Its tensors are the files', whose pages the system may drop and read again: they are not to be changed.
         """

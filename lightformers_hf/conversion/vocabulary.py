@@ -63,7 +63,7 @@ class SavedTokenizer(ABC):
 
     @abstractmethod
     def needed(self) -> set[str]:
-        """Tokens that stay whatever the text: all that writes any text, and what cutting text depends on."""
+        """Tokens that stay for any text: those that can write any text, and those that the tokenization depends on."""
 
     @abstractmethod
     def parts(self, token: str) -> set[str]:
@@ -146,7 +146,7 @@ class TokenizerJson(SavedTokenizer):
 
 
 def _processors(node: Any) -> Iterator[tuple[dict[str, list], list[dict]]]:
-    """Of a post-processor, and of each in a sequence: its pairs of token and id, and its templates' special tokens."""
+    """Yield, for each post-processor of a sequence, its pairs of token and id, and its templates' special tokens."""
     for part in node if isinstance(node, list) else [node] if node else []:
         pairs = {name: part[name] for name in ("sep", "cls") if isinstance(part.get(name), list)}
         yield pairs, list((part.get("special_tokens") or {}).values())
@@ -173,10 +173,10 @@ class SentencePieceFiles(SavedTokenizer):
         return lone_characters(texts).union(*(model.needed() for model in self.models.values())) & self.known
 
     def parts(self, token: str) -> set[str]:
-        found = {token}
-        for scores in self.scores:
-            found |= merges_of(token, lambda left, right, scores=scores: scores.get(left + right)) & self.known
-        return found
+        def merges(scores: Mapping[str, float]) -> set[str]:
+            return merges_of(token, lambda left, right: scores.get(left + right))
+
+        return {token} | set().union(*map(merges, self.scores)) & self.known
 
     def rewrite(self, ids: Vocabularies) -> None:
         """Both; pieces that no vocabulary has stay in the models, which would else cut differently."""
@@ -249,10 +249,9 @@ class PieceModel:
         return b"".join(kept)
 
     def needed(self) -> set[str]:
-        """Pieces that stay whatever the text: all that are not normal; and, as what is unknown is as probable as the
-        worst normal piece and what a user defined as the best, these two.
-        """
+        """Pieces that stay whatever the text: all that are not normal; the best and the worst of a unigram model."""
         found = {piece.text for piece in self.pieces if piece.type not in (NORMAL, UNUSED)}
+        # What is unknown is as probable as the worst normal piece, and what a user defined as the best.
         normal = [piece for piece in self.pieces if piece.type == NORMAL]
         if normal and not self.is_bpe:
             found |= {end(normal, key=lambda piece: piece.score).text for end in (min, max)}
@@ -306,8 +305,8 @@ def _as_bytes(value: bytes | int) -> bytes:
 def unknown_kind(why: str) -> ValueError:
     """Return the error for a tokenizer that cannot be rebuilt."""
     return ValueError(
-        f"vocabulary cannot be trimmed, the tokenizer is of no known kind ({why}): known are tokenizer.json with a "
-        "unigram or byte-pair model, and SentencePiece models with vocab.json (Marian, M2M100); leave vocabulary out"
+        f"vocabulary cannot be trimmed, the tokenizer is not supported ({why}): supported are tokenizer.json with a "
+        "unigram or byte-pair model, and SentencePiece models with vocab.json (Marian, M2M100); remove vocabulary"
     )
 
 
@@ -346,19 +345,12 @@ def lone_characters(tokens: Collection[str]) -> set[str]:
 
 @dataclass(frozen=True, eq=False)
 class KeptTokens:
-    """Tokens of a checkpoint that stay.
+    """Tokens of a checkpoint that stay."""
 
-    Attributes:
-        source, target: their old ids, in the order of the new ones; the same list where both sides have one
-            vocabulary.
-        tokenizer: with the new ids.
-        languages: the codes that stay, where some go.
-    """
-
-    source: Sequence[int]
-    target: Sequence[int]
-    tokenizer: PreTrainedTokenizerBase
-    languages: Sequence[str] = ()
+    source: Sequence[int]  # their old ids, in the order of the new ones
+    target: Sequence[int]  # the same list where both sides have one vocabulary
+    tokenizer: PreTrainedTokenizerBase  # with the new ids
+    languages: Sequence[str] = ()  # the codes that stay, where some go
 
     def config(self, config: FactorizedConfig) -> FactorizedConfig:
         """A configuration of this package for the smaller vocabulary."""
@@ -402,7 +394,7 @@ def choose_tokens(teacher: Teacher, options: CompressionOptions) -> KeptTokens:
             break
         must |= strange
     else:
-        raise unknown_kind(f"its class adds {', '.join(sorted(strange)[:3])}, whatever its files say")
+        raise unknown_kind(f"its class adds {', '.join(sorted(strange)[:3])}, for any files")
     languages = wanted if dropped else ()
     result = KeptTokens(kept["source"], kept.get("target", kept["source"]), rebuilt, languages)
     _check_cuts(tokenizer, result, sample)
@@ -419,14 +411,14 @@ def _choose_languages(codes: Mapping[str, str], options: CompressionOptions, nam
     if not options.languages:
         return list(codes)
     if not codes:
-        raise ValueError(f"languages are given, but the tokenizer of {name} knows no codes: leave languages out")
+        raise ValueError(f"languages are given, but the tokenizer of {name} has no language codes: remove languages")
     sides = (split_language(text)[1] for text in (options.source_lang, options.target_lang))
     wanted = [code.strip("><") for code in options.languages]
     for code in wanted:
         if code not in codes:
             near = difflib.get_close_matches(code, codes) or sorted(codes)[:5]
             raise ValueError(
-                f"languages has {code!r}, which the tokenizer does not know; there is {' or '.join(near)}"
+                f"languages has {code!r}, which the tokenizer does not support; there is {' or '.join(near)}"
             )
     return [*dict.fromkeys([*wanted, *(code for code in sides if code in codes)])]
 
@@ -465,7 +457,7 @@ def _count_tokens(
             found.pop(token, None)
         if not found or unknown > found.total():
             raise ValueError(
-                f"vocabulary {', '.join(options.vocabulary or ())}: the tokenizer knows {found.total():,} of "
+                f"vocabulary {', '.join(options.vocabulary or ())}: the tokenizer has {found.total():,} of "
                 f"{found.total() + unknown:,} tokens of the {side} text: give text in the languages of the model"
             )
     return counts, sample

@@ -61,7 +61,7 @@ def algebra_device(device: torch.device) -> torch.device:
 
 
 def describe_work(device: torch.device) -> dict[str, bool | str]:
-    """Return what decides the rounding of a conversion: bfloat16 or not, and why."""
+    """Return the setting that decides the rounding of a conversion: bfloat16 or not, and the reason."""
     fast = device.type == "cpu" and has_fast_bf16()
     return {"bf16": fast, "reason": bf16_support()[1] if device.type == "cpu" else f"models run on {device.type}"}
 

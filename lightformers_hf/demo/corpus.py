@@ -1,7 +1,7 @@
 """A small German-English corpus made of locale data: dates, times, amounts, units, names of places, numbers in words.
 
-The sentences are templates; what fills them (how each language writes a date, an amount of money, a number in words,
-what it calls Lisbon or the Icelandic króna) comes from Babel's CLDR tables and from num2words. Much is in it that sets
+The sentences are templates; their slots (how each language writes a date, an amount of money, a number in words,
+its names of Lisbon or the Icelandic króna) come from Babel's CLDR tables and from num2words. Much is in it that sets
 German apart: verbs at the end, adjectives that agree. Some words are ten times as rare as others. Every validation and
 test sentence holds a *combination* that neither of the other splits has: an amount in a currency, a date in a format,
 a city in a template. A model that scores well on the test split has learned to compose, not to remember.
@@ -265,7 +265,7 @@ def _vehicle(article: str, rng: random.Random) -> Filling:
     return Filling(de, en, f"{adjective} {noun}", composed=True)
 
 
-# --- what Babel and num2words write --------------------------------------------------------------------------------
+# --- text of Babel and num2words -----------------------------------------------------------------------------------
 
 
 def _both(write: Callable[[str], str], key: str = "", *, composed: bool = False) -> Filling:
@@ -329,7 +329,7 @@ def _percent(rng: random.Random) -> Filling:
 
 
 def _words(kind: str, values: range, rng: random.Random) -> Filling:
-    while (value := rng.choice(values)) % 100 == 1 and kind == "cardinal":  # "einhunderteins Gäste" is not said
+    while (value := rng.choice(values)) % 100 == 1 and kind == "cardinal":  # "einhunderteins Gäste" is not used
         pass
     return _both(lambda lang: num2words(value, lang=lang, to=kind), composed=True)
 

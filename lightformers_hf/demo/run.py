@@ -69,7 +69,7 @@ class DemoSettings:
     teacher_learning_rate: float = 1e-3
     ratio: float = 4.0
     calibration_pairs: int = 300
-    minutes: float = 2.0  # of the recovery
+    minutes: float = 2.0  # time of the recovery
 
 
 def run_demo(
@@ -81,7 +81,7 @@ def run_demo(
     again: an interrupted run resumes, and a second run only shows the results.
 
     Args:
-        fresh: remove what an earlier demo made in `output`, and begin again.
+        fresh: remove the output of an earlier demo in `output`, and start again.
         console: where to print (default: the terminal).
 
     Raises:
@@ -126,7 +126,7 @@ def _write_page(model: Path, page: Path) -> str:
         if not page.exists():
             export_web(model, page)
     except ValueError as error:
-        return f"Left out: {error}. Then: lightformers web {model} {page}"
+        return f"Skipped: {error}. Then: lightformers web {model} {page}"
     return f"Open the page: python -m http.server --directory {page}, then http://localhost:8000"
 
 
@@ -265,7 +265,7 @@ def _draw(file: Path, small: Path, results: dict[str, Any]) -> None:
         left.plot(*zip(*losses, strict=True), color="C2")
         left.set(yscale="log", xlabel="step", ylabel="training loss, nats a token", title="Training after conversion")
         _draw_shares(right, results["engines"])
-        right.set(title="What is left of the teacher's")
+        right.set(title="Compared with the teacher")
 
     with write_whole(file) as opened:
         save_picture(opened, paint, columns=2)
@@ -293,7 +293,7 @@ def _draw_shares(axes: Axes, comparison: Mapping[str, Any]) -> None:
 
 
 def _show(results: dict[str, Any], test: str, output: Path, console: Console) -> None:
-    """Print the size, some translations of the deployed model, and what to do next."""
+    """Print the size, some translations of the deployed model, and the next commands."""
     recovery = results["recovery"]
     before, after, dense = (recovery[when]["bleu"] for when in ("before", "after", "teacher"))
     console.print(

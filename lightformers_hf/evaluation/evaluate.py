@@ -57,7 +57,7 @@ class Measurements:
 
     @property
     def own_memory_bytes(self) -> int | None:
-        """Peak memory beyond what the libraries alone take."""
+        """Peak memory without that of the libraries."""
         return None if self.memory_bytes is None else self.memory_bytes - self.libraries_bytes
 
 
@@ -160,7 +160,7 @@ def evaluate(
         runs: number of runs of the speed measurement.
         metrics: names of `METRICS`; by default those that fit the references (`choose_metrics`).
         comet: a local COMET checkpoint for an additional score.
-        num_beams, max_new_tokens: of `generate()`, for quality and speed; `None`: the values of the checkpoint (the
+        num_beams, max_new_tokens: for `generate()`, for quality and speed; `None`: the values of the checkpoint (the
             number of beams of the model also applies to the teacher).
 
     Raises:
@@ -251,7 +251,7 @@ def warn_of_overlap(model: str, data: str, sources: list[str]) -> None:
     if seen := [sentence for sentence in sources if fingerprint(sentence) in known]:
         logger.warning(
             f"{len(seen)} of the {len(sources)} sentences of {data} were among those that {model} was calibrated on, "
-            f"so its scores say too much; for example: {seen[0]}"
+            f"so its scores are too high; for example: {seen[0]}"
         )
 
 
@@ -277,7 +277,7 @@ def choose_columns(
     target = target or getattr(tokenizer, "target_lang", None)
     if not (source and target):
         raise ValueError(
-            f"the languages of {name} are not known: give source and target (on the command "
+            f"the languages of {name} are unknown: give source and target (on the command "
             "line --source-lang and --target-lang), two columns of the data or two languages inside its column "
             "'translation'."
         )

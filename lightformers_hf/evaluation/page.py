@@ -1,4 +1,4 @@
-"""`lightformers report`: one HTML page that needs nothing else, of what became of a model and why."""
+"""`lightformers report`: one self-contained HTML page about a compressed model."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def report_page(
 ) -> str:
     """The page as text of HTML, with all pictures inside and no script: it loads nothing from anywhere.
 
-    It shows what there is: of `compression.json` the plan and the error of every layer, of `trainer_state.json` the
-    training; and what the arguments add.
+    The plan and the error of every layer come from `compression.json`, the training from `trainer_state.json`,
+    and other parts from the arguments.
 
     Args:
-        model: folder or Hub name of what `convert` or a training run wrote.
+        model: folder or Hub name of a checkpoint that `convert` or a training run wrote.
         teacher: the checkpoint that it was made of: adds its translations to those of the data.
         data: parallel text as for `load_parallel`: adds sample translations.
         results: files that `lightformers evaluate --json` wrote, of this model and of others: add quality against
@@ -103,7 +103,7 @@ def _pictures(
 ) -> list[dict[str, Any]]:
     pictures = []
     if report and plots.has_errors(report.matrices):
-        caption = f"What is lost of a matrix, relative to it: {report.measure}. Dots are matrices, lines means of a "
+        caption = f"Error of a matrix, relative to its norm: {report.measure}. Dots are matrices, lines means of a "
         caption += "block."
         paint = partial(plots.errors, matrices=report.matrices)
         pictures.append(_draw("Error of every layer", paint, caption, columns=2))
@@ -112,7 +112,7 @@ def _pictures(
     losses, qualities = plots.training_curves(read_log(folder / STATE_FILE))
     if losses:
         paint = partial(plots.training, losses=losses, qualities=qualities)
-        caption = f"{STATE_FILE}: what the training logged."
+        caption = f"{STATE_FILE}: values that the training logged."
         pictures.append(_draw("Training", paint, caption, columns=2 if qualities else 1))
     return pictures
 
@@ -159,8 +159,8 @@ def _draw_trade_off(results: Sequence[Evaluation], metrics: list[str]) -> dict[s
     conditions = sorted(set(map(_conditions, results)))
     if len(conditions) > 1:
         raise ValueError(
-            "results compare only on the same text, searched alike, but these are of "
-            f"{' and of '.join(conditions)}: evaluate all alike"
+            "results compare only on the same text, with the same search, but these are of "
+            f"{' and of '.join(conditions)}: evaluate all with the same options"
         )
     shared = [name for name in results[0].model.scores if all(name in result.model.scores for result in results)]
     if missing := [name for name in metrics if name not in shared] or ([] if shared else ["any metric"]):

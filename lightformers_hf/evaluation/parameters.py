@@ -1,4 +1,4 @@
-"""Parameters of models and recipes; the papers' printed counts beside what their configurations give here.
+"""Parameters of models and recipes; the papers' printed counts beside the counts of their configurations.
 
 `parameter_tables.json` has one entry for each row: the configuration in this package's fields, the printed millions,
 the tolerance that the row is held to, and a note where the paper leaves something open.
@@ -42,7 +42,7 @@ class ParameterRow:
     millions: float  # as printed; the decimals show its rounding
     tolerance: float  # largest accepted |ours − printed| / printed
     config: dict
-    note: str = ""  # what the paper leaves open, and how it was read
+    note: str = ""  # facts that the paper does not give, and their interpretation
 
     def build(self) -> PreTrainedModel:
         """The row's model, on torch's default device."""
@@ -115,14 +115,14 @@ def model_parameters(place: str, vocab_size: int | None = None) -> int:
         vocab_size: tokens of a recipe's model; see `recipe_config`.
 
     Raises:
-        ValueError: no model of a kind that is known, or a vocabulary for a checkpoint, or a recipe without one.
+        ValueError: no model of a supported kind, or a vocabulary for a checkpoint, or a recipe without one.
         FileNotFoundError: no such recipe or checkpoint.
     """
     if place.endswith((".yaml", ".yml")):
         config = recipe_config(place, vocab_size)
         auto = AUTO_CLASSES.get(recipe_task(place), AutoModelForSeq2SeqLM)
     elif vocab_size is not None:
-        raise ValueError(f"vocab_size is given, but {place} is no recipe: leave vocab_size out")
+        raise ValueError(f"vocab_size is given, but {place} is no recipe: remove vocab_size")
     else:
         folder = Path(os.path.expanduser(place))
         stored = any((folder / name).is_file() for name in WEIGHT_FILES)

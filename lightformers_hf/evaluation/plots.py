@@ -1,4 +1,4 @@
-"""Pictures in one style, legible 800 pixels wide on light and dark pages: of `analyze`, and of `report`'s page."""
+"""Pictures in one style, legible 800 pixels wide on light and dark pages: those of `analyze` and `report`."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def has_errors(matrices: Sequence[MatrixReport]) -> bool:
 def trade_off(
     panels: list[Axes], points: Sequence[tuple[Measurements, float | None, bool]], *, metric: str, speed: str
 ) -> None:
-    """One panel or two: quality against parameters, and against speed. Of a point the last value is for a teacher."""
+    """One panel or two: quality against parameters, and against speed. The last value of a point marks a teacher."""
     by_size = [(one, one.parameters / 1e6, is_teacher) for one, _, is_teacher in points]
     by_speed = [point for point in points if point[1] is not None]
     for axes, placed, label in zip(panels, (by_size, by_speed), ("million parameters", speed), strict=False):
@@ -310,7 +310,7 @@ def training_curves(log_history: Sequence[dict]) -> tuple[dict[str, list], dict[
 
 
 def training(panels: list[Axes], losses: dict[str, list], qualities: dict[str, list]) -> None:
-    """One panel or two: losses over steps, and what else was measured on the validation data."""
+    """One panel or two: losses over steps, and metrics on the validation data."""
     # The training loss may contain more than the loss of the labels: the teacher's predictions and hidden states.
     names = {"loss": "training, all that is learned from", "eval_loss": "validation, labels alone"}
     for color, (name, curve) in enumerate(sorted(losses.items(), reverse=True)):

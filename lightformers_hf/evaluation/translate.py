@@ -77,8 +77,8 @@ def translate(
         model: a sequence-to-sequence model or an exported one (`load_engine`), or the folder or Hub name of either
             (its tokenizer then comes with it).
         tokenizer: the model's tokenizer; needed with a model object.
-        source_lang, target_lang: of a multilingual checkpoint, the codes of the languages; `None`: its own.
-        device: where a checkpoint runs that is given by its name.
+        source_lang, target_lang: language codes of a multilingual checkpoint; `None`: its own.
+        device: device for a checkpoint that is given by its name.
         prefix: stands before every text that does not begin with it, as of `load_translator`, which is asked for it
             where the model is a name.
         split: split texts into sentences; `None`: where the model translates, by its tokenizer or prefix. A text that

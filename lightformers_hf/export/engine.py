@@ -43,11 +43,11 @@ class Engine:
 
     Attributes:
         name: `transformers`, or that of a file in `engines/`.
-        model: what that file loaded.
-        search: how it generates where a call says nothing else.
+        model: the model that this file loaded.
+        search: options of the generation, unless a call gives others.
         longest_input: most tokens of a source, and of an output; `None` where nothing limits them.
-        prefix: what stands before every source, as T5 asks for.
-        folder: of the model and its tokenizer, or its name on the Hub; `None` of a loaded model.
+        prefix: prefix of every source, as T5 requires.
+        folder: folder of the model and its tokenizer, or its name on the Hub; `None` for a loaded model.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Engine:
         outputs as beams are complete (`early_stopping=True`) and renormalizes over the tokens that are not forbidden.
 
         Args:
-            batch: sentences as lists of token ids; or what tokenizers give, `input_ids` and `attention_mask` (B, S).
+            batch: sentences as lists of token ids; or a tokenizer's result, `input_ids` and `attention_mask` (B, S).
             num_beams, max_new_tokens: by default those of the model's generation configuration.
             forced_length: generate exactly so many tokens a sentence, past any end token (to measure speed).
 
@@ -130,7 +130,7 @@ def wrap_network(network: PreTrainedModel, threads: int = 1, folder: str | os.Pa
 
 @renamed_arguments(folder="model")
 def load_engine(model: AnyModel, threads: int = 1) -> Engine:
-    """Load what `export` wrote, or any sequence-to-sequence checkpoint under transformers, on the CPU.
+    """Load an exported model, or any sequence-to-sequence checkpoint under transformers, on the CPU.
 
     Args:
         model: an exported folder; a checkpoint's folder or name on the Hub; or a loaded model.
@@ -196,7 +196,7 @@ class TransformersModel:
         return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
-# --- Texts, split into what a model takes
+# --- Texts, split to the positions of a model
 
 
 def longest_input(model: PreTrainedModel | Engine, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -308,7 +308,7 @@ def translate_texts(
         raise ValueError("the texts are one string, whose letters would be translated: give a list, such as [text]")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: expected 1 or more.")
-    if isinstance(model, torch.nn.Module):  # engines look at what they are given themselves
+    if isinstance(model, torch.nn.Module):  # engines check their inputs themselves
         check_generation(model, generation)
     limit, split = longest_input(model, tokenizer), is_translator(tokenizer, prefix) if split is None else split
     found = split_texts(texts, tokenizer, limit, prefix=prefix, split=split)

@@ -1,4 +1,4 @@
-"""A checkpoint as exporters read it: what each depth computes, matrix by matrix, shared or not, factorized or not.
+"""A checkpoint as exporters read it: the matrices of each depth, shared or not, low-rank or not.
 
 Symbols: a weight is m×n with y = x·W + b, d is `d_model`, H the number of heads, d_k the width of one.
 """
@@ -20,7 +20,7 @@ from ..matrices import bias_of, factors_of
 from ..models.layers import RelativePositions
 from ..models.modeling_lightformer import LightFormerForConditionalGeneration
 
-# Singular values of a head's product below this share of the largest are what rounding in fp32 left of zeros.
+# Singular values of a head's product below this share of the largest are rounding errors of zeros in fp32.
 ZERO = 1e-6
 LARGEST = 127  # value in int8, and sum of two neighbours in a row before rounding, which adds one at most
 
@@ -29,9 +29,9 @@ LARGEST = 127  # value in int8, and sum of two neighbours in a row before roundi
 class Source:
     """A checkpoint to export."""
 
-    name: str  # what the user called it
+    name: str  # its name as the user gave it
     folder: Path
-    model: LightFormerForConditionalGeneration  # computes what the checkpoint computes, fp32, in evaluation mode
+    model: LightFormerForConditionalGeneration  # with the outputs of the checkpoint, fp32, in evaluation mode
     tokenizer: PreTrainedTokenizerBase | None
     generation: transformers.GenerationConfig
 
@@ -42,12 +42,12 @@ def read_source(
     """Read a LightFormer, or a dense checkpoint of a family that this package converts, as the equal LightFormer.
 
     Raises errors as `convert`; also a `ValueError` for an architecture or a head that no engine gets. `languages` are
-    what a multilingual one translates from and to, if it is to be told (`set_language_codes`).
+    the languages of a multilingual one, if they must be set (`set_language_codes`).
     """
     teacher = Teacher(folder, name, languages)
     if teacher.model_class is not LightFormerForConditionalGeneration:
         raise ValueError(
-            f"{name} holds a {teacher.model_class.__name__}, which {engine} has no counterpart for: what is exported "
+            f"{name} holds a {teacher.model_class.__name__}, which {engine} does not support: exported models "
             "are LightFormers for translation or summarization, and the dense models that become one (Marian, BART, "
             "mBART, Pegasus, M2M100, T5, mT5, UMT5). Run it in transformers, or convert its dense teacher and export "
             "that."
@@ -58,7 +58,7 @@ def read_source(
     return Source(name, folder, model, tokenizer, teacher.generation_config())
 
 
-# --- What a model computes
+# --- Layers of a model
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Linear:
 
     factors: tuple[Tensor, ...]  # (W,) where it is dense, (U, V) where it is factorized
     bias: Tensor | None  # b (n)
-    stored: tuple[Tensor, ...] = ()  # what the model holds of it; by default the factors themselves
+    stored: tuple[Tensor, ...] = ()  # the stored matrices; by default the factors themselves
 
     @property
     def is_dense(self) -> bool:
@@ -75,12 +75,12 @@ class Linear:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What is stored."""
+        """The stored matrices."""
         return self.stored or self.factors
 
     @property
     def parameters(self) -> int:
-        """Numbers stored, the bias left out."""
+        """Number of stored values, without the bias."""
         return sum(tensor.numel() for tensor in self.tensors)
 
     def product(self) -> Tensor:
@@ -97,15 +97,15 @@ class Attention:
     output: Linear | None  # the projection of the heads' outputs
     heads: int
     head_dim: int
-    scale: float  # what q·k is multiplied by
+    scale: float  # factor of q·k
 
 
 @dataclass(frozen=True)
 class Biases:
-    """What relative positions add to the scores of H heads."""
+    """Biases of the scores of H heads by relative positions."""
 
     table: Tensor  # buckets×H, as the model stores it
-    furthest: int  # F, the distance from which all are alike
+    furthest: int  # F, the distance from which all are equal
     by_distance: Tensor  # (2F+1)×H, of keys from F places before the query to F places behind it
 
 
@@ -159,7 +159,7 @@ def read_output(model: LightFormerForConditionalGeneration) -> Linear:
 
 
 def read_stack(stack: nn.Module) -> Stack:
-    """What a stack of the model computes, depth by depth."""
+    """The layers of a stack of the model, depth by depth."""
     layers: list[Layer] = []
     for depth, (layer, slots) in enumerate(stack.layers.by_depth()):
         own = None if stack.depths is None else stack.depths[depth]
@@ -208,14 +208,14 @@ def _biases(module: RelativePositions | None) -> Biases | None:
     return Biases(module.weight, module.furthest, module.weight[module.find_buckets(distances)])
 
 
-# --- What an engine has no counterpart for
+# --- Matrices that an engine does not support
 
 
 @dataclass
 class Expansion:
-    """What has no counterpart in an engine: matrices multiplied out, and their numbers before and after.
+    """Matrices that were expanded because an engine does not support them, and their numbers before and after.
 
-    What several depths share counts once, as it is stored. `encoder_table` are the numbers of the encoder's token
+    Shared matrices count once, as they are stored. `encoder_table` are the numbers of the encoder's token
     table where it is among them.
     """
 
@@ -246,7 +246,7 @@ class Expansion:
             self.parameters_after += parameters
 
     def narrow(self, attention: Attention, spared: int) -> None:
-        """Count an attention whose matrices need `spared` numbers less than multiplied out."""
+        """Count an attention whose matrices need `spared` numbers less than when expanded."""
         if self._is_new(*attention.inputs):
             self.narrowed_attentions += 1
             self.parameters_after -= spared
@@ -261,7 +261,7 @@ class Expansion:
 def narrow_heads(attention: Attention, expansion: Expansion) -> tuple[list[tuple[Tensor, Tensor | None]], int]:
     """(Matrix, bias) of queries, keys, values and output, in fp64, and d_k, no wider than the rank of the products.
 
-    Exact: q·k = (x·W_Q + b_Q)·(y·W_K)ᵀ up to what is the same for every y, which softmax does not see; and the weights
+    Exact: q·k = (x·W_Q + b_Q)·(y·W_K)ᵀ up to a term that is equal for every y, which softmax ignores. The weights
     of the values add to 1, so that b_V·W_O goes to the output's bias. Each product is split evenly, √Σ to either side.
     """
     parts = []
@@ -298,7 +298,7 @@ def narrow_heads(attention: Attention, expansion: Expansion) -> tuple[list[tuple
 
 
 def _split(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """U, σ, V of left·rightᵀ (m×k and n×k): of as many columns as both have, not of m×n."""
+    """U, σ, V of left·rightᵀ (m×k and n×k): from matrices with as many columns as both have, not from m×n."""
     q1, r1 = torch.linalg.qr(left)
     q2, r2 = torch.linalg.qr(right)
     u, s, vh = torch.linalg.svd(r1 @ r2.T, full_matrices=False)
@@ -315,7 +315,7 @@ def quantize_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """A matrix in int8 with a scale for each row, fp32: values (n×m) and scales (n), so that values·scale ≈ rows.
 
     Without VNNI (Intel before Ice Lake and Alder Lake, AMD before Zen 4), x86 multiplies inputs of 0 to 255 by weights
-    of −127 to 127 and adds the products of neighbours in 16 bits (`vpmaddubsw`): what exceeds them is cut off, without
+    of −127 to 127 and adds the products of neighbours in 16 bits (`vpmaddubsw`). Larger values are cut off, without
     a word. 255·128 does not, so no pair 2j, 2j + 1 of a row adds up to more than 128. That costs a quarter of a scale
     or so, as two neighbours are hardly ever both the largest; halving it instead, as is usual, costs more.
     """

@@ -1,4 +1,4 @@
-"""How an exported model generates: the options that every engine knows, and greedy and beam search in numpy.
+"""Generation of exported models: the options that every engine supports, and greedy and beam search in numpy.
 
 The two searches give the tokens of transformers' `generate()`, without its overhead a token.
 """
@@ -25,7 +25,7 @@ UNSUPPORTED |= dict.fromkeys(
 
 @dataclass(frozen=True)
 class Search:
-    """What a generation configuration says, in new tokens; see `transformers.GenerationConfig` for the words."""
+    """Options of a generation configuration, in new tokens; see `transformers.GenerationConfig` for the names."""
 
     start: int
     pad: int
@@ -63,7 +63,7 @@ class Search:
             value = getattr(generation, option, None)
             if value is not None and value != none:
                 raise ValueError(
-                    f"generation_config.json has {option}={value!r}, which exported models do not know: set it to "
+                    f"generation_config.json has {option}={value!r}, which exported models do not support: set it to "
                     f"{none!r} there, or run the model in transformers"
                 )
         bad = generation.bad_words_ids or []
@@ -110,7 +110,7 @@ class Search:
         return replace(self, **changes)
 
     def restrict(self, scores: np.ndarray, step: int, tokens: np.ndarray) -> np.ndarray:
-        """`scores` (N, V), what must not come next at -inf. `tokens` (N, 1 + step): those so far, start included."""
+        """`scores` (N, V), with forbidden tokens at -inf. `tokens` (N, 1 + step): those so far, start included."""
         forced = self.forced_start if step == 0 else None
         forced = self.forced_end if step == self.max_new_tokens - 1 and self.forced_end is not None else forced
         if forced is not None:
@@ -129,7 +129,7 @@ class Search:
         return scores
 
 
-# Tokens (N) of this step, and for each of them the row that it goes on from, or None where that is its own → logits.
+# Tokens (N) of this step, and for each of them the row that it continues, or None for its own row → logits.
 Step = Callable[[np.ndarray, np.ndarray | None], np.ndarray]
 
 
@@ -166,7 +166,7 @@ def beams(step: Step, sentences: int, search: Search) -> list[list[int]]:
     tokens = np.full((B, K, most + 1), search.pad, dtype=np.int64)
     tokens[:, :, 0] = search.start
     scores = np.full((B, K), NEVER, dtype=np.float32)
-    scores[:, 0] = 0  # all beams are the same at first: only one may go on
+    scores[:, 0] = 0  # all beams are equal at first: only one is continued
     done, done_scores = tokens.copy(), np.full((B, K), NEVER, dtype=np.float32)
     done_lengths, is_done = np.zeros((B, K), dtype=np.int64), np.zeros((B, K), dtype=bool)
     is_open = np.ones(B, dtype=bool)
@@ -174,7 +174,7 @@ def beams(step: Step, sentences: int, search: Search) -> list[list[int]]:
     for length in range(1, most + 1):
         logits = step(tokens[:, :, length - 1].reshape(-1), order)
         log_p = search.restrict(log_softmax(logits), length - 1, tokens[:, :, :length].reshape(B * K, -1))
-        if search.renormalizes:  # over what may come
+        if search.renormalizes:  # over the allowed tokens
             log_p = log_softmax(log_p)
         V = log_p.shape[1]
         log_p += scores.reshape(-1, 1)
@@ -184,7 +184,7 @@ def beams(step: Step, sentences: int, search: Search) -> list[list[int]]:
         candidates[:, :, length] = token
         ended = np.isin(token, search.ends) | (length == most)
 
-        chosen = np.argsort(ended, axis=1, kind="stable")[:, :K]  # the best that go on
+        chosen = np.argsort(ended, axis=1, kind="stable")[:, :K]  # the best that are continued
         scores = totals[rows, chosen] + NEVER * ended[rows, chosen]
         tokens = candidates[rows, chosen]
         order = (beam[rows, chosen] + rows * K).reshape(-1)

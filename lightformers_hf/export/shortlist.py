@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .layers import Source
 
 SHORTLIST_FILES = ("vmap.txt", "shortlist.json")  # CTranslate2's, and that of the other engines
-ROUNDS = 5  # of expectation maximization
+ROUNDS = 5  # rounds of expectation maximization
 MOST = 20_000_000  # pairs of a source and a target token that are looked at: some hundred thousand sentences
 LONGEST = 128  # tokens of a sentence
 # Settings: tokens that always can come, and tokens for each of the source's. The smallest that covers enough is taken.
@@ -56,8 +56,8 @@ class Lexicon:
 def learn_lexicon(sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> Lexicon:
     """The lexicon of sentence pairs, of so many as `MOST` allows from the first on.
 
-    Model 1 explains every target token by one of the source's, or by none of them (an empty word, which is left out
-    of the result); expectation maximization finds its probabilities.
+    Model 1 explains every target token by one of the source's, or by none of them (an empty word, which is removed
+    from the result). Expectation maximization finds its probabilities.
     """
     nothing = size = 1 + max((max(ids, default=0) for ids in (*sources, *targets)), default=0)  # the empty word
     parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
@@ -126,7 +126,7 @@ class Shortlist:
 
     @classmethod
     def load(cls, file: Path) -> Shortlist:
-        """What `save` wrote."""
+        """Read the file that `save` wrote."""
         content = read_json(file)
         given = {int(token): ids for token, ids in content["given"].items()}
         return cls(content["vocabulary"], tuple(content["always"]), given)
@@ -166,7 +166,7 @@ def find_shortlist(folder: Path) -> Path | None:
 
 
 def digest(file: Path) -> str:
-    """What a file is known by."""
+    """Return the fingerprint of a file."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
@@ -190,13 +190,13 @@ def check_shortlist(folder: Path, described: dict | None) -> None:
 class ShortlistReport:
     """A shortlist, and how the model does with it on sentences that it was not made from."""
 
-    text: str  # what it was made from
+    text: str  # the text that it was made from
     pairs: int
     own_translations: bool  # whether the targets of the pairs are the model's
     always: int  # tokens that can always come
     candidates: float  # tokens that can come for a sentence, on average, of the `vocabulary`
     vocabulary: int
-    coverage: float  # share of the tokens of the model's own outputs among these
+    coverage: float  # share of the tokens of the model's outputs that it contains
     sentences: int  # held out for this
     same: float  # share of them whose translation stays the same
     chrf: float | None  # `None` without references
@@ -209,7 +209,7 @@ class ShortlistReport:
         return (
             f"Shortlist from {self.pairs:,} pairs of {self.text}: {self.candidates:,.0f} of {self.vocabulary:,} "
             f"tokens for a sentence. Of {self.sentences} sentences held out it has {self.coverage:.2%} of the tokens "
-            f"of the model's own translations, and leaves {self.same:.0%} of these as they are{scores}."
+            f"of the model's translations, and does not change {self.same:.0%} of these{scores}."
         )
 
 
@@ -305,7 +305,7 @@ def read_pairs(
 
 
 def translate_all(model: RunningModel, sentences: Sequence[list[int]], search: Search) -> list[list[int]]:
-    """What a running model makes of sentences, in their order."""
+    """Return the outputs of a running model for sentences, in their order."""
     order = sorted(range(len(sentences)), key=lambda index: -len(sentences[index]))
     outputs: list[list[int]] = [[] for _ in sentences]
     for start in range(0, len(order), BATCH):

@@ -31,7 +31,7 @@ KNOWN = ("MarianTokenizer", "M2M100Tokenizer")
 
 @dataclass(frozen=True)
 class TokenizerReport:
-    """What is known of a `tokenizer.json` that was written."""
+    """Facts about a written `tokenizer.json`."""
 
     sentences: int = 0  # compared with the tokenizer of the checkpoint; 0 where that has the file itself
     ids: int = 0  # sentences that get other ids

@@ -31,7 +31,7 @@ from .tokenizer_file import TokenizerReport, write_tokenizer_file
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SENTENCES, TOKENS = 6, 12  # of the comparison
+SENTENCES, TOKENS = 6, 12  # sizes of the comparison
 EXACT = 1e-3
 # Mean difference in log p, as a share of how much log p differs between tokens: unrelated models are above 1.
 ALIKE = 0.5
@@ -39,22 +39,22 @@ ALIKE = 0.5
 
 @dataclass(frozen=True)
 class ExportReport(Result):
-    """What was written.
+    """Report of an export.
 
     Attributes:
         engine, quantization: as asked for.
         source: the checkpoint.
         parameters: its unique ones.
-        multiplied_out: stored matrices that became dense because the engine has no product of two.
+        multiplied_out: stored matrices that were expanded because the engine has no low-rank layers.
         factor_parameters, product_parameters: their numbers before and after.
         narrowed_attentions: attentions among them whose heads got narrower than they were, exactly.
-        weight_bytes: of the model's files, without the tokenizer.
+        weight_bytes: size of the model's files, without the tokenizer.
         difference: largest difference of log p from the checkpoint's, in nats, over random sentences; in less than
             32 bits the mean difference over the checkpoint's outputs, see `measure_difference`.
         max_position_embeddings: most tokens of an input; `None` where nothing limits them.
-        encoder_table: numbers of the encoder's token table, where it was multiplied out.
-        shortlist: what is known of it, where there is one.
-        prefix: what stands before every source, as T5 asks for: that of its two languages, or the only one.
+        encoder_table: numbers of the encoder's embedding matrix, if it was expanded.
+        shortlist: report of the shortlist, if there is one.
+        prefix: prefix of every source, as T5 requires: that of its two languages, or the only one.
         tokenizer: how the written `tokenizer.json` compares with the checkpoint's tokenizer.
         beside: {other quantization that the folder holds too: its bytes, and its difference of log p}.
     """
@@ -77,7 +77,7 @@ class ExportReport(Result):
     beside: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def parts(self) -> list[Table | str]:
-        """Return a table of what was written."""
+        """Return a table of the result."""
         table = Table(title=f"{escape(self.source)} for {self.engine}", show_header=False)
         table.add_row("numbers", self.quantization)
         table.add_row("parameters", f"{self.parameters:,}")
@@ -98,13 +98,13 @@ class ExportReport(Result):
         ]
         if self.multiplied_out:
             lines.append(
-                f"{self.engine} has no low-rank linear layer: {self.multiplied_out} matrices were multiplied out, "
+                f"{self.engine} has no low-rank linear layer: {self.multiplied_out} matrices were expanded, "
                 f"{self.factor_parameters:,} parameters to {self.product_parameters:,}."
             )
         if self.encoder_table:
             bits = {"int8": 8, "int16": 16, "float16": 16, "bfloat16": 16}.get(form.partition("_")[0], 32)
             lines.append(
-                f"{self.encoder_table * bits / 8e6:,.1f} MB of it are the encoder's token table, a product in the "
+                f"{self.encoder_table * bits / 8e6:,.1f} MB of it are the encoder's embedding matrix, low-rank in the "
                 "checkpoint: convert --vocabulary keeps fewer tokens, export --to onnx both factors."
             )
         if self.narrowed_attentions:
@@ -150,12 +150,12 @@ def export(
             (a file or a dataset on the Hub), or text of the source alone (a file of lines, or data), which the model
             translates. The output layer is then computed for these alone. `None`: for all tokens.
         source_lang, target_lang: columns of that text, by default the tokenizer's languages, else `source`, `target`;
-            of a multilingual model also the codes of what it is to translate from and to.
-        overwrite: replace what `output` holds, if this package wrote all of it.
+            of a multilingual model also the codes of its languages.
+        overwrite: replace the content of `output`, if this package wrote all of it.
 
     Raises:
-        ValueError: the engine is unknown or not installed, it cannot express the model (the message says which part),
-            or what it computes is not what the checkpoint computes.
+        ValueError: the engine is unknown or not installed, it does not support the model (the message names the part),
+            or its outputs are not those of the checkpoint.
         FileNotFoundError: no such checkpoint.
         FileExistsError, BlockingIOError: see `files.atomic_output`.
 
@@ -228,7 +228,7 @@ def check_engine(to: str, quantization: str | None, shortlist: str | None = None
     if quantization not in (None, *engine.QUANTIZATIONS):
         raise ValueError(f"quantization is {quantization!r}; {to} has {', '.join(engine.QUANTIZATIONS)}")
     if shortlist is not None and not hasattr(engine, "write_shortlist"):
-        raise ValueError(f"shortlist is given, but {to} computes all tokens of the output layer: leave shortlist out")
+        raise ValueError(f"shortlist is given, but {to} computes all tokens of the output layer: remove shortlist")
     return engine
 
 

@@ -78,7 +78,7 @@ class EncoderDecoder:
     ) -> Seq2SeqModelOutput:
         """Source ids (B, S) and target ids (B, T) → hidden states of the decoder (B, T, d).
 
-        `encoder_outputs` replaces the encoder's pass. `inputs_embeds` are unscaled: what `get_input_embeddings()`
+        `encoder_outputs` replaces the encoder's pass. `inputs_embeds` are unscaled: as `get_input_embeddings()`
         returns for ids.
         """
         if decoder_input_ids is None and decoder_inputs_embeds is None:

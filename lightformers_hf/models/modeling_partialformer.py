@@ -105,7 +105,7 @@ def joint_projection(
 class PartialAttention(Attention):
     """Attention whose H heads have a feed-forward network and a gate: AFFN (§3.2, Figure 2c).
 
-    What is made of the same states is one matrix: `in_proj` (d → q, k, v, gate) in self-attention, in cross-attention
+    Projections of the same states are one matrix: `in_proj` (d → q, k, v, gate) in self-attention. In cross-attention,
     `query_proj` (d → q, gate) for the decoder's states and `memory_proj` (d → k, v) for the encoder's. The cache holds
     keys and values with all heads side by side, (B, 1, S, h·d_k) and (B, 1, S, H·d_k), so that their numbers of heads
     may differ. `ffn_expansion` is ρ, `None` without network and gate. With `head_scaling` queries and keys have
@@ -165,7 +165,7 @@ class PartialAttention(Attention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(B, T, d) → (B, T, d) and the weights (B, H, T, S).
 
-        `attention_mask` (B, 1 or H, T, S) is added to the logits: masks and A^G alike (Eq. 6).
+        `attention_mask` (B, 1 or H, T, S) is added to the logits, also to A^G (Eq. 6).
         """
         if self.is_cross_attention:
             query, gate = self.query_proj(hidden_states).split(self.parts, dim=-1)

@@ -1,4 +1,4 @@
-"""Training runs: what is loaded and scored, how a run resumes and ends, and callbacks that pace it."""
+"""Training runs: loading, scoring, resuming and ending a run, and callbacks that pace it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def train(trainer: Trainer, checkpoint: str | None = None) -> TrainOutput:
     """
     args = trainer.args
     if trainer.is_fsdp_enabled:
-        raise ValueError("fsdp is not supported: leave it out, every process then has the whole model")
+        raise ValueError("fsdp is not supported: remove it. Every process then has the whole model")
     if checkpoint is not None:
         check_resume(checkpoint, trainer)
     elif args.should_save:
@@ -146,7 +146,7 @@ def _is_complete(checkpoint: Path) -> bool:
 
 
 def check_resume(checkpoint: str, trainer: Trainer) -> None:
-    """Raise a `ValueError` if `checkpoint` is of another model or tokenizer: Trainer would load what fits of it."""
+    """Raise a `ValueError` if `checkpoint` is of another model or tokenizer: Trainer would load the part that fits."""
     # Fields without effect on the weights, and those that Trainer aligns with the tokenizer before the first step.
     passing = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
     passing |= {f"{token}_token_id" for token in ("bos", "eos", "pad")}
@@ -154,7 +154,7 @@ def check_resume(checkpoint: str, trainer: Trainer) -> None:
     for name in sorted((before.keys() | now.keys()) - passing):
         if before.get(name) != now.get(name):
             raise ValueError(
-                f"{checkpoint} was trained with {name} {before.get(name)!r}, this run has {now.get(name)!r}: go on "
+                f"{checkpoint} was trained with {name} {before.get(name)!r}, this run has {now.get(name)!r}: resume "
                 "with the same configuration, or choose another output_dir."
             )
     tokenizer = trainer.processing_class
@@ -185,7 +185,7 @@ def remove_checkpoints(folder: str | Path) -> None:
         shutil.rmtree(stale)
 
 
-# --- What happens while a training runs
+# --- Callbacks of a training
 
 
 class Fall:
@@ -311,14 +311,13 @@ class Clock(TrainerCallback):
 # --- Settings that follow from how far a model was compressed, how wide it is, and the time
 
 # From this ratio on, a model needs large steps, however few, and also learned more from its teacher's translations
-# (RESULTS.md, "Recovered").
+# (measured with version 0.1).
 FAR = 5.0
 # So does a model with less than this share of its teacher's chrF, as after removing layers: converted models kept 0.9
-# at ratio 4, and 0.8 at 6 (RESULTS.md, "Without any training"). With the teacher's own translations for references,
-# of which it has all itself, these keep 0.70 and 0.6.
+# at ratio 4, and 0.8 at 6. If the teacher's translations are the references, they kept 0.70 and 0.6.
 NEAR, NEAR_OWN = 0.85, 0.65
 # The width that rates were measured at; Adam's fall as 1 / width (Yang et al. 2022, arXiv 2203.03466, Table 3), which
-# those found at 512 agree with (RESULTS.md, "At the size of the paper").
+# those found at 512 agree with.
 MEASURED_WIDTH = 256
 # Near its teacher, few large steps do a model harm, the more the wider it is; at `MEASURED_WIDTH`, these are many.
 FULL_RATE_STEPS = 600
@@ -337,12 +336,12 @@ class RecoverySettings:
     learning_rate: float  # the highest; it rises for `warmup_steps` and then falls to 0 by `steps`
     alpha: float  # weight of the teacher's predictions beside the labels
     hidden_weight: float  # weight of the distance between the layers' states of model and teacher
-    max_tokens: int  # of a batch
+    max_tokens: int  # tokens of a batch
     bf16: bool  # whether matrices are multiplied in bfloat16
     steps: int = 0  # as planned
     warmup_steps: int = 0
     eval_steps: int = 0  # between validations
-    dropout: float = 0.0  # of the model while it trains; 0 or the value of its configuration
+    dropout: float = 0.0  # dropout during training; 0 or the value of its configuration
     seconds: float = 0.0  # by which the steps are planned anew while it trains (`Pace`)
     most_steps: int = 0
 
@@ -358,8 +357,8 @@ def choose_settings(
 ) -> RecoverySettings:
     """Settings for a model that has 1/`ratio` of its teacher's parameters and is `width` wide; steps come later.
 
-    Learning rates are those of RESULTS.md: 1e-3 up to ratio 6, 1.2e-3 at 8, 1.5e-3 from 12 on, at `MEASURED_WIDTH`. On
-    random text half the rate and no labels, because more training damages the language model.
+    Learning rates were measured with version 0.1: 1e-3 up to ratio 6, 1.2e-3 at 8, 1.5e-3 from 12 on, at
+    `MEASURED_WIDTH`. On random text half the rate and no labels, because more training damages the language model.
     """
     rate = (1e-3 + 5e-4 * min(max((ratio - 6) / 6, 0), 1)) * (0.5 if random_text else 1)
     return RecoverySettings(

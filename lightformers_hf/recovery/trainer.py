@@ -103,7 +103,7 @@ class TokenBatchSampler(Sampler[list[int]]):
 
     A batch of n pairs costs n · (longest source + longest target), in tokens.
 
-    Pairs are put in order of length and cut into batches; every epoch shuffles which of the pairs with equal
+    Pairs are put in order of length and cut into batches. Every epoch shuffles which of the pairs with equal
     lengths goes where, and the order of the batches. The batches' *shapes* stay: so `len()` is exact for every epoch,
     and a trainer that computes its steps from it is right. `seed` and epoch determine everything.
 
@@ -115,7 +115,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         source_lengths, target_lengths: length of each pair's texts, in tokens.
         max_tokens: the budget of one batch; with several processes, of one process.
         num_processes: how many processes share the batches.
-        seed: of the shuffling.
+        seed: seed of the shuffling.
 
     Raises:
         ValueError: no pairs, lengths that do not match, or a pair that alone exceeds `max_tokens`.
@@ -209,10 +209,10 @@ class RecoveryTrainer(Seq2SeqTrainer):
         distillation_alpha: weight of the teacher in the loss, from 0 to 1; see `training_loss`.
         distillation_temperature: divides both models' logits, above 0.
         hidden_weight: weight of `hidden_loss` between the encoders' and between the decoders' layers, beside the
-            loss of logits and labels; 0 leaves it out.
+            loss of logits and labels; 0 removes it.
 
-    Evaluation reports the loss against the labels alone, so that runs with and without a teacher compare; smoothed as
-    in training, and, as in every `Trainer`, the mean of its batches' means.
+    Evaluation reports the loss against the labels alone: runs with and without a teacher compare. It is smoothed as
+    in training, and, as in every `Trainer`, is the mean of its batches' means.
 
     Raises:
         ValueError: a teacher of another vocabulary size, alpha or temperature out of range.
@@ -302,14 +302,14 @@ class RecoveryTrainer(Seq2SeqTrainer):
     def evens_products(self) -> bool:
         """Whether `EvenProducts` help: on a CPU, in bfloat16, with many shapes. Determined by the first step.
 
-        Compiled models have their own kernels. Layers recomputed for their gradients must be computed alike.
+        Compiled models have their own kernels. Layers recomputed for their gradients must be computed in one way.
         """
         again = any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
         return self.casts_on_cpu and not again and has_many_shapes(self.model)
 
     @property
     def casts_on_cpu(self) -> bool:
-        """Whether autocast is what makes a CPU's products bfloat16, as they come."""
+        """Whether autocast casts each matrix multiplication of a CPU to bfloat16."""
         return self.args.device.type == "cpu" and self.args.bf16 and not self.args.torch_compile
 
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor | None, ...]:

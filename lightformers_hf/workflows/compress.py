@@ -42,7 +42,7 @@ MOST_HELD_OUT = 500  # pairs of validation and test each, where no others are gi
 SCORED = 500  # sentences of the test that are translated in every engine
 # Arguments that an interrupted compression may resume with others of.
 NOT_ASKED = ("output", "tokenizer", "report_to", "device", "push_to_hub", "private", "overwrite", "progress")
-TRAINING = ("minutes", "translations", "seed", "report_to", "device")  # what `recover` is told, too
+TRAINING = ("minutes", "translations", "seed", "report_to", "device")  # options that `recover` gets, too
 PARTS = ("data", "converted", "recovered", "deployed", "results.json", "engines.json", "report.html", PLAN_FILE)
 
 
@@ -62,11 +62,11 @@ class Compression(Result):
     Attributes:
         output: the folder.
         files: {part of it: its path}: `recovered` to push or to train on, `deployed` for the engine, and others.
-        recovery: what `recover` returned.
+        recovery: result of `recover`.
         engines: size, speed and quality of both models, as checkpoints and exported.
         summary: the result in one sentence.
         notes: remarks on it, and remedies if the quality is not sufficient.
-        pushed: what was pushed to the Hub.
+        pushed: result of the push to the Hub.
     """
 
     output: str
@@ -212,7 +212,7 @@ class Work:
     to: str  # engine
     quantization: str | None
     shortlist: str | None  # text for the deployed model's
-    options: dict[str, Any]  # of `convert`
+    options: dict[str, Any]  # options of `convert`
     note: str  # on its method
     training: dict[str, Any]  # options of `recover`
     progress: bool
@@ -308,7 +308,7 @@ class Work:
 
 
 def summarize(recovery: Recovery, comparison: EngineComparison, to: str, text: str) -> str:
-    """Return the result in one sentence; `text` says what the pairs of the test are."""
+    """Return the result in one sentence; `text` describes the pairs of the test."""
     teacher, light = comparison.models
     before = next(place for place in comparison.deployed if (place.model, place.form) == (teacher, CHECKPOINTS))
     after = [place for place in comparison.deployed if place.model == light][-1]
@@ -343,9 +343,7 @@ def read_texts(given: Texts, columns: tuple[str, str], seed: int, metrics: list[
     if data is None or "target" not in load_text(data, source=None, target=None, default=columns).column_names:
         if not test:
             what = f"{data} is of one language" if data else "Neither data nor test is given"
-            raise ValueError(
-                f"{what}: give pairs as data, or test, with pairs to measure on (then data may be left out)"
-            )
+            raise ValueError(f"{what}: give pairs as data, or test, with pairs to measure on (then data is optional)")
         return None
     pairs = load_parallel(data, source=columns[0], target=columns[1]).shuffle(seed=seed)
     once = dict(zip(pairs["source"], pairs["target"], strict=True))
@@ -364,7 +362,7 @@ def split_texts(texts: list[tuple[str, str]] | None, folder: Path, columns: tupl
     size = min(MOST_HELD_OUT, len(texts) // 10)
     first, second = (0 if one else size for one in (given.validation, given.test))
     parts = {"validation": texts[:first], "test": texts[first : first + second], "train": texts[first + second :]}
-    if not folder.is_dir():  # an interrupted compression goes on with what it wrote there
+    if not folder.is_dir():  # an interrupted compression resumes with its files there
         with atomic_output(folder) as temporary:
             for part, pairs in parts.items():
                 rows = (dict(zip(columns, pair, strict=True)) for pair in pairs)

@@ -170,7 +170,7 @@ def test_json_is_all_there_is_on_stdout(lightformers, workplace, hub, monkeypatc
     made = Push("small", "url", "0")  # any result: `tests/workflows` makes that of a compression
     monkeypatch.setattr("lightformers_hf.workflows.compress.compress", lambda *_, **__: made)
     monkeypatch.setattr(conversion, "random_teacher", lambda _: AutoModelForSeq2SeqLM.from_pretrained("dense"))
-    taken = "import sys; print('a bar', file=sys.stderr); print('[[[\"weighing\", 1, 1]], [2, 2], 3, 2]')"
+    taken = "import sys; print('a bar', file=sys.stderr); print('[[[\"weighting\", 1, 1]], [2, 2], 3, 2]')"
     monkeypatch.setattr(conversion, "_CONVERT", taken)
     pair = dataclasses.replace(architectures.PAIRS["sandwich-base"], fields={"vocab_size": 200})
     monkeypatch.setitem(architectures.PAIRS, "sandwich-base", pair)
@@ -266,7 +266,7 @@ def test_a_full_disk_is_said_in_one_line(lightformers, monkeypatch):
     monkeypatch.setattr("lightformers_hf.workflows.convert.plan", full)
     code, _, err = lightformers("plan", "dense", "--ratio", "2")
     assert code == 1
-    assert err == "error: the disk is full: make room, then give the same command again\n"
+    assert err == "error: the disk is full: free space, then run the same command again\n"
 
 
 @pytest.mark.usefixtures("warm_python")

@@ -17,7 +17,7 @@ TYPED = {name: f"--{name.replace('_', '-')}" for name in "ratio rank size params
         ("is for layers that share: give encoder_groups", "is for layers that share: give --encoder-groups"),
         ("ratio is 1.0, expected a number", "--ratio is 1.0, expected a number"),
         ("ratio and params are given", "--ratio and --params are given"),
-        ("needs a ratio: leave size out", "needs a ratio: leave --size out"),
+        ("needs a ratio: remove size", "needs a ratio: remove --size"),
         ("for all kinds: give ratio alone", "for all kinds: give --ratio alone"),
         # What is no option.
         ("fc1: rank 65 is above 64", "fc1: rank 65 is above 64"),

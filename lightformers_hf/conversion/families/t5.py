@@ -74,7 +74,7 @@ class T5(Family):
 
     @classmethod
     def fit_weights(cls, config: Any, reader: CheckpointReader) -> Any:
-        """Tied, unless the checkpoint has an output layer that is not its table; no field tells."""
+        """Tied, unless the checkpoint has an output layer that differs from its embedding; no field contains this."""
         config = cls.fit_tables(config, reader)
         names, tables = reader.keys(), ["decoder.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight"]
         table = next((name for name in tables if name in names), None)
@@ -85,7 +85,7 @@ class T5(Family):
 
     @classmethod
     def own_name(cls, name: str) -> str | None:
-        """T5 numbers the sublayers of a block, and calls the norm before each of them `layer_norm`."""
+        """T5 numbers the sublayers of a block, and names each norm before a sublayer `layer_norm`."""
         if re.fullmatch(cls.ignored, name):
             return None
         match = re.fullmatch(r"(encoder|decoder)\.block\.(\d+)\.layer\.(\d)\.(.+)\.weight", name)

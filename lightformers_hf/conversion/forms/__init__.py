@@ -47,7 +47,7 @@ class Built:
     """Tensors and reports of a place at a setting.
 
     Attributes:
-        coordinates: module → what its outputs are of the teacher's, where they are fewer: of each head so many sums
+        coordinates: module → its outputs as a function of the teacher's, if they are fewer: for each head n' sums
             (h×n/h×n'/h), or, as whole numbers (n'), these of them.
     """
 
@@ -70,7 +70,7 @@ class Built:
 class Form(ABC):
     """A place of a model, with its possible settings."""
 
-    name: str  # of the place's module, with the head's `model.`
+    name: str  # name of the place's module, with the head's `model.`
     originals: Originals  # the matrices to start from
     label: ClassVar[str]  # name of the form in reports
     method: ClassVar[str]  # the value of the option `method` that selects this form alone

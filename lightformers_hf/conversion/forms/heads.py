@@ -32,7 +32,7 @@ class Bottlenecks:
 
     into: Tensor  # L⁻ᵀ·U (H, d_k, d_k)
     out_of: Tensor  # Vᵀ·R⁻¹ (H, d_k, d_k)
-    singular_values: Tensor  # of Lᵀ·R (H, d_k), descending
+    singular_values: Tensor  # those of Lᵀ·R (H, d_k), descending
 
     @classmethod
     def of(cls, second_moments: Tensor, gradient_moments: Tensor) -> Bottlenecks:
@@ -121,9 +121,9 @@ class NarrowerHeads(Form):
         return matrix.new_zeros(matrix.shape[1], dtype=torch.float64) if bias is None else bias.double()
 
     def _scaled(self, maps: tuple[Tensor, Tensor], first: str, second: str) -> tuple[Tensor, Tensor]:
-        """X and Y of every head, scaled for columns of W·X to be as long as what Y makes of the second matrix."""
+        """X and Y of every head, scaled so that columns of W·X are as long as those of the second matrix times Y."""
         left = self._with_bias(first)
-        behind = second == "out_proj"  # whose rows are those of the heads
+        behind = second == "out_proj"  # rows of this matrix belong to the heads
         right = self.originals.matrix(f"{self.name}.{second}").double() if behind else self._with_bias(second).T
         scaled = []
         for head, (into, out_of) in enumerate(zip(*maps, strict=True)):

@@ -24,17 +24,17 @@ from . import Built, Choices, Form, Setting, find_blocks, register_form, split_w
 PARTS, GATED_PARTS = ("fc1", "fc2"), ("fc_gate", "fc1", "fc2")
 STEP = 1 / 128  # share of its neurons that a network loses between two updates of the costs
 UPDATES = 8  # that change the inverse together: to read and write it takes longer than to multiply
-ROWS = 512  # of the inverse that are moved together
+ROWS = 512  # rows of the inverse that are moved together
 ROUNDING = 1e-12  # relative, below which a square in float64 may be negative
 
 
 @dataclass(frozen=True, eq=False)
 class Elimination:
-    """In which order the neurons of a feed-forward network go, and what that costs."""
+    """Order in which the neurons of a feed-forward network are removed, and the cost."""
 
     order: Tensor  # all f neurons, those that go first in front
     removed: list[int]  # numbers of neurons removed for which the cost is known, ascending from 0
-    costs: Tensor  # what is lost with so many removed
+    costs: Tensor  # loss of quality for each number
 
     @classmethod
     def of(cls, moment: Tensor, weight: Tensor, gradient_moment: Tensor) -> Elimination:
@@ -80,7 +80,7 @@ class Elimination:
         return cls(torch.cat([*order, ids]), removed, torch.tensor(costs, dtype=torch.float64))
 
     def at(self, width: int, weight: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
-        """The `width` neurons that stay, ascending, and the second matrix regressed onto them (width×n)."""
+        """The `width` neurons that stay, ascending, and the second matrix refitted to them (width×n)."""
         gone, kept = self.order.tensor_split([len(self.order) - width])
         kept, weight = kept.sort().values, weight.double()
         rows = moment[kept].double()

@@ -1,7 +1,7 @@
 """Truncated factorization: W, m×n, used as y = x·W, becomes U_r (Σ_r V_rᵀ), m×r and r×n (LightFormer, Eq. 11).
 
 On the smaller side, min(m, n), the eigenvectors of the Gram matrix are the singular vectors, at a fraction of the cost
-of a full SVD. In float64, what squaring loses lies beneath the rounding of float32 factors. In a metric, ‖Lᵀ Δ R‖
+of a full SVD. In float64, the error of squaring lies beneath the rounding of float32 factors. In a metric, ‖Lᵀ Δ R‖
 instead of ‖Δ‖, it is the Gram matrix of A = Lᵀ W R (docs/explanation/weighting.md).
 """
 
@@ -19,7 +19,7 @@ from ..moments import Metric, add_gram
 
 # Rows taken to float64 at once: no matrix is held twice, and a piece stays in the processor's cache.
 CHUNK_ROWS = 512
-# Below this, squares of float64 values are no longer exact; those of float32 values, even denormal ones, lie above it.
+# Below this, squares of float64 values are not exact; those of float32 values, even denormal ones, lie above it.
 TINIEST_ENERGY = 1e-290
 
 Split = Literal["sigma-right", "balanced"]
@@ -60,7 +60,7 @@ def _column_norms(factor: Tensor) -> Tensor:
 class Spectrum:
     """The decomposition of one matrix, ready to be truncated at any rank up to `max_rank`."""
 
-    name: str  # of the matrix, for messages
+    name: str  # name of the matrix, for messages
     singular_values: Tensor  # all min(m, n) of them, float64, descending
     max_rank: int
     weight: Tensor  # W, or Wᵀ where `transposed`: as many rows as columns, or more
@@ -97,9 +97,9 @@ def decompose(weight: Tensor, *, name: str, rank: int | None = None, metric: Met
     """Singular values and what is needed to truncate.
 
     Args:
-        weight: W, m×n, any float type, on any device that knows float64. A torch `Linear.weight` is Wᵀ.
+        weight: W, m×n, any float type, on any device with float64. A torch `Linear.weight` is Wᵀ.
         name: the tensor's name, for messages.
-        rank: the largest rank that will be asked for, where it is known.
+        rank: the largest rank that will be required, if it is known.
         metric: in which factors are to be near to W. The singular values are then those of A = Lᵀ W R.
 
     Raises:
@@ -122,7 +122,7 @@ def singular_values(weight: Tensor, *, name: str, metric: Metric | None = None) 
 
 
 def _solve(solver: Callable[[Tensor], Any], weight: Tensor, name: str, metric: Metric | None) -> tuple[Tensor, ...]:
-    """W, or Wᵀ where it is wider than tall, and what one of torch's eigensolvers gives of its Gram matrix."""
+    """W, or Wᵀ where it is wider than tall, and the result of a torch eigensolver for its Gram matrix."""
     if weight.ndim != 2 or not weight.is_floating_point() or weight.numel() == 0:
         raise ValueError(f"{name}: expected a matrix of floats, found {weight.dtype} of shape {tuple(weight.shape)}")
     if not all_finite(weight):
@@ -145,6 +145,6 @@ def _solve(solver: Callable[[Tensor], Any], weight: Tensor, name: str, metric: M
 
 
 def tail_energies(values: Tensor) -> Tensor:
-    """Σ_{i>r} s_i² for r = 0 … K: what truncation at r loses."""
+    """Σ_{i>r} s_i² for r = 0 … K: the error of truncation at r."""
     squares = values.double().square()
     return torch.cat([squares.flip(0).cumsum(0).flip(0), squares.new_zeros(1)])

@@ -42,10 +42,10 @@ class Pair:
     Subformer's and PartialFormer's are of batches on a GPU, LightFormer's of one sentence on one core, as here.
     """
 
-    table: str  # of the row
+    table: str  # name of the row's table
     paper_ratio: float | None = None  # as printed, where it is
-    fields: dict[str, int] = field(default_factory=dict)  # of the configuration, where they are not the row's
-    transformer_layers: int | None = None  # of either stack of the Transformer; `None`: as the architecture has
+    fields: dict[str, int] = field(default_factory=dict)  # fields of the configuration that differ from the row
+    transformer_layers: int | None = None  # layers of each stack of the Transformer; `None`: as in the architecture
 
     @property
     def row(self) -> ParameterRow:
@@ -126,7 +126,7 @@ def compare(
     ignored. A training step is forward, backward and AdamW's step on 16 sentences of 25 source and 25 target tokens.
 
     Args:
-        name: of the pair, a key of `PAIRS`.
+        name: name of the pair, a key of `PAIRS`.
         runs: how often each is measured; a first time that warms up does not count.
         new_tokens: that are generated.
         training: measure training steps, too.

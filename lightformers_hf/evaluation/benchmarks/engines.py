@@ -37,7 +37,7 @@ from ..translate import translate
 if TYPE_CHECKING:
     from datasets import Dataset
 
-BASELINE = "ctranslate2-int8"  # of the teacher: the usual deployment
+BASELINE = "ctranslate2-int8"  # the usual deployment of the teacher
 SOURCE_TOKENS = 25
 RUN_DONE = "run done\n"  # lines that the measuring process prints for each
 SHORTLISTED = "+shortlist"  # behind the name of a form
@@ -84,7 +84,7 @@ class EngineComparison(Result):
 
     @classmethod
     def read(cls, content: Any) -> EngineComparison:
-        """From what `to_dict` made, read from a file that anybody may have written.
+        """Read the result of `to_dict` from a file of an unknown author.
 
         Raises:
             ValueError: it is something else; names what is missing or wrong.
@@ -165,7 +165,7 @@ def compare_engines(
     max_samples: int | None = None,
     progress: bool = False,
 ) -> EngineComparison:
-    """Export a teacher and its students, and time all of them in all forms, in turn within the same runs.
+    """Export a teacher and its students, and time each of them in all forms, in turn within the same runs.
 
     Every sentence gets exactly `new_tokens` tokens, past any end token, so that all do the same work. Each number of
     cores has a process of its own, because engines fix their threads when they load. Sources are those of `data` with
@@ -173,7 +173,7 @@ def compare_engines(
 
     Args:
         teacher, students: folders or Hub names of checkpoints.
-        forms: of `deployment_names()`; `None` is all that the engines have.
+        forms: names of `deployment_names()`; `None` means all that the engines have.
         cores, batch_sizes, beams: every combination is a setting. A run of batch size 1 translates `sentences`, one at
             a time; of more, one batch.
         data, source, target, max_samples: parallel text to measure the quality on as well, with the most of `beams`.
@@ -241,7 +241,7 @@ def _choose_forms(forms: Sequence[str] | None, shortlist: str | None) -> list[st
     for form in dict.fromkeys(deployment_names() if forms is None else forms):
         engine, quantization = split_deployment(form)
         file = None if engine == CHECKPOINTS else load_engine_file(engine)
-        if forms or file is None or quantization is None or quantization in file.QUANTIZATIONS:  # not all know int8
+        if forms or file is None or quantization is None or quantization in file.QUANTIZATIONS:  # not all support int8
             chosen.append(form)
             if shortlist and hasattr(file, "write_shortlist"):
                 chosen.append(f"{form}{SHORTLISTED}")
@@ -267,7 +267,7 @@ def _tell_languages(names: dict[str, str], source: str | None, target: str | Non
     several = [label for label, tokenizer in tokenizers.items() if hasattr(tokenizer, "src_lang")]
     teacher, *students = names
     copies: dict[str, str] = {}
-    for label in sorted(several or [teacher], key=lambda label: label == teacher):  # of others, codes are refused
+    for label in sorted(several or [teacher], key=lambda label: label == teacher):  # other models refuse codes
         light = tokenizers[students[0]] if label == teacher and students else None
         own = [getattr(light, side, None) for side in ("src_lang", "tgt_lang")]
         first = set_language_codes(tokenizers[label], *(own if all(own) else (source, target)))

@@ -1,17 +1,17 @@
-"""The engines: every file here is one, under the file's name, and nothing else knows which there are.
+"""The engines: every file here is one, under the file's name, and no other file lists them.
 
-Such a file may import what it needs, a library that is not installed included: it is imported when its engine is used.
+Such a file may import any library, also one that is not installed: it is imported when its engine is used.
 The extra of `pyproject.toml` that installs the library has the engine's name. The file has:
 
 - `QUANTIZATIONS`, the types of numbers that it can write, `float32` among them;
-- `write(source, folder, quantization)`, which writes a `Source` and returns the `Expansion` of what it multiplied out,
-  or raises `ValueError` for what the engine cannot express;
+- `write(source, folder, quantization)`, which writes a `Source` and returns the `Expansion` of its expanded matrices,
+  or raises `ValueError` for a model that the engine does not support;
 - `load(folder, search, threads)`, which returns a model ready to run (see `RunningModel`);
-- `describe_loading(folder)`, which says in a sentence how to run the folder without this package, or `None`;
+- `describe_loading(folder)`, which returns one sentence about running the folder without this package, or `None`;
 - if it has another name in sentences than its file, `NAME`; `EXPANDS_LOW_RANK = True` if it has no low-rank matrix
   multiplications;
 - and if it can compute a part of the output layer, `write_shortlist(source, folder, quantization, shortlist)`, which
-  writes a `Shortlist` to one of `SHORTLIST_FILES` beside what `write` wrote;
+  writes a `Shortlist` to one of `SHORTLIST_FILES` beside the files of `write`;
 - and if one folder can hold several quantizations, `BESIDE`, those that are written before int8;
 - and if the Hub has another name for the program that loads the folder, `LIBRARY`; if ten lines of Python run the
   folder without this package, `EXAMPLE`, with `{folder}` and `{text}`;
@@ -45,7 +45,7 @@ class RunningModel(Protocol):
 
 
 class EngineFile(Protocol):
-    """What a file of this folder has."""
+    """Names of a file of this folder."""
 
     QUANTIZATIONS: tuple[str, ...]
 

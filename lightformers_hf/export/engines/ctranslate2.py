@@ -1,9 +1,9 @@
 """LightFormer → CTranslate2, by a Transformer specification of its own library, without any change to the engine.
 
-What CTranslate2 can express stays as small as it is: narrow heads (`head_dim` of each attention), narrow feed-forward
+Supported forms stay as small as they are: narrow heads (`head_dim` of each attention), narrow feed-forward
 networks, the low-rank token table and output layer of the decoder (`project_in`, `project_out`), repeated layers
-(stored once, as aliases). It has no low-rank linear layer: other pairs of factors are multiplied out. Attention then
-gets narrower again: what a head computes are the products W_Q·W_Kᵀ and W_V·W_O, of rank maybe below the head's width.
+(stored once, as aliases). It has no low-rank linear layer: other low-rank factors are expanded. Attention then
+gets narrower again: a head depends on the products W_Q·W_Kᵀ and W_V·W_O, of rank maybe below the head's width.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def quantize(spec: LayerSpec, quantization: str) -> None:
 
 
 def order_ids(size: int, first: Sequence[int]) -> list[int] | None:
-    """All ids, some of them first; `None` where nothing changes its place."""
+    """All ids, some first; `None` if no id changes its place."""
     chosen = set(first)
     return [*first, *(number for number in range(size) if number not in chosen)] if chosen else None
 
@@ -102,8 +102,8 @@ def order_ids(size: int, first: Sequence[int]) -> list[int] | None:
 def write_shortlist(source: Source, folder: Path, quantization: str, shortlist: Shortlist) -> None:
     """Write `vmap.txt`: a line a source token, a tab behind it, and the target tokens that can come with it.
 
-    The line without a source token has those that always can. The model is written anew, with the tokens that every
-    search needs first in its vocabulary, as `token_order.json` says: CTranslate2, up to 4.8 at least, goes on using
+    The line without a source token has those that always can. The model is written again, with the tokens that every
+    search needs first in its vocabulary, as `token_order.json` lists them. CTranslate2, at least to 4.8, keeps using
     their places among the tokens of the batch before (`_to_output_word_id` is not emptied), which so never change.
     """
     first = special_tokens(Search.of(source.generation), getattr(source.tokenizer, "unk_token_id", None))
@@ -114,7 +114,7 @@ def write_shortlist(source: Source, folder: Path, quantization: str, shortlist: 
     if spaced:
         raise ValueError(
             f"shortlist cannot be written for CTranslate2, whose file has no place for {targets[min(spaced)]!r}, a "
-            "token with a space: leave shortlist out, or export to onnx"
+            "token with a space: remove shortlist, or export to onnx"
         )
     with (folder / VMAP).open("w", encoding="utf-8", newline="\n") as file:
         file.write("\t" + " ".join(targets[number] for number in shortlist.always) + "\n")
@@ -154,7 +154,7 @@ def _specification(
         (encoder_class, encoder, config.encoder_attention_heads),
         (partial(decoder_class, project_in_out=True), decoder, config.decoder_attention_heads),
     ):
-        # `pre_norm` here says whether there is a final LayerNorm, which Python builds only for pre-norm models.
+        # `pre_norm` here means that there is a final LayerNorm, which Python builds only for pre-norm models.
         first, last = stack.embedding_norm is not None, stack.final_norm is not None
         spec = make(len(stack.layers), heads, pre_norm=last, layernorm_embedding=first, **shapes)
         specs.append(spec)
@@ -195,7 +195,7 @@ def _set_vocabulary_layers(
             delattr(spec, name)
     bias = output.bias
     if suppressed:
-        # What generation_config.json forbids stays forbidden for whoever calls the engine without knowing of it.
+        # Tokens that generation_config.json forbids stay forbidden for users who call the engine directly.
         bias = torch.zeros(weight.shape[1]) if bias is None else bias.clone()
         bias[list(suppressed)] = float(NEVER)
     if bias is not None:

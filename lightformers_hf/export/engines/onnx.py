@@ -4,7 +4,7 @@
 states and caches into logits and longer caches. Its input `use_cache_branch` decides where keys and values of
 cross-attention come from: computed from the hidden states at the first step, from the cache afterwards. File names end
 in `_quantized` in int8 and in `_fp16` in 16 bits. Each graph holds all its weights, because transformers.js opens no
-file for two graphs; what several layers share is stored once in a graph.
+file for two graphs; weights that several layers share are stored once in a graph.
 
 The loop of this package reads the same files. It resolves `use_cache_branch` when it loads them (`specialize`): one
 graph computes the hidden states and the cross-attention's keys and values, the other one step.
@@ -46,7 +46,7 @@ from ..shortlist import Shortlist, narrow_search
 
 NAME, LIBRARY = "ONNX Runtime", "transformers.js"
 QUANTIZATIONS = ("float32", "int8", "float16")
-BESIDE = ("float32", "float16")  # what `export` writes before int8, in this order: `load` prefers the last
+BESIDE = ("float32", "float16")  # types that `export` writes before int8, in this order: `load` prefers the last
 SHORTLIST = "shortlist.json"
 FOLDER, ENCODER, DECODER = "onnx", "encoder_model", "decoder_model_merged"
 # Ends of file names, that which `load` prefers first.
@@ -60,9 +60,9 @@ FAMILIES = {
     "MBartTokenizer": "mbart",
     "MBart50Tokenizer": "mbart",
 }
-LARGEST_FILE = 2**31 - 1  # of a message of protocol buffers
+LARGEST_FILE = 2**31 - 1  # limit of a message of protocol buffers
 OUTPUT = "output"  # begins the names of the nodes of the output layer
-OPSET, IR_VERSION = 20, 9  # of ONNX Runtime 1.17 on
+OPSET, IR_VERSION = 20, 9  # supported by ONNX Runtime from 1.17
 MICROSOFT = "com.microsoft"
 MASKED = -1e30
 GELU_TANH = ("gelu_fast", "gelu_new", "gelu_pytorch_tanh")
@@ -74,7 +74,7 @@ def write(source: Source, folder: Path, quantization: str) -> Expansion:
     activation = source.model.config.activation_function
     if activation not in ACTIVATIONS:
         raise ValueError(
-            f"activation_function is {activation!r}, which the export to ONNX does not know (it knows "
+            f"activation_function is {activation!r}, which the export to ONNX does not support (supported: "
             f"{', '.join(ACTIVATIONS)}): train the model with one of these"
         )
     encoder, decoder = read_stack(source.model.model.encoder), read_stack(source.model.model.decoder)
@@ -263,7 +263,7 @@ class Graph:
         return self.op("Mul", rows, self.op("Gather", self.constant(scales[:, None]), ids))
 
     def project(self, states: str, linears: list[Linear]) -> list[str]:
-        """What several layers make of the same states: their first factors are one product. (…, m) → (…, nᵢ) each."""
+        """Apply several layers to the same states: their first factors are one product. (…, m) → (…, nᵢ) each."""
         in_first = [linear.bias if linear.is_dense else None for linear in linears]
         widths = [linear.factors[0].shape[1] for linear in linears]
         bias = None
@@ -335,7 +335,7 @@ class Graph:
         return self.leave(states, self.project(hidden, [layer.fc2])[0], layer.ffn_norm)
 
     def relative_bias(self, biases: Biases | None, queries: str, keys: str) -> str:
-        """What relative positions add to scores, if there are any: places (T) and (S) → (1, H, T, S)."""
+        """Return the biases of scores by relative positions, if any: places (T) and (S) → (1, H, T, S)."""
         if biases is None:
             return ""
         zero, one = self.constant([0]), self.constant([1])
@@ -488,7 +488,7 @@ def output_logits(graph: Graph, states: str, output: Linear, scale: float | None
     graph.output(logits, "logits", ["batch_size", "decoder_sequence_length", weight.shape[1]])
 
 
-# --- Running what was written
+# --- Running exported models
 
 
 def specialize(folder: Path, suffix: str, *, sliced: bool) -> tuple[onnx.ModelProto, onnx.ModelProto]:
@@ -521,7 +521,7 @@ def specialize(folder: Path, suffix: str, *, sliced: bool) -> tuple[onnx.ModelPr
 
 
 def narrow(graph: onnx.GraphProto, outputs: list[onnx.ValueInfoProto], renamed: dict[str, str]) -> None:
-    """Leave what some outputs need, in place, after inputs of nodes were renamed."""
+    """Keep only the nodes that some outputs need, in place, after inputs of nodes were renamed."""
     needed = {value.name for value in outputs}
     kept = []
     for node in reversed(graph.node):
@@ -537,7 +537,7 @@ def narrow(graph: onnx.GraphProto, outputs: list[onnx.ValueInfoProto], renamed: 
 
 
 def slice_output(graph: onnx.GraphProto) -> None:
-    """Have the output layer compute logits of the input `candidates` alone: some rows of what has a row a token."""
+    """Make the output layer compute logits of the input `candidates` alone: some rows of its matrices."""
     (logits,) = (value for value in graph.output if value.name == "logits")
     size = logits.type.tensor_type.shape.dim[-1].dim_value
     rows = {tensor.name for tensor in graph.initializer if tensor.dims[:1] == [size]}
@@ -582,7 +582,7 @@ class OnnxModel:
         return [tokens[row].tolist() for row in rows]
 
     def steps(self, batch: list[list[int]], num_beams: int = 1, candidates: np.ndarray | None = None) -> Step:
-        """Encode a batch; what comes back computes one step's logits after the other, by default of all tokens."""
+        """Encode a batch, and return the function that computes the logits step by step, by default of all tokens."""
         width = max(map(len, batch))
         ids = np.full((len(batch), width), self.search.pad, dtype=np.int64)
         mask = np.zeros_like(ids)

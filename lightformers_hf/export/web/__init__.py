@@ -56,10 +56,10 @@ http://localhost:8000. After the first visit the page works without network. To 
 class WebReport(Result):
     """A page that was written. Sizes are those on disk, and sent by a server that compresses files."""
 
-    models: list[ExportReport]  # of the model, and of the one that it is compared with
+    models: list[ExportReport]  # reports of the model, and of the one that it is compared with
     model_bytes: int
     model_gzip_bytes: int
-    program_bytes: int  # of everything else but the model to compare with
+    program_bytes: int  # size of all other files except the model to compare with
     program_gzip_bytes: int
 
     def parts(self) -> list[str]:
@@ -84,8 +84,8 @@ def export_web(
         model: a checkpoint folder, or a name on the Hub.
         output: the folder to write.
         compare: another checkpoint that the page runs beside the model, such as its teacher.
-        source_lang, target_lang: what a multilingual model translates from and to.
-        overwrite: replace what `output` holds, if this package wrote all of it.
+        source_lang, target_lang: languages of a multilingual model.
+        overwrite: replace the content of `output`, if this package wrote all of it.
 
     Raises:
         ValueError: as `export`; also a tokenizer that `tokenizer.json` cannot hold; npm is missing, or fails.
@@ -124,7 +124,7 @@ def export_web(
 
 
 def _write_model(name: str | Path, folder: Path, source_lang: str | None, target_lang: str | None) -> ExportReport:
-    """Export a model in int8, and leave what a browser loads."""
+    """Export a model in int8, and keep only the files that a browser loads."""
     with tempfile.TemporaryDirectory() as place:
         made = Path(place, "made")
         report = export(name, made, to="onnx", quantization="int8", source_lang=source_lang, target_lang=target_lang)
