@@ -100,14 +100,10 @@ def write_export_card(
     library: str,
     example: str = "",
 ) -> None:
-    """Write the card of an exported model into `folder`.
+    """Write the card of an export into `folder`, with remarks (`lines`) and a program in Python (`example`).
 
-    Args:
-        metadata: result of `inherited_metadata` for the exported checkpoint.
-        form: type of the stored numbers; integers make it a quantized model on the Hub.
-        lines: the remarks on it.
-        library: program that loads it, by its name on the Hub.
-        example: a program in Python that runs it.
+    The `metadata` are those of `inherited_metadata`, the `form` is the type of the stored numbers, and the `library`
+    loads the export.
     """
     relation = {"base_model_relation": "quantized" if form.startswith("int") else "finetune"}
     data = ModelCardData(

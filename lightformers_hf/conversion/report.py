@@ -382,8 +382,7 @@ def inherited_metadata(folder: Path, hub_name: str | None) -> dict[str, str | li
     """Licence, languages and task that the card of a model names, for the cards of what is made from it.
 
     Args:
-        folder: where the model lies; its card is the `README.md` there. Without one, or with metadata that cannot be
-            read, nothing is inherited.
+        folder: where the model lies. Without a card, or with metadata that cannot be read, nothing is inherited.
         hub_name: the model's name on the Hub, which becomes `base_model`; `None` for a folder, which leaves its own.
     """
     metadata: dict[str, str | list[str]] = {"base_model": hub_name} if hub_name else {}

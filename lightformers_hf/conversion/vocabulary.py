@@ -173,10 +173,10 @@ class SentencePieceFiles(SavedTokenizer):
         return lone_characters(texts).union(*(model.needed() for model in self.models.values())) & self.known
 
     def parts(self, token: str) -> set[str]:
-        found = {token}
-        for scores in self.scores:
-            found |= merges_of(token, lambda left, right, scores=scores: scores.get(left + right)) & self.known
-        return found
+        def merges(scores: Mapping[str, float]) -> set[str]:
+            return merges_of(token, lambda left, right: scores.get(left + right))
+
+        return {token} | set().union(*map(merges, self.scores)) & self.known
 
     def rewrite(self, ids: Vocabularies) -> None:
         """Both; pieces that no vocabulary has stay in the models, which would else cut differently."""
@@ -249,10 +249,9 @@ class PieceModel:
         return b"".join(kept)
 
     def needed(self) -> set[str]:
-        """Pieces that stay whatever the text: all that are not normal; and, as what is unknown is as probable as the
-        worst normal piece and what a user defined as the best, these two.
-        """
+        """Pieces that stay whatever the text: all that are not normal; the best and the worst of a unigram model."""
         found = {piece.text for piece in self.pieces if piece.type not in (NORMAL, UNUSED)}
+        # What is unknown is as probable as the worst normal piece, and what a user defined as the best.
         normal = [piece for piece in self.pieces if piece.type == NORMAL]
         if normal and not self.is_bpe:
             found |= {end(normal, key=lambda piece: piece.score).text for end in (min, max)}
@@ -346,19 +345,12 @@ def lone_characters(tokens: Collection[str]) -> set[str]:
 
 @dataclass(frozen=True, eq=False)
 class KeptTokens:
-    """Tokens of a checkpoint that stay.
+    """Tokens of a checkpoint that stay."""
 
-    Attributes:
-        source, target: their old ids, in the order of the new ones; the same list where both sides have one
-            vocabulary.
-        tokenizer: with the new ids.
-        languages: the codes that stay, where some go.
-    """
-
-    source: Sequence[int]
-    target: Sequence[int]
-    tokenizer: PreTrainedTokenizerBase
-    languages: Sequence[str] = ()
+    source: Sequence[int]  # their old ids, in the order of the new ones
+    target: Sequence[int]  # the same list where both sides have one vocabulary
+    tokenizer: PreTrainedTokenizerBase  # with the new ids
+    languages: Sequence[str] = ()  # the codes that stay, where some go
 
     def config(self, config: FactorizedConfig) -> FactorizedConfig:
         """A configuration of this package for the smaller vocabulary."""

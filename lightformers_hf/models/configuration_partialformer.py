@@ -1,4 +1,4 @@
-"""Configuration of PartialFormer (Zheng et al. 2023): small gated feed-forward networks inside attention heads."""
+"""Configuration of PartialFormer (Zheng et al. 2024): small gated feed-forward networks inside attention heads."""
 
 from .configuration_lightformer import (
     FactorizedConfig,
