@@ -115,7 +115,7 @@ class EvenProducts(TorchFunctionMode):
     """A context, in which PyTorch's layers multiply matrices of few different shapes under bfloat16 autocast.
 
     A CPU compiles a kernel for each shape of a product in bfloat16 (oneDNN), which took half of a training step of
-    low-rank models (RESULTS.md, "Products of few shapes"). Here linear layers get rows and columns of zeros that make
+    low-rank models. Here linear layers get rows and columns of zeros that make
     their sizes multiples of `TOKENS` and `FEATURES`. Of attention's products, those of the first `shapes` are made as
     they are; small ones of other shapes (`SMALL_HEAD`) are made in float32. PyTorch leaves the context for a backward
     pass, so layers that are computed again for their gradients would be computed otherwise.
@@ -171,7 +171,7 @@ def cast_once(module: nn.Module) -> Iterator[None]:
 def without_plans() -> Iterator[None]:
     """Inside, fused attention on a GPU is PyTorch's own, not cuDNN's, which makes a plan for every shape of a batch.
 
-    On an H100 training took four times as long until an epoch had shown all shapes (RESULTS.md, "On a GPU").
+    On an H100 training took four times as long until an epoch had shown all shapes.
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)

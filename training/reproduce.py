@@ -37,6 +37,7 @@ import jinja2
 from rich.console import Console
 from rich.table import Table
 
+import lightformers_hf
 from lightformers_hf.files import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -381,7 +382,10 @@ def reproduce(name: str, work: Path) -> None:
         "date": date.today().isoformat(),
         "commit": lab.commit,
         "machine": describe_machine(),
-        "versions": {each: importlib.metadata.version(each) for each in ("lightformers_hf", *PACKAGES)},
+        "versions": {
+            "lightformers_hf": lightformers_hf.__version__,
+            **{each: importlib.metadata.version(each) for each in PACKAGES},
+        },
         "seeds": experiment.seeds,
         "units": {name: unit for name, unit in UNITS.items() if any(name in key for row in rows for key in row)},
         "commands": lab.commands,

@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # self-generated text needs none of it
     from datasets import Dataset
 
 # Default number of sentence pairs. Short pairs are more, until each side has so many tokens per feature of d_model, or
-# so many in total: wide moments need more tokens, and wide models more time for each (RESULTS.md, "Probes").
+# so many in total: wide moments need more tokens, and wide models more time for each.
 SAMPLES, TOKENS_PER_FEATURE, MOST_TOKENS = 1000, 64, 2**15
 BATCH = 32  # pairs of a batch at most
 # Every tenth sentence is held out of the calibration, of so many at least.

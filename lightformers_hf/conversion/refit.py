@@ -38,7 +38,7 @@ from .workers import AT_ONCE, Step, algebra_device, cast_weights, fast_passes, f
 
 # Weight of the layer's matrix in the fit, relative to the mean variance of its inputs.
 RIDGE, SELF_GENERATED_RIDGE = 1e-2, 0.1
-# Share of the accumulated error of the hidden states that is corrected (RESULTS.md, "What states lack").
+# Share of the accumulated error of the hidden states that is corrected.
 CORRECTED = 0.5
 # At least this share of their mean square: the variance that rounding in float32 leaves for constant inputs.
 CONSTANT = 1e-6

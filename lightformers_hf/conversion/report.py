@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 OWN_TEXT = "text that the model made itself"
 DENSE = "dense"
 STACKS = ("encoder", "decoder")
-# Below this share, sentences differ from the teacher's (measured: RESULTS.md, "Over-confident teachers").
+# Below this share, sentences differ from the teacher's (docs/results/confident.md).
 CLIFF = 0.8
 # Metadata that a card passes to the cards of models made from its model.
 INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")

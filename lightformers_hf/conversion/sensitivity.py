@@ -41,7 +41,7 @@ Batch = dict[str, Tensor]
 class Probes:
     """Random vectors z, one for each token, with E[zᵀz] = diag(p) − pᵀp, p the softmax of the logits over T.
 
-    z = ε√p − p Σ ε√p with random signs ε. A label drawn from p is a poorer estimate (RESULTS.md, "Probes").
+    z = ε√p − p Σ ε√p with random signs ε. A label drawn from p is a poorer estimate.
     """
 
     def __init__(self, size: int, device: torch.device, temperature: float = 1.0) -> None:
@@ -241,7 +241,7 @@ class Calibration:
     def token_weights(self, names: list[str]) -> Tensor:
         """Return weights of all tokens, in their order: the sensitivity of the loss at layers of one input.
 
-        They are the root of Σ |g|² / E[|g|²]: without the root, few tokens would decide (RESULTS.md, "Tokens").
+        They are the root of Σ |g|² / E[|g|²]: without the root, few tokens would decide.
         """
         found = [(torch.cat(self._token_weights[name]), self.moments[name].count) for name in names]
         return sum(weights / count if count else torch.ones_like(weights) for weights, count in found).sqrt()

@@ -311,14 +311,13 @@ class Clock(TrainerCallback):
 # --- Settings that follow from how far a model was compressed, how wide it is, and the time
 
 # From this ratio on, a model needs large steps, however few, and also learned more from its teacher's translations
-# (RESULTS.md, "Recovered").
+# (measured with version 0.1).
 FAR = 5.0
 # So does a model with less than this share of its teacher's chrF, as after removing layers: converted models kept 0.9
-# at ratio 4, and 0.8 at 6 (RESULTS.md, "Without any training"). With the teacher's own translations for references,
-# of which it has all itself, these keep 0.70 and 0.6.
+# at ratio 4, and 0.8 at 6. If the teacher's translations are the references, they kept 0.70 and 0.6.
 NEAR, NEAR_OWN = 0.85, 0.65
 # The width that rates were measured at; Adam's fall as 1 / width (Yang et al. 2022, arXiv 2203.03466, Table 3), which
-# those found at 512 agree with (RESULTS.md, "At the size of the paper").
+# those found at 512 agree with.
 MEASURED_WIDTH = 256
 # Near its teacher, few large steps do a model harm, the more the wider it is; at `MEASURED_WIDTH`, these are many.
 FULL_RATE_STEPS = 600
@@ -358,8 +357,8 @@ def choose_settings(
 ) -> RecoverySettings:
     """Settings for a model that has 1/`ratio` of its teacher's parameters and is `width` wide; steps come later.
 
-    Learning rates are those of RESULTS.md: 1e-3 up to ratio 6, 1.2e-3 at 8, 1.5e-3 from 12 on, at `MEASURED_WIDTH`. On
-    random text half the rate and no labels, because more training damages the language model.
+    Learning rates were measured with version 0.1: 1e-3 up to ratio 6, 1.2e-3 at 8, 1.5e-3 from 12 on, at
+    `MEASURED_WIDTH`. On random text half the rate and no labels, because more training damages the language model.
     """
     rate = (1e-3 + 5e-4 * min(max((ratio - 6) / 6, 0), 1)) * (0.5 if random_text else 1)
     return RecoverySettings(

@@ -124,7 +124,7 @@ def recover(
 
     The function keeps the checkpoint with the best score on the validation text, which may be the initial one. The
     score is the first of `metrics`, by default chrF; for references of one word the character error rate, for
-    summaries ROUGE-L. BLEU does not distinguish similar models (RESULTS.md, "In half an hour"). The same call resumes
+    summaries ROUGE-L. BLEU does not distinguish similar models. The same call resumes
     an interrupted recovery.
 
     Args:
@@ -601,7 +601,7 @@ def finish(output: Path, record: dict[str, Any], found: Recovery) -> Recovery:
 
 
 def fastest_translator(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | Engine:
-    """`network` in CTranslate2 and int8, a fifth of the time of `generate()` (RESULTS.md, "In half an hour").
+    """`network` in CTranslate2 and int8, a fifth of the time of `generate()`.
 
     Itself on a GPU, without CTranslate2, and where the engine does not support the network or its generation settings.
     """
