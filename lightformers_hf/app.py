@@ -4,8 +4,8 @@
 gradio) whose `requirements.txt` names this package with its extra `app`, and whose variables `TEACHER` and `LIGHT` are
 names of models on the Hub.
 
-It may face strangers: a request is limited in characters, lines and seconds, requests wait in a queue of limited
-length, one whose reader is gone ends with the line it is at, and the server takes nothing but text to translate.
+It may be public. A request is limited in characters, lines and seconds, and requests wait in a queue of limited
+length. A request whose reader is gone ends after its line. The server takes nothing but text to translate.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lightformers_hf.evaluation.translate import load_translator
 from lightformers_hf.export import Engine, export
-from lightformers_hf.export.engine import wrap_network
+from lightformers_hf.export.engine import longest_input, split_texts, wrap_network
 from lightformers_hf.export.engines import CHECKPOINTS
-from lightformers_hf.export.sentences import longest_input, split_texts
 from lightformers_hf.files import EXPORT_FILE, read_json
 from lightformers_hf.loading import is_export, load_pretrained, printable_name, resolve_source, unique_parameters
 
@@ -51,13 +50,13 @@ LOCAL = ("127.0.0.1", "localhost", "[::1]")
 
 @dataclass(frozen=True)
 class Translator:
-    """A loaded model, of this package, of transformers or exported, and what the page calls it."""
+    """A loaded model, of this package, of transformers or exported, and its name on the page."""
 
     role: str  # `teacher` or `light`
     label: str  # role, name, form and size
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
-    prefix: str = ""  # what every line is to begin with
+    prefix: str = ""  # prefix of every line
 
     @classmethod
     def load(
@@ -71,18 +70,13 @@ class Translator:
             form = f"{unique_parameters(model) / 1e6:,.1f}M parameters, {form}"
         return cls(role, f"{role}: {printable_name(name)}, {form}", engine, tokenizer, prefix)
 
-    def warm_up(self, **generation: int) -> None:
-        """Translate until it is as fast as it will be: the first sentences are slower than all others."""
-        for _ in range(WARM_UPS):
-            self("1 2 3 4 5 6 7 8 9 10 11 12", **generation)
-
     def __call__(self, text: str, **generation: int) -> tuple[str, int, float]:
         """Every line translated by itself; the tokens generated, end tokens included; and the seconds it took."""
         *_, last = self.translate_lines(text, **generation)
         return last
 
     def translate_lines(self, text: str, **generation: int) -> Iterator[tuple[str, int, float]]:
-        """What calling it returns, of nothing yet and then of all the lines done, whenever there is one more."""
+        """Yield the result of a call without text, then that of all finished lines after each line."""
         lines, outputs, tokens, seconds = text.splitlines(), list[str](), 0, 0.0
         limit = longest_input(self.engine, self.tokenizer)
         yield "", tokens, seconds
@@ -119,13 +113,11 @@ def check_text(text: str | None) -> str:
 
 
 class Guard:
-    """Refuse what the page does not need: other sites' requests and names, long ones, files, whatever is no text.
+    """Refuse requests that the page does not need: from other sites, long ones, files, and content that is not text.
 
     A site that the reader visits could send requests to this machine, whose answers the browser hides from it, or give
-    itself the address of this machine, and read them. Its name then stands in `Host`, or in `Origin`.
-
-    Args:
-        local: whether only this machine is served, under a name of `LOCAL`.
+    itself the address of this machine, and read them. Its name then stands in `Host`, or in `Origin`. `local`: only
+    this machine is served, under a name of `LOCAL`.
     """
 
     def __init__(self, app: ASGIApp, local: bool):
@@ -177,7 +169,7 @@ def refuse_content(content: bytes, *, asks: bool) -> tuple[int, str] | None:
 
 
 def read_form(name: str) -> tuple[str, str | None]:
-    """Engine and quantization of what a folder or a Hub name holds."""
+    """Return engine and quantization of the model in a folder or under a Hub name."""
     if not is_export(name):
         return CHECKPOINTS, None
     written = read_json(Path(name) / EXPORT_FILE)
@@ -189,13 +181,13 @@ def deploy_alike(
 ) -> tuple[str, str]:
     """Both in one engine, so that their times compare: beside an export, a checkpoint is exported, too, into `folder`.
 
-    Where they cannot be alike, both stay as they are; the page prints the form of each.
+    If they cannot be equal, both keep their form; the page prints the form of each.
     """
     (first, one), (second, other) = read_form(teacher), read_form(light)
     if (first == CHECKPOINTS) == (second == CHECKPOINTS):
         return teacher, light
     checkpoint, engine, quantization = (teacher, second, other) if first == CHECKPOINTS else (light, first, one)
-    exported = folder / (Path(checkpoint).name if Path(checkpoint).is_dir() else checkpoint.rpartition("/")[2])
+    exported = folder / Path(checkpoint).name
     try:
         export(checkpoint, exported, to=engine, quantization=quantization, source_lang=source, target_lang=target)
     except ValueError as error:
@@ -216,11 +208,11 @@ def build(
     """The page, to be served with `serve`, or with `launch()` of its own.
 
     Args:
-        teacher, light: folders or Hub names of sequence-to-sequence checkpoints, or what `lightformers export` wrote.
+        teacher, light: folders or Hub names of sequence-to-sequence checkpoints, or exported folders.
             Both compute on the CPU; beside an export the other is exported for the same engine first.
         source, target: languages, as of `load_translator`. A multilingual teacher takes those of the light model, if
             the pair is set there.
-        num_beams, max_new_tokens: of both; by default the light model's beams, and each model's longest output.
+        num_beams, max_new_tokens: for both; by default the smaller model's beams, and each model's longest output.
 
     Raises:
         FileNotFoundError, ValueError: a model that is not there or does not translate.
@@ -234,8 +226,8 @@ def build(
         models = [first, Translator.load("light", places[1], source, target)]
     generation = {"num_beams": num_beams or models[1].engine.search.num_beams}
     generation |= {"max_new_tokens": max_new_tokens} if max_new_tokens else {}
-    for model in models:
-        model.warm_up(**generation)
+    for model in WARM_UPS * models:  # the first sentences are slower than all others
+        model("1 2 3 4 5 6 7 8 9 10 11 12", **generation)
 
     def both(text: str | None) -> Iterator[list[str]]:
         """Output and figures of the teacher, then also of the light model, anew with every line that is done."""

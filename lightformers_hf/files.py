@@ -26,8 +26,8 @@ except ImportError:  # Windows
 CARD_FILE = "README.md"
 REPORT_FILE = "compression.json"
 EXPORT_FILE = "export.json"
-PAGE_FILE = "page.json"  # of a page that translates in the browser
-RECORD_FILE = "recovery.json"  # of a recovery: options, settings and results
+PAGE_FILE = "page.json"  # manifest of a page that translates in the browser
+RECORD_FILE = "recovery.json"  # record of a recovery: options, settings and results
 STATE_FILE = "trainer_state.json"  # transformers' Trainer writes it
 WEIGHT_FILES = (  # the one that is loaded first
     "model.safetensors",
@@ -52,7 +52,7 @@ MODEL_FILES = (
     *(*TOKENIZER_FILES, CARD_FILE, REPORT_FILE, STATE_FILE),
 )
 MANIFEST_FILE = ".lightformers.json"  # in every folder of the package: the names of its files
-UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)  # of a folder: nothing goes into it
+UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)  # the folder is read-only or full
 LARGEST = 2.0**63  # above every measured value
 LONGEST_NAME = 255  # bytes, of a file's name
 FULL = 1 << 26  # bytes left on a disk that count as none
@@ -62,10 +62,7 @@ FULL = 1 << 26  # bytes left on a disk that count as none
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object that a file of JSON holds, an empty one where there is no such file.
-
-    Raises `ValueError` for anything else.
-    """
+    """The object that a file of JSON holds, an empty one where there is no such file; else `ValueError`."""
     try:
         content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (ValueError, RecursionError) as error:
@@ -76,15 +73,10 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def as_kind(content: Any, kind: Any, place: str) -> Any:
-    """Convert the content of a JSON file to the type of a hint: objects to a data class, anything else unchanged.
+    """Convert the content of a JSON file, which anybody may have written, to the type of a hint.
 
-    Args:
-        content: of a file that anybody may have written.
-        kind: `int`, `float` (whole numbers, too), `str`, `Any`, a data class, and lists, dictionaries, unions of them.
-        place: where it stands, for the message.
-
-    Raises:
-        ValueError: it is something else, or a number without end; names the place.
+    Objects become data classes, anything else stays. Raises `ValueError`, which names the `place`, for anything of
+    another type, and for numbers that nobody measures.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any:
@@ -126,14 +118,14 @@ def json_text(content: dict | list, what: str) -> str:
     except ValueError:
         if place := find_not_finite(content):
             raise ValueError(
-                f"{what}: {place} is NaN or infinite, which JSON cannot say, so nothing was written; it is an error "
+                f"{what}: {place} is NaN or infinite, which JSON does not allow: nothing was written; it is an error "
                 "of lightformers_hf, or of a model that computes such values"
             ) from None
         raise
 
 
 def find_not_finite(content: object, place: str = "") -> str | None:
-    """Where in nested lists and dictionaries the first number is NaN or infinite: `matrices[3].energy`."""
+    """Return the place of the first NaN or infinity in nested lists and dictionaries: `matrices[3].energy`."""
     if isinstance(content, dict):
         inner = ((value, f"{place}.{key}".lstrip(".")) for key, value in content.items())
     elif isinstance(content, list | tuple):
@@ -177,7 +169,7 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def check_file(file: str | Path, inputs: Iterable[str | os.PathLike | None]) -> None:
-    """Raise `ValueError` where writing `file` would write over an input, or over a model's file in an input folder;
+    """Raise `ValueError` where writing `file` would write over an input, or over a model's file in an input folder,
     and `OSError` where it cannot be written: a folder, or a file in one that is not there or takes none."""
     resolved = Path(os.path.expanduser(file)).resolve()
     if resolved.is_dir():
@@ -198,7 +190,7 @@ def explain_unwritable(error: BaseException, library: str, folder: str | os.Path
     if not isinstance(error, OSError) or error.errno not in UNWRITABLE:
         return None
     return OSError(
-        f"the cache of the {library}, {folder}, cannot be written ({error.strerror}): make room or give rights there, "
+        f"the cache of the {library}, {folder}, cannot be written ({error.strerror}): free space or give rights, "
         "or let the environment variable HF_HOME name another folder"
     )
 
@@ -212,12 +204,7 @@ def is_full_disk(error: BaseException) -> bool:
 
 
 def find_folder(source: str | os.PathLike) -> Path | None:
-    """The folder of a model by what a user calls it; `None` where that is a name on the Hub.
-
-    Raises:
-        FileNotFoundError: no such folder, and no name that the Hub could have.
-        ValueError: a file instead of a folder.
-    """
+    """Return the folder of a model by the name that the user gave; `None` for a name on the Hub."""
     path = Path(os.path.expanduser(source))
     if path.is_dir():
         return path
@@ -229,10 +216,7 @@ def find_folder(source: str | os.PathLike) -> Path | None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise an error where a folder holds no checkpoint and no export, or an adapter.
-
-    Transformers loads an adapter together with the model beside it, if peft is installed, and ignores it otherwise.
-    """
+    """Raise an error where a folder holds neither checkpoint nor export, or an adapter, ignored without peft."""
     if (folder / "adapter_config.json").is_file():
         beside = any((folder / name).is_file() for name in WEIGHT_FILES)
         raise ValueError(
@@ -251,12 +235,7 @@ def check_folder(folder: Path) -> None:
 def check_output(
     target: str | Path, *, overwrite: bool = False, inputs: Iterable[str | os.PathLike | None] = ()
 ) -> Path:
-    """The folder to write, as `atomic_output` will write it; what a dead process left beside it is cleaned up.
-
-    To be called before work that takes long, which would be lost.
-
-    Args, Raises: see `atomic_output`.
-    """
+    """The folder to write, checked as by `atomic_output`, before work that takes long and would be lost."""
     target = check_place(target, inputs)
     with lock(target) as locked:
         if locked:
@@ -279,13 +258,13 @@ def atomic_output(
 
     Args:
         target: the folder to write; folders above it are made.
-        overwrite: replace what `target` holds, if `atomic_output` wrote all of it.
-        inputs: what the work reads, folders or files (`None` and what is no path here, such as a name on the Hub, do
+        overwrite: replace the content of `target`, if `atomic_output` wrote all of it.
+        inputs: folders or files that the work reads (`None` and names that are no path, such as a name on the Hub, do
             not matter); `target` must neither be nor hold any, wherever their links lead, nor lie in one.
 
     Raises:
         FileExistsError: `target` is a file, or a folder that is not empty and `overwrite` is not set, or one that
-            holds what was not written by this function.
+            holds files that this function did not write.
         BlockingIOError: another process is writing `target`.
         ValueError: `target` lies at a forbidden place: an input, the current folder, the home folder or one above
             them, a repository.
@@ -312,7 +291,7 @@ def atomic_output(
 
 
 def _explain_full_disk(error: BaseException, temporary: Path, target: Path) -> None:
-    """Raise `OSError` where a disk is full: that of the output, or the one of what was read."""
+    """Raise `OSError` if a disk is full: that of the output, or that of the input."""
     if not is_full_disk(error):
         return
     if shutil.disk_usage(temporary).free < FULL:
@@ -387,7 +366,7 @@ def _find_places(name: str | os.PathLike) -> Iterator[Path]:
 
 
 def _check_content(target: Path, overwrite: bool) -> None:
-    """Raise `FileExistsError` where a folder holds what may not be replaced."""
+    """Raise `FileExistsError` if a folder holds files that must not be replaced."""
     if not _is_full(target):
         return
     if not overwrite:
@@ -451,7 +430,7 @@ def lock(target: Path) -> Iterator[bool]:
 
 
 def _replace(target: Path, temporary: Path, overwrite: bool) -> None:
-    """Give `temporary` the name of `target`, or fail and leave both; what was there may be another's by now."""
+    """Rename `temporary` to `target`, or fail and keep both; another process may have written the target."""
     _check_content(target, overwrite)
     old = beside(target, "old-" + secrets.token_hex(4))
     try:
@@ -469,7 +448,7 @@ def _replace(target: Path, temporary: Path, overwrite: bool) -> None:
 
 
 def open_to_readers(folder: Path, known: str) -> None:
-    """Let who may read the file `known` read the others, too: safetensors makes its own for their owner alone."""
+    """Give the other files the read permissions of the file `known`: safetensors makes files for their owner alone."""
     mode = (folder / known).stat().st_mode & 0o666
     for file in folder.rglob("*"):
         if file.is_file() and not file.is_symlink() and mode & ~file.stat().st_mode:
@@ -496,10 +475,7 @@ def _remove(folder: Path, target: Path) -> None:
 
 
 def _clean_up(target: Path) -> None:
-    """Remove what dead processes left beside `target`; put the old output back if one died while replacing it.
-
-    To be called by who holds the lock: nobody else writes then.
-    """
+    """Remove files of dead processes beside the locked `target`; restore the old output if one died replacing it."""
     start = re.escape(beside(target, "").name)
     pattern = re.compile(rf"{start}(tmp|old)-(\d+-)?[0-9a-f]{{8}}")  # older versions wrote a process number, too
     found = [(match[1], path) for path in target.parent.iterdir() if (match := pattern.fullmatch(path.name))]
@@ -508,7 +484,7 @@ def _clean_up(target: Path) -> None:
         if target.exists():
             target.rmdir()
         aside.pop().rename(target)
-    # Where the old output's place was taken by somebody else, it may be the only one.
+    # If another process has taken the place of the old output, this may be the only copy.
     finished = aside if (target / MANIFEST_FILE).is_file() else []
     for path in (*finished, *(path for word, path in found if word == "tmp")):
         _remove(path, target)

@@ -22,7 +22,7 @@ from huggingface_hub import (
     constants,
     get_token,
 )
-from huggingface_hub.errors import HfHubHTTPError, HTTPError  # HTTPError: of whichever HTTP library the client uses
+from huggingface_hub.errors import HfHubHTTPError, HTTPError  # HTTPError: of the client's HTTP library
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers import tokenization_utils_base as tokenization
@@ -32,16 +32,7 @@ from . import models
 from .conversion.card import MARK, evaluation_results, model_card, read_results
 from .conversion.report import ModelFacts, read_report
 from .deprecated import renamed_arguments, warn_renamed
-from .files import (
-    CARD_FILE,
-    EXPORT_FILE,
-    MANIFEST_FILE,
-    PAGE_FILE,
-    RECORD_FILE,
-    REPORT_FILE,
-    STATE_FILE,
-    read_json,
-)
+from .files import CARD_FILE, EXPORT_FILE, MANIFEST_FILE, PAGE_FILE, RECORD_FILE, REPORT_FILE, STATE_FILE, read_json
 from .in_memory import AnyModel, on_disk
 from .loading import CheckpointReader, load_pretrained, load_skeleton, stored_tensors
 from .models.configuration_lightformer import FactorizedConfig
@@ -52,11 +43,8 @@ if TYPE_CHECKING:
 
 # Files that belong to a model; other files of its folder (optimizer states, logs, data) are not sent.
 MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
+    *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
     "model-{0}-of-{0}.safetensors".format("[0-9]" * 5),
-    "model.safetensors.index.json",
 )
 # Files of every tokenizer class; a class lists further ones.
 TOKENIZER_FILES = (
@@ -75,19 +63,12 @@ VOCABULARY_FILES = (
 
 @dataclass(frozen=True)
 class Push(Result):
-    """Result of a push.
+    """Result of a push."""
 
-    Attributes:
-        name: of the repository, `user/model`.
-        url: of its page.
-        commit: its hash, which pins the model: `from_pretrained(name, revision=commit)`.
-        kind: `checkpoint`, `model` of another program, or `space`.
-    """
-
-    name: str
-    url: str
-    commit: str
-    kind: str = "checkpoint"
+    name: str  # name of the repository, `user/model`
+    url: str  # of its page
+    commit: str  # its hash, which pins the model: `from_pretrained(name, revision=commit)`
+    kind: str = "checkpoint"  # or `model` of another program, or `space`
 
     @property
     def oid(self) -> str:
@@ -133,7 +114,7 @@ def push_to_hub(
         tokenizer: that of a loaded model.
         private: make the repository private. An existing public repository is refused.
         revision: the branch of the commit, created if it is missing. Default: `main`.
-        message: of the commit.
+        message: message of the commit.
         results: files written by `lightformers evaluate --json`, for the card's tables and the Hub's.
 
     Only files with the names of a model's parts are sent, and no file by a link out of the folder (`preview_push`
@@ -160,8 +141,7 @@ def push_to_hub(
         _check_token()
         repository = {"repo_type": "space" if kind == "space" else "model"}
         with _explain_errors(name):
-            api = HfApi(library_name="lightformers_hf")
-            sdk = "static" if kind == "space" else None
+            api, sdk = HfApi(library_name="lightformers_hf"), "static" if kind == "space" else None
             name = api.create_repo(name, private=private or None, exist_ok=True, space_sdk=sdk, **repository).repo_id
         with _explain_errors(name):
             there = _find_branch(api, name, revision, private, repository)
@@ -187,7 +167,7 @@ def check_push(name: str) -> None:
 
 
 def push_folder(folder: Path, name: str, *, private: bool, results: Sequence[str | Path] = ()) -> Push:
-    """Push a folder that was just written; an error states that the folder is complete, and how to repeat the push."""
+    """Push a folder that was just written. An error states that the folder is complete, and how to repeat the push."""
     try:
         return push_to_hub(folder, name, private=private, results=results)
     except (OSError, ValueError) as error:
@@ -208,7 +188,7 @@ def preview_push(folder: str | Path, name: str, *, results: Sequence[str | Path]
 
 
 def _exported_files(folder: Path, results: Sequence[str | Path]) -> tuple[str, list[Path]]:
-    """What a folder is on the Hub, and the files of an export or a page, by its manifest; none of a checkpoint."""
+    """Return the kind of a folder on the Hub, and the files of an export or a page by its manifest."""
     kind = "space" if (folder / PAGE_FILE).is_file() else "model" if (folder / EXPORT_FILE).is_file() else "checkpoint"
     if kind == "checkpoint":
         return kind, []
@@ -245,16 +225,18 @@ def _find_branch(api: HfApi, name: str, revision: str | None, private: bool, kin
 
 
 def _deletions(there: ModelInfo, adds: list[CommitOperationAdd]) -> list[CommitOperationDelete]:
-    """For files of an earlier push that this push does not contain."""
-    stale = {file.rfilename for file in there.siblings or () if _is_ours(file.rfilename)}
-    stale -= {operation.path_in_repo for operation in adds}
-    return [CommitOperationDelete(path) for path in sorted(stale)]
+    """For files that an earlier push of this package put there, and that this one does not contain."""
+    code = {file.name for file in Path(models.__file__).parent.glob("*.py")}
+    patterns = (*MODEL_FILES, *TOKENIZER_FILES, *VOCABULARY_FILES, REPORT_FILE, *code)
+    stale = {file.rfilename for file in there.siblings or ()} - {operation.path_in_repo for operation in adds}
+    ours = (path for path in sorted(stale) if "/" not in path and any(fnmatch(path, one) for one in patterns))
+    return [CommitOperationDelete(path) for path in ours]
 
 
 def _check_model(folder: Path) -> PreTrainedModel:
     """The model that a folder holds, without storage, once it is sure that its weights are whole, and no pickle."""
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} holds no config.json: give what convert or a training run wrote")
+        raise FileNotFoundError(f"{folder} holds no config.json: give a folder that convert or a training run wrote")
     config = load_pretrained(AutoConfig, folder)
     if not isinstance(config, FactorizedConfig):
         raise ValueError(
@@ -284,7 +266,7 @@ def _files(folder: Path, config: FactorizedConfig) -> list[Path]:
         code |= {Path(file) for first in sorted(code) for file in get_relative_import_files(first)}
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{folder} lacks {Path(error.filename).name}, code without which strangers cannot load the model: with "
+            f"{folder} lacks {Path(error.filename).name}, code that users without the package need: with "
             "lightformers_hf imported, load it and save it again with save_pretrained"
         ) from None
     patterns = (*MODEL_FILES, *_tokenizer_files(folder), REPORT_FILE)
@@ -298,7 +280,7 @@ def refuse_links(folder: Path, paths: list[Path]) -> None:
     for path in paths:
         if path.resolve() != folder.resolve() / path.relative_to(folder):
             raise ValueError(
-                f"{path} is a link to {path.resolve()}: only what lies in the folder itself is uploaded; put the "
+                f"{path} is a link to {path.resolve()}: only files of the folder itself are uploaded; put the "
                 "file there, or remove the link"
             )
 
@@ -310,17 +292,8 @@ def _tokenizer_files(folder: Path) -> set[str]:
     try:
         tokenizer = load_pretrained(AutoTokenizer, folder)
     except (OSError, ValueError, ImportError) as error:
-        raise ValueError(
-            f"the tokenizer in {folder} cannot be loaded, so strangers could not either: {error}"
-        ) from error
+        raise ValueError(f"the tokenizer in {folder} cannot be loaded, so users could not load it: {error}") from error
     return {*TOKENIZER_FILES, *type(tokenizer).vocab_files_names.values()}
-
-
-def _is_ours(path: str) -> bool:
-    """Whether a file in a repository is one that a push of this package would have put there."""
-    code = {file.name for file in Path(models.__file__).parent.glob("*.py")}
-    patterns = (*MODEL_FILES, *TOKENIZER_FILES, *VOCABULARY_FILES, REPORT_FILE)
-    return "/" not in path and (path in code or any(fnmatch(path, pattern) for pattern in patterns))
 
 
 def _card(folder: Path, model: PreTrainedModel, name: str, results: Sequence[dict]) -> str:
@@ -335,7 +308,7 @@ def _card(folder: Path, model: PreTrainedModel, name: str, results: Sequence[dic
         return str(card) if results else own
     file, steps = folder / STATE_FILE, read_json(folder / STATE_FILE).get("global_step")
     result = read_json(folder / RECORD_FILE).get("result")
-    if isinstance(result, dict):  # of a recovery, which keeps the best, or none
+    if isinstance(result, dict):  # a recovery keeps the best, or none
         file, steps = folder / RECORD_FILE, result.get("best_step")
     if not isinstance(steps, int | None):
         raise ValueError(f"the number of steps in {file} is {steps!r}: expected a whole number")
@@ -349,7 +322,7 @@ def _check_token() -> None:
     if token is None:
         raise PermissionError("no token of the Hub: log in with `hf auth login`, or set HF_TOKEN")
     if not re.fullmatch(r"[!-~]+", token):
-        raise PermissionError("the Hub's token has characters that no token has: log in again, or set HF_TOKEN anew")
+        raise PermissionError("the Hub's token has characters that no token has: log in again, or set HF_TOKEN again")
 
 
 @contextmanager
@@ -359,15 +332,15 @@ def _explain_errors(name: str) -> Iterator[None]:
         yield
     except (HTTPError, OSError, RuntimeError) as error:
         cause = error
-        while isinstance(cause, RuntimeError) and cause.__cause__ is not None:  # the client wraps what ends an upload
+        while isinstance(cause, RuntimeError) and cause.__cause__ is not None:  # the client wraps errors of an upload
             cause = cause.__cause__
         raise _explain(cause, name) from error
 
 
 def _explain(error: BaseException, name: str) -> OSError:
     if isinstance(error, OSError) and not isinstance(error, (HTTPError, ConnectionError, TimeoutError)):
-        return error  # of this machine, not of the Hub
-    again = "run the same again, what has arrived is not sent twice, and until all has, nobody sees a part of it"
+        return error  # an error of this machine, not of the Hub
+    again = "run the same command again: complete files are not sent twice, and nobody sees a part of the upload"
     if "xet-write-token" in str(error) and "404" in str(error):  # request of the client before it uploads large files
         return ConnectionError(
             f"{constants.ENDPOINT} does not speak Xet, which hf_xet uploads by: set HF_HUB_DISABLE_XET=1 and {again}"
@@ -376,18 +349,12 @@ def _explain(error: BaseException, name: str) -> OSError:
         reason = str(error).partition("\n")[0] or type(error).__name__
         return ConnectionError(f"the connection to {constants.ENDPOINT} broke ({reason}): {again}")
     status = error.response.status_code
-    said = f"{status}: {' '.join((error.server_message or error.response.reason_phrase).split())}"
-    if status == 401:
-        return PermissionError(f"the Hub does not accept the token ({said}): `hf auth login`, or another HF_TOKEN")
-    if status == 403:
-        return PermissionError(
-            f"the token may not write to {name} ({said}): take one with write access, or a repository of its owner"
-        )
-    if status == 404:
-        return OSError(
-            f"{name} is no repository of this type ({said}): the name may be that of a model, a data set or a "
-            "Space, or of a repository that was moved; give another name"
-        )
-    if status == 412:
-        return OSError(f"somebody else changed {name} in the meantime ({said}): {again}")
-    return OSError(f"the Hub refused {name} ({said})" + (f": {again}" if status >= 500 else ""))
+    said = f"({status}: {' '.join((error.server_message or error.response.reason_phrase).split())})"
+    message = {
+        401: f"the Hub does not accept the token {said}: `hf auth login`, or another HF_TOKEN",
+        403: f"the token may not write to {name} {said}: take one with write access, or a repository of its owner",
+        404: f"{name} is no repository of this type {said}: the name may be that of a model, a data set or a Space, "
+        "or of a repository that was moved; give another name",
+        412: f"somebody else changed {name} in the meantime {said}: {again}",
+    }.get(status, f"the Hub refused {name} {said}" + (f": {again}" if status >= 500 else ""))
+    return (PermissionError if status in (401, 403) else OSError)(message)

@@ -1,4 +1,4 @@
-"""Models that are loaded already: saved to a temporary folder, so that all functions read checkpoints alike."""
+"""Loaded models: saved to a temporary folder, so that all functions read them like checkpoints."""
 
 from __future__ import annotations
 
@@ -8,41 +8,43 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, Union
+from typing import TypeAlias
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .files import REPORT_FILE, write_json
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 # A folder, a name on the Hub, or a loaded model.
-AnyModel: TypeAlias = Union[str, os.PathLike, "PreTrainedModel"]
+AnyModel: TypeAlias = str | os.PathLike | PreTrainedModel
 
 
 @contextmanager
 def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None) -> Iterator[list[str | None]]:
     """Give folders or Hub names of models; those that are loaded are in a temporary folder while the block runs.
 
-    Args:
-        tokenizer: that of the loaded models.
-        models: any number; `None` stays `None`.
-
-    Raises:
-        ValueError: a loaded model without a tokenizer, a tokenizer without a loaded model, or another object.
+    `tokenizer` is that of the loaded models. Raises `ValueError` if one of the two is missing, and for other objects.
     """
-    loaded = [model for model in models if not isinstance(model, str | os.PathLike | None)]
+    places = [os.fspath(model) if isinstance(model, str | os.PathLike) else None for model in models]
+    loaded = {number: model for number, model in enumerate(models) if model is not None and places[number] is None}
     if tokenizer is not None and not loaded:
-        raise ValueError("tokenizer is given, but no loaded model: leave tokenizer out, a checkpoint has its own")
+        raise ValueError("tokenizer is given, but no loaded model: remove tokenizer, a checkpoint has its own")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        places = []
-        for number, model in enumerate(models):
-            if isinstance(model, str | os.PathLike | None):
-                places.append(model if model is None else os.fspath(model))
-            else:
-                _check_class(model)
-                place = Path(folder, str(number), model_name(model).rpartition("/")[2])
-                _save(model, tokenizer, place)
-                places.append(str(place))
+        for number, model in loaded.items():
+            if not isinstance(model, PreTrainedModel):
+                raise ValueError(
+                    f"model is a {type(model).__name__}: expected a folder, a name on the Hub or a PreTrainedModel. "
+                    "Merge an adapter with merge_and_unload()"
+                )
+            if tokenizer is None:
+                raise ValueError(
+                    "model is loaded, but tokenizer is missing: give tokenizer, the model's tokenizer, too"
+                )
+            place = Path(folder, str(number), model_name(model).rpartition("/")[2])
+            model.save_pretrained(place)
+            tokenizer.save_pretrained(place)
+            if report := getattr(model, "compression_report", None):
+                write_json(report.to_dict(), place / REPORT_FILE)
+            places[number] = str(place)
         yield places
 
 
@@ -61,22 +63,3 @@ def identify(model: AnyModel) -> str:
         return os.fspath(model)
     sums = {name: tensor.double().sum().item() for name, tensor in model.state_dict().items()}
     return f"{model_name(model)} (loaded, {hashlib.sha256(repr(sums).encode()).hexdigest()[:8]})"
-
-
-def _check_class(model: object) -> None:
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"model is a {type(model).__name__}: expected a folder, a name on the Hub or a PreTrainedModel. Merge an "
-            "adapter with merge_and_unload()"
-        )
-
-
-def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, place: Path) -> None:
-    if tokenizer is None:
-        raise ValueError("model is loaded, but tokenizer is missing: give tokenizer, the model's tokenizer, too")
-    model.save_pretrained(place)
-    tokenizer.save_pretrained(place)
-    if report := getattr(model, "compression_report", None):
-        write_json(report.to_dict(), place / REPORT_FILE)

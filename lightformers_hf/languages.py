@@ -1,6 +1,6 @@
 """The two languages of a translation: columns of the data, codes of a multilingual tokenizer, prefixes of sources.
 
-Importing this file imports nothing else: whoever reads options needs no library for it.
+Importing this file imports nothing else: reading options needs no library.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def language_code(text: str | None, tokenizer: PreTrainedTokenizerBase | None = 
 def split_prefix(text: str) -> tuple[str, str]:
     """Split an option into (column of the data, prefix of each of its texts); T5 has prefixes for its tasks.
 
-    `de=translate German to English: ` ends with a space. Without one, what stands behind `=` is a code.
+    `de=translate German to English: ` ends with a space. Without one, the text after `=` is a code.
     """
     column, code = split_language(text)
     return column or "", code if code and code.endswith(" ") and "=" in text else ""
@@ -51,7 +51,7 @@ def named_columns(source: str | None, target: str | None) -> tuple[str | None, s
 
 
 def task_prefixes(config: object) -> dict[str, str]:
-    """{task: what stands before its sources} of a configuration.
+    """Return {task: prefix of its sources} of a configuration.
 
     `task_specific_params` of a T5 has `{"translation_en_to_de": {"prefix": "translate English to German: "}}`.
     """
@@ -119,7 +119,7 @@ def set_language_codes(
         columns: whether plain names can be columns. Otherwise they are languages, which the tokenizer must have.
 
     Raises:
-        ValueError: one code alone, a code that is not known, or one for a tokenizer that takes none.
+        ValueError: one code alone, an unknown code, or one for a tokenizer without codes.
     """
     if not (source or target):
         return None
@@ -137,7 +137,7 @@ def set_language_codes(
         if not columns and all(own) and [source or own[0], target or own[1]] != own:
             raise ValueError(
                 f"the languages {source or own[0]!r} and {target or own[1]!r} are asked for, but "
-                f"{tokenizer.name_or_path} translates from {own[0]} to {own[1]}: leave both out"
+                f"{tokenizer.name_or_path} translates from {own[0]} to {own[1]}: remove both"
             )
         return None
     token_of = getattr(tokenizer, "lang_code_to_token", {})  # M2M100's codes are no tokens
@@ -152,7 +152,7 @@ def set_language_codes(
         if code not in known:
             near = difflib.get_close_matches(code, known) or [one for one in known if one[:2] == code[:2]][:5]
             raise ValueError(
-                f"{name} is {code!r}, which {tokenizer.name_or_path} does not know; there is "
+                f"{name} is {code!r}, which {tokenizer.name_or_path} does not support; there is "
                 f"{' or '.join(near or known[-5:])} (where the data's column has another name, COLUMN=CODE)"
             )
     tokenizer.src_lang, tokenizer.tgt_lang = codes["source_lang"], codes["target_lang"]

@@ -52,7 +52,7 @@ WRAPPERS = {
     "module.": ("DataParallel", "model.module"),
     "base_model.model.": ("peft", "model.merge_and_unload()"),
 }
-QUANTIZED = (".SCB", ".absmax", ".quant_map", ".qweight", ".weight_format")  # what libraries add to their weights
+QUANTIZED = (".SCB", ".absmax", ".quant_map", ".qweight", ".weight_format")  # suffixes of quantized weights
 POSITIONS, DEPTHS = 1 << 15, 1 << 8  # believed where no tensor is as long, or where layers are shared
 
 
@@ -117,12 +117,7 @@ def check_no_export(name: str | os.PathLike) -> None:
 
 
 def check_checkpoint(folder: Path, *, translates: bool = False) -> PreTrainedConfig:
-    """The configuration of a checkpoint folder that can be loaded as it is stored.
-
-    Raises:
-        ValueError: an export, an adapter, a wrapped model, quantized weights, sizes that do not belong together.
-        FileNotFoundError: no configuration, or no weights.
-    """
+    """The configuration of a checkpoint folder that can be loaded as it is stored; else an error with the reason."""
     check_no_export(folder)
     check_folder(folder)
     try:
@@ -159,7 +154,12 @@ def find_architecture(config: PreTrainedConfig, name: str | os.PathLike) -> str 
 
 
 def check_stored(config: PreTrainedConfig, reader: CheckpointReader, name: str | os.PathLike) -> None:
-    """Raise `ValueError` for weights that are quantized, or a wrapped model's; and as `check_sizes`."""
+    """Raise `ValueError` for weights that are quantized, or a wrapped model's, and where the configuration has a size
+    that no tensor has.
+
+    A model is built before its tensors are put in place: depths and tables that nothing was stored for would take
+    hours, or more memory than there is.
+    """
     names = reader.keys()
     said = getattr(config, "quantization_config", None)
     if said or any(key.endswith(QUANTIZED) for key in names):
@@ -174,15 +174,7 @@ def check_stored(config: PreTrainedConfig, reader: CheckpointReader, name: str |
                 f"the names of the tensors of {name} begin with {prefix!r}, because a model wrapped by {wrapper} was "
                 f"saved. Save the model inside, with {inner}.save_pretrained(folder), and give that folder"
             )
-    check_sizes(config, reader.shapes(), name)
-
-
-def check_sizes(config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]], name: str | os.PathLike) -> None:
-    """Raise `ValueError` where a configuration has a size that no tensor of its checkpoint has.
-
-    A model is built before its tensors are put in place: depths and tables that nothing was stored for would take
-    hours, or more memory than there is.
-    """
+    shapes = reader.shapes()
     longest = max((max(shape, default=1) for shape in shapes.values()), default=1)
     largest = max((math.prod(shape) for shape in shapes.values()), default=1)
     for field, value in vars(config).items():
@@ -220,11 +212,7 @@ def no_tokenizer(name: str | os.PathLike) -> ValueError:
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str | os.PathLike) -> None:
-    """Raise `ValueError` for a tokenizer without words, which transformers makes of nothing; for ids, or a number of
-    tokens, that are not whole, and languages that are no text.
-
-    Makes 5.0 the number 5.
-    """
+    """Raise `ValueError` for a tokenizer without words, numbers that are not whole, and languages that are no text."""
     if not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab(), "▁", "Ġ"}:
         raise no_tokenizer(name)
     for side in ("source_lang", "target_lang"):
@@ -259,7 +247,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: its shape, and what reads it."""
+    """A tensor in a file: its shape, and the function that reads it."""
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
@@ -278,9 +266,7 @@ class CheckpointReader:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        found = next((self.folder / name for name in WEIGHT_FILES if (self.folder / name).is_file()), None)
-        if found is None:
-            raise FileNotFoundError(f"{self.folder} holds no weights: looked for {', '.join(WEIGHT_FILES)}")
+        found = _find_weights(self.folder)
         self._stored = _open_index(found) if found.suffix == ".json" else _open_file(found)
 
     def keys(self) -> list[str]:
@@ -314,6 +300,14 @@ class CheckpointReader:
         if name not in self._stored:
             raise ValueError(f"{self.folder} holds no tensor named {name}")
         return self._stored[name]
+
+
+def _find_weights(folder: Path) -> Path:
+    """The file of weights that is loaded from a folder, or the index of several."""
+    found = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
+    if found is None:
+        raise FileNotFoundError(f"{folder} holds no weights: looked for {', '.join(WEIGHT_FILES)}")
+    return found
 
 
 def _open_file(path: Path) -> dict[str, Stored]:
@@ -423,7 +417,7 @@ def assemble(
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What a checkpoint of `model` holds: its state dict less the names that only repeat another tensor."""
+    """Return the tensors of a checkpoint of `model`: its state dict without names that repeat another tensor."""
     ties = model.get_expanded_tied_weights_keys(all_submodels=True)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in ties}
 
@@ -431,13 +425,8 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def load_tensors(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], *, assign: bool = False) -> None:
     """Give `model` the tensors of a whole checkpoint, as `stored_tensors` names them, and tie what is tied.
 
-    Args:
-        model: with storage, or a `skeleton` where the tensors are assigned.
-        tensors: all stored ones. Names that repeat another tensor are optional.
-        assign: put the tensors themselves in place, in their own type, instead of copying their values.
-
-    Raises:
-        ValueError: a tensor is missing, has no place in the model, or has another shape; nothing is loaded then.
+    `assign` puts the tensors themselves in place, as a `skeleton` needs. Raises `ValueError`, and loads nothing, where
+    a tensor is missing, has no place in the model, or has another shape.
     """
     expected, stored = model.state_dict(), stored_tensors(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
@@ -521,7 +510,7 @@ def _no_strange_code(name: str | os.PathLike) -> Iterator[None]:
 def take_forced_start(generation: GenerationConfig, name: str | os.PathLike) -> None:
     """Let translations begin with `forced_bos_token_id` of config.json where generation_config.json does not name it.
 
-    Transformers reads the second file alone, if there is one. Raises `ValueError` for a value that is no number.
+    Transformers reads the second file alone, if there is one.
     """
     if generation.forced_bos_token_id is not None:
         return
@@ -565,14 +554,17 @@ def load_network(name: str | os.PathLike, *, device: str | torch.device = "cpu")
     """
     name, device = resolve_source(name), check_device(device)
     config = check_checkpoint(name, translates=True)
-    model, loading = load_pretrained(
-        AutoModelForSeq2SeqLM, name, config=config, dtype=torch.float32, output_loading_info=True
-    )
-    if loading["missing_keys"]:
+    return load_whole(AutoModelForSeq2SeqLM, name, config=config).to(device).eval()
+
+
+def load_whole(auto: Any, name: str | os.PathLike, **options: Any) -> PreTrainedModel:
+    """As `load_pretrained`, in float32; raises `ValueError` where weights are missing, which would come out random."""
+    model, info = load_pretrained(auto, name, dtype=torch.float32, output_loading_info=True, **options)
+    if missing := sorted(info["missing_keys"]):
         raise ValueError(
-            f"{name} lacks the weights {', '.join(sorted(loading['missing_keys']))}: get the whole checkpoint."
+            f"{name} lacks {len(missing)} of the model's weights, such as {missing[0]}: get the whole checkpoint."
         )
-    return model.to(device).eval()
+    return model
 
 
 def load_pair(
@@ -640,16 +632,9 @@ def weight_bytes(name: str | os.PathLike) -> int:
 
     Only the format that is loaded counts, and only the shards that the index names.
     """
-    name = os.fspath(name)
-    for candidate in WEIGHT_FILES:
-        found = cached_file(name, candidate, _raise_exceptions_for_missing_entries=False)
-        if found is None:
-            continue
-        files = [found]
-        if candidate.endswith(".index.json"):
-            files = [cached_file(name, shard) for shard in sorted(read_index(Path(found)))]
-        return sum(Path(file).stat().st_size for file in files)
-    raise FileNotFoundError(f"{name} has no weight file: expected {' or '.join(WEIGHT_FILES[:2])}.")
+    found = _find_weights(resolve_source(name))
+    files = [found.parent / shard for shard in read_index(found)] if found.suffix == ".json" else [found]
+    return sum(file.stat().st_size for file in files)
 
 
 def tensor_bytes(model: PreTrainedModel) -> int:

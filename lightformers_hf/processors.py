@@ -89,9 +89,8 @@ def has_fast_bf16() -> bool:
 
 
 def bf16_support() -> tuple[bool, str]:
-    """Return whether products in bfloat16 are fast here, and the reason.
+    """Return whether products in bfloat16 are fast here, and the reason: the instructions decide, never a stopwatch.
 
-    The instructions decide, never a stopwatch: the same machine gives the same answer every time, idle or busy.
     `ATEN_CPU_CAPABILITY` has no influence, because it limits PyTorch's own kernels, not those of oneDNN.
     """
     if not torch.backends.mkldnn.is_available():
@@ -99,7 +98,9 @@ def bf16_support() -> tuple[bool, str]:
     found = [name for name in BF16_INSTRUCTIONS if _instructions().get(name)]
     if not found:
         return False, f"the processor has none of {', '.join(BF16_INSTRUCTIONS)}"
-    limit = _onednn_limit()
+    # The newest instruction set that the user lets oneDNN use.
+    limits = (os.environ.get(name) for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"))
+    limit = next((limit.upper() for limit in limits if limit), "")
     usable = [name for name in found if limit not in BF16_INSTRUCTIONS[name]]
     return bool(usable), f"the processor has {usable[0]}" if usable else f"ONEDNN_MAX_CPU_ISA is {limit}"
 
@@ -110,29 +111,14 @@ def _instructions() -> Mapping[str, Any]:
     return getattr(torch.cpu, "get_capabilities", dict)()
 
 
-def _onednn_limit() -> str:
-    """Return the newest instruction set that the user lets oneDNN use; empty without a limit."""
-    names = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-    return next((os.environ[name].upper() for name in names if os.environ.get(name)), "")
-
-
 class EvenProducts(TorchFunctionMode):
     """A context, in which PyTorch's layers multiply matrices of few different shapes under bfloat16 autocast.
 
-    A CPU's product in bfloat16 is a program, written for its shapes (oneDNN). In models whose matrices all differ, as
-    low-rank ones do, and with sentences, each batch of another number of tokens, writing them took half of a training
-    step (RESULTS.md, "Products of few shapes"). Here
-
-    - linear layers are multiplied with rows and columns of zeros that make their sizes multiples of `TOKENS` and
-      `FEATURES`: the same numbers, up to rounding;
-    - of attention's products those of the first shapes are made as they are, which is all there are where layers are
-      alike; small ones of other shapes (`SMALL_HEAD`) are made in float32, which needs no programs.
-
-    Elsewhere, and without autocast, nothing changes. Layers that are computed again for their gradients would be
-    computed otherwise: PyTorch leaves the context for a backward pass.
-
-    Args:
-        shapes: of attention's products, how many are the first.
+    A CPU compiles a kernel for each shape of a product in bfloat16 (oneDNN), which took half of a training step of
+    low-rank models. Here linear layers get rows and columns of zeros that make
+    their sizes multiples of `TOKENS` and `FEATURES`. Of attention's products, those of the first `shapes` are made as
+    they are; small ones of other shapes (`SMALL_HEAD`) are made in float32. PyTorch leaves the context for a backward
+    pass, so layers that are computed again for their gradients would be computed otherwise.
     """
 
     def __init__(self, shapes: int = FIRST_SHAPES) -> None:
@@ -165,10 +151,7 @@ class EvenProducts(TorchFunctionMode):
 
 @contextmanager
 def cast_once(module: nn.Module) -> Iterator[None]:
-    """Inside, the matrices of a frozen module are in bfloat16: autocast would cast them anew for every product.
-
-    Embedding matrices stay as they are, also if an output layer multiplies by the same tensor.
-    """
+    """Inside, the matrices of a frozen module are in bfloat16, except embedding matrices, also tied ones."""
     owners = [owner for owner in module.modules() if not isinstance(owner, nn.Embedding)]
     own = [(owner, name, one) for owner in owners for name, one in owner.named_parameters(recurse=False)]
     own = [(owner, name, one) for owner, name, one in own if one.ndim == 2 and _is_plain(one)]
@@ -188,8 +171,7 @@ def cast_once(module: nn.Module) -> Iterator[None]:
 def without_plans() -> Iterator[None]:
     """Inside, fused attention on a GPU is PyTorch's own, not cuDNN's, which makes a plan for every shape of a batch.
 
-    Batches of sentences have hundreds of shapes, a step of generation has one of its own: on an H100 training took
-    four times as long until an epoch had shown them all (RESULTS.md, "On a GPU").
+    On an H100 training took four times as long until an epoch had shown all shapes.
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -214,7 +196,6 @@ def _is_cast(states: torch.Tensor) -> bool:
 
 
 def _linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`F.linear`; a weight that is more than a matrix of numbers (quantized, sharded) multiplies in its own way."""
     if weight.dim() != 2 or not states.numel() or not _is_plain(weight):
         return F.linear(states, weight, bias)
     return _EvenLinear.apply(states, weight, bias)

@@ -30,7 +30,12 @@ def read_value(text: str, what: str) -> Any:
 
 
 def load_recipe(path: str | Path) -> dict[str, Any]:
-    """The options of a recipe, its `model` a mapping of its own, laid over those of its `base`."""
+    """Return the options of a recipe laid over those of its `base`, in `model` field by field.
+
+    Raises:
+        ValueError: no YAML, or a model of another type than the base's.
+        FileNotFoundError: no such recipe.
+    """
     if not Path(path).is_file():
         raise FileNotFoundError(f"No recipe {path}: give an existing .yaml file.")
     try:
@@ -41,6 +46,9 @@ def load_recipe(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path}: expected a mapping of options, and below model: a mapping of fields.")
     base = recipe.pop("base", None)
     below = load_recipe(Path(path).parent / base) if base else {}
+    types = [each["model"]["model_type"] for each in (recipe, below) if "model_type" in each.get("model", {})]
+    if len(set(types)) > 1:
+        raise ValueError(f"{path} has a {types[0]}, but its base {base} has a {types[1]}: use a base without model")
     return below | recipe | {"model": below.get("model", {}) | recipe.get("model", {})}
 
 
@@ -48,12 +56,12 @@ def recipe_config(path: str | Path, vocab_size: int | None = None) -> PreTrained
     """The configuration of a recipe's model, as it is trained from random weights.
 
     Args:
-        path: of the recipe.
+        path: path of the recipe.
         vocab_size: tokens. By default those of the recipe's model or tokenizer, or the number in its head:
             `(vocabulary 8001)`.
 
     Raises:
-        ValueError: no YAML, no model, an unknown field, or a vocabulary that is not known.
+        ValueError: no YAML, no model, an unknown field, or an unknown vocabulary.
         FileNotFoundError: no such recipe.
     """
     recipe = load_recipe(path)
@@ -81,6 +89,8 @@ def recipe_task(path: str | Path) -> str:
 
 def check_model_fields(fields: Iterable[str], model_type: str, source: str) -> None:
     """Raise a `ValueError` that begins with `source` if there is no such type, or one of `fields` is not of its."""
+    if model_type == "transformer":
+        raise ValueError(f"{source}: no model_type 'transformer'; a lightformer without ranks is a plain Transformer")
     check_names([model_type], list(CONFIG_MAPPING), f"{source}: no model_type")
     config = CONFIG_MAPPING[model_type]
     names = ["model_type", "num_labels", *(f.name for f in dataclasses.fields(config)), *config.attribute_map]
@@ -88,7 +98,7 @@ def check_model_fields(fields: Iterable[str], model_type: str, source: str) -> N
 
 
 def check_names(names: Iterable[str], known: list[str], what: str) -> None:
-    """Raise a `ValueError` that begins with `what` at the first of `names` that is not `known`."""
+    """Raise a `ValueError` that begins with `what` for the first of `names` that is not in `known`."""
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(str(name), known)

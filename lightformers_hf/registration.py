@@ -1,12 +1,8 @@
 """The architectures are registered as soon as transformers is imported, without importing it.
 
 `import lightformers_hf` must be fast: the command line prints `--help` without a model. Yet after it
-`AutoModelForSeq2SeqLM.from_pretrained` must support our model types, whichever of the two packages is imported first.
-`AutoConfig.register` takes classes, which need transformers. So they are registered (by importing `.models`) right
-after the first `import transformers` of the process.
-
-That is done by a finder in `sys.meta_path`. Python asks it for `transformers` alone, before any module inside: none of
-them is half imported when `.models` imports them, which would not hold for a hook on the Auto classes' own module.
+`AutoModelForSeq2SeqLM.from_pretrained` must support our model types, whichever package is imported first. A finder in
+`sys.meta_path` imports `.models`, which registers the classes, right after the first `import transformers`.
 """
 
 from __future__ import annotations
@@ -57,7 +53,7 @@ class AfterTransformers:
 
 
 def lazy_names(package: str, homes: dict[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` (PEP 562) of a package that names what its modules have.
+    """Return `__getattr__` and `__dir__` (PEP 562) of a package that exports names of its modules.
 
     Args:
         package: `__name__` of the package.

@@ -6,7 +6,6 @@ library under the hash of its content. A new file with the same path, size and t
 
 from __future__ import annotations
 
-import atexit
 import codecs
 import csv
 import gzip
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
 CHECKED = 1000  # pairs whose tokens are looked at
-ROWS = 10_000  # that are read together
-NO_ROWS = ("corresponds to no data", "at least one example")  # what the library says of a file without a row
+ROWS = 10_000  # read together
+NO_ROWS = ("corresponds to no data", "at least one example")  # messages of the library for a file without rows
 LARGEST_FIELD = 2**31 - 1  # characters of a cell; the csv module's own limit is 131,072
 PLAIN_NAME = re.compile(r"[\w/. +,=@-]*")
 
@@ -82,15 +81,8 @@ def load_text(
     """Sentence pairs as of `load_parallel`, or text of the source language alone: a dataset with no column `target`.
 
     Text alone is a .txt file (a line is a text, also with .gz), data of one column, and data without the column
-    `default` names for the target where `source` is named and `target` is not.
-
-    Args:
-        data: a file, or a dataset on the Hub.
-        source, target: the columns, or languages inside a column `translation`, that were asked for.
-        default: what they are where they are `None`. The source's may bring a prefix, as in `load_parallel`.
-
-    Raises:
-        FileNotFoundError, ValueError: as `load_parallel`.
+    `default` names for the target where `source` is named and `target` is not. `default`: columns for those that are
+    `None`; the source's may bring a prefix.
     """
     column, prefix = split_prefix(source or default[0])
     source, names = column if source else None, (column, target or default[1])
@@ -114,20 +106,18 @@ def load_text(
 
 def load_rows(data: str, *, split: str = "train") -> Dataset:
     """All columns of a file or a Hub dataset, as `load_parallel` finds them; at least one row."""
-    rows = load_file(Path(data)) if is_file_name(data) else _load_hub(data, split)
+    if is_file_name(data):
+        rows = load_file(Path(data))
+    else:
+        from datasets import load_dataset
+
+        name, _, configuration = data.partition(":")
+        if not name.strip("/ "):
+            raise ValueError("the data has no name: give a file, or a dataset of the Hub")
+        rows = load_dataset(name, configuration or None, split=split)
     if len(rows) == 0:
         raise ValueError(f"{data} holds no rows: expected at least one.")
     return rows
-
-
-def _load_hub(name: str, split: str) -> Dataset:
-    """A split of the dataset `name` or `name:configuration`."""
-    from datasets import load_dataset
-
-    name, _, configuration = name.partition(":")
-    if not name.strip("/ "):
-        raise ValueError("the data has no name: give a file, or a dataset of the Hub")
-    return load_dataset(name, configuration or None, split=split)
 
 
 def _select_columns(pairs: Dataset, data: str, source: str, target: str) -> Dataset:
@@ -158,7 +148,7 @@ def _find_languages(pairs: Dataset, names: tuple[str, str]) -> Dataset:
 
 
 def _shorten(name: str) -> str:
-    """A column's name; what stands there may be a sentence."""
+    """Shorten a column's name, which may be a sentence."""
     return repr(name if len(name) <= 30 else f"{name[:29]}…")
 
 
@@ -174,7 +164,7 @@ def _check_text(pairs: Dataset, data: str, names: dict[str, str]) -> None:
             values.validate(full=True)
         except pyarrow.ArrowInvalid:
             row = next(i for i, value in enumerate(values.cast("large_binary")) if not _is_utf8(value.as_py()))
-            raise ValueError(f"{data}, row {row + 1}, {name!r}: the text is not UTF-8: write it anew") from None
+            raise ValueError(f"{data}, row {row + 1}, {name!r}: the text is not UTF-8: write it again") from None
         if pairs.features[column] in (Value("string"), Value("large_string")):
             bad = pc.index(pc.is_null(values), True).as_py() if values.null_count else None
         else:
@@ -209,7 +199,7 @@ def tokenize_pairs(
     max_target_length: int,
     num_proc: int | None = None,
 ) -> Dataset:
-    """Tokenize the pairs of `load_parallel` into what a seq2seq model trains on.
+    """Tokenize the pairs of `load_parallel` for the training of a sequence-to-sequence model.
 
     Columns: `input_ids`, `attention_mask`, `labels`, and their lengths in tokens, `source_length` and
     `target_length`, which `TokenBatchSampler` reads.
@@ -238,14 +228,10 @@ def tokenize_pairs(
 def _tokenize(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, limits: tuple[int, int]) -> dict[str, list]:
     """The columns of `tokenize_pairs`; `limits` are the longest source and target."""
     source = tokenizer(batch["source"], max_length=limits[0], truncation=True)
-    target = tokenizer(text_target=batch["target"], max_length=limits[1], truncation=True)
-    return {
-        "input_ids": source["input_ids"],
-        "attention_mask": source["attention_mask"],
-        "labels": target["input_ids"],
-        "source_length": [len(ids) for ids in source["input_ids"]],
-        "target_length": [len(ids) for ids in target["input_ids"]],
-    }
+    target = tokenizer(text_target=batch["target"], max_length=limits[1], truncation=True)["input_ids"]
+    columns = {name: source[name] for name in ("input_ids", "attention_mask")} | {"labels": target}
+    lengths = {"source_length": source["input_ids"], "target_length": target}
+    return columns | {name: [len(ids) for ids in texts] for name, texts in lengths.items()}
 
 
 def check_known(token_ids: Iterable[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -263,7 +249,7 @@ def check_known(token_ids: Iterable[Sequence[int]], tokenizer: PreTrainedTokeniz
 
 
 def cut_texts(tokens: Dataset, limit: int) -> list[str]:
-    """What there is to say of the texts that `tokenize_pairs` cut after so many tokens: a line a side, or none."""
+    """Return one line per side about the texts that `tokenize_pairs` cut at a number of tokens, or none."""
     lengths = {side: tokens[f"{side}_length"][:] for side in ("source", "target")}
     cut = {side: sum(length >= limit for length in found) for side, found in lengths.items()}
     return [f"{n:,} of {len(tokens):,} {side}s are cut after {limit:,} tokens" for side, n in cut.items() if n]
@@ -279,7 +265,7 @@ def is_lines(data: str) -> bool:
 
 
 def is_file_name(data: str) -> bool:
-    """Whether `data` speaks of a file: it is there, or it is written like a path or with a known ending."""
+    """Whether `data` is the name of a file: it exists, or has the form of a path or a known suffix."""
     known = data.removesuffix(".gz").endswith((*SUFFIXES, ".txt"))
     return os.path.exists(data) or data.startswith(("/", ".", "~")) or known
 
@@ -297,28 +283,23 @@ def _check_there(path: Path) -> None:
         raise FileNotFoundError(f"No data file {path}: give an existing file, or the name of a dataset on the Hub.")
 
 
-def _suffix_of(path: Path) -> str:
-    """The ending of a file that is there, `.gz` aside."""
+def load_file(path: Path) -> Dataset:
+    """All columns of a local file, those of .csv and .tsv as text; no row where it holds none.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a folder, an unknown type, or content that is damaged or not UTF-8. In .csv and .tsv also a line of
+            more or fewer fields than the header names.
+        OSError: the cache of the datasets library cannot be written.
+    """
+    path = Path(os.path.expanduser(path))
     _check_there(path)
     suffix = Path(path.name.removesuffix(".gz")).suffix
     if suffix not in SUFFIXES:
         raise ValueError(
             f"{path} has an unknown type {suffix!r}: expected one of {', '.join(SUFFIXES)} (.gz allowed)."
         )
-    return suffix
-
-
-def load_file(path: Path) -> Dataset:
-    """All columns of a local file, those of .csv and .tsv as text; no row where it holds none.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: a folder, an unknown type, or content that is damaged or not UTF-8; of .csv and .tsv also a line of
-            more or fewer fields than the header names.
-        OSError: the cache of the datasets library cannot be written.
-    """
-    path = Path(os.path.expanduser(path))
-    return _load(path, _suffix_of(path))
+    return _load(path, suffix)
 
 
 def load_lines(path: Path) -> Dataset:
@@ -339,7 +320,7 @@ def _load(path: Path, suffix: str) -> Dataset:
     from datasets.exceptions import DatasetGenerationError
 
     try:
-        with path.open("rb") as file:  # the cache knows a file by its content, and how it is read
+        with path.open("rb") as file:  # the key of the cache is the content and the reader
             content = hashlib.file_digest(file, "sha256").hexdigest()[:32]
         identity = f"{suffix[1:]}-3-{'gz-' * (path.suffix == '.gz')}{content}"
         if suffix == ".parquet":  # by default, as many rows are read together as come first
@@ -502,15 +483,13 @@ def exact_name(path: Path) -> str:
     if PLAIN_NAME.fullmatch(str(path)):
         return str(path)
     endings = "".join(path.suffixes[-2:] if path.suffix == ".gz" else path.suffixes[-1:])  # `.jsonl`, `.jsonl.gz`
-    link = Path(_links(), hashlib.sha256(os.fsencode(path)).hexdigest()[:16] + endings)
+    link = Path(_links().name, hashlib.sha256(os.fsencode(path)).hexdigest()[:16] + endings)
     if not link.is_symlink():
         link.symlink_to(path)
     return str(link)
 
 
 @cache
-def _links() -> str:
+def _links() -> tempfile.TemporaryDirectory:
     """A folder for links, which is removed when the process ends."""
-    folder = tempfile.TemporaryDirectory(prefix="lightformers-")
-    atexit.register(folder.cleanup)
-    return folder.name
+    return tempfile.TemporaryDirectory(prefix="lightformers-")

@@ -1,4 +1,4 @@
-"""Two vocabularies, one of which holds the other: which tokens go together, and a model with some of them alone."""
+"""Two vocabularies, one a subset of the other: matching of their tokens, and models with a part of the tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .loading import skeleton
-
-# Fields that list ids, single ones or words of several.
-TOKEN_LISTS, WORD_LISTS = ("suppress_tokens", "begin_suppress_tokens"), ("bad_words_ids",)
 
 
 def read_vocabularies(tokenizer: PreTrainedTokenizerBase) -> dict[str, dict[str, int]]:
@@ -54,13 +51,11 @@ def renumber_ids(fields: Mapping[str, Any], kept: Sequence[int]) -> dict[str, An
     for name, ids in single_ids(fields).items():
         is_list = isinstance(fields[name], list)
         changed[name] = [new[token] for token in ids if token in new] if is_list else new.get(ids[0])
-    for name in TOKEN_LISTS:
-        if fields.get(name):
-            changed[name] = [new[token] for token in fields[name] if token in new] or None
-    for name in WORD_LISTS:
-        if fields.get(name):
-            words = (word for word in fields[name] if {*word} <= new.keys())
-            changed[name] = [[new[token] for token in word] for word in words] or None
+    for name in filter(fields.get, ("suppress_tokens", "begin_suppress_tokens")):
+        changed[name] = [new[token] for token in fields[name] if token in new] or None
+    if banned := fields.get("bad_words_ids"):  # words of several tokens
+        words = (word for word in banned if {*word} <= new.keys())
+        changed["bad_words_ids"] = [[new[token] for token in word] for word in words] or None
     return changed
 
 
@@ -120,7 +115,7 @@ def keep_tokens(model: PreTrainedModel, source: Sequence[int], target: Sequence[
 
 
 def token_axes(model: PreTrainedModel) -> dict[str, int]:
-    """{tensor, by every name: its dimension that has an entry a token} of a model: what grows with its vocabulary."""
+    """Return {tensor, by any name: the dimension with one entry per token}: tensors that grow with the vocabulary."""
     config = copy.deepcopy(model.config)
     sizes = {field: getattr(config, field, None) for field in ("vocab_size", "decoder_vocab_size")}
     for field, size in sizes.items():

@@ -110,7 +110,7 @@ def test_what_is_wrong_with_loaded_models_is_said(loaded, tiny_marian, tmp_path)
     model, tokenizer = loaded
     for message, call in {
         "give tokenizer": lambda: lf.plan(model, **FAST),
-        "leave tokenizer out": lambda: lf.plan(tiny_marian, tokenizer=tokenizer, **FAST),
+        "remove tokenizer": lambda: lf.plan(tiny_marian, tokenizer=tokenizer, **FAST),
         "expected a folder, a name on the Hub or a PreTrainedModel": lambda: lf.plan(
             torch.nn.Linear(1, 1), tokenizer=tokenizer
         ),

@@ -205,7 +205,7 @@ def test_bytes_are_those_of_the_files_that_load(tiny_marian, tmp_path):
 
 def test_a_folder_without_weights(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "marian"}))
-    with pytest.raises(FileNotFoundError, match=r"no weight file: expected model\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"holds no weights: looked for model\.safetensors"):
         weight_bytes(tmp_path)
 
 

@@ -57,7 +57,7 @@ for words, code in answers.items():
         assert (end.code or 0) == code, (words, end.code)
 from lightformers_hf.conversion.options import CompressionOptions
 from lightformers_hf.export.engines import deployment_names
-CompressionOptions(ratio=2, pattern={"ffn": "4x", "fc1": None}).policy()
+assert CompressionOptions(ratio=2, pattern={"ffn": "4x", "fc1": None}).policy
 assert deployment_names()
 assert not {"torch", "transformers", "numpy", "datasets", "ctranslate2", "onnx", "onnxruntime"} & {*sys.modules}
 from lightformers_hf.evaluation import quality

@@ -27,7 +27,7 @@ from pathlib import Path
 
 IMPORTS = """
     accelerate.commands.launch datasets evaluate ipykernel.kernelapp jinja2 pandas rich.console sacrebleu
-    scipy.optimize sentencepiece torch torch.distributed.fsdp torch.distributed.run yaml
+    scipy.optimize sentencepiece torch torch.distributed.run yaml
     transformers.trainer_seq2seq transformers.models.auto.modeling_auto transformers.models.auto.tokenization_auto
     transformers.models.bart.modeling_bart transformers.models.marian.modeling_marian
     transformers.models.marian.tokenization_marian

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -189,8 +189,8 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, auto_m
     """The configuration of the checkpoint or of `config_name` with the fields `model` laid over it, or those alone.
 
     The tokenizer gives fields that a model of random weights lacks. These are `vocab_size` and the ids of pad, bos and
-    eos; for a sequence-to-sequence model also `decoder_start_token_id`: bos, or pad where the tokenizer has no bos
-    (Marian), or eos where it has neither.
+    eos. A sequence-to-sequence model also needs `decoder_start_token_id`: bos, or pad if the tokenizer has no bos
+    (Marian), or eos if it has neither.
 
     Raises:
         ValueError: no model_type, another one than the checkpoint's, an unknown field, a value of a wrong type.
@@ -346,7 +346,7 @@ def train(trainer: Trainer, checkpoint: str | None, model_args: ModelArguments) 
     else:
         note(
             f"{checkpoint} has all {steps:,} steps: nothing was trained, and options that were changed had no effect. "
-            "Begin anew with --overwrite-output instead of --resume-from-checkpoint."
+            "Start again with --overwrite-output instead of --resume-from-checkpoint."
         )
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     mean = {} if steps == begun else {"training loss, mean of all steps": result.training_loss}
@@ -359,15 +359,29 @@ def train(trainer: Trainer, checkpoint: str | None, model_args: ModelArguments) 
     }
 
 
-def checkpoint_name(trainer: Trainer) -> str:
-    """For the summary: which of the run's checkpoints is the model that is evaluated."""
-    best = trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint
-    return f"best, {best}" if best else "last"
-
-
-def parameter_count(model: PreTrainedModel) -> str:
-    """For the summary: learned parameters, shared ones once, as `lightformers evaluate` counts them."""
-    return f"{unique_parameters(model):,}"
+def train_and_evaluate(
+    trainer: Trainer,
+    parts: Collection[str],
+    checkpoint: str | None,
+    model_args: ModelArguments,
+    measures: Sequence[str],
+    score: Callable[[], dict[str, object]] = dict,
+) -> dict[str, object]:
+    """Train, evaluate and `score` the tests, each if there are such `parts`; return the rows of the summary."""
+    # Learned parameters, shared ones once, as `lightformers evaluate` counts them.
+    rows: dict[str, object] = {"unique parameters": f"{unique_parameters(trainer.model):,}"}
+    if "train" in parts:
+        rows |= train(trainer, checkpoint, model_args)
+    if "validation" in parts:
+        metrics = trainer.evaluate()
+        trainer.save_metrics("eval", metrics)
+        rows |= {f"validation {name}": metrics[f"eval_{name}"] for name in measures if f"eval_{name}" in metrics}
+        best = trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint
+        rows["checkpoint"] = f"best, {best}" if best else "last"
+    rows |= score()
+    if "train" in parts:
+        rows["saved in"] = trainer.args.output_dir
+    return rows
 
 
 def summarize(rows: dict[str, object], console: Console) -> None:

@@ -218,7 +218,7 @@ def decoding_speed(models: dict[str, tuple], args: argparse.Namespace) -> dict[s
 
 
 def step_speed(models: dict[str, tuple], args: argparse.Namespace) -> dict[str, float]:
-    """How fast each (model, tokenizer) takes a training step on 16 test pairs, one core, relative to the first one."""
+    """Speed of a training step of each (model, tokenizer), on 16 test pairs and one core, relative to the first."""
     pairs = load_parallel(args.test_file[0], source=args.source_lang, target=args.target_lang, max_samples=16)
     tokenizer = next(iter(models.values()))[1]
     batch = dict(tokenizer(pairs["source"][:], text_target=pairs["target"][:], padding=True, return_tensors="pt"))
@@ -230,7 +230,7 @@ def step_speed(models: dict[str, tuple], args: argparse.Namespace) -> dict[str, 
 
 
 def measured_speeds(results: Path, first: str) -> dict[str, dict[str, float]]:
-    """{model: its speeds} of the results of an earlier call whose first model, which ratios are to, was the same."""
+    """{model: its speeds} of the results of an earlier call with the same first model, the base of the ratios."""
     rows = json.loads(results.read_text(encoding="utf-8")) if results.is_file() else []
     if not rows or rows[0]["name"] != first:
         return {}

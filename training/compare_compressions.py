@@ -71,7 +71,6 @@ NOT_OF_TRAINING = re.compile(
 DENSE = {"pattern": dict.fromkeys(("embedding", "attention", "ffn"), "dense"), "study.refit": False}
 METHODS: dict[str, Mapping[str, object]] = {
     "paper": {"method": "paper"},  # plain SVD, the ratio for every matrix
-    "rows": {"study.weighting": "rows", **EACH},
     "inputs": {"study.weighting": "inputs", **EACH},
     "loss": EACH,
     "product": {"study.attention_method": "narrow", **EACH},

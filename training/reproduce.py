@@ -37,6 +37,7 @@ import jinja2
 from rich.console import Console
 from rich.table import Table
 
+import lightformers_hf
 from lightformers_hf.files import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -299,7 +300,7 @@ def architectures(lab: Lab) -> Rows:
 
 def conversion(lab: Lab) -> Rows:
     """Time and memory of a conversion by the size of the teacher; random weights of published shapes."""
-    for shapes in ("opus-mt", "bart-large"):
+    for shapes in ("opus-mt", "flan-t5-base"):
         yield lab.run(f"conversion/{shapes}", "benchmark", "conversion", "--shapes", shapes)
 
 
@@ -344,7 +345,7 @@ EXPERIMENTS = {
     "ablations": Experiment(ablations, ("multi30k", "multi30k-de-en"), 15),
     "engines": Experiment(engines, ("multi30k", "multi30k-de-en"), 20),
     "architectures": Experiment(architectures, (), 15),
-    "conversion": Experiment(conversion, (), 30),
+    "conversion": Experiment(conversion, (), 15),
     "demo": Experiment(demo, (), 10),
 }
 
@@ -381,7 +382,10 @@ def reproduce(name: str, work: Path) -> None:
         "date": date.today().isoformat(),
         "commit": lab.commit,
         "machine": describe_machine(),
-        "versions": {each: importlib.metadata.version(each) for each in ("lightformers_hf", *PACKAGES)},
+        "versions": {
+            "lightformers_hf": lightformers_hf.__version__,
+            **{each: importlib.metadata.version(each) for each in PACKAGES},
+        },
         "seeds": experiment.seeds,
         "units": {name: unit for name, unit in UNITS.items() if any(name in key for row in rows for key in row)},
         "commands": lab.commands,

@@ -17,8 +17,8 @@ model in `fold-<k>`. The result is the mean accuracy and the standard deviation 
 accuracy on the test part. `--resume-from-checkpoint` resumes an interrupted run, and complete folds are kept.
 
 The model may be a classifier, or a translation model that `lightformers convert` wrote: its encoder is then taken.
-`--word-vectors` (GloVe or fastText text format) starts the embedding, of a configuration whose table is as wide
-(`"embedding_dim": 300`), or of a low-rank one (`"embedding_rank"`) by SVD.
+`--word-vectors` (GloVe or fastText text format) initializes an embedding matrix of the same width
+(`"embedding_dim": 300`), or a low-rank one (`"embedding_rank"`) by SVD.
 """
 
 from __future__ import annotations
@@ -41,16 +41,14 @@ from common import (
     check_metric,
     check_output,
     check_positions,
-    checkpoint_name,
     load_config,
     load_parts,
     load_tokenizer,
-    parameter_count,
     remove_results,
     run_script,
     score_tests,
     summarize,
-    train,
+    train_and_evaluate,
 )
 from datasets import ClassLabel, Dataset
 from rich.console import Console
@@ -255,18 +253,9 @@ def run(
         compute_metrics=accuracy,
     )
     table = sum(parameter.numel() for parameter in model.get_input_embeddings().parameters())
-    rows = {"unique parameters": parameter_count(model), "of these in the token table": f"{table:,}"}
-    if "train" in tokens:
-        rows |= train(trainer, checkpoint, model_args)
-    if "validation" in tokens:
-        metrics = trainer.evaluate()
-        trainer.save_metrics("eval", metrics)
-        rows |= {f"validation {name}": metrics[f"eval_{name}"] for name in ("loss", "accuracy")}
-        rows["checkpoint"] = checkpoint_name(trainer)
-    rows |= score_tests(trainer, tokens, ("loss", "accuracy"))
-    if "train" in tokens:
-        rows["saved in"] = args.output_dir
-    return rows
+    score = partial(score_tests, trainer, tokens, ("loss", "accuracy"))
+    rows = train_and_evaluate(trainer, tokens, checkpoint, model_args, ("loss", "accuracy"), score)
+    return {"unique parameters": rows["unique parameters"], "in the embedding matrix": f"{table:,}"} | rows
 
 
 def fold_parts(rows: Dataset, fold: int, folds: np.ndarray, *, validate: bool) -> dict[str, Dataset]:
@@ -368,7 +357,7 @@ def cross_validate(model_args: ModelArguments, data_args: DataArguments, args: T
     if args.should_save:
         results = json.dumps(spread | {"test_accuracies": accuracies}, indent=4)
         (output / "test_results.json").write_text(results, encoding="utf-8")
-    shown = {name: summary[name] for name in ("unique parameters", "of these in the token table") if name in summary}
+    shown = {name: summary[name] for name in ("unique parameters", "in the embedding matrix") if name in summary}
     shown |= {f"fold {fold} accuracy": value for fold, value in zip(rounds, accuracies, strict=True)}
     shown |= {"mean accuracy": spread["test_accuracy"], "standard deviation": spread["test_accuracy_std"]}
     return shown | {"saved in": args.output_dir}

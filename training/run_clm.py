@@ -36,15 +36,13 @@ from common import (
     check_metric,
     check_output,
     check_positions,
-    checkpoint_name,
     load_parts,
     load_texts,
     load_tokenizer,
-    parameter_count,
     run_script,
     score_tests,
     summarize,
-    train,
+    train_and_evaluate,
 )
 from datasets import Dataset, Features, Value
 from rich.console import Console
@@ -85,8 +83,8 @@ class TrainingArguments(OutputArguments, transformers.TrainingArguments):
 class Blocks(torch.utils.data.Dataset):
     """A stream of tokens in overlapping blocks: `input_ids` and `labels`, both (block_size,).
 
-    Every token but the first is the label of one block. The first `context` tokens of a block are not; they are the
-    last ones of the block before, and in the first block, where there is nothing before, only the stream's first
+    Every token but the first is the label of one block. The first `context` tokens of a block are none. They are the
+    last ones of the block before. The first block has nothing before it, and begins with the stream's first
     token. The last block is filled with `pad`, ignored; causal models need no mask for it.
 
     Args:
@@ -213,17 +211,8 @@ def main(argv: list[str] | None = None) -> None:
         processing_class=tokenizer,
         optimizer_cls_and_kwargs=optimizer,
     )
-    rows = {"unique parameters": parameter_count(model)}
-    if "train" in blocks:
-        rows |= train(trainer, checkpoint, model_args)
-    if "validation" in blocks:
-        metrics = trainer.evaluate()
-        trainer.save_metrics("eval", metrics)
-        rows |= {f"validation {name}": metrics[f"eval_{name}"] for name in ("loss", "perplexity")}
-        rows["checkpoint"] = checkpoint_name(trainer)
-    rows |= score_tests(trainer, blocks, ("loss", "perplexity", "tokens"))
-    if "train" in blocks:
-        rows["saved in"] = args.output_dir
+    score = partial(score_tests, trainer, blocks, ("loss", "perplexity", "tokens"))
+    rows = train_and_evaluate(trainer, blocks, checkpoint, model_args, ("loss", "perplexity"), score)
     summarize(rows, console)
 
 

@@ -33,12 +33,10 @@ from common import (
     check_metric,
     check_output,
     check_positions,
-    checkpoint_name,
     load_tokenizer,
-    parameter_count,
     run_script,
     summarize,
-    train,
+    train_and_evaluate,
 )
 from datasets import Dataset, IterableDataset, load_dataset
 from rich.console import Console
@@ -196,8 +194,8 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]
 def load_stream(names: list[str], column: str, *, hub: bool = False, split: str = "train") -> IterableDataset:
     """The texts of files of one kind, or of a Hub dataset, as a stream with the column `text`.
 
-    Raises `FileNotFoundError` for a file that is not there, `ValueError` for unknown or unlike types, data without a
-    row, without the column, or with something else than text in its first row.
+    Raises `FileNotFoundError` for a missing file, `ValueError` for unknown or different types, for data without a
+    row or the column, or without text in its first row.
     """
     if hub:
         name, _, configuration = names[0].partition(":")
@@ -223,6 +221,15 @@ def load_stream(names: list[str], column: str, *, hub: bool = False, split: str 
         raise ValueError(f"{names[0]}, column {column!r}: expected text, found {first[column]!r}.")
     rows = rows.select_columns([column])
     return rows if column == "text" else rows.rename_column(column, "text")
+
+
+class DenoisingTrainer(RecoveryTrainer):
+    """`RecoveryTrainer` whose evaluation also has the perplexity."""
+
+    def evaluate(self, *args: object, **kwargs: object) -> dict[str, float]:
+        """As in `RecoveryTrainer`."""
+        metrics = super().evaluate(*args, **kwargs)
+        return metrics | {"eval_perplexity": math.exp(min(metrics["eval_loss"], 700))}
 
 
 def check_options(args: TrainingArguments, data: DataArguments) -> None:
@@ -275,7 +282,7 @@ def main(argv: list[str] | None = None) -> None:
         held_out = Dataset.from_list(list(itertools.islice(held_out, data_args.max_eval_samples)))
     # Every process reads the stream and takes its part: batches of unlike lengths cannot be sent from one to all.
     args.accelerator_config.dispatch_batches = False
-    trainer = RecoveryTrainer(
+    trainer = DenoisingTrainer(
         model,
         args,
         train_dataset=NoisedBlocks(texts, tokenizer, data_args, args.seed, repeat=True),
@@ -283,14 +290,8 @@ def main(argv: list[str] | None = None) -> None:
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
         processing_class=tokenizer,
     )
-    rows = {"unique parameters": parameter_count(model), **train(trainer, checkpoint, model_args)}
-    if held_out is not None:
-        metrics = trainer.evaluate()
-        metrics["eval_perplexity"] = math.exp(min(metrics["eval_loss"], 700))
-        trainer.save_metrics("eval", metrics)
-        rows |= {f"validation {name}": metrics[f"eval_{name}"] for name in ("loss", "perplexity")}
-        rows["checkpoint"] = checkpoint_name(trainer)
-    summarize(rows | {"saved in": args.output_dir}, console)
+    parts = ("train",) if held_out is None else ("train", "validation")
+    summarize(train_and_evaluate(trainer, parts, checkpoint, model_args, ("loss", "perplexity")), console)
 
 
 if __name__ == "__main__":

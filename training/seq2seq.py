@@ -15,13 +15,11 @@ from common import (
     check_metric,
     check_output,
     check_positions,
-    checkpoint_name,
     load_parts,
     load_tokenizer,
-    parameter_count,
     parts_of_tests,
     summarize,
-    train,
+    train_and_evaluate,
 )
 from rich.console import Console
 from transformers import (
@@ -106,7 +104,7 @@ class DataArguments(arguments.DataArguments):
 class DistillationArguments:
     """The teacher, if any."""
 
-    teacher: str | None = field(default=None, metadata={"help": "Checkpoint whose predictions are imitated."})
+    teacher: str | None = field(default=None, metadata={"help": "Checkpoint whose predictions are the targets."})
     distillation_alpha: float = field(
         default=0.5, metadata={"help": "Weight of the teacher: 0 labels only, 1 teacher only."}
     )
@@ -221,26 +219,21 @@ def run(
         distillation_temperature=distillation.distillation_temperature,
         hidden_weight=distillation.hidden_weight,
     )
-    rows = {"unique parameters": parameter_count(model)}
-    if "train" in tokens:
-        rows |= train(trainer, checkpoint, model_args)
-    if "validation" in tokens:
-        found = trainer.evaluate()
-        trainer.save_metrics("eval", found)
-        rows |= {f"validation {k}": found[f"eval_{k}"] for k in ("loss", *metrics) if f"eval_{k}" in found}
-        rows["checkpoint"] = checkpoint_name(trainer)
-    if tests := parts_of_tests(tokens):
-        results = {}
-        for name in tests:
+
+    def score_tests() -> dict[str, object]:
+        results, rows = {}, {}
+        for name in parts_of_tests(tokens):
             texts, references = generate_test(trainer, task.outputs, scored[name], name), scored[name].references
             scores, variants = measure(texts, references), signatures(metrics, references, language=language)
             results |= {f"{name}_{metric}": value for metric, value in scores.items()}
             results |= {f"{name}_{metric}_signature": variant for metric, variant in variants.items()}
             rows |= {f"{name} {metric}": value for metric, value in scores.items()}
             rows["scored by"] = "; ".join(describe(variants))
-        trainer.save_metrics("test", results)
-    if "train" in tokens:
-        rows["saved in"] = args.output_dir
+        if results:
+            trainer.save_metrics("test", results)
+        return rows
+
+    rows = train_and_evaluate(trainer, tokens, checkpoint, model_args, ("loss", *metrics), score_tests)
     summarize(rows, console)
 
 

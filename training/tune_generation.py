@@ -5,7 +5,7 @@ r"""Choose length penalty, beams and length of the outputs on validation data, a
     python training/tune_generation.py model validation.jsonl --source-lang document --target-lang summary \
         --length-penalties 1 --max-new-tokens 40 50 60
 
-The script generates the validation part once for each combination of the values, prints a table of the scores, and
+The script generates the validation part once for each combination of the values. It prints a table of the scores, and
 writes the best combination into the checkpoint's `generation_config.json`. The default penalties, 0 to 2 in steps of
 0.2, and five beams are those of the Subformer's paper (Appendix B). For summaries the paper also tunes
 the length. A length penalty has no effect without beams, so that one beam is tried once. For equal scores the first

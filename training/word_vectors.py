@@ -64,7 +64,7 @@ def start_embedding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
     known = torch.from_numpy(np.stack(list(rows.values())))
     if known.shape[1] != dense.shape[1]:
         raise ValueError(
-            f"The vectors of {path} are {known.shape[1]} wide, the model's token table {dense.shape[1]}: set "
+            f"The vectors of {path} are {known.shape[1]} wide, the model's embedding matrix {dense.shape[1]}: set "
             f"embedding_dim to {known.shape[1]} in its configuration."
         )
     dense[list(rows)] = known * (dense.std() / known.std())

@@ -1,4 +1,4 @@
-"""The `lightformers` command: its framework, its commands, and its benchmarks."""
+"""The `lightformers` command: its framework and its commands."""
 
 from .commands import app, main
 

@@ -1,6 +1,6 @@
 """The commands of `lightformers`, each one call of a public function.
 
-What a command needs is imported inside it: `--help`, a wrong option and TAB wait for neither torch nor transformers.
+Each command imports its modules itself: `--help`, a wrong option and TAB wait for neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ import os
 import signal
 import sys
 from contextlib import ExitStack, nullcontext
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..conversion.options import METHODS, CompressionOptions, read_pattern
-from ..export.engines import check_engine_name, engine_names
-from . import benchmark
+from .. import __version__
+from ..conversion.options import METHODS
+from ..evaluation.benchmarks import TEACHERS
+from ..export.engines import check_engine_name, deployment_names, engine_names, split_deployment
+from ..files import atomic_output, check_file, check_folder, check_output, write_whole
 from .framework import (
     AT_LEAST_ONE,
     BATCH_SIZE,
@@ -41,68 +42,18 @@ from .framework import (
     Answer,
     Argument,
     Group,
-    Option,
     check_installed,
-    check_new_folder,
     check_open,
     command,
+    compression_options,
     given,
-    install_completion,
     join_names,
     open_streams,
     option,
     pop_languages,
+    read_options,
     section,
-    show_version,
 )
-
-# Fields of `CompressionOptions`: placeholder of the value, and help.
-OPTIONS_HELP = {
-    "ratio": ("P", "Dense / kept parameters of the matrices. Default: 2."),
-    "params": ("20M", "Instead: parameters of the compressed model at most."),
-    "size": ("40MB", "Instead: bytes of its weights at most."),
-    "rank": ("R", "Instead: singular values kept in each matrix, or a share of them: 64, 25%."),
-    "energy": ("E", "Instead: share of their squares kept in each."),
-    "pattern": (
-        "NAME=CHOICE",
-        "NAME: embedding, attention, ffn, or the end of module names. CHOICE: 64 (rank), 4x (ratio), 90% (energy) or "
-        "dense. Repeatable.",
-    ),
-    "vocabulary": ("PATH", "Text whose tokens stay: file, Hub name. Repeatable."),
-    "vocabulary_size": ("N", "Keep only its N most frequent tokens."),
-    "languages": ("de_DE,en_XX", "Codes that stay in the vocabulary. Default: all."),
-    "encoder_layers": ("N", "Layers of the encoder to keep."),
-    "decoder_layers": ("N", "The same for the decoder, which costs most time."),
-    "encoder_groups": ("N", "Layers that are stored; the others share them."),
-    "decoder_groups": ("N", "The same for the decoder."),
-    "method": (
-        "METHOD",
-        "low-rank: factors; narrow: fewer neurons, narrower heads; auto: the better of both; paper: plain SVD.",
-    ),
-    "calibration": (
-        "PATH",
-        "Text to weight errors on, never a test's: pairs, or sources alone (.txt). Default: self-generated.",
-    ),
-    "calibration_samples": ("N", "How many pairs are drawn. Default: 1000 or more."),
-    "source_lang": ("de", "Column; of multilingual models also the code, de or de=de_DE; T5: de='a prefix: '."),
-    "target_lang": ("en", "The same for the target."),
-    "device": ("cpu", "Where to compute: cpu, cuda, cuda:1, mps."),
-}
-REPEATABLE = ("pattern", "vocabulary", "languages")
-
-
-def compression_options() -> dict[str, Option]:
-    """One option for every field of `CompressionOptions`, in the order of the help."""
-    types = {field.name: field.type for field in fields(CompressionOptions)}
-    made = {}
-    for name, (metavar, help_text) in OPTIONS_HELP.items():
-        kind = {"float": float, "int": int}.get(str(types[name]).partition(" ")[0], str)
-        kind = DATA if name in ("calibration", "vocabulary") else kind
-        settings: dict[str, Any] = {"metavar": metavar, "help": help_text, "type": kind}
-        settings |= {"multiple": name in REPEATABLE, "values": METHODS if name == "method" else ()}
-        made[name] = option(f"--{name.replace('_', '-')}", **settings)
-    return made
-
 
 PUSH = (
     option("--push-to-hub", metavar="NAME", help="Push the complete folder to the Hub: you/model."),
@@ -126,7 +77,7 @@ TRAINING = (
     option(
         "--translations/--no-translations",
         default=None,
-        help="Train on the teacher's translations, too. Default: where that pays.",
+        help="Train on the teacher's translations, too. Default: if that improves the result.",
     ),
     METRIC,
     option("--report-to", multiple=True, help="Log to tensorboard, trackio, wandb, …. Repeatable."),
@@ -149,17 +100,9 @@ DEPLOYMENT = (
 )
 
 
-def read_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given. An error in those of a conversion is raised before torch is imported."""
-    found = given(**options)
-    found |= {"pattern": read_pattern(found["pattern"])} if "pattern" in found else {}
-    CompressionOptions.of(found)
-    return found
-
-
 @command(MODEL, *compression_options().values())
 def plan(model: str, **options: Any) -> Answer:
-    """Show what `convert` would do to every matrix: rank, parameters, energy kept, error. Writes nothing.
+    """Show the plan of `convert` for every matrix: rank, parameters, energy kept, error. Writes nothing.
 
     Example: lightformers plan Helsinki-NLP/opus-mt-de-en --ratio 3 --encoder-groups 3
     """
@@ -178,7 +121,7 @@ def convert(model: str, output: Path, overwrite: bool, private: bool, **options:
     Example: lightformers convert Helsinki-NLP/opus-mt-de-en opus-light --ratio 2
     """
     found = read_options(options)
-    check_new_folder(output, overwrite, [model, found.get("calibration"), *found.get("vocabulary", ())])
+    check_output(output, overwrite=overwrite, inputs=[model, found.get("calibration"), *found.get("vocabulary", ())])
     from ..loading import has_tokenizer
     from ..workflows.convert import convert as run
 
@@ -258,7 +201,7 @@ def export(model: str, output: Path, to: str, overwrite: bool, **options: Any) -
     Example: lightformers export opus-mt-de-en-light opus-mt-de-en-int8 --to ctranslate2 --quantization int8
     """
     check_engine_name(to)
-    check_new_folder(output, overwrite, [model, options["shortlist"]])
+    check_output(output, overwrite=overwrite, inputs=[model, options["shortlist"]])
     from ..export.write import export as run
 
     report = run(model, output, to=to, overwrite=overwrite, **options)
@@ -269,7 +212,7 @@ def export(model: str, output: Path, to: str, overwrite: bool, **options: Any) -
     MODEL,
     OUTPUT,
     option("--compare", type=CHECKPOINT, metavar="TEACHER", help="A second model that the page runs beside it."),
-    option("--source-lang", metavar="de_DE", help="Of a multilingual model: code of the source's language."),
+    option("--source-lang", metavar="de_DE", help="Code of the source's language, for a multilingual model."),
     option("--target-lang", metavar="en_XX", help="Code of the language to translate into."),
     OVERWRITE,
 )
@@ -281,7 +224,7 @@ def web(model: str, output: Path, overwrite: bool, **options: Any) -> Answer:
 
     Example: lightformers web opus-mt-de-en-light page --compare opus-mt-de-en
     """
-    check_new_folder(output, overwrite, [model, options["compare"]])
+    check_output(output, overwrite=overwrite, inputs=[model, options["compare"]])
     from ..export.web import export_web
 
     report = export_web(model, output, overwrite=overwrite, **options)
@@ -328,15 +271,12 @@ def translate(model: str, file: Path | None, output: Path | None, device: str, *
     if output is None:
         check_open("stdout", "give --output a file")
     else:
-        from ..files import check_file
-
         check_file(output, [model, file])
     with ExitStack() as stack:
         source: Any = stack.enter_context(file.open("rb")) if file else sys.stdin.buffer
         from tqdm.auto import tqdm
 
         from ..evaluation.translate import load_translator, translate_stream
-        from ..files import write_whole
 
         network, tokenizer, prefix = load_translator(model, device=device, **pop_languages(options))
         sink = stack.enter_context(write_whole(output)) if output else sys.stdout.buffer
@@ -438,8 +378,6 @@ def push(model: Path, name: str, results: tuple[Path, ...], dry_run: bool, **opt
 
         lightformers push recovered opus-mt-de-en-light --private --revision v2 --message "Trained longer"
     """
-    from ..files import check_folder
-
     check_folder(model)
     from ..hub import preview_push, push_to_hub
 
@@ -453,7 +391,7 @@ def push(model: Path, name: str, results: tuple[Path, ...], dry_run: bool, **opt
 @command(
     Argument("output", type=FILE, required=False, default="demo-output", about="Folder. Default: demo-output."),
     option("--seed", type=SEED, default=0, help="Seed of the corpus and of every training."),
-    option("--fresh", is_flag=True, help="Remove what an earlier demo made there, and start over."),
+    option("--fresh", is_flag=True, help="Remove the output of an earlier demo, and start over."),
 )
 def demo(output: Path, seed: int, fresh: bool) -> Answer:
     """See it all work in five to ten minutes, offline: train a teacher, compress it, recover its quality, measure.
@@ -495,10 +433,9 @@ def analyze(models: tuple[str, ...], data: str, pictures: Path | None, overwrite
     inputs = [*models, data]
     if pictures is not None:
         check_installed("matplotlib", "demo", "--pictures")
-        check_new_folder(pictures, overwrite, inputs)
+        check_output(pictures, overwrite=overwrite, inputs=inputs)
     from ..evaluation.analysis import analysis_table
     from ..evaluation.analysis import analyze as run
-    from ..files import atomic_output
 
     with atomic_output(pictures, overwrite=overwrite, inputs=inputs) if pictures else nullcontext() as folder:
         analyses = run(list(models), data, **pop_languages(options), **options, progress=True)
@@ -510,7 +447,7 @@ def analyze(models: tuple[str, ...], data: str, pictures: Path | None, overwrite
 
 
 @command(
-    Argument("model", type=CHECKPOINT, about="What convert or a training run wrote: folder, or Hub name."),
+    Argument("model", type=CHECKPOINT, about="Folder that convert or a training run wrote, or Hub name."),
     option("--output", type=FILE, default="report.html", help="The page to write. A file of that name is replaced."),
     option(
         "--teacher",
@@ -541,11 +478,8 @@ def report(model: str, output: Path, **options: Any) -> Answer:
     Example: lightformers report ./small --teacher ./teacher --data test.jsonl --results results.json
     """
     check_installed("matplotlib", "demo", "report")
-    from ..files import check_file
-
     check_file(output, [model, *(options[name] for name in ("teacher", "data")), *options["results"]])
     from ..evaluation.page import report_page
-    from ..files import write_whole
 
     page = report_page(model, **pop_languages(options), **given(**options), progress=True)
     with write_whole(output) as file:
@@ -574,7 +508,7 @@ def parameters(models: tuple[str, ...], vocab_size: int | None, table: str) -> A
     """
     if models:
         if table:
-            raise ValueError("--table is of the papers' tables: leave it out, or the models")
+            raise ValueError("--table is for the papers' tables: remove it, or the models")
         from ..evaluation.parameters import model_parameters
 
         found = {place: model_parameters(place, vocab_size) for place in models}
@@ -588,25 +522,114 @@ def parameters(models: tuple[str, ...], vocab_size: int | None, table: str) -> A
     return Answer([count.to_dict() for count in counts], [parameter_table(counts)], exit_code=0 if is_within else 1)
 
 
-ABOUT_ITSELF: dict[str, Any] = {"is_flag": True, "expose_value": False, "is_eager": True}
+RUNS_HELP = "Interleaved runs; medians are shown."
+
+
+@command(
+    option("--shapes", default="opus-mt", values=tuple(TEACHERS), help="Shapes of a checkpoint."),
+    option("--method", values=METHODS, help="Method of the conversion. Default: its default."),
+    option("--ratio", type=float, help="Ratio of the conversion. Default: its default."),
+    option("--whole", is_flag=True, expose_value=False, hidden=True, help="As always since version 0.2."),
+)
+def conversion(shapes: str, **options: Any) -> Answer:
+    """Convert a checkpoint with random weights: time of every step, and memory.
+
+    Example: lightformers benchmark conversion --shapes opus-mt
+    """
+    from ..evaluation.benchmarks.conversion import time_conversion
+
+    return Answer.of(time_conversion(shapes, **given(**options)))
+
+
+@command(
+    option("--pair", multiple=True, help="Only this pair, e.g. subformer-base. Repeatable. Default: all."),
+    option("--runs", type=AT_LEAST_ONE, default=10, help=RUNS_HELP),
+    option("--new-tokens", type=AT_LEAST_ONE, default=25, help="Tokens generated in a run."),
+    option("--training/--no-training", default=True, help="Time training steps, too."),
+    option("--bf16", is_flag=True, help="Train under bfloat16 autocast."),
+)
+def architectures(pair: tuple[str, ...], **options: Any) -> Answer:
+    """Time architectures of the papers beside Marian of equal width: decoding and training on one core.
+
+    Example: lightformers benchmark architectures --pair partialformer-36m --no-training
+    """
+    from ..evaluation.benchmarks.architectures import PAIRS, compare, comparison_table
+
+    comparisons = [compare(name, **options, progress=True) for name in pair or PAIRS]
+    return Answer([comparison.to_dict() for comparison in comparisons], [comparison_table(comparisons)])
+
+
+@command(
+    Argument("teacher", type=CHECKPOINT, about="Folder or Hub name of the dense checkpoint."),
+    Argument("students", type=CHECKPOINT, nargs=-1, about="Folders or Hub names of checkpoints made from it."),
+    option(
+        "--engine",
+        multiple=True,
+        values=deployment_names,
+        help=f"{join_names(deployment_names())}. Repeatable. Default: all.",
+    ),
+    option("--cores", type=int, multiple=True, help="Repeatable. Default: 1 and 2."),
+    option("--batch-size", type=int, multiple=True, help="Repeatable. Default: 1 and 32."),
+    option("--num-beams", type=int, multiple=True, help="Repeatable. Default: 1 and 4."),
+    option("--runs", type=AT_LEAST_ONE, default=5, help=RUNS_HELP),
+    option("--sentences", type=AT_LEAST_ONE, default=10, help="Sentences of a run at batch size 1."),
+    option("--new-tokens", type=AT_LEAST_ONE, default=25, help="Tokens generated for every sentence."),
+    option("--data", type=DATA, help="Parallel text to measure the quality on, too."),
+    METRIC,
+    option("--shortlist", type=DATA, help="Text, as for export: adds every engine with a shortlist made from it."),
+    *LANGUAGES,
+    MAX_SAMPLES,
+)
+def engines(
+    teacher: str,
+    students: tuple[str, ...],
+    engine: tuple[str, ...],
+    cores: tuple[int, ...],
+    batch_size: tuple[int, ...],
+    num_beams: tuple[int, ...],
+    **options: Any,
+) -> Answer:
+    """Time a teacher and its students in transformers, CTranslate2 and ONNX Runtime, in float32 and int8.
+
+    Ratios are to the teacher in the same engine, and to the teacher in CTranslate2 int8, the usual deployment.
+    Needs pip install 'lightformers_hf[export]'.
+
+    Example: lightformers benchmark engines opus-mt-de-en recovered --data test.jsonl --cores 1 --batch-size 1
+    """
+    for name in engine:
+        split_deployment(name)  # which refuses unknown ones
+    from ..evaluation.benchmarks.engines import compare_engines
+
+    comparison = compare_engines(
+        teacher,
+        list(students),
+        forms=list(engine) or None,
+        cores=list(cores or range(1, min(2, os.cpu_count() or 1) + 1)),
+        batch_sizes=list(batch_size or (1, 32)),
+        beams=list(num_beams or (1, 4)),
+        **pop_languages(options),
+        **options,
+        progress=True,
+    )
+    return Answer.of(comparison)
+
+
+benchmark = Group(
+    "benchmark",
+    help="Measure this package against the models that it replaces.",
+    examples="Example: lightformers benchmark architectures --pair partialformer-36m --no-training",
+    commands=[conversion, architectures, engines],
+)
 app = Group(
     NAME,
     help="Make a trained translation or summarization model smaller and faster, and recover its quality.",
     examples="Example: lightformers compress Helsinki-NLP/opus-mt-de-en small --data train.jsonl --ratio 4",
     commands=[
         *(compress, plan, convert, recover, export, web, translate, evaluate, compare, push, demo),
-        *(analyze, report, parameters, benchmark.group),
-    ],
-    params=[
-        click.Option(["--version"], callback=show_version, help="Show the version and exit.", **ABOUT_ITSELF),
-        click.Option(
-            ["--install-completion"],
-            callback=install_completion,
-            help="Let your shell (bash, zsh or fish) complete commands and options.",
-            **ABOUT_ITSELF,
-        ),
+        *(analyze, report, parameters, benchmark),
     ],
 )
+click.version_option(__version__, message="lightformers_hf %(version)s")(app)
 
 
 def main() -> None:
@@ -615,7 +638,7 @@ def main() -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "30")  # seconds: bars fill no log
     # Compiled kernels of bfloat16 matrix multiplications that oneDNN and PyTorch keep, up to 0.5 MB each. A training
-    # uses about 300 of them again and again, a conversion few.
+    # uses about 300 of them repeatedly, a conversion few.
     kernels, plans = ("64", "64") if sys.argv[1:2] in (["convert"], ["plan"]) else ("512", "128")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", kernels)
     os.environ.setdefault("LRU_CACHE_CAPACITY", plans)

@@ -7,7 +7,6 @@ SIGTERM.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import logging
 import os
@@ -15,25 +14,25 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
-from click.shell_completion import get_completion_class
 
-from .. import __version__
+from ..conversion.options import METHODS, CompressionOptions, read_pattern
 from ..deprecated import current_words
+from ..files import check_file, check_folder, find_folder, is_full_disk, json_text
 from ..results import Result, print_parts
+from ..text import check_data
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 LIBRARIES = ("transformers", "datasets", "huggingface_hub")  # each has separate levels and handlers
 SETTINGS = {"help_option_names": ["-h", "--help"]}
-# Files or folders, which the shell completes, or names on the Hub. Of models and data, what is not there is refused
+# Files or folders, or names on the Hub. A model or data file that does not exist is refused
 # before torch is imported.
 PLACE, CHECKPOINT, DATA = click.Path(), click.Path(), click.Path()
 CLOSED = set[str]()  # standard streams that were closed when the process began
@@ -41,12 +40,6 @@ SEED = click.IntRange(0, 2**32 - 1)  # range of numpy
 AT_LEAST_ONE = click.IntRange(min=1)
 FILE = click.Path(path_type=Path)
 NAME = "lightformers"
-# Start-up files of shells.
-STARTUP_FILES = {"bash": "~/.bashrc", "zsh": "~/.zshrc", "fish": "~/.config/fish/config.fish"}
-# Functions that call this command when TAB is pressed, whatever the environment is then.
-COMPLETIONS = f"~/.config/{NAME}/completion."
-# zsh has no completion before it is loaded.
-PREPARATIONS = {"zsh": "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }\n"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +65,7 @@ class Argument(click.Argument):
 
     @property
     def word(self) -> str:
-        """What stands for it in the help: NAME, [NAME] where it may be left out, NAME... of several."""
+        """Its form in the help: NAME, [NAME] if it is optional, NAME... for several."""
         name = str(self.name).upper()
         return (name if self.required else f"[{name}]") + "..." * (self.nargs == -1)
 
@@ -105,11 +98,20 @@ def option(*names: str, values: Callable[[], Sequence[str]] | Sequence[str] = ()
 
 
 class Command(click.Command):
-    """A command; its help ends with the options that all commands have (`shared`), and with examples as they stand."""
+    """A command that calls a function with the values of its parameters.
 
-    def __init__(self, name: str, *, examples: str, shared: Sequence[str] = (), **settings: Any):
-        super().__init__(name, context_settings=SETTINGS, **settings)
-        self.examples, self.shared = examples, {*shared, "help"}
+    The docstring of the function is the help, which ends with the options of every command and the examples as they
+    stand. A function that returns an `Answer` also gets `--json`.
+    """
+
+    def __init__(self, function: Callable, parameters: Sequence[click.Parameter]):
+        text, word, examples = inspect.cleandoc(function.__doc__ or "").partition("\n\nExample")
+        self.function, self.examples = function, f"{word.strip()}{examples}"
+        self.answers = inspect.signature(function).return_annotation in (Answer, "Answer")
+        shared = [one for one in SHARED if self.answers or one.name != "json_file"]
+        self.shared = {"help", *(one.name for one in shared)}
+        settings = {"help": text, "short_help": re.split(r"\.(?=\s|$)", text)[0], "params": [*parameters, *shared]}
+        super().__init__(function.__name__, context_settings=SETTINGS, **settings)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the words after options of earlier versions were replaced."""
@@ -117,6 +119,48 @@ class Command(click.Command):
         for warning in warnings if not {"-q", "--quiet"} & {*args} else ():
             click.echo(f"{click.style('warning:', fg='yellow')} {warning}", err=True)
         return super().parse_args(ctx, words)
+
+    def invoke(self, ctx: click.Context) -> None:
+        """Call the function, print its result, and print errors that the user can correct in one line."""
+        arguments = dict(ctx.params)
+        quiet, verbose, json_file = (arguments.pop(name, None) for name in ("quiet", "verbose", "json_file"))
+        to_stdout = str(json_file) == "-"
+        try:
+            if to_stdout:
+                check_open("stdout", "give --json a file")
+            elif json_file is not None:
+                values = [value for name, value in arguments.items() if name != "output"]  # which may hold it
+                flat = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+                check_file(json_file, [part for part in flat if isinstance(part, str | Path)])
+            check_places(self.params, arguments)
+            if arguments.get("metrics"):
+                from ..evaluation.quality import check_metrics
+
+                check_metrics(arguments["metrics"])
+            chatter = sys.stderr if to_stdout else None
+            with loudness(quiet, verbose, chatter=chatter, hush=quiet and self.answers):
+                answer = self.function(**arguments)
+            if not self.answers:
+                return
+            if not quiet and not to_stdout:
+                print_parts(answer.parts)
+            if json_file is not None:
+                text = json_text(answer.data, "--json")
+                sys.stdout.write(text) if to_stdout else json_file.write_text(text, encoding="utf-8")
+        except BrokenPipeError:  # the reader has closed the pipe: click ends quietly
+            raise
+        except KeyboardInterrupt:
+            click.echo("stopped", err=True)
+            raise click.exceptions.Exit(130) from None
+        except Exception as error:
+            typed = {one.name: max(one.opts, key=len) for one in self.params if isinstance(one, click.Option)}
+            reason = explain(error, typed)
+            if verbose or not reason:
+                raise
+            click.echo(f"{click.style('error:', fg='red')} {reason}", err=True)
+            raise click.exceptions.Exit(1) from None
+        if answer.exit_code:
+            raise click.exceptions.Exit(answer.exit_code)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write arguments, options by section, and those of every command."""
@@ -141,134 +185,46 @@ class Command(click.Command):
 class Group(click.Group):
     """A group of commands; its help ends with an example."""
 
-    def __init__(self, name: str, *, examples: str, commands: Sequence[click.Command], **settings: Any):
-        super().__init__(name, commands=commands, no_args_is_help=True, context_settings=SETTINGS, **settings)
+    def __init__(self, name: str, *, help: str, examples: str, commands: Sequence[click.Command]):
+        settings: dict[str, Any] = {"help": help, "short_help": help.rstrip("."), "no_args_is_help": True}
+        super().__init__(name, commands=commands, context_settings=SETTINGS, **settings)
         self.examples = examples
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click, which reports options of a command in front of its name as unknown."""
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            own = {name for command in self.commands.values() for key in command.params for name in key.opts}
-            if error.option_name in own:
-                error.message = f"{error.option_name} is an option of commands: give it behind a command's name."
-            raise
 
     def list_commands(self, _: click.Context) -> list[str]:
         """In the order given, not of the alphabet."""
         return list(self.commands)
 
-    def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write every command with the first sentence of its help."""
-        with formatter.section("Commands"):
-            helps = {name: command.help or "" for name, command in self.commands.items()}
-            formatter.write_dl([(name, re.split(r"\.(?=\s|$)", text)[0]) for name, text in helps.items()])
-
     format_epilog = Command.format_epilog
 
 
-SHARED = {
-    "json_file": option(
+SHARED = (
+    option(
         "--json",
         "json_file",
         metavar="FILE",
         type=click.Path(path_type=Path, allow_dash=True),
         help="Write the result as JSON to this file. With '-', stdout holds the JSON and nothing else.",
     ),
-    "quiet": option("--quiet", "-q", is_flag=True, help="Print no progress bars, tables or warnings."),
-    "verbose": option("--verbose", "-v", is_flag=True, help="Print the libraries' messages and tracebacks, too."),
-}
+    option("--quiet", "-q", is_flag=True, help="Print no progress bars, tables or warnings."),
+    option("--verbose", "-v", is_flag=True, help="Print the libraries' messages and tracebacks, too."),
+)
 
 
-def command(*parameters: click.Parameter, name: str | None = None) -> Callable[[Callable], Command]:
-    """Make a command of a function, which is called with the values of `parameters`.
-
-    Its docstring is the help; what begins with `Example` is shown as it stands. A function that returns an `Answer`
-    also gets `--json`.
-    """
-
-    def make(function: Callable) -> Command:
-        text, word, examples = inspect.cleandoc(function.__doc__ or "").partition("\n\nExample")
-        answers = inspect.signature(function).return_annotation in (Answer, "Answer")
-        shared = [key for key in SHARED if answers or key != "json_file"]
-        params = [*parameters, *(SHARED[key] for key in shared)]
-        typed = {key.name: max(key.opts, key=len) for key in params if isinstance(key, click.Option)}
-        return Command(
-            name or function.__name__,
-            help=text,
-            examples=f"{word.strip()}{examples}",
-            params=params,
-            shared=shared,
-            callback=functools.partial(run, function, answers, typed, {key.name: key.type for key in parameters}),
-        )
-
-    return make
+def command(*parameters: click.Parameter) -> Callable[[Callable], Command]:
+    """Make a command of a function."""
+    return lambda function: Command(function, parameters)
 
 
-def run(
-    function: Callable,
-    answers: bool,
-    typed: Mapping[str, str],
-    types: Mapping[str, click.ParamType],
-    *,
-    quiet: bool,
-    verbose: bool,
-    json_file: Path | None = None,
-    **arguments: Any,
-) -> None:
-    """Call a command's function, print its result, and print errors that the user can correct in one line."""
-    to_stdout = str(json_file) == "-"
-    speaks = os.environ.get("RANK", "0") == "0"  # of several processes, the first
-    try:
-        if to_stdout:
-            check_open("stdout", "give --json a file")
-        elif json_file is not None:
-            check_answer_file(json_file, arguments)
-        check_places(types, arguments)
-        if arguments.get("metrics"):
-            from ..evaluation.quality import check_metrics
-
-            check_metrics(arguments["metrics"])
-        with loudness(quiet, verbose, chatter=sys.stderr if to_stdout else None, hush=quiet and answers):
-            answer = function(**arguments)
-        if not answers or not speaks:
-            return
-        if not quiet and not to_stdout:
-            print_parts(answer.parts)
-        if json_file is not None:
-            from ..files import json_text
-
-            text = json_text(answer.data, "--json")
-            sys.stdout.write(text) if to_stdout else json_file.write_text(text, encoding="utf-8")
-    except BrokenPipeError:  # whoever reads has enough: click ends quietly
-        raise
-    except KeyboardInterrupt:
-        click.echo("stopped", err=True)
-        raise click.exceptions.Exit(130) from None
-    except Exception as error:
-        reason = explain(error, typed, arguments)
-        if verbose or not reason:
-            raise
-        if speaks or not isinstance(error, ValueError | OSError):  # which all processes raise
-            click.echo(f"{click.style('error:', fg='red')} {reason}", err=True)
-        raise click.exceptions.Exit(1) from None
-    if answer.exit_code:
-        raise click.exceptions.Exit(answer.exit_code)
-
-
-def explain(error: Exception, typed: Mapping[str, str], values: Mapping[str, Any]) -> str:
-    """Return in one line what the user can mend; nothing where the error is a fault of the program."""
+def explain(error: Exception, typed: Mapping[str, str]) -> str:
+    """Return one line about an error that the user can correct; nothing for a fault of the program."""
     if isinstance(error, ValueError | OSError):
-        message = as_typed(" ".join(str(error).split()), typed)  # those of libraries have several lines
-        return name_options(message, typed, values)
-    from ..files import is_full_disk
+        return as_typed(" ".join(str(error).split()), typed)  # those of libraries have several lines
     from ..loading import is_out_of_memory
 
     if is_full_disk(error):
-        return "the disk is full: make room, then give the same command again"
+        return "the disk is full: free space, then run the same command again"
     if is_out_of_memory(error):
-        return "there is not enough memory for what was asked for"
+        return "there is not enough memory for this command"
     if isinstance(error, ImportError) and "socksio" in str(error):
         return "a SOCKS proxy is set (ALL_PROXY), for which socksio is missing: pip install 'httpx[socks]'"
     return ""
@@ -278,32 +234,16 @@ def as_typed(message: str, typed: Mapping[str, str]) -> str:
     """A message with options as they are typed: `encoder_groups is 4` → `--encoder-groups is 4`.
 
     A name of several words is an option wherever it stands alone. One of a single word is a word, too: it is meant
-    where a message begins with it, or says to give it or to leave it out. `typed`: {argument in Python: option}.
+    where a message begins with it, or asks to give it or to remove it. `typed`: {argument in Python: option}.
     """
 
     def spell(match: re.Match) -> str:
         return re.sub(r"\w+", lambda word: typed.get(word[0], word[0]), match[0])
 
     message = re.sub(r"^(\w+)((, \w+)* and \w+)?(?= (is|are|has|needs) | ')", spell, message)
-    message = re.sub(r"(?<=\bleave )\w+(?= out\b)|(?<=\bgive )\w+(?= alone\b)", spell, message)
+    message = re.sub(r"(?<=\bremove )\w+|(?<=\bgive )\w+(?= alone\b)", spell, message)
     names = "|".join(re.escape(name) for name in typed if "_" in name)
     return re.sub(rf"(?<![\w.'/-])({names})(?![\w=.'/-])", spell, message) if names else message
-
-
-def name_options(message: str, typed: Mapping[str, str], values: Mapping[str, Any]) -> str:
-    """A message that names a value, but no option, begins with the options that were given that value."""
-    if "--" in message:
-        return message
-    context = click.get_current_context(silent=True)
-    trouble = message.partition(": ")[0]  # the alternatives follow the colon
-    named = [
-        option_name
-        for name, option_name in typed.items()
-        if isinstance(value := values.get(name), str | Path)
-        and re.search(rf"(?<![\w/]){re.escape(str(value))}(?![\w/])", trouble)
-        and (context is None or context.get_parameter_source(name) is ParameterSource.COMMANDLINE)
-    ]
-    return f"{' and '.join(named)}: {message}" if named else message
 
 
 @contextmanager
@@ -332,34 +272,15 @@ def _direct(logger: logging.Logger, level: int, propagate: bool, handlers: list[
     logger.propagate, logger.handlers = propagate, handlers
 
 
-def check_places(types: Mapping[str, click.ParamType], arguments: Mapping[str, Any]) -> None:
+def check_places(parameters: Sequence[click.Parameter], arguments: Mapping[str, Any]) -> None:
     """Raise an error where a model's folder or a file of data that is named is not there."""
-    from ..files import check_folder, find_folder
-    from ..text import check_data
-
-    for name, value in arguments.items():
+    for parameter in parameters:
+        value = arguments.get(str(parameter.name))
         for place in filter(None, value if isinstance(value, tuple) else (value,)):
-            if types[name] is DATA:
+            if parameter.type is DATA:
                 check_data(place)
-            elif types[name] is CHECKPOINT and (folder := find_folder(place)):
+            elif parameter.type is CHECKPOINT and (folder := find_folder(place)):
                 check_folder(folder)
-
-
-def check_new_folder(output: Path, overwrite: bool, inputs: Sequence[str | None]) -> None:
-    """As `check_output`, by the first of several processes: before torch is imported."""
-    from ..files import check_output
-
-    if os.environ.get("RANK", "0") == "0":
-        check_output(output, overwrite=overwrite, inputs=inputs)
-
-
-def check_answer_file(file: Path, arguments: Mapping[str, Any]) -> None:
-    """Raise `ValueError` where `file` is, or belongs to, what a command's arguments name; its output may hold it."""
-    from ..files import check_file
-
-    values = [value for name, value in arguments.items() if name != "output"]
-    flat = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
-    check_file(file, [part for part in flat if isinstance(part, str | Path)])
 
 
 def open_streams() -> None:
@@ -392,40 +313,8 @@ def join_names(names: Sequence[str]) -> str:
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-def show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    """Print the version, and end."""
-    if wanted and not context.resilient_parsing:
-        click.echo(f"lightformers_hf {__version__}")
-        context.exit()
-
-
-def install_completion(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    """Let the startup file of the shell read the completion of commands, options and their values; and end."""
-    if not wanted or context.resilient_parsing:
-        return
-    shell = Path(os.environ.get("SHELL", "")).name
-    completes = get_completion_class(shell) if shell in STARTUP_FILES else None
-    if completes is None:
-        raise click.ClickException(f"the shell is {shell!r}, expected one of {', '.join(STARTUP_FILES)}: set SHELL")
-    file, script = (Path(os.path.expanduser(name)) for name in (STARTUP_FILES[shell], COMPLETIONS + shell))
-    functions = completes(context.command, {}, NAME, f"_{NAME.upper()}_COMPLETE").source()
-    startup_line = f"source {COMPLETIONS}{shell}"
-    try:
-        script.parent.mkdir(parents=True, exist_ok=True)
-        script.write_text(PREPARATIONS.get(shell, "") + functions, encoding="utf-8")
-        lines = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-        if startup_line not in lines.splitlines():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("a", encoding="utf-8") as opened:  # existing content stays
-                opened.write(f"{'' if lines.endswith(chr(10)) or not lines else chr(10)}{startup_line}\n")
-    except OSError as error:
-        raise click.ClickException(f"{error.filename} cannot be written: {error.strerror}") from error
-    click.echo(f"{shell} completes the commands from its next start on: see {file}.")
-    context.exit()
-
-
 def metric_names() -> list[str]:
-    """Return what `--metric` takes."""
+    """Return the values of `--metric`."""
     from ..evaluation.quality import metric_names
 
     return metric_names()
@@ -448,7 +337,7 @@ METRIC = option(
     metavar="NAME",
     multiple=True,
     values=metric_names,
-    help="exact-match, cer, bleu, multi-bleu, chrf, rouge, …. Repeatable. Default: what fits the data.",
+    help="exact-match, cer, bleu, multi-bleu, chrf, rouge, …. Repeatable. Default: follows from the data.",
 )
 LANGUAGES = (
     option(
@@ -468,3 +357,59 @@ def given(**options: Any) -> dict[str, Any]:
 def pop_languages(options: dict[str, Any]) -> dict[str, Any]:
     """Take the two languages out of the options, under the names that functions behind the public ones have."""
     return {"source": options.pop("source_lang"), "target": options.pop("target_lang")}
+
+
+# Fields of `CompressionOptions`: placeholder of the value, and help.
+OPTIONS_HELP = {
+    "ratio": ("P", "Dense / kept parameters of the matrices. Default: 2."),
+    "params": ("20M", "Instead: parameters of the compressed model at most."),
+    "size": ("40MB", "Instead: bytes of its weights at most."),
+    "rank": ("R", "Instead: singular values kept in each matrix, or a share of them: 64, 25%."),
+    "energy": ("E", "Instead: share of their squares kept in each."),
+    "pattern": (
+        "NAME=CHOICE",
+        "NAME: embedding, attention, ffn, or the end of module names. CHOICE: 64 (rank), 4x (ratio), 90% (energy) or "
+        "dense. Repeatable.",
+    ),
+    "vocabulary": ("PATH", "Text whose tokens stay: file, Hub name. Repeatable."),
+    "vocabulary_size": ("N", "Keep only its N most frequent tokens."),
+    "languages": ("de_DE,en_XX", "Codes that stay in the vocabulary. Default: all."),
+    "encoder_layers": ("N", "Layers of the encoder to keep."),
+    "decoder_layers": ("N", "The same for the decoder, which costs most time."),
+    "encoder_groups": ("N", "Layers that are stored; the others share them."),
+    "decoder_groups": ("N", "The same for the decoder."),
+    "method": (
+        "METHOD",
+        "low-rank: factors; narrow: fewer neurons, narrower heads; auto: the better of both; paper: plain SVD.",
+    ),
+    "calibration": (
+        "PATH",
+        "Text to weight errors on, never a test's: pairs, or sources alone (.txt). Default: self-generated.",
+    ),
+    "calibration_samples": ("N", "How many pairs are drawn. Default: 1000 or more."),
+    "source_lang": ("de", "Column; of multilingual models also the code, de or de=de_DE; T5: de='a prefix: '."),
+    "target_lang": ("en", "The same for the target."),
+    "device": ("cpu", "Where to compute: cpu, cuda, cuda:1, mps."),
+}
+REPEATABLE = ("pattern", "vocabulary", "languages")
+
+
+def compression_options() -> dict[str, Option]:
+    """One option for every field of `CompressionOptions`, in the order of the help."""
+    types = {field.name: field.type for field in fields(CompressionOptions)}
+    made = {}
+    for name, (metavar, help_text) in OPTIONS_HELP.items():
+        kind = {"float": float, "int": int}.get(str(types[name]).partition(" ")[0], str)
+        kind = DATA if name in ("calibration", "vocabulary") else kind
+        settings: dict[str, Any] = {"metavar": metavar, "help": help_text, "type": kind}
+        settings |= {"multiple": name in REPEATABLE, "values": METHODS if name == "method" else ()}
+        made[name] = option(f"--{name.replace('_', '-')}", **settings)
+    return made
+
+
+def read_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given. An error in those of a conversion is raised before torch is imported."""
+    found = given(**options)
+    found |= {"pattern": read_pattern(found["pattern"])} if "pattern" in found else {}
+    CompressionOptions.of(found)
+    return found

@@ -1,6 +1,6 @@
 """A trained checkpoint in, a smaller one out.
 
-`convert` and `plan` are public names of `lightformers_hf`; here is what others need of their parts. Names are imported
+`convert` and `plan` are public names of `lightformers_hf`; this module has parts for other modules. Names are imported
 when they are first used, so that `.options` is read without torch.
 """
 

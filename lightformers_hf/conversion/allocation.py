@@ -1,8 +1,4 @@
-"""Choice of a form and a setting for every place of a model: by rules for each place, or together under one budget.
-
-A budget is given as `ratio`, `params` or `size`. Its parameters go to the places where they reduce the estimated loss
-most.
-"""
+"""Choice of a form and a setting for every place of a model: by rules for each place, or together under one budget."""
 
 from __future__ import annotations
 
@@ -41,7 +37,7 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
     A matrix whose rule is fixed gets the default form, and a matrix with a form in the source keeps that form. The
     same applies to all matrices of its attention block or network.
     """
-    dense, forms, policy = originals.dense, all_forms(), options.policy()
+    dense, forms, policy = originals.dense, all_forms(), options.policy
     methods = dict.fromkeys(form.method for form in forms)
     for option in ("attention_method", "ffn_method"):
         if (asked := getattr(study, option)) is not None and asked not in methods:
@@ -81,20 +77,19 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
         if any(holders.values()) or any(map(is_settled, matrices)):
             units.append([[[(form or forms[0])(name, originals)] for name, form in holders.items()]])
             continue
-        method = getattr(study, f"{originals.module(matrices[0]).kind}_method", None)
+        kind = originals.module(matrices[0]).kind
+        method = getattr(study, f"{kind}_method", None)
         if method is None and not spends_budget(options, study):
             method = forms[0].method
-        wanted = [form for form in forms if method in (None, form.method)]
-        found = find_alternatives(matrices, wanted)
+        found = find_alternatives(matrices, [form for form in forms if method in (None, form.method)])
         if method is not None:
-            kind = originals.module(matrices[0]).kind
             unmet[kind] = "" if found else unmet.get(kind, method)
         units.append(found or find_alternatives(matrices, forms[:1]))
     for kind, method in unmet.items():
         if method:
             raise ValueError(
                 f"{kind}_method is {method!r}, but no {kind} matrices of this {dense.config.model_type} can become "
-                "that: leave the method out"
+                "that: remove the method"
             )
     return units
 
@@ -112,19 +107,15 @@ def _covers(matrices: Sequence[str], parts: Collection[tuple[str, ...]]) -> Iter
 def choose(
     units: Sequence[Unit], originals: Originals, options: CompressionOptions, study: StudyOptions
 ) -> tuple[list[Form], Callable[[Form], Setting]]:
-    """The places in the forms that are chosen, largest first, and the source of the setting of each.
-
-    By rules, a setting is found only when it is asked for, which may take a decomposition.
-    """
-    policy = options.policy()
+    """The places in the forms that are chosen, largest first, and the search for the setting of each."""
+    policy = options.policy
     if originals.calibration is None or not spends_budget(options, study):
-        chosen = [place for alternative, *_ in units for place, *_ in alternative]
-        return sort_by_size(chosen), lambda place: place.follow(policy)
+        return sort_by_size(first_places(units)), lambda place: place.follow(policy)
     given, free = split_units(units, policy)
     fixed = {place: place.follow(policy) for place in given}
     available, _ = find_budget(originals, options, fixed, free)
     places = sort_by_size([place for unit in free for alternative in unit for slot in alternative for place in slot])
-    found = work_on_places("weighing", lambda place: place.choices(), places, originals.device)
+    found = work_on_places("weighting", lambda place: place.choices(), places, originals.device)
     choices = dict(found)
     slots = [[[{place: choices[place] for place in slot} for slot in slots] for slots in unit] for unit in free]
     settings = fixed | allocate(slots, available)
@@ -135,7 +126,7 @@ def check_choices(
     units: Sequence[Unit], originals: Originals, options: CompressionOptions, study: StudyOptions
 ) -> float:
     """Return the share of the matrices' parameters that is removed, about: one half where each follows a rule."""
-    policy = options.policy()
+    policy = options.policy
 
     def fewest(place: Form) -> Setting:
         waits = policy.needs_spectrum(short_name(place.name), place.kind(place.name))
@@ -144,10 +135,14 @@ def check_choices(
     if spends_budget(options, study):
         given, free = split_units(units, policy)
         return find_budget(originals, options, {place: fewest(place) for place in given}, free)[1]
-    for place in (place for alternative, *_ in units for place, *_ in alternative):
-        if place.is_usual:  # the others need statistics
-            fewest(place)
+    for place in filter(lambda place: place.is_usual, first_places(units)):  # the others need statistics
+        fewest(place)
     return 1 - 1 / policy.default.ratio if isinstance(policy.default, Ratio) else 0.5
+
+
+def first_places(units: Sequence[Unit]) -> list[Form]:
+    """Return the first form of each slot of the first alternatives."""
+    return [place for alternative, *_ in units for place, *_ in alternative]
 
 
 def split_units(units: Sequence[Unit], policy: RankPolicy) -> tuple[list[Form], list[Unit]]:
@@ -157,7 +152,7 @@ def split_units(units: Sequence[Unit], policy: RankPolicy) -> tuple[list[Form], 
         module = place.originals.module(place.name)
         return hasattr(module, "kind") and policy.fixes(short_name(place.name), module.kind)
 
-    given = [place for alternative, *_ in units for place, *_ in alternative if is_given(place)]
+    given = [place for place in first_places(units) if is_given(place)]
     free = [[[slot for slot in alternative if not is_given(slot[0])] for alternative in unit] for unit in units]
     return given, [unit for unit in free if any(unit)]
 
@@ -165,12 +160,8 @@ def split_units(units: Sequence[Unit], policy: RankPolicy) -> tuple[list[Form], 
 def work_on_places(
     name: str, work: Callable[[Form], Result], places: Sequence[Form], device: torch.device
 ) -> Iterator[tuple[Form, Result]]:
-    """The places, largest first, each with what `work` returned for it.
-
-    The progress bar counts parameters, because a large place takes far longer than a small one.
-    """
+    """The places, largest first, each with the result of `work`. The progress bar counts parameters."""
     sizes = [int(place.size(None)) for place in places]
-
     with Step(name, unit="parameter", total=sum(sizes)) as bar:
         for place, size, result in zip(places, sizes, map_in_threads(work, places, device), strict=True):
             yield place, result
@@ -187,13 +178,10 @@ def find_budget(
 ) -> tuple[float, float]:
     """Return the parameters that the free units may have together, and the share of theirs that is removed.
 
-    This needs no statistics.
-
-    Raises:
-        ValueError: not even the smallest settings fit, or the model is as small already.
+    Raises `ValueError` if not even the smallest settings fit, or the model is as small already.
     """
     name, dense, tensors = options.budget, originals.dense, stored_tensors(originals.dense)
-    asked, rule = getattr(options, name), options.policy().default
+    asked, rule = getattr(options, name), options.policy.default
     besides = dense.num_parameters() - sum(dense.get_submodule(one).weight.numel() for one, _ in find_matrices(dense))
     besides += sum(int(place.size(setting)) for place, setting in given.items())
     whole = sum(max(sum(float(slot[0].size(None)) for slot in slots) for slots in unit) for unit in free)
@@ -228,39 +216,23 @@ def find_budget(
     return available, max(0.0, 1 - available / whole)
 
 
-def smallest(units: Sequence[Sequence[Sequence[Mapping[K, Choices]]]]) -> float:
-    """The smallest total size of the units."""
-    return sum(
-        min(
-            sum(min(choices.sizes.min().item() for choices in slot.values()) for slot in slots)
-            for slots in alternatives
-        )
-        for alternatives in units
-    )
-
-
 class Pick(NamedTuple):
-    """The choice for one unit: its cost, its size, and the index of the setting of each part."""
+    """The choice for one unit."""
 
     cost: float
     size: float
-    parts: dict
+    parts: dict  # part → index of its setting
 
 
 def allocate(units: Sequence[Sequence[Sequence[Mapping[K, Choices]]]], budget: float) -> dict[K, int | None]:
     """Choose one alternative of every unit, a part for each of its slots, and a setting of each part, within `budget`.
 
-    For a price λ of a parameter, every unit takes what minimizes cost + λ·size by itself. No other choice of this
+    For a price λ of a parameter, every unit minimizes cost + λ·size by itself. No other choice of this
     total size is cheaper (Everett 1963). λ is bisected to the lowest that meets the budget. The sizes for all prices
-    have gaps, which are wide in small models. The rest of the budget goes to the units whose cost decreases most per
-    parameter.
+    have gaps. The rest of the budget goes to the units whose cost decreases most per parameter.
 
-    Args:
-        units: e.g. an attention block: either narrower heads, or its four matrices by themselves, each in one form
-            or another.
-
-    Raises:
-        ValueError: no choice meets the budget.
+    A unit is e.g. an attention block: either narrower heads, or its four matrices by themselves, each in one form or
+    another. Raises `ValueError` if no choice meets the budget.
     """
 
     def fill(slots: Sequence[Mapping[K, Choices]], price: float) -> Pick:
@@ -282,7 +254,10 @@ def allocate(units: Sequence[Sequence[Sequence[Mapping[K, Choices]]]], budget: f
     def total(picks: Sequence[Pick]) -> float:
         return sum(pick.size for pick in picks)
 
-    if budget < (least := smallest(units)):
+    def smallest(slots: Sequence[Mapping[K, Choices]]) -> float:
+        return sum(min(choices.sizes.min().item() for choices in slot.values()) for slot in slots)
+
+    if budget < (least := sum(min(map(smallest, alternatives)) for alternatives in units)):
         raise ValueError(f"a budget of {budget:,.0f} cannot be met: the smallest choices take {least:,.0f}")
     picks = choose(0.0)
     if total(picks) > budget:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # self-generated text needs none of it
     from datasets import Dataset
 
 # Default number of sentence pairs. Short pairs are more, until each side has so many tokens per feature of d_model, or
-# so many in total: wide moments need more tokens, and wide models more time for each (RESULTS.md, "Probes").
+# so many in total: wide moments need more tokens, and wide models more time for each.
 SAMPLES, TOKENS_PER_FEATURE, MOST_TOKENS = 1000, 64, 2**15
 BATCH = 32  # pairs of a batch at most
 # Every tenth sentence is held out of the calibration, of so many at least.
@@ -71,26 +71,21 @@ def draw_pairs(teacher: Teacher, options: CompressionOptions, study: StudyOption
 
 def count_tokens(teacher: Teacher, options: CompressionOptions, pairs: Dataset | None) -> float:
     """Tokens a side that `sample_text` will have, about."""
-    if pairs is None:
-        return (
-            (options.calibration_samples or default_sources(teacher.model)[0]) * (SHORTEST_SOURCE + LONGEST_SOURCE) / 2
-        )
-    return len(pairs) * mean_tokens(teacher.config, teacher.tokenizer(), pairs)
+    if pairs is not None:
+        return len(pairs) * mean_tokens(teacher.config, teacher.tokenizer(), pairs)
+    return (options.calibration_samples or default_sources(teacher.model)[0]) * (SHORTEST_SOURCE + LONGEST_SOURCE) / 2
 
 
 def sample_text(
     model: PreTrainedModel, teacher: Teacher, options: CompressionOptions, study: StudyOptions, pairs: Dataset | None
 ) -> Sequence[Batch]:
-    """Batches for a `Calibration`.
+    """Batches for a `Calibration`, of the `pairs` of `draw_pairs`.
 
-    Args:
-        model: the teacher with all its layers, where it runs: it makes the text where the user gave none, and
-            translates it where they gave one language alone.
-        pairs: of `draw_pairs`.
+    The `model`, the teacher with all its layers, makes the text where the user gave none, and translates it where they
+    gave one language alone.
     """
     if pairs is None:
-        number, seed = options.calibration_samples, study.calibration_seed
-        return synthetic_batches(model, teacher, number, seed)
+        return synthetic_batches(model, teacher, options.calibration_samples, study.calibration_seed)
     if "target" in pairs.column_names:
         return parallel_batches(model, teacher.tokenizer(), pairs)
     return translated_batches(model, teacher, pairs["source"][:])
@@ -118,9 +113,8 @@ def parallel_batches(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
     order = sorted(range(len(tokens)), key=lengths.__getitem__)
     tokens = tokens.remove_columns(["source_length", "target_length"])
     collate = DataCollatorForSeq2Seq(tokenizer, model=model)
-    batches = (
-        collate([tokens[index] for index in order[start : start + BATCH]]) for start in range(0, len(order), BATCH)
-    )
+    shares = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
+    batches = (collate([tokens[index] for index in share]) for share in shares)
     names = ("input_ids", "attention_mask", "labels", "decoder_input_ids")
     return [{name: batch[name] for name in names} for batch in batches]
 
@@ -143,18 +137,15 @@ def mean_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, pa
 def sample_pairs(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, options: CompressionOptions, study: StudyOptions
 ) -> Dataset:
-    """So many random pairs of the text that `options` name, or texts of the source language alone: see `load_text`.
+    """Random pairs of the text that `options` name, or texts of the source language alone: see `load_text`.
 
-    Unless `options` say how many, it is `SAMPLES`, and more where these have few tokens.
+    By default `SAMPLES`, and more where these have few tokens.
     """
     data, samples = options.calibration, options.calibration_samples
     source, target = options.columns
-    default = (
-        getattr(tokenizer, "source_lang", None) or "source",
-        getattr(tokenizer, "target_lang", None) or "target",
-    )
-    default = (add_prefix(config, options.source_lang or default[0], target or default[1]), default[1])
-    pairs = load_text(data, source=default[0] if source else None, target=target, default=default)
+    first, second = (getattr(tokenizer, f"{side}_lang", None) or side for side in ("source", "target"))
+    first = add_prefix(config, options.source_lang or first, target or second)
+    pairs = load_text(data, source=first if source else None, target=target, default=(first, second))
     if samples is not None and len(pairs) < samples:
         raise ValueError(
             f"{data} holds {len(pairs)} pairs, calibration_samples is {samples}: give more text, or ask for fewer"
@@ -187,15 +178,26 @@ def synthetic_batches(model: PreTrainedModel, teacher: Teacher, samples: int | N
     shares = [sources[start : start + size] for start in range(0, number, size)]
     # Random tokens may have translations without end.
     most = [min(2 * max(map(len, some)), limit - 1) for some in shares]
-    padded = (_padded(some, tokenizer, model.config, prefixes) for some in shares)
-    return _with_targets("making text", model, teacher, padded, most)
+
+    def pad(drawn: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Ids and mask of sources, with prefixes in turn and the special tokens that the model is used to."""
+        if tokenizer is not None:
+            texts = _decoded(drawn, tokenizer, prefixes)
+            batch = tokenizer(texts, padding=True, return_tensors="pt", truncation=True, max_length=limit)
+            return batch["input_ids"], batch["attention_mask"]
+        end = model.config.eos_token_id
+        end = [end] if isinstance(end, int) else end or []
+        ids = [torch.tensor([*some, *end]) for some in drawn]
+        inputs = pad_sequence(ids, batch_first=True, padding_value=model.config.pad_token_id)
+        return inputs, pad_sequence([torch.ones_like(some) for some in ids], batch_first=True)
+
+    return _with_targets("making text", model, teacher, map(pad, shares), most)
 
 
 def default_sources(model: PreTrainedModel) -> tuple[int, int]:
     """Return the default number of sources that a model generates, and their batch size.
 
-    What more of them cost grows with the model, what they save does not: 256, and for models below 20M parameters as
-    many times that, four at most, as these have parameters less.
+    256, and for models below 20M parameters as many times that, four at most, as these have parameters less.
     """
     times = max(1, min(MOST_TIMES, SMALL // model.num_parameters()))
     return times * SOURCES, times * BATCH
@@ -223,7 +225,7 @@ def random_texts(
     *,
     name: str,
 ) -> list[str]:
-    """Random sources as texts, behind the prefixes that the model is known for between `languages`, in turn."""
+    """Random sources as texts, after the prefixes of the model for `languages`, in turn."""
     sources = random_sources(tokenizer, config, number, seed, name=name)
     return _decoded(sources, tokenizer, find_prefixes(config, *languages))
 
@@ -244,16 +246,19 @@ def translated_batches(model: PreTrainedModel, teacher: Teacher, texts: list[str
 def _with_targets(
     what: str, model: PreTrainedModel, teacher: Teacher, padded: Iterable[tuple[Tensor, Tensor]], most: Sequence[int]
 ) -> list[Batch]:
-    """Batches as `Calibration` takes them: sources, and what the model makes of them.
+    """Batches of sources and of the model's outputs for them, for each batch `most` tokens at most.
 
-    Args:
-        padded: ids and masks; read by one thread, as several can't share a tokenizer.
-        most: of each batch, how many tokens the model makes at most.
+    One thread reads the `padded` ids and masks, as several can't share a tokenizer.
     """
+
+    # The likeliest token each, by the teacher's rules. Trainer leaves `use_cache: false` in trained models.
+    own = teacher.generation_config()
+    rules = {name: getattr(own, name) for name in TOKEN_RULES} | {"do_sample": False, "use_cache": True}
 
     def make(batch: tuple[tuple[Tensor, Tensor], int]) -> Batch:
         (inputs, mask), longest = batch
-        settings = {"attention_mask": mask.to(model.device), "generation_config": _greedy(teacher, longest)}
+        greedy = GenerationConfig(**rules, num_beams=1, max_new_tokens=longest, max_length=None)
+        settings = {"attention_mask": mask.to(model.device), "generation_config": greedy}
         with fast_products(model.device), torch.inference_mode():
             targets = model.generate(inputs.to(model.device), **settings)
         targets = targets.to("cpu", copy=True)  # out of inference mode: gradients are taken with them
@@ -269,7 +274,7 @@ def token_frequencies(tokenizer: PreTrainedTokenizerBase | None, config: PreTrai
     """Return the expected frequency of each source token, (V), not normalised; 0 for special tokens.
 
     A unigram model (SentencePiece) contains the probabilities of its tokens. Elsewhere ids are taken to be in order of
-    falling frequency, as byte-pair merges are, and to follow Zipf's law. Without a tokenizer all tokens are alike.
+    falling frequency, as byte-pair merges are, and to follow Zipf's law. Without a tokenizer all tokens are equal.
     """
     special = {config.pad_token_id, config.bos_token_id, config.eos_token_id, config.decoder_start_token_id}
     if tokenizer is None:
@@ -305,29 +310,3 @@ def _unigram_scores(tokenizer: PreTrainedTokenizerBase) -> dict[str, float] | No
 def _decoded(drawn: list[list[int]], tokenizer: PreTrainedTokenizerBase, prefixes: Sequence[str]) -> list[str]:
     """The texts of ids, with prefixes in turn."""
     return [prefix + text for prefix, text in zip(cycle(prefixes), tokenizer.batch_decode(drawn), strict=False)]
-
-
-def _padded(
-    drawn: list[list[int]],
-    tokenizer: PreTrainedTokenizerBase | None,
-    config: PreTrainedConfig,
-    prefixes: Sequence[str],
-) -> tuple[Tensor, Tensor]:
-    """Ids and mask of the sources, with prefixes in turn and the special tokens that the model is used to."""
-    if tokenizer is not None:
-        limits = {"truncation": True, "max_length": position_limit(config) or LONGEST}
-        batch = tokenizer(_decoded(drawn, tokenizer, prefixes), padding=True, return_tensors="pt", **limits)
-        return batch["input_ids"], batch["attention_mask"]
-    end = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id or []
-    sources = [torch.tensor([*ids, *end]) for ids in drawn]
-    inputs = pad_sequence(sources, batch_first=True, padding_value=config.pad_token_id)
-    return inputs, pad_sequence([torch.ones_like(ids) for ids in sources], batch_first=True)
-
-
-def _greedy(teacher: Teacher, max_new_tokens: int) -> GenerationConfig:
-    """The likeliest token after the other, by the teacher's `TOKEN_RULES`."""
-    own = teacher.generation_config()
-    rules = {name: getattr(own, name) for name in TOKEN_RULES}
-    # Trainer leaves `use_cache: false` in the configuration of what it trained.
-    settings = {"num_beams": 1, "do_sample": False, "use_cache": True, "max_new_tokens": max_new_tokens}
-    return GenerationConfig(**rules, **settings, max_length=None)

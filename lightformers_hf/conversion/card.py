@@ -1,4 +1,4 @@
-"""The model card: what was made of which model and how, what came of it, how to load it."""
+"""The model card: the teacher, the compression, its results, and how to load the model."""
 
 from __future__ import annotations
 
@@ -34,12 +34,10 @@ def read_results(file: Path, parameters: int) -> dict:
         measured = results["model"]["parameters"]
         keys = ("model", "data", "source", "target", "sentences", "generation", "labels")
         shown = {key: results[key] for key in keys}
-        shown["variants"] = {
-            ", ".join(
-                results["labels"][name] for name, other in results["signatures"].items() if other == variant
-            ): variant
-            for variant in dict.fromkeys(results["signatures"].values())
-        }
+        labels: dict[str, list[str]] = {}  # labels of the measures of each variant
+        for name, variant in results["signatures"].items():
+            labels.setdefault(variant, []).append(results["labels"][name])
+        shown["variants"] = {", ".join(names): variant for variant, names in labels.items()}
         # A local path is private; a data set on the Hub has an owner.
         data = results["data"]
         shown |= {"data": Path(data).name if is_file_name(data) else data, "rows": _rows(results)}
@@ -66,18 +64,14 @@ def _rows(results: dict) -> list[list[str]]:
         ("peak memory, megabytes", "memory_bytes", lambda size: f"{size / 1e6:,.0f}"),
         ("tokens/s, one core", "tokens_per_second", "{:,.1f}".format),
     )
-    head = ["", "this model"] + ([_code(Path(results["teacher"]["name"]).name)] if results["teacher"] else [])
-    rows = [
-        [_plain(results["labels"][name]), *(f"{column['scores'][name]:.1f}" for column in columns)]
-        for name in results["model"]["scores"]
-    ]
-    rows += [
-        [label, *(show(column[field]) for column in columns)]
-        for label, field, show in measures
-        if all(column.get(field) is not None for column in columns)
-    ]
+    rows = [["", "this model"] + ([_code(Path(results["teacher"]["name"]).name)] if results["teacher"] else [])]
+    for name in results["model"]["scores"]:
+        rows.append([_plain(results["labels"][name]), *(f"{column['scores'][name]:.1f}" for column in columns)])
+    for label, field, show in measures:
+        if all(column.get(field) is not None for column in columns):
+            rows.append([label, *(show(column[field]) for column in columns)])
     rows[-1][1] += ratio
-    return [head, *rows]
+    return rows
 
 
 def evaluation_results(results: Sequence[dict], task: str) -> list[EvalResult]:
@@ -96,12 +90,6 @@ def evaluation_results(results: Sequence[dict], task: str) -> list[EvalResult]:
     ]
 
 
-def write_card(report: CompressionReport, folder: Path, place: str) -> None:
-    """Write the model card of a conversion's result into `folder`, which will be called `place`."""
-    facts = ModelFacts(report.architecture, report.auto_class, report.parameters_after, report.bytes_after)
-    (folder / CARD_FILE).write_text(model_card(facts, report, place=place), encoding="utf-8")
-
-
 def write_export_card(
     folder: Path,
     metadata: Mapping[str, Any],
@@ -112,14 +100,10 @@ def write_export_card(
     library: str,
     example: str = "",
 ) -> None:
-    """Write the card of what was exported into `folder`.
+    """Write the card of an export into `folder`, with remarks (`lines`) and a program in Python (`example`).
 
-    Args:
-        metadata: of `inherited_metadata`, of the checkpoint that was exported.
-        form: type of the stored numbers; integers make it a quantized model on the Hub.
-        lines: the remarks on it.
-        library: program that loads it, by its name on the Hub.
-        example: a program in Python that runs it.
+    The `metadata` are those of `inherited_metadata`, the `form` is the type of the stored numbers, and the `library`
+    loads the export.
     """
     relation = {"base_model_relation": "quantized" if form.startswith("int") else "finetune"}
     data = ModelCardData(
@@ -127,9 +111,8 @@ def write_export_card(
         library_name=library,
         tags=list(dict.fromkeys([engine, form, library])),
     )
-    fields = {"metadata": data.to_yaml(), "mark": MARK, "engine": engine, "form": form, "lines": lines}
-    text = EXPORT_CARD.render(**fields, example=example)
-    (folder / CARD_FILE).write_text(text, encoding="utf-8")
+    fields = {"metadata": data.to_yaml(), "engine": engine, "form": form, "lines": lines, "example": example}
+    (folder / CARD_FILE).write_text(EXPORT_CARD.render(mark=MARK, **fields), encoding="utf-8")
 
 
 def model_card(
@@ -144,12 +127,12 @@ def model_card(
     """The text of a model card, whatever foreign text it names made harmless.
 
     Args:
-        facts: of the model as it is.
-        report: of the conversion that it comes from; `None` for one that was not compressed.
+        facts: facts about the model.
+        report: report of its conversion; `None` for a model that was not compressed.
         name: the model's name on the Hub; `None` where it has none yet.
         place: the folder that it loads from meanwhile.
         steps: how many steps it was trained.
-        results: of `read_results`.
+        results: result of `read_results`.
     """
     inherited = drop_strange_link(report.inherited) if report else {}
     if report and report.languages:
@@ -181,13 +164,11 @@ def model_card(
 
 def _changes(report: CompressionReport) -> list[str]:
     """Describe the changes of layers and matrices in words."""
-    fewer = [f"{kept} of its {before} {stack} layers" for stack, (kept, before) in report.fewer_layers.items()]
-    shared = [
-        f"its {depths} {stack} layers sharing {stored} stored ones"
-        for stack, (stored, depths) in report.groups.items()
-        if stored != depths
-    ]
-    return [*fewer, *(["its matrices made smaller"] if report.smaller else []), *shared]
+    changes = [f"{kept} of its {before} {stack} layers" for stack, (kept, before) in report.fewer_layers.items()]
+    changes += ["its matrices made smaller"] if report.smaller else []
+    for stack, (stored, depths) in report.groups.items():
+        changes += [f"its {depths} {stack} layers sharing {stored} stored ones"] if stored != depths else []
+    return changes
 
 
 def _hub_languages(codes: list[str]) -> list[str]:
@@ -277,7 +258,7 @@ A `{{ model.architecture }}` model of {{ "{:,}".format(model.parameters) }} uniq
 ```python
 from transformers import {{ model.auto_class }}, AutoTokenizer
 
-# Needs torch, transformers ({{ oldest }} or newer), and what the tokenizer needs: Marian's, for example,
+# Needs torch, transformers ({{ oldest }} or newer), and the library of the tokenizer: Marian's, for example,
 # sentencepiece. To train: accelerate.
 # The model's code lies beside its weights. After `import lightformers_hf` nothing needs trust_remote_code.
 model = {{ model.auto_class }}.from_pretrained("{{ place }}", trust_remote_code=True)

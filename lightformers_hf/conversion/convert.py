@@ -1,8 +1,4 @@
-"""Pipeline of a conversion, in order; users call `workflows.convert`.
-
-load → trim → shorten → share → bridge → measure → choose → build → refit → write: each step is a function of its
-arguments.
-"""
+"""Pipeline of a conversion: load → trim → shorten → share → bridge → measure → choose → build → refit → write."""
 
 from __future__ import annotations
 
@@ -16,23 +12,23 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from ..files import CARD_FILE
 from ..loading import all_finite, assemble, load_tensors, skeleton
 from ..matrices import product_of
-from ..models.configuration_lightformer import FactorizedConfig
 from ..models.heads import ConditionalGenerationHead
 from ..processors import check_device, free_memory, has_fast_bf16
 from ..text import fingerprint
 from .allocation import check_choices, choose, find_units, work_on_places
 from .calibration_text import count_tokens, draw_pairs, hold_out, sample_text
-from .card import write_card
+from .card import model_card
 from .forms import Built, Form, Setting, all_forms
 from .options import CompressionOptions, StudyOptions, needs_calibration, resolve_study
 from .refit import bridge, can_refit, predict_tokens, refit, share_of_equal
-from .report import OWN_TEXT, Agreement, CompressionReport, MatrixReport, Plan, write_report
+from .report import OWN_TEXT, Agreement, CompressionReport, MatrixReport, ModelFacts, Plan, write_report
 from .sensitivity import Batch, Calibration
-from .sharing import Originals, can_align, change_moments, find_bases, find_matrices, share_layers, short_name
+from .sharing import Originals, can_align, find_matrices, merge_layers, share_layers, short_name
 from .teacher import Teacher
-from .vocabulary.choose import choose_tokens
+from .vocabulary import choose_tokens
 from .workers import AT_ONCE, algebra_device, count_workers, describe_work, shows_progress
 
 # A forecast. Seconds of one core for 10⁹ of: multiplications of layers with tokens, of the output layer with target
@@ -47,41 +43,24 @@ LIBRARIES, COPIES = 7e8, 1.9
 
 @dataclass(frozen=True, eq=False)
 class Compressed:
-    """A compressed teacher.
+    """A compressed teacher."""
 
-    Attributes:
-        teacher: the teacher, with the layers that stay.
-        model: skeleton of the result.
-        tensors: the result's, in the teacher's type or in float32, in which layers are regressed; empty after a dry
-            run.
-        report: what was done.
-    """
-
-    teacher: Teacher
-    model: PreTrainedModel
-    tensors: dict[str, Tensor]
+    teacher: Teacher  # with the layers that stay
+    model: PreTrainedModel  # skeleton of the result
+    tensors: dict[str, Tensor]  # the result's, in the teacher's type or in float32; empty after a dry run
     report: CompressionReport
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Measurements of a teacher on calibration text.
+    """Measurements of a teacher on calibration text."""
 
-    Attributes:
-        teacher: the teacher, its layers refitted where others are removed.
-        whole: the model with all layers, on its device; `None` without text.
-        calibration: the moments of the teacher's matrices, if errors are weighted.
-        compared: batches on which the result is compared with the teacher.
-        held_out: whether these batches were held out of the calibration.
-        sentences: fingerprints of the user's sentences.
-    """
-
-    teacher: Teacher
-    whole: PreTrainedModel | None = None
-    calibration: Calibration | None = None
-    compared: Sequence[Batch] = ()
-    held_out: bool = False
-    sentences: list[str] = field(default_factory=list)
+    teacher: Teacher  # its layers refitted where others are removed
+    whole: PreTrainedModel | None = None  # with all layers, on its device; `None` without text
+    calibration: Calibration | None = None  # the moments of the teacher's matrices, if errors are weighted
+    compared: Sequence[Batch] = ()  # on which the result is compared with the teacher
+    held_out: bool = False  # whether these batches were held out of the calibration
+    sentences: list[str] = field(default_factory=list)  # fingerprints of the user's sentences
 
 
 def compress(
@@ -89,25 +68,34 @@ def compress(
 ) -> Compressed:
     """Choose the form of every part of the teacher in a folder, and build it, unless the run is `dry`.
 
-    `source` is what the user called the teacher.
+    `source` is the teacher's name as the user gave it.
     """
     asked_study, study = study, resolve_study(options, study)
     device = check_device(options.device)
-    checkpoint = Teacher(folder, source, options.languages_of_sides)
+    checkpoint = Teacher(folder, source, (options.source_lang, options.target_lang))
     whole = checkpoint.keep_tokens(choose_tokens(checkpoint, options)) if options.vocabulary else checkpoint
     teacher = whole.keep_layers({"encoder": options.encoder_layers, "decoder": options.decoder_layers})
-    dense, aligns = share_layers(teacher, options, study), can_align(teacher, options)
+    dense = share_layers(teacher, options, study)
+    aligns = can_align(teacher, dense, options)
     originals = Originals(
         teacher, dense, aligns, device=algebra_device(device), is_truncated_first=options.method == "paper"
     )
     units = find_units(originals, options, study)
     is_seq2seq = issubclass(teacher.model_class, ConditionalGenerationHead)
-    calibrates = is_seq2seq and options.method != "paper" and (aligns or options.policy().compresses)
-    removed = check_choices(units, originals, options, study) if calibrates else 0.0
+    calibrates = is_seq2seq and options.method != "paper" and (aligns or options.policy.compresses)
+    removed = check_choices(units, originals, options, study) if calibrates else None
     will_refit = can_refit(dense.config, study) and calibrates
     will_bridge = teacher is not whole and is_seq2seq and study.refit is not False
-    if not (calibrates or will_bridge):
-        check_needs(teacher, options, study)
+    if not (calibrates or will_bridge) and (needed := needs_calibration(options, study)) is not None:
+        if not is_seq2seq:
+            raise ValueError(
+                f"{needed} needs calibration, which is for sequence-to-sequence models; "
+                f"{teacher.name} is a {teacher.model_class.__name__}"
+            )
+        raise ValueError(
+            f"{needed} is given, but no matrix gets smaller and no layer is merged or removed, which needs text: "
+            f"give a ratio, a rank or a size, too, or remove {needed}"
+        )
     if teacher.has_tokenizer:
         teacher.tokenizer()  # one that does not fit ends it here
     teacher.generation_config()  # and so does one that cannot be written
@@ -115,13 +103,15 @@ def compress(
     reads_text = calibrates or (will_bridge and not dry)
     measured = Measured(teacher)
     if reads_text:
-        steps = {"bridges": will_bridge, "calibrates": calibrates}
-        measured = measure(whole, teacher, options, study, removed, device=device, **steps)
-    originals = merge_layers(replace(originals, teacher=measured.teacher), measured.calibration, study)
+        measured = measure(whole, teacher, options, study, removed, bridges=will_bridge, device=device)
+    originals = merge_layers(replace(originals, teacher=measured.teacher), measured.calibration)
     units = find_units(originals, options, study)
     places, setting = choose(units, originals, options, study)
     built, reports = build(places, setting, originals, keep=not dry)
-    model = skeleton(teacher.model_class, find_config(dense, reports))
+    fields: dict[str, object] = {}
+    for form in all_forms():
+        fields |= form.fields([report for report in reports if report.form == form.label], dense)
+    model = skeleton(teacher.model_class, type(dense.config)(**{**dense.config.to_dict(), **fields}))
     if tensors := built.tensors:
         tensors |= originals.other_tensors()
     agreement = None
@@ -132,30 +122,15 @@ def compress(
         checkpoint,
         model,
         options,
-        reports,
-        study=asked_study,
+        asked_study,
         calibration=(options.calibration or OWN_TEXT) if reads_text else None,
+        trimmed=whole,
+        matrices=reports,
         calibrated_on=measured.sentences,
         agreement=agreement,
-        trimmed=whole if options.vocabulary else None,
         processor=describe_work(device),
     )
     return Compressed(teacher, model, tensors, report)
-
-
-def check_needs(teacher: Teacher, options: CompressionOptions, study: StudyOptions) -> None:
-    """Raise `ValueError` for options that have no effect because no text is read."""
-    needed = needs_calibration(options, study)
-    if needed is not None and not issubclass(teacher.model_class, ConditionalGenerationHead):
-        raise ValueError(
-            f"{needed} needs calibration, which is for sequence-to-sequence models; "
-            f"{teacher.name} is a {teacher.model_class.__name__}"
-        )
-    if needed is not None:
-        raise ValueError(
-            f"{needed} is given, but no matrix gets smaller and no layer merged or left out, for which text is read: "
-            f"give a ratio, a rank or a size, too, or leave {needed} out"
-        )
 
 
 def measure(
@@ -163,13 +138,15 @@ def measure(
     teacher: Teacher,
     options: CompressionOptions,
     study: StudyOptions,
-    removed: float,
+    removed: float | None,
     *,
     bridges: bool,
-    calibrates: bool,
     device: torch.device,
 ) -> Measured:
-    """Print a forecast, get calibration text, refit the layers around removed ones, and measure sensitivity."""
+    """Print a forecast, get calibration text, refit the layers around removed ones, and measure sensitivity.
+
+    Sensitivity is not measured if the share of parameters that is `removed` is `None`.
+    """
     pairs = draw_pairs(whole, options, study)
     if shows_progress() and device.type == "cpu":
         given = pairs is not None and "target" in pairs.column_names
@@ -180,7 +157,7 @@ def measure(
     if bridges:
         teacher = teacher.change(bridge(shorter, model, teacher.depths, batches))
     calibration = None
-    if calibrates:
+    if removed is not None:
         linear = [name for name, kind in find_matrices(shorter) if kind != "embedding"]
         calibration = Calibration(
             shorter, linear, batches, removed=removed, self_generated=pairs is None, alike=study.weighting != "loss"
@@ -209,24 +186,11 @@ def forecast(teacher: PreTrainedModel, tokens: float, *, given: bool) -> str:
     return f"{line} Only {free / 1e9:.1f} GB are free, so it may be ended half-way; --method paper needs least."
 
 
-def merge_layers(originals: Originals, calibration: Calibration | None, study: StudyOptions) -> Originals:
-    """Return the matrices with their measurements; the layers of a new group are aligned to equal bases."""
-    teacher, dense, device = originals.teacher, originals.dense, originals.device
-    bases = find_bases(teacher, dense, calibration, device) if originals.is_aligned else {}
-    if calibration is not None:
-        change_moments(calibration, bases)
-    return replace(originals, calibration=calibration, weighting=study.weighting, bases=bases, _merged={})
-
-
 def build(
     places: list[Form], setting: Callable[[Form], Setting], originals: Originals, *, keep: bool
 ) -> tuple[Built, list[MatrixReport]]:
     """All places at their settings, largest first, one a worker; reports in the order of the model's matrices."""
-
-    def make(place: Form) -> Built:
-        return place.build(setting(place))
-
-    whole = Built([], {})
+    whole, make = Built([], {}), lambda place: place.build(setting(place))
     for _, built in work_on_places("factorizing", make, places, originals.device):
         whole.reports.extend(built.reports)
         whole.coordinates.update(built.coordinates)
@@ -234,14 +198,6 @@ def build(
             whole.tensors.update(built.tensors)
     by_name = {report.name: report for report in whole.reports}
     return whole, [by_name[short_name(name)] for name, _ in find_matrices(originals.dense)]
-
-
-def find_config(dense: PreTrainedModel, reports: list[MatrixReport]) -> FactorizedConfig:
-    """The result's configuration: the fields that every form sets for its matrices."""
-    fields: dict[str, object] = {}
-    for form in all_forms():
-        fields |= form.fields([report for report in reports if report.form == form.label], dense)
-    return type(dense.config)(**{**dense.config.to_dict(), **fields})
 
 
 def fit(
@@ -265,7 +221,7 @@ def fit(
 
 def write(result: Compressed, folder: Path, place: str) -> None:
     """Write checkpoint, tokenizer, report and card into a folder whose final name is `place`."""
-    teacher, model = result.teacher, result.model
+    teacher, model, report = result.teacher, result.model, result.report
     load_tensors(model, cast_tensors(result.tensors, teacher.config.dtype or torch.float32), assign=True)
     model.generation_config = teacher.generation_config()
     model.save_pretrained(folder)
@@ -273,8 +229,9 @@ def write(result: Compressed, folder: Path, place: str) -> None:
         # Loaded and saved rather than copied: this writes the name of the class, which does not follow from the model
         # type.
         teacher.tokenizer().save_pretrained(folder)
-    write_report(result.report, folder)
-    write_card(result.report, folder, place)
+    write_report(report, folder)
+    facts = ModelFacts(report.architecture, report.auto_class, report.parameters_after, report.bytes_after)
+    (folder / CARD_FILE).write_text(model_card(facts, report, place=place), encoding="utf-8")
 
 
 def cast_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

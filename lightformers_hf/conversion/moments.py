@@ -40,10 +40,10 @@ class lazy_property(Generic[Value]):  # noqa: N801, used as `property` is
 
 
 class TensorStore:
-    """Tensors by key, on `device`: in memory up to `room` bytes, beyond that in a temporary file.
+    """Tensors by key, on `device`: in memory up to `room` bytes, beyond that in a temporary file, see `TMPDIR`.
 
-    The file has no name and disappears with the process. `TMPDIR` sets its folder. A memory map would be shorter, but
-    its pages count as memory of the process, and a full disk ends the process without a message.
+    A memory map would be shorter, but its pages count as memory of the process, and a full disk ends the process
+    without a message.
 
     Args:
         room: bytes held in memory; by default 64 MiB, or a quarter of the free memory of a GPU.
@@ -87,7 +87,6 @@ class TensorStore:
         return tensor.to(self.device)
 
     def __delitem__(self, key: Hashable) -> None:
-        """Remove a tensor. Its memory is free again, its place in the file is not."""
         if key in self._tensors:
             self.room += self._tensors.pop(key).nbytes
         else:
@@ -108,7 +107,6 @@ class WeightedRows:
 
     @classmethod
     def of(cls, rows: Tensor, weights: Tensor, device: torch.device) -> WeightedRows:
-        """Rows x, tokens×m, and their weights w, on a device."""
         roots = weights.to(device).float().sqrt()
         return cls(rows.to(device).float() * roots[:, None], roots, weights.sum().item())
 
@@ -118,29 +116,21 @@ class WeightedRows:
 
 
 class Moments:
-    """Sums over samples at one module, of weight w each; divided by `count`, those of the inputs x are means.
-
-    Attributes:
-        count: Σ w.
-        vectors: `mean`, Σ w x (m); at an output layer `squares`, Σ g² (n); at an embedding matrix `tokens`, how often
-            each token was looked up (V).
-        sizes: of `inputs`, Σ w xᵀx (m×m), and `gradients`, Σ gᵀg (n×n).
-    """
+    """Sums over samples at one module, of weight w each; divided by `count`, those of the inputs x are means."""
 
     def __init__(self, name: str, store: TensorStore):
-        self.count = 0.0
+        self.count = 0.0  # Σ w
+        # `mean`, Σ w x (m); of an output layer `squares`, Σ g² (n); of an embedding matrix `tokens`, its lookups (V).
         self.vectors: dict[str, Tensor] = {}
-        self.sizes: dict[str, int] = {}
+        self.sizes: dict[str, int] = {}  # sizes of `inputs`, Σ w xᵀx (m×m), and `gradients`, Σ gᵀg (n×n)
         self._name, self._store = name, store
 
     @property
     def inputs(self) -> Tensor:
-        """Σ w xᵀx, m×m, double."""
         return self._square("inputs")
 
     @property
     def gradients(self) -> Tensor:
-        """Σ gᵀg, n×n, double."""
         return self._square("gradients")
 
     def add_inputs(self, rows: Tensor, weights: Tensor) -> None:
@@ -153,6 +143,15 @@ class Moments:
     def add_gradients(self, rows: Tensor) -> None:
         """Add to `gradients`."""
         self._add_square("gradients", rows.to(self._store.device).float())
+
+    def add_squares(self, rows: Tensor) -> None:
+        """Add gradients, tokens×n, to `squares`."""
+        self.add("squares", rows.float().square().sum(0))
+
+    def add_lookups(self, ids: Tensor, size: int) -> None:
+        """Add ids of a vocabulary of that size to `tokens`."""
+        self.add("tokens", torch.bincount(ids, minlength=size))
+        self.count += ids.numel()
 
     def _add_square(self, what: str, rows: Tensor) -> None:
         """Add rowsᵀ·rows, of which the lower half is computed."""
@@ -217,8 +216,7 @@ def add_gram(total: Tensor, rows: Tensor) -> None:
 class PairMoments:
     """Means and second moments of pairs of rows, m and n wide, each pair of some weight, in double precision.
 
-    Until `divide` they are sums, those of products in float32, and where both of a pair are the same rows, only the
-    lower half is there.
+    Until `divide` they are sums, the products in float32; if both of a pair are the same rows, only the lower half.
     """
 
     def __init__(self, m: int, n: int, device: torch.device):
@@ -227,7 +225,6 @@ class PairMoments:
         self.product = torch.zeros(m, n, device=device)
 
     def add(self, left: WeightedRows, right: WeightedRows) -> None:
-        """Add rows, tokens×m and tokens×n, each pair of one weight."""
         self.symmetric = left is right
         self.count += left.count
         self.left += left.sum()
@@ -257,6 +254,11 @@ class Damped:
     moment: Tensor
     damping: float
 
+    @classmethod
+    def identity(cls, size: int, like: Tensor) -> Damped:
+        """The unit metric, with the type and the device of another tensor."""
+        return cls(torch.eye(size).to(like), 0.0)
+
     @lazy_property
     def root(self) -> Tensor:
         """`damped_root` of it."""
@@ -272,17 +274,11 @@ class Damped:
 
 @dataclass(frozen=True, eq=False)
 class Metric:
-    """The norm ‖Lᵀ Δ R‖_F of an error Δ of an m×n matrix; half of its square is nats per target token.
+    """The norm ‖Lᵀ Δ R‖_F of an error Δ of an m×n matrix; half of its square is nats per target token."""
 
-    Attributes:
-        rows: C, L is its root; or the square roots of row weights, m, for an embedding matrix.
-        columns: G, R is its root.
-        mean: E[x], m, where the error of the mean output goes into a bias.
-    """
-
-    rows: Damped | Tensor
-    columns: Damped
-    mean: Tensor | None = None
+    rows: Damped | Tensor  # C, L is its root; or the square roots of row weights, m, for an embedding matrix
+    columns: Damped  # G, R is its root
+    mean: Tensor | None = None  # E[x], m, where the error of the mean output goes into a bias
 
     @property
     def left(self) -> Tensor:
@@ -319,7 +315,7 @@ class Metric:
 
 
 def damped_weights(squares: Tensor, damping: float) -> Tensor:
-    """Square roots of row weights, damped; all alike where nothing was seen, as in `damped_root`."""
+    """Square roots of row weights, damped; all equal without data, as in `damped_root`."""
     level = squares.mean()
     return (squares + damping * level).sqrt() if level > 0 else torch.full_like(squares, UNSEEN)
 

@@ -33,7 +33,7 @@ METHOD_SWITCHES: dict[str, dict[str, Any]] = {
 }
 # Switches for experiments and their values.
 STUDY_CHOICES: dict[str, tuple[str | None, ...]] = {
-    "weighting": ("loss", "inputs", "rows"),
+    "weighting": ("loss", "inputs"),
     "allocation": (None, "uniform", "budget"),
 }
 QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(b?)", re.IGNORECASE)
@@ -58,10 +58,10 @@ class CompressionOptions:
             characters and bytes stay too, so that every text can still be written. `None` keeps all tokens.
         vocabulary_size: tokens of each side at most, the most frequent ones of that text. `None`: all of them.
         pattern: a kind of matrices (`embedding`, `attention`, `ffn`), or a regular expression for the end of a
-            module's name → `64` (rank), `4x` (ratio), `90%` (energy) or `dense`; an int is a rank, `None` is dense. A
+            module's name → `64` (rank), `4x` (ratio), `90%` (energy) or `dense`. An int is a rank, `None` is dense. A
             pattern has priority over the general option, a name over a kind, and the first matching name over later
             ones.
-        encoder_layers, decoder_layers: number of layers that are kept, evenly spread and including the last; the
+        encoder_layers, decoder_layers: number of layers that are kept, evenly spread and including the last. The
             others are removed first, and the kept ones are refitted by least squares to the outputs of the whole
             stack. The decoder takes most of the time. `None` keeps all layers.
         encoder_groups, decoder_groups: N, number of stored layers; `None` keeps the sharing of the source.
@@ -75,7 +75,7 @@ class CompressionOptions:
         calibration_samples: number of pairs that are drawn. `None` means 1000, or more short pairs, until each side
             has 64 tokens per feature of d_model or 32,768 tokens. Self-generated texts are 256, and up to 1024 for
             teachers below 20M parameters.
-        source_lang, target_lang: a column of the data, or a language inside its column `translation`; of a
+        source_lang, target_lang: a column of the data, or a language inside its column `translation`. For a
             multilingual checkpoint (mBART-50, M2M100, NLLB) also the language code of the tokenizer, which the result
             keeps. Write `COLUMN=CODE` (`de=de_DE`) if they differ. `None`: the languages of the tokenizer. A task
             prefix follows the column, with a space at the end: `de=translate German to English: ` for T5, unless its
@@ -124,14 +124,14 @@ class CompressionOptions:
         for name in self._given("params", "size"):
             read_quantity(name, getattr(self, name))
         if self.method == "paper" and (given := self._given("calibration", *LAYERS, *OTHER_BUDGETS)):
-            raise ValueError(f"method is 'paper', but the paper's procedure has no {given[0]}: leave one of them out")
-        self.policy()  # raises an error for values out of range
+            raise ValueError(f"method is 'paper', but the paper's procedure has no {given[0]}: remove one of the two")
+        kinds = self.policy.kinds  # raises an error for values out of range
         for kind in ("attention", "ffn") if self.method == "narrow" else ():
-            rule = self._policy.kinds.get(kind, self._policy.default)
+            rule = kinds.get(kind, self.policy.default)
             if not (rule is None or isinstance(rule, Ratio)):
-                name = "pattern" if kind in self._policy.kinds else self._given(*HOW_FAR)[0]
+                name = "pattern" if kind in kinds else self._given(*HOW_FAR)[0]
                 raise ValueError(
-                    f"method is 'narrow', and how narrow is chosen by ratio, params or size: leave {name} out"
+                    f"method is 'narrow', and how narrow is chosen by ratio, params or size: remove {name}"
                 )
         if not self._is_one_number() and (given := self._given(*OTHER_BUDGETS)):
             raise ValueError(
@@ -142,10 +142,6 @@ class CompressionOptions:
     def of(cls, arguments: Mapping[str, Any]) -> CompressionOptions:
         """Return the options among the arguments of a function, which may have others."""
         return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
-
-    def policy(self) -> RankPolicy:
-        """The rule for each matrix. If the budget is not a ratio, the rule of the default ratio 2 stands for it."""
-        return self._policy
 
     @property
     def budget(self) -> str:
@@ -163,11 +159,6 @@ class CompressionOptions:
         return split_language(self.source_lang)[0], split_language(self.target_lang)[0]
 
     @property
-    def languages_of_sides(self) -> tuple[str | None, str | None]:
-        """Source and target as given, which `set_language_codes` takes."""
-        return self.source_lang, self.target_lang
-
-    @property
     def texts(self) -> list[str]:
         """Files and data sets that are read."""
         return [*filter(None, [self.calibration]), *(self.vocabulary or ())]
@@ -175,29 +166,27 @@ class CompressionOptions:
     @property
     def reads_text(self) -> bool:
         """Whether calibration text is needed: matrices become smaller, or layers fewer."""
-        layers = (self.encoder_layers, self.decoder_layers, self.encoder_groups, self.decoder_groups)
-        return self.method != "paper" and (self.policy().compresses or any(layers))
+        return self.method != "paper" and (self.policy.compresses or bool(self._given(*LAYERS, *GROUPS)))
 
     def _given(self, *names: str) -> list[str]:
         return [name for name in names if getattr(self, name) is not None]
 
     def _is_one_number(self) -> bool:
         """Whether one ratio applies to all matrices without a pattern."""
-        policy = self._policy
+        policy = self.policy
         return isinstance(policy.default, Ratio) and not any(policy.kinds.values())
 
     @cached_property
-    def _policy(self) -> RankPolicy:
+    def policy(self) -> RankPolicy:
+        """The rule for each matrix. If the budget is not a ratio, the rule of the default ratio 2 stands for it."""
         rules: dict[str, Callable[[Any], RankRule]] = {"ratio": Ratio, "rank": read_rank, "energy": Energy}
         others = self._given(*LAYERS, *GROUPS, "vocabulary")
         rules_given = [] if self.ratio == 1 and others else self._given(*rules)  # a ratio of 1 leaves matrices alone
         default = next((rules[name](getattr(self, name)) for name in rules_given), None)
-        whole = self._given(*OTHER_BUDGETS)  # how much it is, is not known here
-        if default is None and (whole or not (self.pattern or others)):
+        if default is None and (self._given(*OTHER_BUDGETS) or not (self.pattern or others)):
             default = Ratio(2.0)
-        given = {name: read_choice(name, choice) for name, choice in (self.pattern or {}).items()}
-        kinds = {name: rule for name, rule in given.items() if name in KINDS}
-        return RankPolicy(default, kinds, {name: rule for name, rule in given.items() if name not in KINDS})
+        names = {name: read_choice(name, choice) for name, choice in (self.pattern or {}).items()}
+        return RankPolicy(default, {kind: names.pop(kind) for kind in KINDS if kind in names}, names)
 
 
 @dataclass(frozen=True)
@@ -207,8 +196,8 @@ class StudyOptions:
     The two methods may name any structural form; `convert` checks them.
 
     Attributes:
-        weighting: weights of errors of a matrix: the `loss`, its `inputs` alone, or one weight a row (`rows`), see
-            `Calibration.metric`. Only with `loss` are errors of different matrices comparable.
+        weighting: weights of errors of a matrix: the `loss`, or its `inputs` alone, see `Calibration.metric`. Only
+            with `loss` are errors of different matrices comparable.
         allocation: `uniform` gives every matrix the same ratio; `budget` distributes the parameters so that the loss
             grows least. `None` means `budget` with calibration and one ratio for all kinds.
         attention_method: attention by `low-rank` factors of each matrix, or narrower heads (`narrow`). `None`: as in
@@ -243,27 +232,20 @@ class StudyOptions:
 
 
 def resolve_study(options: CompressionOptions, study: StudyOptions | None = None) -> StudyOptions:
-    """The switches of a study together with those that the options' method sets.
-
-    `attention_method` and `ffn_method` are then `None` only where `auto` is to find out; of `paper` the allocation is
-    `uniform`, and nothing is refitted.
-
-    Raises:
-        ValueError: the two contradict each other.
-    """
+    """The switches of a study with those that the options' method sets. Raises `ValueError` where they contradict."""
     study = study or StudyOptions()
     switches = METHOD_SWITCHES[options.method]
     if given := [name for name, value in switches.items() if getattr(study, name) not in (None, value)]:
-        raise ValueError(f"method is {options.method!r}, which leaves no choice of {given[0]}: leave one of them out")
+        raise ValueError(f"method is {options.method!r}, which determines {given[0]}: remove one of the two")
     if options.method == "paper" and study.weighting != "loss":
-        raise ValueError(f"method is 'paper', which weighs no errors; weighting is {study.weighting!r}: leave it out")
+        raise ValueError(f"method is 'paper', which weights no errors; weighting is {study.weighting!r}: remove it")
     study = replace(study, **switches)
-    if options.encoder_groups is None and options.decoder_groups is None and not study.share_layer_norms:
+    if not study.share_layer_norms and options.encoder_groups is None and options.decoder_groups is None:
         raise ValueError("share_layer_norms is for layers that share: give encoder_groups or decoder_groups")
     if study.allocation == "budget" and not options.spends_budget:
         raise ValueError("allocation is 'budget', which needs one ratio for all kinds: give ratio alone")
     if study.allocation == "uniform" and options.budget in OTHER_BUDGETS:
-        raise ValueError(f"allocation is 'uniform', which needs a ratio: leave {options.budget} out")
+        raise ValueError(f"allocation is 'uniform', which needs a ratio: remove {options.budget}")
     return study
 
 
@@ -279,16 +261,12 @@ def needs_calibration(options: CompressionOptions, study: StudyOptions) -> str |
 
 
 def read_quantity(name: str, text: str | float) -> int:
-    """`20M`, `40MB`, `1.5G`, `1kb`, `300000` → a number, whatever the case.
-
-    Raises:
-        ValueError: no such number, or zero; the message begins with the option's `name`.
-    """
+    """`20M`, `40MB`, `1.5G`, `1kb`, `300000` → a number, whatever the case. Raises `ValueError` for other texts."""
     match = QUANTITY.fullmatch(str(text).strip())
     if match is None or not float(match[1]):
         raise ValueError(f"{name} is {text!r}, expected a number above 0, k, M or G behind it: 20M, 40MB")
     if name == "params" and match[3]:
-        raise ValueError(f"params is {text!r}, but counts parameters, not bytes: leave out the B, or give it as size")
+        raise ValueError(f"params is {text!r}, but counts parameters, not bytes: remove the B, or give it as size")
     return int(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[match[2].lower()])
 
 
@@ -299,11 +277,7 @@ def missing_unit(text: str | float) -> str:
 
 
 def read_rank(rank: str | int) -> RankRule:
-    """The rule of the option `rank`: `64`, or `25%` of the singular values.
-
-    Raises:
-        ValueError: it is neither, or out of range.
-    """
+    """The rule of the option `rank`: `64`, or `25%` of the singular values. Raises `ValueError` for other values."""
     for rule in (FixedRank, RankShare) if not isinstance(rank, bool) else ():
         if match := re.fullmatch(rule.spelling, str(rank).strip()):
             return rule.read(*match.groups())
@@ -311,11 +285,7 @@ def read_rank(rank: str | int) -> RankRule:
 
 
 def read_choice(name: str, choice: str | int | None) -> RankRule | None:
-    """The rule that one value of `pattern` stands for: `64`, `4x`, `90%`, and `dense` for none.
-
-    Raises:
-        ValueError: it is none of them, or out of range; the message names `name` and the value.
-    """
+    """The rule of a value of `pattern`: `64`, `4x`, `90%`, and `dense` for none. Raises `ValueError` for others."""
     if choice is None or choice == "dense":
         return None
     for rule in RULES if not isinstance(choice, bool) else ():
@@ -329,18 +299,14 @@ def read_choice(name: str, choice: str | int | None) -> RankRule | None:
 
 
 def read_pattern(items: list[str]) -> Mapping[str, str]:
-    """`["fc1=64", "ffn=4x"]` → `{"fc1": "64", "ffn": "4x"}`, as the command line has patterns.
-
-    Raises:
-        ValueError: an item without `=`, or a name that stands twice.
-    """
+    """`["fc1=64", "ffn=4x"]` → `{"fc1": "64", "ffn": "4x"}`. Raises `ValueError` for other items, and names twice."""
     pattern: dict[str, str] = {}
     for item in items:
         name, separator, choice = item.rpartition("=")
         if not (separator and name):
             raise ValueError(f"pattern is {item!r}, expected NAME=CHOICE, such as ffn=4x or fc1=dense")
         if name in pattern:
-            raise ValueError(f"pattern has {name!r} twice: leave one of them out")
+            raise ValueError(f"pattern has {name!r} twice: remove one of the two")
         pattern[name] = choice
     return pattern
 

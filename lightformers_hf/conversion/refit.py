@@ -1,8 +1,7 @@
 """Refit: every linear layer and norm learns to give the teacher's outputs from the inputs that it now gets.
 
-Front to back in one pass, by regression on the calibration sentences; no labels, no back-propagation. Later layers
-compensate for the losses of a layer. In the same way the layers that stay learn to do the work of removed ones. In the
-end the probabilities of tokens are balanced, and the predictions of both models compared.
+Front to back in one pass, by fits on the calibration sentences; no labels, no back-propagation. In the same way
+the layers that stay learn to do the work of removed ones. In the end the probabilities of tokens are balanced.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,26 +19,34 @@ from transformers import PreTrainedModel
 from ..matrices import bias_of, product_of
 from ..models.configuration_lightformer import FactorizedConfig, LightFormerConfig
 from ..processors import give_back_memory
-from .forms import Built, Form, all_forms, find_form
+from .forms import Built, Form, all_forms
 from .moments import GRADIENT_DAMPING, Damped, Metric, PairMoments, TensorStore, WeightedRows
 from .options import StudyOptions
-from .sensitivity import LOGIT_ROWS, SHRINKAGE, Batch, Calibration, cut_batches, model_inputs, stream_of, token_mask
+from .sensitivity import (
+    LOGIT_ROWS,
+    SHRINKAGE,
+    Batch,
+    Calibration,
+    cut_batches,
+    model_inputs,
+    stream_of,
+    target_states,
+    token_mask,
+)
 from .sharing import find_matrices, short_name
 from .workers import AT_ONCE, Step, algebra_device, cast_weights, fast_passes, fast_products, map_in_threads
 
-# Weight of the layer's matrix in the regression, relative to the mean variance of its inputs, which are of sample
-# sentences or of self-generated text.
+# Weight of the layer's matrix in the fit, relative to the mean variance of its inputs.
 RIDGE, SELF_GENERATED_RIDGE = 1e-2, 0.1
-# Share of the accumulated error of the hidden states that is corrected: more helps on the sample alone (RESULTS.md,
-# "What states lack").
+# Share of the accumulated error of the hidden states that is corrected.
 CORRECTED = 0.5
 # At least this share of their mean square: the variance that rounding in float32 leaves for constant inputs.
 CONSTANT = 1e-6
-# Tokens of a batch. Nothing is stored for gradients, and for small batches the overhead would exceed the passes.
+# Tokens of a batch.
 TOKENS = 1024
-NORMS = (nn.LayerNorm, nn.RMSNorm)
+NORMS, PARTS = (nn.LayerNorm, nn.RMSNorm), ("layers.", "layer_norm")
 # Target tokens whose probabilities are balanced, about; steps that balance them, occurrences of each that are added to
-# those seen, and how many nats a token they must win together.
+# those seen, and the nats per token that they must gain together.
 BALANCED, BALANCING, SMOOTHING, WORTH_BALANCING = 8192, 4, 0.5, 0.04
 # For `encoder` and `decoder`, indices of the teacher's layers that correspond to the layers of another model.
 Depths = Mapping[str, Sequence[int]]
@@ -49,8 +57,8 @@ def can_refit(config: FactorizedConfig, study: StudyOptions) -> bool:
     possible = isinstance(config, LightFormerConfig) and not (config.encoder_groups or config.decoder_groups)
     if study.refit and not possible:
         raise ValueError(
-            "refit is True, but layers that are shared serve several places, which one regression can't, and only a "
-            "LightFormer's are known one by one: leave refit or the groups out"
+            "refit is True, but shared layers have several places, which one fit cannot serve, and only a "
+            "LightFormer's are known one by one: remove refit or the groups"
         )
     return possible and study.refit is not False
 
@@ -71,117 +79,88 @@ def refit(
 def bridge(
     shorter: PreTrainedModel, teacher: PreTrainedModel, depths: Depths, batches: Sequence[Batch]
 ) -> dict[str, Tensor]:
-    """Tensors of a teacher with fewer layers, regressed so that each does what those before it did, too.
+    """Return new tensors of a teacher with fewer layers, refitted so that each also replaces the removed ones.
 
-    A stack that has them all is left as it is, unless it reads what a shorter one wrote.
-
-    Args:
-        shorter: that teacher; what is regressed gets new tensors.
-        teacher: with all its layers.
-        depths: those that stay: the last of each part of a stack.
-        batches: as of `Calibration`.
-
-    Returns: the new tensors under their names.
+    A stack that has all its layers (`depths`) is unchanged, unless it reads the outputs of a shorter one.
     """
     stacks = tuple(depths) if len(depths["encoder"]) < len(teacher.get_encoder().layers) else ("decoder",)
-    linear = [name for stack in stacks for name, _ in _linear_layers(shorter, stack)]
-    names = [*linear, *(name for stack in stacks for name in _norms(shorter, stack))]
+    linear, norms = _find_modules(shorter, *(f"model.{stack}.{part}" for stack in stacks for part in PARTS))
     for name in linear:  # mapped files, or tensors of the teacher
         for weight in shorter.get_submodule(name).parameters():
             weight.data = weight.data.clone()
     store, unchanged = TensorStore(teacher.device), Built([], {})
     regression = Regression(shorter, teacher, depths, cut_batches(batches, TOKENS), store, unchanged, share=1)
-    regression.run(stacks, "bridging")
+    regression.run(stacks, "fitting layers")
     balance(shorter, teacher, regression.batches, store)
     state = shorter.state_dict()
-    changed = [f"{name}.{leaf}" for name in names for leaf in shorter.get_submodule(name).state_dict()]
+    changed = [f"{name}.{leaf}" for name in (*linear, *norms) for leaf in shorter.get_submodule(name).state_dict()]
     return {name: state[name].cpu() for name in (*changed, "final_logits_bias")}
 
 
 @dataclass(frozen=True, eq=False)
 class Regression:
-    """A regression that changes the linear layers and norms of `student` in place; ranks and shapes stay.
+    """Least squares that change the linear layers and norms of `student` in place; ranks and shapes stay.
 
-    A layer's inputs x are the student's, with all layers before it regressed; its aim y is the teacher's output, and
-    where that is added to states r, of which the student's r' lack some, y + β(r − r'). So what one sublayer loses,
-    the next ones make up for: all of it (β = 1) if layers were removed, half of it if matrices became smaller. W* =
-    (E[xᵀx] + ρI)⁻¹ (E[xᵀy] + ρW), all centred, truncated in the metric of the calibration; the bias makes the means
-    agree (without one, nothing is centred). W is the layer as it was in the teacher, ρ = `ridge` · the mean variance
-    of x. Tokens have the weights of the calibration, or without one all the same.
-
-    Norms put states that have lost something back to their full size, errors with them. The gain g of each becomes g +
-    β(g* − g), with g* fitted by least squares to the outputs of the teacher's norm, feature by feature; its bias makes
-    the means agree. The one before the output layer stays where β < 1: it would make the model less sure than it is.
-
-    Attributes:
-        student, teacher: LightFormers without shared layers; the teacher dense or not.
-        depths: of `encoder` and `decoder`, which of the teacher's layers each of the student's stands for.
-        batches: as of `Calibration`.
-        store: gets the states.
-        built: what the matrices have become: their forms, and the coordinates of outputs that are fewer.
-        share: β.
-        calibration: of a model that the student was made of: that has the layers as they were, and gradients for the
-            metric. `None`: the student is that model itself, and errors of all outputs are alike.
+    A layer's inputs x are the student's, with all layers before it refitted. Its target y is the teacher's output, and
+    where that is added to states r, of which the student has r', y + β(r − r'). W* = (E[xᵀx] + ρI)⁻¹ (E[xᵀy] + ρW),
+    all centred if there is a bias, truncated in the metric of the calibration; W is the layer as it was in the
+    teacher. The gain g of a norm becomes g + β(g* − g), with g* fitted by least squares, feature by feature. The norm
+    before the output layer stays where β < 1. See docs/explanation/weighting.md.
     """
 
-    student: PreTrainedModel
-    teacher: PreTrainedModel
-    depths: Depths
+    student: PreTrainedModel  # a LightFormer without shared layers
+    teacher: PreTrainedModel  # the same, dense or not
+    depths: Depths  # of `encoder` and `decoder`, the teacher's layer for each of the student's
     batches: Sequence[Batch]
-    store: TensorStore
-    built: Built
-    share: float
+    store: TensorStore  # gets the states
+    built: Built  # results of the forms: their kinds, and the coordinates of outputs that are fewer
+    share: float  # β
+    # Of a model that the student was made of: it has the layers as they were, and gradients for the metric. `None`:
+    # the student is that model itself, and errors of all outputs have equal weight.
     calibration: Calibration | None = None
 
     @property
     def device(self) -> torch.device:
-        """Device of the sums and of the linear systems."""
         return algebra_device(self.store.device)
 
     @property
     def ridge(self) -> float:
-        """ρ, relative to the mean variance of a layer's inputs."""
         return SELF_GENERATED_RIDGE if self.calibration and self.calibration.self_generated else RIDGE
 
     def run(self, stacks: Sequence[str], what: str) -> None:
-        """Regress the layers of these stacks; the others' states are computed."""
+        """Refit the layers of these stacks; for the others, only hidden states are computed."""
         total = sum(len(self.depths[stack]) for stack in stacks)
         with Step(what, total=total, unit="layer") as bar:
             for stack, depths in self.depths.items():
-                student, teacher = both = [
-                    HiddenStates(who, stack, model, self.batches, self.store)
-                    for who, model in (("student", self.student), ("teacher", self.teacher))
-                ]
+                student = HiddenStates("student", stack, self.student, self.batches, self.store)
+                teacher = HiddenStates("teacher", stack, self.teacher, self.batches, self.store)
                 passed = 0  # layers of the teacher
                 for depth, teacher_depth in enumerate(depths):
-                    for between in range(passed, teacher_depth):
+                    for between in range(passed, teacher_depth + (stack not in stacks)):
                         teacher.advance(between)
                     passed = teacher_depth + 1
                     if stack in stacks:
                         self._regress_layer(student, teacher, depth, teacher_depth)
                         bar.update()
-                    else:
-                        teacher.advance(teacher_depth)
                     student.advance(depth)
                 if stack in stacks and self._changes(last := f"model.{stack}.layer_norm"):
-                    self._fit_norm(last, partial(_results, both))
-                for states in both:
-                    states.finish()
+                    self._fit_norm(last, student, teacher)
+                student.finish()
+                teacher.finish()
 
     def _regress_layer(self, student: HiddenStates, teacher: HiddenStates, depth: int, teacher_depth: int) -> None:
-        linear = [name for name, place in _linear_layers(self.student, student.name) if place == depth]
-        path = f"model.{student.name}.layers.{depth}."
-        norms = [name for name in _norms(self.student, student.name) if name.startswith(path) and self._changes(name)]
+        linear, norms = _find_modules(self.student, f"model.{student.name}.layers.{depth}.")
+        norms = list(filter(self._changes, norms))
         names = linear + norms
-        teacher.record(teacher_depth, names, self.share)
-        groups: dict[int, list[str]] = {}  # those with one input are one regression, in the order of their calls
+        teacher.advance(teacher_depth, names, self.share)
+        groups: dict[int, list[str]] = {}  # layers with one input are one fit, in the order of their calls
         for name, states in (seen := student.inputs(depth, 0, names)).items():
             groups.setdefault(id(states), []).append(name)
         del seen
         for group in groups.values():
             if group[0] in norms:
                 with cast_weights(student.stack.layers[depth]):
-                    self._fit_norm(group[0], partial(_outputs, student, teacher, group[0], depth))
+                    self._fit_norm(group[0], student, teacher, depth)
                 continue
             layers = {name: self.student.get_submodule(name) for name in group}
             with cast_weights(student.stack.layers[depth]):
@@ -195,7 +174,7 @@ class Regression:
     def _sums(
         self, student: HiddenStates, teacher: HiddenStates, depth: int, layers: dict[str, nn.Module]
     ) -> tuple[PairMoments, dict[str, PairMoments]]:
-        """Over all batches, of what goes into layers of one input, and of that with what is to come out of each."""
+        """Sums over all batches: of the inputs of layers that share them, and of inputs with each layer's target."""
         group, width = list(layers), next(iter(layers.values())).in_features
         inputs = PairMoments(width, width, self.device)
         outputs = {name: PairMoments(width, layer.out_features, self.device) for name, layer in layers.items()}
@@ -222,21 +201,26 @@ class Regression:
         return inputs, outputs
 
     def _changes(self, name: str) -> bool:
-        """Whether there is a norm of that name, and it is to be regressed."""
+        """Whether there is a norm of that name that is refitted."""
         module, decoder = self.student.get_submodule(name), self.student.model.decoder
         last = decoder.layer_norm
         if isinstance(last, nn.Identity) and not decoder.layers[-1].normalize_before:
             last = decoder.layers[-1].final_layer_norm
         return isinstance(module, NORMS) and (self.share == 1 or module is not last)
 
-    def _fit_norm(self, name: str, outputs: Callable[[int], tuple[Tensor, Tensor]]) -> None:
-        """Give a norm the regression of its gain, and its bias; `outputs` of a batch are its and the teacher's."""
-        norm = self.student.get_submodule(name)
+    def _fit_norm(self, name: str, student: HiddenStates, teacher: HiddenStates, depth: int | None = None) -> None:
+        """Give a norm, of the layer at that depth or behind the stack, the regression of its gain, and its bias."""
+        norm, stream = self.student.get_submodule(name), stream_of(name)
         centred = bias_of(norm) is not None
         sums = torch.zeros(5, len(norm.weight), dtype=torch.float64, device=self.device)
 
         def add_up(index: int) -> Tensor:
-            x, y = (output.to(sums.device).double() for output in outputs(index))
+            mask = student.mask(stream, index)
+            if depth is None:
+                outputs = student.result(index)[mask], teacher.result(index)[mask]
+            else:
+                outputs = norm(student.inputs(depth, index, [name])[name][mask]), teacher.output(name, index)
+            x, y = (output.to(sums.device).double() for output in outputs)
             return torch.stack([x.new_full((x.shape[1],), len(x)), x.sum(0), y.sum(0), (x * x).sum(0), (x * y).sum(0)])
 
         for part in map_in_threads(add_up, range(len(self.batches)), self.store.device, AT_ONCE):
@@ -255,11 +239,9 @@ class Regression:
             setattr(norm, leaf, nn.Parameter(tensor.to(norm.weight.dtype), requires_grad=False))
 
     def _solve(self, layers: dict[str, nn.Module], inputs: PairMoments, outputs: dict[str, PairMoments]) -> None:
-        """Give layers of one input the regression, shrunk towards their own matrices, as near as their forms can come.
-
-        Args:
-            outputs: of each layer, its aims; what is done with is let go.
-        """
+        """Refit layers of one input, as near as their forms can come. Removes used `outputs`."""
+        before = self.student if self.calibration is None else self.calibration.model
+        labels = {report.name: report.form for report in self.built.reports}
         for centred in (False, True):
             some = {name: layer for name, layer in layers.items() if (bias_of(layer) is not None) == centred}
             if not some:
@@ -268,7 +250,10 @@ class Regression:
             seen = inputs.moment(centred=False).diagonal().mean()
             covariance = inputs.moment(centred=centred)
             ridge = max(self.ridge * covariance.diagonal().mean(), CONSTANT * seen)
-            matrices = {name: self._teacher_matrix(name, layer, len(covariance)) for name, layer in some.items()}
+            matrices = {}  # the fit is shrunk towards them: the teacher's if its layer has these inputs
+            for name, layer in some.items():
+                own = self.built.of_teacher(name, _matrix(before.get_submodule(name), self.device))
+                matrices[name] = own if len(own) == len(covariance) else _matrix(layer, self.device)
             if ridge > 0:
                 damped = covariance + ridge * torch.eye(len(covariance)).to(covariance)
                 root, failed = torch.linalg.cholesky_ex(damped)
@@ -279,61 +264,28 @@ class Regression:
                 }
             for name, layer in some.items():
                 metric = partial(self._metric, name, covariance, matrices[name].shape[1])
-                form = self._form(name, layer)
+                label = labels.get(short_name(name))  # of the new form of a layer, or of the old one
+                forms = (form for form in all_forms() if (form.label == label if label else form.holds(layer)))
+                form = next(forms, Form)
                 layer.load_state_dict(form.nearest_state(layer, matrices.pop(name), bias_of(layer), metric, name=name))
                 if (bias := bias_of(layer)) is not None:
                     mean_in, mean_out = outputs[name].left, outputs[name].right
                     bias.copy_(mean_out - mean_in @ _matrix(layer, mean_in.device))
                 del outputs[name]
 
-    def _teacher_matrix(self, name: str, layer: nn.Module, inputs: int) -> Tensor:
-        """Return the matrix towards which a regression is shrunk: the layer's own in the teacher if inputs fit."""
-        before = self.student if self.calibration is None else self.calibration.model
-        own = self.built.of_teacher(name, _matrix(before.get_submodule(name), self.device))
-        return own if len(own) == inputs else _matrix(layer, self.device)  # the layer has other inputs
-
     def _metric(self, name: str, covariance: Tensor, width: int) -> Metric:
         """Return the norm of errors of a matrix with such inputs and `width` outputs."""
         if self.calibration is None:
-            columns, damping = (
-                Damped(torch.eye(width, dtype=covariance.dtype, device=covariance.device), 0.0),
-                SHRINKAGE,
-            )
-        else:
-            columns = Damped(self.calibration.gradients([name]), GRADIENT_DAMPING)
-            damping = self.calibration.shrinkage
-        return Metric(Damped(covariance, damping), columns)
-
-    def _form(self, name: str, layer: nn.Module) -> type[Form]:
-        """Return the form of a layer: what it has become, or was before."""
-        for report in self.built.reports:
-            if report.name == short_name(name):
-                return find_form(report.form)
-        return next((form for form in all_forms() if form.holds(layer)), Form)
+            return Metric(Damped(covariance, SHRINKAGE), Damped.identity(width, covariance))
+        columns = Damped(self.calibration.gradients([name]), GRADIENT_DAMPING)
+        return Metric(Damped(covariance, self.calibration.shrinkage), columns)
 
 
-def _outputs(student: HiddenStates, teacher: HiddenStates, name: str, depth: int, index: int) -> tuple[Tensor, Tensor]:
-    """Return the outputs of the student's and the teacher's norm within a layer for a batch, tokens×d."""
-    states = student.inputs(depth, index, [name])[name][student.mask(stream_of(name), index)]
-    return student.module(name, depth)(states), teacher.output(name, index)
-
-
-def _results(stacks: Sequence[HiddenStates], index: int) -> tuple[Tensor, ...]:
-    """Return the outputs of both stacks for a batch, tokens×d."""
-    return tuple(stack.result(index)[stack.mask(stream_of(f"model.{stack.name}."), index)] for stack in stacks)
-
-
-def _norms(model: PreTrainedModel, stack: str) -> list[str]:
-    """Names of a stack's, but for that of the embeddings."""
-    places = (f"model.{stack}.layers.", f"model.{stack}.layer_norm")
-    return [name for name, module in model.named_modules() if name.startswith(places) and isinstance(module, NORMS)]
-
-
-def _linear_layers(model: PreTrainedModel, stack: str) -> list[tuple[str, int]]:
-    """Names of a stack's, and the depths of their layers."""
-    prefix = f"model.{stack}.layers."
-    names = [name for name, kind in find_matrices(model) if kind != "embedding" and name.startswith(prefix)]
-    return [(name, int(name.removeprefix(prefix).partition(".")[0])) for name in names]
+def _find_modules(model: PreTrainedModel, *paths: str) -> tuple[list[str], list[str]]:
+    """Return the names of linear layers and norms that begin with one of the paths."""
+    linear = [name for name, kind in find_matrices(model) if kind != "embedding" and name.startswith(paths)]
+    norms = [name for name, module in model.named_modules() if name.startswith(paths) and isinstance(module, NORMS)]
+    return linear, norms
 
 
 def _matrix(module: nn.Module, device: torch.device) -> Tensor:
@@ -342,7 +294,7 @@ def _matrix(module: nn.Module, device: torch.device) -> Tensor:
 
 
 class _StopError(Exception):
-    """Ends a forward pass where nothing that follows is wanted."""
+    """Ends a forward pass after the last layer that is needed."""
 
 
 class HiddenStates:
@@ -352,43 +304,37 @@ class HiddenStates:
         self.who, self.name, self.stack, self.device = who, name, getattr(model.model, name), model.device
         self.batches, self.store = batches, store
         self.recorded: set[str] = set()  # modules within a layer
-        self._each_batch(self._enter)
+        self._each_batch(lambda index: self._put(index, self._arguments(index)[0][0]))
 
     def _each_batch(self, work: Callable[[int], None]) -> None:
         for _ in map_in_threads(work, range(len(self.batches)), self.device, AT_ONCE):
             pass
 
-    def _enter(self, index: int) -> None:
-        """Put a batch's states in front of the first layer."""
-        self.store[self.who, self.name, index] = self._arguments(index)[0][0]
+    def _put(self, index: int, states: Tensor) -> None:
+        self.store[self.who, self.name, index] = states
 
-    def _arguments(self, index: int, states: Tensor | None = None) -> tuple[tuple, dict]:
-        """Return the first layer's arguments for a batch: hidden states, then what all layers get, such as masks.
+    def _arguments(self, index: int, states: Tensor | None = None) -> list[Any]:
+        """Return the first layer's arguments for a batch: hidden states and common arguments; then those by name.
 
-        Where only these are wanted, the `states` of the batch replace its embeddings, which take longer than masks.
+        If only the others are needed, the `states` of the batch replace its embeddings, which take longer.
         """
         batch = model_inputs(self.batches[index], self.device)
-        found: list[tuple] = []
+        found: list[Any] = []
 
         def see(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            found.append((args, kwargs))
+            found.extend((args, kwargs))
             raise _StopError
 
-        hook = self.stack.layers[0].register_forward_pre_hook(_in_this_thread(see), with_kwargs=True)
-        try:
-            if self.name == "decoder":
-                encoded = self.store[self.who, "encoder", index]
-                memory = {"encoder_hidden_states": encoded, "encoder_attention_mask": batch["attention_mask"]}
-                tokens = batch["decoder_input_ids"] if states is None else None
-                self.stack(tokens, inputs_embeds=states, use_cache=False, **memory)
-            else:
-                tokens = batch["input_ids"] if states is None else None
-                self.stack(tokens, batch["attention_mask"], inputs_embeds=states)
-        except _StopError:
-            pass
-        finally:
-            hook.remove()
-        return found[0]
+        given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+        if self.name == "decoder":
+            memory, mask = self.store[self.who, "encoder", index], given["attention_mask"]
+            given = {"encoder_hidden_states": memory, "encoder_attention_mask": mask, "use_cache": False}
+            given["input_ids"] = batch["decoder_input_ids"]
+        if states is not None:
+            given |= {"input_ids": None, "inputs_embeds": states}
+        register = partial(self.stack.layers[0].register_forward_pre_hook, with_kwargs=True)
+        _run_with([(register, see)], partial(self.stack, **given))
+        return found
 
     def call(self, depth: int, index: int) -> Tensor:
         """Pass a batch from in front of the layer through it, and return its states."""
@@ -397,23 +343,14 @@ class HiddenStates:
         with fast_passes(self.device):
             return self.stack.layers[depth](states, *args, **kwargs)
 
-    def advance(self, depth: int) -> None:
-        """Put the states behind the layer."""
-
-        def pass_batch(index: int) -> None:
-            self.store[self.who, self.name, index] = self.call(depth, index)
-
-        with cast_weights(self.stack.layers[depth]):
-            self._each_batch(pass_batch)
-
     def result(self, index: int) -> Tensor:
         """Return the output of the stack for a batch that has passed the last layer."""
         return self.stack.layer_norm(self.store[self.who, self.name, index])
 
     def finish(self) -> None:
-        """Put the states behind the stack, and forget what modules gave, and behind a decoder the encoder's states."""
+        """Put the states behind the stack, and remove outputs of modules, and after a decoder the encoder's states."""
         for index in range(len(self.batches)):
-            self.store[self.who, self.name, index] = self.result(index)
+            self._put(index, self.result(index))
             for key in [(self.who, name, index) for name in self.recorded]:
                 if key in self.store:
                     del self.store[key]
@@ -421,7 +358,7 @@ class HiddenStates:
                 del self.store[self.who, "encoder", index]
 
     def residual_of(self, name: str) -> str | None:
-        """The module whose input is what the output of the module `name` is added to; `None` where nothing is."""
+        """Return the module to whose input the output of the module `name` is added; `None` without one."""
         path, _, part = name.rpartition(".")
         before = self.stack.layers[0].normalize_before
         if part == "fc2":
@@ -431,56 +368,40 @@ class HiddenStates:
         return None
 
     def inputs(self, depth: int, index: int, names: list[str]) -> dict[str, Tensor]:
-        """Return the inputs of the modules `names` of a layer, in the order of their calls.
-
-        The pass ends at the last of these modules.
-        """
+        """Return the inputs of the modules `names` of a layer, in the order of their calls; the pass ends there."""
         found: dict[str, Tensor] = {}
 
-        def see(module: nn.Module, arguments: tuple, *, name: str) -> None:
+        def see(name: str, module: nn.Module, arguments: tuple) -> None:
             found[name] = arguments[0]
             if len(found) == len(names):
                 raise _StopError
 
-        hooks = [self.module(name, depth).register_forward_pre_hook(_in_this_thread(see, name=name)) for name in names]
-        try:
-            self.call(depth, index)
-        except _StopError:
-            pass
-        finally:
-            for hook in hooks:
-                hook.remove()
+        hooks = [(self.module(name, depth).register_forward_pre_hook, partial(see, name)) for name in names]
+        _run_with(hooks, partial(self.call, depth, index))
         return found
 
-    def record(self, depth: int, names: list[str], share: float) -> None:
-        """Put the states behind the layer, and store what its modules give, where there are tokens that count.
+    def advance(self, depth: int, names: Sequence[str] = (), share: float = 0.0) -> None:
+        """Put the states behind the layer, and store the outputs of its modules `names` where tokens count.
 
-        Args:
-            names: of those modules, or of the same ones in a model with other depths.
-            share: of the states that an output is added to, so much is added to what is stored.
+        The names may be of a model with other depths. A `share` of what an output is added to is added to what is
+        stored.
         """
 
         def pass_batch(index: int) -> None:
             added: dict[str, Tensor] = {}
 
-            def see_input(module: nn.Module, arguments: tuple, *, name: str) -> None:
+            def see_input(name: str, module: nn.Module, arguments: tuple) -> None:
                 added[name] = arguments[0]
 
-            def see(module: nn.Module, arguments: tuple, output: Tensor, *, name: str) -> None:
+            def see(name: str, module: nn.Module, arguments: tuple, output: Tensor) -> None:
                 output = output + share * added.pop(name) if name in added else output
                 self.store[self._key(name, index)] = output[self.mask(stream_of(name), index)]
 
-            hooks = []
+            hooks = [(self.module(name, depth).register_forward_hook, partial(see, name)) for name in names]
             for name in names:
-                hooks.append(self.module(name, depth).register_forward_hook(_in_this_thread(see, name=name)))
                 if (residual := self.residual_of(name)) is not None:
-                    hook = _in_this_thread(see_input, name=name)
-                    hooks.append(self.module(residual, depth).register_forward_pre_hook(hook))
-            try:
-                self.store[self.who, self.name, index] = self.call(depth, index)
-            finally:
-                for hook in hooks:
-                    hook.remove()
+                    hooks.append((self.module(residual, depth).register_forward_pre_hook, partial(see_input, name)))
+            self._put(index, _run_with(hooks, partial(self.call, depth, index)))
 
         with cast_weights(self.stack.layers[depth]):
             self._each_batch(pass_batch)
@@ -503,14 +424,24 @@ class HiddenStates:
         return self.who, _within_layer(name), index
 
 
-def _in_this_thread(hook: Callable, **options: object) -> Callable:
-    """A hook that sees the passes of this thread alone, with such options."""
+def _run_with(hooks: Sequence[tuple[Callable, Callable]], run: Callable[[], Any]) -> Any:
+    """Return the result of `run`, or `None` if a hook raises `_StopError`.
+
+    Each hook has the method of a module that registers it, and sees the passes of this thread alone.
+    """
     thread = get_ident()
 
-    def see(*arguments: object) -> object:
-        return hook(*arguments, **options) if get_ident() == thread else None
+    def only_here(hook: Callable) -> Callable:
+        return lambda *arguments: hook(*arguments) if get_ident() == thread else None
 
-    return see
+    handles = [register(only_here(hook)) for register, hook in hooks]
+    try:
+        return run()
+    except _StopError:
+        return None
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _within_layer(name: str) -> str:
@@ -523,18 +454,15 @@ def balance(student: PreTrainedModel, teacher: PreTrainedModel, batches: Sequenc
     """Scale tokens' probabilities by e^b until their means are the teacher's: then no b has a lower cross-entropy.
 
     Every step, b += log(teacher's mean / own mean), lowers it (Darroch and Ratcliff 1972), each by less than the one
-    before. Where all of them win little, b stays: sentences become as short as the teacher's own, which then costs
-    more than it gives; and where that is certain, the others are not computed.
-
-    With p the student's probabilities as they are, b makes them p·e^b / Z, Z the sum of p·e^b over the tokens. Of the
-    cross-entropy it changes log Z − b·(teacher's) alone: the teacher is needed once.
+    before. If all gain little, b stays. The probabilities p become p·e^b / Z, Z the sum of p·e^b over the
+    tokens: in the cross-entropy, only log Z − b·(teacher's) changes.
     """
     device = algebra_device(store.device)
     every = max(1, sum(int((batch["labels"] != -100).sum()) for batch in batches) // BALANCED)
     target = torch.zeros(student.final_logits_bias.numel(), dtype=torch.float64, device=device)
     with cast_weights(teacher.lm_head):
-        for states in _target_states("teacher", batches, store, every):
-            target += _probabilities(teacher, states).sum(0).to(device)
+        for probabilities in _probabilities("teacher", teacher, batches, store, every):
+            target += probabilities.sum(0).to(device)
     shift = torch.zeros_like(target)
     losses: list[float] = []  # cross-entropy before and after each step, nats a token, but for a constant
     worth = True
@@ -544,8 +472,7 @@ def balance(student: PreTrainedModel, teacher: PreTrainedModel, batches: Sequenc
         own, log = torch.zeros_like(target), target.new_zeros(1)
         scale = shift.exp().float().to(student.device)
         with cast_weights(student.lm_head):
-            for states in _target_states("student", batches, store, every):
-                weights = _probabilities(student, states)
+            for weights in _probabilities("student", student, batches, store, every):
                 sums = weights @ scale
                 log += sums.log().sum().to(device)
                 own += (sums.reciprocal() @ weights).mul_(scale).to(device)
@@ -560,17 +487,16 @@ def balance(student: PreTrainedModel, teacher: PreTrainedModel, batches: Sequenc
         student.final_logits_bias = student.final_logits_bias + shift.float().to(student.device)
 
 
-def _target_states(who: str, batches: Sequence[Batch], store: TensorStore, every: int) -> Iterator[Tensor]:
-    """Decoder states at every n-th target token, a few at a time: they become rows as wide as the vocabulary."""
+def _probabilities(
+    who: str, model: PreTrainedModel, batches: Sequence[Batch], store: TensorStore, every: int
+) -> Iterator[Tensor]:
+    """Yield the probabilities of all tokens at every n-th target token, tokens×V, a few tokens at a time."""
     for index, batch in enumerate(batches):
         states = store[who, "decoder", index]
-        yield from states[(batch["labels"] != -100).to(states.device)][::every].split(LOGIT_ROWS)
-
-
-def _probabilities(model: PreTrainedModel, states: Tensor) -> Tensor:
-    """Return the probabilities of all tokens after decoder states (tokens×d), tokens×V."""
-    with fast_products(states.device):
-        return model.logits_of(states).float().softmax(-1)
+        for part in states[(batch["labels"] != -100).to(states.device)][::every].split(LOGIT_ROWS):
+            with fast_products(part.device):
+                logits = model.logits_of(part)
+            yield logits.float().softmax(-1)
 
 
 @torch.no_grad()
@@ -579,8 +505,7 @@ def predict_tokens(model: PreTrainedModel, batches: Sequence[Batch]) -> list[Ten
     predicted = []
     with cast_weights(model), fast_products(model.device):
         for batch in batches:
-            states = model.model(**model_inputs(batch, model.device), use_cache=False).last_hidden_state
-            rows = states[token_mask(batch, "target").to(states.device)].split(LOGIT_ROWS)
+            rows = target_states(model, batch).split(LOGIT_ROWS)
             predicted.append(torch.cat([model.logits_of(part).argmax(-1) for part in rows]).cpu())
     return predicted
 

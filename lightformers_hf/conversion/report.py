@@ -1,7 +1,4 @@
-"""The report of a conversion, as data and as the tables that `plan` and `convert` print.
-
-`card.py` and the page of `lightformers report` draw from the same data.
-"""
+"""The report of a conversion, as data and as the tables that `plan` and `convert` print."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import logging
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +15,7 @@ import yaml
 from huggingface_hub import ModelCard, constants
 from rich import box
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
@@ -36,7 +33,7 @@ logger = logging.getLogger(__name__)
 OWN_TEXT = "text that the model made itself"
 DENSE = "dense"
 STACKS = ("encoder", "decoder")
-# Below this share, sentences differ from the teacher's (measured: RESULTS.md, "Over-confident teachers").
+# Below this share, sentences differ from the teacher's (docs/results/confident.md).
 CLIFF = 0.8
 # Metadata that a card passes to the cards of models made from its model.
 INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
@@ -78,19 +75,12 @@ class MatrixReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Share of target tokens at which model and teacher predict the same token, each after the tokens of the text.
+    """Share of target tokens at which model and teacher predict the same token, each after the tokens of the text."""
 
-    Attributes:
-        share: of the result, from 0 to 1.
-        before_refit: of the result before its layers were refitted; `None` where they were not.
-        tokens: the number of target tokens.
-        held_out: whether the text was held out of the calibration; short texts are not.
-    """
-
-    share: float
-    before_refit: float | None
-    tokens: int
-    held_out: bool
+    share: float  # share of the result, from 0 to 1
+    before_refit: float | None  # share before its layers were refitted; `None` without a refit
+    tokens: int  # the number of target tokens
+    held_out: bool  # whether the text was held out of the calibration; short texts are not
 
     def __str__(self) -> str:
         before = "" if self.before_refit is None else f" ({self.before_refit:.1%} before the refit)"
@@ -100,30 +90,19 @@ class Agreement:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts that the model card of every model states.
+    """Facts that the model card of every model states."""
 
-    Attributes:
-        architecture: its `model_type`.
-        auto_class: the Auto class that loads it.
-        parameters: unique ones.
-        bytes: of its tensors.
-    """
-
-    architecture: str
-    auto_class: str
-    parameters: int
-    bytes: int
+    architecture: str  # its `model_type`
+    auto_class: str  # the Auto class that loads it
+    parameters: int  # unique ones
+    bytes: int  # of its tensors
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFacts:
         """Return the facts of a model of this package, which may be a skeleton."""
         auto_classes = {reference.split(".")[-1]: name for name, reference in model.config.auto_classes.items()}
-        return cls(
-            architecture=model.config.model_type,
-            auto_class=auto_classes[type(model).__name__],
-            parameters=model.num_parameters(),
-            bytes=tensor_bytes(model),
-        )
+        auto_class = auto_classes[type(model).__name__]
+        return cls(model.config.model_type, auto_class, model.num_parameters(), tensor_bytes(model))
 
 
 @dataclass(frozen=True)
@@ -177,23 +156,19 @@ class CompressionReport(Result):
         teacher: Teacher,
         model: PreTrainedModel,
         options: CompressionOptions,
-        matrices: list[MatrixReport],
-        *,
         study: StudyOptions | None = None,
+        *,
         calibration: str | None,
-        calibrated_on: list[str],
-        agreement: Agreement | None,
         trimmed: Teacher | None = None,
-        processor: dict[str, Any],
+        **others: Any,
     ) -> CompressionReport:
         """The report of compressing `teacher` into `model`, whose skeletons give the totals.
 
         Args:
-            options, study: what was asked for; what differs from its default is kept.
+            options, study: the given options; those that differ from their defaults are kept.
             trimmed: the teacher with the tokens that stay, where not all do.
-            processor: as the field.
+            others: other fields.
         """
-        config = model.config
         given: list[CompressionOptions | StudyOptions] = [options] if study is None else [options, study]
         chosen = {
             option.name: getattr(asked, option.name)
@@ -201,15 +176,23 @@ class CompressionReport(Result):
             for option in fields(asked)
             if getattr(asked, option.name) != option.default and option.name != "device"  # where, not what
         }
-        if calibration is not None:
-            calibration = _without_path(calibration)
-        chosen |= {name: _without_path(text) for name, text in chosen.items() if name == "calibration"}
-        chosen |= {name: [_without_path(text) for text in chosen[name]] for name in ("vocabulary",) if name in chosen}
+        if "calibration" in chosen:
+            chosen["calibration"] = _without_path(chosen["calibration"])
+        if "vocabulary" in chosen:
+            chosen["vocabulary"] = [_without_path(text) for text in chosen["vocabulary"]]
         layers, groups = {}, {}
         for stack in STACKS:
-            depths = getattr(config, f"{stack}_layers")
+            depths = getattr(model.config, f"{stack}_layers")
             layers[stack] = [depths, getattr(teacher.config, f"{stack}_layers")]
-            groups[stack] = [getattr(config, f"{stack}_groups", None) or depths, depths]
+            groups[stack] = [getattr(model.config, f"{stack}_groups", None) or depths, depths]
+        if trimmed is not None and trimmed.kept is not None:
+            configs = (trimmed.config, teacher.config)
+            others["vocabulary"] = {
+                "source": [config.vocab_size for config in configs],
+                "target": [getattr(config, "decoder_vocab_size", config.vocab_size) for config in configs],
+                "parameters": [one.model.num_parameters() for one in (trimmed, teacher)],
+            }
+            others["languages"] = list(trimmed.kept.languages)
         facts = ModelFacts.of(model)
         return cls(
             source=teacher.name,
@@ -217,20 +200,15 @@ class CompressionReport(Result):
             architecture=facts.architecture,
             auto_class=facts.auto_class,
             options=chosen,
-            calibration=calibration,
-            calibrated_on=calibrated_on,
-            agreement=agreement,
+            calibration=calibration and _without_path(calibration),
             layers=layers,
             groups=groups,
-            matrices=matrices,
             parameters_before=teacher.model.num_parameters(),
             parameters_after=facts.parameters,
             bytes_before=tensor_bytes(teacher.model),
             bytes_after=facts.bytes,
             inherited=_metadata(teacher),
-            vocabulary=_sizes(teacher, trimmed) if trimmed is not None else {},
-            processor=processor,
-            languages=list(trimmed.kept.languages) if trimmed is not None and trimmed.kept is not None else [],
+            **others,
         )
 
     @property
@@ -262,25 +240,34 @@ class CompressionReport(Result):
     @property
     def measure(self) -> str:
         """The norm of `energy` and `relative_error` of the matrices, in words."""
-        shared = "; of layers that share one, relative to what they were merged into" if self.shares else ""
+        shared = "; for shared layers, relative to the merged matrix" if self.shares else ""
         if self.calibration is None or not self.smaller:
-            return f"every entry alike (Frobenius norm){shared}"
-        return f"entries weighed by what they cost on {self.calibration}{shared}"
+            return f"every entry with equal weight (Frobenius norm){shared}"
+        return f"entries weighted by the sensitivity of the loss on {self.calibration}{shared}"
 
     @property
     def outcome(self) -> str:
         """The number of matrices in each form: `40 low-rank (rank 3 to 64), 21 dense`."""
-        by_form: dict[str, list[MatrixReport]] = {}
-        for matrix in sorted(self.matrices, key=lambda matrix: matrix.form == DENSE):  # those come last
-            by_form.setdefault(matrix.form, []).append(matrix)
-        return ", ".join(
-            f"{len(matrices)} {form}" + (f" ({_range(matrices)})" if form != DENSE else "")
-            for form, matrices in by_form.items()
-        )
+        found = []
+        for form in dict.fromkeys([*(matrix.form for matrix in self.smaller), DENSE]):
+            matrices = [matrix for matrix in self.matrices if matrix.form == form]
+            text = f"{len(matrices)} {form}"
+            if form != DENSE:  # the settings, smallest to largest: `rank 3 to 64`
+                smallest, largest = (end(matrices, key=lambda matrix: matrix.size) for end in (min, max))
+                sizes = f"{smallest.size} to {largest.size}" if smallest.size != largest.size else str(largest.size)
+                text += f" ({largest.setting.replace(str(largest.size), sizes, 1)})"
+            found += [text] if matrices else []
+        return ", ".join(found)
 
     def parts(self) -> list[Table | str]:
         """Return the totals, and remarks on them."""
-        return [totals_table(self), *remarks(self)]
+        totals = Table("", *_figures("before", "after", "ratio"), title="totals", title_justify="left")
+        for label, before, after, show in (
+            ("unique parameters", self.parameters_before, self.parameters_after, "{:,}".format),
+            ("megabytes", self.bytes_before, self.bytes_after, lambda size: f"{size / 1e6:,.1f}"),
+        ):
+            totals.add_row(label, show(before), show(after), f"{before / after:.2f}")
+        return [totals, *remarks(self)]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON holds it, derived figures included."""
@@ -294,10 +281,25 @@ class Plan(CompressionReport):
     def parts(self) -> list[Table | str]:
         """Return a table of all matrices, then as the report of a conversion."""
         legend = [
-            "\nbefore, after: parameters. energy: share of Σσ² kept. error: norm of what is lost, relative.",
+            "\nbefore, after: parameters. energy: share of Σσ² kept. error: relative norm of the difference.",
             f"Energy and error: {self.measure}; of a whole block where it got narrower.\n",
         ]
-        return [matrix_table(self), *legend, *super().parts(), *ranks_with_sharing(self)]
+        # In 120 columns nothing wraps but a name of more than 40 letters.
+        columns = [Column("matrix", overflow="fold"), Column("kind", overflow="fold")]
+        columns += _figures("shape", "becomes", "before", "after", "energy", "error")
+        looks: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE_HEAD, "padding": 0, "show_edge": False}
+        table = Table(*columns, title=f"{escape(self.source)}: every matrix", **looks)
+        for matrix in self.matrices:
+            table.add_row(
+                escape(matrix.name), matrix.kind, f"{matrix.m}x{matrix.n}", escape(matrix.setting),
+                f"{matrix.parameters_before:,}", f"{matrix.parameters_after:,}",
+                f"{matrix.energy:.1%}", f"{matrix.relative_error:.4f}",
+            )  # fmt: skip
+        return [table, *legend, *super().parts(), *ranks_with_sharing(self)]
+
+
+def _figures(*names: str) -> list[Column]:
+    return [Column(name, justify="right") for name in names]
 
 
 def ranks_with_sharing(report: CompressionReport) -> Iterator[str]:
@@ -323,35 +325,13 @@ def _without_path(text: str) -> str:
     return Path(text).name if Path(text).is_file() else text
 
 
-def _sizes(teacher: Teacher, trimmed: Teacher) -> dict[str, list[int]]:
-    """The field `vocabulary`."""
-    fields = {"source": "vocab_size", "target": "decoder_vocab_size"}
-    sizes = {
-        side: [getattr(config, field, config.vocab_size) for config in (trimmed.config, teacher.config)]
-        for side, field in fields.items()
-    }
-    return sizes | {"parameters": [one.model.num_parameters() for one in (trimmed, teacher)]}
-
-
-def _range(matrices: Sequence[MatrixReport]) -> str:
-    """The settings of matrices of one form, smallest to largest: `rank 3 to 64`."""
-    smallest, largest = (end(matrices, key=lambda matrix: matrix.size) for end in (min, max))
-    if smallest.size == largest.size:
-        return largest.setting
-    return largest.setting.replace(str(largest.size), f"{smallest.size} to {largest.size}", 1)
-
-
 def write_report(report: CompressionReport, folder: Path) -> None:
     """Write `compression.json` into `folder`. Raises `ValueError` for a figure that is NaN or infinite."""
     write_json(report.to_dict(), folder / REPORT_FILE)
 
 
 def read_report(file: Path) -> CompressionReport | None:
-    """Read the report in a file; `None` where there is no such file.
-
-    Raises:
-        ValueError: the file is damaged, or of a version of this package with other fields of a matrix.
-    """
+    """Read the report in a file; `None` where there is none. Raises `ValueError` for a damaged or incompatible one."""
     content = read_json(file)
     if not content:
         return None
@@ -402,8 +382,7 @@ def inherited_metadata(folder: Path, hub_name: str | None) -> dict[str, str | li
     """Licence, languages and task that the card of a model names, for the cards of what is made from it.
 
     Args:
-        folder: where the model lies; its card is the `README.md` there. Without one, or with metadata that cannot be
-            read, nothing is inherited.
+        folder: where the model lies. Without a card, or with metadata that cannot be read, nothing is inherited.
         hub_name: the model's name on the Hub, which becomes `base_model`; `None` for a folder, which leaves its own.
     """
     metadata: dict[str, str | list[str]] = {"base_model": hub_name} if hub_name else {}
@@ -436,41 +415,6 @@ def drop_strange_link(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metadata.items() if name != "license_link" or is_page}
 
 
-def matrix_table(report: CompressionReport) -> Table:
-    """A row a matrix; in 120 columns nothing wraps but a name of more than 40 letters."""
-    title = f"{escape(report.source)}: every matrix"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    for column in ("matrix", "kind"):
-        table.add_column(column, overflow="fold")
-    for column in ("shape", "becomes", "before", "after", "energy", "error"):
-        table.add_column(column, justify="right")
-    for matrix in report.matrices:
-        table.add_row(
-            escape(matrix.name),
-            matrix.kind,
-            f"{matrix.m}x{matrix.n}",
-            escape(matrix.setting),
-            f"{matrix.parameters_before:,}",
-            f"{matrix.parameters_after:,}",
-            f"{matrix.energy:.1%}",
-            f"{matrix.relative_error:.4f}",
-        )
-    return table
-
-
-def totals_table(report: CompressionReport) -> Table:
-    """Parameters and megabytes of the whole models."""
-    table = Table(title="totals", title_justify="left")
-    for column in ("", "before", "after", "ratio"):
-        table.add_column(column, justify="left" if not column else "right")
-    for label, before, after, show in (
-        ("unique parameters", report.parameters_before, report.parameters_after, "{:,}".format),
-        ("megabytes", report.bytes_before, report.bytes_after, lambda size: f"{size / 1e6:,.1f}"),
-    ):
-        table.add_row(label, show(before), show(after), f"{before / after:.2f}")
-    return table
-
-
 def remarks(report: CompressionReport) -> Iterator[str]:
     """Yield remarks on a report, a sentence or two each."""
     if sizes := report.vocabulary:
@@ -482,7 +426,7 @@ def remarks(report: CompressionReport) -> Iterator[str]:
         yield f"The vocabulary keeps {sides}, which alone spares {before - kept:,} parameters."
     yield f"Of {len(report.matrices)} matrices: {report.outcome}."
     if len(report.smaller) < len(report.matrices):
-        yield "Those stay dense for which nothing smaller was asked, or whose factors would hold as many parameters."
+        yield "A matrix stays dense if no smaller form was requested, or if its factors would hold as many parameters."
     if report.agreement is not None:
         yield f"{report.agreement}.".capitalize()
         if report.agreement.share < CLIFF:
@@ -492,12 +436,12 @@ def remarks(report: CompressionReport) -> Iterator[str]:
             yield f"Below {CLIFF:.0%}, outputs differ from the teacher's: {', or '.join(remedies)}."
     if report.calibration is None and report.smaller:
         yield (
-            "Without calibration every entry of a matrix counts alike, which costs most of the quality until the "
+            "Without calibration every entry of a matrix has equal weight. This costs most of the quality until the "
             "result is trained."
         )
     elif report.calibration == OWN_TEXT:
         yield (
-            f"What counts was learned from {OWN_TEXT}; --calibration with a thousand sentence pairs, or "
+            f"Errors were weighted on {OWN_TEXT}; --calibration with a thousand sentence pairs, or "
             "sentences, like those it is for keeps more."
         )
     for stack, (kept, before) in report.fewer_layers.items():

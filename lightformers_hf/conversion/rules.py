@@ -23,19 +23,15 @@ KINDS = ("embedding", "attention", "ffn")
 def rank_for_ratio(m: int, n: int, ratio: float) -> int:
     """Return the largest r that makes the matrix at least `ratio` times smaller: ⌊mn / (p(m+n))⌋ (Eq. 12), at least 1.
 
-    Raises:
-        ValueError: the ratio is not above 1.
+    Raises `ValueError` unless the ratio is above 1.
     """
-    _check_ratio(ratio)
+    if not (isinstance(ratio, numbers.Real) and 1 < ratio < math.inf):
+        raise ValueError(f"ratio is {ratio!r}, expected a number above 1: dense parameters / kept parameters")
     return max(1, math.floor(m * n / (ratio * (m + n))))
 
 
 def rank_with_sharing(rank: int, layers: int, groups: int) -> int:
-    """Return r' = ⌊L r / N⌋, the rank of N shared groups with the parameters of L layers of rank r (Eq. 4 to 6).
-
-    Raises:
-        ValueError: fewer than one group, or more groups than layers.
-    """
+    """Return r' = ⌊L r / N⌋, the rank of N shared groups with the parameters of L layers of rank r (Eq. 4 to 6)."""
     if not 1 <= groups <= layers:
         raise ValueError(f"groups is {groups}, expected 1 to {layers}, the number of layers")
     return layers * rank // groups
@@ -44,12 +40,9 @@ def rank_with_sharing(rank: int, layers: int, groups: int) -> int:
 def rank_for_energy(singular_values: Tensor, energy: float) -> int:
     """Return the smallest r whose first singular values (descending) hold `energy` of the sum of squares.
 
-    It is 1 for a matrix of zeros.
-
-    Raises:
-        ValueError: the energy is outside (0, 1].
+    It is 1 for a matrix of zeros. Raises `ValueError` for an energy outside (0, 1].
     """
-    _check_energy(energy)
+    Energy(energy)
     held = singular_values.double().square().cumsum(0)
     # Compared with the last entry and not with 1, so that energy 1 is reached in spite of rounding.
     return int((held < energy * held[-1]).sum()) + 1
@@ -61,17 +54,11 @@ def worth_factorizing(m: int, n: int, rank: int) -> bool:
 
 
 class RankRule(ABC):
-    """A rule for ranks: a data class with the decorator `@register_rule`.
+    """A rule for ranks: a data class with the decorator `@register_rule`."""
 
-    Attributes:
-        spelling: spelling in the option `pattern`, a regular expression; its groups are the arguments of `read`.
-        example: the spelling in words, for messages.
-        needs_spectrum: whether the choice depends on the singular values, and not on the shape alone.
-    """
-
-    spelling: ClassVar[str]
-    example: ClassVar[str]
-    needs_spectrum: ClassVar[bool] = False
+    spelling: ClassVar[str]  # in the option `pattern`, a regular expression; its groups are the arguments of `read`
+    example: ClassVar[str]  # the spelling in words, for messages
+    needs_spectrum: ClassVar[bool] = False  # whether the choice depends on the singular values
 
     @classmethod
     def read(cls, *groups: str) -> RankRule:
@@ -80,26 +67,10 @@ class RankRule(ABC):
 
     @abstractmethod
     def find_rank(self, name: str, m: int, n: int, singular_values: Tensor | None) -> int:
-        """Return r of an m×n matrix, whether it saves parameters or not.
+        """Return r of an m×n matrix, whether it saves parameters or not. Raises `ValueError` for an impossible rank.
 
-        Args:
-            name: of the matrix, for messages.
-            singular_values: descending; `None` unless the rule needs them.
-
-        Raises:
-            ValueError: the matrix has no such rank.
+        Singular values are descending, and `None` unless the rule needs them.
         """
-
-    def choose(self, name: str, m: int, n: int, singular_values: Tensor | None = None) -> int | None:
-        """Return the rank of an m×n matrix, or `None` if its factors would not be smaller.
-
-        Raises:
-            ValueError: as `find_rank`, or the singular values are missing.
-        """
-        if self.needs_spectrum and singular_values is None:
-            raise ValueError(f"{name}: {self} needs the singular values to choose a rank")
-        rank = self.find_rank(name, m, n, singular_values)
-        return rank if worth_factorizing(m, n, rank) else None
 
     def choose_width(self, name: str, widths: list[int]) -> int:
         """Return one of `widths`, of neurons or heads. Raises `ValueError` where the rule is for ranks alone."""
@@ -137,33 +108,6 @@ class FixedRank(RankRule):
         return self.rank
 
 
-@dataclass(frozen=True)
-class RankShare(RankRule):
-    """The proportion of the singular values kept of each matrix, by their number (LightFormer, §3.3); in (0, 1].
-
-    The option `rank` has this rule; in `pattern`, `25%` is an energy.
-    """
-
-    share: float
-    spelling, example = r"(\d+(?:\.\d+)?)%", "a share of the singular values (25%)"
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ValueError(
-                f"rank is {100 * self.share:g}%, expected a share of the singular values above 0% and at most 100%, "
-                "such as 25%"
-            )
-
-    @classmethod
-    def read(cls, *groups: str) -> RankRule:
-        """`25%`."""
-        return cls(*(float(group) / 100 for group in groups))
-
-    def find_rank(self, name: str, m: int, n: int, singular_values: Tensor | None) -> int:
-        """That share of the min(m, n) singular values, at least one of them."""
-        return max(1, math.floor(self.share * min(m, n) + 1e-9))  # 0.28 · 25 is just below 7
-
-
 @register_rule
 @dataclass(frozen=True)
 class Ratio(RankRule):
@@ -173,16 +117,23 @@ class Ratio(RankRule):
     spelling, example = r"(\d+(?:\.\d+)?)x", "a ratio (4x)"
 
     def __post_init__(self) -> None:
-        _check_ratio(self.ratio)
+        rank_for_ratio(1, 1, self.ratio)
 
     def find_rank(self, name: str, m: int, n: int, singular_values: Tensor | None) -> int:
-        if worth_factorizing(m, n, 1):  # what cannot get smaller at all stays dense
-            _check_reach(name, self.ratio, m * n / (m + n))
+        if worth_factorizing(m, n, 1):  # a matrix that cannot get smaller stays dense
+            self._check_reach(name, m * n / (m + n))
         return rank_for_ratio(m, n, self.ratio)
 
     def choose_width(self, name: str, widths: list[int]) -> int:
-        _check_reach(name, self.ratio, max(widths) / min(widths))
+        self._check_reach(name, max(widths) / min(widths))
         return max(width for width in widths if width * self.ratio <= max(widths))
+
+    def _check_reach(self, name: str, most: float) -> None:
+        if self.ratio > most * (1 + 1e-12):
+            raise ValueError(
+                f"{name}: ratio is {self.ratio:g}, which cannot be met: at its smallest it is {most:.4g} times "
+                "smaller; ask for less, or leave it dense"
+            )
 
 
 @register_rule
@@ -194,7 +145,8 @@ class Energy(RankRule):
     spelling, example, needs_spectrum = r"(\d+(?:\.\d+)?)%", "an energy (90%)", True
 
     def __post_init__(self) -> None:
-        _check_energy(self.energy)
+        if not (isinstance(self.energy, numbers.Real) and 0 < self.energy <= 1):
+            raise ValueError(f"energy is {self.energy!r}, expected a share above 0 and at most 1")
 
     @classmethod
     def read(cls, *groups: str) -> RankRule:
@@ -205,25 +157,43 @@ class Energy(RankRule):
 
 
 @dataclass(frozen=True)
+class RankShare(RankRule):
+    """The proportion of the singular values kept of each matrix, by their number (LightFormer, §3.3); in (0, 1].
+
+    The option `rank` has this rule; in `pattern`, `25%` is an energy.
+    """
+
+    share: float
+    spelling, example = Energy.spelling, "a share of the singular values (25%)"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(
+                f"rank is {100 * self.share:g}%, expected a share of the singular values above 0% and at most 100%, "
+                "such as 25%"
+            )
+
+    @classmethod
+    def read(cls, *groups: str) -> RankRule:
+        return cls(*(float(group) / 100 for group in groups))
+
+    def find_rank(self, name: str, m: int, n: int, singular_values: Tensor | None) -> int:
+        return max(1, math.floor(self.share * min(m, n) + 1e-9))  # 0.28 · 25 is just below 7
+
+
+@dataclass(frozen=True)
 class RankPolicy:
-    """The rule for each matrix: that of the first pattern that matches its name, otherwise that of its kind, otherwise
-    the default.
+    """The rule for each matrix: that of the first pattern that matches its name, else of its kind, else the default.
 
     A pattern is a regular expression for the end of a module's name, beginning at a dot: `q_proj` fits
     `encoder.layers.0.self_attn.q_proj`, `proj` does not. A rule of `None` leaves matrices dense.
 
-    Attributes:
-        default: the rule for kinds without their own.
-        kinds: rules of `embedding`, `attention` and `ffn`.
-        names: pattern → rule.
-
-    Raises:
-        ValueError: an unknown kind, or a pattern that is no regular expression.
+    Raises `ValueError` for an unknown kind, or a pattern that is no regular expression.
     """
 
-    default: RankRule | None = None
-    kinds: dict[str, RankRule | None] = field(default_factory=dict)
-    names: dict[str, RankRule | None] = field(default_factory=dict)
+    default: RankRule | None = None  # for kinds without their own
+    kinds: dict[str, RankRule | None] = field(default_factory=dict)  # rules of `embedding`, `attention` and `ffn`
+    names: dict[str, RankRule | None] = field(default_factory=dict)  # pattern → rule
 
     def __post_init__(self) -> None:
         if unknown := set(self.kinds) - set(KINDS):
@@ -246,8 +216,7 @@ class RankPolicy:
 
     def fixes(self, name: str, kind: str) -> bool:
         """Whether the budget excludes a matrix: its name has a rule, or its kind stays dense."""
-        dense_kind = kind in self.kinds and self.kinds[kind] is None
-        return dense_kind or any(_matches(pattern, name) for pattern in self.names)
+        return self.kinds.get(kind, self) is None or any(_matches(pattern, name) for pattern in self.names)
 
     def needs_spectrum(self, name: str, kind: str) -> bool:
         """Whether `choose` needs the matrix's singular values."""
@@ -255,9 +224,15 @@ class RankPolicy:
         return rule is not None and rule.needs_spectrum
 
     def choose(self, name: str, kind: str, m: int, n: int, singular_values: Tensor | None = None) -> int | None:
-        """Return the rank of one matrix, or `None` where it stays dense. Raises as `RankRule.choose`."""
+        """Return the rank of one matrix, `None` where it stays dense. Raises `ValueError` for an impossible rank."""
         rule = self.rule(name, kind)
-        return None if rule is None else rule.choose(name, m, n, singular_values)
+        rank = None if rule is None else rule.find_rank(name, m, n, singular_values)
+        return rank if rank is not None and worth_factorizing(m, n, rank) else None
+
+    def choose_width(self, name: str, kind: str, widths: list[int]) -> int | None:
+        """Return one of `widths`, of neurons or heads, or `None` where all stay. Raises `ValueError` as `choose`."""
+        rule = self.rule(name, kind)
+        return None if rule is None else rule.choose_width(name, widths)
 
     def unused_patterns(self, names: Iterable[str]) -> list[str]:
         """Return the patterns that fit none of the module names."""
@@ -269,21 +244,3 @@ def _matches(pattern: str, name: str) -> bool:
     from ..models.low_rank import pattern_matches  # which imports torch
 
     return pattern_matches(pattern, name)
-
-
-def _check_ratio(ratio: float) -> None:
-    if not (isinstance(ratio, numbers.Real) and 1 < ratio < math.inf):
-        raise ValueError(f"ratio is {ratio!r}, expected a number above 1: dense parameters / kept parameters")
-
-
-def _check_reach(name: str, ratio: float, most: float) -> None:
-    if ratio > most * (1 + 1e-12):
-        raise ValueError(
-            f"{name}: ratio is {ratio:g}, which cannot be met: at its smallest it is {most:.4g} times smaller; "
-            "ask for less, or leave it dense"
-        )
-
-
-def _check_energy(energy: float) -> None:
-    if not (isinstance(energy, numbers.Real) and 0 < energy <= 1):
-        raise ValueError(f"energy is {energy!r}, expected a share above 0 and at most 1")

@@ -1,13 +1,7 @@
-"""Sensitivity of the loss to an error in each matrix, measured on calibration text.
+"""Sensitivity of the loss to an error in each matrix, measured on calibration text (docs/explanation/weighting.md).
 
-Let y = x·W. To second order, and treating x and the gradient g at y as independent (K-FAC, Martens and Grosse 2015),
-replacing W by Ŵ costs ½ tr(Δᵀ C Δ G) nats per target token, with Δ = W − Ŵ, C = E[xᵀx] and G = Σ gᵀg / target tokens.
-This is the divergence of the predictions (`Probes`). Errors of different matrices thus have one unit and are
-comparable.
-
-x and g are not independent: the loss is very sensitive to some tokens, and insensitive to others. So C is a mean with
-weights |g|². With G it is the first step of the power iteration for the product C ⊗ G nearest to E[xᵀx ⊗ gᵀg] (Van
-Loan and Pitsianis 1993).
+Let y = x·W, and g the gradient at y. Replacing W by Ŵ costs ½ tr(Δᵀ C Δ G) nats per target token, with Δ = W − Ŵ,
+C = E[|g|² xᵀx] / E[|g|²] and G = Σ gᵀg / target tokens. Errors of different matrices are thus comparable.
 """
 
 from __future__ import annotations
@@ -16,7 +10,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from types import EllipsisType
 
@@ -29,14 +23,13 @@ from transformers import PreTrainedModel
 from .moments import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric, Moments, TensorStore, damped_weights
 from .workers import AT_ONCE, Step, algebra_device, cast_weights, fast_passes, fast_products, map_in_threads
 
-# Share of the mean variance of inputs by which C is shrunk towards a multiple of the identity: a sample does not show
-# all inputs, and random tokens show other inputs than real text (RESULTS.md, "Over-confident teachers").
+# Share of the mean variance of inputs that is added to C: random tokens show other inputs than real text.
 SHRINKAGE, SELF_GENERATED_SHRINKAGE = 1e-2, 0.3
 # Added to every token's weight, relative to their mean: so that tokens without a sample keep something.
 TOKEN_DAMPING = 1e-2
 # Tokens of a batch at most, on both sides with padding; of those, target tokens whose logits are held together.
 TOKENS, LOGIT_ROWS = 512, 64
-# Target tokens, about, by which the spread of logits is known, of so many batches.
+# Number of target tokens, about, and of batches, from which the spread of logits is estimated.
 SPREAD_TOKENS, SPREAD_BATCHES = 256, 4
 # Signs of `Probes` repeat after so many tokens: a prime, small enough for float32 to distinguish fractions of its
 # multiples apart.
@@ -48,12 +41,7 @@ Batch = dict[str, Tensor]
 class Probes:
     """Random vectors z, one for each token, with E[zᵀz] = diag(p) − pᵀp, p the softmax of the logits over T.
 
-    With T = 1 this is the Fisher matrix of the logits: the curvature of the divergence from the model, and the
-    covariance of p − y for a label y drawn from p. A single label is a poor estimate of it: most labels of a confident
-    model are as expected and contribute nothing (RESULTS.md, "Probes"). Here z = ε√p − p Σ ε√p with random signs ε, to
-    which every token contributes.
-
-    The curvature at the model describes small errors. `find_temperature` gives the T for errors of a compression.
+    z = ε√p − p Σ ε√p with random signs ε. A label drawn from p is a poorer estimate.
     """
 
     def __init__(self, size: int, device: torch.device, temperature: float = 1.0) -> None:
@@ -68,14 +56,11 @@ class Probes:
 
 
 def logit_variance(logits_of: Callable[[Tensor], Tensor], states: Sequence[Tensor], size: int) -> float:
-    """Return how much the logits of one token vary over the text: V = Σ_v p_v Var(l_v), in nats².
-
-    p is the mean probability, and l the logits less their mean under p, which no probability depends on.
-    """
+    """Return V = Σ_v p_v Var(l_v), in nats², with p the mean probability, and l the logits less their mean under p."""
     count = sum(map(len, states))
 
     def moments(rows_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Mean and second moment of what a function makes of logits."""
+        """Mean and second moment of a function of the logits."""
         sums = torch.zeros(2, size, dtype=torch.float64)
         for part in states:
             rows = rows_of(logits_of(part).to(algebra_device(part.device)).double())
@@ -90,12 +75,9 @@ def logit_variance(logits_of: Callable[[Tensor], Tensor], states: Sequence[Tenso
 def find_temperature(variance: float, removed: float) -> float:
     """Return the temperature T at which probabilities have the sensitivity that finite errors meet.
 
-    Let compression add noise of covariance Σ to the logits. The derivative of the expected divergence with respect to
-    Σ is half the expected diag(q) − qᵀq, q the probabilities of the noisy logits, not of the exact ones (Price 1958).
-    A probability expected under Gaussian noise is nearly that of a higher temperature: with s² the variance of the
-    noise in the difference of two logits, T² = 1 + π s² / 8 (MacKay 1992). Compression removes all that varies in the
-    directions that matter least, so the noise of a logit is taken as a share of its `logit_variance` V over the text:
-    s² = 2 · `removed` · V. Teachers that are sure of their text have large logits, and get a large T.
+    Compression adds noise to the logits, in the difference of two with a variance s² of about 2 · `removed` · V, V
+    their `logit_variance`. A probability expected under such noise is nearly that of a higher temperature: T² =
+    1 + π s² / 8 (MacKay 1992).
 
     Args:
         removed: share of the matrices' parameters that compression removes, in [0, 1].
@@ -110,26 +92,10 @@ def token_keys(batch: Batch) -> Tensor:
     return ((sentences * 7919 + places * 104_729) % PERIOD + 1).float()
 
 
-@dataclass(eq=False)
-class BatchPass:
-    """One batch on its way through the model and back.
-
-    Attributes:
-        masks: where the `source` and `target` have tokens.
-        vectors: of the batch's tokens: gradients flow from the loss to here.
-        additions: calls that add the batch to the sums.
-    """
-
-    masks: dict[str, Tensor]
-    vectors: list[Tensor] = field(default_factory=list)
-    additions: deque[Callable[[], None]] = field(default_factory=deque)
-
-
 class Calibration:
     """The moments of every matrix of a model, from sentence pairs: sums, for which memory is bounded (`TensorStore`).
 
-    Worker threads pass batches through the model and back, one thread adds them to the sums, in their order. So the
-    sums do not depend on the number of threads.
+    Worker threads pass batches through the model and back, one thread adds them to the sums, in their order.
 
     Args:
         model: a sequence-to-sequence model of this package, on the device where it is to run.
@@ -157,17 +123,22 @@ class Calibration:
         self.batches = cut_batches(batches)
         self.model = model.eval().requires_grad_(False)
         self.self_generated, self._alike = self_generated, alike
+        # The share of the mean variance of inputs that is added to each; the name of the layer that makes logits.
+        self.shrinkage = SELF_GENERATED_SHRINKAGE if self_generated else SHRINKAGE
+        self._output_name = "lm_head.output" if hasattr(model.lm_head, "projection") else "lm_head"
         self.moments: dict[str, Moments] = {}
         self.target_tokens = 0
         self._token_weights: dict[str, list[Tensor]] = {}  # of each batch's tokens at each linear layer of the stacks
         self._store = TensorStore(algebra_device(model.device))
-        self._current = threading.local()  # its `batch` is the `BatchPass` of a thread
+        # Its `batch` is that of a thread: where `source` and `target` have tokens, the vectors of the tokens, to which
+        # gradients flow, and calls that add the batch to the sums.
+        self._current = threading.local()
         states = self._sample_states(batches)
         size = model.config.decoder_vocab_size
         self.temperature = find_temperature(logit_variance(model.logits_of, states, size), removed)
         self._probes = Probes(size, model.device, self.temperature)
         tables = [f"model.{stack}.embed_tokens" for stack in ("encoder", "decoder")]
-        kinds = {**dict.fromkeys(linear, "linear"), **dict.fromkeys(tables, "table"), self.output_name: "output"}
+        kinds = {**dict.fromkeys(linear, "linear"), **dict.fromkeys(tables, "table"), self._output_name: "output"}
         hooks = [self._watch(name, kind) for name, kind in kinds.items()]
         try:
             with cast_weights(self.model):
@@ -179,10 +150,6 @@ class Calibration:
             for hook in hooks:
                 hook.remove()
         self.target_tokens = sum(int(token_mask(batch, "target").sum()) for batch in self.batches)
-        self._check()
-
-    def _check(self) -> None:
-        """Raise `ValueError` for text without a token to predict, and for sums that are not finite."""
         if not self.target_tokens:
             raise ValueError("calibration: the text has no token to predict; give other text with --calibration")
         for what in ("inputs", "gradients", "squares"):  # one value that is not finite makes all gradients so
@@ -191,33 +158,12 @@ class Calibration:
                     what = "gradients" if what == "squares" else what
                     raise ValueError(f"calibration: the {what} at {name} hold NaN or infinite values")
 
-    @property
-    def device(self) -> torch.device:
-        """Device of moments and metrics."""
-        return self._store.device
-
-    @property
-    def shrinkage(self) -> float:
-        """Share of the mean variance of inputs that is added to each."""
-        return SELF_GENERATED_SHRINKAGE if self.self_generated else SHRINKAGE
-
-    @property
-    def output_name(self) -> str:
-        """Name of the layer that makes logits."""
-        return "lm_head.output" if hasattr(self.model.lm_head, "projection") else "lm_head"
-
     @torch.no_grad()
     def _sample_states(self, batches: Sequence[Batch]) -> list[Tensor]:
         """Decoder states at some target tokens, from batches of all lengths."""
         states = []
         for batch in batches[:: max(1, -(-len(batches) // SPREAD_BATCHES))]:
-            parts = []
-            for part in cut_batches([batch]):
-                with fast_products(self.model.device):
-                    output = self.model.model(**model_inputs(part, self.model.device), use_cache=False)
-                found = output.last_hidden_state
-                parts.append(found[token_mask(part, "target").to(found.device)])
-            found = torch.cat(parts)
+            found = torch.cat([target_states(self.model, part) for part in cut_batches([batch])])
             # Without a last norm, states are bfloat16 where matrix multiplications are.
             states.append(found[:: max(1, len(found) * SPREAD_BATCHES // SPREAD_TOKENS)].float())
         return states
@@ -227,24 +173,23 @@ class Calibration:
         moments = self.moments[name] = Moments(name, self._store)
 
         def see(module: nn.Module, arguments: tuple, output: Tensor) -> Tensor | None:
-            batch: BatchPass = self._current.batch
+            masks, vectors, additions = self._current.batch
             # Behind the decoder's states there are the tokens that count alone.
-            tokens = ... if name.startswith("lm_head") else batch.masks[stream_of(name)]
+            tokens = ... if name.startswith("lm_head") else masks[stream_of(name)]
             mask = _where_errors_count(module, kind, arguments[0], output, tokens)
 
             def see_gradient(gradient: Tensor) -> None:
                 if kind != "table":
                     weights = torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32).square_()
-                    batch.additions.append(
-                        partial(self._add_inputs, name, arguments[0].detach(), tokens, mask, weights)
-                    )
-                batch.additions.append(partial(_add_gradients, moments, gradient[mask].flatten(0, -2), kind))
+                    additions.append(partial(self._add_inputs, name, arguments[0].detach(), tokens, mask, weights))
+                add = moments.add_squares if kind == "output" else moments.add_gradients
+                additions.append(partial(add, gradient[mask].flatten(0, -2)))
 
             if kind == "table":
                 ids = arguments[0].detach()[mask]
-                batch.additions.append(partial(_add_lookups, moments, ids, module.num_embeddings))
+                additions.append(partial(moments.add_lookups, ids, module.num_embeddings))
                 output = output.detach().requires_grad_()
-                batch.vectors.append(output)
+                vectors.append(output)
             output.register_hook(see_gradient)
             return output if kind == "table" else None
 
@@ -262,13 +207,15 @@ class Calibration:
         weights = counted[tokens].flatten()
         self.moments[name].add_inputs(states[tokens].flatten(0, -2), weights)
         if tokens is not ...:
-            self._token_weights.setdefault(name, []).append(weights.to(self.device))
+            self._token_weights.setdefault(name, []).append(weights.to(self._store.device))
 
     def _pass(self, batch: Batch) -> deque[Callable[[], None]]:
-        """Pass a batch through the model and back, and return what adds it to the sums."""
+        """Pass a batch through the model and back, and return the function that adds it to the sums."""
         device = self.model.device
         masks = {stream: token_mask(batch, stream).to(device) for stream in ("source", "target")}
-        current = self._current.batch = BatchPass(masks)
+        vectors: list[Tensor] = []
+        additions: deque[Callable[[], None]] = deque()
+        self._current.batch = masks, vectors, additions
         with torch.enable_grad(), fast_products(device):
             with fast_passes(device):
                 states = self.model.model(**model_inputs(batch, device), use_cache=False).last_hidden_state
@@ -276,13 +223,12 @@ class Calibration:
             keys = token_keys(batch).to(device)[masks["target"]]
             parts = zip(states.detach().split(LOGIT_ROWS), keys.split(LOGIT_ROWS), strict=True)
             gradients = torch.cat([self._gradient(*part) for part in parts])
-            torch.autograd.grad(states, current.vectors, gradients)
-        return current.additions
+            torch.autograd.grad(states, vectors, gradients)
+        return additions
 
     def _gradient(self, states: Tensor, keys: Tensor) -> Tensor:
-        """At decoder states (tokens×d) what `Probes` are at the logits, which are as wide as the vocabulary."""
-        states = states.requires_grad_()
-        logits = self.model.logits_of(states).float()
+        """Return the gradients at decoder states (tokens×d) of the `Probes` at the logits."""
+        logits = self.model.logits_of(states.requires_grad_()).float()
         return torch.autograd.grad(logits, states, self._probes.draw(logits.detach(), keys))[0]
 
     def inputs(self, names: list[str]) -> tuple[Tensor, Tensor]:
@@ -297,8 +243,7 @@ class Calibration:
     def token_weights(self, names: list[str]) -> Tensor:
         """Return weights of all tokens, in their order: the sensitivity of the loss at layers of one input.
 
-        The root of Σ |g|² / E[|g|²]: the errors that are left in the end are not those by which it was measured, and
-        all of it would have few tokens decide (RESULTS.md, "Tokens").
+        They are the root of Σ |g|² / E[|g|²]: without the root, few tokens would decide.
         """
         found = [(torch.cat(self._token_weights[name]), self.moments[name].count) for name in names]
         return sum(weights / count if count else torch.ones_like(weights) for weights, count in found).sqrt()
@@ -307,44 +252,36 @@ class Calibration:
         """G, of one matrix that serves as each of the modules `names`."""
         return _mean([self.moments[name].gradients for name in names]).mul_(len(names) / self.target_tokens)
 
-    def metric(self, names: list[str], kind: str, has_bias: bool, weighting: str = "loss") -> Metric:
+    def metric(self, names: list[str], kind: str, has_bias: bool) -> Metric:
         """The norm in which one matrix that serves as each of the modules `names` is to be approximated.
 
-        `weighting`: `loss`, both C and G; for comparison `inputs`, C alone, or `rows`, one weight a row, the mean
-        square of its weights' gradients: E[x_i²]·tr G, of which only the first differs from row to row.
+        It has both C and G, or C alone if tokens have equal weight.
         """
         if kind == "embedding":
             metric = self._embedding_metric(names[0])
-            if weighting != "loss":
-                metric = replace(metric, columns=self._identity(len(metric.columns.moment)))
-            return metric
+            size, like = len(metric.columns.moment), metric.columns.moment
+            return replace(metric, columns=Damped.identity(size, like)) if self._alike else metric
         inputs, mean = self.inputs(names)
-        if weighting != "loss":
-            columns = self._identity(self.moments[names[0]].sizes["gradients"])
-            if weighting == "rows":
-                return Metric(damped_weights(inputs.diagonal(), INPUT_DAMPING), columns)
+        if self._alike:
+            columns = Damped.identity(self.moments[names[0]].sizes["gradients"], inputs)
             return Metric(Damped(inputs, INPUT_DAMPING), columns)
         if has_bias:  # the bias takes the mean of the error; the rest is centred
             inputs.addr_(mean, mean, alpha=-1)
         columns = Damped(self.gradients(names), GRADIENT_DAMPING)
         return Metric(Damped(inputs, INPUT_DAMPING), columns, mean if has_bias else None)
 
-    def _identity(self, size: int) -> Damped:
-        return Damped(torch.eye(size, dtype=torch.float64, device=self.device), 0.0)
-
     def _embedding_metric(self, name: str) -> Metric:
-        """An embedding matrix's two jobs as one pair of weights.
+        """Return one row weight and one matrix for both jobs of an embedding matrix, exact where the two agree.
 
         As an output layer it costs Σ_v a_v Δ_v H Δ_vᵀ, with a_v the mean of p(1 − p) at token v and H the second
-        moment of the states; as a lookup Σ_v f_v Δ_v G Δ_vᵀ, with f_v the frequency of v and G of the gradients.
-        One row weight and one matrix stand for both, exact where the two agree.
+        moment of the states. As a lookup, Σ_v f_v Δ_v G Δ_vᵀ, with f_v the frequency of v and G of the gradients.
         """
         jobs = []
         tied = self.model.get_expanded_tied_weights_keys(all_submodels=True)
         for watched, part in self.moments.items():
             if self._stored(watched, tied) != name:
                 continue
-            if watched == self.output_name:
+            if watched == self._output_name:
                 weights = part.vectors["squares"].double() / self.target_tokens
                 matrix = part.inputs.div_(part.count)
             else:
@@ -378,6 +315,13 @@ def model_inputs(batch: Batch, device: torch.device) -> Batch:
     return {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
 
 
+def target_states(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Return the decoder states at the target tokens of a batch, tokens×d."""
+    with fast_products(model.device):
+        states = model.model(**model_inputs(batch, model.device), use_cache=False).last_hidden_state
+    return states[token_mask(batch, "target").to(states.device)]
+
+
 def token_mask(batch: Batch, stream: str) -> Tensor:
     """Return the mask of the tokens of a batch's `source` or `target`, without padding."""
     return batch["attention_mask"].bool() if stream == "source" else batch["labels"] != -100
@@ -392,10 +336,9 @@ def stream_of(name: str) -> str:
 def _where_errors_count(
     module: nn.Module, kind: str, inputs: Tensor, output: Tensor, mask: Tensor | EllipsisType
 ) -> Tensor | EllipsisType:
-    """`mask` without what an error of the module's weights cannot reach: zero vectors, of a table or into a matrix.
+    """Return `mask` without tokens that errors of the module's weights cannot reach: zero vectors of tables or inputs.
 
-    Gradients may be huge there: a T5 that this package trained starts its decoder with the padding token, whose vector
-    is zero, and RMSNorm magnifies what goes back through zero by 1/√epsilon. A bias has errors of its own.
+    Gradients may be huge there: RMSNorm magnifies gradients through zero. A bias has errors of its own.
     """
     if kind == "output" or any(name.endswith("bias") for name, _ in module.named_parameters()):
         return mask
@@ -403,23 +346,8 @@ def _where_errors_count(
     return moves if mask is ... else mask & moves
 
 
-def _add_lookups(moments: Moments, ids: Tensor, size: int) -> None:
-    moments.add("tokens", torch.bincount(ids, minlength=size))
-    moments.count += ids.numel()
-
-
-def _add_gradients(moments: Moments, gradient: Tensor, kind: str) -> None:
-    if kind == "output":
-        moments.add("squares", gradient.float().square().sum(0))
-    else:
-        moments.add_gradients(gradient)
-
-
 def cut_batches(batches: Sequence[Batch], tokens: int = TOKENS) -> list[Batch]:
-    """Return the pairs in batches of at most so many tokens, on both sides with padding, or of one pair.
-
-    Neighbours are combined if the memory is sufficient, and should have similar lengths.
-    """
+    """Return the pairs in batches of at most so many tokens, on both sides with padding, or of one pair."""
     cut: list[Batch] = []
     for batch in batches:
         rows = max(1, tokens // _width(batch))

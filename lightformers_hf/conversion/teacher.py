@@ -32,13 +32,13 @@ from ..loading import (
     stored_tensors,
     take_forced_start,
 )
-from ..matrices import bias_of, factors_of, product_of
+from ..matrices import bias_of, product_of
 from ..models.configuration_lightformer import LightFormerConfig
 from ..vocabularies import check_ids, renumber_generation
 from .families import SHARED, STACKS, find_family
 
 if TYPE_CHECKING:
-    from .vocabulary.choose import KeptTokens
+    from .vocabulary import KeptTokens
 
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -55,15 +55,15 @@ class Linear(NamedTuple):
 
 
 class Teacher:
-    """A checkpoint folder of a known family, checked whole: nothing missing, extra or of another shape.
+    """A checkpoint folder of a supported family, checked completely: no tensor is missing, extra or of another shape.
 
     Args:
         folder: where the checkpoint lies.
-        source: what the user called it: this folder, or a name on the Hub.
+        source: its name as the user gave it: this folder, or a name on the Hub.
         languages: codes of source and target, of a multilingual checkpoint that is to translate between these two.
 
     Attributes:
-        name: what reports call it: the folder's name without the path to it, or the name on the Hub.
+        name: its name in reports: the folder's name without the path to it, or the name on the Hub.
         source_config: the checkpoint's own configuration.
         config: the configuration of this package that computes the same.
         model_class: the class of this package with the checkpoint's head.
@@ -71,7 +71,7 @@ class Teacher:
         kept: its tokens, where it has fewer than the checkpoint.
 
     Raises:
-        ValueError: no known family, no sequence-to-sequence model, or tensors that do not fit the configuration.
+        ValueError: no supported family, no sequence-to-sequence model, or tensors that do not fit the configuration.
         FileNotFoundError: no `config.json`, no weights, or a shard that is not there.
     """
 
@@ -113,31 +113,27 @@ class Teacher:
         expected = stored_tensors(self.model)
         ties = self.model.get_expanded_tied_weights_keys(all_submodels=True)
         names: dict[str, str] = {}
-        repeats: dict[str, list[str]] = {}
+        repeats: list[tuple[str, str]] = []
         unknown, shared = [], None
         for key in self.reader.keys():  # noqa: SIM118, a reader is no dict
             name = self.family.own_name(key)
-            if name is None:
-                continue
             if name == SHARED and not self.config.share_encoder_decoder_embeddings:
                 shared = key  # read by a stack without a separate embedding matrix
             elif name in ties:
-                repeats.setdefault(ties[name], []).append(key)
+                repeats.append((ties[name], key))
             elif name in expected:
                 names[name] = key
-            else:
+            elif name is not None:
                 unknown.append(key)
         for name in (f"model.{stack}.embed_tokens.weight" for stack in STACKS if shared):
             names.setdefault(name, shared)
-        for name, keys in repeats.items():
-            # A checkpoint may keep any one name of a tied tensor, or several.
-            names.setdefault(name, keys[0])
-            for key in keys:
-                if key != names[name] and not torch.equal(self.reader.read(key), self.reader.read(names[name])):
-                    raise ValueError(
-                        f"{key} and {names[name]} of {self.folder} differ, but config.json says they are one tensor: "
-                        "set tie_word_embeddings or share_encoder_decoder_embeddings to false there"
-                    )
+        for name, key in repeats:  # a checkpoint may keep any one name of a tied tensor, or several
+            first = names.setdefault(name, key)
+            if key != first and not torch.equal(self.reader.read(key), self.reader.read(first)):
+                raise ValueError(
+                    f"{key} and {first} of {self.folder} differ, but by config.json they are one tensor: "
+                    "set tie_word_embeddings or share_encoder_decoder_embeddings to false there"
+                )
         if unknown:
             raise ValueError(f"{self.folder} holds tensors its configuration has no place for: {_listing(unknown)}")
         missing = [name for name in expected if name not in names and not name.endswith("final_logits_bias")]
@@ -159,18 +155,14 @@ class Teacher:
     def keep_layers(self, layers: dict[str, int | None]) -> Teacher:
         """This teacher with fewer layers: so many of the `encoder` and of the `decoder` (`None`: all).
 
-        Those that stay are the last ones of parts of about equal length, so that each has what it took to get there
-        behind it, if nothing else, and `bridge` makes it do that, too.
+        Those that stay are the last ones of parts of about equal length.
         """
         kept: dict[str, list[int]] = {}
         for stack, count in layers.items():
-            if count is None:
-                continue
-            field = f"{stack}_layers"
-            depths = getattr(self.config, field)
-            if not 1 <= count <= depths:
-                raise ValueError(f"{field} is {count}; {self.name} has {depths} layers: give 1 to {depths}")
-            if count < depths:
+            depths = getattr(self.config, f"{stack}_layers")
+            if count is not None and not 1 <= count <= depths:
+                raise ValueError(f"{stack}_layers is {count}; {self.name} has {depths} layers: give 1 to {depths}")
+            if count is not None and count < depths:
                 kept[stack] = [(part + 1) * depths // count - 1 for part in range(count)]
         if not kept:
             return self
@@ -178,7 +170,7 @@ class Teacher:
         if held := [field for field in special if getattr(self.config, field, None)]:
             raise ValueError(
                 f"{next(iter(kept))}_layers can't be changed: layers of {self.name} share weights or differ in shape "
-                f"({held[0]}); leave layers out of its own teacher"
+                f"({held[0]}); remove layers of its own teacher"
             )
         if not isinstance(self.config, LightFormerConfig):
             raise ValueError(f"{next(iter(kept))}_layers can't be changed in a {self.config.model_type}")
@@ -199,10 +191,8 @@ class Teacher:
     @property
     def depths(self) -> dict[str, Sequence[int]]:
         """The layers of the checkpoint that this teacher has, of `encoder` and `decoder`."""
-        return {
-            stack: self._kept_layers.get(stack, range(getattr(self.config, f"{stack}_layers")))
-            for stack in ("encoder", "decoder")
-        }
+        counts = {stack: getattr(self.config, f"{stack}_layers") for stack in STACKS}
+        return {stack: self._kept_layers.get(stack, range(count)) for stack, count in counts.items()}
 
     def change(self, tensors: dict[str, Tensor]) -> Teacher:
         """This teacher with other tensors under these names."""
@@ -236,7 +226,7 @@ class Teacher:
         return tensor
 
     def load(self) -> PreTrainedModel:
-        """The whole model, fp32, in evaluation mode: what it is asked must not depend on chance.
+        """The whole model, fp32, in evaluation mode: its outputs must not depend on chance.
 
         Its tensors are the files', whose pages the system may drop and read again: they are not to be changed.
         """
@@ -264,18 +254,10 @@ class Teacher:
         module.load_state_dict(tensors, assign=True)
         return module.requires_grad_(False)
 
-    def factors(self, name: str) -> tuple[Tensor, ...]:
-        """Return the factors of a module's matrix: one matrix, or two, m×r and r×n."""
-        return factors_of(self.module(name))
-
     def linear(self, name: str) -> Linear:
         """Matrix and bias of a module as the paper writes them: inputs×outputs, or V×d for a token table."""
         module = self.module(name)
         return Linear(product_of(module), bias_of(module))
-
-    def has_bias(self, name: str) -> bool:
-        """Whether a module adds a bias."""
-        return bias_of(self.model.get_submodule(name)) is not None
 
     def generation_config(self) -> transformers.GenerationConfig:
         """The checkpoint's own, or that of its configuration; it begins in the target language."""

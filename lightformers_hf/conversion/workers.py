@@ -33,8 +33,7 @@ _progress = False
 def share_cores(*, progress: bool = False) -> Iterator[None]:
     """Inside, every thread computes alone, and as many workers share the items as PyTorch had threads.
 
-    The number of threads that share a matrix multiplication or a sum decides the order of the additions, and so the
-    rounding. One thread for each makes the results independent of the number of cores.
+    The number of threads of a sum decides its rounding. One thread makes results independent of the number of cores.
     """
     global _worker_count, _progress
     before = _worker_count, _progress
@@ -62,10 +61,9 @@ def algebra_device(device: torch.device) -> torch.device:
 
 
 def describe_work(device: torch.device) -> dict[str, bool | str]:
-    """Return what decides the rounding of a conversion: bfloat16 or not, and why."""
-    if device.type != "cpu":
-        return {"bf16": False, "reason": f"models run on {device.type}"}
-    return {"bf16": has_fast_bf16(), "reason": bf16_support()[1]}
+    """Return the setting that decides the rounding of a conversion: bfloat16 or not, and the reason."""
+    fast = device.type == "cpu" and has_fast_bf16()
+    return {"bf16": fast, "reason": bf16_support()[1] if device.type == "cpu" else f"models run on {device.type}"}
 
 
 def fast_products(device: torch.device) -> AbstractContextManager:
@@ -91,10 +89,8 @@ def map_in_threads(
 ) -> Iterator[Result]:
     """Results of `function` in the order of `items`; on a CPU computed by worker threads with one BLAS thread each.
 
-    Several matrices side by side are faster than one matrix on several cores. Give the largest first, so that none is
-    left for the end.
-
     Args:
+        items: largest first, so that none is left for the end.
         device: where `function` computes.
         most: workers at most; results are then computed ahead of the one that is taken, one for each worker.
     """

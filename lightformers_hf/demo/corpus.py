@@ -1,7 +1,7 @@
 """A small German-English corpus made of locale data: dates, times, amounts, units, names of places, numbers in words.
 
-The sentences are templates; what fills them (how each language writes a date, an amount of money, a number in words,
-what it calls Lisbon or the Icelandic króna) comes from Babel's CLDR tables and from num2words. Much is in it that sets
+The sentences are templates; their slots (how each language writes a date, an amount of money, a number in words,
+its names of Lisbon or the Icelandic króna) come from Babel's CLDR tables and from num2words. Much is in it that sets
 German apart: verbs at the end, adjectives that agree. Some words are ten times as rare as others. Every validation and
 test sentence holds a *combination* that neither of the other splits has: an amount in a currency, a date in a format,
 a city in a template. A model that scores well on the test split has learned to compose, not to remember.
@@ -197,9 +197,8 @@ def _fill(rng: random.Random, german: str, english: str) -> Sentence:
     """Fill every slot of a template, each with another value."""
     fillings: dict[str, Filling] = {}
     for slot in re.findall(r"{(\w+)}", german):
-        filling = SLOTS[slot.rstrip("2")](rng)
-        while filling in fillings.values():
-            filling = SLOTS[slot.rstrip("2")](rng)
+        while (filling := SLOTS[slot.rstrip("2")](rng)) in fillings.values():
+            pass
         fillings[slot] = filling
     combinations = {f if value.composed else f"{german}|{f}" for value in fillings.values() if (f := value.key)}
     de = german.format(**{slot: filling.de for slot, filling in fillings.items()})
@@ -223,7 +222,6 @@ def _split_of(combinations: frozenset[str], seed: int) -> str | None:
 
 
 # --- names: closed lists, each value to be seen in training, but not in every template -----------------------------
-
 
 NAMED = {"territories": TERRITORIES, "languages": LANGUAGES, "time_zones": CITIES}
 
@@ -267,7 +265,7 @@ def _vehicle(article: str, rng: random.Random) -> Filling:
     return Filling(de, en, f"{adjective} {noun}", composed=True)
 
 
-# --- what Babel and num2words write --------------------------------------------------------------------------------
+# --- text of Babel and num2words -----------------------------------------------------------------------------------
 
 
 def _both(write: Callable[[str], str], key: str = "", *, composed: bool = False) -> Filling:
@@ -285,10 +283,6 @@ def _day(rng: random.Random) -> datetime.date:
     return datetime.date(2000, 1, 1) + datetime.timedelta(days=rng.randrange(30 * 365))
 
 
-def _clock_time(minutes: int) -> datetime.time:
-    return datetime.time(minutes // 60, minutes % 60)
-
-
 def _date(rng: random.Random) -> Filling:
     day, style = _day(rng), rng.choice(["full", "long", "medium", "short"])
     return _both(lambda lang: dates.format_date(day, style, locale=lang), f"{day}|{style}", composed=True)
@@ -301,14 +295,14 @@ def _span(rng: random.Random) -> Filling:
 
 
 def _clock(rng: random.Random) -> Filling:
-    time = _clock_time(rng.randrange(0, MINUTES_PER_DAY, 5))
+    time = datetime.time(*divmod(rng.randrange(0, MINUTES_PER_DAY, 5), 60))
     return _both(lambda lang: dates.format_time(time, "short", locale=lang))
 
 
 def _hours(rng: random.Random) -> Filling:
     start = rng.randrange(0, MINUTES_PER_DAY - 65, 5)
-    times = _clock_time(start), _clock_time(rng.randrange(start + 60, MINUTES_PER_DAY, 5))
-    pattern = {"de": "Hm", "en": "hm"}
+    minutes, pattern = (start, rng.randrange(start + 60, MINUTES_PER_DAY, 5)), {"de": "Hm", "en": "hm"}
+    times = [datetime.time(*divmod(minute, 60)) for minute in minutes]
     return _both(lambda lang: dates.format_interval(*times, pattern[lang], locale=lang), composed=True)
 
 
@@ -335,9 +329,8 @@ def _percent(rng: random.Random) -> Filling:
 
 
 def _words(kind: str, values: range, rng: random.Random) -> Filling:
-    value = rng.choice(values)
-    while kind == "cardinal" and value % 100 == 1:  # "einhunderteins Gäste" is not said
-        value = rng.choice(values)
+    while (value := rng.choice(values)) % 100 == 1 and kind == "cardinal":  # "einhunderteins Gäste" is not used
+        pass
     return _both(lambda lang: num2words(value, lang=lang, to=kind), composed=True)
 
 
@@ -352,28 +345,17 @@ def _calendar(get_names: Callable[..., dict[int, str]], rng: random.Random) -> F
     return _both(lambda lang: get_names("wide", locale=lang)[which])
 
 
-SLOTS: dict[str, Callable[[random.Random], Filling]] = {
-    "ago": partial(_delta, -1),
-    "ahead": partial(_delta, +1),
+SLOTS: dict[str, Callable[[random.Random], Filling]] = {"date": _date, "span": _span, "clock": _clock, "hours": _hours}
+SLOTS |= {"compact": _compact, "percent": _percent, "ago": partial(_delta, -1), "ahead": partial(_delta, +1)}
+SLOTS |= {"money": partial(_money, "standard"), "money_name": partial(_money, "name")}
+SLOTS |= {"month": partial(_calendar, dates.get_month_names), "weekday": partial(_calendar, dates.get_day_names)}
+SLOTS |= {"territory": partial(_name, "territories"), "territories": partial(_list, "territories")}
+SLOTS |= {"city": partial(_name, "time_zones"), "cities": partial(_list, "time_zones")}
+SLOTS |= {
     "cardinal": partial(_words, "cardinal", range(2, 1000)),
-    "cities": partial(_list, "time_zones"),
-    "city": partial(_name, "time_zones"),
-    "clock": _clock,
-    "compact": _compact,
-    "date": _date,
-    "hours": _hours,
-    "language": partial(_name, "languages"),
-    "money": partial(_money, "standard"),
-    "money_name": partial(_money, "name"),
-    "month": partial(_calendar, dates.get_month_names),
-    "name": lambda rng: Filling(name := rng.choice(NAMES.split()), name),
     "ordinal": partial(_words, "ordinal", range(2, 400)),
-    "percent": _percent,
-    "span": _span,
-    "territories": partial(_list, "territories"),
-    "territory": partial(_name, "territories"),
-    "weekday": partial(_calendar, dates.get_day_names),
-    "year": lambda rng: Filling(year := str(rng.randrange(1950, 2030)), year, year),
-    "year_words": partial(_words, "year", range(1850, 2030)),
 }
+SLOTS |= {"year_words": partial(_words, "year", range(1850, 2030)), "language": partial(_name, "languages")}
+SLOTS["name"] = lambda rng: Filling(name := rng.choice(NAMES.split()), name)
+SLOTS["year"] = lambda rng: Filling(year := str(rng.randrange(1950, 2030)), year, year)
 SLOTS |= {kind: partial(_unit, kind) for kind in UNITS} | {article: partial(_vehicle, article) for article in ARTICLES}

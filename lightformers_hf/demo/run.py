@@ -35,10 +35,9 @@ from ..files import atomic_output, find_foreign, json_text, read_json, refuse_fo
 from ..loading import build_network, load_pretrained
 from ..processors import has_fast_bf16
 from ..recovery import RecoveryTrainer
-from ..recovery.runs import Progress
+from ..recovery.runs import Progress, RecoverySettings, training_arguments
 from ..text import load_parallel, tokenize_pairs
 from ..workflows.compress import check_parts, compress
-from ..workflows.settings import RecoverySettings, training_arguments
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -70,7 +69,7 @@ class DemoSettings:
     teacher_learning_rate: float = 1e-3
     ratio: float = 4.0
     calibration_pairs: int = 300
-    minutes: float = 2.0  # of the recovery
+    minutes: float = 2.0  # time of the recovery
 
 
 def run_demo(
@@ -82,7 +81,7 @@ def run_demo(
     again: an interrupted run resumes, and a second run only shows the results.
 
     Args:
-        fresh: remove what an earlier demo made in `output`, and begin again.
+        fresh: remove the output of an earlier demo in `output`, and start again.
         console: where to print (default: the terminal).
 
     Raises:
@@ -90,7 +89,8 @@ def run_demo(
         FileExistsError: `output` is a file, or holds something that no demo made.
     """
     settings, console = settings or DemoSettings(), console or Console()
-    _check_extra()
+    if missing := [name for name in ("babel", "num2words", "matplotlib", "ctranslate2") if find_spec(name) is None]:
+        raise ValueError(f"The demo needs {', '.join(missing)}: pip install 'lightformers_hf[demo]'")
     _claim(output, settings, fresh)
     transformers.utils.logging.disable_progress_bar()  # a progress bar is useless for a few megabytes
     corpus, teacher, small, page = (output / name for name in FOLDERS)
@@ -99,18 +99,14 @@ def run_demo(
     _run_stage(console, 2, title, teacher, write_teacher, corpus, settings)
     title = f"Compress it at ratio {settings.ratio:g}, train the result for {settings.minutes:g} minutes, export it"
     console.print(f"\n[bold]3/5[/bold] {title}", highlight=False)
-    test = str(corpus / "test.jsonl")
-    found = compress(
-        teacher,
-        small,
-        data=str(corpus / "train.jsonl"),
-        validation=str(corpus / "validation.jsonl"),
-        test=test,
-        minutes=settings.minutes,
-        seed=settings.seed,
-        ratio=settings.ratio,
-        calibration_samples=settings.calibration_pairs,
-    )
+    splits = {"data": "train", "validation": "validation", "test": "test"}
+    texts: dict[str, Any] = {name: str(corpus / f"{split}.jsonl") for name, split in splits.items()}
+    options: dict[str, Any] = {
+        "minutes": settings.minutes,
+        "seed": settings.seed,
+        "calibration_samples": settings.calibration_pairs,
+    }
+    found = compress(teacher, small, ratio=settings.ratio, **texts, **options)
     results = found.to_dict()
     console.print("\n[bold]4/5[/bold] Draw the picture", highlight=False)
     _draw(output / PICTURE, small, results)
@@ -118,7 +114,7 @@ def run_demo(
     console.print(f"    {escape(_write_page(small / 'recovered', page))}", highlight=False, soft_wrap=True)
     console.print()
     console.print(*found.engines.tables())
-    _show(results, test, output, console)
+    _show(results, texts["test"], output, console)
     return results
 
 
@@ -130,14 +126,8 @@ def _write_page(model: Path, page: Path) -> str:
         if not page.exists():
             export_web(model, page)
     except ValueError as error:
-        return f"Left out: {error}. Then: lightformers web {model} {page}"
+        return f"Skipped: {error}. Then: lightformers web {model} {page}"
     return f"Open the page: python -m http.server --directory {page}, then http://localhost:8000"
-
-
-def _check_extra() -> None:
-    missing = [name for name in ("babel", "num2words", "matplotlib", "ctranslate2") if find_spec(name) is None]
-    if missing:
-        raise ValueError(f"The demo needs {', '.join(missing)}: pip install 'lightformers_hf[demo]'")
 
 
 def _claim(output: Path, settings: DemoSettings, fresh: bool) -> None:
@@ -150,13 +140,11 @@ def _claim(output: Path, settings: DemoSettings, fresh: bool) -> None:
     if marker.exists() and not asdict(settings).keys() & read_json(marker).keys():
         raise FileExistsError(f"{marker} is no demo's: give another folder")
     if fresh and marker.exists():
-        corpus, teacher, small, page = (output / name for name in FOLDERS)
-        for folder in filter(Path.is_dir, (corpus, teacher, page)):
+        for folder in (output / name for name in FOLDERS if name != "small" and (output / name).is_dir()):
             refuse_foreign(folder, find_foreign(folder))
-        check_parts(small)
-        for path in (output / PICTURE, page, small, teacher, corpus):
+        check_parts(output / "small")
+        for path in (output / PICTURE, *(output / name for name in reversed(FOLDERS)), marker):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        marker.unlink()
     if marker.exists() and json.loads(marker.read_text(encoding="utf-8")) != asdict(settings):
         raise ValueError(f"{output} holds a demo of other settings: start over with --fresh, or give another folder")
     if not marker.exists():
@@ -250,16 +238,9 @@ def train_model(
 def _write_tokenizer(folder: Path, sentences: list[str], vocabulary: int) -> None:
     """A SentencePiece model for both languages; digits are pieces of their own, so that any number can be written."""
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=vocabulary,
-        split_digits=True,
-        character_coverage=1.0,
-        num_threads=1,
-        minloglevel=2,
-    )
+    options: dict[str, Any] = {"model_type": "bpe", "split_digits": True, "character_coverage": 1.0}
+    options |= {"sentence_iterator": iter(sentences), "model_writer": model, "vocab_size": vocabulary}
+    sentencepiece.SentencePieceTrainer.train(**options, num_threads=1, minloglevel=2)
     pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     words = [pieces.id_to_piece(i) for i in range(len(pieces)) if not (pieces.is_control(i) or pieces.is_unknown(i))]
     vocab = {word: i for i, word in enumerate(["</s>", "<unk>", *words, "<pad>"])}
@@ -267,9 +248,9 @@ def _write_tokenizer(folder: Path, sentences: list[str], vocabulary: int) -> Non
         spm, table = Path(scratch, "source.spm"), Path(scratch, "vocab.json")
         spm.write_bytes(model.getvalue())
         table.write_text(json.dumps(vocab, ensure_ascii=False), encoding="utf-8")
-        files = {"source_spm": str(spm), "target_spm": str(spm), "vocab": str(table)}
-        languages = {"source_lang": "de", "target_lang": "en"}
-        MarianTokenizer(**files, **languages, model_max_length=LONGEST).save_pretrained(folder)
+        options = {"source_spm": str(spm), "target_spm": str(spm), "vocab": str(table)}
+        options |= {"source_lang": "de", "target_lang": "en"}
+        MarianTokenizer(**options, model_max_length=LONGEST).save_pretrained(folder)
 
 
 def _draw(file: Path, small: Path, results: dict[str, Any]) -> None:
@@ -284,7 +265,7 @@ def _draw(file: Path, small: Path, results: dict[str, Any]) -> None:
         left.plot(*zip(*losses, strict=True), color="C2")
         left.set(yscale="log", xlabel="step", ylabel="training loss, nats a token", title="Training after conversion")
         _draw_shares(right, results["engines"])
-        right.set(title="What is left of the teacher's")
+        right.set(title="Compared with the teacher")
 
     with write_whole(file) as opened:
         save_picture(opened, paint, columns=2)
@@ -312,12 +293,12 @@ def _draw_shares(axes: Axes, comparison: Mapping[str, Any]) -> None:
 
 
 def _show(results: dict[str, Any], test: str, output: Path, console: Console) -> None:
-    """Print the size, some translations of the deployed model, and what to do next."""
+    """Print the size, some translations of the deployed model, and the next commands."""
     recovery = results["recovery"]
+    before, after, dense = (recovery[when]["bleu"] for when in ("before", "after", "teacher"))
     console.print(
         f"\n{recovery['parameters']:,} parameters, 1/{recovery['ratio']:.1f} of the teacher's. Validation BLEU: "
-        f"{recovery['before']['bleu']:.1f} after the conversion, {recovery['after']['bleu']:.1f} after the training, "
-        f"teacher {recovery['teacher']['bleu']:.1f}.",
+        f"{before:.1f} after the conversion, {after:.1f} after the training, teacher {dense:.1f}.",
         highlight=False,
     )
     pairs = load_parallel(test, source="de", target="en")

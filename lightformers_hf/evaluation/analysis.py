@@ -36,7 +36,7 @@ from .speed import translation_memory
 STACKS = ("encoder", "decoder")
 SITES = {"encoder": "encoder", "decoder": "decoder self-attention", "cross": "cross-attention"}
 ENERGY = 0.9
-TOKENS = 20  # of source and of target: PartialFormer, Table 5
+TOKENS = 20  # tokens of source and of target: PartialFormer, Table 5
 
 
 # --- Measures of tensors and of training logs
@@ -141,7 +141,7 @@ def loss_curve(log_history: Sequence[dict]) -> tuple[str, list[tuple[int, float]
 def iterations_to_convergence(curve: Sequence[tuple[int, float]], *, tolerance: float = 0.01) -> int | None:
     """The first step whose loss is within `tolerance`, relatively, of the lowest (Subformer, Table 7).
 
-    The paper does not say when a model has converged: here the rest of the training wins less than one percent. `None`
+    The paper does not define convergence: here the rest of the training gains less than one percent. `None`
     where that step is the last one, so that the loss may still fall.
 
     Raises:
@@ -161,7 +161,7 @@ def iterations_to_convergence(curve: Sequence[tuple[int, float]], *, tolerance: 
 class _Parts:
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all parts."""
         return sum(vars(self).values())
 
 
@@ -179,9 +179,9 @@ class Footprint(_Parts):
     """Stored entries of the matrices, each counted once: Subformer, Table 9.
 
     Attributes:
-        embedding: token and position tables, and what makes a stack's first input of them (SAFE of each stack).
+        embedding: token and position tables, and the layers from them to a stack's first input (SAFE of each stack).
         encoder, decoder: the layers, and projections between layers of different widths.
-        output: what the output layer does not share with the token table.
+        output: weights that the output layer does not share with the embedding matrix.
     """
 
     embedding: int
@@ -205,9 +205,9 @@ def generation_macs(
 ) -> Macs:
     """Multiply-additions to generate `target_tokens` greedily from `source_tokens` (PartialFormer, §5.1).
 
-    The printed figures ("20 source and target tokens", Tables 5 and 10) fit a decoder that keeps nothing: for its k-th
+    The printed figures ("20 source and target tokens", Tables 5 and 10) fit a decoder without a cache. For its k-th
     token it computes all k positions again, their logits too, and the keys and values of the source. That is what is
-    counted here; with `use_cache` what `generate()` computes. All matrix products count, those of attention among
+    counted here; with `use_cache` those of `generate()`. All matrix products count, those of attention among
     them; sums, norms and activations do not. Printed rows are met within 1.5 %, but PartialFormer with head scaling
     (Table 5, #4) comes to 7.2 billion, 5 % above what is printed.
 
@@ -217,7 +217,7 @@ def generation_macs(
     if source_tokens < 1 or target_tokens < 1:
         raise ValueError(f"{source_tokens} source and {target_tokens} target tokens: expected 1 or more of each")
     model = without_storage(config)
-    steps, cache = [], None
+    steps, cache, more = [], None, target_tokens - 1
     with torch.device("meta"), torch.inference_mode():
         with FlopCounterMode(display=False) as counter:
             states = model.get_encoder()(torch.zeros(1, source_tokens, dtype=torch.long))
@@ -231,21 +231,19 @@ def generation_macs(
             cache = found.past_key_values
             output = sum(counter.get_flop_counts()[f"{type(model).__name__}.lm_head"].values()) // 2
             steps.append((counter.get_total_flops() // 2 - output, output))
-    return Macs(encoder, *(_sum_over_steps(counts, target_tokens) for counts in zip(*steps, strict=True)))
-
-
-def _sum_over_steps(counts: tuple[int, ...], steps: int) -> int:
-    """Operations of so many steps, from those of the first four, of which the first may fill a cache: a polynomial."""
-    first, a, b, c = counts
-    rest = steps - 1
-    return first + rest * a + comb(rest, 2) * (b - a) + comb(rest, 3) * (c - 2 * b + a)
+    # The operations of all steps follow from those of four, of which the first may fill a cache: a polynomial.
+    decoder, output = (
+        first + more * a + comb(more, 2) * (b - a) + comb(more, 3) * (c - 2 * b + a)
+        for first, a, b, c in zip(*steps, strict=True)
+    )
+    return Macs(encoder, decoder, output)
 
 
 def memory_footprint(model: PreTrainedModel) -> Footprint:
     """How many entries the matrices of an encoder-decoder have, part by part (Subformer, Appendix A, Table 9).
 
     As in the table, vectors (biases, LayerNorms) do not count. Its last term has 4·d_s·d_m for the way up to the
-    sandwich and down again; two matrices d_m×d_s are what the architecture has, and what is counted here.
+    sandwich and down again; the architecture has two matrices d_m×d_s, which are counted here.
     """
     parts = dict.fromkeys(("embedding", "encoder", "decoder", "output"), 0)
     for name, parameter in learned_parameters(model):
@@ -266,7 +264,7 @@ class Activation:
     Attributes:
         activated: n_act, neurons above 0.
         neurons: hidden width; of PartialFormer the sum over its heads, and over self- and cross-attention.
-        parameters: of the networks themselves (W₁, b₁, W₂, b₂ of Eq. 4; gates of heads are none of theirs).
+        parameters: those of the networks (W₁, b₁, W₂, b₂ of Eq. 4), without gates of heads.
     """
 
     activated: float
@@ -329,7 +327,7 @@ def behaviour(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]], *, p
 
 
 class _Meter:
-    """Sums over what hooks see. The order of the calls distinguishes the depths of a shared layer."""
+    """Sums over the inputs of hooks. The order of the calls distinguishes the depths of a shared layer."""
 
     def __init__(self, model: PreTrainedModel):
         self.sums: dict[tuple, float] = defaultdict(float)
@@ -362,7 +360,7 @@ class _Meter:
                 if hasattr(module, "fc1") and hasattr(module, "fc2"):
                     gate = getattr(module, "fc_gate", None)
                     see = partial(self._see_network, stack, {module.fc1, module.fc2, gate} - {None})
-                    # Of a gated network the gate has the activation function, none of which changes the sign.
+                    # In a gated network the gate has the activation function, which does not change the sign.
                     hook = module.fc2.register_forward_pre_hook if gate is None else gate.register_forward_hook
                     self.handles.append(hook(see))
 
@@ -440,7 +438,7 @@ class Analysis(Behaviour):
 
     @property
     def own_memory_bytes(self) -> int:
-        """Peak memory beyond what the libraries alone take."""
+        """Peak memory without that of the libraries."""
         return self.memory_bytes - self.libraries_bytes
 
     @staticmethod
@@ -485,7 +483,7 @@ def analyze(
         device: where a model runs over the text; the peak memory is that of translating on the CPU.
 
     Raises:
-        FileNotFoundError, ValueError: a checkpoint or data that is not there or not fit, each with what to do.
+        FileNotFoundError, ValueError: a checkpoint or data is missing or does not fit; the message has the remedy.
     """
     short = [printable_name(name) for name in names]
     labels = short if len(set(short)) == len(short) else names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ class Measurements:
 
     @property
     def own_memory_bytes(self) -> int | None:
-        """Peak memory beyond what the libraries alone take."""
+        """Peak memory without that of the libraries."""
         return None if self.memory_bytes is None else self.memory_bytes - self.libraries_bytes
 
 
@@ -105,30 +105,24 @@ class Evaluation(Result):
             table.add_column(escape(self.teacher.name), justify="right", overflow="fold")
             table.add_column("compared", justify="right")
 
-        def row(label: str, field: str, show: Callable[[float], str], compare: Callable[[float, float], str]) -> None:
-            model, teacher = getattr(self.model, field), getattr(self.teacher, field, None)
-            if model is not None:
-                cells = [show(model)] + ([show(teacher), compare(model, teacher)] if self.teacher else [])
-                table.add_row(label, *cells)
-
-        def smaller(model: float, teacher: float) -> str:
-            return f"{teacher / model:.2f}x smaller"
-
-        def megabytes(size: float) -> str:
-            return f"{size / 1e6:,.1f} MB"
+        def row(label: str, field: str, form: str, unit: float = 1, compared: str = "") -> None:
+            values = [getattr(one, field) for one in (self.model, self.teacher) if one]
+            if values[0] is not None:
+                cells = [form.format(value if unit == 1 else value / unit) for value in values]
+                compared = compared or f"{values[-1] / values[0]:.2f}x smaller"
+                table.add_row(label, *cells, *([compared] if self.teacher else []))
 
         for name, label in self.labels.items():
-            value, cells = self.model.scores[name], list[str]()
+            cells = [f"{(value := self.model.scores[name]):.1f}"]
             if self.teacher:
                 other = self.teacher.scores[name]
-                cells = [f"{other:.1f}", str(self.differences.get(name, signed(value - other)))]
-            table.add_row(label, f"{value:.1f}", *cells)
-        row("unique parameters", "parameters", "{:,}".format, smaller)
-        row("weights on disk", "disk_bytes", megabytes, smaller)
-        row("peak memory", "memory_bytes", megabytes, smaller)
-        row("  beyond libraries", "own_memory_bytes", megabytes, smaller)
-        fast = f"{self.speed_ratio or 0:.2f}x as fast"
-        row("tokens/s, one core", "tokens_per_second", "{:,.1f}".format, lambda *_: fast)
+                cells += [f"{other:.1f}", str(self.differences.get(name, signed(value - other)))]
+            table.add_row(label, *cells)
+        row("unique parameters", "parameters", "{:,}")
+        row("weights on disk", "disk_bytes", "{:,.1f} MB", 1e6)
+        row("peak memory", "memory_bytes", "{:,.1f} MB", 1e6)
+        row("  beyond libraries", "own_memory_bytes", "{:,.1f} MB", 1e6)
+        row("tokens/s, one core", "tokens_per_second", "{:,.1f}", compared=f"{self.speed_ratio or 0:.2f}x as fast")
         return table
 
 
@@ -166,7 +160,7 @@ def evaluate(
         runs: number of runs of the speed measurement.
         metrics: names of `METRICS`; by default those that fit the references (`choose_metrics`).
         comet: a local COMET checkpoint for an additional score.
-        num_beams, max_new_tokens: of `generate()`, for quality and speed; `None`: the values of the checkpoint (the
+        num_beams, max_new_tokens: for `generate()`, for quality and speed; `None`: the values of the checkpoint (the
             number of beams of the model also applies to the teacher).
 
     Raises:
@@ -257,7 +251,7 @@ def warn_of_overlap(model: str, data: str, sources: list[str]) -> None:
     if seen := [sentence for sentence in sources if fingerprint(sentence) in known]:
         logger.warning(
             f"{len(seen)} of the {len(sources)} sentences of {data} were among those that {model} was calibrated on, "
-            f"so its scores say too much; for example: {seen[0]}"
+            f"so its scores are too high; for example: {seen[0]}"
         )
 
 
@@ -283,7 +277,7 @@ def choose_columns(
     target = target or getattr(tokenizer, "target_lang", None)
     if not (source and target):
         raise ValueError(
-            f"the languages of {name} are not known: give source and target (on the command "
+            f"the languages of {name} are unknown: give source and target (on the command "
             "line --source-lang and --target-lang), two columns of the data or two languages inside its column "
             "'translation'."
         )

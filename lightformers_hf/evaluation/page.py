@@ -1,4 +1,4 @@
-"""`lightformers report`: one HTML page that needs nothing else, of what became of a model and why."""
+"""`lightformers report`: one self-contained HTML page about a compressed model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 
@@ -28,36 +28,6 @@ from .translate import translate
 PHONE = 5  # inches of a picture for phones
 
 
-class Picture(NamedTuple):
-    """PNGs in base64, for light and for dark pages, and for phones, with one panel below the other; a table below."""
-
-    title: str
-    caption: str
-    light: str
-    dark: str
-    narrow_light: str
-    narrow_dark: str
-    rows: list[list[str]]
-
-
-class Sheet(NamedTuple):
-    """A table of its own: its head, then its rows, of which the first `words` cells are no numbers."""
-
-    title: str
-    caption: str
-    rows: list[list[str]]
-    words: int
-
-
-class Sample(NamedTuple):
-    """A sentence and its translations; `parts` are the model's words in runs, and whether the teacher's differ."""
-
-    source: str
-    reference: str
-    teacher: str | None
-    parts: list[tuple[str, bool]]
-
-
 def report_page(
     model: str,
     *,
@@ -74,11 +44,11 @@ def report_page(
 ) -> str:
     """The page as text of HTML, with all pictures inside and no script: it loads nothing from anywhere.
 
-    It shows what there is: of `compression.json` the plan and the error of every layer, of `trainer_state.json` the
-    training; and what the arguments add.
+    The plan and the error of every layer come from `compression.json`, the training from `trainer_state.json`,
+    and other parts from the arguments.
 
     Args:
-        model: folder or Hub name of what `convert` or a training run wrote.
+        model: folder or Hub name of a checkpoint that `convert` or a training run wrote.
         teacher: the checkpoint that it was made of: adds its translations to those of the data.
         data: parallel text as for `load_parallel`: adds sample translations.
         results: files that `lightformers evaluate --json` wrote, of this model and of others: add quality against
@@ -97,7 +67,7 @@ def report_page(
     measured = [_read_result(Path(file)) for file in results]
     pictures = _pictures(folder, report, [one for one in measured if isinstance(one, Evaluation)], metrics)
     sheets = [  # a table for every setting that a benchmark of engines measured in
-        Sheet(f"Deployed: {setting}", " ".join(one.notes()), rows, words=2)
+        {"title": f"Deployed: {setting}", "caption": " ".join(one.notes()), "rows": rows}
         for one in measured
         if isinstance(one, EngineComparison)
         for setting, rows in one.rows().items()
@@ -130,10 +100,10 @@ def report_page(
 
 def _pictures(
     folder: Path, report: CompressionReport | None, results: Sequence[Evaluation], metrics: list[str]
-) -> list[Picture]:
+) -> list[dict[str, Any]]:
     pictures = []
     if report and plots.has_errors(report.matrices):
-        caption = f"What is lost of a matrix, relative to it: {report.measure}. Dots are matrices, lines means of a "
+        caption = f"Error of a matrix, relative to its norm: {report.measure}. Dots are matrices, lines means of a "
         caption += "block."
         paint = partial(plots.errors, matrices=report.matrices)
         pictures.append(_draw("Error of every layer", paint, caption, columns=2))
@@ -142,20 +112,21 @@ def _pictures(
     losses, qualities = plots.training_curves(read_log(folder / STATE_FILE))
     if losses:
         paint = partial(plots.training, losses=losses, qualities=qualities)
-        caption = f"{STATE_FILE}: what the training logged."
+        caption = f"{STATE_FILE}: values that the training logged."
         pictures.append(_draw("Training", paint, caption, columns=2 if qualities else 1))
     return pictures
 
 
-def _draw(title: str, paint: Paint, caption: str, *, columns: int, rows: Sequence[list[str]] = ()) -> Picture:
-    images = []
+def _draw(title: str, paint: Paint, caption: str, *, columns: int, rows: Sequence[list[str]] = ()) -> dict[str, Any]:
+    """PNGs in base64, for light and for dark pages, and for phones, with one panel below the other; a table below."""
+    picture: dict[str, Any] = {"title": title, "caption": caption, "rows": rows}
     phone: dict[str, Any] = {"rows": columns, "width": PHONE, "height": 3.6 * columns}
-    for shape in ({"columns": columns}, phone):
-        for is_dark in (False, True):
+    for width, shape in {"": {"columns": columns}, "narrow_": phone}.items():
+        for scheme in ("light", "dark"):
             file = io.BytesIO()
-            save_picture(file, paint, dark=is_dark, **shape)
-            images.append(base64.b64encode(file.getvalue()).decode())
-    return Picture(title, caption, *images, list(rows))
+            save_picture(file, paint, dark=scheme == "dark", **shape)
+            picture[width + scheme] = base64.b64encode(file.getvalue()).decode()
+    return picture
 
 
 def _read_result(file: Path) -> Evaluation | EngineComparison:
@@ -183,13 +154,13 @@ def _conditions(result: Evaluation) -> str:
     return f"{result.sentences} sentences of {Path(result.data).name}{options}"
 
 
-def _draw_trade_off(results: Sequence[Evaluation], metrics: list[str]) -> Picture:
+def _draw_trade_off(results: Sequence[Evaluation], metrics: list[str]) -> dict[str, Any]:
     """Quality against parameters and speed: relative to the teacher where all were measured beside one."""
     conditions = sorted(set(map(_conditions, results)))
     if len(conditions) > 1:
         raise ValueError(
-            "results compare only on the same text, searched alike, but these are of "
-            f"{' and of '.join(conditions)}: evaluate all alike"
+            "results compare only on the same text, with the same search, but these are of "
+            f"{' and of '.join(conditions)}: evaluate all with the same options"
         )
     shared = [name for name in results[0].model.scores if all(name in result.model.scores for result in results)]
     if missing := [name for name in metrics if name not in shared] or ([] if shared else ["any metric"]):
@@ -233,8 +204,11 @@ def _translate_samples(
     count: int,
     progress: bool,
     **generation: Any,
-) -> list[Sample]:
-    """Sentences evenly spread over the data, translated by the model and, as it searches, by its teacher."""
+) -> list[dict[str, Any]]:
+    """Sentences evenly spread over the data, translated by the model and, as it searches, by its teacher.
+
+    Of `parts`, the model's words in runs, each has whether the teacher's differ.
+    """
     languages = {side: columns[side] for side in ("source", "target")}
     loaded = load_pair(name, teacher, **languages)
     model, tokenizer = loaded["model"]
@@ -250,7 +224,7 @@ def _translate_samples(
     }
     theirs = outputs.get("teacher", [None] * count)
     return [
-        Sample(text, reference, before, _mark_differences(before, after))
+        {"source": text, "reference": reference, "teacher": before, "parts": _mark_differences(before, after)}
         for text, reference, before, after in zip(sources, pairs["target"], theirs, outputs["model"], strict=True)
     ]
 

@@ -1,4 +1,4 @@
-"""Parameters of models and recipes; the papers' printed counts beside what their configurations give here.
+"""Parameters of models and recipes; the papers' printed counts beside the counts of their configurations.
 
 `parameter_tables.json` has one entry for each row: the configuration in this package's fields, the printed millions,
 the tolerance that the row is held to, and a note where the paper leaves something open.
@@ -18,14 +18,7 @@ import transformers
 from rich import box
 from rich.markup import escape
 from rich.table import Table
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
 from lightformers_hf import models
 
@@ -34,7 +27,10 @@ from ..loading import DAMAGED, build_network, check_checkpoint, find_architectur
 from ..recipes import recipe_config, recipe_task
 
 # For recipes whose script does not train sequence-to-sequence models.
-AUTO_CLASSES = {"clm": AutoModelForCausalLM, "classification": AutoModelForSequenceClassification}
+AUTO_CLASSES = {
+    "clm": transformers.AutoModelForCausalLM,
+    "classification": transformers.AutoModelForSequenceClassification,
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,7 @@ class ParameterRow:
     millions: float  # as printed; the decimals show its rounding
     tolerance: float  # largest accepted |ours − printed| / printed
     config: dict
-    note: str = ""  # what the paper leaves open, and how it was read
+    note: str = ""  # facts that the paper does not give, and their interpretation
 
     def build(self) -> PreTrainedModel:
         """The row's model, on torch's default device."""
@@ -81,7 +77,7 @@ class ParameterCount:
         return abs(self.ours - self.row.millions) <= self.row.largest_difference
 
     def to_dict(self) -> dict:
-        """Everything as one dictionary, for JSON."""
+        """Return everything for JSON."""
         return asdict(self.row) | {"ours": self.ours, "difference": self.difference, "within": self.within}
 
 
@@ -98,11 +94,7 @@ def find_row(table: str) -> ParameterRow:
 
 
 def count_parameters(table: str = "") -> list[ParameterCount]:
-    """Count every row whose name contains `table`, in any case, without memory for weights (`meta` device).
-
-    Raises:
-        ValueError: no row's name contains it.
-    """
+    """Count every row whose name contains `table`, in any case, without memory for weights (`meta` device)."""
     rows = [row for row in parameter_rows() if table.casefold() in row.table.casefold()]
     if not rows:
         names = ", ".join(dict.fromkeys(" ".join(row.table.split()[:2]) for row in parameter_rows()))
@@ -123,15 +115,14 @@ def model_parameters(place: str, vocab_size: int | None = None) -> int:
         vocab_size: tokens of a recipe's model; see `recipe_config`.
 
     Raises:
-        ValueError: no model of a kind that is known, or a vocabulary for a checkpoint, or a recipe without one.
+        ValueError: no model of a supported kind, or a vocabulary for a checkpoint, or a recipe without one.
         FileNotFoundError: no such recipe or checkpoint.
     """
-    is_recipe = place.endswith((".yaml", ".yml"))
-    if is_recipe:
+    if place.endswith((".yaml", ".yml")):
         config = recipe_config(place, vocab_size)
         auto = AUTO_CLASSES.get(recipe_task(place), AutoModelForSeq2SeqLM)
     elif vocab_size is not None:
-        raise ValueError(f"vocab_size is given, but {place} is no recipe: leave vocab_size out")
+        raise ValueError(f"vocab_size is given, but {place} is no recipe: remove vocab_size")
     else:
         folder = Path(os.path.expanduser(place))
         stored = any((folder / name).is_file() for name in WEIGHT_FILES)
@@ -141,9 +132,8 @@ def model_parameters(place: str, vocab_size: int | None = None) -> int:
         auto = found if isinstance(found, type) and issubclass(found, PreTrainedModel) else AutoModelForSeq2SeqLM
     try:
         with torch.device("meta"):
-            return unique_parameters(
-                auto(config) if issubclass(auto, PreTrainedModel) else build_network(auto, config)
-            )
+            is_model = issubclass(auto, PreTrainedModel)
+            return unique_parameters(auto(config) if is_model else build_network(auto, config))
     except DAMAGED as error:
         raise ValueError(f"{place} describes no model: {error}") from error
 
@@ -159,13 +149,7 @@ def parameter_table(counts: list[ParameterCount]) -> Table:
         table.add_column(heading, justify="left" if heading in ("row", "within") else "right", overflow="fold")
     for count in counts:
         row = count.row
-        table.add_row(
-            escape(row.table),
-            f"{row.millions}",
-            f"{count.ours:.2f}",
-            f"{count.difference:+.1%}",
-            f"±{row.largest_difference / row.millions:.1%}",
-            "yes" if count.within else "[red]no[/red]",
-            str(notes.index(row.note) + 1) if row.note else "",
-        )
+        cells = [escape(row.table), f"{row.millions}", f"{count.ours:.2f}", f"{count.difference:+.1%}"]
+        cells += [f"±{row.largest_difference / row.millions:.1%}", "yes" if count.within else "[red]no[/red]"]
+        table.add_row(*cells, str(notes.index(row.note) + 1) if row.note else "")
     return table

@@ -1,4 +1,4 @@
-"""Pictures in one style, legible 800 pixels wide on light and dark pages: of `analyze`, and of `report`'s page."""
+"""Pictures in one style, legible 800 pixels wide on light and dark pages: those of `analyze` and `report`."""
 
 from __future__ import annotations
 
@@ -90,16 +90,11 @@ def save_picture(
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 labels.setdefault(label, handle)
         if labels and not any(axes.get_legend() for axes in panels):
-            abreast = legend_columns(list(labels), width)
+            letters = 8 + max(map(len, labels))  # its line, and the gap to the next
+            abreast = max(1, min(len(labels), 4, int(LETTERS * width / WIDTH / letters)))
             figure.legend(list(labels.values()), list(labels), loc="outside lower center", ncols=abreast)
             figure.set_figheight(height + LINE * ((len(labels) - 1) // abreast))
         figure.savefig(file, format="png")
-
-
-def legend_columns(labels: list[str], width: float) -> int:
-    """How many of the labels, four at most, stand side by side in a legend of so many inches."""
-    letters = 8 + max(map(len, labels))  # its line, and the gap to the next
-    return max(1, min(len(labels), 4, int(LETTERS * width / WIDTH / letters)))
 
 
 def draw_spectrum(axes: Axes, values: Sequence[float], *, color: str) -> None:
@@ -244,7 +239,7 @@ def _convergence(panels: list[Axes], analyses: list[Analysis]) -> None:
 # --- Pictures of the page of `report`: functions that paint panels
 
 
-def _places(matrices: Sequence[MatrixReport]) -> dict[str, dict[str, dict[int, list[float]]]]:
+def _places(matrices: Sequence[MatrixReport]) -> dict[str, dict[str, defaultdict[int, list[float]]]]:
     """{stack: {block: {layer, from 1: relative errors}}} of the matrices in layers."""
     found = {stack: {block: defaultdict(list) for block in BLOCKS} for stack in STACKS}
     for matrix in matrices:
@@ -284,7 +279,7 @@ def has_errors(matrices: Sequence[MatrixReport]) -> bool:
 def trade_off(
     panels: list[Axes], points: Sequence[tuple[Measurements, float | None, bool]], *, metric: str, speed: str
 ) -> None:
-    """One panel or two: quality against parameters, and against speed. Of a point the last value is for a teacher."""
+    """One panel or two: quality against parameters, and against speed. The last value of a point marks a teacher."""
     by_size = [(one, one.parameters / 1e6, is_teacher) for one, _, is_teacher in points]
     by_speed = [point for point in points if point[1] is not None]
     for axes, placed, label in zip(panels, (by_size, by_speed), ("million parameters", speed), strict=False):
@@ -315,7 +310,7 @@ def training_curves(log_history: Sequence[dict]) -> tuple[dict[str, list], dict[
 
 
 def training(panels: list[Axes], losses: dict[str, list], qualities: dict[str, list]) -> None:
-    """One panel or two: losses over steps, and what else was measured on the validation data."""
+    """One panel or two: losses over steps, and metrics on the validation data."""
     # The training loss may contain more than the loss of the labels: the teacher's predictions and hidden states.
     names = {"loss": "training, all that is learned from", "eval_loss": "validation, labels alone"}
     for color, (name, curve) in enumerate(sorted(losses.items(), reverse=True)):

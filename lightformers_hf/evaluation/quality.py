@@ -1,4 +1,4 @@
-"""Metrics of generated texts: one registry, the choice for the data at hand, scores, and intervals of differences.
+"""Metrics of generated texts: one registry, the choice by the data, scores, and intervals of differences.
 
 Each metric counts something in each pair of texts. The score is a function of the sums of these counts, which also
 gives the bootstrap interval of a difference. `evaluate.load("bleu")` fetches a script from the Hub; `load_metric`
@@ -216,7 +216,7 @@ def check_metrics(names: str | Iterable[str]) -> list[str]:
     """The metrics of these names as `METRICS` spells them, each once; `rouge` is all of ROUGE.
 
     Raises:
-        ValueError: a name that is not known; the message has those that are near.
+        ValueError: an unknown name; the message has similar names.
     """
     known = {name.lower(): [name] for name in METRICS} | GROUPS
     found: dict[str, None] = {}
@@ -291,7 +291,7 @@ def score(
 
     Args:
         metrics: names of `METRICS`.
-        language: of the references, a code (`de`): multi-bleu tokenizes by it.
+        language: code of the references' language (`de`): multi-bleu tokenizes by it.
 
     Raises:
         ValueError: lists of different lengths, or empty ones; an unknown metric.
@@ -306,7 +306,7 @@ def load_metric(name: str, *, language: str | None = None, **options: object) ->
 
     Args:
         language: as for `score`.
-        options: of `evaluate.Metric`.
+        options: those of `evaluate.Metric`.
     """
     (name,) = check_metrics([name])
     return _metric_class()(name, language, **options)
@@ -360,7 +360,7 @@ class Difference:
     """How much higher the score of one system is than that of another on the same texts."""
 
     value: float
-    low: float  # of the range of 95 % of all test sets like this one
+    low: float  # bounds of the 95 % interval of test sets like this one
     high: float
 
     def __str__(self) -> str:
@@ -368,7 +368,7 @@ class Difference:
 
 
 def signed(value: float, decimals: int = 1) -> str:
-    """A difference as text: `+1.2`, `-0.3`, and `0.0` of what rounds to nothing."""
+    """A difference as text: `+1.2`, `-0.3`, and `0.0` for values that round to zero."""
     text = f"{value:+.{decimals}f}"
     return text if float(text) else text[1:]
 
@@ -385,7 +385,7 @@ def difference(
 ) -> Difference:
     """Score of `predictions` above that of `others`, with its paired bootstrap interval (Koehn 2004, section 4).
 
-    Texts are drawn again, with replacement, for both systems alike; the interval holds the middle 95 % of the
+    Texts are drawn again, with replacement, the same for both systems; the interval holds the middle 95 % of the
     differences. It does not include the variation between random seeds of a training.
 
     Raises:

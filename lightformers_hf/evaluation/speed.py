@@ -25,7 +25,7 @@ import psutil
 import torch
 from tqdm.auto import tqdm
 
-from ..export.sentences import longest_input
+from ..export.engine import longest_input
 from ..processors import use_threads
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def tokens_per_second(
 
     Args:
         models: name → (model, tokenizer), on the CPU.
-        runs: of these the `runs // 10` fastest and as many slowest are excluded from the mean.
+        runs: number of runs; the `runs // 10` fastest and slowest are excluded from the mean.
         forced_length: generate exactly so many tokens a sentence, past any end token.
         progress: show a bar on stderr.
         generation: arguments of `generate()`: `num_beams`, `max_new_tokens`, …

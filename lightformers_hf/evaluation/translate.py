@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from transformers import AutoTokenizer
 
-from ..export import Engine, load_engine
-from ..export.sentences import translate_texts
+from ..export.engine import Engine, load_engine, translate_texts
 from ..languages import choose_prefix, set_language_codes, split_prefix
 from ..loading import is_export, load_model, load_pretrained
 
@@ -78,8 +77,8 @@ def translate(
         model: a sequence-to-sequence model or an exported one (`load_engine`), or the folder or Hub name of either
             (its tokenizer then comes with it).
         tokenizer: the model's tokenizer; needed with a model object.
-        source_lang, target_lang: of a multilingual checkpoint, the codes of the languages; `None`: its own.
-        device: where a checkpoint runs that is given by its name.
+        source_lang, target_lang: language codes of a multilingual checkpoint; `None`: its own.
+        device: device for a checkpoint that is given by its name.
         prefix: stands before every text that does not begin with it, as of `load_translator`, which is asked for it
             where the model is a name.
         split: split texts into sentences; `None`: where the model translates, by its tokenizer or prefix. A text that
@@ -102,17 +101,8 @@ def translate(
         tokenizer, prefix = tokenizer or default_tokenizer, prefix or default_prefix
     if tokenizer is None:
         raise ValueError("translate() got a model object without its tokenizer: pass both, or the checkpoint's name.")
-    return translate_texts(
-        texts,
-        model,
-        tokenizer,
-        batch_size=batch_size,
-        prefix=prefix,
-        split=split,
-        progress=progress,
-        check=check,
-        **generation,
-    )
+    options: dict[str, Any] = {"batch_size": batch_size, "prefix": prefix, "split": split, "check": check}
+    return translate_texts(texts, model, tokenizer, progress=progress, **options, **generation)
 
 
 def translate_stream(

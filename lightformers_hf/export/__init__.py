@@ -1,4 +1,4 @@
-"""Trained models for engines made to run them: `export` writes one, `load_engine` runs any of them.
+"""Models for inference engines: `export` writes one, `load_engine` runs any exported model.
 
 Names are imported when they are first used, so that a command line can list the engines without waiting for PyTorch.
 The package has the name of its function, so that it can be called: `lightformers_hf.export("light", "deployed",

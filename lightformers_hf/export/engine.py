@@ -1,50 +1,61 @@
-"""One interface to a model under every engine."""
+"""One interface to a model under every engine: text in, text out, by sentences and in batches of one length."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from sentencex import segment
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..deprecated import renamed_arguments
 from ..files import EXPORT_FILE, read_json
 from ..in_memory import AnyModel
-from ..loading import load_network, load_pretrained, position_limit
+from ..languages import language_code
+from ..loading import DAMAGED, is_out_of_memory, load_network, load_pretrained, position_limit
+from ..processors import use_threads
+from ..text import check_known
 from .engines import CHECKPOINTS, RunningModel, load_engine_file
-from .engines.transformers import TransformersModel
 from .search import Search
-from .sentences import translate_texts
 from .shortlist import check_shortlist
 
+logger = logging.getLogger(__name__)
+UNLIMITED = sys.maxsize
+LONGEST = 1 << 16  # tokens of an output if the model has no limit; memory is allocated at the start
+# Places where a sentence that is too long is split: behind a mark, else behind a space.
+PLACES = (r"[,;:–—)]\s+|[、，；：）]", r"\s+")
+SOURCE_LANGUAGES = ("source_lang", "src_lang")  # attributes of tokenizers of translation models
 
+
+@dataclass(eq=False)
 class Engine:
     """A loaded model: token ids in, token ids out.
 
     Attributes:
         name: `transformers`, or that of a file in `engines/`.
-        model: what that file loaded.
-        search: how it generates where a call says nothing else.
+        model: the model that this file loaded.
+        search: options of the generation, unless a call gives others.
         longest_input: most tokens of a source, and of an output; `None` where nothing limits them.
-        prefix: what stands before every source, as T5 asks for.
-        folder: of the model and its tokenizer, or its name on the Hub; `None` of a loaded model.
+        prefix: prefix of every source, as T5 requires.
+        folder: folder of the model and its tokenizer, or its name on the Hub; `None` for a loaded model.
     """
 
-    def __init__(
-        self,
-        name: str,
-        model: RunningModel,
-        search: Search,
-        longest_input: int | None,
-        prefix: str = "",
-        folder: str | os.PathLike | None = None,
-    ):
-        self.name, self.model, self.search = name, model, search
-        self.longest_input, self.prefix, self.folder = longest_input, prefix, folder
+    name: str
+    model: RunningModel
+    search: Search
+    longest_input: int | None
+    prefix: str = ""
+    folder: str | os.PathLike | None = None
 
     def translate(self, texts: Sequence[str], **options: Any) -> list[str]:
         """Translate texts, see `lightformers_hf.translate`, whose options are these.
@@ -71,7 +82,7 @@ class Engine:
         outputs as beams are complete (`early_stopping=True`) and renormalizes over the tokens that are not forbidden.
 
         Args:
-            batch: sentences as lists of token ids; or what tokenizers give, `input_ids` and `attention_mask` (B, S).
+            batch: sentences as lists of token ids; or a tokenizer's result, `input_ids` and `attention_mask` (B, S).
             num_beams, max_new_tokens: by default those of the model's generation configuration.
             forced_length: generate exactly so many tokens a sentence, past any end token (to measure speed).
 
@@ -94,15 +105,13 @@ class Engine:
 
     def _sentences(self, batch: Sequence[Sequence[int]] | Mapping[str, Tensor]) -> list[list[int]]:
         if isinstance(batch, Mapping):
-            ids = batch["input_ids"]
-            mask = batch.get("attention_mask")
+            ids, mask = batch["input_ids"], batch.get("attention_mask")
             mask = torch.ones_like(ids) if mask is None else mask
             sentences = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
         else:
             sentences = [list(sentence) for sentence in batch]
         lengths = [len(sentence) for sentence in sentences]
-        if not lengths or min(lengths) == 0:
-            shortest = min(lengths, default=0)
+        if (shortest := min(lengths, default=0)) == 0:
             raise ValueError(
                 f"{len(lengths)} sentences, the shortest of {shortest} tokens: expected at least one of each"
             )
@@ -121,7 +130,7 @@ def wrap_network(network: PreTrainedModel, threads: int = 1, folder: str | os.Pa
 
 @renamed_arguments(folder="model")
 def load_engine(model: AnyModel, threads: int = 1) -> Engine:
-    """Load what `export` wrote, or any sequence-to-sequence checkpoint under transformers, on the CPU.
+    """Load an exported model, or any sequence-to-sequence checkpoint under transformers, on the CPU.
 
     Args:
         model: an exported folder; a checkpoint's folder or name on the Hub; or a loaded model.
@@ -149,3 +158,219 @@ def load_engine(model: AnyModel, threads: int = 1) -> Engine:
     running = load_engine_file(description["engine"]).load(folder, search, threads)
     limit, prefix = description["max_position_embeddings"], description.get("prefix") or ""
     return Engine(description["engine"], running, search, limit, prefix, folder)
+
+
+class TransformersModel:
+    """A model of transformers behind the methods of `RunningModel`."""
+
+    def __init__(self, model: PreTrainedModel, search: Search, threads: int):
+        self.network, self.search, self.threads = model, search, threads
+
+    @torch.inference_mode()
+    def generate(self, batch: list[list[int]], search: Search) -> list[list[int]]:
+        """As `Engine.generate`."""
+        options = {"num_beams": search.num_beams, "max_new_tokens": search.max_new_tokens, "max_length": None}
+        if not search.ends:
+            options |= {"eos_token_id": None, "forced_eos_token_id": None}
+        with use_threads(self.threads):
+            rows = self.network.generate(**self._pad(batch), **options)[:, 1:].tolist()
+        lengths = [next((i for i, token in enumerate(row, 1) if token in search.ends), len(row)) for row in rows]
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+    @torch.inference_mode()
+    def score(self, sources: list[list[int]], targets: list[list[int]]) -> list[list[float]]:
+        """As `Engine.score`."""
+        end = self.search.ends[0] if self.search.ends else self.search.pad
+        labels = [[*target, end] for target in targets]
+        inputs = self._pad([[self.search.start, *target] for target in targets])["input_ids"]
+        with use_threads(self.threads):
+            logits = self.network(**self._pad(sources), decoder_input_ids=inputs).logits
+        logits[..., list(self.search.suppressed)] = -torch.inf
+        log_p = torch.log_softmax(logits, dim=-1)
+        return [log_p[row, range(len(ids)), ids].tolist() for row, ids in enumerate(labels)]
+
+    def _pad(self, batch: list[list[int]]) -> dict[str, Tensor]:
+        width = max(map(len, batch))
+        ids = [sentence + [self.search.pad] * (width - len(sentence)) for sentence in batch]
+        mask = [[1] * len(sentence) + [0] * (width - len(sentence)) for sentence in batch]
+        return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+# --- Texts, split to the positions of a model
+
+
+def longest_input(model: PreTrainedModel | Engine, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The number of source tokens that model and tokenizer both take."""
+    limit = position_limit(model.config) if isinstance(model, torch.nn.Module) else model.longest_input
+    return min(limit or UNLIMITED, tokenizer.model_max_length)
+
+
+@dataclass
+class SplitText:
+    """A text as pieces that a model translates one by one."""
+
+    pieces: list[str]  # together they are the text
+    ids: dict[int, list[int]]  # {place of a piece: its token ids}, less pieces of spaces
+    cut: int = 0  # sentences that were too long for the model
+
+    def join(self, outputs: Mapping[int, str]) -> str:
+        """The outputs of the pieces, with the spaces and line breaks around the pieces; those of one as it is."""
+        if len(self.pieces) == 1:
+            return outputs.get(0, "")
+        parts = []
+        for place, piece in enumerate(self.pieces):
+            before, after = piece[: len(piece) - len(piece.lstrip())], piece[len(piece.rstrip()) :]
+            parts.append(before + outputs[place].strip() + after if place in outputs else piece)
+        return "".join(parts)
+
+
+def is_translator(tokenizer: PreTrainedTokenizerBase, prefix: str = "") -> bool:
+    """Whether a tokenizer, or the prefix of every source, is of a translation model."""
+    return prefix.startswith("translate") or any(hasattr(tokenizer, name) for name in SOURCE_LANGUAGES)
+
+
+def split_texts(
+    texts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    *,
+    prefix: str = "",
+    split: bool | None = None,
+) -> list[SplitText]:
+    """Split texts into sentences, and sentences of more than `limit` tokens at the mark or space nearest their middle.
+
+    A `prefix` stands before every sentence that does not begin with it. If `split` is `False`, no text is split, and
+    what is beyond `limit` tokens is cut; `None`: as of `is_translator`.
+    """
+    split = is_translator(tokenizer, prefix) if split is None else split
+    named = (getattr(tokenizer, name, None) for name in SOURCE_LANGUAGES)
+    language = next(filter(None, map(language_code, filter(None, named))), "en")
+    texts = [text.removeprefix(prefix) for text in texts]
+    found = [SplitText(_sentences(text, language) if split and text.strip() else [text], {}) for text in texts]
+    places = [(text, place) for text in found for place, piece in enumerate(text.pieces) if piece.strip()]
+
+    def tokenize(pieces: list[str]) -> list[list[int]]:
+        return tokenizer([prefix + piece for piece in pieces], verbose=False)["input_ids"] if pieces else []
+
+    for (text, place), ids in zip(places, tokenize([text.pieces[place] for text, place in places]), strict=True):
+        text.ids[place] = ids
+
+    def fit(piece: str, ids: list[int]) -> Iterator[tuple[str, list[int]]]:
+        halves = _halve(piece) if split and len(ids) > limit else []
+        if len(ids) > limit and not halves:
+            ids = tokenizer(prefix + piece, truncation=True, max_length=limit)["input_ids"]
+        if not halves:
+            yield piece, ids
+        for half, its in zip(halves, tokenize(halves), strict=True):
+            yield from fit(half, its)
+
+    for text in found:
+        text.cut = sum(len(ids) > limit for ids in text.ids.values())
+        if text.cut:
+            parts = [part for place, piece in enumerate(text.pieces) for part in fit(piece, text.ids.get(place, []))]
+            text.pieces = [piece for piece, _ in parts]
+            text.ids = {place: ids for place, (piece, ids) in enumerate(parts) if piece.strip()}
+    return found
+
+
+def _sentences(text: str, language: str) -> list[str]:
+    """The sentences of every line with the spaces behind them; line breaks stand alone."""
+    lines = re.split(r"([\r\n]+)", text)
+    return [piece for line in lines if line for piece in (segment(language, line) if line.strip() else [line])]
+
+
+def _halve(piece: str) -> list[str]:
+    """A piece as two, split near its middle; an empty list where it is one character."""
+    begin, end = len(piece) - len(piece.lstrip()), len(piece.rstrip())
+    middle = (begin + end) // 2
+    for pattern in PLACES:
+        found = [match.end() for match in re.finditer(pattern, piece) if begin < match.start() and match.end() < end]
+        if found:
+            middle = min(found, key=lambda place: abs(place - middle))
+            break
+    return [piece[:middle], piece[middle:]] if begin < middle < end else []
+
+
+def translate_texts(
+    texts: Sequence[str],
+    model: PreTrainedModel | Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    batch_size: int = 32,
+    prefix: str = "",
+    split: bool | None = None,
+    progress: bool | tqdm = False,
+    check: bool = True,
+    **generation: Any,
+) -> list[str]:
+    """As `lightformers_hf.translate`, with a model and its tokenizer."""
+    if isinstance(texts, str):
+        raise ValueError("the texts are one string, whose letters would be translated: give a list, such as [text]")
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}: expected 1 or more.")
+    if isinstance(model, torch.nn.Module):  # engines check their inputs themselves
+        check_generation(model, generation)
+    limit, split = longest_input(model, tokenizer), is_translator(tokenizer, prefix) if split is None else split
+    found = split_texts(texts, tokenizer, limit, prefix=prefix, split=split)
+    jobs = [(number, place, ids) for number, text in enumerate(found) for place, ids in text.ids.items()]
+    if check:
+        check_known((ids for _, _, ids in jobs), tokenizer)
+    if cut := sum(text.cut for text in found):
+        remedy = "split at punctuation" if split else "cut: split them to have all of their text translated"
+        logger.warning("%d %s longer than %d tokens: %s.", cut, "sentences" if split else "inputs", limit, remedy)
+    outputs: list[dict[int, str]] = [{} for _ in found]
+    with ExitStack() as stack:
+        bar = progress
+        if isinstance(bar, bool):
+            bar = stack.enter_context(tqdm(total=len(texts), desc="translating", disable=not bar, unit="text"))
+        bar.update(sum(not text.ids for text in found))
+        if isinstance(model, torch.nn.Module) and model.training:
+            stack.callback(model.train)
+            model.eval()
+        stack.enter_context(torch.inference_mode())
+        jobs.sort(key=lambda job: -len(job[2]))
+        for start in range(0, len(jobs), batch_size):
+            batch = jobs[start : start + batch_size]
+            sequences = _generate([ids for _, _, ids in batch], model, tokenizer, generation)
+            decoded = tokenizer.batch_decode(sequences, skip_special_tokens=True)
+            for (number, place, _), output in zip(batch, decoded, strict=True):
+                outputs[number][place] = output
+                bar.update(len(outputs[number]) == len(found[number].ids))
+    return [text.join(output) for text, output in zip(found, outputs, strict=True)]
+
+
+def check_generation(model: PreTrainedModel, generation: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if the arguments exceed the positions, tokens or memory of a network."""
+    own = model.generation_config
+    length = generation.get("max_new_tokens") or own.max_new_tokens or own.max_length or 0
+    is_own = generation.get("max_new_tokens") is None  # a limit that may never be reached
+    most = LONGEST if is_own else position_limit(model.config) or LONGEST
+    if isinstance(length, int) and length > most:
+        where = ", or write fewer into its generation_config.json" if is_own else ""
+        raise ValueError(f"max_new_tokens is {length}; the model writes at most {most} tokens: give fewer{where}")
+    beams, tokens = generation.get("num_beams") or own.num_beams or 1, model.get_output_embeddings().out_features
+    if isinstance(beams, int) and beams > tokens:
+        raise ValueError(f"num_beams is {beams}, more than the {tokens} tokens there are: give fewer")
+
+
+def _generate(
+    batch: list[list[int]],
+    model: PreTrainedModel | Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    generation: dict[str, Any],
+) -> torch.Tensor | list[list[int]]:
+    """Outputs of a model or engine for sentences of token ids."""
+    if not isinstance(model, torch.nn.Module):
+        return model.generate(batch, **generation)
+    if generation.get("max_new_tokens") is not None:  # the checkpoint's own limit would only cause a warning
+        generation = {"max_length": None} | generation
+    padded = tokenizer.pad({"input_ids": batch}, return_tensors="pt", verbose=False).to(model.device)
+    try:
+        return model.generate(**padded, **generation)
+    except DAMAGED as error:
+        if is_out_of_memory(error):
+            raise
+        raise ValueError(
+            f"the model cannot generate, its config.json or generation_config.json has a field of a wrong type or "
+            f"value: {type(error).__name__}: {error}"
+        ) from error

@@ -1,4 +1,4 @@
-"""A LightFormer as exporters read it: what each depth computes, matrix by matrix, shared or not, factorized or not.
+"""A checkpoint as exporters read it: the matrices of each depth, shared or not, low-rank or not.
 
 Symbols: a weight is m×n with y = x·W + b, d is `d_model`, H the number of heads, d_k the width of one.
 """
@@ -7,46 +7,81 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
+from ..conversion.teacher import Teacher
 from ..matrices import bias_of, factors_of
 from ..models.layers import RelativePositions
 from ..models.modeling_lightformer import LightFormerForConditionalGeneration
 
+# Singular values of a head's product below this share of the largest are rounding errors of zeros in fp32.
+ZERO = 1e-6
+LARGEST = 127  # value in int8, and sum of two neighbours in a row before rounding, which adds one at most
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint to export."""
+
+    name: str  # its name as the user gave it
+    folder: Path
+    model: LightFormerForConditionalGeneration  # with the outputs of the checkpoint, fp32, in evaluation mode
+    tokenizer: PreTrainedTokenizerBase | None
+    generation: transformers.GenerationConfig
+
+
+def read_source(
+    folder: Path, name: str, engine: str, languages: tuple[str | None, str | None] = (None, None)
+) -> Source:
+    """Read a LightFormer, or a dense checkpoint of a family that this package converts, as the equal LightFormer.
+
+    Raises errors as `convert`; also a `ValueError` for an architecture or a head that no engine gets. `languages` are
+    the languages of a multilingual one, if they must be set (`set_language_codes`).
+    """
+    teacher = Teacher(folder, name, languages)
+    if teacher.model_class is not LightFormerForConditionalGeneration:
+        raise ValueError(
+            f"{name} holds a {teacher.model_class.__name__}, which {engine} does not support: exported models "
+            "are LightFormers for translation or summarization, and the dense models that become one (Marian, BART, "
+            "mBART, Pegasus, M2M100, T5, mT5, UMT5). Run it in transformers, or convert its dense teacher and export "
+            "that."
+        )
+    model, tokenizer = teacher.load().eval().requires_grad_(False), None
+    if teacher.has_tokenizer:
+        tokenizer = teacher.tokenizer()
+    return Source(name, folder, model, tokenizer, teacher.generation_config())
+
+
+# --- Layers of a model
+
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear layer at one depth: y = x·W₁·W₂… + b.
+    """One linear layer at one depth: y = x·W₁·W₂… + b."""
 
-    Attributes:
-        factors: (W,) where it is dense, (U, V) where it is factorized.
-        bias: b (n), or `None`.
-        stored: what the model holds of it; by default the factors themselves.
-    """
-
-    factors: tuple[Tensor, ...]
-    bias: Tensor | None
-    stored: tuple[Tensor, ...] = ()
+    factors: tuple[Tensor, ...]  # (W,) where it is dense, (U, V) where it is factorized
+    bias: Tensor | None  # b (n)
+    stored: tuple[Tensor, ...] = ()  # the stored matrices; by default the factors themselves
 
     @property
     def is_dense(self) -> bool:
         return len(self.factors) == 1
 
     @property
-    def parameters(self) -> int:
-        """Numbers stored, the bias left out."""
-        return sum(tensor.numel() for tensor in self.tensors)
-
-    @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What is stored."""
+        """The stored matrices."""
         return self.stored or self.factors
 
     @property
-    def out_features(self) -> int:
-        return self.factors[-1].shape[1]
+    def parameters(self) -> int:
+        """Number of stored values, without the bias."""
+        return sum(tensor.numel() for tensor in self.tensors)
 
     def product(self) -> Tensor:
         """The one matrix W, m×n, in fp64: a product in fp32 would lose digits that a dense layer keeps."""
@@ -56,27 +91,131 @@ class Linear:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention at one depth.
+    """Attention at one depth."""
 
-    Attributes:
-        inputs: the projections of queries, keys and values, or one for all three.
-        output: the projection of the heads' outputs; `None` where there is none.
-        heads, head_dim: H and d_k.
-        scale: what q·k is multiplied by.
-    """
-
-    inputs: tuple[Linear, ...]
-    output: Linear | None
+    inputs: tuple[Linear, ...]  # the projections of queries, keys and values, or one for all three
+    output: Linear | None  # the projection of the heads' outputs
     heads: int
     head_dim: int
+    scale: float  # factor of q·k
+
+
+@dataclass(frozen=True)
+class Biases:
+    """Biases of the scores of H heads by relative positions."""
+
+    table: Tensor  # buckets×H, as the model stores it
+    furthest: int  # F, the distance from which all are equal
+    by_distance: Tensor  # (2F+1)×H, of keys from F places before the query to F places behind it
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One depth. `cross` is `None` in an encoder, `gate` in a network without one.
+
+    `cross_source` is the first depth whose cross-attention has the same keys and values, which are then made once.
+    Norms are modules, LayerNorms or RMSNorms without a bias.
+    """
+
+    attention: Attention
+    attention_norm: nn.Module
+    biases: Biases | None
+    cross: Attention | None
+    cross_norm: nn.Module | None
+    cross_source: int
+    gate: Linear | None
+    fc1: Linear
+    fc2: Linear
+    ffn_norm: nn.Module
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Encoder or decoder. `positions` is the table from position 0 on, `None` where positions are relative; norms that
+    the model lacks are `None`."""
+
+    embedding: Linear
     scale: float
+    positions: Tensor | None
+    embedding_norm: nn.Module | None
+    layers: tuple[Layer, ...]
+    final_norm: nn.Module | None
+
+    @property
+    def linears(self) -> Iterator[Linear]:
+        """The linear layers of all depths."""
+        for layer in self.layers:
+            for attention in filter(None, (layer.attention, layer.cross)):
+                yield from filter(None, (*attention.inputs, attention.output))
+            yield from filter(None, (layer.gate, layer.fc1, layer.fc2))
+
+
+def read_output(model: LightFormerForConditionalGeneration) -> Linear:
+    """The output layer (d×V) with the fixed bias of the logits, `None` where that is zero."""
+    bias = model.final_logits_bias.flatten() if model.final_logits_bias is not None else None
+    bias = bias if bias is not None and bias.any() else None
+    factors = factors_of(model.lm_head)  # V×d
+    return Linear(tuple(factor.T for factor in reversed(factors)), bias)
+
+
+def read_stack(stack: nn.Module) -> Stack:
+    """The layers of a stack of the model, depth by depth."""
+    layers: list[Layer] = []
+    for depth, (layer, slots) in enumerate(stack.layers.by_depth()):
+        own = None if stack.depths is None else stack.depths[depth]
+        norms = layer if hasattr(layer, "final_layer_norm") else own
+        has_cross = hasattr(layer, "encoder_attn")
+        layers.append(
+            Layer(
+                _attention(layer.self_attn),
+                norms.self_attn_layer_norm,
+                _biases(stack.relative_positions or getattr(layer, "relative_positions", None)),
+                _attention(layer.encoder_attn) if has_cross else None,
+                norms.encoder_attn_layer_norm if has_cross else None,
+                slots["cross_layer_idx"],
+                _linear(layer.fc_gate) if hasattr(layer, "fc_gate") else None,
+                _linear(layer.fc1),
+                _linear(layer.fc2),
+                norms.final_layer_norm,
+            )
+        )
+    embedding, places = Linear(factors_of(stack.embed_tokens), None), stack.embed_positions
+    if places is not None:
+        places = (places.weight if hasattr(places, "weight") else places.table)[places.offset :]
+    first, last = (
+        None if isinstance(norm, nn.Identity) else norm for norm in (stack.layernorm_embedding, stack.layer_norm)
+    )
+    return Stack(embedding, float(stack.embed_scale), places, first, tuple(layers), last)
+
+
+def _linear(module: nn.Module) -> Linear:
+    stored = tuple(tensor for tensor in module.parameters() if tensor.dim() > 1)
+    return Linear(factors_of(module), bias_of(module), stored)
+
+
+def _attention(module: nn.Module) -> Attention:
+    names = ("qkv_proj",) if module.joint_qkv else ("q_proj", "k_proj", "v_proj")
+    inputs = tuple(_linear(getattr(module, name)) for name in names)
+    heads = sum(linear.factors[-1].shape[1] for linear in inputs) // 3 // module.head_dim
+    output = None if isinstance(module.out_proj, nn.Identity) else _linear(module.out_proj)
+    return Attention(inputs, output, heads, module.head_dim, module.scaling)
+
+
+def _biases(module: RelativePositions | None) -> Biases | None:
+    if module is None:
+        return None
+    distances = torch.arange(-module.furthest, module.furthest + 1)
+    return Biases(module.weight, module.furthest, module.weight[module.find_buckets(distances)])
+
+
+# --- Matrices that an engine does not support
 
 
 @dataclass
 class Expansion:
-    """What has no counterpart in an engine: matrices multiplied out, and their numbers before and after.
+    """Matrices that were expanded because an engine does not support them, and their numbers before and after.
 
-    What several depths share counts once, as it is stored. `encoder_table` are the numbers of the encoder's token
+    Shared matrices count once, as they are stored. `encoder_table` are the numbers of the encoder's token
     table where it is among them.
     """
 
@@ -107,7 +246,7 @@ class Expansion:
             self.parameters_after += parameters
 
     def narrow(self, attention: Attention, spared: int) -> None:
-        """Count an attention whose matrices need `spared` numbers less than multiplied out."""
+        """Count an attention whose matrices need `spared` numbers less than when expanded."""
         if self._is_new(*attention.inputs):
             self.narrowed_attentions += 1
             self.parameters_after -= spared
@@ -119,153 +258,72 @@ class Expansion:
         return is_new
 
 
-@dataclass(frozen=True)
-class Norm:
-    """A LayerNorm, or an RMSNorm, whose bias is `None`."""
+def narrow_heads(attention: Attention, expansion: Expansion) -> tuple[list[tuple[Tensor, Tensor | None]], int]:
+    """(Matrix, bias) of queries, keys, values and output, in fp64, and d_k, no wider than the rank of the products.
 
-    weight: Tensor
-    bias: Tensor | None
-    epsilon: float
-
-
-@dataclass(frozen=True)
-class Biases:
-    """What relative positions add to the scores of H heads.
-
-    Attributes:
-        table: buckets×H, as the model stores it.
-        furthest: F, the distance from which all are alike.
-        by_distance: (2F+1)×H, of keys from F places before the query to F places behind it.
+    Exact: q·k = (x·W_Q + b_Q)·(y·W_K)ᵀ up to a term that is equal for every y, which softmax ignores. The weights
+    of the values add to 1, so that b_V·W_O goes to the output's bias. Each product is split evenly, √Σ to either side.
     """
+    parts = []
+    for linear in attention.inputs:
+        matrix, count = expansion.multiply(linear), 3 if len(attention.inputs) == 1 else 1
+        biases = [None] * count if linear.bias is None else linear.bias.double().chunk(count)
+        parts += zip(matrix.chunk(count, dim=1), biases, strict=True)
+    query, key, value = parts
+    if attention.output is None:
+        output = (torch.eye(value[0].shape[1], dtype=torch.float64), None)
+    else:
+        bias = attention.output.bias
+        output = (expansion.multiply(attention.output), None if bias is None else bias.double())
+    wide = [query, key, value, output]
+    if attention.output is None or all(linear.is_dense for linear in (*attention.inputs, attention.output)):
+        return wide, attention.head_dim
 
-    table: Tensor
-    furthest: int
-    by_distance: Tensor
+    H = attention.heads
+    with_bias = torch.cat([query[0], bias_or_zero(query)[None]])
+    scores = [_split(q, k) for q, k in zip(with_bias.chunk(H, dim=1), key[0].chunk(H, dim=1), strict=True)]
+    values = [_split(v, o.T) for v, o in zip(value[0].chunk(H, dim=1), output[0].chunk(H), strict=True)]
+    width = max(int((s > ZERO * s[0]).sum()) for _, s, _ in scores + values)
+    if width >= attention.head_dim:
+        return wide, attention.head_dim
+
+    def side(products: list[tuple[Tensor, Tensor, Tensor]], index: int) -> Tensor:
+        return torch.cat([product[index][:, :width] * product[1][:width].sqrt() for product in products], dim=1)
+
+    queries, bias = side(scores, 0), bias_or_zero(output) + bias_or_zero(value) @ output[0]
+    narrow = [(queries[:-1], queries[-1]), (side(scores, 2), None), (side(values, 0), None), (side(values, 2).T, bias)]
+    before, after = (sum(matrix.numel() for matrix, _ in heads) for heads in (wide, narrow))
+    expansion.narrow(attention, before - after)
+    return narrow, width
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One depth. `cross` is `None` in an encoder, `gate` in a network without one.
+def _split(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """U, σ, V of left·rightᵀ (m×k and n×k): from matrices with as many columns as both have, not from m×n."""
+    q1, r1 = torch.linalg.qr(left)
+    q2, r2 = torch.linalg.qr(right)
+    u, s, vh = torch.linalg.svd(r1 @ r2.T, full_matrices=False)
+    return q1 @ u, s, q2 @ vh.T
 
-    `cross_source` is the first depth whose cross-attention has the same keys and values, which are then made once.
+
+def bias_or_zero(linear: tuple[Tensor, Tensor | None]) -> Tensor:
+    """b of a (matrix, bias), zeros where it has none."""
+    matrix, bias = linear
+    return matrix.new_zeros(matrix.shape[1]) if bias is None else bias
+
+
+def quantize_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A matrix in int8 with a scale for each row, fp32: values (n×m) and scales (n), so that values·scale ≈ rows.
+
+    Without VNNI (Intel before Ice Lake and Alder Lake, AMD before Zen 4), x86 multiplies inputs of 0 to 255 by weights
+    of −127 to 127 and adds the products of neighbours in 16 bits (`vpmaddubsw`). Larger values are cut off, without
+    a word. 255·128 does not, so no pair 2j, 2j + 1 of a row adds up to more than 128. That costs a quarter of a scale
+    or so, as two neighbours are hardly ever both the largest; halving it instead, as is usual, costs more.
     """
-
-    attention: Attention
-    attention_norm: Norm
-    biases: Biases | None
-    cross: Attention | None
-    cross_norm: Norm | None
-    cross_source: int
-    gate: Linear | None
-    fc1: Linear
-    fc2: Linear
-    ffn_norm: Norm
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Encoder or decoder. `positions` is the table from position 0 on, `None` where positions are relative; norms that
-    the model lacks are `None`."""
-
-    embedding: Linear
-    scale: float
-    positions: Tensor | None
-    embedding_norm: Norm | None
-    layers: tuple[Layer, ...]
-    final_norm: Norm | None
-
-    @property
-    def linears(self) -> Iterator[Linear]:
-        """The linear layers of all depths."""
-        for layer in self.layers:
-            for attention in filter(None, (layer.attention, layer.cross)):
-                yield from attention.inputs
-                if attention.output is not None:
-                    yield attention.output
-            yield from filter(None, (layer.gate, layer.fc1, layer.fc2))
-
-
-def read_linear(module: nn.Module) -> Linear:
-    """A dense or low-rank layer of the model."""
-    stored = tuple(tensor for tensor in module.parameters() if tensor.dim() > 1)
-    return Linear(factors_of(module), bias_of(module), stored)
-
-
-def read_table(table: nn.Module) -> Linear:
-    """A token table (V×d) as the matrix that one-hot rows are multiplied by."""
-    return Linear(factors_of(table), None)
-
-
-def read_output(model: LightFormerForConditionalGeneration) -> Linear:
-    """The output layer (d×V) with the fixed bias of the logits, `None` where that is zero."""
-    bias = model.final_logits_bias.flatten() if model.final_logits_bias is not None else None
-    bias = bias if bias is not None and bias.any() else None
-    factors = factors_of(model.lm_head)  # V×d
-    return Linear(tuple(factor.T for factor in reversed(factors)), bias)
-
-
-def read_stack(stack: nn.Module) -> Stack:
-    """What a stack of the model computes, depth by depth."""
-    layers: list[Layer] = []
-    for depth, (layer, slots) in enumerate(stack.layers.by_depth()):
-        own = None if stack.depths is None else stack.depths[depth]
-        norms = layer if hasattr(layer, "final_layer_norm") else own
-        has_cross = hasattr(layer, "encoder_attn")
-        gate, fc1, fc2 = (
-            read_linear(getattr(layer, name)) if hasattr(layer, name) else None for name in ("fc_gate", "fc1", "fc2")
-        )
-        layers.append(
-            Layer(
-                _attention(layer.self_attn),
-                _norm(norms.self_attn_layer_norm),
-                _biases(stack.relative_positions or getattr(layer, "relative_positions", None)),
-                _attention(layer.encoder_attn) if has_cross else None,
-                _norm(norms.encoder_attn_layer_norm) if has_cross else None,
-                slots["cross_layer_idx"],
-                gate,
-                fc1,
-                fc2,
-                _norm(norms.final_layer_norm),
-            )
-        )
-    return Stack(
-        read_table(stack.embed_tokens),
-        float(stack.embed_scale),
-        _positions(stack.embed_positions),
-        _norm(stack.layernorm_embedding),
-        tuple(layers),
-        _norm(stack.layer_norm),
+    rows = rows.astype(np.float32, copy=False)
+    even = rows.shape[1] // 2 * 2
+    largest, pairs = (
+        np.abs(numbers).max(axis=1, initial=0.0) for numbers in (rows, rows[:, 0:even:2] + rows[:, 1:even:2])
     )
-
-
-def _attention(module: nn.Module) -> Attention:
-    names = ("qkv_proj",) if module.joint_qkv else ("q_proj", "k_proj", "v_proj")
-    inputs = tuple(read_linear(getattr(module, name)) for name in names)
-    inner = sum(linear.out_features for linear in inputs) // 3
-    has_output = not isinstance(module.out_proj, nn.Identity)
-    return Attention(
-        inputs,
-        read_linear(module.out_proj) if has_output else None,
-        inner // module.head_dim,
-        module.head_dim,
-        module.scaling,
-    )
-
-
-def _positions(module: nn.Module | None) -> Tensor | None:
-    if module is None:
-        return None
-    return (module.weight if hasattr(module, "weight") else module.table)[module.offset :]
-
-
-def _biases(module: RelativePositions | None) -> Biases | None:
-    if module is None:
-        return None
-    distances = torch.arange(-module.furthest, module.furthest + 1)
-    return Biases(module.weight, module.furthest, module.weight[module.find_buckets(distances)])
-
-
-def _norm(module: nn.Module) -> Norm | None:
-    if isinstance(module, nn.Identity):
-        return None
-    return Norm(module.weight, getattr(module, "bias", None), module.eps)
+    scales = np.maximum(largest, pairs) / LARGEST
+    scales = np.where(scales >= np.finfo(np.float32).tiny, scales, 1).astype(np.float32)
+    return np.rint(rows / scales[:, None]).astype(np.int8), scales

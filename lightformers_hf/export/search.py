@@ -1,4 +1,4 @@
-"""How an exported model generates: the options that every engine knows, and greedy and beam search in numpy.
+"""Generation of exported models: the options that every engine supports, and greedy and beam search in numpy.
 
 The two searches give the tokens of transformers' `generate()`, without its overhead a token.
 """
@@ -13,31 +13,19 @@ import torch
 from transformers import GenerationConfig
 
 NEVER = np.float32(-1e9)
-PART, WIDE = 16, 4096
 NEW_TOKENS = 20  # where no limit is set
 # Options of `generate()` that change greedy or beam search, that engines do not have, and the value that is none.
-UNSUPPORTED = {
-    "do_sample": False,
-    "repetition_penalty": 1.0,
-    "encoder_repetition_penalty": 1.0,
-    "encoder_no_repeat_ngram_size": 0,
-    "num_beam_groups": 1,
-    "diversity_penalty": 0.0,
-    "begin_suppress_tokens": None,
-    "sequence_bias": None,
-    "exponential_decay_length_penalty": None,
-    "guidance_scale": None,
-    "force_words_ids": None,
-    "constraints": None,
-    "prompt_lookup_num_tokens": None,
-    "penalty_alpha": None,
-    "num_return_sequences": 1,
-}
+UNSUPPORTED = {"do_sample": False, "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "num_beam_groups": 1}
+UNSUPPORTED |= {"encoder_no_repeat_ngram_size": 0, "diversity_penalty": 0.0, "num_return_sequences": 1}
+UNSUPPORTED |= dict.fromkeys(
+    "begin_suppress_tokens sequence_bias exponential_decay_length_penalty guidance_scale force_words_ids constraints "
+    "prompt_lookup_num_tokens penalty_alpha".split()
+)
 
 
 @dataclass(frozen=True)
 class Search:
-    """What a generation configuration says, in new tokens; see `transformers.GenerationConfig` for the words."""
+    """Options of a generation configuration, in new tokens; see `transformers.GenerationConfig` for the names."""
 
     start: int
     pad: int
@@ -75,7 +63,7 @@ class Search:
             value = getattr(generation, option, None)
             if value is not None and value != none:
                 raise ValueError(
-                    f"generation_config.json has {option}={value!r}, which exported models do not know: set it to "
+                    f"generation_config.json has {option}={value!r}, which exported models do not support: set it to "
                     f"{none!r} there, or run the model in transformers"
                 )
         bad = generation.bad_words_ids or []
@@ -84,23 +72,23 @@ class Search:
                 f"generation_config.json has bad_words_ids of several tokens ({longer[0]}), but exported models "
                 "forbid single ones only: remove it there, or run the model in transformers"
             )
-        start = generation.decoder_start_token_id
+        start, pad = generation.decoder_start_token_id, generation.pad_token_id
         if start is None:
             raise ValueError(
                 "generation_config.json has no decoder_start_token_id: set the token that decoding starts from"
             )
-        ends = _as_tuple(generation.eos_token_id)
+        ends, forced_end = (
+            () if value is None else (value,) if isinstance(value, int) else tuple(value)
+            for value in (generation.eos_token_id, generation.forced_eos_token_id)
+        )
         new = generation.max_new_tokens or (generation.max_length - 1 if generation.max_length else NEW_TOKENS)
-        least = generation.min_new_tokens or max((generation.min_length or 0) - 1, 0)
-        forced_end = _as_tuple(generation.forced_eos_token_id)
-        pad = generation.pad_token_id
         return cls(
             start=start,
             pad=ends[0] if pad is None and ends else pad or 0,
             ends=ends,
             num_beams=generation.num_beams or 1,
             max_new_tokens=new,
-            min_new_tokens=least,
+            min_new_tokens=generation.min_new_tokens or max((generation.min_length or 0) - 1, 0),
             length_penalty=1.0 if generation.length_penalty is None else generation.length_penalty,
             early_stopping=generation.early_stopping or False,
             no_repeat_ngram_size=generation.no_repeat_ngram_size or 0,
@@ -112,11 +100,8 @@ class Search:
 
     def with_options(self, num_beams: int | None, max_new_tokens: int | None, forced_length: int | None) -> Search:
         """The same with other numbers; `forced_length` is so many tokens for every sentence, past any end token."""
-        changes: dict = {}
-        if num_beams is not None:
-            changes["num_beams"] = num_beams
-        if max_new_tokens is not None:
-            changes["max_new_tokens"] = max_new_tokens
+        given = {"num_beams": num_beams, "max_new_tokens": max_new_tokens}
+        changes: dict = {name: value for name, value in given.items() if value is not None}
         if forced_length is not None:
             changes |= {"max_new_tokens": forced_length, "min_new_tokens": 0, "ends": (), "forced_end": None}
         for name in ("num_beams", "max_new_tokens"):
@@ -125,10 +110,9 @@ class Search:
         return replace(self, **changes)
 
     def restrict(self, scores: np.ndarray, step: int, tokens: np.ndarray) -> np.ndarray:
-        """`scores` (N, V), what must not come next at -inf. `tokens` (N, 1 + step): those so far, start included."""
+        """`scores` (N, V), with forbidden tokens at -inf. `tokens` (N, 1 + step): those so far, start included."""
         forced = self.forced_start if step == 0 else None
-        if step == self.max_new_tokens - 1 and self.forced_end is not None:
-            forced = self.forced_end
+        forced = self.forced_end if step == self.max_new_tokens - 1 and self.forced_end is not None else forced
         if forced is not None:
             scores = np.full_like(scores, -np.inf)
             scores[:, forced] = 0
@@ -145,7 +129,7 @@ class Search:
         return scores
 
 
-# Tokens (N) of this step, and for each of them the row that it goes on from, or None where that is its own → logits.
+# Tokens (N) of this step, and for each of them the row that it continues, or None for its own row → logits.
 Step = Callable[[np.ndarray, np.ndarray | None], np.ndarray]
 
 
@@ -165,7 +149,7 @@ def greedy(step: Step, sentences: int, search: Search) -> list[list[int]]:
         chosen = logits.argmax(axis=1)
         tokens[running, length + 1] = chosen[running]
         if search.ends:
-            ended = running & is_among(chosen, search.ends)
+            ended = running & np.isin(chosen, search.ends)
             lengths[ended] = length + 1
             running &= ~ended
             if not running.any():
@@ -182,7 +166,7 @@ def beams(step: Step, sentences: int, search: Search) -> list[list[int]]:
     tokens = np.full((B, K, most + 1), search.pad, dtype=np.int64)
     tokens[:, :, 0] = search.start
     scores = np.full((B, K), NEVER, dtype=np.float32)
-    scores[:, 0] = 0  # all beams are the same at first: only one may go on
+    scores[:, 0] = 0  # all beams are equal at first: only one is continued
     done, done_scores = tokens.copy(), np.full((B, K), NEVER, dtype=np.float32)
     done_lengths, is_done = np.zeros((B, K), dtype=np.int64), np.zeros((B, K), dtype=bool)
     is_open = np.ones(B, dtype=bool)
@@ -190,7 +174,7 @@ def beams(step: Step, sentences: int, search: Search) -> list[list[int]]:
     for length in range(1, most + 1):
         logits = step(tokens[:, :, length - 1].reshape(-1), order)
         log_p = search.restrict(log_softmax(logits), length - 1, tokens[:, :, :length].reshape(B * K, -1))
-        if search.renormalizes:  # over what may come
+        if search.renormalizes:  # over the allowed tokens
             log_p = log_softmax(log_p)
         V = log_p.shape[1]
         log_p += scores.reshape(-1, 1)
@@ -198,9 +182,9 @@ def beams(step: Step, sentences: int, search: Search) -> list[list[int]]:
         beam, token = np.divmod(flat, V)
         candidates = tokens[rows, beam]
         candidates[:, :, length] = token
-        ended = is_among(token, search.ends) | (length == most)
+        ended = np.isin(token, search.ends) | (length == most)
 
-        chosen = np.argsort(ended, axis=1, kind="stable")[:, :K]  # the best that go on
+        chosen = np.argsort(ended, axis=1, kind="stable")[:, :K]  # the best that are continued
         scores = totals[rows, chosen] + NEVER * ended[rows, chosen]
         tokens = candidates[rows, chosen]
         order = (beam[rows, chosen] + rows * K).reshape(-1)
@@ -226,40 +210,12 @@ def beams(step: Step, sentences: int, search: Search) -> list[list[int]]:
     return [row[0, 1 : count[0] + 1].tolist() for row, count in zip(done, done_lengths, strict=True)]
 
 
-def is_among(tokens: np.ndarray, few: tuple[int, ...]) -> np.ndarray:
-    """Which tokens are one of a few."""
-    found = np.zeros(tokens.shape, dtype=bool)
-    for one in few:
-        found |= tokens == one
-    return found
-
-
 def largest(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The `count` largest values of each row in falling order, and their columns.
-
-    Wide rows are cut into parts first: the largest values are in those `count` parts whose maxima are largest.
-    """
-    rows, width = values.shape
-    table = torch.from_numpy(values)
-    parts = width // PART
-    if width < WIDE or parts <= count:
-        found, columns = table.topk(count)
-        return found.numpy(), columns.numpy()
-    # Part i has the columns i, i + parts, …: maxima over rows of a table are fast, over its columns slow.
-    maxima = table[:, : parts * PART].view(rows, PART, parts).amax(dim=1)
-    best = maxima.topk(count).indices
-    columns = (best[:, :, None] + parts * torch.arange(PART)).view(rows, -1)
-    columns = torch.cat([columns, torch.arange(parts * PART, width).expand(rows, -1)], dim=1)
-    found, places = table.gather(1, columns).topk(count)
-    return found.numpy(), columns.gather(1, places).numpy()
+    """The `count` largest values of each row in falling order, and their columns."""
+    found, columns = torch.from_numpy(values).topk(count)
+    return found.numpy(), columns.numpy()
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """log softmax over the last axis."""
     return torch.log_softmax(torch.from_numpy(logits), dim=-1).numpy()
-
-
-def _as_tuple(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)

@@ -1,4 +1,8 @@
-"""The output layer of a batch: which target tokens can come, given the source's, and how much is lost by it."""
+"""The output layer of a batch: which target tokens can come, given the source's, and how much is lost by it.
+
+Which target tokens go with a source token is learned by IBM model 1 (Brown et al. 1993) from pairs of token ids: of
+parallel text, or of the model's own translations.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +11,86 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from sacrebleu import CHRF
 
 from ..files import read_json
-from .lexicon import Lexicon
+from ..languages import add_prefix, split_prefix
+from ..loading import position_limit, printable_name
+from ..text import check_known, is_lines, load_lines, load_parallel, load_rows
 from .search import Search
 
+if TYPE_CHECKING:
+    from .engines import EngineFile, RunningModel
+    from .layers import Source
+
 SHORTLIST_FILES = ("vmap.txt", "shortlist.json")  # CTranslate2's, and that of the other engines
+ROUNDS = 5  # rounds of expectation maximization
+MOST = 20_000_000  # pairs of a source and a target token that are looked at: some hundred thousand sentences
+LONGEST = 128  # tokens of a sentence
 # Settings: tokens that always can come, and tokens for each of the source's. The smallest that covers enough is taken.
 ALWAYS, EACH, ENOUGH = (100, 200, 500, 1000, 1500, 2000, 3000, 4000), (50, 100, 200), 0.998
+HELD_OUT, SHARE = 400, 0.1  # sentences that the lexicon does not see: so many, or such a part of fewer
+BATCH, FEWEST = 32, 4
+
+
+@dataclass(frozen=True)
+class Lexicon:
+    """Pairs of tokens, by source and then by falling probability."""
+
+    source: np.ndarray
+    target: np.ndarray
+    probability: np.ndarray  # t(target | source), which adds up to 1 over the targets of a source token
+    frequent: np.ndarray  # target ids by falling frequency
+
+    def targets(self, most: int) -> dict[int, list[int]]:
+        """{source token: its most probable targets, so many at most}."""
+        starts = np.flatnonzero(np.r_[True, self.source[1:] != self.source[:-1]])
+        ends = np.minimum(np.r_[starts[1:], len(self.source)], starts + most)
+        return {int(self.source[a]): self.target[a:b].tolist() for a, b in zip(starts, ends, strict=True)}
+
+
+def learn_lexicon(sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> Lexicon:
+    """The lexicon of sentence pairs, of so many as `MOST` allows from the first on.
+
+    Model 1 explains every target token by one of the source's, or by none of them (an empty word, which is removed
+    from the result). Expectation maximization finds its probabilities.
+    """
+    nothing = size = 1 + max((max(ids, default=0) for ids in (*sources, *targets)), default=0)  # the empty word
+    parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    pairs = place = 0
+    for source, target in zip(sources, targets, strict=True):
+        f, e = np.array([*source[:LONGEST], nothing]), np.array(target[:LONGEST], dtype=np.int64)
+        parts.append((np.tile(f, len(e)), np.repeat(e, len(f)), np.repeat(np.arange(place, place + len(e)), len(f))))
+        place, pairs = place + len(e), pairs + len(f) * len(e)
+        if pairs > MOST:
+            break
+    f, e, places = (np.concatenate([part[index] for part in parts]) for index in range(3))
+    keys, which = np.unique(f * size + e, return_inverse=True)
+    source, target = np.divmod(keys, size)
+    probability = np.ones(len(keys))
+    for _ in range(ROUNDS):
+        weight = probability[which]
+        weight /= np.bincount(places, weight)[places]
+        expected = np.bincount(which, weight, len(keys))
+        probability = expected / np.bincount(source, expected)[source]
+    counts = np.bincount(e[f == nothing], minlength=1)
+    order = np.lexsort((-probability, source))
+    order = order[source[order] != nothing]
+    frequent = np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)]
+    return Lexicon(source[order], target[order], probability[order], frequent)
 
 
 @dataclass(frozen=True)
 class Shortlist:
-    """Target tokens that can come.
+    """Target tokens that can come."""
 
-    Attributes:
-        vocabulary: how many target tokens there are.
-        always: whatever the source.
-        given: {source token: those that come with it, without these}.
-    """
-
-    vocabulary: int
-    always: tuple[int, ...]
-    given: dict[int, list[int]]
+    vocabulary: int  # how many target tokens there are
+    always: tuple[int, ...]  # whatever the source
+    given: dict[int, list[int]]  # {source token: those that come with it, without these}
 
     @classmethod
     def of(cls, lexicon: Lexicon, vocabulary: int, special: Iterable[int], always: int, each: int) -> Shortlist:
@@ -67,7 +126,7 @@ class Shortlist:
 
     @classmethod
     def load(cls, file: Path) -> Shortlist:
-        """What `save` wrote."""
+        """Read the file that `save` wrote."""
         content = read_json(file)
         given = {int(token): ids for token, ids in content["given"].items()}
         return cls(content["vocabulary"], tuple(content["always"]), given)
@@ -81,28 +140,18 @@ def choose_shortlist(
     outputs: Sequence[Sequence[int]],
 ) -> Shortlist:
     """The smallest shortlist that holds enough of a model's outputs, or the one that holds most of them."""
-    found: list[tuple[bool, float, float, Shortlist]] = []
-    for always in ALWAYS:
-        for each in EACH:
-            shortlist = Shortlist.of(lexicon, vocabulary, special, always, each)
-            coverage, size = shortlist.coverage(sources, outputs)
-            found.append((coverage >= ENOUGH, coverage, size, shortlist))
-    enough = [one for one in found if one[0]]
-    return min(enough, key=lambda one: one[2])[3] if enough else max(found, key=lambda one: (one[1], -one[2]))[3]
+    tried = [Shortlist.of(lexicon, vocabulary, special, always, each) for always in ALWAYS for each in EACH]
+    found = [(*one.coverage(sources, outputs), one) for one in tried]
+    enough = [one for one in found if one[0] >= ENOUGH]
+    return min(enough, key=lambda one: one[1])[2] if enough else max(found, key=lambda one: (one[0], -one[1]))[2]
 
 
 def narrow_search(search: Search, tokens: np.ndarray) -> Search:
     """A search among some tokens alone, which it calls by their places in `tokens`."""
-    place = {int(token): number for number, token in enumerate(tokens)}
-    return replace(
-        search,
-        start=place[search.start],
-        pad=place[search.pad],
-        ends=tuple(place[token] for token in search.ends),
-        suppressed=tuple(place[token] for token in search.suppressed if token in place),
-        forced_start=None if search.forced_start is None else place[search.forced_start],
-        forced_end=None if search.forced_end is None else place[search.forced_end],
-    )
+    place: dict = {None: None} | {int(token): number for number, token in enumerate(tokens)}
+    single = {name: place[getattr(search, name)] for name in ("start", "pad", "forced_start", "forced_end")}
+    suppressed = tuple(place[token] for token in search.suppressed if token in place)
+    return replace(search, ends=tuple(place[token] for token in search.ends), suppressed=suppressed, **single)
 
 
 def special_tokens(search: Search, unknown: int | None) -> list[int]:
@@ -117,24 +166,150 @@ def find_shortlist(folder: Path) -> Path | None:
 
 
 def digest(file: Path) -> str:
-    """What a file is known by."""
+    """Return the fingerprint of a file."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def check_shortlist(folder: Path, described: dict | None) -> None:
-    """Raise a `ValueError` where an exported folder holds a shortlist that was not made for it, or lacks its own.
-
-    Args:
-        described: what `export.json` says of it.
-    """
+    """Raise a `ValueError` for a folder whose shortlist is another than `export.json` describes."""
     file = find_shortlist(folder)
-    if file is None and described is None:
-        return
-    if file is None:
+    if file is None and described is not None:
         raise ValueError(f"{folder} lacks its shortlist ({' or '.join(SHORTLIST_FILES)}): export the model again")
-    if described is None or digest(file) != described["sha256"]:
+    if file is not None and (described is None or digest(file) != described["sha256"]):
         raise ValueError(
             f"{file} was not made for this model, whose vocabulary may be another: remove the file, or export the "
             "model again with --shortlist"
         )
+
+
+# --- A shortlist for a model that was just exported
+
+
+@dataclass(frozen=True)
+class ShortlistReport:
+    """A shortlist, and how the model does with it on sentences that it was not made from."""
+
+    text: str  # the text that it was made from
+    pairs: int
+    own_translations: bool  # whether the targets of the pairs are the model's
+    always: int  # tokens that can always come
+    candidates: float  # tokens that can come for a sentence, on average, of the `vocabulary`
+    vocabulary: int
+    coverage: float  # share of the tokens of the model's outputs that it contains
+    sentences: int  # held out for this
+    same: float  # share of them whose translation stays the same
+    chrf: float | None  # `None` without references
+    chrf_without: float | None  # with all tokens
+    sha256: str  # of its file
+
+    def line(self) -> str:
+        """The same as sentences."""
+        scores = "" if self.chrf is None else f"; chrF {self.chrf:.1f}, {self.chrf_without:.1f} with all tokens"
+        return (
+            f"Shortlist from {self.pairs:,} pairs of {self.text}: {self.candidates:,.0f} of {self.vocabulary:,} "
+            f"tokens for a sentence. Of {self.sentences} sentences held out it has {self.coverage:.2%} of the tokens "
+            f"of the model's translations, and does not change {self.same:.0%} of these{scores}."
+        )
+
+
+def add_shortlist(
+    engine: EngineFile,
+    source: Source,
+    folder: Path,
+    quantization: str,
+    text: str,
+    columns: tuple[str | None, str | None],
+) -> ShortlistReport:
+    """Make a shortlist for an exported model, write it beside it, and measure it.
+
+    `text` is parallel text (see `load_parallel`); or text of the source alone, which the model then translates: a file
+    of lines (any other ending), or data without the target's column. By default, `columns` are called as the tokenizer
+    calls its languages, else `source` and `target`.
+    """
+    if source.tokenizer is None:
+        raise ValueError(f"shortlist is given, but {source.name} has no tokenizer to read the text by")
+    sources, references = read_pairs(source, text, columns)
+    search = Search.of(source.generation)
+    limit = min(position_limit(source.model.config) or LONGEST, LONGEST)
+    ids = source.tokenizer(sources, truncation=True, max_length=limit)["input_ids"]
+    check_known(ids, source.tokenizer)
+    running = engine.load(folder, search, torch.get_num_threads())
+    held = max(2, min(HELD_OUT, int(SHARE * len(ids))))
+    made_from, checked = ids[:-held], ids[-held:]
+    outputs = translate_all(running, checked, search)
+    if references is None:
+        targets = translate_all(running, made_from, search.with_options(1, None, None))
+    else:
+        targets = source.tokenizer(text_target=references[:-held], verbose=False)["input_ids"]
+    half = held // 2  # one chooses, the other measures
+    special, size = special_tokens(search, source.tokenizer.unk_token_id), source.model.config.decoder_vocab_size
+    shortlist = choose_shortlist(learn_lexicon(made_from, targets), size, special, checked[:half], outputs[:half])
+    engine.write_shortlist(source, folder, quantization, shortlist)
+    checked, outputs = checked[half:], outputs[half:]
+    found = translate_all(engine.load(folder, search, torch.get_num_threads()), checked, search)
+    coverage, candidates = shortlist.coverage(checked, outputs)
+    same = sum(one == other for one, other in zip(found, outputs, strict=True))
+    scores: list[float | None] = [None, None]
+    if references is not None:
+        texts = [source.tokenizer.batch_decode(rows, skip_special_tokens=True) for rows in (found, outputs)]
+        scores = [CHRF().corpus_score(one, [references[-len(checked) :]]).score for one in texts]
+    return ShortlistReport(
+        text=printable_name(text),
+        pairs=len(made_from),
+        own_translations=references is None,
+        always=len(shortlist.always),
+        candidates=candidates,
+        vocabulary=size,
+        coverage=coverage,
+        sentences=len(checked),
+        same=same / len(checked),
+        chrf=scores[0],
+        chrf_without=scores[1],
+        sha256=digest(find_shortlist(folder)),
+    )
+
+
+def read_pairs(
+    source: Source, text: str, columns: tuple[str | None, str | None]
+) -> tuple[list[str], list[str] | None]:
+    """Sentences that are no empty ones, and their translations where the text has some."""
+    if getattr(source.tokenizer, "tgt_lang", "") is None:
+        raise ValueError(
+            f"shortlist is given, but {source.name} has many languages: give source_lang and target_lang with it"
+        )
+    named = zip(columns, ("source_lang", "target_lang"), ("source", "target"), strict=True)
+    first, second = (given or getattr(source.tokenizer, field, None) or name for given, field, name in named)
+    first, prefix = split_prefix(add_prefix(source.model.config, first, second))
+    references: list[str] | None = None
+    if is_lines(text):
+        lines = load_lines(Path(text))
+        sources = list(lines["text"]) if len(lines) else []
+    else:
+        rows = load_rows(text).flatten()
+        there = {name.removeprefix("translation."): name for name in rows.column_names}
+        if first not in there:
+            raise ValueError(f"{text} has no column {first!r}: it has {', '.join(map(repr, there))}; give source_lang")
+        if second in there:
+            pairs = load_parallel(text, source=first, target=second)
+            sources, references = list(pairs["source"]), list(pairs["target"])
+        else:
+            sources = [str(one or "") for one in rows[there[first]]]
+    others = references or sources
+    kept = [index for index, pair in enumerate(zip(sources, others, strict=True)) if all(map(str.strip, pair))]
+    if len(kept) < FEWEST:
+        held = f"{len(kept)} sentence{'s' * (len(kept) != 1)}"
+        raise ValueError(f"shortlist {text} holds {held}: give thousands like those to be translated")
+    prefixed = [prefix + sources[index] for index in kept]
+    return prefixed, None if references is None else [references[index] for index in kept]
+
+
+def translate_all(model: RunningModel, sentences: Sequence[list[int]], search: Search) -> list[list[int]]:
+    """Return the outputs of a running model for sentences, in their order."""
+    order = sorted(range(len(sentences)), key=lambda index: -len(sentences[index]))
+    outputs: list[list[int]] = [[] for _ in sentences]
+    for start in range(0, len(order), BATCH):
+        chosen = order[start : start + BATCH]
+        for index, ids in zip(chosen, model.generate([sentences[index] for index in chosen], search), strict=True):
+            outputs[index] = ids
+    return outputs

@@ -15,7 +15,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase
 
-from ..conversion.vocabulary.sentencepiece_files import BYTE, NORMAL, USER_DEFINED, PieceModel
+from ..conversion.vocabulary import BYTE, NORMAL, USER_DEFINED, PieceModel
 
 FILE = "tokenizer.json"
 MARK = "\ufdd0"  # no character, by the Unicode standard
@@ -31,18 +31,12 @@ KNOWN = ("MarianTokenizer", "M2M100Tokenizer")
 
 @dataclass(frozen=True)
 class TokenizerReport:
-    """What is known of a `tokenizer.json` that was written.
+    """Facts about a written `tokenizer.json`."""
 
-    Attributes:
-        sentences: compared with the tokenizer of the checkpoint; 0 where that has the file itself.
-        ids, texts: sentences that get other ids, and whose ids are decoded to another text.
-        missing: why there is no such file; empty where there is one.
-    """
-
-    sentences: int = 0
-    ids: int = 0
-    texts: int = 0
-    missing: str = ""
+    sentences: int = 0  # compared with the tokenizer of the checkpoint; 0 where that has the file itself
+    ids: int = 0  # sentences that get other ids
+    texts: int = 0  # sentences whose ids are decoded to another text
+    missing: str = ""  # why there is no such file
 
     def lines(self) -> list[str]:
         """The same as sentences."""
@@ -106,25 +100,21 @@ def convert_m2m_100(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def convert(pieces: PieceModel, ids: dict[str, int], unknown: str, special: list[str]) -> Tokenizer:
-    """Normalizer, model and decoder of a SentencePiece model whose pieces have other ids.
+    """Normalizer, model and decoder of a SentencePiece model whose pieces have other ids, from 0 without a gap.
 
-    Args:
-        ids: of all tokens, from 0 without a gap.
-        special: tokens that are matched as a whole, before the text is cut.
+    Tokens `special` are matched as a whole, before the text is cut.
     """
     cutting = {piece.text: piece.score for piece in pieces.pieces if piece.type in (NORMAL, USER_DEFINED, BYTE)}
     has_bytes = any(piece.type == BYTE for piece in pieces.pieces)
     order = sorted(ids, key=ids.__getitem__)
     names = [token if token in cutting or token in special else MARK + token for token in order]
-    model: models.Model
     if pieces.is_bpe:
         vocabulary = {name: number for number, name in enumerate(names)}
         merges = list_merges(cutting, vocabulary)
-        model = models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
+        made = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes))
     else:
         scored = [(name, cutting.get(name, 0.0)) for name in names]
-        model = models.Unigram(scored, unk_id=ids[unknown], byte_fallback=has_bytes)
-    made = Tokenizer(model)
+        made = Tokenizer(models.Unigram(scored, unk_id=ids[unknown], byte_fallback=has_bytes))
     options = pieces.settings(NORMALIZER)
     steps: list[normalizers.Normalizer] = []
     if charsmap := options.get(CHARSMAP):

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from rich.markup import escape
@@ -21,18 +21,17 @@ from ..in_memory import AnyModel, model_name, on_disk
 from ..languages import find_prefixes, named_columns
 from ..loading import position_limit, printable_name, resolve_source, unique_parameters
 from ..results import Result
+from .engine import TransformersModel
 from .engines import EngineFile, load_engine_file
-from .engines.transformers import TransformersModel
-from .layers import Expansion
+from .layers import Source, read_source
 from .search import Search
-from .shortlisting import ShortlistReport, add_shortlist
-from .source import Source, read_source
+from .shortlist import ShortlistReport, add_shortlist
 from .tokenizer_file import TokenizerReport, write_tokenizer_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SENTENCES, TOKENS = 6, 12  # of the comparison
+SENTENCES, TOKENS = 6, 12  # sizes of the comparison
 EXACT = 1e-3
 # Mean difference in log p, as a share of how much log p differs between tokens: unrelated models are above 1.
 ALIKE = 0.5
@@ -40,22 +39,22 @@ ALIKE = 0.5
 
 @dataclass(frozen=True)
 class ExportReport(Result):
-    """What was written.
+    """Report of an export.
 
     Attributes:
         engine, quantization: as asked for.
         source: the checkpoint.
         parameters: its unique ones.
-        multiplied_out: stored matrices that became dense because the engine has no product of two.
+        multiplied_out: stored matrices that were expanded because the engine has no low-rank layers.
         factor_parameters, product_parameters: their numbers before and after.
         narrowed_attentions: attentions among them whose heads got narrower than they were, exactly.
-        weight_bytes: of the model's files, without the tokenizer.
+        weight_bytes: size of the model's files, without the tokenizer.
         difference: largest difference of log p from the checkpoint's, in nats, over random sentences; in less than
             32 bits the mean difference over the checkpoint's outputs, see `measure_difference`.
         max_position_embeddings: most tokens of an input; `None` where nothing limits them.
-        encoder_table: numbers of the encoder's token table, where it was multiplied out.
-        shortlist: what is known of it, where there is one.
-        prefix: what stands before every source, as T5 asks for: that of its two languages, or the only one.
+        encoder_table: numbers of the encoder's embedding matrix, if it was expanded.
+        shortlist: report of the shortlist, if there is one.
+        prefix: prefix of every source, as T5 requires: that of its two languages, or the only one.
         tokenizer: how the written `tokenizer.json` compares with the checkpoint's tokenizer.
         beside: {other quantization that the folder holds too: its bytes, and its difference of log p}.
     """
@@ -77,23 +76,8 @@ class ExportReport(Result):
     tokenizer: TokenizerReport = field(default_factory=TokenizerReport)
     beside: dict[str, tuple[int, float]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, source: Source, expansion: Expansion, **found: Any) -> ExportReport:
-        """The report on the export of a checkpoint; `found` are the fields that these two do not hold."""
-        return cls(
-            source=printable_name(source.name),
-            parameters=unique_parameters(source.model),
-            multiplied_out=expansion.matrices,
-            factor_parameters=expansion.parameters_before,
-            product_parameters=expansion.parameters_after,
-            narrowed_attentions=expansion.narrowed_attentions,
-            max_position_embeddings=source.model.config.max_position_embeddings,
-            encoder_table=expansion.encoder_table,
-            **found,
-        )
-
     def parts(self) -> list[Table | str]:
-        """Return a table of what was written."""
+        """Return a table of the result."""
         table = Table(title=f"{escape(self.source)} for {self.engine}", show_header=False)
         table.add_row("numbers", self.quantization)
         table.add_row("parameters", f"{self.parameters:,}")
@@ -106,27 +90,27 @@ class ExportReport(Result):
     def lines(self, output: str | Path) -> list[str]:
         """The same as sentences, and how to load the folder."""
         form = self.quantization
+        measure = "at most" if form == "float32" else "mean over the tokens of its outputs"
         lines = [
             f"{self.source}: {self.parameters:,} parameters, {self.weight_bytes / 1e6:,.1f} MB in {output} "
             f"({self.engine}, {form}).",
-            f"Its log-probabilities differ from the checkpoint's by {self.difference:.2g} nats "
-            f"({'at most' if self.quantization == 'float32' else 'mean over the tokens of its outputs'}).",
+            f"Its log-probabilities differ from the checkpoint's by {self.difference:.2g} nats ({measure}).",
         ]
         if self.multiplied_out:
             lines.append(
-                f"{self.engine} has no low-rank linear layer: {self.multiplied_out} matrices were multiplied out, "
+                f"{self.engine} has no low-rank linear layer: {self.multiplied_out} matrices were expanded, "
                 f"{self.factor_parameters:,} parameters to {self.product_parameters:,}."
             )
         if self.encoder_table:
             bits = {"int8": 8, "int16": 16, "float16": 16, "bfloat16": 16}.get(form.partition("_")[0], 32)
             lines.append(
-                f"{self.encoder_table * bits / 8e6:,.1f} MB of it are the encoder's token table, a product in the "
+                f"{self.encoder_table * bits / 8e6:,.1f} MB of it are the encoder's embedding matrix, low-rank in the "
                 "checkpoint: convert --vocabulary keeps fewer tokens, export --to onnx both factors."
             )
         if self.narrowed_attentions:
             lines.append(f"The heads of {self.narrowed_attentions} attentions were narrowed to their rank, exactly.")
         if self.shortlist is not None:
-            lines += self.shortlist.lines()
+            lines.append(self.shortlist.line())
         for other, (size, difference) in self.beside.items():
             lines.append(f"The folder also holds {other}: {size / 1e6:,.1f} MB, difference {difference:.2g} nats.")
         lines += self.tokenizer.lines()
@@ -166,12 +150,12 @@ def export(
             (a file or a dataset on the Hub), or text of the source alone (a file of lines, or data), which the model
             translates. The output layer is then computed for these alone. `None`: for all tokens.
         source_lang, target_lang: columns of that text, by default the tokenizer's languages, else `source`, `target`;
-            of a multilingual model also the codes of what it is to translate from and to.
-        overwrite: replace what `output` holds, if this package wrote all of it.
+            of a multilingual model also the codes of its languages.
+        overwrite: replace the content of `output`, if this package wrote all of it.
 
     Raises:
-        ValueError: the engine is unknown or not installed, it cannot express the model (the message says which part),
-            or what it computes is not what the checkpoint computes.
+        ValueError: the engine is unknown or not installed, it does not support the model (the message names the part),
+            or its outputs are not those of the checkpoint.
         FileNotFoundError: no such checkpoint.
         FileExistsError, BlockingIOError: see `files.atomic_output`.
 
@@ -204,14 +188,19 @@ def export(
         if hasattr(engine, "write_config"):
             engine.write_config(source, temporary, prefix)
         source.generation.save_pretrained(temporary)
-        difference = measure_difference(source, engine, temporary, quantization)
-        report = ExportReport.of(
-            source,
-            expansion,
+        report = ExportReport(
             engine=to,
             quantization=quantization,
+            source=printable_name(source.name),
+            parameters=unique_parameters(source.model),
+            multiplied_out=expansion.matrices,
+            factor_parameters=expansion.parameters_before,
+            product_parameters=expansion.parameters_after,
+            narrowed_attentions=expansion.narrowed_attentions,
             weight_bytes=written,
-            difference=difference,
+            difference=measure_difference(source, engine, temporary, quantization),
+            max_position_embeddings=source.model.config.max_position_embeddings,
+            encoder_table=expansion.encoder_table,
             shortlist=listed,
             prefix=prefix,
             tokenizer=tokenizer_report,
@@ -239,12 +228,12 @@ def check_engine(to: str, quantization: str | None, shortlist: str | None = None
     if quantization not in (None, *engine.QUANTIZATIONS):
         raise ValueError(f"quantization is {quantization!r}; {to} has {', '.join(engine.QUANTIZATIONS)}")
     if shortlist is not None and not hasattr(engine, "write_shortlist"):
-        raise ValueError(f"shortlist is given, but {to} computes all tokens of the output layer: leave shortlist out")
+        raise ValueError(f"shortlist is given, but {to} computes all tokens of the output layer: remove shortlist")
     return engine
 
 
 def expands_low_rank(to: str) -> bool:
-    """Whether an engine has no low-rank matrix multiplications, so that factors become full matrices there."""
+    """Whether factors become full matrices in an engine."""
     return getattr(load_engine_file(to), "EXPANDS_LOW_RANK", False)
 
 
@@ -252,10 +241,8 @@ def measure_difference(source: Source, engine: EngineFile, folder: Path, quantiz
     """Return how far log-probabilities of the written model are from the checkpoint's, in nats, on random sentences.
 
     In float32 the result is the largest difference over random targets. In fewer bits it is the mean difference over
-    the tokens that the checkpoint generates: errors of tokens that it never chooses change no output.
-
-    Raises:
-        ValueError: the log-probabilities of random targets are not those of the checkpoint.
+    the tokens that the checkpoint generates: errors of tokens that it never chooses change no output. Raises
+    `ValueError` where the log-probabilities of random targets are not those of the checkpoint.
     """
     search, config = Search.of(source.generation), source.model.config
     special = {search.start, search.pad, *search.ends, *search.suppressed}

@@ -45,7 +45,7 @@ def _register(config_class: type) -> None:
             model_class = globals()[reference.split(".")[-1]]
             getattr(transformers, auto_name).register(config_class, model_class, exist_ok=True)
             model_class.register_for_auto_class(auto_name)
-            if auto_name == "AutoModelForCausalLM":  # whose labels Trainer shifts, by name, where it smooths them
+            if auto_name == "AutoModelForCausalLM":  # Trainer shifts labels of this class name where it smooths them
                 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config_class.model_type] = model_class.__name__
 
 

@@ -77,7 +77,7 @@ class FactorizedConfig(PreTrainedConfig):
         max_position_embeddings: longest input, in tokens; `None` if nothing limits it.
         scale_embedding: embeddings times the square root of their width.
         scale_output: hidden states times 1/√d before the output layer.
-        activation_function: of the feed-forward networks.
+        activation_function: activation function of the feed-forward networks.
         dropout, attention_dropout, activation_dropout: in training, of every sublayer's output and of the embeddings;
             of attention weights; inside feed-forward networks.
         share_encoder_decoder_embeddings: one embedding matrix for both stacks.
@@ -91,12 +91,12 @@ class FactorizedConfig(PreTrainedConfig):
         forced_eos_token_id: the token that an output of the greatest length ends with, or `None`.
 
     Raises:
-        ValueError: fields that cannot go together; the message names the field, its value and what would be right.
+        ValueError: fields that contradict each other; the message names the field, its value and the expected one.
     """
 
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012, Trainer adds lists to it
     embeddings: ClassVar[tuple[str, ...]] = ("full", "adaptive")
-    extra_cache_slots: ClassVar[int] = 0  # of the decoder, besides one for each depth
+    extra_cache_slots: ClassVar[int] = 0  # slots of the decoder, besides one for each depth
     # Fields that are `None` if all matrices are dense; m and n of a matrix do not depend on them.
     matrix_fields: ClassVar[tuple[str, ...]] = (*RANK_FIELDS, "rank_pattern")
     attribute_map = {  # noqa: RUF012
@@ -225,8 +225,8 @@ class FactorizedConfig(PreTrainedConfig):
             raise ValueError(f"pad_token_id is {self.pad_token_id}, but there are {tokens} tokens (vocab_size)")
         if self.share_encoder_decoder_embeddings and self.decoder_vocab_size != self.vocab_size:
             raise ValueError(
-                f"decoder_vocab_size is {self.decoder_vocab_size} and vocab_size {self.vocab_size}: set both alike, "
-                "or give each stack a token table of its own (share_encoder_decoder_embeddings=False)"
+                f"decoder_vocab_size is {self.decoder_vocab_size} and vocab_size {self.vocab_size}: set both equal, "
+                "or give each stack its own embedding matrix (share_encoder_decoder_embeddings=False)"
             )
         is_relative = getattr(self, "position_embedding_type", None) in RELATIVE_POSITIONS
         if self.max_position_embeddings is None and not is_relative:
@@ -234,12 +234,8 @@ class FactorizedConfig(PreTrainedConfig):
 
     def check_adaptive(self) -> None:
         """Raise `ValueError` unless `adaptive_cutoffs` divide the vocabulary, and `adaptive_factor` the width."""
-        cutoffs, factor, vocab_size, width = (
-            self.adaptive_cutoffs,
-            self.adaptive_factor,
-            self.decoder_vocab_size,
-            self.d_model,
-        )
+        cutoffs, factor = self.adaptive_cutoffs, self.adaptive_factor
+        vocab_size, width = self.decoder_vocab_size, self.d_model
         if not cutoffs or any(a >= b for a, b in zip([0, *cutoffs], [*cutoffs, vocab_size], strict=True)):
             raise ValueError(
                 f"adaptive_cutoffs is {cutoffs}: with embedding='adaptive' they rise from 1 to below the vocabulary, "
@@ -275,6 +271,8 @@ def causal_config(config: FactorizedConfig) -> FactorizedConfig:
             setattr(config, f"encoder_{field}", getattr(config, f"decoder_{field}"))
     if getattr(config, "vanilla_head_scaling", False) and config.decoder_style != "vanilla":
         config.vanilla_head_scaling = False
+    if getattr(config, "normalize_before", False) is None:
+        config.normalize_before = True  # Subformer, §3: as Baevski and Auli
     config.set_defaults()
     config.check()
     return config
@@ -293,14 +291,14 @@ class LightFormerConfig(FactorizedConfig):
         encoder_groups, decoder_groups: N, number of stored layers, in contiguous groups (§3.2). `None`: one a depth.
         share_layer_norms: whether the LayerNorms of a group are shared too; else each depth has its own.
         joint_qkv: one projection d → 3d in self-attention (Table 1 of the paper).
-        attention_output_projection: whether attention has `out_proj` (Table 1 leaves it out).
+        attention_output_projection: whether attention has `out_proj` (Table 1 has none).
         scale_attention: scores divided by √d_k. T5's are not.
         use_bias: whether linear layers of attention and feed-forward networks add a bias. T5's do not.
         gated_ffn: networks of three matrices, fc2(activation(fc_gate(x)) · fc1(x)) (GEGLU, Shazeer 2020; T5 v1.1).
         position_embedding_type: `sinusoidal` (Marian, Pegasus), `sinusoidal_half` (M2M100, NLLB), `learned` (BART), or
             biases of attention by distance: `relative` for all layers of a stack (T5) or `relative_per_layer` (UMT5).
             Biases need eager attention or SDPA, and have no longest input (max_position_embeddings is `None`).
-        relative_buckets, relative_furthest: number of biases of a head, and the distance from which all are alike.
+        relative_buckets, relative_furthest: number of biases of a head, and the distance from which all are equal.
         position_offset: added to positions before the table is read (2 in BART and M2M100).
         normalization: `layer_norm`, or `rms_norm` without mean and bias (T5); everywhere.
         norm_epsilon: ε, added to the variance.

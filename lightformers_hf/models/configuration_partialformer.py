@@ -1,4 +1,4 @@
-"""Configuration of PartialFormer (Zheng et al. 2023): small gated feed-forward networks inside attention heads."""
+"""Configuration of PartialFormer (Zheng et al. 2024): small gated feed-forward networks inside attention heads."""
 
 from .configuration_lightformer import (
     FactorizedConfig,
@@ -44,7 +44,7 @@ class PartialFormerConfig(FactorizedConfig):
         encoder_groups, decoder_groups: number of stored layers, in contiguous groups; `None` means one a depth.
 
     Raises:
-        ValueError: fields that cannot go together; the message names the field, its value and what would be right.
+        ValueError: fields that contradict each other; the message names the field, its value and the expected one.
     """
 
     model_type = "partialformer"

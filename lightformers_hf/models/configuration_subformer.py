@@ -37,14 +37,14 @@ class SubformerConfig(FactorizedConfig):
         output_inner_dim: inner width of a two-layer MLP with ReLU, d_m to d_e, before the output layer (Appendix A).
             `None`: one linear layer, as in the released code.
         embedding_attention_heads: heads of SAFE; `None` as `sandwich_attention_heads`.
-        decoder_embedding_scale: what the decoder's token vectors are multiplied by; `None`: with `scale_embedding` the
+        decoder_embedding_scale: factor of the decoder's token vectors; `None`: with `scale_embedding` the
             square root of their width, as in the encoder. The paper's released code has √d_m.
         projection_dropout: in the projections up and down.
         normalize_before: LayerNorm before each sublayer rather than after it. `None`: as in the paper, after it in an
             encoder-decoder, before it in a causal language model.
 
     Raises:
-        ValueError: fields that cannot go together; the message names the field, its value and what would be right.
+        ValueError: fields that contradict each other; the message names the field, its value and the expected one.
     """
 
     model_type = "subformer"

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple
 
+from .configuration_lightformer import FactorizedConfig, causal_config
 from .low_rank import (
     AdaptiveEmbedding,
     AdaptiveOutput,
@@ -29,9 +30,10 @@ from .low_rank import (
 class EncoderDecoder:
     """An encoder-decoder without a head: `encoder`, `decoder` and, if they have one embedding, `shared`."""
 
-    def add_stacks(self, encoder_class: type[nn.Module], decoder_class: type[nn.Module]) -> None:
-        """Build both stacks. Raise `ValueError` if the configuration is that of a single stack."""
-        config = self.config
+    stack_classes: tuple[type[nn.Module], type[nn.Module]]  # encoder and decoder
+
+    def __init__(self, config: FactorizedConfig):
+        super().__init__(config)
         if not config.is_encoder_decoder:
             raise ValueError(
                 "is_encoder_decoder is False: this is the configuration of a single stack, which the causal language "
@@ -47,10 +49,10 @@ class EncoderDecoder:
             self.shared = make_embedding(config, "encoder")
             names, stacks = tied_parameters(self.shared), ("encoder", "decoder")
             ties = {f"{stack}.embed_tokens.{name}": f"shared.{name}" for stack in stacks for name in names}
-        self.encoder = encoder_class(config)
-        self.decoder = decoder_class(config)
+        self.encoder, self.decoder = (stack_class(config) for stack_class in self.stack_classes)
         self._tied_weights_keys = ties
         warn_about_patterns(self, config)
+        self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
         return self.encoder.embed_tokens
@@ -76,7 +78,7 @@ class EncoderDecoder:
     ) -> Seq2SeqModelOutput:
         """Source ids (B, S) and target ids (B, T) → hidden states of the decoder (B, T, d).
 
-        `encoder_outputs` replaces the encoder's pass. `inputs_embeds` are unscaled: what `get_input_embeddings()`
+        `encoder_outputs` replaces the encoder's pass. `inputs_embeds` are unscaled: as `get_input_embeddings()`
         returns for ids.
         """
         if decoder_input_ids is None and decoder_inputs_embeds is None:
@@ -149,13 +151,18 @@ class LanguageModelHead:
 class ConditionalGenerationHead(LanguageModelHead):
     """An encoder-decoder `model`, an output layer `lm_head`, and maybe a fixed bias `final_logits_bias` (Marian)."""
 
-    def add_head(self, model: nn.Module) -> None:
-        """Add the output layer to `model`."""
+    model_class: type[nn.Module]
+    has_logits_bias = False
+
+    def __init__(self, config: FactorizedConfig):
+        super().__init__(config)
         self.loss_type = "ForMaskedLM"  # decoder inputs are already shifted; the default would shift the labels again
-        self.register_buffer("final_logits_bias", None)
-        self.model = model
-        name = "shared" if self.config.share_encoder_decoder_embeddings else "decoder.embed_tokens"
-        self.add_output(model.decoder.embed_tokens, f"model.{name}")
+        bias = torch.zeros(1, config.decoder_vocab_size) if self.has_logits_bias else None
+        self.register_buffer("final_logits_bias", bias)
+        self.model = self.model_class(config)
+        name = "shared" if config.share_encoder_decoder_embeddings else "decoder.embed_tokens"
+        self.add_output(self.model.decoder.embed_tokens, f"model.{name}")
+        self.post_init()
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
         """Hidden states of the decoder (…, d) → logits (…, V)."""
@@ -210,10 +217,13 @@ class ConditionalGenerationHead(LanguageModelHead):
 class CausalLMHead(LanguageModelHead):
     """A `decoder` without cross-attention, and an output layer `lm_head`."""
 
-    def add_head(self, decoder: nn.Module) -> None:
-        """Add the output layer to `decoder`."""
-        self.decoder = decoder
-        self.add_output(decoder.embed_tokens, "decoder.embed_tokens")
+    decoder_class: type[nn.Module]
+
+    def __init__(self, config: FactorizedConfig):
+        super().__init__(causal_config(config))
+        self.decoder = self.decoder_class(self.config)
+        self.add_output(self.decoder.embed_tokens, "decoder.embed_tokens")
+        self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
         return self.decoder.embed_tokens

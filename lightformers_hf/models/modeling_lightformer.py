@@ -13,7 +13,7 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils import can_return_tuple
 
-from .configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig, causal_config
+from .configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig
 from .heads import CausalLMHead, ConditionalGenerationHead, EncoderDecoder
 from .layers import (
     Depth,
@@ -158,29 +158,20 @@ class LightFormerDecoder(DecoderStack, LightFormerStack):
 class LightFormerModel(EncoderDecoder, LightFormerPreTrainedModel):
     """Encoder and decoder without a head."""
 
-    def __init__(self, config: LightFormerConfig):
-        super().__init__(config)
-        self.add_stacks(LightFormerEncoder, LightFormerDecoder)
-        self.post_init()
+    stack_classes = (LightFormerEncoder, LightFormerDecoder)
 
 
 class LightFormerForConditionalGeneration(ConditionalGenerationHead, LightFormerPreTrainedModel, GenerationMixin):
     """LightFormer for translation and summarization: `AutoModelForSeq2SeqLM`."""
 
-    def __init__(self, config: LightFormerConfig):
-        super().__init__(config)
-        self.add_head(LightFormerModel(config))
-        self.final_logits_bias = torch.zeros(1, config.decoder_vocab_size)
-        self.post_init()
+    model_class = LightFormerModel
+    has_logits_bias = True
 
 
 class LightFormerForCausalLM(CausalLMHead, LightFormerPreTrainedModel, GenerationMixin):
     """The decoder alone, as a causal language model: `AutoModelForCausalLM`. Uses the `decoder_*` fields."""
 
-    def __init__(self, config: LightFormerConfig):
-        super().__init__(causal_config(config))
-        self.add_head(LightFormerDecoder(self.config))
-        self.post_init()
+    decoder_class = LightFormerDecoder
 
 
 class LightFormerForSequenceClassification(LightFormerPreTrainedModel):

@@ -15,7 +15,6 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 
-from .configuration_lightformer import causal_config
 from .configuration_partialformer import PartialFormerConfig
 from .heads import CausalLMHead, ConditionalGenerationHead, EncoderDecoder
 from .layers import (
@@ -70,11 +69,8 @@ class Distances(nn.Embedding):
 def draw_parts(module: nn.Linear, m: int, parts: list[int], last_bias: float) -> None:
     """Draw a matrix m×n that consists of several of JOINT side by side, each as if it were alone, or one factor of it.
 
-    Args:
-        module: the layer, or `u` (without bias) or `v` (with bias) of a low-rank layer.
-        m: inputs of the layer.
-        parts: their widths, whose sum is n; 0 if a part does not exist.
-        last_bias: bias of the last part; all others are zero.
+    `parts` are their widths, whose sum is n. `module` is the layer, or `u` (without bias) or `v` (with bias) of a
+    low-rank layer.
     """
     rank, scale = getattr(module, "product_rank", None), 1.0
     if rank is not None:
@@ -107,19 +103,13 @@ def joint_projection(
 
 
 class PartialAttention(Attention):
-    """Attention whose heads have a feed-forward network and a gate: AFFN (§3.2, Figure 2c).
+    """Attention whose H heads have a feed-forward network and a gate: AFFN (§3.2, Figure 2c).
 
-    What is made of the same states is one matrix: `in_proj` (d → q, k, v, gate) in self-attention, in cross-attention
+    Projections of the same states are one matrix: `in_proj` (d → q, k, v, gate) in self-attention. In cross-attention,
     `query_proj` (d → q, gate) for the decoder's states and `memory_proj` (d → k, v) for the encoder's. The cache holds
     keys and values with all heads side by side, (B, 1, S, h·d_k) and (B, 1, S, H·d_k), so that their numbers of heads
-    may differ.
-
-    Args:
-        config: gives d, d_k, and what the heads' network looks like.
-        name: of the module, for `rank_pattern`.
-        heads: H.
-        ffn_expansion: ρ; `None` for attention without feed-forward network and gate.
-        head_scaling: whether queries and keys have `base_attention_heads` heads instead of H.
+    may differ. `ffn_expansion` is ρ, `None` without network and gate. With `head_scaling` queries and keys have
+    `base_attention_heads` heads instead of H.
     """
 
     def __init__(
@@ -175,7 +165,7 @@ class PartialAttention(Attention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(B, T, d) → (B, T, d) and the weights (B, H, T, S).
 
-        `attention_mask` (B, 1 or H, T, S) is added to the logits: masks and A^G alike (Eq. 6).
+        `attention_mask` (B, 1 or H, T, S) is added to the logits, also to A^G (Eq. 6).
         """
         if self.is_cross_attention:
             query, gate = self.query_proj(hidden_states).split(self.parts, dim=-1)
@@ -265,58 +255,44 @@ class GlobalAttention(nn.Module):
 
 
 class PartialFormerLayer(TransformerLayer):
-    """Self-attention in an encoder, self- and cross-attention in a decoder, with the networks inside; pre-norm."""
+    """Pre-norm layer: self-attention, cross-attention in a decoder. Their heads contain the feed-forward networks.
+
+    With the style `vanilla` the layer has a feed-forward network of width 4·d instead (Table 7), and its attention has
+    no networks and maybe head scaling.
+    """
 
     def __init__(self, config: PartialFormerConfig, stack: str, index: int):
-        ffn_in = getattr(config, f"{stack}_ffn_in")
-        expansion = getattr(config, f"{stack}_ffn_expansion")
+        name, width = f"{stack}.layers.{index}", config.d_model
+        is_partial = getattr(config, f"{stack}_style") == "partial"
+        ffn_in, expansion = getattr(config, f"{stack}_ffn_in"), getattr(config, f"{stack}_ffn_expansion")
 
-        def attention(part: str, kind: str) -> PartialAttention:
+        def attention(part: str, kind: str) -> nn.Module:
+            if not (is_partial or config.vanilla_head_scaling):
+                project = projections(config, f"{name}.{part}", "attention")
+                is_causal = stack == "decoder" and kind == "self"
+                return MultiHeadAttention(config, width, config.base_attention_heads, project, is_causal=is_causal)
             return PartialAttention(
                 config,
-                f"{stack}.layers.{index}.{part}",
+                f"{name}.{part}",
                 getattr(config, f"{stack}_attention_heads"),
                 is_cross_attention=kind == "cross",
-                ffn_expansion=expansion if ffn_in in (kind, "both") else None,
-                head_scaling=config.head_scaling,
+                ffn_expansion=expansion if is_partial and ffn_in in (kind, "both") else None,
+                head_scaling=config.head_scaling or not is_partial,
             )
 
         has_cross = stack == "decoder" and config.is_encoder_decoder
         cross = attention("encoder_attn", "cross") if has_cross else None
         super().__init__(config, attention("self_attn", "self"), cross, normalize_before=True)
-        add_layer_norms(self, config.d_model, has_cross)
-        self.final_layer_norm = nn.Identity()
+        self.is_partial = is_partial
+        if not is_partial:
+            add_feed_forward(self, width, 4 * width, projections(config, name, "ffn"))
+        add_layer_norms(self, width, has_cross)
+        if is_partial:
+            self.final_layer_norm = nn.Identity()
 
     def feed_forward(self, states: torch.Tensor, norm: nn.Module, network: nn.Module) -> torch.Tensor:
-        """Return the states: the networks are inside the heads."""
-        return states
-
-
-class VanillaLayer(TransformerLayer):
-    """A Transformer layer, pre-norm, with a feed-forward network of width 4·d (Table 7), and maybe head scaling."""
-
-    def __init__(self, config: PartialFormerConfig, stack: str, index: int):
-        name, d_model = f"{stack}.layers.{index}", config.d_model
-
-        def attention(part: str) -> nn.Module:
-            if config.vanilla_head_scaling:
-                return PartialAttention(
-                    config,
-                    f"{name}.{part}",
-                    getattr(config, f"{stack}_attention_heads"),
-                    is_cross_attention=part == "encoder_attn",
-                    ffn_expansion=None,
-                    head_scaling=True,
-                )
-            project = projections(config, f"{name}.{part}", "attention")
-            is_causal = stack == "decoder" and part == "self_attn"
-            return MultiHeadAttention(config, d_model, config.base_attention_heads, project, is_causal=is_causal)
-
-        has_cross = stack == "decoder" and config.is_encoder_decoder
-        cross = attention("encoder_attn") if has_cross else None
-        super().__init__(config, attention("self_attn"), cross, normalize_before=True)
-        add_feed_forward(self, d_model, 4 * d_model, projections(config, name, "ffn"))
-        add_layer_norms(self, d_model, has_cross)
+        """Return the states unchanged if the networks are inside the heads."""
+        return states if self.is_partial else super().feed_forward(states, norm, network)
 
 
 class PartialFormerPreTrainedModel(FactorizedPreTrainedModel):
@@ -324,7 +300,7 @@ class PartialFormerPreTrainedModel(FactorizedPreTrainedModel):
 
     config_class = PartialFormerConfig
     config: PartialFormerConfig
-    _no_split_modules = ["PartialFormerLayer", "VanillaLayer", "GlobalAttention"]  # noqa: RUF012
+    _no_split_modules = ["PartialFormerLayer", "GlobalAttention"]  # noqa: RUF012
     _supports_flash_attn = False
     _supports_sdpa = False
     _supports_flex_attn = False
@@ -341,9 +317,8 @@ class PartialFormerStack(PartialFormerPreTrainedModel):
         self.add_embeddings(make_embedding(config, stack), positions, config.d_model)
         has_global = config.has_global_attention(stack)
         self.global_attention = GlobalAttention(config, stack) if has_global else None
-        layer_class = PartialFormerLayer if getattr(config, f"{stack}_style") == "partial" else VanillaLayer
         layers, groups = getattr(config, f"{stack}_layers"), getattr(config, f"{stack}_groups")
-        self.layers = LayerStack(lambda index: layer_class(config, stack, index), group_layers(layers, groups))
+        self.layers = LayerStack(lambda index: PartialFormerLayer(config, stack, index), group_layers(layers, groups))
         self.layer_norm = nn.LayerNorm(config.d_model)
         self.gradient_checkpointing = False
         self.post_init()
@@ -377,25 +352,16 @@ class PartialFormerDecoder(DecoderStack, PartialFormerStack):
 class PartialFormerModel(EncoderDecoder, PartialFormerPreTrainedModel):
     """Encoder and decoder without a head."""
 
-    def __init__(self, config: PartialFormerConfig):
-        super().__init__(config)
-        self.add_stacks(PartialFormerEncoder, PartialFormerDecoder)
-        self.post_init()
+    stack_classes = (PartialFormerEncoder, PartialFormerDecoder)
 
 
 class PartialFormerForConditionalGeneration(ConditionalGenerationHead, PartialFormerPreTrainedModel, GenerationMixin):
     """PartialFormer for translation and summarization: `AutoModelForSeq2SeqLM`."""
 
-    def __init__(self, config: PartialFormerConfig):
-        super().__init__(config)
-        self.add_head(PartialFormerModel(config))
-        self.post_init()
+    model_class = PartialFormerModel
 
 
 class PartialFormerForCausalLM(CausalLMHead, PartialFormerPreTrainedModel, GenerationMixin):
     """The decoder alone, as a causal language model: `AutoModelForCausalLM`. Uses the `decoder_*` fields."""
 
-    def __init__(self, config: PartialFormerConfig):
-        super().__init__(causal_config(config))
-        self.add_head(PartialFormerDecoder(self.config))
-        self.post_init()
+    decoder_class = PartialFormerDecoder

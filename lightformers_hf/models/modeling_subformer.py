@@ -13,7 +13,6 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 
-from .configuration_lightformer import causal_config
 from .configuration_subformer import SubformerConfig
 from .heads import CausalLMHead, ConditionalGenerationHead, EncoderDecoder
 from .layers import (
@@ -88,14 +87,9 @@ class SAFE(nn.Module):
 
     def __init__(self, config: SubformerConfig, stack: str):
         super().__init__()
-        width, name = config.embedding_dim, f"{stack}.safe"
-        self.attn = MultiHeadAttention(
-            config,
-            width,
-            config.embedding_attention_heads,
-            projections(config, f"{name}.attn", "attention"),
-            is_causal=stack == "decoder",
-        )
+        width, name, heads = config.embedding_dim, f"{stack}.safe", config.embedding_attention_heads
+        project = projections(config, f"{name}.attn", "attention")
+        self.attn = MultiHeadAttention(config, width, heads, project, is_causal=stack == "decoder")
         self.attn_layer_norm = nn.LayerNorm(width)
         project = projections(config, name, "ffn")
         self.fc1 = project("fc1", width, width)
@@ -126,13 +120,8 @@ class SandwichCrossAttention(nn.Module):
         project = projections(config, name, "attention")
         self.query_projection = project("query_projection", config.sandwich_dim, config.d_model)
         self.query_layer_norm = nn.LayerNorm(config.d_model)
-        self.attention = MultiHeadAttention(
-            config,
-            config.d_model,
-            config.decoder_attention_heads,
-            projections(config, f"{name}.attention", "attention"),
-            is_causal=False,
-        )
+        inner, heads = projections(config, f"{name}.attention", "attention"), config.decoder_attention_heads
+        self.attention = MultiHeadAttention(config, config.d_model, heads, inner, is_causal=False)
         self.output_projection = project("output_projection", config.d_model, config.sandwich_dim)
         self.output_layer_norm = nn.LayerNorm(config.sandwich_dim)
 
@@ -144,12 +133,7 @@ class SandwichCrossAttention(nn.Module):
 
 
 class SubformerLayer(TransformerLayer):
-    """A stored layer: Transformer layer at d_m or, in the middle of a sandwich, at d_s. LayerNorms belong to depths.
-
-    Args:
-        stack: `encoder` or `decoder`; a decoder of a causal language model has no cross-attention.
-        index: number of this stored layer.
-    """
+    """Stored layer `index` at d_m or, in the middle of a sandwich, at d_s. LayerNorms belong to depths."""
 
     def __init__(self, config: SubformerConfig, stack: str, index: int):
         name = f"{stack}.layers.{index}"
@@ -168,12 +152,8 @@ class SubformerLayer(TransformerLayer):
             else:
                 cross = SandwichCrossAttention(config, f"{name}.encoder_attn")
         heads = config.sandwich_attention_heads if in_sandwich else own_heads
-        super().__init__(
-            config,
-            attention("self_attn", heads, is_causal=stack == "decoder"),
-            cross,
-            normalize_before=bool(config.normalize_before),
-        )
+        self_attn = attention("self_attn", heads, is_causal=stack == "decoder")
+        super().__init__(config, self_attn, cross, normalize_before=bool(config.normalize_before))
         if config.sharing != "all_independent_ffn":
             ffn_dim = config.sandwich_ffn_dim if in_sandwich else config.ffn_dim
             add_feed_forward(self, width, ffn_dim, projections(config, name, "ffn"))
@@ -294,10 +274,7 @@ class SubformerHead:
 class SubformerModel(EncoderDecoder, SubformerPreTrainedModel):
     """Encoder and decoder without a head."""
 
-    def __init__(self, config: SubformerConfig):
-        super().__init__(config)
-        self.add_stacks(SubformerEncoder, SubformerDecoder)
-        self.post_init()
+    stack_classes = (SubformerEncoder, SubformerDecoder)
 
 
 class SubformerForConditionalGeneration(
@@ -305,19 +282,10 @@ class SubformerForConditionalGeneration(
 ):
     """Subformer for translation and summarization: `AutoModelForSeq2SeqLM`."""
 
-    def __init__(self, config: SubformerConfig):
-        super().__init__(config)
-        self.add_head(SubformerModel(config))
-        self.post_init()
+    model_class = SubformerModel
 
 
 class SubformerForCausalLM(SubformerHead, CausalLMHead, SubformerPreTrainedModel, GenerationMixin):
     """The decoder alone, as a causal language model: `AutoModelForCausalLM`. Uses the `decoder_*` fields."""
 
-    def __init__(self, config: SubformerConfig):
-        config = causal_config(config)
-        if config.normalize_before is None:
-            config.normalize_before = True  # §3: as Baevski and Auli
-        super().__init__(config)
-        self.add_head(SubformerDecoder(config))
-        self.post_init()
+    decoder_class = SubformerDecoder

@@ -3,10 +3,8 @@
 from .runs import (
     ScoredPart,
     find_last_checkpoint,
-    gather_model,
     load_distiller,
     load_trainable,
-    prepare_sharding,
     remove_checkpoints,
     train,
 )
@@ -17,11 +15,9 @@ __all__ = [
     "ScoredPart",
     "TokenBatchSampler",
     "find_last_checkpoint",
-    "gather_model",
     "hidden_loss",
     "load_distiller",
     "load_trainable",
-    "prepare_sharding",
     "remove_checkpoints",
     "train",
     "training_loss",

@@ -1,4 +1,4 @@
-"""Training runs: what is loaded, scored and sharded, how a run resumes and ends, and callbacks that pace it."""
+"""Training runs: loading, scoring, resuming and ending a run, and callbacks that pace it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import (
@@ -26,6 +26,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Seq2SeqTrainingArguments,
     Trainer,
     TrainerCallback,
     TrainerControl,
@@ -36,7 +37,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput
 
-from ..loading import check_checkpoint, check_vocabulary, load_pretrained, resolve_source
+from ..loading import check_checkpoint, check_vocabulary, load_pretrained, load_whole, resolve_source
 from ..vocabularies import keep_tokens, match_tokens
 
 
@@ -59,18 +60,7 @@ def load_trainable(
         config = copy.deepcopy(config or load_pretrained(AutoConfig, name))
         for kind in [name for name in vars(config) if "dropout" in name]:
             setattr(config, kind, 0.0)
-    try:
-        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention}
-        model, info = load_pretrained(auto_model, name, config=config, output_loading_info=True, **options)
-    except RuntimeError as error:
-        if config is None or "mismatch" not in str(error):
-            raise
-        raise ValueError(
-            f"The weights of {name} do not have the shapes of the fields of model that are given."
-        ) from error
-    if missing := sorted(info["missing_keys"]):
-        raise ValueError(f"{name} lacks {len(missing)} of the model's weights, such as {missing[0]}.")
-    return model
+    return load_whole(auto_model, name, config=config, attn_implementation=attention)
 
 
 def load_distiller(name: str, tokenizer: PreTrainedTokenizerBase, attention: str | None = None) -> PreTrainedModel:
@@ -106,31 +96,27 @@ def train(trainer: Trainer, checkpoint: str | None = None) -> TrainOutput:
     """Train from the beginning, or from `checkpoint`; then save model and state in the output folder.
 
     From the beginning means: checkpoints of an earlier run are deleted. From one that has all steps, nothing is
-    trained: `Trainer` would take one step more, as it does with sharded weights (FSDP).
+    trained: `Trainer` would take one step more.
 
     Raises:
-        ValueError: the checkpoint is of another model or tokenizer.
+        ValueError: the checkpoint is of another model or tokenizer, or FSDP is asked for.
     """
     args = trainer.args
+    if trainer.is_fsdp_enabled:
+        raise ValueError("fsdp is not supported: remove it. Every process then has the whole model")
     if checkpoint is not None:
         check_resume(checkpoint, trainer)
     elif args.should_save:
         remove_checkpoints(args.output_dir)
     # Evaluation sets its defaults; a classifier generates nothing.
     generation_config = copy.deepcopy(getattr(trainer.model, "generation_config", None))
-    prepare_sharding(trainer)
-    trained = 0 if checkpoint is None or trainer.is_fsdp_enabled else load_state(checkpoint).global_step
-    if checkpoint is not None and 0 < args.max_steps <= trained:
+    if checkpoint is not None and 0 < args.max_steps <= _load_state(checkpoint).global_step:
         result = take_checkpoint(trainer, checkpoint)
     else:
         result = trainer.train(resume_from_checkpoint=checkpoint)
     if generation_config is not None:
         trainer.model.generation_config = generation_config
-    if not trainer.accelerator.is_fsdp2:
-        trainer.save_model()
-    elif model := gather_model(trainer):
-        model.save_pretrained(args.output_dir)
-        trainer.processing_class.save_pretrained(args.output_dir)
+    trainer.save_model()
     trainer.save_state()
     return result
 
@@ -156,12 +142,11 @@ def _is_complete(checkpoint: Path) -> bool:
     except (OSError, ValueError):
         return False
     weights = any(checkpoint.glob("*.safetensors"))
-    optimizer = any((checkpoint / name).is_file() for name in ("optimizer.pt", "optimizer.bin"))  # .bin is of FSDP
-    return weights and optimizer and all((checkpoint / name).is_file() for name in ("config.json", "scheduler.pt"))
+    return weights and all((checkpoint / name).is_file() for name in ("config.json", "optimizer.pt", "scheduler.pt"))
 
 
 def check_resume(checkpoint: str, trainer: Trainer) -> None:
-    """Raise a `ValueError` if `checkpoint` is of another model or tokenizer: Trainer would load what fits of it."""
+    """Raise a `ValueError` if `checkpoint` is of another model or tokenizer: Trainer would load the part that fits."""
     # Fields without effect on the weights, and those that Trainer aligns with the tokenizer before the first step.
     passing = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
     passing |= {f"{token}_token_id" for token in ("bos", "eos", "pad")}
@@ -169,7 +154,7 @@ def check_resume(checkpoint: str, trainer: Trainer) -> None:
     for name in sorted((before.keys() | now.keys()) - passing):
         if before.get(name) != now.get(name):
             raise ValueError(
-                f"{checkpoint} was trained with {name} {before.get(name)!r}, this run has {now.get(name)!r}: go on "
+                f"{checkpoint} was trained with {name} {before.get(name)!r}, this run has {now.get(name)!r}: resume "
                 "with the same configuration, or choose another output_dir."
             )
     tokenizer = trainer.processing_class
@@ -177,14 +162,13 @@ def check_resume(checkpoint: str, trainer: Trainer) -> None:
         raise ValueError(f"{checkpoint} was trained with another tokenizer than {tokenizer.name_or_path}.")
 
 
-def load_state(checkpoint: str) -> TrainerState:
-    """Data about the training in a checkpoint."""
+def _load_state(checkpoint: str) -> TrainerState:
     return TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
 
 
 def take_checkpoint(trainer: Trainer, checkpoint: str) -> TrainOutput:
     """Give a trainer the weights and the state that it would end with after this checkpoint."""
-    trainer.state = state = load_state(checkpoint)
+    trainer.state = state = _load_state(checkpoint)
     state.is_local_process_zero = trainer.is_local_process_zero()  # it was written by the first one
     state.is_world_process_zero = trainer.is_world_process_zero()
     best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
@@ -201,62 +185,7 @@ def remove_checkpoints(folder: str | Path) -> None:
         shutil.rmtree(stale)
 
 
-def prepare_sharding(trainer: Trainer) -> None:
-    """Make the model of an FSDP2 run ready for accelerate to shard; before `trainer.train()`, on every process.
-
-    A parameter must not lie in two FSDP groups, and accelerate, which makes one of every layer and one of what is
-    left, handles a tied input and output matrix, but not separate matrices of encoder and decoder beside it. So the
-    modules that share parameters become one group here; accelerate leaves alone what is sharded. Of the layer classes
-    in `_no_split_modules` those are named to it that the model has. Without FSDP2 nothing is done.
-    """
-    if not trainer.accelerator.is_fsdp2:
-        return
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    plugin, model = trainer.accelerator.state.fsdp_plugin, trainer.model
-    tables = {model.get_input_embeddings(), *getattr(model, "lm_head", torch.nn.Module()).modules()}
-    classes = {type(module).__name__ for module in model.modules() if module not in tables}
-    if plugin.transformer_cls_names_to_wrap is None:
-        plugin.transformer_cls_names_to_wrap = sorted(classes & set(model._no_split_modules or ()))
-    model.is_remote_code = lambda: False  # checkpoints would take torch's code of the sharded class for the model's
-    owners: dict[torch.nn.Parameter, list[torch.nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(parameter, []).append(module)
-    tied = list(dict.fromkeys(module for modules in owners.values() if len(modules) > 1 for module in modules))
-    inner = {part for module in tied for part in module.modules() if part is not module}
-    if tied:
-        group = [module for module in tied if module not in inner]
-        fully_shard(
-            group,
-            reshard_after_forward=False,  # the output layer needs the gathered first embedding
-            mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
-            offload_policy=plugin.cpu_offload,
-        )
-        output = model.get_output_embeddings()  # in a low-rank output layer only a part is sharded
-        whole = next((module for module in group if output in set(module.modules())), output)
-        model.get_output_embeddings = lambda: whole
-
-
-def gather_model(trainer: Trainer) -> PreTrainedModel | None:
-    """The model of an FSDP2 run as it was before it was sharded, on the CPU of the process that saves; None on others.
-
-    To be called by every process. Its `save_pretrained` stores tied tables once, with the architecture's own code;
-    the checkpoints that `Trainer` writes meanwhile load as well, but hold every tied table under all of its names.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    state = trainer.accelerator.get_state_dict(trainer.model)
-    if not trainer.args.should_save:
-        return None
-    model_class = next(base for base in type(trainer.model).__mro__ if not issubclass(base, FSDPModule))
-    model = model_class(trainer.model.config)
-    model.load_state_dict(state)
-    model.generation_config = trainer.model.generation_config
-    return model
-
-
-# --- What happens while a training runs
+# --- Callbacks of a training
 
 
 class Fall:
@@ -278,14 +207,9 @@ class Fall:
 
 
 class Pace(TrainerCallback, ExportableState):
-    """After every validation, fits the steps that are left into the time that is left, in whole parts between two.
+    """After every validation, fits the remaining steps into the remaining time, in whole parts between two.
 
-    The time of a step changes with the load of the machine; the last steps show the current time. The learning rate
-    falls to 0 by the last step. A resumed training has the remaining time.
-
-    Args:
-        seconds: for the training, validation included; 0: the steps stay as they are.
-        steps, warmup_steps: as planned. At most `max_steps` of the training's arguments are trained.
+    The learning rate falls to 0 by the last step. `seconds`: for training and validation; 0: the steps stay.
     """
 
     def __init__(self, seconds: float, steps: int, warmup_steps: int) -> None:
@@ -298,7 +222,6 @@ class Pace(TrainerCallback, ExportableState):
         return self.before + time.monotonic() - self.began
 
     def state(self) -> dict[str, Any]:
-        """Content of a checkpoint."""
         return {"before": self.elapsed, "fall": dict(vars(self.fall))}
 
     def on_train_begin(
@@ -383,3 +306,126 @@ class Clock(TrainerCallback):
         """The median time of a step; moments of high load do not count."""
         first = min(4, len(self.times) - 2)
         return median(after - before for before, after in pairwise(self.times[first:]))
+
+
+# --- Settings that follow from how far a model was compressed, how wide it is, and the time
+
+# From this ratio on, a model needs large steps, however few, and also learned more from its teacher's translations
+# (measured with version 0.1).
+FAR = 5.0
+# So does a model with less than this share of its teacher's chrF, as after removing layers: converted models kept 0.9
+# at ratio 4, and 0.8 at 6. If the teacher's translations are the references, they kept 0.70 and 0.6.
+NEAR, NEAR_OWN = 0.85, 0.65
+# The width that rates were measured at; Adam's fall as 1 / width (Yang et al. 2022, arXiv 2203.03466, Table 3), which
+# those found at 512 agree with.
+MEASURED_WIDTH = 256
+# Near its teacher, few large steps do a model harm, the more the wider it is; at `MEASURED_WIDTH`, these are many.
+FULL_RATE_STEPS = 600
+# Near its teacher, dropout harms and states help where so few epochs are trained (measured with a half); seven were
+# measured with dropout and without states.
+FEW_EPOCHS = 2
+# Share of the time for validation.
+FOR_VALIDATION = 0.15
+MOST_EPOCHS, MOST_EVALUATIONS = 40, 10
+
+
+@dataclass(frozen=True)
+class RecoverySettings:
+    """Settings of a training, besides model and data."""
+
+    learning_rate: float  # the highest; it rises for `warmup_steps` and then falls to 0 by `steps`
+    alpha: float  # weight of the teacher's predictions beside the labels
+    hidden_weight: float  # weight of the distance between the layers' states of model and teacher
+    max_tokens: int  # tokens of a batch
+    bf16: bool  # whether matrices are multiplied in bfloat16
+    steps: int = 0  # as planned
+    warmup_steps: int = 0
+    eval_steps: int = 0  # between validations
+    dropout: float = 0.0  # dropout during training; 0 or the value of its configuration
+    seconds: float = 0.0  # by which the steps are planned anew while it trains (`Pace`)
+    most_steps: int = 0
+
+
+def find_distance(ratio: float, kept: float, *, own: bool) -> float:
+    """The ratio by which settings are chosen: that of the parameters, and at least `FAR` where little is `kept`, a
+    share of the teacher's chrF; `own`: the references are the teacher's translations."""
+    return ratio if kept >= (NEAR_OWN if own else NEAR) else max(ratio, FAR)
+
+
+def choose_settings(
+    ratio: float, width: int, *, same_width: bool, bf16: bool, on_cpu: bool, random_text: bool = False
+) -> RecoverySettings:
+    """Settings for a model that has 1/`ratio` of its teacher's parameters and is `width` wide; steps come later.
+
+    Learning rates were measured with version 0.1: 1e-3 up to ratio 6, 1.2e-3 at 8, 1.5e-3 from 12 on, at
+    `MEASURED_WIDTH`. On random text half the rate and no labels, because more training damages the language model.
+    """
+    rate = (1e-3 + 5e-4 * min(max((ratio - 6) / 6, 0), 1)) * (0.5 if random_text else 1)
+    return RecoverySettings(
+        learning_rate=rate * min(1.0, MEASURED_WIDTH / width),
+        alpha=1.0 if random_text else 0.7,
+        hidden_weight=5.0 if same_width else 0.0,
+        max_tokens=1600 if on_cpu else 8192,
+        bf16=bf16,
+    )
+
+
+def plan_steps(
+    settings: RecoverySettings,
+    seconds: float,
+    step_seconds: float,
+    evaluation_seconds: float,
+    epoch_steps: int,
+    *,
+    ratio: float,
+    width: int,
+    dropout: float = 0.0,
+) -> RecoverySettings:
+    """The settings with the steps of a training that takes about so many seconds, validation included.
+
+    Below ratio `FAR`, few steps lower the learning rate, and `FEW_EPOCHS` bring dropout instead of states.
+    """
+    evaluations = max(1, min(MOST_EVALUATIONS, int(FOR_VALIDATION * seconds / evaluation_seconds)))
+    steps = int((seconds - evaluations * evaluation_seconds) / step_seconds)
+    most_steps = MOST_EPOCHS * epoch_steps
+    eval_steps = max(1, min(steps, most_steps) // evaluations)
+    steps = eval_steps * evaluations
+    warmup_steps = max(1, min(100, steps // 10))
+    planned = replace(settings, steps=steps, warmup_steps=warmup_steps, eval_steps=eval_steps)
+    planned = replace(planned, seconds=seconds, most_steps=most_steps)
+    if ratio >= FAR:
+        return planned
+    many = FULL_RATE_STEPS * max(1.0, width / MEASURED_WIDTH)
+    planned = replace(planned, learning_rate=settings.learning_rate * min(1.0, steps / many))
+    repeats = dropout and steps >= FEW_EPOCHS * epoch_steps
+    return replace(planned, dropout=dropout, hidden_weight=0.0) if repeats else planned
+
+
+def training_arguments(
+    settings: RecoverySettings, *, saves: bool, best_by: str, **others: Any
+) -> Seq2SeqTrainingArguments:
+    """The settings, and others, as transformers' Trainer takes them.
+
+    If it `saves`, it validates and writes checkpoints; the best one by the metric `best_by` is loaded in the end.
+    """
+    watched: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
+    return Seq2SeqTrainingArguments(
+        bf16=settings.bf16,
+        max_steps=max(settings.steps, settings.most_steps),
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type="linear",
+        warmup_steps=settings.warmup_steps,
+        adam_beta2=0.98,
+        logging_steps=max(1, settings.steps // 50),
+        eval_steps=settings.eval_steps,
+        save_steps=settings.eval_steps,
+        save_total_limit=2,
+        metric_for_best_model=best_by,
+        predict_with_generate=True,
+        generation_num_beams=1,
+        per_device_eval_batch_size=32 if others.get("use_cpu") else 128,  # an accelerator takes hardly longer for more
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **(watched if saves else {"eval_strategy": "no", "save_strategy": "no"}),
+        **others,
+    )

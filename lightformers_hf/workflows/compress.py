@@ -31,8 +31,7 @@ from ..loading import hide_bars
 from ..results import Result
 from ..text import load_parallel, load_text
 from .convert import convert
-from .recover import Recovery, claim, find_added, recover
-from .settings import check_minutes
+from .recover import Recovery, check_minutes, claim, find_added, recover
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,7 +42,7 @@ MOST_HELD_OUT = 500  # pairs of validation and test each, where no others are gi
 SCORED = 500  # sentences of the test that are translated in every engine
 # Arguments that an interrupted compression may resume with others of.
 NOT_ASKED = ("output", "tokenizer", "report_to", "device", "push_to_hub", "private", "overwrite", "progress")
-TRAINING = ("minutes", "translations", "seed", "report_to", "device")  # what `recover` is told, too
+TRAINING = ("minutes", "translations", "seed", "report_to", "device")  # options that `recover` gets, too
 PARTS = ("data", "converted", "recovered", "deployed", "results.json", "engines.json", "report.html", PLAN_FILE)
 
 
@@ -63,11 +62,11 @@ class Compression(Result):
     Attributes:
         output: the folder.
         files: {part of it: its path}: `recovered` to push or to train on, `deployed` for the engine, and others.
-        recovery: what `recover` returned.
+        recovery: result of `recover`.
         engines: size, speed and quality of both models, as checkpoints and exported.
         summary: the result in one sentence.
         notes: remarks on it, and remedies if the quality is not sufficient.
-        pushed: what was pushed to the Hub.
+        pushed: result of the push to the Hub.
     """
 
     output: str
@@ -160,13 +159,15 @@ def compress(
     output, given = Path(os.path.expanduser(output)), Texts(data, validation, test or "")
     asked = {name: value for name, value in arguments.items() if name not in NOT_ASKED} | options
     asked = json.loads(json.dumps(asked | {"model": identify(model), "metrics": metrics or None}))  # as it is read
-    overwrite = overwrite or is_only_planned(output)
+    is_only_planned = {path.name for path in output.glob("*")} - {"data"} == {PLAN_FILE}  # by an earlier call
+    overwrite = overwrite or is_only_planned
     with on_disk(tokenizer, model) as (teacher,):
         inputs = [teacher, data, validation, test, shortlist]
         record = claim(output, asked, file=PLAN_FILE, overwrite=overwrite, inputs=inputs, renamed={"teacher": "model"})
         if overwrite:
             check_parts(output)
-        columns = plain_columns(teacher, (source_lang, target_lang))
+        source, target = find_columns(teacher, split_language(source_lang)[0], split_language(target_lang)[0])
+        columns = split_prefix(source)[0], target  # a prefix that the teacher requires is added when they are read
         texts = read_texts(given, columns, seed, metrics)
         if overwrite or not (output / PLAN_FILE).exists():
             begin(output, record)
@@ -182,14 +183,10 @@ def compress(
 
 
 def choose_method(arguments: Mapping[str, Any], to: str) -> tuple[dict[str, Any], str]:
-    """Return the options of the conversion that are given, with the method for the engine, and a note on it.
-
-    Raises:
-        ValueError: options out of their range, or an unknown engine.
-    """
+    """Return the options of the conversion that are given, with the method for the engine, and a note on it."""
     names = [option.name for option in fields(CompressionOptions) if option.name != "device"]  # where, not what
     options = {name: arguments[name] for name in names if arguments[name] is not None}
-    if not (CompressionOptions(**options).policy().compresses and expands_low_rank(to)):
+    if not (CompressionOptions(**options).policy.compresses and expands_low_rank(to)):
         return options, ""
     if "method" not in options:
         with suppress(ValueError):  # narrower layers have no rank or energy
@@ -215,7 +212,7 @@ class Work:
     to: str  # engine
     quantization: str | None
     shortlist: str | None  # text for the deployed model's
-    options: dict[str, Any]  # of `convert`
+    options: dict[str, Any]  # options of `convert`
     note: str  # on its method
     training: dict[str, Any]  # options of `recover`
     progress: bool
@@ -311,11 +308,12 @@ class Work:
 
 
 def summarize(recovery: Recovery, comparison: EngineComparison, to: str, text: str) -> str:
-    """Return the result in one sentence; `text` says what the pairs of the test are."""
+    """Return the result in one sentence; `text` describes the pairs of the test."""
     teacher, light = comparison.models
     before = next(place for place in comparison.deployed if (place.model, place.form) == (teacher, CHECKPOINTS))
     after = [place for place in comparison.deployed if place.model == light][-1]
-    speed = next(timing.to_teacher for timing in comparison.timings if timing.key == after.key)
+    timings = (timing for timing in comparison.timings if (timing.model, timing.form) == (light, after.form))
+    speed = next(timings).to_teacher
     metric, score = next(iter(after.scores.items()))
     sizes = [f"{place.disk_bytes / 1e6:,.1f} MB" for place in (before, after)]
     return (
@@ -326,22 +324,11 @@ def summarize(recovery: Recovery, comparison: EngineComparison, to: str, text: s
     )
 
 
-def is_only_planned(output: Path) -> bool:
-    """Whether `output` contains only the plan and texts of an earlier call."""
-    return {path.name for path in output.glob("*")} - {"data"} == {PLAN_FILE}
-
-
 def is_complete(part: Path) -> bool:
     """Whether a step's output is there; that of a recovery grows while it trains."""
     if (part / RECORD_FILE).is_file():
         return "result" in read_json(part / RECORD_FILE)
     return part.exists()
-
-
-def plain_columns(teacher: str, sides: tuple[str | None, str | None]) -> tuple[str, str]:
-    """The columns of the two languages; a prefix that the teacher requires is added when they are read."""
-    source, target = find_columns(teacher, *(split_language(side)[0] for side in sides))
-    return split_prefix(source)[0], target
 
 
 def read_texts(given: Texts, columns: tuple[str, str], seed: int, metrics: list[str]) -> list[tuple[str, str]] | None:
@@ -356,9 +343,7 @@ def read_texts(given: Texts, columns: tuple[str, str], seed: int, metrics: list[
     if data is None or "target" not in load_text(data, source=None, target=None, default=columns).column_names:
         if not test:
             what = f"{data} is of one language" if data else "Neither data nor test is given"
-            raise ValueError(
-                f"{what}: give pairs as data, or test, with pairs to measure on (then data may be left out)"
-            )
+            raise ValueError(f"{what}: give pairs as data, or test, with pairs to measure on (then data is optional)")
         return None
     pairs = load_parallel(data, source=columns[0], target=columns[1]).shuffle(seed=seed)
     once = dict(zip(pairs["source"], pairs["target"], strict=True))
@@ -377,7 +362,7 @@ def split_texts(texts: list[tuple[str, str]] | None, folder: Path, columns: tupl
     size = min(MOST_HELD_OUT, len(texts) // 10)
     first, second = (0 if one else size for one in (given.validation, given.test))
     parts = {"validation": texts[:first], "test": texts[first : first + second], "train": texts[first + second :]}
-    if not folder.is_dir():  # an interrupted compression goes on with what it wrote there
+    if not folder.is_dir():  # an interrupted compression resumes with its files there
         with atomic_output(folder) as temporary:
             for part, pairs in parts.items():
                 rows = (dict(zip(columns, pair, strict=True)) for pair in pairs)

@@ -54,7 +54,7 @@ def plan(
     progress: bool = True,
     study: StudyOptions | None = None,
 ) -> Plan:
-    """Return what `convert` would do, without writing anything: form, parameters and error of every matrix.
+    """Return the plan of `convert`, without writing anything: form, parameters and error of every matrix.
 
     Args:
         model: a checkpoint folder, a name on the Hub, or a loaded model.
@@ -130,7 +130,7 @@ def convert(
     Returns: a report with `output`; the compressed model without it.
 
     Raises:
-        ValueError: the model is of no known family, holds NaN, does not fit its configuration, or an option is out
+        ValueError: the model is of no supported family, holds NaN, does not fit its configuration, or an option is out
             of its range.
         FileNotFoundError: the model, its weights or one of its shards is not there.
         FileExistsError, BlockingIOError: see `files.atomic_output`.

@@ -6,6 +6,7 @@ From top to bottom: the call, one recovery, its record on disk, and the teacher 
 from __future__ import annotations
 
 import copy
+import math
 import os
 import re
 import tempfile
@@ -39,7 +40,7 @@ from ..evaluation.evaluate import choose_columns
 from ..evaluation.quality import METRICS, check_metrics, choose_metrics, labels, score, selection_metric
 from ..evaluation.translate import translate
 from ..export import Engine, export, load_engine
-from ..export.sentences import longest_input
+from ..export.engine import longest_input
 from ..files import (
     RECORD_FILE,
     check_output,
@@ -65,36 +66,38 @@ from ..recovery import (
     remove_checkpoints,
     train,
 )
-from ..recovery.runs import Clock, Pace, Progress, hush_trainer
-from ..results import Result
-from ..text import cut_texts, load_parallel, load_text, tokenize_pairs
-from .settings import (
+from ..recovery.runs import (
     FAR,
-    FOR_TRANSLATIONS,
     FOR_VALIDATION,
+    Clock,
+    Pace,
+    Progress,
     RecoverySettings,
-    check_minutes,
     choose_settings,
     find_distance,
+    hush_trainer,
     plan_steps,
     training_arguments,
 )
+from ..results import Result
+from ..text import cut_texts, load_parallel, load_text, tokenize_pairs
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 TRANSLATIONS_FILE = "translations.json"  # the teacher's, and their sources: data may change before it resumes
-CHECKPOINTS = r"checkpoint-\d+(/.*)?"  # of the training, until it ends
+CHECKPOINTS = r"checkpoint-\d+(/.*)?"  # checkpoints of the training, until it ends
 OLD_NAMES = {"light": "model", "source": "source_lang", "target": "target_lang"}
 ENGINE, QUANTIZATION = "ctranslate2", "int8"  # in which a teacher translates fastest
+FOR_TRANSLATIONS = 0.25  # share of the time for the teacher's translations
 HELD_OUT = 1000  # pairs of the validation at most
 RANDOM_TEXTS = 20_000  # that are drawn where there is no text
 COMPARED = 200  # at most so many translations of the teacher replace references
 LONGEST = 1024  # tokens of a text at most
 # Below this ratio, model and teacher were swapped; forms that do not pay may have made a model a little larger.
 LEAST_RATIO = 0.9
-TRIAL_STEPS = 16  # by which the time of a step is known
-SAMPLE, BEAMS = 64, 4  # sources by which the speed of translating is known, and how the teacher does
+TRIAL_STEPS = 16  # steps that measure the time of a step
+SAMPLE, BEAMS = 64, 4  # sources that measure the speed of translation, and the teacher's beams
 
 
 @renamed_arguments(light="model", source="source_lang", target="target_lang")
@@ -121,7 +124,7 @@ def recover(
 
     The function keeps the checkpoint with the best score on the validation text, which may be the initial one. The
     score is the first of `metrics`, by default chrF; for references of one word the character error rate, for
-    summaries ROUGE-L. BLEU does not distinguish similar models (RESULTS.md, "In half an hour"). The same call resumes
+    summaries ROUGE-L. BLEU does not distinguish similar models. The same call resumes
     an interrupted recovery.
 
     Args:
@@ -139,7 +142,7 @@ def recover(
         translations: also learn from the teacher's translations of the sources; `None`: if the time is sufficient.
         metrics: names of `METRICS`; by default those that fit the references.
         report_to: services that log the training: `tensorboard`, `trackio`, `wandb`, ….
-        seed: of all random choices.
+        seed: seed of all random choices.
         device: `cpu`, or the accelerator's; `None`: the accelerator if there is one.
         overwrite: start again in a folder that contains another recovery.
         progress: show progress bars, and a line for every validation.
@@ -174,6 +177,12 @@ def recover(
                 record |= run.prepare(minutes, translations, start)
                 write_json(record, output / RECORD_FILE)
             return finish(output, record, run.train(record))
+
+
+def check_minutes(minutes: float) -> None:
+    """Raise `ValueError` where a time to train is none."""
+    if not 0 < minutes < math.inf:
+        raise ValueError(f"minutes is {minutes}, expected a number above 0")
 
 
 def trains_on_cpu(device: str | None) -> bool:
@@ -265,14 +274,11 @@ class Run:
         seen = set(held_out["source"])
         kept = [row for row, text in enumerate(texts["source"]) if text not in seen]
         if not kept:
-            raise ValueError(f"{self.data} holds nothing but what the validation does: give other text")
+            raise ValueError(f"{self.data} holds only the text of the validation: give other text")
         return texts.select(kept), held_out
 
     def read_texts(self) -> Dataset:
-        """All text: what the user has, or random tokens, without texts that would be cut.
-
-        The text of random tokens may have more tokens than were drawn.
-        """
+        """Return all text: that of the user, or random tokens, without texts that would be cut."""
         if self.data is None:
             config, name = self.distiller.config, str(self.teacher)
             texts = random_texts(self.tokenizer, config, self.languages, RANDOM_TEXTS, self.seed, name=name)
@@ -283,7 +289,7 @@ class Run:
 
     @cached_property
     def columns(self) -> tuple[str, str]:
-        """Of pairs; the source's with its prefix."""
+        """Texts of pairs; sources have their prefix."""
         return choose_columns(str(self.light), self.model, self.tokenizer, *named_columns(*self.languages))
 
     @cached_property
@@ -292,16 +298,16 @@ class Run:
         return ScoredPart(self.held_out, self.tokenize(self.held_out), self.tokenizer)
 
     def tokenize(self, pairs: Dataset) -> Dataset:
-        """Ids of pairs, cut to what the model reads."""
+        """Ids of pairs, cut to the positions of the model."""
         limits = {"max_source_length": self.longest, "max_target_length": self.longest}
         return tokenize_pairs(pairs, self.tokenizer, **limits)
 
     def prepare(self, minutes: float, translations: bool | None, start: float) -> dict[str, Any]:
         """Measure, choose the settings, and let the teacher translate if required."""
         width = self.model.config.hidden_size
-        self.say("measuring the model as it is, its teacher, and how long steps take")
+        self.say("measuring the model, its teacher, and the time of a step")
         _, each = time_translations(self.held_out["source"][:SAMPLE], self.distiller, self.tokenizer, 1)
-        taken = max(50, int(FOR_VALIDATION * 60 * minutes / 5 / each))  # of which five validations fit into that time
+        taken = max(50, int(FOR_VALIDATION * 60 * minutes / 5 / each))  # five of these validations fit into it
         self.held_out = self.held_out.select(range(min(taken, len(self.held_out))))
         before, evaluation_seconds = self.measure(self.model)
         teacher, _ = self.measure(self.distiller)
@@ -344,15 +350,15 @@ class Run:
         """Write the teacher's translations of the first sources, as the time allows, and return their number."""
         if wanted is False and self.one_language:
             text = self.data or "text of the teacher's own"
-            raise ValueError(f"{text} is of one language: leave translations out, which the targets come of")
+            raise ValueError(f"{text} is of one language: remove translations, which give the targets")
         sources = self.pairs["source"][:]
         count = len(sources)
         if not (self.one_language or wanted or (wanted is None and distance >= FAR)):
             return 0
         translator = fastest_translator(self.distiller, self.tokenizer)
         if translator is self.distiller and self.on_cpu:
-            self.say("the teacher translates by generate(): CTranslate2, if installed, takes a fifth of the time")
-        beams = 1 if self.data is None else BEAMS  # of random tokens more texts are better
+            self.say("the teacher translates by generate(): CTranslate2, if installed, needs a fifth of the time")
+        beams = 1 if self.data is None else BEAMS  # with random tokens more texts are better
         sample, took = time_translations(sources[:SAMPLE], translator, self.tokenizer, beams)
         if self.one_language:
             count = min(count, max(len(sample), int(FOR_TRANSLATIONS * seconds / took)))
@@ -402,6 +408,7 @@ class Run:
             settings,
             saves=saves,
             best_by=self.best_by,
+            greater_is_better=METRICS[self.best_by].higher_is_better,
             output_dir=str(self.output),
             use_cpu=self.on_cpu,
             seed=self.seed,
@@ -449,7 +456,7 @@ class Run:
         sign = 1 if METRICS[self.best_by].higher_is_better else -1
         best_step = max(scored, key=lambda step: sign * scored[step][self.best_by])
         if best_step == 0:
-            self.say("no validation was better than at first: the model stays as it was, more minutes help")
+            self.say("no validation was better than at first: the model stays unchanged, more minutes help")
         best, own = trainer.model if best_step else self.load_light(dropout=True), self.own_config
         for name in ("use_cache", *(name for name in vars(own) if "dropout" in name)):  # otherwise while it trained
             setattr(best.config, name, getattr(own, name))
@@ -542,18 +549,14 @@ def claim(
 ) -> dict[str, Any]:
     """The record, by the name of `file`, of the interrupted work that `output` holds, or a new one.
 
-    Args:
-        renamed: {name of an option in records of version 0.1: its name}.
-
-    Raises:
-        FileExistsError, ValueError: see `recover`.
+    Raises as `recover`. `renamed`: {name of an option in records of version 0.1: its name}.
     """
     record = read_json(output / file) if output.is_dir() else {}
     if record and not overwrite:
         before = {renamed.get(name, name): value for name, value in record.get("asked", {}).items()}
         if name := next((name for name, value in asked.items() if not _is_same(value, before.get(name))), None):
             raise FileExistsError(
-                f"{output} holds one with another {name}, {before.get(name)!r}: give the same options to go on with "
+                f"{output} holds one with another {name}, {before.get(name)!r}: give the same options to resume "
                 "it, another folder, or overwrite=True (--overwrite)"
             )
         if "result" in record:
@@ -598,11 +601,9 @@ def finish(output: Path, record: dict[str, Any], found: Recovery) -> Recovery:
 
 
 def fastest_translator(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | Engine:
-    """`network` in CTranslate2 and int8, on as many cores as PyTorch has now, where that can be; else itself.
+    """`network` in CTranslate2 and int8, a fifth of the time of `generate()`.
 
-    It takes a fifth of the time of `generate()` (RESULTS.md, "In half an hour"). The fallback applies beside a GPU,
-    without CTranslate2, and for networks or generation settings that the engine does not support. No file stays on
-    disk.
+    Itself on a GPU, without CTranslate2, and where the engine does not support the network or its generation settings.
     """
     if network.device.type != "cpu" or find_spec(ENGINE) is None:
         return network

@@ -4,7 +4,7 @@ import pytest
 from rich.table import Table
 
 from lightformers_hf.cli import app
-from lightformers_hf.cli.framework import as_typed, name_options
+from lightformers_hf.cli.framework import as_typed
 from lightformers_hf.results import make_console
 
 TYPED = {name: f"--{name.replace('_', '-')}" for name in "ratio rank size params encoder_groups source_lang".split()}
@@ -17,7 +17,7 @@ TYPED = {name: f"--{name.replace('_', '-')}" for name in "ratio rank size params
         ("is for layers that share: give encoder_groups", "is for layers that share: give --encoder-groups"),
         ("ratio is 1.0, expected a number", "--ratio is 1.0, expected a number"),
         ("ratio and params are given", "--ratio and --params are given"),
-        ("needs a ratio: leave size out", "needs a ratio: leave --size out"),
+        ("needs a ratio: remove size", "needs a ratio: remove --size"),
         ("for all kinds: give ratio alone", "for all kinds: give --ratio alone"),
         # What is no option.
         ("fc1: rank 65 is above 64", "fc1: rank 65 is above 64"),
@@ -29,24 +29,6 @@ TYPED = {name: f"--{name.replace('_', '-')}" for name in "ratio rank size params
 )
 def test_messages_name_options_as_they_are_typed(message, typed):
     assert as_typed(message, TYPED) == typed
-
-
-@pytest.mark.parametrize(
-    ("message", "named"),
-    [
-        ("unknown engine 'foo': …", "--to: unknown engine 'foo': …"),
-        ("x/a.jsonl has no column 'fr'", "--data and --source-lang: x/a.jsonl has no column 'fr'"),
-        ("x/a.jsonl has no column 'de': it has 'fr'", "--data: x/a.jsonl has no column 'de': it has 'fr'"),
-        ("No data file x/a.jsonl.gz", "--data: No data file x/a.jsonl.gz"),
-        ("--to is foo", "--to is foo"),
-        ("food is no engine", "food is no engine"),
-    ],
-)
-def test_a_message_that_names_a_value_begins_with_its_option(message, named):
-    typed = {"to": "--to", "data": "--data", "source_lang": "--source-lang"}
-    values = {"to": "foo", "data": "x/a.jsonl", "source_lang": "fr"}
-    values |= {"data": "x/a.jsonl.gz"} if ".gz" in message else {}
-    assert name_options(message, typed, values) == named
 
 
 def test_every_option_says_what_it_is_for():

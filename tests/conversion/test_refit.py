@@ -296,5 +296,5 @@ def test_balance_is_what_its_definition_says(spread, step, monkeypatch):
     won = losses[0] - losses[-1] >= WORTH_BALANCING
     assert won == (spread > 1)
     if not won:  # which is known by the first of the steps: two passes
-        assert passes.count(student) <= 2 * passes.count(teacher)
+        assert passes.count("student") <= 2 * passes.count("teacher")
     torch.testing.assert_close(student.final_logits_bias.double(), expected if won else before.double())

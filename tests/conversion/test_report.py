@@ -110,6 +110,6 @@ def test_it_says_what_errors_were_measured_in():
     assert "Frobenius" in text()
     assert "Without calibration" in text()
     weighed = text(calibration="train.jsonl")
-    assert "entries weighed by what they cost on train.jsonl" in weighed
+    assert "entries weighted by the sensitivity of the loss on train.jsonl" in weighed
     assert "Frobenius" not in weighed
     assert "--calibration with a thousand sentence pairs" in text(calibration=OWN_TEXT)

@@ -68,7 +68,7 @@ def test_a_share_of_the_rank_counts_singular_values(m, n, percent):
 
 @pytest.mark.parametrize(("ratio", "rank"), [(4.0, 2), (8.0, 1)])
 def test_a_ratio_that_can_be_met(ratio, rank):
-    assert Ratio(ratio).choose("fc1", 16, 16) == rank
+    assert RankPolicy(Ratio(ratio)).choose("fc1", "ffn", 16, 16) == rank
     assert Ratio(ratio).choose_width("attention", list(range(1, 9))) == rank
 
 
@@ -76,7 +76,7 @@ def test_a_ratio_that_can_be_met(ratio, rank):
 def test_a_ratio_that_cannot_be_met_is_refused_by_name(ratio):
     found = rf"ratio is {re.escape(f'{ratio:g}')}, which cannot be met: .* 8 times smaller"
     with pytest.raises(ValueError, match=f"fc1: {found}"):
-        Ratio(ratio).choose("fc1", 16, 16)
+        RankPolicy(Ratio(ratio)).choose("fc1", "ffn", 16, 16)
     with pytest.raises(ValueError, match=f"self_attn: {found}"):
         Ratio(ratio).choose_width("self_attn", list(range(1, 9)))
 
@@ -101,17 +101,17 @@ def test_a_rule_out_of_range_is_refused(rule, number, message):
 
 
 def test_a_matrix_that_would_not_get_smaller_stays_dense():
-    assert FixedRank(255).choose("w", 512, 512) == 255
-    assert FixedRank(256).choose("w", 512, 512) is None
-    assert Energy(1.0).choose("w", 8, 8, torch.ones(8)) is None
-    assert Ratio(2).choose("w", 1, 9) is None
+    assert RankPolicy(FixedRank(255)).choose("w", "ffn", 512, 512) == 255
+    assert RankPolicy(FixedRank(256)).choose("w", "ffn", 512, 512) is None
+    assert RankPolicy(Energy(1.0)).choose("w", "ffn", 8, 8, torch.ones(8)) is None
+    assert RankPolicy(Ratio(2)).choose("w", "ffn", 1, 9) is None
     assert worth_factorizing(512, 512, 255)
     assert not worth_factorizing(512, 512, 256)
 
 
 def test_a_rank_above_the_matrix_is_refused_by_name():
     with pytest.raises(ValueError, match=r"layers\.0\.fc1: rank 65 is above 64"):
-        FixedRank(65).choose("layers.0.fc1", 64, 256)
+        FixedRank(65).find_rank("layers.0.fc1", 64, 256, None)
 
 
 POLICY = RankPolicy(

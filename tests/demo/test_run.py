@@ -108,7 +108,7 @@ def test_without_npm_the_demo_prints_how_to_write_the_page(finished, tmp_path, m
 
     monkeypatch.setattr(web, "vendor", fail)
     model, page = finished[0] / "small" / "recovered", tmp_path / "page"
-    assert run._write_page(model, page) == f"Left out: install Node. Then: lightformers web {model} {page}"
+    assert run._write_page(model, page) == f"Skipped: install Node. Then: lightformers web {model} {page}"
     assert not page.exists()
 
 

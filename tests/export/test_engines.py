@@ -14,8 +14,8 @@ from lightformers_hf.export.layers import Expansion, Linear
 # What a newcomer writes: a model saved by torch, and run by transformers.
 ECHO = """
 from ...loading import load_network
+from ..engine import TransformersModel
 from ..layers import Expansion
-from .transformers import TransformersModel
 
 QUANTIZATIONS = ("float32",)
 

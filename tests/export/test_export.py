@@ -16,7 +16,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from lightformers_hf import translate
 from lightformers_hf.export import export, load_engine
 from lightformers_hf.export.engines import engine_names
-from lightformers_hf.export.search import largest
 
 ENGINES = engine_names()
 
@@ -312,7 +311,7 @@ def test_what_cannot_be_exported(tiny_marian, tmp_path, monkeypatch):
 
 
 def test_a_model_that_computes_something_else_is_not_kept(tiny_marian, tmp_path, monkeypatch):
-    from lightformers_hf.export import onnx_graph as onnx
+    from lightformers_hf.export.engines import onnx
 
     monkeypatch.setattr(onnx.Graph, "norm", lambda graph, states, norm: states)
     with pytest.raises(ValueError, match="differ from the checkpoint's by"):
@@ -355,12 +354,3 @@ def test_bad_calls(to, exported, tmp_path):
             engine.generate(batch, **options)
     with pytest.raises(FileNotFoundError):
         load_engine(tmp_path / "nothing")
-
-
-@pytest.mark.parametrize("width", [50, 4096, 40961])
-def test_largest_values_of_wide_rows(width):
-    values = np.random.default_rng(0).standard_normal((3, width)).astype(np.float32)
-    found, columns = largest(values, 8)
-    right = np.argsort(-values, axis=1)[:, :8]
-    assert np.array_equal(columns, right)
-    assert np.array_equal(found, np.take_along_axis(values, right, axis=1))

@@ -14,9 +14,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from lightformers_hf import convert, translate
 from lightformers_hf.export import export, load_engine
 from lightformers_hf.export.engines import engine_names
-from lightformers_hf.export.lexicon import learn_lexicon
-from lightformers_hf.export.shortlist import Shortlist, choose_shortlist
-from lightformers_hf.export.shortlisting import read_pairs
+from lightformers_hf.export.shortlist import Shortlist, choose_shortlist, learn_lexicon, read_pairs
 
 ENGINES = engine_names()
 FILES = {"ctranslate2": "vmap.txt", "onnx": "shortlist.json"}

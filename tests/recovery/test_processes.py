@@ -1,10 +1,9 @@
-"""More than one process on CPUs (gloo): the losses of one, after SIGKILL too, and fully sharded models."""
+"""More than one process on CPUs (gloo): the losses of one, after SIGKILL too."""
 
 import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +11,7 @@ from pathlib import Path
 
 import pytest
 import run_translation as script
-import torch
 from training.scripts import losses
-from transformers import AutoModelForSeq2SeqLM
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_python")]
 TRAINING = Path(script.__file__).parent
@@ -34,18 +31,6 @@ logging_steps: 1
 use_cpu: true
 disable_tqdm: true
 report_to: none
-"""
-# accelerate shards on accelerators only; nothing below it minds a CPU.
-SHARDED = """\
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
-init = AcceleratorState.__init__
-def shard_on_cpu(self, *args, fsdp_plugin=None, **kwargs):
-    init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-    if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
-        self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-AcceleratorState.__init__ = shard_on_cpu
 """
 KILLED = """\
 import os, signal
@@ -104,28 +89,3 @@ def test_two_processes_have_the_losses_of_one_also_after_a_kill(launch, tmp_path
     resumed = launch(*cut, "--resume-from-checkpoint")
     assert resumed.returncode == 0, resumed.stderr
     assert losses(tmp_path / "cut") == losses(tmp_path / "two")
-
-
-def test_a_fully_sharded_run_is_the_same_and_loads(launch, tmp_path):
-    options = ["--max-steps", 4, "--save-strategy", "steps", "--save-steps", 2]
-    launch(*options, "--gradient-accumulation-steps", 2, "--output-dir", "plain", launcher=None)
-    sharded = [*options, "--fsdp", "--output-dir", "sharded"]
-    done = launch(*sharded, before=SHARDED)
-    assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "plain"), abs=1e-5)
-    expected = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "plain").state_dict()
-    for folder in ("sharded", "sharded/checkpoint-4"):
-        model, info = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / folder, output_loading_info=True)
-        assert not info["missing_keys"]
-        assert not info["unexpected_keys"]
-        torch.testing.assert_close(model.state_dict(), expected, atol=1e-3, rtol=0)
-    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("plain", "sharded")]
-    assert sizes[0] == sizes[1]  # tied tables are stored once
-    assert (tmp_path / "sharded" / "modeling_subformer.py").is_file()
-
-    shutil.rmtree(tmp_path / "sharded" / "checkpoint-4")
-    for file in (tmp_path / "sharded").glob("*.*"):
-        file.unlink()
-    resumed = launch(*sharded, "--resume-from-checkpoint", before=SHARDED)
-    assert resumed.returncode == 0, resumed.stderr
-    assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "plain"), abs=1e-5)

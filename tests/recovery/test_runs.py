@@ -1,4 +1,6 @@
-"""What a training loads."""
+"""What a training loads, and what it refuses."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from transformers import (
 )
 
 from lightformers_hf import PartialFormerConfig, PartialFormerForConditionalGeneration
-from lightformers_hf.recovery import load_trainable
+from lightformers_hf.recovery import load_trainable, train
 from lightformers_hf.recovery.runs import take_checkpoint
 
 KINDS = ("dropout", "activation_dropout", "attention_dropout")
@@ -61,3 +63,8 @@ def test_one_process_alone_takes_itself_for_the_first(tiny_marian, tmp_path):
     assert trainer.state.global_step == 1
     assert not trainer.state.is_world_process_zero
     assert not trainer.state.is_local_process_zero
+
+
+def test_sharding_is_refused():
+    with pytest.raises(ValueError, match="fsdp is not supported"):
+        train(SimpleNamespace(args=None, is_fsdp_enabled=True))

@@ -274,6 +274,12 @@ def test_help_spells_options_with_dashes(script, capsys):
             [],
             r"recipe\.yaml: no model_type 'lightfromer'; did you mean lightformer",
         ),
+        ("model: {model_type: transformer}", [], "a lightformer without ranks is a plain Transformer"),
+        (
+            "base: other.yaml\nmodel: {model_type: lightformer}",
+            [],
+            "lightformer, but its base .* has a subformer",
+        ),
         ("model: {model_type: bart, attention_rank: 3}", [], "of a bart's configuration is named 'attention_rank'"),
         ("model: 3", [], r"recipe\.yaml: expected a mapping"),
         ("a: [", [], r"recipe\.yaml is not YAML"),
@@ -286,7 +292,7 @@ def test_help_spells_options_with_dashes(script, capsys):
 )
 def test_what_is_unknown_is_named_with_its_file_and_what_is_like_it(parse, recipe, argv, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        parse(recipe, *argv)
+        parse(recipe, *argv, other="model: {model_type: subformer}")
 
 
 if __name__ == "__main__":

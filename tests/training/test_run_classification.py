@@ -131,7 +131,7 @@ def test_cross_validation_learns_and_reports_mean_and_spread(base, tmp_path, cap
     hits = model(**batch).logits.argmax(dim=-1) == torch.tensor([row["label"] for row in rows])
     assert 100 * hits.float().mean().item() == pytest.approx(found[0])
     printed = capsys.readouterr().out
-    for words in ("mean accuracy", "standard deviation", "fold 2 accuracy", "token table"):
+    for words in ("mean accuracy", "standard deviation", "fold 2 accuracy", "embedding matrix"):
         assert words in printed
 
 
@@ -326,7 +326,7 @@ def test_word_vectors_in_a_run(base, tmp_path):
         ({"eval_strategy": "epoch"}, "--validation-file"),
         ({"max_length": 99}, "32 positions"),
         ({"word_vectors": "none.txt"}, "No word vectors none.txt"),
-        ({"word_vectors": "NARROW"}, "are 3 wide, the model's token table 16"),
+        ({"word_vectors": "NARROW"}, "are 3 wide, the model's embedding matrix 16"),
         ({"word_vectors": "TORN"}, "line 2: expected a word and 3 numbers"),
         ({"word_vectors": "FOREIGN"}, "has none of the"),
         ({"model.model_type": "subformer"}, "is of a subformer, but"),

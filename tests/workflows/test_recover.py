@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 from lightformers_hf import convert
 from lightformers_hf.files import lock, read_json
 from lightformers_hf.recovery import runs
+from lightformers_hf.recovery.runs import choose_settings, find_distance, plan_steps
 from lightformers_hf.workflows.recover import Run, recover
-from lightformers_hf.workflows.settings import choose_settings, find_distance, plan_steps
 
 pytestmark = pytest.mark.usefixtures("few_random_texts")
 BASE = choose_settings(4, 256, same_width=True, bf16=False, on_cpu=True)
@@ -105,8 +105,8 @@ def test_a_recovery_goes_on_where_it_was_interrupted(place, tiny_marian, tmp_pat
             raise KeyboardInterrupt
 
     monkeypatch.setattr(runs.Progress, "on_step_end", interrupt)
-    monkeypatch.setattr("lightformers_hf.workflows.settings.MOST_EVALUATIONS", 3)
-    monkeypatch.setattr("lightformers_hf.workflows.settings.FOR_VALIDATION", 1000)
+    monkeypatch.setattr(runs, "MOST_EVALUATIONS", 3)
+    monkeypatch.setattr(runs, "FOR_VALIDATION", 1000)
     monkeypatch.setattr("lightformers_hf.workflows.recover.FOR_VALIDATION", 0.1)
     output = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
@@ -182,7 +182,7 @@ def test_no_engine_is_loaded_where_nothing_is_to_be_translated(place, tiny_maria
 def test_of_text_of_one_language_the_teacher_makes_pairs(place, tiny_marian, tmp_path):
     asked = options(place, tiny_marian, data=str(place / "text.txt"))
     light = place / "light"
-    with pytest.raises(ValueError, match="nothing but what the validation does"):
+    with pytest.raises(ValueError, match="holds only the text of the validation"):
         recover(light, tmp_path / "all", validation=str(place / "pairs.jsonl"), **asked)
     (tmp_path / "val.jsonl").write_text(json.dumps({"translation": {"de": "Ein Hund.", "en": "A dog."}}) + "\n")
     found = recover(light, tmp_path / "out", validation=str(tmp_path / "val.jsonl"), **asked)
@@ -205,7 +205,7 @@ def test_without_pairs_the_teacher_is_the_reference(place, tiny_marian, tmp_path
     console = Console(record=True, file=io.StringIO(), width=160)
     console.print(found.table())
     assert "the teacher as reference" in console.export_text()
-    with pytest.raises(ValueError, match="leave translations out"):
+    with pytest.raises(ValueError, match="remove translations"):
         recover(place / "light", tmp_path / "none", translations=False, **asked)
 
 

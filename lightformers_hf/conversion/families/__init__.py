@@ -29,21 +29,15 @@ SHARED_FIELDS = (
 ).split()
 STACKS = ("encoder", "decoder")
 SHARED = "model.shared.weight"  # the token table of both stacks
-POSITION_TABLES = r"(en|de)coder\.embed_positions\.weights?"  # of sinusoids, which are computed here
+POSITION_TABLES = r"(en|de)coder\.embed_positions\.weights?"  # tables of sinusoids, which are computed here
 
 
 class Family:
-    """A source family. It overrides the two methods if its names or its configuration differ from Marian's.
+    """A source family. It overrides the two methods if its names or its configuration differ from Marian's."""
 
-    Attributes:
-        architectures: names of the model classes that can be converted.
-        fields: fields of `LightFormerConfig` that the family fixes by its code.
-        ignored: pattern of tensor names (without `model.`) that its checkpoints may contain and that have no effect.
-    """
-
-    architectures: ClassVar[tuple[str, ...]]
-    fields: ClassVar[dict[str, Any]] = {}
-    ignored: ClassVar[str] = r"(en|de)coder\.version"
+    architectures: ClassVar[tuple[str, ...]]  # names of the model classes that can be converted
+    fields: ClassVar[dict[str, Any]] = {}  # fields of `LightFormerConfig` that the family fixes by its code
+    ignored: ClassVar[str] = r"(en|de)coder\.version"  # pattern of names (without `model.`) that have no effect
 
     @classmethod
     def own_config(cls, config: PreTrainedConfig) -> FactorizedConfig:
@@ -94,23 +88,19 @@ def register_family(*model_types: str) -> Callable[[type[Family]], type[Family]]
 
 
 def find_family(config: PreTrainedConfig) -> type[Family]:
-    """Return the family of a source configuration.
-
-    Raises:
-        ValueError: no such family, or a model of it that is not sequence-to-sequence.
-    """
+    """Return the family of a source configuration. Raises `ValueError` for none, and for other classes of models."""
     for file in pkgutil.iter_modules(__path__):  # each registers itself
         importlib.import_module(f"{__name__}.{file.name}")
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise ValueError(
-            f"checkpoints of the family {config.model_type!r} can't be converted; known: {', '.join(FAMILIES)}"
+            f"checkpoints of the family {config.model_type!r} can't be converted; supported: {', '.join(FAMILIES)}"
         )
     architecture = (config.architectures or [family.architectures[0]])[0]
     if architecture not in family.architectures:
         raise ValueError(
             f"the checkpoint holds a {architecture}, which is no sequence-to-sequence model with an output layer; "
-            f"of the family {config.model_type!r} these can be converted: {', '.join(family.architectures)}"
+            f"models of the family {config.model_type!r} that can be converted: {', '.join(family.architectures)}"
         )
     return family
 

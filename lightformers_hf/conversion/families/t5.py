@@ -13,23 +13,11 @@ from ...models.configuration_lightformer import LightFormerConfig
 from . import Family, register_family
 
 # T5's name of a part of a layer → this package's.
-PARTS = {
-    "SelfAttention": "self_attn",
-    "EncDecAttention": "encoder_attn",
-    "q": "q_proj",
-    "k": "k_proj",
-    "v": "v_proj",
-    "o": "out_proj",
-    "wi": "fc1",
-    "wi_0": "fc_gate",
-    "wi_1": "fc1",
-    "wo": "fc2",
-}
-# The norm of a layer precedes the sublayer with this number.
-NORMS = {
-    "encoder": ("self_attn_layer_norm", "final_layer_norm"),
-    "decoder": ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"),
-}
+PARTS = {"SelfAttention": "self_attn", "EncDecAttention": "encoder_attn"}
+PARTS |= {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "out_proj"}
+PARTS |= {"wi": "fc1", "wi_0": "fc_gate", "wi_1": "fc1", "wo": "fc2"}
+# The norms of a decoder's layer, each before the sublayer with this number; an encoder's layer lacks the second.
+NORMS = ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm")
 
 
 @register_family("t5")
@@ -46,6 +34,8 @@ class T5(Family):
         "final_layer_norm": True,
         "position_embedding_type": "relative",
     }
+    # The field that states whether the output layer takes states times 1/√d: in T5, but not in v1.1.
+    scales_if: ClassVar[str | None] = "scale_decoder_outputs"
     # Cross-attention has no positions; early checkpoints hold some that nothing reads.
     ignored = r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
 
@@ -70,7 +60,7 @@ class T5(Family):
             relative_furthest=config.relative_attention_max_distance,
             norm_epsilon=config.layer_norm_epsilon,
             classifier_dropout=config.classifier_dropout,
-            scale_output=cls.scales_output(config),
+            scale_output=bool(cls.scales_if and getattr(config, cls.scales_if)),
             use_cache=config.use_cache,
             pad_token_id=config.pad_token_id,
             bos_token_id=getattr(config, "bos_token_id", None),
@@ -83,17 +73,8 @@ class T5(Family):
         )
 
     @classmethod
-    def scales_output(cls, config: PreTrainedConfig) -> bool:
-        """Whether the output layer takes states times 1/√d: in T5, but not in v1.1 and what came of it."""
-        return config.scale_decoder_outputs
-
-    @classmethod
     def fit_weights(cls, config: Any, reader: CheckpointReader) -> Any:
-        """Tied, unless the checkpoint has an output layer that is not its table.
-
-        No configuration tells: v1.1 and mT5 have `tie_word_embeddings` false, and true once transformers 5 saved them,
-        which ties what is alike alone.
-        """
+        """Tied, unless the checkpoint has an output layer that differs from its embedding; no field contains this."""
         config = cls.fit_tables(config, reader)
         names, tables = reader.keys(), ["decoder.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight"]
         table = next((name for name in tables if name in names), None)
@@ -104,7 +85,7 @@ class T5(Family):
 
     @classmethod
     def own_name(cls, name: str) -> str | None:
-        """T5 numbers the sublayers of a block, and calls the norm before each of them `layer_norm`."""
+        """T5 numbers the sublayers of a block, and names each norm before a sublayer `layer_norm`."""
         if re.fullmatch(cls.ignored, name):
             return None
         match = re.fullmatch(r"(encoder|decoder)\.block\.(\d+)\.layer\.(\d)\.(.+)\.weight", name)
@@ -113,17 +94,13 @@ class T5(Family):
             return f"model.{name}" if re.match(r"(encoder|decoder|shared)\.", name) else name
         stack, layer, sublayer, path = match[1], f"model.{match[1]}.layers.{match[2]}", int(match[3]), match[4]
         if path == "layer_norm":
-            norms = NORMS[stack]
+            norms = NORMS if stack == "decoder" else NORMS[::2]
             return f"{layer}.{norms[sublayer]}.weight" if sublayer < len(norms) else name
-        if path == "SelfAttention.relative_attention_bias":
-            return cls.place_of_positions(layer)
+        if path == "SelfAttention.relative_attention_bias":  # the first layer may have them for the whole stack
+            is_shared = cls.fields["position_embedding_type"] == "relative"
+            return f"{f'model.{stack}' if is_shared else layer}.relative_positions.weight"
         parts = path.removeprefix("DenseReluDense.").split(".")
         return f"{layer}.{'.'.join(PARTS.get(part, part) for part in parts)}.weight"
-
-    @classmethod
-    def place_of_positions(cls, layer: str) -> str:
-        """Name of the biases that this layer holds. The first layer has them for the whole stack."""
-        return f"{layer.partition('.layers.')[0]}.relative_positions.weight"
 
 
 @register_family("mt5")
@@ -131,10 +108,7 @@ class MT5(T5):
     """T5 v1.1 in 101 languages."""
 
     architectures = ("MT5ForConditionalGeneration",)
-
-    @classmethod
-    def scales_output(cls, config: PreTrainedConfig) -> bool:
-        return False
+    scales_if = None
 
 
 @register_family("umt5")
@@ -143,11 +117,4 @@ class UMT5(T5):
 
     architectures = ("UMT5ForConditionalGeneration",)
     fields: ClassVar[dict[str, Any]] = {**T5.fields, "position_embedding_type": "relative_per_layer"}
-
-    @classmethod
-    def scales_output(cls, config: PreTrainedConfig) -> bool:
-        return config.tie_word_embeddings
-
-    @classmethod
-    def place_of_positions(cls, layer: str) -> str:
-        return f"{layer}.relative_positions.weight"
+    scales_if = "tie_word_embeddings"

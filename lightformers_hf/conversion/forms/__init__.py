@@ -30,17 +30,11 @@ Setting = int | None
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """The choices for one part of a model.
+    """The choices for one part of a model."""
 
-    Attributes:
-        settings: a rank or a width each; `None` keeps the part.
-        costs: cost of each, in one unit for all parts (K) float64.
-        sizes: parameters of each (K) float64.
-    """
-
-    settings: list[int | None]
-    costs: Tensor
-    sizes: Tensor
+    settings: list[int | None]  # a rank or a width each; `None` keeps the part
+    costs: Tensor  # cost of each, in one unit for all parts (K) float64
+    sizes: Tensor  # parameters of each (K) float64
 
     def best(self, price: float) -> tuple[float, int]:
         """Return the minimum of cost + price · size, and its index."""
@@ -53,14 +47,12 @@ class Built:
     """Tensors and reports of a place at a setting.
 
     Attributes:
-        reports: of its matrices.
-        tensors: under the names of the result's checkpoint.
-        coordinates: module → what its outputs are of the teacher's, where they are fewer: of each head so many sums
+        coordinates: module → its outputs as a function of the teacher's, if they are fewer: for each head n' sums
             (h×n/h×n'/h), or, as whole numbers (n'), these of them.
     """
 
-    reports: list[MatrixReport]
-    tensors: dict[str, Tensor]
+    reports: list[MatrixReport]  # of its matrices
+    tensors: dict[str, Tensor]  # under the names of the result's checkpoint
     coordinates: dict[str, Tensor] = field(default_factory=dict)
 
     def of_teacher(self, name: str, outputs: Tensor) -> Tensor:
@@ -76,21 +68,13 @@ class Built:
 
 @dataclass(frozen=True, eq=False)
 class Form(ABC):
-    """A place of a model, with its possible settings.
+    """A place of a model, with its possible settings."""
 
-    Attributes:
-        name: of the place's module, with the head's `model.`.
-        originals: the matrices to start from.
-        label: name of the form in reports.
-        method: the value of the option `method` that selects this form alone.
-        is_usual: whether the form is the default; one form is.
-    """
-
-    name: str
-    originals: Originals
-    label: ClassVar[str]
-    method: ClassVar[str]
-    is_usual: ClassVar[bool] = False
+    name: str  # name of the place's module, with the head's `model.`
+    originals: Originals  # the matrices to start from
+    label: ClassVar[str]  # name of the form in reports
+    method: ClassVar[str]  # the value of the option `method` that selects this form alone
+    is_usual: ClassVar[bool] = False  # whether the form is the default; one form is
 
     @classmethod
     @abstractmethod
@@ -108,9 +92,9 @@ class Form(ABC):
         return False
 
     @property
-    @abstractmethod
     def least(self) -> Setting:
         """The smallest setting."""
+        return 1
 
     @abstractmethod
     def size(self, setting: Setting | Tensor) -> Tensor | float:
@@ -132,15 +116,9 @@ class Form(ABC):
     def nearest_state(
         cls, module: nn.Module, matrix: Tensor, bias: Tensor | None, find_metric: Callable[[], Metric], *, name: str
     ) -> dict[str, Tensor]:
-        """State of a linear layer of this form whose matrix is the nearest to `matrix` that the layer can have.
+        """State of a linear layer of this form whose matrix is the nearest to W, m×n, float64, that it can have.
 
-        By default that of an `nn.Linear`, which can have it.
-
-        Args:
-            module: the layer.
-            matrix: W, m×n, float64.
-            find_metric: returns the norm of the distance, if it is needed.
-            name: for messages.
+        By default that of an `nn.Linear`, which can have W. `find_metric` returns the norm of the distance.
         """
         return {"weight": matrix.T} | ({} if bias is None else {"bias": bias})
 
@@ -152,22 +130,34 @@ class Form(ABC):
         """The kind of a matrix: `embedding`, `attention` or `ffn`."""
         return self.originals.module(name).kind
 
-    def report(self, name: str, size: int | None, setting: str, parameters: int, error: float) -> MatrixReport:
-        """Return the report of a matrix with a relative `error`; the matrix stays dense if its `size` is `None`."""
-        m, n = self.shape(name)
-        return MatrixReport(
-            name=short_name(name), kind=self.kind(name), m=m, n=n, form=DENSE if size is None else self.label,
-            size=size, setting=setting, parameters_after=parameters, energy=1 - error**2, relative_error=error,
-        )  # fmt: skip
+    def built(
+        self,
+        tensors: Mapping[str, Mapping[str, Tensor | None]],
+        size: int | None,
+        setting: str,
+        error: float,
+        coordinates: dict[str, Tensor] | None = None,
+    ) -> Built:
+        """Return modules ({name: {leaf: tensor}}) in this form, dense if `size` is `None`, with a relative error."""
+        reports, stored = [], {}
+        for name, leaves in tensors.items():
+            given = {leaf: tensor for leaf, tensor in leaves.items() if tensor is not None}
+            for leaf, tensor in given.items():  # copies, so that no source stays mapped
+                stored[f"{name}.{leaf}"] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            (m, n), parameters = self.shape(name), sum(one.numel() for one in given.values() if one.ndim == 2)
+            reports.append(MatrixReport(
+                name=short_name(name), kind=self.kind(name), m=m, n=n, form=DENSE if size is None else self.label,
+                size=size, setting=setting, parameters_after=parameters, energy=1 - error**2, relative_error=error,
+            ))  # fmt: skip
+        return Built(reports, stored, coordinates or {})
 
     def keep(self, names: Sequence[str]) -> Built:
         """Return the matrices unchanged."""
-        tensors, reports = {}, []
+        tensors = {}
         for name in names:
             matrix, bias = self.originals.linear(name)
             tensors[name] = {"weight": matrix if self.kind(name) == "embedding" else matrix.T, "bias": bias}
-            reports.append(self.report(name, None, DENSE, matrix.numel(), 0.0))
-        return Built(reports, to_store(tensors))
+        return self.built(tensors, None, DENSE, 0.0)
 
 
 FORMS: list[type[Form]] = []
@@ -179,11 +169,6 @@ def register_form(form: type[Form]) -> type[Form]:
     return form
 
 
-def find_form(label: str) -> type[Form]:
-    """Return the form with this label; `Form` itself for dense matrices."""
-    return next((form for form in all_forms() if form.label == label), Form)
-
-
 def all_forms() -> list[type[Form]]:
     """Return all forms, the default form first."""
     for file in pkgutil.iter_modules(__path__):  # each registers itself
@@ -191,22 +176,17 @@ def all_forms() -> list[type[Form]]:
     return sorted(FORMS, key=lambda form: not form.is_usual)
 
 
-def to_store(tensors: Mapping[str, Mapping[str, Tensor | None]]) -> dict[str, Tensor]:
-    """{module: {leaf: tensor}} → {name: tensor} on the CPU, without what is `None`.
-
-    A copy where it is a view, so that no source stays mapped and nothing is copied a second time on writing.
-    """
-    return {
-        f"{name}.{leaf}": tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name, leaves in tensors.items()
-        for leaf, tensor in leaves.items()
-        if tensor is not None
-    }
-
-
 def commonest(values: list) -> object:
     """Return the most frequent value of a list, or `None` for an empty list."""
     return Counter(values).most_common(1)[0][0] if values else None
+
+
+def split_widths(before: Mapping[str, int], reports: Sequence[MatrixReport]) -> tuple[object, dict[str, int]]:
+    """Return the commonest width of modules that had these widths, and {module: its width} of the others."""
+    found = {report.name.rpartition(".")[0]: report.size for report in reports}
+    widths = {short_name(name): found.get(short_name(name), width) for name, width in before.items()}
+    usual = commonest(list(widths.values()))
+    return usual, {name: width for name, width in widths.items() if width != usual}
 
 
 def find_blocks(dense: PreTrainedModel, names: Iterable[str], parts: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -1,15 +1,9 @@
-"""Narrower heads: an attention whose heads are less wide, the same kind of layer.
+"""Narrower heads: an attention whose heads are less wide (docs/explanation/narrowing.md).
 
-The function of a head depends on W_Q·W_Kᵀ and W_V·W_O alone. A bottleneck z → z·X·Y, d_k → k → d_k, on its queries
-changes the scores to q·X·(k·Yᵀ)ᵀ, so X goes into W_Q and Y into W_K; one on its context, the mix of values, goes into
-W_V and W_O. Nothing is added: the result is ordinary attention with heads of width k, which keeps as much of the
-product as four separate factorizations with half as many parameters.
-
-With C the second moment of z and G that of the loss's gradient there, P = X·Y costs ‖Lᵀ (I − P) R‖²_F, C = L·Lᵀ and
-G = R·Rᵀ (see `calibration`), which the truncated SVD of Lᵀ·R minimises over all P of rank k. Without calibration C and
-G are those of inputs that are equally long in every direction: then the error is that of the products themselves, and
-no pair of that inner width is closer to W_Q·W_Kᵀ (the query's bias as one more row; softmax ignores the key's) and to
-W_V·W_O, by Eckart and Young.
+A bottleneck z → z·X·Y, d_k → k → d_k, on the queries of a head goes into W_Q and W_K; one on its context, the mix of
+values, into W_V and W_O. P = X·Y costs ‖Lᵀ (I − P) R‖²_F, with L·Lᵀ = C the second moment of z and R·Rᵀ = G that of
+the gradient there. Without calibration C and G are those of inputs that are equally long in every direction: the error
+is then that of the products W_Q·W_Kᵀ and W_V·W_O.
 """
 
 from __future__ import annotations
@@ -26,7 +20,7 @@ from ..moments import GRADIENT_DAMPING, INPUT_DAMPING, damped_root, lazy_propert
 from ..report import MatrixReport
 from ..rules import RankPolicy
 from ..sharing import short_name
-from . import Built, Choices, Form, Setting, commonest, find_blocks, register_form, to_store
+from . import Built, Choices, Form, Setting, find_blocks, register_form, split_widths
 from .svd import Factors, rescale_, tail_energies
 
 PARTS = ("q_proj", "k_proj", "v_proj", "out_proj")
@@ -34,20 +28,14 @@ PARTS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 @dataclass(frozen=True, eq=False)
 class Bottlenecks:
-    """The best maps X·Y of every inner width on the signals of H heads, each d_k wide.
+    """The best maps X·Y of every inner width on the signals of H heads, each d_k wide."""
 
-    Attributes:
-        into: L⁻ᵀ·U, and `out_of`: Vᵀ·R⁻¹ (H, d_k, d_k) each.
-        singular_values: of Lᵀ·R (H, d_k), descending.
-    """
-
-    into: Tensor
-    out_of: Tensor
-    singular_values: Tensor
+    into: Tensor  # L⁻ᵀ·U (H, d_k, d_k)
+    out_of: Tensor  # Vᵀ·R⁻¹ (H, d_k, d_k)
+    singular_values: Tensor  # those of Lᵀ·R (H, d_k), descending
 
     @classmethod
     def of(cls, second_moments: Tensor, gradient_moments: Tensor) -> Bottlenecks:
-        """From C and G, (H, d_k, d_k) each."""
         left = torch.stack([damped_root(moment, INPUT_DAMPING) for moment in second_moments.double()])
         right = torch.stack([damped_root(moment, GRADIENT_DAMPING) for moment in gradient_moments.double()])
         u, values, v = torch.linalg.svd(left.mT @ right)
@@ -56,7 +44,7 @@ class Bottlenecks:
         return cls(into, out_of, values)
 
     def costs(self) -> Tensor:
-        """Return the loss of all heads together at inner widths 0 … d_k."""
+        """Return the cost of all heads together at inner widths 0 … d_k."""
         return torch.stack([tail_energies(values) for values in self.singular_values]).sum(0)
 
     def at(self, width: int) -> tuple[Tensor, Tensor]:
@@ -67,10 +55,7 @@ class Bottlenecks:
 
 def diagonal_blocks(moment: Tensor, heads: int) -> Tensor:
     """The diagonal blocks (H, d_k, d_k) of a matrix (H·d_k, H·d_k)."""
-    width = moment.shape[0] // heads
-    return torch.stack(
-        [moment[start : start + width, start : start + width] for start in range(0, len(moment), width)]
-    )
+    return moment.unflatten(0, (heads, -1)).unflatten(2, (heads, -1)).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
 @register_form
@@ -91,30 +76,17 @@ class NarrowerHeads(Form):
     def fields(cls, reports: Sequence[MatrixReport], dense: PreTrainedModel) -> dict[str, object]:
         if not reports:
             return {}
-        found = {report.name.rpartition(".")[0]: report.size for report in reports}
-        widths = {
-            short_name(name): found.get(short_name(name), module.head_dim)
-            for name, module in dense.named_modules()
-            if isinstance(module, MultiHeadAttention)
-        }
-        usual = commonest(list(widths.values()))
-        return {
-            "head_dim": usual,
-            "head_dim_pattern": {name: width for name, width in widths.items() if width != usual},
-        }
-
-    @property
-    def least(self) -> Setting:
-        return 1
+        modules = dense.named_modules()
+        before = {name: one.head_dim for name, one in modules if isinstance(one, MultiHeadAttention)}
+        return dict(zip(("head_dim", "head_dim_pattern"), split_widths(before, reports), strict=True))
 
     @property
     def widths(self) -> list[int]:
-        """All that its heads can have, that of the teacher's included."""
+        """All widths that its heads can have, the teacher's last."""
         return list(range(1, self.originals.module(self.name).head_dim + 1))
 
     @property
     def heads(self) -> int:
-        """H."""
         attention = self.originals.module(self.name)
         return attention.q_proj.out_features // attention.head_dim
 
@@ -135,7 +107,7 @@ class NarrowerHeads(Form):
             second = q.T @ x @ q + means + means.T + torch.outer(bias, bias)
             gradients = self.originals.gradients(query)
             contexts, mean = self.originals.moments(out)
-            if self.originals.bias(out) is None:  # no bias takes the mean error
+            if self.originals.linear(out).bias is None:  # no bias takes the mean error
                 mean = torch.zeros_like(mean)
             contexts = contexts - torch.outer(mean, mean)
             at_output = self.originals.gradients(out)
@@ -149,9 +121,9 @@ class NarrowerHeads(Form):
         return matrix.new_zeros(matrix.shape[1], dtype=torch.float64) if bias is None else bias.double()
 
     def _scaled(self, maps: tuple[Tensor, Tensor], first: str, second: str) -> tuple[Tensor, Tensor]:
-        """X and Y of every head, scaled for columns of W·X to be as long as what Y makes of the second matrix."""
+        """X and Y of every head, scaled so that columns of W·X are as long as those of the second matrix times Y."""
         left = self._with_bias(first)
-        behind = second == "out_proj"  # whose rows are those of the heads
+        behind = second == "out_proj"  # rows of this matrix belong to the heads
         right = self.originals.matrix(f"{self.name}.{second}").double() if behind else self._with_bias(second).T
         scaled = []
         for head, (into, out_of) in enumerate(zip(*maps, strict=True)):
@@ -180,8 +152,7 @@ class NarrowerHeads(Form):
         return Choices([*self.widths[:-1], None], costs, sizes)
 
     def follow(self, policy: RankPolicy) -> Setting:
-        rule = policy.rule(short_name(self.name), "attention")
-        return None if rule is None else rule.choose_width(short_name(self.name), self.widths)
+        return policy.choose_width(short_name(self.name), "attention", self.widths)
 
     def build(self, setting: Setting) -> Built:
         if setting is None:
@@ -198,7 +169,7 @@ class NarrowerHeads(Form):
         spread = torch.block_diag(*out_of_v)
         costs = queries.costs() + contexts.costs()
         share = (costs[setting] / costs[0]).item() if costs[0] > 0 else 0.0
-        tensors, reports = {}, []
+        tensors = {}
         for part in PARTS:
             name = f"{self.name}.{part}"
             matrix, bias = self.originals.linear(name)
@@ -208,5 +179,5 @@ class NarrowerHeads(Form):
             else:
                 new, new_bias = matrix.double() @ whole[part], self._bias(name) @ whole[part]
             tensors[name] = {"weight": new.T.to(matrix.dtype), "bias": None if bias is None else new_bias.to(bias)}
-            reports.append(self.report(name, setting, f"heads {setting} wide", new.numel(), share**0.5))
-        return Built(reports, to_store(tensors), {f"{self.name}.{part}": h.cpu() for part, h in coordinates.items()})
+        coordinates = {f"{self.name}.{part}": heads.cpu() for part, heads in coordinates.items()}
+        return self.built(tensors, setting, f"heads {setting} wide", share**0.5, coordinates)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...matrices import low_rank_state, rank_of
+from ...matrices import factors_of, low_rank_state, rank_of
 from ..moments import Metric, lazy_property
 from ..report import MatrixReport
 from ..rules import RankPolicy
 from ..sharing import STACKS, find_matrices, short_name
-from . import Built, Choices, Form, Setting, commonest, register_form, to_store
+from . import Built, Choices, Form, Setting, commonest, register_form
 from .svd import Factors, Spectrum, decompose, singular_values, tail_energies
 
 
@@ -95,21 +95,25 @@ class LowRank(Form):
         source = self.originals.own_module(self.name)
         if source is not None and self.holds(source):
             # A source that is factorized already, and would not get smaller, keeps the factors it has.
-            own = self.originals.factors(self.name)
+            own = factors_of(self.originals.teacher.module(self.originals.sources(self.name)[0]))
             if setting is None or setting >= own[0].shape[1]:
-                return self._built(Factors(*own), self.originals.bias(self.name), 0.0)
+                return self._built(Factors(*own), self.originals.linear(self.name).bias, 0.0)
         if setting is None:
             return self.keep([self.name])
-        (matrix, bias), metric = self.originals.linear(self.name), self._metric
+        (matrix, bias), metric, name = self.originals.linear(self.name), self._metric, short_name(self.name)
+        spectrum = self._decomposed.pop() if self._decomposed else None
         if self.originals.is_truncated_first and source is None:
-            self._decomposed.clear()
-            factors = Factors(*(factor.to(matrix.dtype) for factor in self._truncate_then_merge(setting)))
+            # Layers of a group are truncated, then merged. Their own factors have no mean: bases and signs differ.
+            pairs = [
+                decompose(layer.matrix, name=name, rank=setting).truncate(setting)
+                for layer in self.originals.layers(self.name)
+            ]
+            merged = torch.stack([left @ right for left, right in pairs]).mean(0)
+            found = decompose(merged, name=name, rank=setting).truncate(setting)
+            factors = Factors(*(factor.to(matrix.dtype) for factor in found))
             lost, whole = (each.double().norm().item() for each in (matrix - factors.left @ factors.right, matrix))
             return self._built(factors, bias, lost / whole if whole else 0.0)
-        if self._decomposed:
-            spectrum = self._decomposed.pop()
-        else:
-            spectrum = decompose(matrix, name=short_name(self.name), rank=setting, metric=metric)
+        spectrum = spectrum or decompose(matrix, name=name, rank=setting, metric=metric)
         factors = spectrum.truncate(setting)
         if metric is not None and metric.mean is not None:  # the bias takes the mean error of the factors
             lost = metric.mean @ matrix.double() - metric.mean @ factors.left.double() @ factors.right.double()
@@ -119,17 +123,6 @@ class LowRank(Form):
             # A padding row that is exactly zero stays so. A mask of all elements would be a quarter of the table.
             left[torch.linalg.vector_norm(matrix, ord=torch.inf, dim=1) == 0] = 0
         return self._built(Factors(left, right), bias, spectrum.relative_error(setting))
-
-    def _truncate_then_merge(self, rank: int) -> Factors:
-        """The factors nearest to the products of the factors of all layers of a group.
-
-        The layers' own factors have no mean: their bases and signs differ.
-        """
-        name, truncated = short_name(self.name), []
-        for layer in self.originals.layers(self.name):
-            left, right = decompose(layer.matrix, name=name, rank=rank).truncate(rank)
-            truncated.append(left @ right)
-        return decompose(torch.stack(truncated).mean(0), name=name, rank=rank).truncate(rank)
 
     @classmethod
     def nearest_state(
@@ -141,6 +134,5 @@ class LowRank(Form):
 
     def _built(self, factors: Factors, bias: Tensor | None, error: float) -> Built:
         rank = factors.left.shape[1]
-        report = self.report(self.name, rank, f"rank {rank}", sum(factor.numel() for factor in factors), error)
         state = low_rank_state(self.originals.module(self.name), *factors, bias)
-        return Built([report], to_store({self.name: state}))
+        return self.built({self.name: state}, rank, f"rank {rank}", error)

@@ -1,8 +1,7 @@
-"""Fewer neurons: a feed-forward network from which some neurons are removed.
+"""Fewer neurons: a feed-forward network from which some neurons are removed (docs/explanation/narrowing.md).
 
-Those whose removal costs least go, one after the other, while the last matrix of those that stay makes up for them
-by regression (optimal brain surgeon, Hassibi and Stork 1993, for rows). In a gated network both matrices in front lose
-the same ones.
+Those whose removal costs least go, while the last matrix of those that stay makes up for them by regression (optimal
+brain surgeon, Hassibi and Stork 1993, for rows). In a gated network both matrices in front lose the same ones.
 """
 
 from __future__ import annotations
@@ -19,43 +18,27 @@ from ..moments import GRADIENT_DAMPING, INPUT_DAMPING, damped_root, lazy_propert
 from ..report import MatrixReport
 from ..rules import RankPolicy
 from ..sharing import STACKS, short_name
-from . import Built, Choices, Form, Setting, commonest, find_blocks, register_form, to_store
+from . import Built, Choices, Form, Setting, find_blocks, register_form, split_widths
 
 # Matrices of a network, the last one behind its neurons; without a gate, and with one.
 PARTS, GATED_PARTS = ("fc1", "fc2"), ("fc_gate", "fc1", "fc2")
-# A network loses this share of its neurons between two updates of the costs.
-STEP = 1 / 128
-# So many such updates change the inverse together: to read and write it takes longer than to multiply.
-UPDATES = 8
-# Rows of the inverse that are moved together.
-ROWS = 512
-# Relative, below which a square in float64 may be negative.
-ROUNDING = 1e-12
+STEP = 1 / 128  # share of its neurons that a network loses between two updates of the costs
+UPDATES = 8  # that change the inverse together: to read and write it takes longer than to multiply
+ROWS = 512  # rows of the inverse that are moved together
+ROUNDING = 1e-12  # relative, below which a square in float64 may be negative
 
 
 @dataclass(frozen=True, eq=False)
 class Elimination:
-    """In which order the neurons of a feed-forward network go, and what that costs.
+    """Order in which the neurons of a feed-forward network are removed, and the cost."""
 
-    Attributes:
-        order: all f neurons, those that go first in front.
-        removed: numbers of neurons removed for which the cost is known, ascending from 0.
-        costs: what is lost with so many removed.
-    """
-
-    order: Tensor
-    removed: list[int]
-    costs: Tensor
+    order: Tensor  # all f neurons, those that go first in front
+    removed: list[int]  # numbers of neurons removed for which the cost is known, ascending from 0
+    costs: Tensor  # loss of quality for each number
 
     @classmethod
     def of(cls, moment: Tensor, weight: Tensor, gradient_moment: Tensor) -> Elimination:
-        """Remove neuron after neuron.
-
-        Args:
-            moment: C, second moment of the activations, f×f.
-            weight: the second matrix, f×n.
-            gradient_moment: G at the network's output, n×n.
-        """
+        """Remove neuron after neuron, by C of the activations (f×f), the second matrix (f×n) and G behind it (n×n)."""
         size = len(moment)
         root = damped_root(gradient_moment.double(), GRADIENT_DAMPING)
         rows = weight.double() @ root
@@ -97,7 +80,7 @@ class Elimination:
         return cls(torch.cat([*order, ids]), removed, torch.tensor(costs, dtype=torch.float64))
 
     def at(self, width: int, weight: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
-        """The `width` neurons that stay, ascending, and the second matrix regressed onto them (width×n)."""
+        """The `width` neurons that stay, ascending, and the second matrix refitted to them (width×n)."""
         gone, kept = self.order.tensor_split([len(self.order) - width])
         kept, weight = kept.sort().values, weight.double()
         rows = moment[kept].double()
@@ -123,22 +106,14 @@ class FewerNeurons(Form):
     def fields(cls, reports: Sequence[MatrixReport], dense: PreTrainedModel) -> dict[str, object]:
         if not reports:
             return {}
-        found = {report.name.rpartition(".")[0]: report.size for report in reports}
         fields: dict[str, object] = {}
         patterns: dict[str, int] = {}
         for stack in STACKS:
-            widths = {
-                short_name(name): found.get(short_name(name), dense.get_submodule(name).fc1.out_features)
-                for name in cls.places(dense)
-                if f"{stack}.layers." in name
-            }
-            fields[f"{stack}_ffn_dim"] = usual = commonest(list(widths.values()))
-            patterns |= {name: width for name, width in widths.items() if width != usual}
+            names = [name for name in cls.places(dense) if f"{stack}.layers." in name]
+            before = {name: dense.get_submodule(name).fc1.out_features for name in names}
+            fields[f"{stack}_ffn_dim"], pattern = split_widths(before, reports)
+            patterns |= pattern
         return {**fields, "ffn_dim_pattern": patterns}
-
-    @property
-    def least(self) -> Setting:
-        return 1
 
     def _moments(self) -> tuple[Tensor, Tensor]:
         """Covariance and mean of the activations, or second moment and zero where the network adds no bias.
@@ -147,17 +122,16 @@ class FewerNeurons(Form):
         """
         moments = self.originals.moments(self._last)
         if moments is None:
-            variance = math.prod(self._own_lengths(name) for name in self._first)
-            return torch.diag(variance), torch.zeros_like(variance)
+            layers = [self.originals.linear(name) for name in self._first]
+            lengths = [
+                matrix.double().square().sum(0) + (0 if bias is None else bias.double().square())
+                for matrix, bias in layers
+            ]
+            return torch.diag(math.prod(lengths)), torch.zeros_like(lengths[0])
         second, mean = moments
-        if self.originals.bias(self._last) is None:  # no bias takes the mean error
+        if self.originals.linear(self._last).bias is None:  # no bias takes the mean error
             mean = torch.zeros_like(mean)
         return second.addr_(mean, mean, alpha=-1), mean
-
-    def _own_lengths(self, name: str) -> Tensor:
-        """Squared lengths of a matrix's columns, biases below them."""
-        matrix, bias = self.originals.linear(name)
-        return matrix.double().square().sum(0) + (0 if bias is None else bias.double().square())
 
     @property
     def _first(self) -> list[str]:
@@ -167,7 +141,6 @@ class FewerNeurons(Form):
 
     @property
     def _last(self) -> str:
-        """The matrix behind them."""
         return f"{self.name}.fc2"
 
     @lazy_property
@@ -192,8 +165,7 @@ class FewerNeurons(Form):
         return Choices([None, *self.widths[1:]], self._elimination.costs, sizes)
 
     def follow(self, policy: RankPolicy) -> Setting:
-        rule = policy.rule(short_name(self.name), "ffn")
-        return None if rule is None else rule.choose_width(short_name(self.name), self.widths)
+        return policy.choose_width(short_name(self.name), "ffn", self.widths)
 
     def build(self, setting: Setting) -> Built:
         if setting is None:
@@ -207,11 +179,6 @@ class FewerNeurons(Form):
         for name in self._first:
             own, own_bias = self.originals.linear(name)
             tensors[name] = {"weight": own.T[kept], "bias": None if own_bias is None else own_bias[kept]}
-        size = len(matrix)
-        cost, most = elimination.costs[elimination.removed.index(size - setting)], elimination.costs[-1]
+        cost, most = elimination.costs[self.widths.index(setting)], elimination.costs[-1]
         share = (cost / most).clamp(0, 1).item() if most > 0 else 0.0
-        reports = []
-        for name in (*self._first, self._last):
-            parameters = math.prod(self.shape(name)) * setting // size
-            reports.append(self.report(name, setting, f"{setting} neurons", parameters, share**0.5))
-        return Built(reports, to_store(tensors), dict.fromkeys(self._first, kept.cpu()))
+        return self.built(tensors, setting, f"{setting} neurons", share**0.5, dict.fromkeys(self._first, kept.cpu()))

@@ -1,14 +1,8 @@
-"""Truncated factorization: the only linear algebra in the package.
+"""Truncated factorization: W, m×n, used as y = x·W, becomes U_r (Σ_r V_rᵀ), m×r and r×n (LightFormer, Eq. 11).
 
-LightFormer (Eq. 11) replaces a matrix W, m×n, used as y = x·W, by U_r (Σ_r V_rᵀ): a left factor m×r and a right factor
-r×n. By Eckart and Young no pair of rank r is closer to W than the truncated singular value decomposition.
-
-A full SVD computes much that is thrown away. On the smaller side, n' = min(m, n), the eigenvectors of the Gram matrix
-are the singular vectors, at a fraction of the cost. In float64, what squaring loses lies 1e-8 below the largest
-singular value, which is beneath the rounding of float32 factors; at full rank W·V·Vᵀ = W holds whatever the spectrum.
-
-In a metric, ‖Lᵀ Δ R‖ instead of ‖Δ‖, it is the Gram matrix of A = Lᵀ W R: with V its r leading eigenvectors, A·V·Vᵀ is
-nearest to A, so that W·(R V)·(Vᵀ R⁻¹) is nearest to W, and neither A nor the larger of the two roots is ever made.
+On the smaller side, min(m, n), the eigenvectors of the Gram matrix are the singular vectors, at a fraction of the cost
+of a full SVD. In float64, the error of squaring lies beneath the rounding of float32 factors. In a metric, ‖Lᵀ Δ R‖
+instead of ‖Δ‖, it is the Gram matrix of A = Lᵀ W R (docs/explanation/weighting.md).
 """
 
 from __future__ import annotations
@@ -25,7 +19,7 @@ from ..moments import Metric, add_gram
 
 # Rows taken to float64 at once: no matrix is held twice, and a piece stays in the processor's cache.
 CHUNK_ROWS = 512
-# Below this, squares of float64 values are no longer exact; those of float32 values, even denormal ones, lie above it.
+# Below this, squares of float64 values are not exact; those of float32 values, even denormal ones, lie above it.
 TINIEST_ENERGY = 1e-290
 
 Split = Literal["sigma-right", "balanced"]
@@ -39,13 +33,10 @@ class Factors(NamedTuple):
 
 
 def rescale_(factors: Factors, split: Split) -> Factors:
-    """Return the factors with the lengths of columns of the left and rows of the right one that `split` asks for.
+    """Give columns of the left and rows of the right factor, in place, the lengths that `split` asks for.
 
-    `balanced`: equally long. `sigma-right`: the left one of length 1. Training takes steps of one size everywhere, and
-    a factor a thousand times smaller than its partner would not survive the first. Beside a zero, what is no zero gets
-    the length 1: the product is zero however long it is, but half precision has no 1e6.
-
-    The factors themselves change: one of 256,206×999 is a gigabyte.
+    `balanced`: equally long, because training takes steps of one size everywhere. `sigma-right`: the left one of
+    length 1. Beside a zero, what is no zero gets the length 1, because half precision has no 1e6.
     """
     left, right = _column_norms(factors.left), _column_norms(factors.right.T)
     scale = left.where(left > 0, 1 / right.where(right > 0, 1))
@@ -67,16 +58,10 @@ def _column_norms(factor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """The decomposition of one matrix, ready to be truncated at any rank up to `max_rank`.
+    """The decomposition of one matrix, ready to be truncated at any rank up to `max_rank`."""
 
-    Attributes:
-        name: the matrix's name, for messages.
-        singular_values: all min(m, n) of them, float64, descending.
-        max_rank: the largest rank this decomposition can give.
-    """
-
-    name: str
-    singular_values: Tensor
+    name: str  # name of the matrix, for messages
+    singular_values: Tensor  # all min(m, n) of them, float64, descending
     max_rank: int
     weight: Tensor  # W, or Wᵀ where `transposed`: as many rows as columns, or more
     basis: Tensor  # R·V, n'×max_rank, float64; V is orthonormal, and R the identity without a metric
@@ -97,7 +82,8 @@ class Spectrum:
             split: `sigma-right` gives U_r and Σ_r V_rᵀ (Eq. 11; the left columns are orthonormal), `balanced` gives
                 U_r √Σ_r and √Σ_r V_rᵀ. In a metric, columns have these lengths (`rescale_`) but are not orthogonal.
         """
-        check_rank(self.name, rank, self.max_rank)
+        if not 1 <= rank <= self.max_rank:
+            raise ValueError(f"{self.name}: rank {rank} is not possible, expected 1 to {self.max_rank}")
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
         left = torch.empty(len(self.weight), rank, dtype=dtype, device=self.weight.device)
         for rows, target in zip(self.weight.split(CHUNK_ROWS), left.split(CHUNK_ROWS), strict=True):
@@ -106,31 +92,24 @@ class Spectrum:
         return rescale_(Factors(right.T, left.T) if self.transposed else Factors(left, right), split)
 
 
-def check_rank(name: str, rank: int, limit: int) -> None:
-    """Raise a ValueError that names the matrix unless 1 <= rank <= limit."""
-    if not 1 <= rank <= limit:
-        raise ValueError(f"{name}: rank {rank} is not possible, expected 1 to {limit}")
-
-
 @torch.no_grad()
 def decompose(weight: Tensor, *, name: str, rank: int | None = None, metric: Metric | None = None) -> Spectrum:
     """Singular values and what is needed to truncate.
 
     Args:
-        weight: W, m×n, any float type, on any device that knows float64. A torch `Linear.weight` is Wᵀ: the caller
-            transposes.
+        weight: W, m×n, any float type, on any device with float64. A torch `Linear.weight` is Wᵀ.
         name: the tensor's name, for messages.
-        rank: the largest rank that will be asked for, where it is known.
+        rank: the largest rank that will be required, if it is known.
         metric: in which factors are to be near to W. The singular values are then those of A = Lᵀ W R.
 
     Raises:
         ValueError: not a matrix, NaN or Inf in it, rank outside 1…min(m, n), eigenproblem without convergence, or
             float64 values whose squares are not in its range.
     """
-    if rank is not None and weight.ndim == 2:
-        check_rank(name, rank, min(weight.shape))
     tall, energies, vectors = _solve(torch.linalg.eigh, weight, name, metric)
     transposed = weight.shape[0] <= weight.shape[1]
+    if rank is not None and not 1 <= rank <= len(energies):
+        raise ValueError(f"{name}: rank {rank} is not possible, expected 1 to {len(energies)}")
     basis = vectors.flip(1)[:, :rank]
     basis, inverse = (basis, basis.T) if metric is None else metric.bases(basis, rows=transposed)
     return Spectrum(name, energies.flip(0).clamp(min=0).sqrt(), basis.shape[1], tall, basis, inverse, transposed)
@@ -143,7 +122,7 @@ def singular_values(weight: Tensor, *, name: str, metric: Metric | None = None) 
 
 
 def _solve(solver: Callable[[Tensor], Any], weight: Tensor, name: str, metric: Metric | None) -> tuple[Tensor, ...]:
-    """W, or Wᵀ where it is wider than tall, and what one of torch's eigensolvers gives of its Gram matrix."""
+    """W, or Wᵀ where it is wider than tall, and the result of a torch eigensolver for its Gram matrix."""
     if weight.ndim != 2 or not weight.is_floating_point() or weight.numel() == 0:
         raise ValueError(f"{name}: expected a matrix of floats, found {weight.dtype} of shape {tuple(weight.shape)}")
     if not all_finite(weight):
@@ -166,6 +145,6 @@ def _solve(solver: Callable[[Tensor], Any], weight: Tensor, name: str, metric: M
 
 
 def tail_energies(values: Tensor) -> Tensor:
-    """Σ_{i>r} s_i² for r = 0 … K: what truncation at r loses."""
+    """Σ_{i>r} s_i² for r = 0 … K: the error of truncation at r."""
     squares = values.double().square()
     return torch.cat([squares.flip(0).cumsum(0).flip(0), squares.new_zeros(1)])

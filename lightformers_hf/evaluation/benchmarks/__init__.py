@@ -1,4 +1,4 @@
-"""Benchmarks, and the checkpoints that people have, by their shapes: what `--shapes` takes. Read without PyTorch."""
+"""Benchmarks, and the shapes of common checkpoints, the values of `--shapes`. Read without PyTorch."""
 
 from __future__ import annotations
 

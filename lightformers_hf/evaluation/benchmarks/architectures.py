@@ -39,14 +39,13 @@ SAME_FIELDS = (
 class Pair:
     """A row of the papers' parameter tables, and the decoding speed that its paper prints relative to a Transformer.
 
-    The papers of Subformer and PartialFormer measured in batches on a GPU: their ratios are an orientation here, no
-    reference. LightFormer's is of one sentence at a time on one core, as here.
+    Subformer's and PartialFormer's are of batches on a GPU, LightFormer's of one sentence on one core, as here.
     """
 
-    table: str  # of the row
+    table: str  # name of the row's table
     paper_ratio: float | None = None  # as printed, where it is
-    fields: dict[str, int] = field(default_factory=dict)  # of the configuration, where they are not the row's
-    transformer_layers: int | None = None  # of either stack of the Transformer; `None`: as the architecture has
+    fields: dict[str, int] = field(default_factory=dict)  # fields of the configuration that differ from the row
+    transformer_layers: int | None = None  # layers of each stack of the Transformer; `None`: as in the architecture
 
     @property
     def row(self) -> ParameterRow:
@@ -81,8 +80,7 @@ class Comparison:
     # Run i of the one was beside run i of the other.
     speeds: dict[str, tuple[Speed, Speed]]
     paper_ratio: float | None
-    # How many times as many multiplications the Transformer's training step has, if they were counted: the ratio of
-    # `training` if products of matrices were all that takes time, and equally fast.
+    # How many times as many multiplications the Transformer's training step has, if they were counted.
     arithmetic: float | None
 
     def quartiles(self, measure: str) -> list[float]:
@@ -92,20 +90,17 @@ class Comparison:
 
     def to_dict(self) -> dict:
         """Everything as nested dictionaries, for JSON. Runs are target tokens a second."""
-        measures = {}
-        for measure, (ours, transformer) in self.speeds.items():
-            runs = {"runs": ours.runs, "transformer_runs": transformer.runs}
-            ratios = {"ratio": speed_ratio(ours, transformer), "quartiles": self.quartiles(measure)}
-            measures[measure] = runs | ratios
+        measures = {
+            measure: {"runs": ours.runs, "transformer_runs": other.runs}
+            | {"ratio": speed_ratio(ours, other), "quartiles": self.quartiles(measure)}
+            for measure, (ours, other) in self.speeds.items()
+        }
         fields = {name: value for name, value in vars(self).items() if name != "speeds"}
         return fields | {"table": PAIRS[self.name].table, "measures": measures}
 
 
 def transformer_beside(pair: Pair, positions: int) -> MarianMTModel:
-    """A Marian with random weights, the row's width and vocabulary, 8 heads, ReLU, FFN as the row's or of width 4·d.
-
-    Dropout and special tokens are those of the row's model. Its position tables end at `positions`.
-    """
+    """A Marian with random weights, the row's width and vocabulary, 8 heads, ReLU, FFN as the row has or of 4·d."""
     config = pair.row.model_config()
     fields = {name: getattr(config, name) for name in SAME_FIELDS}
     ffn_dim = getattr(config, "decoder_ffn_dim", 4 * config.d_model)
@@ -131,7 +126,7 @@ def compare(
     ignored. A training step is forward, backward and AdamW's step on 16 sentences of 25 source and 25 target tokens.
 
     Args:
-        name: of the pair, a key of `PAIRS`.
+        name: name of the pair, a key of `PAIRS`.
         runs: how often each is measured; a first time that warms up does not count.
         new_tokens: that are generated.
         training: measure training steps, too.
@@ -150,11 +145,13 @@ def compare(
     models = {name: row.build(), "transformer": transformer_beside(pair, positions)}
     batch = random_batch(row.config["vocab_size"])
     source = {field: batch[field][:1] for field in ("input_ids", "attention_mask")}
-    speeds, arithmetic = {}, None
+    inputs: dict[str, Any] = {key: [source] for key in models}
+    arithmetic = None
     shown: dict[str, Any] = {"runs": runs, "progress": progress}
-    for measure, beams in DECODING.items():
-        searched: dict[str, Any] = {"forced_length": new_tokens, "num_beams": beams, "do_sample": False}
-        speeds[measure] = generation_speed(models, {key: [source] for key in models}, **searched, **shown)
+    searched: dict[str, Any] = {"forced_length": new_tokens, "do_sample": False} | shown
+    speeds = {
+        measure: generation_speed(models, inputs, num_beams=beams, **searched) for measure, beams in DECODING.items()
+    }
     if training:
         ours, transformers = (training_flops(model, batch) for model in models.values())
         arithmetic = transformers / ours
@@ -165,7 +162,7 @@ def compare(
 
 
 def training_flops(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> int:
-    """Floating-point operations of the products of matrices in one training step of `model`, whose gradients go."""
+    """Floating-point operations of the matrix products in one training step of `model`, whose gradients go."""
     model.train()
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # fused attention is not counted
         model(**batch).loss.backward()

@@ -49,17 +49,17 @@ class WholeConversion(Result):
     """Time and memory of a conversion."""
 
     shapes: str  # name of the checkpoint whose shapes were used
-    options: dict[str, object]  # of `convert`
+    options: dict[str, object]  # options of `convert`
     threads: int  # PyTorch's
     checkpoint_bytes: int
     peak_bytes: int  # resident memory of the process at most
-    libraries_bytes: int  # of which Python, PyTorch and Transformers took so much before
+    libraries_bytes: int  # memory of Python, PyTorch and Transformers before the conversion
     steps: dict[str, tuple[float, float]]  # {step: (seconds, processor seconds)}, without what is between them
     total: tuple[float, float]  # from the call to its return
 
     def to_dict(self) -> dict:
         """Return the same for JSON."""
-        rows = {name: {"wall": wall, "cpu": cpu} for name, (wall, cpu) in {**self.steps, "": self.total}.items()}
+        rows = {name: {"wall": wall, "cpu": cpu} for name, (wall, cpu) in (self.steps | {"": self.total}).items()}
         return asdict(self) | {"total": rows.pop(""), "steps": rows}
 
     def parts(self) -> list[Table | str]:
@@ -68,7 +68,7 @@ class WholeConversion(Result):
         table = Table(title=f"{self.shapes}: convert with {options}", caption=f"{self.threads} threads")
         for heading in ("step", "seconds", "CPU seconds"):
             table.add_column(heading, justify="left" if heading == "step" else "right")
-        for name, seconds in {**self.steps, "all, with what is between": self.total}.items():
+        for name, seconds in {**self.steps, "all, with other work": self.total}.items():
             table.add_row(name, *(f"{number:,.1f}" for number in seconds))
         sizes = [f"{size / 1e6:,.0f} MB" for size in (self.checkpoint_bytes, self.peak_bytes, self.libraries_bytes)]
         return [table, "checkpoint {}, peak memory {}, of which the libraries took {}".format(*sizes)]
@@ -95,12 +95,7 @@ def time_conversion(shapes: str, **options: object) -> WholeConversion:
 
     Translations of random weights are as long as they may be, so that calibration takes longer than that of a trained
     checkpoint. Writes about three times the checkpoint's size into the folder for temporary files, and removes it.
-
-    Args:
-        options: of `convert`; by default the default conversion, at the default ratio.
-
-    Raises:
-        ValueError: unknown shapes, or the conversion failed.
+    Raises `ValueError` for unknown shapes, or if the conversion failed. `options` are those of `convert`.
     """
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "source")

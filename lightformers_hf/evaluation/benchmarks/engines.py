@@ -37,7 +37,7 @@ from ..translate import translate
 if TYPE_CHECKING:
     from datasets import Dataset
 
-BASELINE = "ctranslate2-int8"  # of the teacher: the usual deployment
+BASELINE = "ctranslate2-int8"  # the usual deployment of the teacher
 SOURCE_TOKENS = 25
 RUN_DONE = "run done\n"  # lines that the measuring process prints for each
 SHORTLISTED = "+shortlist"  # behind the name of a form
@@ -53,10 +53,6 @@ class Deployed:
     disk_bytes: int
     scores: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def key(self) -> str:
-        return f"{self.model} {self.form}"
-
 
 @dataclass
 class Timing:
@@ -70,11 +66,6 @@ class Timing:
     speed: Speed
     to_teacher: float | None = None
     to_baseline: float | None = None
-
-    @property
-    def key(self) -> str:
-        """Of what was timed, as `Deployed.key`."""
-        return f"{self.model} {self.form}"
 
 
 @dataclass
@@ -93,26 +84,26 @@ class EngineComparison(Result):
 
     @classmethod
     def read(cls, content: Any) -> EngineComparison:
-        """From what `to_dict` made, read from a file that anybody may have written.
+        """Read the result of `to_dict` from a file of an unknown author.
 
         Raises:
             ValueError: it is something else; names what is missing or wrong.
         """
         found = as_kind(content, cls, "it")
-        deployed = {place.key for place in found.deployed}
-        if not found.timings or any(timing.key not in deployed for timing in found.timings):
+        deployed = {(place.model, place.form) for place in found.deployed}
+        if not found.timings or any((timing.model, timing.form) not in deployed for timing in found.timings):
             raise ValueError("no timings, or some of models that were not deployed")
         return found
 
     def rows(self) -> dict[str, list[list[str]]]:
         """{setting: its table's rows, the head first}: a row a form and model, in the order of the timings."""
-        deployed = {place.key: place for place in self.deployed}
+        deployed = {(place.model, place.form): place for place in self.deployed}
         scores = labels(self.deployed[0].scores).values()
         compared = {"same": "to_teacher"} | ({"int8": "to_baseline"} if self.has_baseline else {})
         head = ["engine", "model", "tokens/s", *compared, "MB", *scores]
         found: dict[str, list[list[str]]] = {}
         for timing in self.timings:
-            place, ratios = deployed[timing.key], [getattr(timing, name) for name in compared.values()]
+            place, ratios = deployed[timing.model, timing.form], [getattr(timing, name) for name in compared.values()]
             row = [timing.form, timing.model, f"{timing.speed.tokens_per_second:,.0f}"]
             row += ["" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
             row += [f"{place.disk_bytes / 1e6:,.1f}", *(f"{score:.1f}" for score in place.scores.values())]
@@ -155,26 +146,6 @@ class EngineComparison(Result):
         return any(timing.to_baseline is not None for timing in self.timings)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The numbers of `compare_engines`. Raises `ValueError` for one below 1, and for more cores than there are."""
-
-    cores: Sequence[int]
-    batch_sizes: Sequence[int]
-    beams: Sequence[int]
-    runs: int
-    sentences: int
-    new_tokens: int
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            values = [value] if isinstance(value, int) else list(value)
-            if not values or min(values) < 1:
-                raise ValueError(f"{name} is {values}: expected numbers of 1 or more")
-        if max(self.cores) > (there := os.cpu_count() or 1):
-            raise ValueError(f"cores is {max(self.cores)}: this machine has {there}")
-
-
 def compare_engines(
     teacher: str,
     students: Sequence[str],
@@ -194,7 +165,7 @@ def compare_engines(
     max_samples: int | None = None,
     progress: bool = False,
 ) -> EngineComparison:
-    """Export a teacher and its students, and time all of them in all forms, in turn within the same runs.
+    """Export a teacher and its students, and time each of them in all forms, in turn within the same runs.
 
     Every sentence gets exactly `new_tokens` tokens, past any end token, so that all do the same work. Each number of
     cores has a process of its own, because engines fix their threads when they load. Sources are those of `data` with
@@ -202,7 +173,7 @@ def compare_engines(
 
     Args:
         teacher, students: folders or Hub names of checkpoints.
-        forms: of `deployment_names()`; `None` is all that the engines have.
+        forms: names of `deployment_names()`; `None` means all that the engines have.
         cores, batch_sizes, beams: every combination is a setting. A run of batch size 1 translates `sentences`, one at
             a time; of more, one batch.
         data, source, target, max_samples: parallel text to measure the quality on as well, with the most of `beams`.
@@ -217,15 +188,20 @@ def compare_engines(
         FileNotFoundError: no such checkpoint or data.
     """
     forms, metrics = _choose_forms(forms, shortlist), check_metrics(metrics)
-    settings = Settings(cores, batch_sizes, beams, runs, sentences, new_tokens)
+    numbers = {"cores": cores, "batch_sizes": batch_sizes, "beams": beams, "runs": [runs], "sentences": [sentences]}
+    for name, values in (numbers | {"new_tokens": [new_tokens]}).items():
+        if not values or min(values) < 1:
+            raise ValueError(f"{name} is {list(values)}: expected numbers of 1 or more")
+    if max(cores) > (there := os.cpu_count() or 1):
+        raise ValueError(f"cores is {max(cores)}: this machine has {there}")
+    settings = [(size, count) for size in batch_sizes for count in beams]
     names = dict(zip(_labels([teacher, *students]), [teacher, *students], strict=True))
     pairs, languages = None, (source, target)
     if data is not None:
         source, target = find_columns(teacher, source, target)
         pairs = load_parallel(data, source=source, target=target, split="test", max_samples=max_samples)
         metrics = choose_metrics(metrics, pairs["source"][:], pairs["target"][:])
-    timed = runs * len(cores) * len(batch_sizes) * len(beams)
-    steps = len(names) * len(forms) * ((1 if pairs is None else 2) + timed)
+    steps = len(names) * len(forms) * ((1 if pairs is None else 2) + runs * len(cores) * len(settings))
     with tempfile.TemporaryDirectory() as work, tqdm(total=steps, disable=not progress, unit="step") as bar:
         if pairs is not None or any(languages):
             names = _tell_languages(names, *languages, Path(work))
@@ -233,12 +209,22 @@ def compare_engines(
         deployed = [_deploy(label, names[label], form, Path(work), text, bar) for label in names for form in forms]
         comparison = EngineComparison(list(names), deployed, [], new_tokens, sentences, data)
         inputs = _inputs(names, pairs, max(sentences if 1 in batch_sizes else 1, *batch_sizes))
-        for count in settings.cores:
+        task = {"settings": settings, "runs": runs, "sentences": sentences, "new_tokens": new_tokens}
+        for count in cores:
             bar.set_description(f"measure on {count} core{'s' * (count > 1)}")
-            comparison.timings += _measure_speed(deployed, inputs, count, settings, bar)
+            comparison.timings += _measure_speed(deployed, inputs, task | {"cores": count}, bar)
         _add_ratios(comparison.timings, comparison.models[0])
         if pairs is not None:
-            _add_quality(comparison, names, pairs, metrics, language_code(target), settings, bar)
+            language, threads = language_code(target), max(cores)
+            comparison.quality_beams, comparison.quality_sentences = max(beams), len(pairs)
+            comparison.signatures = signatures(metrics, pairs["target"][:], language=language)
+            for place in deployed:
+                bar.set_description(f"translate by {place.model} {place.form}")
+                engine = load_engine(place.folder, threads=threads)
+                tokenizer = load_pretrained(AutoTokenizer, names[place.model])
+                outputs = translate(pairs["source"][:], engine, tokenizer, num_beams=max(beams), split=False)
+                place.scores = score(outputs, pairs["target"][:], metrics, language=language)
+                bar.update()
     return comparison
 
 
@@ -255,7 +241,7 @@ def _choose_forms(forms: Sequence[str] | None, shortlist: str | None) -> list[st
     for form in dict.fromkeys(deployment_names() if forms is None else forms):
         engine, quantization = split_deployment(form)
         file = None if engine == CHECKPOINTS else load_engine_file(engine)
-        if forms or file is None or quantization is None or quantization in file.QUANTIZATIONS:  # not all know int8
+        if forms or file is None or quantization is None or quantization in file.QUANTIZATIONS:  # not all support int8
             chosen.append(form)
             if shortlist and hasattr(file, "write_shortlist"):
                 chosen.append(f"{form}{SHORTLISTED}")
@@ -281,7 +267,7 @@ def _tell_languages(names: dict[str, str], source: str | None, target: str | Non
     several = [label for label, tokenizer in tokenizers.items() if hasattr(tokenizer, "src_lang")]
     teacher, *students = names
     copies: dict[str, str] = {}
-    for label in sorted(several or [teacher], key=lambda label: label == teacher):  # of others, codes are refused
+    for label in sorted(several or [teacher], key=lambda label: label == teacher):  # other models refuse codes
         light = tokenizers[students[0]] if label == teacher and students else None
         own = [getattr(light, side, None) for side in ("src_lang", "tgt_lang")]
         first = set_language_codes(tokenizers[label], *(own if all(own) else (source, target)))
@@ -326,16 +312,10 @@ def _inputs(names: dict[str, str], pairs: Dataset | None, count: int) -> dict[st
     return {label: tokenizer(chosen)["input_ids"] for label, tokenizer in tokenizers.items()}
 
 
-def _measure_speed(deployed: list[Deployed], inputs: dict, cores: int, settings: Settings, bar: tqdm) -> list[Timing]:
-    """Measurements of a process with so many cores; each run advances the bar."""
-    task = {
-        "models": {place.key: [place.folder, inputs[place.model]] for place in deployed},
-        "cores": cores,
-        "settings": [(size, count) for size in settings.batch_sizes for count in settings.beams],
-        "runs": settings.runs,
-        "sentences": settings.sentences,
-        "new_tokens": settings.new_tokens,
-    }
+def _measure_speed(deployed: list[Deployed], inputs: dict, task: dict[str, Any], bar: tqdm) -> list[Timing]:
+    """Measurements of a process with the number of cores of a task; each run advances the bar."""
+    cores, places = task["cores"], [(place.model, place.form) for place in deployed]
+    task = task | {"models": [[place.folder, inputs[place.model]] for place in deployed]}
     # Waiting threads that spin take the core from the engine whose turn it is.
     environment = child_environment(OMP_NUM_THREADS=str(cores), OMP_WAIT_POLICY="PASSIVE")
     command = "from lightformers_hf.evaluation.benchmarks.engines import _measure; _measure()"
@@ -361,38 +341,36 @@ def _measure_speed(deployed: list[Deployed], inputs: dict, cores: int, settings:
             errors.seek(0)
             last = (errors.read().strip() or "no message").splitlines()[-1]
             raise ValueError(f"the process that measures on {cores} cores failed: {last}")
-    places = {place.key: (place.model, place.form) for place in deployed}
     return [
-        Timing(*places[key], cores, size, count, speed_of([tuple(run) for run in timed]))
-        for size, count, key, timed in json.loads(found)
+        Timing(*places[int(number)], cores, size, count, speed_of([tuple(run) for run in timed]))
+        for size, count, number, timed in json.loads(found)
     ]
 
 
 def _measure() -> None:
     """The process of `_measure_speed`: a task on stdin; a line after every run, and in the end
-    `[[batch size, beams, model, [(tokens, seconds), …]], …]`, on stdout.
+    `[[batch size, beams, number of the model, [(tokens, seconds), …]], …]`, on stdout.
     """
     task = json.load(sys.stdin)
-    engines = {key: load_engine(folder, threads=task["cores"]) for key, (folder, _) in task["models"].items()}
+    tokens, engines = task["new_tokens"], [load_engine(one, threads=task["cores"]) for one, _ in task["models"]]
+
+    def run(engine: Engine, batches: list[list[list[int]]], count: int) -> tuple[int, float]:
+        start = time.perf_counter()
+        for batch in batches:
+            engine.generate(batch, num_beams=count, forced_length=tokens)
+        seconds = time.perf_counter() - start
+        print(RUN_DONE, end="", flush=True)
+        return sum(map(len, batches)) * tokens, seconds
+
     found = []
-    for size, beams in task["settings"]:
+    for size, count in task["settings"]:
         actions = {}
-        for key, (_, ids) in task["models"].items():
+        for number, (engine, (_, ids)) in enumerate(zip(engines, task["models"], strict=True)):
             batches = [[sentence] for sentence in ids[: task["sentences"]]] if size == 1 else [ids[:size]]
-            engines[key].generate(batches[0], num_beams=beams, forced_length=task["new_tokens"])
-            actions[key] = partial(time_run, engines[key], batches, beams, task["new_tokens"])
-        found += [[size, beams, key, timed] for key, timed in take_turns(actions, runs=task["runs"]).items()]
+            engine.generate(batches[0], num_beams=count, forced_length=tokens)
+            actions[str(number)] = partial(run, engine, batches, count)
+        found += [[size, count, number, timed] for number, timed in take_turns(actions, runs=task["runs"]).items()]
     print(json.dumps(found))
-
-
-def time_run(engine: Engine, batches: list[list[list[int]]], beams: int, new_tokens: int) -> tuple[int, float]:
-    """Tokens generated, and the seconds it took; a line on stdout reports the end."""
-    start = time.perf_counter()
-    for batch in batches:
-        engine.generate(batch, num_beams=beams, forced_length=new_tokens)
-    seconds = time.perf_counter() - start
-    print(RUN_DONE, end="", flush=True)
-    return sum(map(len, batches)) * new_tokens, seconds
 
 
 def _add_ratios(timings: list[Timing], teacher: str) -> None:
@@ -402,25 +380,3 @@ def _add_ratios(timings: list[Timing], teacher: str) -> None:
         timing.to_teacher = speed_ratio(timing.speed, speeds[teacher, timing.form, *setting])
         if (baseline := speeds.get((teacher, BASELINE, *setting))) is not None:
             timing.to_baseline = speed_ratio(timing.speed, baseline)
-
-
-def _add_quality(
-    comparison: EngineComparison,
-    names: dict[str, str],
-    pairs: Dataset,
-    metrics: list[str],
-    language: str | None,
-    settings: Settings,
-    bar: tqdm,
-) -> None:
-    """Scores of every deployed model, with the most beams."""
-    beams, sources, references = max(settings.beams), pairs["source"][:], pairs["target"][:]
-    comparison.signatures = signatures(metrics, references, language=language)
-    comparison.quality_beams, comparison.quality_sentences = beams, len(pairs)
-    for place in comparison.deployed:
-        bar.set_description(f"translate by {place.key}")
-        engine = load_engine(place.folder, threads=max(settings.cores))
-        tokenizer = load_pretrained(AutoTokenizer, names[place.model])
-        outputs = translate(sources, engine, tokenizer, num_beams=beams, split=False)
-        place.scores = score(outputs, references, metrics, language=language)
-        bar.update()

@@ -1,16 +1,17 @@
-"""The engines: every file here is one, under the file's name, and nothing else knows which there are.
+"""The engines: every file here is one, under the file's name, and no other file lists them.
 
-Such a file may import what it needs, a library that is not installed included: it is imported when its engine is used.
+Such a file may import any library, also one that is not installed: it is imported when its engine is used.
 The extra of `pyproject.toml` that installs the library has the engine's name. The file has:
 
 - `QUANTIZATIONS`, the types of numbers that it can write, `float32` among them;
-- `write(source, folder, quantization)`, which writes a `Source` and returns the `Expansion` of what it multiplied out;
+- `write(source, folder, quantization)`, which writes a `Source` and returns the `Expansion` of its expanded matrices,
+  or raises `ValueError` for a model that the engine does not support;
 - `load(folder, search, threads)`, which returns a model ready to run (see `RunningModel`);
-- `describe_loading(folder)`, which says in a sentence how to run the folder without this package, or `None`;
+- `describe_loading(folder)`, which returns one sentence about running the folder without this package, or `None`;
 - if it has another name in sentences than its file, `NAME`; `EXPANDS_LOW_RANK = True` if it has no low-rank matrix
   multiplications;
 - and if it can compute a part of the output layer, `write_shortlist(source, folder, quantization, shortlist)`, which
-  writes a `Shortlist` to one of `SHORTLIST_FILES` beside what `write` wrote;
+  writes a `Shortlist` to one of `SHORTLIST_FILES` beside the files of `write`;
 - and if one folder can hold several quantizations, `BESIDE`, those that are written before int8;
 - and if the Hub has another name for the program that loads the folder, `LIBRARY`; if ten lines of Python run the
   folder without this package, `EXAMPLE`, with `{folder}` and `{text}`;
@@ -28,45 +29,38 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
-    from ..layers import Expansion
+    from ..layers import Expansion, Source
     from ..search import Search
     from ..shortlist import Shortlist
-    from ..source import Source
 
 CHECKPOINTS = "transformers"  # the engine that runs checkpoints as they are
 
 
 class RunningModel(Protocol):
-    """A model under an engine; what it gets was checked by `Engine`."""
+    """A model under an engine; what it gets was checked by `Engine`, whose methods these are."""
 
-    def generate(self, batch: list[list[int]], search: Search) -> list[list[int]]:
-        """The new tokens of each sentence, up to the end token, included."""
+    def generate(self, batch: list[list[int]], search: Search) -> list[list[int]]: ...
 
-    def score(self, sources: list[list[int]], targets: list[list[int]]) -> list[list[float]]:
-        """log p of every token of `targets`, and of the end token behind them, given `sources`."""
+    def score(self, sources: list[list[int]], targets: list[list[int]]) -> list[list[float]]: ...
 
 
 class EngineFile(Protocol):
-    """What a file of this folder has."""
+    """Names of a file of this folder."""
 
     QUANTIZATIONS: tuple[str, ...]
 
-    def write(self, source: Source, folder: Path, quantization: str) -> Expansion:
-        """Write a model to `folder`. Raises `ValueError` for what the engine cannot express."""
+    def write(self, source: Source, folder: Path, quantization: str) -> Expansion: ...
 
-    def write_shortlist(self, source: Source, folder: Path, quantization: str, shortlist: Shortlist) -> None:
-        """Add a shortlist to what `write` wrote; only some engines can."""
+    def write_shortlist(self, source: Source, folder: Path, quantization: str, shortlist: Shortlist) -> None: ...
 
-    def load(self, folder: Path, search: Search, threads: int) -> RunningModel:
-        """What `write` wrote, ready to run on so many cores."""
+    def load(self, folder: Path, search: Search, threads: int) -> RunningModel: ...
 
-    def describe_loading(self, folder: Path) -> str | None:
-        """How to run the folder without this package."""
+    def describe_loading(self, folder: Path) -> str | None: ...
 
 
 def engine_names() -> list[str]:
     """The engines that models are exported to, by the names of their files."""
-    return sorted(found.name for found in pkgutil.iter_modules(__path__) if found.name != CHECKPOINTS)
+    return sorted(found.name for found in pkgutil.iter_modules(__path__))
 
 
 def deployment_names() -> list[str]:
@@ -89,11 +83,7 @@ def check_engine_name(name: str) -> None:
 
 
 def load_engine_file(name: str) -> EngineFile:
-    """The file of an engine that models are exported to.
-
-    Raises:
-        ValueError: an unknown engine, one that is not installed, or a file here that lacks a part.
-    """
+    """The file of an engine. Raises `ValueError` where it is unknown, not installed, or lacks a part."""
     check_engine_name(name)
     try:
         module: ModuleType = importlib.import_module(f".{name}", __name__)

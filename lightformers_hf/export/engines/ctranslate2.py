@@ -1,15 +1,16 @@
 """LightFormer → CTranslate2, by a Transformer specification of its own library, without any change to the engine.
 
-What CTranslate2 can express stays as small as it is: narrow heads (`head_dim` of each attention), narrow feed-forward
+Supported forms stay as small as they are: narrow heads (`head_dim` of each attention), narrow feed-forward
 networks, the low-rank token table and output layer of the decoder (`project_in`, `project_out`), repeated layers
-(stored once, as aliases). It has no low-rank linear layer: other pairs of factors are multiplied out. Attention then
-gets narrower again: what a head computes are the products W_Q·W_Kᵀ and W_V·W_O, of rank maybe below the head's width.
+(stored once, as aliases). It has no low-rank linear layer: other low-rank factors are expanded. Attention then
+gets narrower again: a head depends on the products W_Q·W_Kᵀ and W_V·W_O, of rank maybe below the head's width.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import ctranslate2
@@ -17,33 +18,32 @@ import numpy as np
 import torch
 from ctranslate2.specs import common_spec, transformer_spec
 from ctranslate2.specs.model_spec import LayerSpec
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ...files import read_json, write_json
 from ...models.configuration_lightformer import RELATIVE_POSITIONS
 from ...vocabularies import read_vocabularies
-from ..heads import bias_or_zero, narrow_heads
-from ..int8 import quantize_rows
-from ..layers import Attention, Expansion, Layer, Linear, Norm, read_output, read_stack
+from ..layers import (
+    Attention,
+    Expansion,
+    Layer,
+    Linear,
+    Source,
+    bias_or_zero,
+    narrow_heads,
+    quantize_rows,
+    read_output,
+    read_stack,
+)
 from ..search import NEVER, Search
 from ..shortlist import SHORTLIST_FILES, Shortlist, special_tokens
-from ..source import Source
 
 Activation = common_spec.Activation
-ACTIVATIONS = {
-    "gelu": Activation.GELU,
-    "gelu_python": Activation.GELU,
-    "gelu_fast": Activation.GELUTanh,
-    "gelu_new": Activation.GELUTanh,
-    "gelu_pytorch_tanh": Activation.GELUTanh,
-    "quick_gelu": Activation.GELUSigmoid,
-    "relu": Activation.RELU,
-    "sigmoid": Activation.Sigmoid,
-    "silu": Activation.SWISH,
-    "swish": Activation.SWISH,
-    "tanh": Activation.Tanh,
-}
+ACTIVATIONS = dict.fromkeys(("gelu", "gelu_python"), Activation.GELU)
+ACTIVATIONS |= dict.fromkeys(("gelu_fast", "gelu_new", "gelu_pytorch_tanh"), Activation.GELUTanh)
+ACTIVATIONS |= {"quick_gelu": Activation.GELUSigmoid, "relu": Activation.RELU, "sigmoid": Activation.Sigmoid}
+ACTIVATIONS |= {"silu": Activation.SWISH, "swish": Activation.SWISH, "tanh": Activation.Tanh}
 NAME = "CTranslate2"
 EXPANDS_LOW_RANK = True
 QUANTIZATIONS = ("float32", "int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16")
@@ -51,14 +51,7 @@ VMAP, ORDER = SHORTLIST_FILES[0], "token_order.json"
 
 
 def write(source: Source, folder: Path, quantization: str, *, first: Sequence[int] = ()) -> Expansion:
-    """Write model, configuration and vocabularies to `folder`, and say what was multiplied out.
-
-    Args:
-        first: ids of target tokens that get the first ids of the engine.
-
-    Raises:
-        ValueError: an activation that CTranslate2 does not have.
-    """
+    """Write model, configuration and vocabularies. Target tokens `first` get the first ids of the engine."""
     config, expansion = source.model.config, Expansion()
     if config.activation_function not in ACTIVATIONS:
         raise ValueError(
@@ -70,8 +63,9 @@ def write(source: Source, folder: Path, quantization: str, *, first: Sequence[in
     target = order_ids(len(tokens["target"]), first)
     orders = {"source": target if tokens["source"] == tokens["target"] else None, "target": target}
     spec = _specification(source, expansion, orders)
-    spec.register_source_vocabulary(_ordered(tokens["source"], orders["source"]))
-    spec.register_target_vocabulary(_ordered(tokens["target"], orders["target"]))
+    for side, order in orders.items():
+        ordered = tokens[side] if order is None else [tokens[side][number] for number in order]
+        getattr(spec, f"register_{side}_vocabulary")(ordered)
     _set_special_tokens(spec, source, tokens)
     spec.validate()
     quantize(spec, quantization)
@@ -80,16 +74,15 @@ def write(source: Source, folder: Path, quantization: str, *, first: Sequence[in
 
 
 def quantize(spec: LayerSpec, quantization: str) -> None:
-    """Store weights in another type, those in int8 rounded as every processor multiplies them (`int8.quantize_rows`).
+    """Store weights in another type, those in int8 rounded as every processor multiplies them (`quantize_rows`).
 
     CTranslate2 leaves int8 products to oneDNN on other processors than Intel's, and oneDNN cuts off what 16 bits do
     not hold where there is no VNNI: a model of the demo that has 86.3 BLEU in fp32 had 75.0 there, and has 86.1 so.
     """
-    in_int8 = quantization.startswith("int8")
     rounded = {
         name: quantize_rows(variable.numpy())
-        for name, variable in (spec.variables().items() if in_int8 else ())
-        if variable.dtype == "float32" and len(variable.shape) == 2
+        for name, variable in spec.variables().items()
+        if quantization.startswith("int8") and variable.dtype == "float32" and len(variable.shape) == 2
     }
     spec.optimize(quantization)
     stored = {name: variable for name, variable in spec.variables().items() if not isinstance(variable, str)}
@@ -101,24 +94,17 @@ def quantize(spec: LayerSpec, quantization: str) -> None:
 
 
 def order_ids(size: int, first: Sequence[int]) -> list[int] | None:
-    """All ids, some of them first; `None` where nothing changes its place."""
+    """All ids, some first; `None` if no id changes its place."""
     chosen = set(first)
     return [*first, *(number for number in range(size) if number not in chosen)] if chosen else None
-
-
-def _ordered(tokens: list[str], order: list[int] | None) -> list[str]:
-    return tokens if order is None else [tokens[number] for number in order]
 
 
 def write_shortlist(source: Source, folder: Path, quantization: str, shortlist: Shortlist) -> None:
     """Write `vmap.txt`: a line a source token, a tab behind it, and the target tokens that can come with it.
 
-    The line without a source token has those that always can. The model is written anew, with the tokens that every
-    search needs first in its vocabulary, as `token_order.json` says: CTranslate2, up to 4.8 at least, goes on using
+    The line without a source token has those that always can. The model is written again, with the tokens that every
+    search needs first in its vocabulary, as `token_order.json` lists them. CTranslate2, at least to 4.8, keeps using
     their places among the tokens of the batch before (`_to_output_word_id` is not emptied), which so never change.
-
-    Raises:
-        ValueError: a target token with a space or a tab in it, of which the file would know nothing.
     """
     first = special_tokens(Search.of(source.generation), getattr(source.tokenizer, "unk_token_id", None))
     write(source, folder, quantization, first=first)
@@ -128,7 +114,7 @@ def write_shortlist(source: Source, folder: Path, quantization: str, shortlist: 
     if spaced:
         raise ValueError(
             f"shortlist cannot be written for CTranslate2, whose file has no place for {targets[min(spaced)]!r}, a "
-            "token with a space: leave shortlist out, or export to onnx"
+            "token with a space: remove shortlist, or export to onnx"
         )
     with (folder / VMAP).open("w", encoding="utf-8", newline="\n") as file:
         file.write("\t" + " ".join(targets[number] for number in shortlist.always) + "\n")
@@ -162,42 +148,32 @@ def _specification(
         "relative_attention_bias": config.position_embedding_type in RELATIVE_POSITIONS,
     }
     encoder, decoder = read_stack(model.model.encoder), read_stack(model.model.decoder)
-    output = read_output(model)
-    # `pre_norm` here says whether there is a final LayerNorm, which Python builds only for pre-norm models.
-    encoder_spec = transformer_spec.TransformerEncoderSpec(
-        len(encoder.layers),
-        config.encoder_attention_heads,
-        pre_norm=encoder.final_norm is not None,
-        layernorm_embedding=encoder.embedding_norm is not None,
-        **shapes,
-    )
-    decoder_spec = transformer_spec.TransformerDecoderSpec(
-        len(decoder.layers),
-        config.decoder_attention_heads,
-        pre_norm=decoder.final_norm is not None,
-        layernorm_embedding=decoder.embedding_norm is not None,
-        project_in_out=True,
-        **shapes,
-    )
-    if model.output_scale is not None:
-        decoder_spec.scale_outputs = np.float32(model.output_scale)
-    for spec, stack in ((encoder_spec, encoder), (decoder_spec, decoder)):
+    encoder_class, decoder_class = transformer_spec.TransformerEncoderSpec, transformer_spec.TransformerDecoderSpec
+    specs = []
+    for make, stack, heads in (
+        (encoder_class, encoder, config.encoder_attention_heads),
+        (partial(decoder_class, project_in_out=True), decoder, config.decoder_attention_heads),
+    ):
+        # `pre_norm` here means that there is a final LayerNorm, which Python builds only for pre-norm models.
+        first, last = stack.embedding_norm is not None, stack.final_norm is not None
+        spec = make(len(stack.layers), heads, pre_norm=last, layernorm_embedding=first, **shapes)
+        specs.append(spec)
         spec.pre_norm = config.normalize_before
         spec.scale_embeddings = np.float32(stack.scale)
         if stack.positions is not None:
             spec.position_encodings.encodings = _array(stack.positions)
-        if stack.embedding_norm is not None:
-            _set_norm(spec.layernorm_embedding, stack.embedding_norm)
-        if stack.final_norm is not None:
-            _set_norm(spec.layer_norm, stack.final_norm)
+        _set_norm(getattr(spec, "layernorm_embedding", None), stack.embedding_norm)
+        _set_norm(getattr(spec, "layer_norm", None), stack.final_norm)
         for layer_spec, layer in zip(spec.layer, stack.layers, strict=True):
             _set_layer(layer_spec, layer, expansion)
+    if model.output_scale is not None:
+        specs[1].scale_outputs = np.float32(model.output_scale)
     table = expansion.multiply(encoder.embedding)
     expansion.encoder_table = 0 if encoder.embedding.is_dense else table.numel()
-    encoder_spec.embeddings[0].weight = _array(table if orders["source"] is None else table[orders["source"]])
+    specs[0].embeddings[0].weight = _array(table if orders["source"] is None else table[orders["source"]])
     suppressed = Search.of(source.generation).suppressed
-    _set_vocabulary_layers(decoder_spec, decoder.embedding, output, suppressed, orders["target"])
-    return transformer_spec.TransformerSpec(encoder_spec, decoder_spec)
+    _set_vocabulary_layers(specs[1], decoder.embedding, read_output(model), suppressed, orders["target"])
+    return transformer_spec.TransformerSpec(*specs)
 
 
 def _set_vocabulary_layers(
@@ -219,7 +195,7 @@ def _set_vocabulary_layers(
             delattr(spec, name)
     bias = output.bias
     if suppressed:
-        # What generation_config.json forbids stays forbidden for whoever calls the engine without knowing of it.
+        # Tokens that generation_config.json forbids stay forbidden for users who call the engine directly.
         bias = torch.zeros(weight.shape[1]) if bias is None else bias.clone()
         bias[list(suppressed)] = float(NEVER)
     if bias is not None:
@@ -244,15 +220,12 @@ def _set_layer(spec: LayerSpec, layer: Layer, expansion: Expansion) -> None:
 
 
 def _set_attention(spec: LayerSpec, attention: Attention, expansion: Expansion, *, cross: bool) -> None:
-    heads = narrow_heads(attention, expansion)
-    if cross:
-        _set_linear(spec.linear[0], heads.query[0], heads.query[1])
-        _set_linear(spec.linear[1], *_join(heads.key, heads.value))
-    else:
-        _set_linear(spec.linear[0], *_join(heads.query, heads.key, heads.value))
-    _set_linear(spec.linear[-1], *heads.output)
+    (query, key, value, output), head_dim = narrow_heads(attention, expansion)
+    joined = [(query,), (key, value)] if cross else [(query, key, value)]
+    for place, linears in enumerate([*joined, (output,)]):
+        _set_linear(spec.linear[place], *_join(*linears))
     # The library declares both only for other models, but the engine reads them from any attention.
-    spec.__dict__["head_dim"] = np.int32(heads.head_dim)
+    spec.__dict__["head_dim"] = np.int32(head_dim)
     spec.queries_scale = np.float32(attention.scale)
 
 
@@ -269,10 +242,11 @@ def _set_linear(spec: common_spec.LinearSpec, matrix: Tensor, bias: Tensor | Non
         spec.bias = _array(bias)
 
 
-def _set_norm(spec: common_spec.LayerNormSpec, norm: Norm) -> None:
-    spec.gamma = _array(norm.weight)
-    if norm.bias is not None:
-        spec.beta = _array(norm.bias)
+def _set_norm(spec: common_spec.LayerNormSpec, norm: nn.Module | None) -> None:
+    if norm is not None:
+        spec.gamma = _array(norm.weight)
+        if getattr(norm, "bias", None) is not None:
+            spec.beta = _array(norm.bias)
 
 
 def _array(tensor: Tensor) -> np.ndarray:
@@ -299,12 +273,10 @@ class CTranslate2Model:
     """An exported folder, run by CTranslate2: see `load_engine`."""
 
     def __init__(self, folder: Path, search: Search, threads: int):
-        self.search = search
+        self.search, self.use_shortlist = search, (folder / VMAP).is_file()
         self.translator = ctranslate2.Translator(str(folder), device="cpu", intra_threads=threads, inter_threads=1)
-        source, target = (read_tokens(folder, side) for side in ("source", "target"))
-        self._source, self._target = source, target
-        self.use_shortlist = (folder / VMAP).is_file()
-        self._id_of = {token: token_id for token_id, token in enumerate(target)}
+        self._source, self._target = (read_tokens(folder, side) for side in ("source", "target"))
+        self._id_of = {token: token_id for token_id, token in enumerate(self._target)}
 
     def generate(self, batch: list[list[int]], search: Search) -> list[list[int]]:
         """As `Engine.generate`."""
@@ -339,11 +311,7 @@ class CTranslate2Model:
         return [result.log_probs for result in results]
 
 
-def load(folder: Path, search: Search, threads: int) -> CTranslate2Model:
-    """What `write` wrote, ready to run."""
-    return CTranslate2Model(folder, search, threads)
-
-
+load = CTranslate2Model
 EXAMPLE = """import json
 
 import ctranslate2
@@ -371,7 +339,4 @@ def read_tokens(folder: Path, side: str) -> list[str]:
     tokens = json.loads((folder / "shared_vocabulary.json" if shared else file).read_text(encoding="utf-8"))
     first = read_json(folder / ORDER).get("first", ()) if shared or side == "target" else ()
     order = order_ids(len(tokens), first)
-    if order is None:
-        return tokens
-    place = {number: index for index, number in enumerate(order)}
-    return [tokens[place[number]] for number in range(len(tokens))]
+    return tokens if order is None else [token for _, token in sorted(zip(order, tokens, strict=True))]

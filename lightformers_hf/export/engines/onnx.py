@@ -4,7 +4,7 @@
 states and caches into logits and longer caches. Its input `use_cache_branch` decides where keys and values of
 cross-attention come from: computed from the hidden states at the first step, from the cache afterwards. File names end
 in `_quantized` in int8 and in `_fp16` in 16 bits. Each graph holds all its weights, because transformers.js opens no
-file for two graphs; what several layers share is stored once in a graph.
+file for two graphs; weights that several layers share are stored once in a graph.
 
 The loop of this package reads the same files. It resolves `use_cache_branch` when it loads them (`specialize`): one
 graph computes the hidden states and the cross-attention's keys and values, the other one step.
@@ -12,27 +12,41 @@ graph computes the hidden states and the cross-attention's keys and values, the 
 
 from __future__ import annotations
 
-from functools import partial
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
+import torch
 from onnx import TensorProto, helper
+from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 from ...files import write_json
 from ...models.configuration_lightformer import RELATIVE_POSITIONS
-from ..layers import Expansion, Layer, Linear, Stack, read_output, read_stack
-from ..onnx_graph import ACTIVATIONS, Graph
+from ..layers import (
+    Attention,
+    Biases,
+    Expansion,
+    Layer,
+    Linear,
+    Source,
+    Stack,
+    quantize_rows,
+    read_output,
+    read_stack,
+)
 from ..search import Search, Step, generate, log_softmax
 from ..shortlist import Shortlist, narrow_search
-from ..source import Source
 
 NAME, LIBRARY = "ONNX Runtime", "transformers.js"
 QUANTIZATIONS = ("float32", "int8", "float16")
-BESIDE = ("float32", "float16")  # what `export` writes before int8, in this order: `load` prefers the last
+BESIDE = ("float32", "float16")  # types that `export` writes before int8, in this order: `load` prefers the last
 SHORTLIST = "shortlist.json"
 FOLDER, ENCODER, DECODER = "onnx", "encoder_model", "decoder_model_merged"
 # Ends of file names, that which `load` prefers first.
@@ -46,33 +60,32 @@ FAMILIES = {
     "MBartTokenizer": "mbart",
     "MBart50Tokenizer": "mbart",
 }
-LARGEST_FILE = 2**31 - 1  # of a message of protocol buffers
+LARGEST_FILE = 2**31 - 1  # limit of a message of protocol buffers
 OUTPUT = "output"  # begins the names of the nodes of the output layer
+OPSET, IR_VERSION = 20, 9  # supported by ONNX Runtime from 1.17
+MICROSOFT = "com.microsoft"
+MASKED = -1e30
+GELU_TANH = ("gelu_fast", "gelu_new", "gelu_pytorch_tanh")
+ACTIVATIONS = ("relu", "tanh", "sigmoid", "gelu", "gelu_python", *GELU_TANH, "silu", "swish", "quick_gelu")
 
 
 def write(source: Source, folder: Path, quantization: str) -> Expansion:
-    """Write both graphs to `folder`/onnx. Low-rank factors stay as they are.
-
-    Raises:
-        ValueError: an activation without an operator, or a graph of more than 2 GB.
-    """
+    """Write both graphs to `folder`/onnx. Low-rank factors stay as they are."""
     activation = source.model.config.activation_function
     if activation not in ACTIVATIONS:
         raise ValueError(
-            f"activation_function is {activation!r}, which the export to ONNX does not know (it knows "
+            f"activation_function is {activation!r}, which the export to ONNX does not support (supported: "
             f"{', '.join(ACTIVATIONS)}): train the model with one of these"
         )
     encoder, decoder = read_stack(source.model.model.encoder), read_stack(source.model.model.decoder)
-    output, width = read_output(source.model), source.model.config.d_model
     (folder / FOLDER).mkdir(exist_ok=True)
-    for name, build in {
-        ENCODER: partial(encoder_graph, encoder=encoder, width=width),
-        DECODER: partial(
-            decoder_graph, decoder=decoder, output=output, width=width, output_scale=source.model.output_scale
-        ),
-    }.items():
+    for name in (ENCODER, DECODER):
         graph = Graph(name.partition("_")[0], quantization, activation, source.model.config.normalize_before)
-        build(graph)
+        if name == ENCODER:
+            encoder_graph(graph, encoder, source.model.config.d_model)
+        else:
+            states = decoder_graph(graph, decoder, source.model.config.d_model)
+            output_logits(graph, states, read_output(source.model), source.model.output_scale)
         file = folder / FOLDER / f"{name}{SUFFIXES[quantization]}.onnx"
         if (size := sum(len(tensor.raw_data) for tensor in graph.constants.values())) > LARGEST_FILE:
             raise ValueError(
@@ -97,9 +110,6 @@ def write_config(source: Source, folder: Path, prefix: str) -> None:
 
     The family is that of the tokenizer. Sizes are those of the model, but for the width of heads, which both programs
     read from the graph.
-
-    Args:
-        prefix: what stands before every source, as T5 asks for.
     """
     config, has_t5 = source.model.config, source.model.config.position_embedding_type in RELATIVE_POSITIONS
     family = "t5" if has_t5 else FAMILIES.get(type(source.tokenizer).__name__.removesuffix("Fast"), "bart")
@@ -121,6 +131,238 @@ def write_config(source: Source, folder: Path, prefix: str) -> None:
     write_json(written, folder / "config.json")
 
 
+# --- Graphs
+
+
+@dataclass
+class Graph:
+    """An ONNX graph under construction. A value is named by a string, as in ONNX."""
+
+    name: str  # prefix of all values, so that two graphs can become one
+    # `int8`: matrices have 8 bits and a scale for each output, and activations are quantized at run time. `float16`:
+    # tensors are stored in 16 bits and become fp32 when the graph is loaded.
+    quantization: str
+    activation: str
+    normalize_before: bool
+    nodes: list = field(default_factory=list)
+    constants: dict = field(default_factory=dict)
+    widened: dict = field(default_factory=dict)
+    inputs: list = field(default_factory=list)
+    outputs: list = field(default_factory=list)
+    values: int = 0
+
+    @property
+    def in_int8(self) -> bool:
+        return self.quantization == "int8"
+
+    def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
+        """Add a node, and return its result. The attribute `domain` names the owner of the operator."""
+        return self.add_node(kind, *inputs, count=1, **attributes)[0]
+
+    def add_node(self, kind: str, *inputs: str, count: int, **attributes: Any) -> list[str]:
+        """As `op`, of `count` results."""
+        names = [f"{self.name}/{kind}_{self.values}_{index}" for index in range(count)]
+        self.values += 1
+        self.nodes.append(helper.make_node(kind, list(inputs), names, names[0], **attributes))
+        return names
+
+    def constant(self, values: Tensor | np.ndarray | list | int | float) -> str:
+        """A constant; integers are int64, fractions fp32. Equal ones are one."""
+        array = as_array(values) if isinstance(values, Tensor) else np.asarray(values)
+        if array.dtype == np.float64:
+            array = array.astype(np.float32)
+        if self.quantization != "float16" or array.dtype != np.float32 or array.ndim < 2:
+            return self._store(array)
+        name = self._store(array.astype(np.float16))
+        self.widened[f"{name}_fp32"] = name
+        return f"{name}_fp32"
+
+    def _store(self, array: np.ndarray) -> str:
+        key = "w" + hashlib.sha256(f"{array.dtype}{array.shape}".encode() + array.tobytes()).hexdigest()[:16]
+        if key not in self.constants:
+            dtype = helper.np_dtype_to_tensor_dtype(array.dtype)
+            self.constants[key] = helper.make_tensor(key, dtype, array.shape, array.tobytes(), raw=True)
+        return key
+
+    def input(self, name: str, dtype: int, shape: list) -> str:
+        """Add an input."""
+        self.inputs.append(helper.make_tensor_value_info(name, dtype, shape))
+        return name
+
+    def output(self, value: str, name: str, shape: list) -> str:
+        """Make `value` an output of the graph; gives its name from now on."""
+        for node in self.nodes:
+            for names in (node.input, node.output):
+                names[:] = [name if other == value else other for other in names]
+        self.outputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
+        return name
+
+    def choose(self, condition: str, branches: dict[str, Callable[[], list[str]]]) -> list[str]:
+        """The values of the branch `then_branch` where a condition is true, else of `else_branch`."""
+        graphs = {}
+        for key, build in branches.items():
+            outer, self.nodes = self.nodes, []
+            values = [self.op("Identity", value) for value in build()]
+            infos = [helper.make_tensor_value_info(value, TensorProto.FLOAT, None) for value in values]
+            graphs[key] = helper.make_graph(self.nodes, key, [], infos)
+            self.nodes = outer
+        return self.add_node("If", condition, count=len(values), **graphs)
+
+    def model(self) -> onnx.ModelProto:
+        casts = [helper.make_node("Cast", [old], [new], to=TensorProto.FLOAT) for new, old in self.widened.items()]
+        graph = helper.make_graph(
+            casts + self.nodes, self.name, self.inputs, self.outputs, list(self.constants.values())
+        )
+        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="lightformers_hf")
+
+    def attend(
+        self, attention: Attention, inputs: list[str], *, mask: str = "", bias: str = "", past: list[str] | None = None
+    ) -> list[str]:
+        """Multi-head attention of queries (B, T, H·d_k), keys and values; these two may also be (B, H, S, d_k).
+
+        The mask (B, S), int32, is 0 for keys that are not attended to. The bias (1, H, T, S) is added to the scores.
+        Past keys and values (B, H, P, d_k) come first: the attention is causal, and returns all keys and values, too.
+        """
+        return self.add_node(
+            "MultiHeadAttention",
+            *(*inputs, "", mask, bias, *(past or ())),
+            count=3 if past else 1,
+            domain=MICROSOFT,
+            num_heads=attention.heads,
+            scale=float(attention.scale),
+            mask_filter_value=MASKED,
+            unidirectional=int(past is not None),
+        )
+
+    def matmul(self, states: str, matrix: Tensor, bias: Tensor | None = None) -> str:
+        """states·matrix + bias. (…, m) → (…, n)."""
+        if self.in_int8:
+            values, scales = quantize_rows(as_array(matrix.T))
+            return self._multiply(states, self.constant(np.ascontiguousarray(values.T)), bias, scales)
+        return self._multiply(states, self.constant(matrix), bias)
+
+    def matmul_rows(self, states: str, table: Tensor, bias: Tensor | None = None) -> str:
+        """states·tableᵀ + bias, for a table that is also looked up, and is stored once. (…, m), (n, m) → (…, n)."""
+        values, scales = quantize_rows(as_array(table)) if self.in_int8 else (table, None)
+        return self._multiply(states, self.op("Transpose", self.constant(values), perm=[1, 0]), bias, scales)
+
+    def _multiply(self, states: str, matrix: str, bias: Tensor | None, scales: np.ndarray | None = None) -> str:
+        if scales is not None:
+            inputs = [states, matrix, self.constant(scales)] + ([] if bias is None else ["", self.constant(bias)])
+            return self.op("DynamicQuantizeMatMul", *inputs, domain=MICROSOFT)
+        product = self.op("MatMul", states, matrix)
+        return product if bias is None else self.op("Add", product, self.constant(bias))
+
+    def lookup(self, table: Tensor, ids: str) -> str:
+        """Rows of a table. Ids (…) → (…, m)."""
+        if not self.in_int8:
+            return self.op("Gather", self.constant(table), ids)
+        values, scales = quantize_rows(as_array(table))
+        rows = self.op("Cast", self.op("Gather", self.constant(values), ids), to=TensorProto.FLOAT)
+        return self.op("Mul", rows, self.op("Gather", self.constant(scales[:, None]), ids))
+
+    def project(self, states: str, linears: list[Linear]) -> list[str]:
+        """Apply several layers to the same states: their first factors are one product. (…, m) → (…, nᵢ) each."""
+        in_first = [linear.bias if linear.is_dense else None for linear in linears]
+        widths = [linear.factors[0].shape[1] for linear in linears]
+        bias = None
+        if any(part is not None for part in in_first):
+            parts = zip(in_first, widths, strict=True)
+            bias = torch.cat([torch.zeros(width) if part is None else part for part, width in parts])
+        first = self.matmul(states, torch.cat([linear.factors[0] for linear in linears], dim=1), bias)
+        outputs = []
+        for linear, output in zip(linears, self.split(first, widths), strict=True):
+            for factor in linear.factors[1:]:
+                output = self.matmul(output, factor, linear.bias)
+            outputs.append(output)
+        return outputs
+
+    def project_inputs(self, states: str, attention: Attention) -> list[str]:
+        """Queries, keys and values of self-attention. (…, d) → three times (…, H·d_k)."""
+        parts = self.project(states, list(attention.inputs))
+        return parts if len(parts) == 3 else self.split(parts[0], [attention.heads * attention.head_dim] * 3)
+
+    def project_output(self, context: str, attention: Attention) -> str:
+        """The heads' outputs, mixed. (…, H·d_k) → (…, d)."""
+        return context if attention.output is None else self.project(context, [attention.output])[0]
+
+    def split(self, states: str, widths: list[int]) -> list[str]:
+        """Cut the last axis."""
+        if len(widths) == 1:
+            return [states]
+        return self.add_node("Split", states, self.constant(widths), count=len(widths), axis=-1)
+
+    def norm(self, states: str, norm: nn.Module | None) -> str:
+        """The states, normalized."""
+        if norm is None:
+            return states
+        if (bias := getattr(norm, "bias", None)) is not None:
+            inputs = (states, self.constant(norm.weight), self.constant(bias))
+            return self.op("LayerNormalization", *inputs, axis=-1, epsilon=norm.eps)
+        square = self.op("ReduceMean", self.op("Mul", states, states), self.constant([-1]), keepdims=1)
+        length = self.op("Sqrt", self.op("Add", square, self.constant(norm.eps)))
+        return self.op("Mul", self.op("Div", states, length), self.constant(norm.weight))
+
+    def activate(self, states: str) -> str:
+        name = self.activation
+        if name in ("relu", "tanh", "sigmoid"):
+            return self.op(name.capitalize(), states)
+        if name in ("gelu", "gelu_python"):
+            return self.op("Gelu", states)
+        if name in GELU_TANH:
+            return self.op("Gelu", states, approximate="tanh")
+        gate = self.op("Mul", states, self.constant(1.702)) if name == "quick_gelu" else states
+        return self.op("Mul", states, self.op("Sigmoid", gate))
+
+    def enter(self, states: str, norm: nn.Module) -> str:
+        """The input of a sublayer."""
+        return self.norm(states, norm) if self.normalize_before else states
+
+    def leave(self, states: str, output: str, norm: nn.Module) -> str:
+        """Residual connection and LayerNorm behind a sublayer."""
+        total = self.op("Add", states, output)
+        return total if self.normalize_before else self.norm(total, norm)
+
+    def feed_forward(self, states: str, layer: Layer) -> str:
+        """The feed-forward network of a layer, with its residual connection and norm."""
+        inner = self.enter(states, layer.ffn_norm)
+        if layer.gate is None:
+            hidden = self.activate(self.project(inner, [layer.fc1])[0])
+        else:
+            gate, value = self.project(inner, [layer.gate, layer.fc1])
+            hidden = self.op("Mul", self.activate(gate), value)
+        return self.leave(states, self.project(hidden, [layer.fc2])[0], layer.ffn_norm)
+
+    def relative_bias(self, biases: Biases | None, queries: str, keys: str) -> str:
+        """Return the biases of scores by relative positions, if any: places (T) and (S) → (1, H, T, S)."""
+        if biases is None:
+            return ""
+        zero, one = self.constant([0]), self.constant([1])
+        distances = self.op("Sub", self.op("Unsqueeze", keys, zero), self.op("Unsqueeze", queries, one))
+        furthest = self.constant(biases.furthest)
+        clipped = self.op("Max", self.op("Min", distances, furthest), self.constant(-biases.furthest))
+        rows = self.op("Gather", self.constant(biases.by_distance), self.op("Add", clipped, furthest))
+        return self.op("Unsqueeze", self.op("Transpose", rows, perm=[2, 0, 1]), zero)
+
+    def embed(self, stack: Stack, ids: str, positions: str | None) -> str:
+        """The first layer's input."""
+        table, *basis = stack.embedding.factors
+        vectors = self.lookup(table, ids)
+        for factor in basis:
+            vectors = self.matmul(vectors, factor)
+        if stack.scale != 1:
+            vectors = self.op("Mul", vectors, self.constant(stack.scale))
+        if positions is not None:
+            vectors = self.op("Add", vectors, positions)
+        return self.norm(vectors, stack.embedding_norm)
+
+
+def as_array(tensor: Tensor) -> np.ndarray:
+    """The same numbers, fp32."""
+    return tensor.detach().float().numpy()
+
+
 def encoder_graph(graph: Graph, encoder: Stack, width: int) -> None:
     """Ids and mask (B, S) → hidden states (B, S, d)."""
     ids = graph.input("input_ids", TensorProto.INT64, ["batch_size", "encoder_sequence_length"])
@@ -128,47 +370,30 @@ def encoder_graph(graph: Graph, encoder: Stack, width: int) -> None:
     mask = graph.op("Cast", mask, to=TensorProto.INT32)
     zero, length = graph.constant([0]), graph.op("Shape", ids, start=1)
     places = graph.op("Range", graph.constant(0), graph.op("Squeeze", length), graph.constant(1))
-    positions = (
-        None if encoder.positions is None else graph.op("Slice", graph.constant(encoder.positions), zero, length)
-    )
+    positions = None
+    if encoder.positions is not None:
+        positions = graph.op("Slice", graph.constant(encoder.positions), zero, length)
     states = graph.embed(encoder, ids, positions)
     for layer in encoder.layers:
-        bias = "" if layer.biases is None else relative_bias(graph, layer, places, places)
-
-        def attend(inner: str, layer: Layer = layer, bias: str = bias) -> str:
-            attention = layer.attention
-            (context,) = graph.attend(attention, graph.project_inputs(inner, attention), mask=mask, bias=bias)
-            return graph.project_output(context, attention)
-
-        states = graph.feed_forward(graph.sublayer(states, layer.attention_norm, attend), layer)
+        bias = graph.relative_bias(layer.biases, places, places)
+        attention, norm = layer.attention, layer.attention_norm
+        inputs = graph.project_inputs(graph.enter(states, norm), attention)
+        (context,) = graph.attend(attention, inputs, mask=mask, bias=bias)
+        states = graph.feed_forward(graph.leave(states, graph.project_output(context, attention), norm), layer)
     states = graph.norm(states, encoder.final_norm)
     graph.output(states, "last_hidden_state", ["batch_size", "encoder_sequence_length", width])
 
 
-def relative_bias(graph: Graph, layer: Layer, queries: str, keys: str) -> str:
-    """What relative positions add to scores: places (T) and (S) → (1, H, T, S)."""
-    zero, one = graph.constant([0]), graph.constant([1])
-    distances = graph.op("Sub", graph.op("Unsqueeze", keys, zero), graph.op("Unsqueeze", queries, one))
-    return graph.op("Unsqueeze", graph.relative(layer.biases, distances, 2, 0, 1), zero)
+def cache_names(when: str, depth: int, side: str) -> list[str]:
+    """Keys and values of a depth: outputs `present` become inputs `past_key_values`. `encoder` is cross-attention."""
+    return [f"{when}.{depth}.{side}.{kind}" for kind in ("key", "value")]
 
 
-def past_names(depth: int, side: str) -> list[str]:
-    """The inputs of keys and values of a depth; `side` is `decoder`, or `encoder` for cross-attention."""
-    return [f"past_key_values.{depth}.{side}.{kind}" for kind in ("key", "value")]
+def decoder_graph(graph: Graph, decoder: Stack, width: int) -> str:
+    """T tokens of each of N = B·K sequences (K beams) and caches → hidden states (N, T, d) and longer caches.
 
-
-def present_names(depth: int, side: str) -> list[str]:
-    """The outputs that become the inputs `past_names`."""
-    return [name.replace("past_key_values", "present") for name in past_names(depth, side)]
-
-
-def decoder_graph(
-    graph: Graph, decoder: Stack, output: Linear, width: int, *, output_scale: float | None = None
-) -> None:
-    """T tokens of each of N = B·K sequences (K beams) and caches → logits (N, T, V) and longer caches.
-
-    The states get `output_scale` before the output layer. Beams of a sentence may read the same cross-attention, as if
-    they were positions of one: the cache of cross-attention then has B rows.
+    Beams of a sentence may read the same cross-attention, as if they were positions of one: the cache of
+    cross-attention then has B rows.
     """
     ids = graph.input("input_ids", TensorProto.INT64, ["batch_size", "decoder_sequence_length"])
     hidden = graph.input("encoder_hidden_states", TensorProto.FLOAT, ["batch_size", "encoder_sequence_length", width])
@@ -180,38 +405,31 @@ def decoder_graph(
     end = graph.op("Add", past, graph.op("Shape", ids, start=1))
     positions = None
     if decoder.positions is not None:
-        positions = graph.op("Slice", graph.constant(decoder.positions), past, end, zero)
+        positions, places = graph.op("Slice", graph.constant(decoder.positions), past, end, zero), ["", ""]
     else:
         start, stop, step = graph.op("Squeeze", past), graph.op("Squeeze", end), graph.constant(1)
         places = [graph.op("Range", first, stop, step) for first in (start, graph.constant(0))]
     states = graph.embed(decoder, ids, positions)
     rows = graph.op("Shape", caches[0]["encoder"][0], start=0, end=1)
     for depth, layer in enumerate(decoder.layers):
+        attention, norm = layer.attention, layer.attention_norm
+        inner = graph.enter(states, norm)
+        bias = graph.relative_bias(layer.biases, *places)
+        inputs = graph.project_inputs(inner, attention)
+        context, *present = graph.attend(attention, inputs, bias=bias, past=caches[depth]["decoder"])
+        sizes = ["batch_size", attention.heads, "past_decoder_sequence_length + 1", attention.head_dim]
+        for value, name in zip(present, cache_names("present", depth, "decoder"), strict=True):
+            graph.output(value, name, sizes)
+        states = graph.leave(states, graph.project_output(context, attention), norm)
 
-        def attend(inner: str, depth: int = depth, layer: Layer = layer) -> str:
-            attention = layer.attention
-            bias = "" if layer.biases is None else relative_bias(graph, layer, *places)
-            context, *present = graph.attend(
-                attention, graph.project_inputs(inner, attention), bias=bias, past=caches[depth]["decoder"]
-            )
-            sizes = ["batch_size", attention.heads, "past_decoder_sequence_length + 1", attention.head_dim]
-            for value, name in zip(present, present_names(depth, "decoder"), strict=True):
-                graph.output(value, name, sizes)
-            return graph.project_output(context, attention)
-
-        def attend_cross(inner: str, layer: Layer = layer) -> str:
-            attention = layer.cross
-            query = graph.project(inner, list(attention.inputs[:1]))[0]
-            inner_width = attention.heads * attention.head_dim
-            query = graph.op("Reshape", query, graph.op("Concat", rows, graph.constant([-1, inner_width]), axis=0))
-            (context,) = graph.attend(attention, [query, *caches[layer.cross_source]["encoder"]], mask=mask)
-            context = graph.op("Reshape", context, graph.op("Concat", shape, graph.constant([inner_width]), axis=0))
-            return graph.project_output(context, attention)
-
-        states = graph.sublayer(states, layer.attention_norm, attend)
-        states = graph.feed_forward(graph.sublayer(states, layer.cross_norm, attend_cross), layer)
-    states = graph.norm(states, decoder.final_norm)
-    output_logits(graph, states, output, output_scale)
+        attention, norm = layer.cross, layer.cross_norm
+        (query,) = graph.project(graph.enter(states, norm), list(attention.inputs[:1]))
+        inner_width = attention.heads * attention.head_dim
+        query = graph.op("Reshape", query, graph.op("Concat", rows, graph.constant([-1, inner_width]), axis=0))
+        (context,) = graph.attend(attention, [query, *caches[layer.cross_source]["encoder"]], mask=mask)
+        context = graph.op("Reshape", context, graph.op("Concat", shape, graph.constant([inner_width]), axis=0))
+        states = graph.feed_forward(graph.leave(states, graph.project_output(context, attention), norm), layer)
+    return graph.norm(states, decoder.final_norm)
 
 
 def read_caches(graph: Graph, decoder: Stack, ids: str, hidden: str) -> list[dict[str, list[str]]]:
@@ -226,7 +444,9 @@ def read_caches(graph: Graph, decoder: Stack, ids: str, hidden: str) -> list[dic
         for side, length in sides:
             # At the first step optimum and transformers.js give empty caches of the shapes that they assume.
             shape: list = ["batch_size", "num_heads", length, "head_dim"]
-            pasts += [graph.input(name, TensorProto.FLOAT, shape) for name in past_names(depth, side)]
+            pasts += [
+                graph.input(name, TensorProto.FLOAT, shape) for name in cache_names("past_key_values", depth, side)
+            ]
 
     def compute() -> list[str]:
         sources = sorted({layer.cross_source for layer in decoder.layers})
@@ -234,8 +454,9 @@ def read_caches(graph: Graph, decoder: Stack, ids: str, hidden: str) -> list[dic
         parts, made = graph.project(hidden, linears), {}
         for depth in sources:
             cross = decoder.layers[depth].cross
-            heads = [graph.reshape(parts.pop(0), 0, 0, cross.heads, cross.head_dim) for _ in range(2)]
-            made[depth] = [graph.transpose(part, 0, 2, 1, 3) for part in heads]
+            shape = [0, 0, cross.heads, cross.head_dim]
+            heads = [graph.op("Reshape", parts.pop(0), graph.constant(shape)) for _ in range(2)]
+            made[depth] = [graph.op("Transpose", part, perm=[0, 2, 1, 3]) for part in heads]
         rows, values = graph.op("Shape", ids, start=0, end=1), []
         for layer in decoder.layers:
             empty = graph.constant([layer.attention.heads, 0, layer.attention.head_dim])
@@ -246,7 +467,7 @@ def read_caches(graph: Graph, decoder: Stack, ids: str, hidden: str) -> list[dic
     found = iter(graph.choose(use_cache, {"then_branch": lambda: pasts, "else_branch": compute}))
     caches = [{side: [next(found), next(found)] for side, _ in sides} for _ in decoder.layers]
     for depth, layer in enumerate(decoder.layers):
-        for name, value in zip(present_names(depth, "encoder"), caches[depth]["encoder"], strict=True):
+        for name, value in zip(cache_names("present", depth, "encoder"), caches[depth]["encoder"], strict=True):
             shape = ["batch_size", layer.cross.heads, "encoder_sequence_length_out", layer.cross.head_dim]
             graph.outputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
             graph.nodes.append(helper.make_node("Identity", [value], [name]))
@@ -267,11 +488,13 @@ def output_logits(graph: Graph, states: str, output: Linear, scale: float | None
     graph.output(logits, "logits", ["batch_size", "decoder_sequence_length", weight.shape[1]])
 
 
+# --- Running exported models
+
+
 def specialize(folder: Path, suffix: str, *, sliced: bool) -> tuple[onnx.ModelProto, onnx.ModelProto]:
     """The two graphs of the loop: a sentence → cross-attention's caches; a token and all caches → logits and caches.
 
-    Args:
-        sliced: the second graph gets `candidates` (C), and computes logits of these tokens alone.
+    Where it is `sliced`, the second graph gets `candidates` (C), and computes logits of these tokens alone.
     """
     first, step = (onnx.load(folder / FOLDER / f"{name}{suffix}.onnx") for name in (ENCODER, DECODER))
     (choice,) = (node for node in step.graph.node if node.op_type == "If")
@@ -298,7 +521,7 @@ def specialize(folder: Path, suffix: str, *, sliced: bool) -> tuple[onnx.ModelPr
 
 
 def narrow(graph: onnx.GraphProto, outputs: list[onnx.ValueInfoProto], renamed: dict[str, str]) -> None:
-    """Leave what some outputs need, in place, after inputs of nodes were renamed."""
+    """Keep only the nodes that some outputs need, in place, after inputs of nodes were renamed."""
     needed = {value.name for value in outputs}
     kept = []
     for node in reversed(graph.node):
@@ -306,20 +529,15 @@ def narrow(graph: onnx.GraphProto, outputs: list[onnx.ValueInfoProto], renamed: 
         if needed.intersection(node.output):
             needed.update(node.input)
             kept.append(node)
-    parts = {
-        "node": kept[::-1],
-        "input": [value for value in graph.input if value.name in needed],
-        "initializer": [tensor for tensor in graph.initializer if tensor.name in needed],
-        "output": outputs,
-    }
-    for field, values in parts.items():
+    parts = {name: [one for one in getattr(graph, name) if one.name in needed] for name in ("input", "initializer")}
+    for name, values in (parts | {"node": kept[::-1], "output": outputs}).items():
         copies = [type(value).FromString(value.SerializeToString()) for value in values]
-        graph.ClearField(field)
-        getattr(graph, field).extend(copies)
+        graph.ClearField(name)
+        getattr(graph, name).extend(copies)
 
 
 def slice_output(graph: onnx.GraphProto) -> None:
-    """Have the output layer compute logits of the input `candidates` alone: some rows of what has a row a token."""
+    """Make the output layer compute logits of the input `candidates` alone: some rows of its matrices."""
     (logits,) = (value for value in graph.output if value.name == "logits")
     size = logits.type.tensor_type.shape.dim[-1].dim_value
     rows = {tensor.name for tensor in graph.initializer if tensor.dims[:1] == [size]}
@@ -337,11 +555,9 @@ class OnnxModel:
     """An exported folder, run by ONNX Runtime: see `load_engine`."""
 
     def __init__(self, folder: Path, search: Search, threads: int):
-        self.search = search
-        options = onnxruntime.SessionOptions()
+        self.search, options = search, onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-        is_sliced = (folder / SHORTLIST).is_file()
-        self.shortlist = Shortlist.load(folder / SHORTLIST) if is_sliced else None
+        self.shortlist = Shortlist.load(folder / SHORTLIST) if (folder / SHORTLIST).is_file() else None
         found = [end for end in SUFFIXES.values() if (folder / FOLDER / f"{DECODER}{end}.onnx").is_file()]
         if not found:
             raise ValueError(
@@ -350,12 +566,11 @@ class OnnxModel:
             )
         self.encoder, self.decoder = (
             onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-            for model in specialize(folder, found[0], sliced=is_sliced)
+            for model in specialize(folder, found[0], sliced=self.shortlist is not None)
         )
-        self._present = [value for value in self.decoder.get_outputs() if value.name != "logits"]
-        self._past = [value.name.replace("present", "past_key_values") for value in self._present]
-        names = [value.name for value in self.decoder.get_inputs() if ".encoder." in value.name]
-        self._cross = [name.replace("past_key_values", "present") for name in names]
+        self._present = {value.name: value.shape for value in self.decoder.get_outputs() if value.name != "logits"}
+        self._past = [name.replace("present", "past_key_values") for name in self._present]
+        self._cross = [value.name for value in self.decoder.get_inputs() if ".encoder." in value.name]
 
     def generate(self, batch: list[list[int]], search: Search) -> list[list[int]]:
         """As `Engine.generate`."""
@@ -367,25 +582,19 @@ class OnnxModel:
         return [tokens[row].tolist() for row in rows]
 
     def steps(self, batch: list[list[int]], num_beams: int = 1, candidates: np.ndarray | None = None) -> Step:
-        """Encode a batch; what comes back computes the logits of one step after the other (`search.Step`).
-
-        Args:
-            candidates: tokens whose logits are wanted, where the model computes some alone; `None`: all.
-        """
+        """Encode a batch, and return the function that computes the logits step by step, by default of all tokens."""
         width = max(map(len, batch))
         ids = np.full((len(batch), width), self.search.pad, dtype=np.int64)
         mask = np.zeros_like(ids)
         for row, sentence in enumerate(batch):
             ids[row, : len(sentence)], mask[row, : len(sentence)] = sentence, 1
-        cross = self.encoder.run(self._cross, {"input_ids": ids, "attention_mask": mask})
-        feeds = dict(zip((name.replace("present", "past_key_values") for name in self._cross), cross, strict=True))
-        feeds["encoder_attention_mask"] = mask
-        for name, value in zip(self._past, self._present, strict=True):
-            _, heads, _, head_dim = value.shape
+        names = [name.replace("past_key_values", "present") for name in self._cross]
+        cross = self.encoder.run(names, {"input_ids": ids, "attention_mask": mask})
+        feeds = dict(zip(self._cross, cross, strict=True)) | {"encoder_attention_mask": mask}
+        for name, (_, heads, _, head_dim) in zip(self._past, self._present.values(), strict=True):
             feeds[name] = np.zeros([len(batch) * num_beams, heads, 0, head_dim], dtype=np.float32)
         if self.shortlist is not None:
             feeds["candidates"] = np.arange(self.shortlist.vocabulary) if candidates is None else candidates
-        outputs = ["logits", *(value.name for value in self._present)]
         same = np.arange(len(batch) * num_beams)
 
         def step(tokens: np.ndarray, order: np.ndarray | None) -> np.ndarray:
@@ -393,7 +602,7 @@ class OnnxModel:
                 for name in self._past:
                     feeds[name] = feeds[name][order]
             feeds["input_ids"] = np.ascontiguousarray(tokens)[:, None]
-            logits, *caches = self.decoder.run(outputs, feeds)
+            logits, *caches = self.decoder.run(["logits", *self._present], feeds)
             feeds.update(zip(self._past, caches, strict=True))
             return logits[:, 0]
 
@@ -416,9 +625,7 @@ class OnnxModel:
         return scores
 
 
-def load(folder: Path, search: Search, threads: int) -> OnnxModel:
-    """What `write` wrote, ready to run."""
-    return OnnxModel(folder, search, threads)
+load = OnnxModel
 
 
 def describe_loading(folder: Path) -> str:

@@ -54,29 +54,19 @@ http://localhost:8000. After the first visit the page works without network. To 
 
 @dataclass(frozen=True)
 class WebReport(Result):
-    """A page that was written.
+    """A page that was written. Sizes are those on disk, and sent by a server that compresses files."""
 
-    Attributes:
-        models: the exports of the model, and of the one that it is compared with.
-        model_bytes, model_gzip_bytes: of the model's files on disk, and sent by a server that compresses them.
-        program_bytes, program_gzip_bytes: the same of everything else but the model to compare with.
-    """
-
-    models: list[ExportReport]
+    models: list[ExportReport]  # reports of the model, and of the one that it is compared with
     model_bytes: int
     model_gzip_bytes: int
-    program_bytes: int
+    program_bytes: int  # size of all other files except the model to compare with
     program_gzip_bytes: int
 
     def parts(self) -> list[str]:
         """Return the sizes."""
-        return [
-            f"{name}: {size / 1e6:.1f} MB on disk, {packed / 1e6:.1f} MB with gzip."
-            for name, size, packed in (
-                ("Model", self.model_bytes, self.model_gzip_bytes),
-                ("transformers.js and ONNX Runtime", self.program_bytes, self.program_gzip_bytes),
-            )
-        ]
+        sizes = {"Model": (self.model_bytes, self.model_gzip_bytes)}
+        sizes["transformers.js and ONNX Runtime"] = self.program_bytes, self.program_gzip_bytes
+        return [f"{name}: {a / 1e6:.1f} MB on disk, {b / 1e6:.1f} MB with gzip." for name, (a, b) in sizes.items()]
 
 
 def export_web(
@@ -94,8 +84,8 @@ def export_web(
         model: a checkpoint folder, or a name on the Hub.
         output: the folder to write.
         compare: another checkpoint that the page runs beside the model, such as its teacher.
-        source_lang, target_lang: what a multilingual model translates from and to.
-        overwrite: replace what `output` holds, if this package wrote all of it.
+        source_lang, target_lang: languages of a multilingual model.
+        overwrite: replace the content of `output`, if this package wrote all of it.
 
     Raises:
         ValueError: as `export`; also a tokenizer that `tokenizer.json` cannot hold; npm is missing, or fails.
@@ -109,15 +99,11 @@ def export_web(
         title = f"{printable_name(model)} in the browser"
         tokenizer = read_json(temporary / "model" / "tokenizer_config.json")
         language = source_lang or tokenizer.get("source_lang")
-        page = {
-            "title": title,
-            "example": "",
-            "language": None if language is None else language_code(language),
-            "models": [
-                {"folder": key, "name": printable_name(name), "bytes": folder_bytes(temporary / key)}
-                for key, name in names.items()
-            ],
-        }
+        models = [
+            {"folder": key, "name": printable_name(name), "bytes": folder_bytes(temporary / key)}
+            for key, name in names.items()
+        ]
+        page = {"title": title, "example": "", "language": language and language_code(language), "models": models}
         write_json(page, temporary / PAGE_FILE)
         for name in PAGE_FILES:
             shutil.copyfile(Path(__file__).parent / name, temporary / name)
@@ -125,27 +111,20 @@ def export_web(
         worker = temporary / "sw.js"
         version = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
         worker.write_text(worker.read_text(encoding="utf-8").replace("VERSION", version), encoding="utf-8")
-        (temporary / CARD_FILE).write_text(
-            README.format(
-                title=title,
-                folder=Path(output).name,
-                version=versions["@huggingface/transformers"],
-                runtime=versions["onnxruntime-web"],
-            ),
-            encoding="utf-8",
-        )
-        compared = temporary / "compare"
-        files = [file for file in temporary.rglob("*") if file.is_file() and compared not in file.parents]
+        programs = dict(zip(("version", "runtime"), map(versions.__getitem__, VENDORED), strict=True))
+        card = README.format(title=title, folder=Path(output).name, **programs)
+        (temporary / CARD_FILE).write_text(card, encoding="utf-8")
         sizes = {is_model: [0, 0] for is_model in (True, False)}
-        for file in files:
-            total = sizes[temporary / "model" in file.parents]
-            total[0] += file.stat().st_size
-            total[1] += len(gzip.compress(file.read_bytes(), 6))
+        for file in temporary.rglob("*"):
+            if file.is_file() and temporary / "compare" not in file.parents:
+                total = sizes[temporary / "model" in file.parents]
+                total[0] += file.stat().st_size
+                total[1] += len(gzip.compress(file.read_bytes(), 6))
         return WebReport(reports, *sizes[True], *sizes[False])
 
 
 def _write_model(name: str | Path, folder: Path, source_lang: str | None, target_lang: str | None) -> ExportReport:
-    """Export a model in int8, and leave what a browser loads."""
+    """Export a model in int8, and keep only the files that a browser loads."""
     with tempfile.TemporaryDirectory() as place:
         made = Path(place, "made")
         report = export(name, made, to="onnx", quantization="int8", source_lang=source_lang, target_lang=target_lang)
@@ -180,11 +159,7 @@ def share_weights(folder: Path) -> None:
 
 
 def vendor(folder: Path) -> dict[str, str]:
-    """Put transformers.js and the WebAssembly that it runs into a new folder. Return {package: version}.
-
-    Raises:
-        ValueError: npm is not installed, or fails.
-    """
+    """Put transformers.js and the WebAssembly that it runs into a new folder. Return {package: version}."""
     if shutil.which("npm") is None:
         raise ValueError(
             "the page needs transformers.js from the npm registry, and npm is not installed: install Node"
@@ -196,12 +171,8 @@ def vendor(folder: Path) -> dict[str, str]:
             archive = _run_npm(["pack", f"{package}@{versions[package]}"], Path(place))[-1]
             with tarfile.open(Path(place, archive)) as content:
                 for file in files:
-                    member = content.extractfile(f"package/{file}")
-                    assert member is not None
-                    (folder / Path(file).name).write_bytes(member.read())
-                described = content.extractfile("package/package.json")
-                assert described is not None
-                needed = json.loads(described.read()).get("dependencies", {})
+                    (folder / Path(file).name).write_bytes(content.extractfile(f"package/{file}").read())
+                needed = json.loads(content.extractfile("package/package.json").read()).get("dependencies", {})
             versions |= {name: needed[name] for name in VENDORED if name in needed}
     return versions
 

@@ -10,7 +10,7 @@ from conversion.vocabulary.checkpoints import make_checkpoint
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
 from lightformers_hf import convert, plan
-from lightformers_hf.conversion.vocabulary.choose import KeptTokens
+from lightformers_hf.conversion.vocabulary import KeptTokens
 from lightformers_hf.vocabularies import renumber_generation
 
 pytestmark = pytest.mark.quick
@@ -109,7 +109,7 @@ def test_forbidden_and_forced_tokens_get_their_new_ids():
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
-        ("Hund", {"languages": "deu_Latin"}, "languages has 'deu_Latin', which .* does not know; there is deu_Latn"),
+        ("Hund", {"languages": "deu_Latin"}, "languages has 'deu_Latin', which .* not support; there is deu_Latn"),
         ("", {}, r"text\.txt holds no text"),
         (" \n\n", {}, r"text\.txt holds no text"),
         ("漢字\n", {}, "knows 0 of 1 tokens of the source text"),
@@ -126,7 +126,7 @@ def test_texts_and_languages_that_cannot_be(nllb, tmp_path, content, options, me
 
 
 def test_one_pair_has_no_languages(tiny_marian, text, tmp_path):
-    with pytest.raises(ValueError, match="knows no codes: leave languages out"):
+    with pytest.raises(ValueError, match="has no language codes: remove languages"):
         plan(tiny_marian, vocabulary=text, languages="de", progress=False)
 
 
@@ -140,5 +140,5 @@ def test_a_tokenizer_of_no_known_kind(tiny_marian, text, tmp_path):
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]").save_pretrained(
         tmp_path / "words"
     )
-    with pytest.raises(ValueError, match=r"of no known kind \(its model is WordLevel.*leave vocabulary out"):
+    with pytest.raises(ValueError, match=r"not supported \(its model is WordLevel.*remove vocabulary"):
         plan(tmp_path / "words", vocabulary=text, progress=False)

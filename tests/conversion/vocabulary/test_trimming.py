@@ -14,7 +14,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import convert
 from lightformers_hf.conversion.teacher import Teacher
-from lightformers_hf.conversion.vocabulary.choose import KeptTokens
+from lightformers_hf.conversion.vocabulary import KeptTokens
 from lightformers_hf.vocabularies import keep_tokens, match_tokens
 
 LANGUAGES = {"nllb": ["deu_Latn", "eng_Latn"], "mbart50": ["de_DE", "en_XX"], "m2m_100": ["de", "en"]}

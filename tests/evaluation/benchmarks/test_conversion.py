@@ -26,7 +26,7 @@ def test_shapes_are_those_of_the_checkpoints(shapes, parameters):
 def test_times_every_step_of_a_conversion(monkeypatch, warm_python):
     monkeypatch.setitem(TEACHERS, "opus-mt", ("MarianMTModel", SMALL))
     result = time_conversion("opus-mt")
-    assert list(result.steps) == ["making text", "calibrating", "weighing", "factorizing", "refitting", "balancing"]
+    assert list(result.steps) == ["making text", "calibrating", "weighting", "factorizing", "refitting", "balancing"]
     assert 0 < sum(wall for wall, _ in result.steps.values()) < result.total[0]
     assert 4 * 5_000 < result.checkpoint_bytes < 100_000
     assert result.peak_bytes > result.libraries_bytes > result.checkpoint_bytes
