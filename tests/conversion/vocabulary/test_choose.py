@@ -112,7 +112,7 @@ def test_forbidden_and_forced_tokens_get_their_new_ids():
         ("Hund", {"languages": "deu_Latin"}, "languages has 'deu_Latin', which .* not support; there is deu_Latn"),
         ("", {}, r"text\.txt holds no text"),
         (" \n\n", {}, r"text\.txt holds no text"),
-        ("漢字\n", {}, "knows 0 of 1 tokens of the source text"),
+        ("漢字\n", {}, "has 0 of 1 tokens of the source text"),
         (b"\xff\xfe\x00\x01", {}, r"text\.txt cannot be read as text"),
         ("a\0b", {}, "expected text, found"),
     ],
