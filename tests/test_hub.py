@@ -406,7 +406,7 @@ def test_a_hub_without_xet(hub, light, monkeypatch):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_network_cut_at_the_commit(hub, light, when):
     hub.cut_commit = when
-    with pytest.raises(ConnectionError, match="run the same again"):
+    with pytest.raises(ConnectionError, match="run the same command again"):
         push_to_hub(light, "light")
     repository, sent = hub.repositories["alice/light"], list(hub.uploads)
     assert len(repository.commits) == (1 if when == "before" else 2)

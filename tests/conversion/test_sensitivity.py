@@ -254,7 +254,7 @@ def test_the_weighting_by_inputs_is_optimal_by_its_own_measure(
     [
         ({"calibration": "TEXT", "calibration_samples": 11}, "holds 10 pairs, calibration_samples is 11"),
         ({"calibration": "TEXT", "source_lang": "fr"}, "no column 'fr'"),
-        ({"calibration": "TEXT", "study": REFIT, "ratio": 2.0, "encoder_groups": 1}, "serve several places"),
+        ({"calibration": "TEXT", "study": REFIT, "ratio": 2.0, "encoder_groups": 1}, "have several places"),
     ],
 )
 def test_what_cannot_be_done(tiny_marian, text, tmp_path, options, message):
