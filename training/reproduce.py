@@ -295,12 +295,12 @@ def deployments(result: dict) -> Rows:
 
 def architectures(lab: Lab) -> Rows:
     """Decoding speed of the papers' architectures beside a Transformer, random weights, one core."""
-    yield from lab.run("architectures", "benchmark", "architectures", "--no-training")["rows"]
+    yield from lab.run("architectures", "benchmark", "architectures", "--no-training", "--runs", 5)["rows"]
 
 
 def conversion(lab: Lab) -> Rows:
     """Time and memory of a conversion by the size of the teacher; random weights of published shapes."""
-    for shapes in ("opus-mt", "bart-large"):
+    for shapes in ("opus-mt", "flan-t5-base"):
         yield lab.run(f"conversion/{shapes}", "benchmark", "conversion", "--shapes", shapes)
 
 
@@ -344,8 +344,8 @@ EXPERIMENTS = {
     "alternatives": Experiment(alternatives, ("multi30k", "multi30k-de-en"), 50),
     "ablations": Experiment(ablations, ("multi30k", "multi30k-de-en"), 15),
     "engines": Experiment(engines, ("multi30k", "multi30k-de-en"), 20),
-    "architectures": Experiment(architectures, (), 15),
-    "conversion": Experiment(conversion, (), 30),
+    "architectures": Experiment(architectures, (), 8),
+    "conversion": Experiment(conversion, (), 15),
     "demo": Experiment(demo, (), 10),
 }
 

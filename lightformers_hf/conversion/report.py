@@ -287,7 +287,7 @@ class Plan(CompressionReport):
         # In 120 columns nothing wraps but a name of more than 40 letters.
         columns = [Column("matrix", overflow="fold"), Column("kind", overflow="fold")]
         columns += _figures("shape", "becomes", "before", "after", "energy", "error")
-        looks = {"title_justify": "left", "box": box.SIMPLE_HEAD, "padding": 0, "show_edge": False}
+        looks: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE_HEAD, "padding": 0, "show_edge": False}
         table = Table(*columns, title=f"{escape(self.source)}: every matrix", **looks)
         for matrix in self.matrices:
             table.add_row(

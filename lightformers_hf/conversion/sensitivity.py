@@ -213,7 +213,9 @@ class Calibration:
         """Pass a batch through the model and back, and return the function that adds it to the sums."""
         device = self.model.device
         masks = {stream: token_mask(batch, stream).to(device) for stream in ("source", "target")}
-        _, vectors, additions = self._current.batch = masks, [], deque()
+        vectors: list[Tensor] = []
+        additions: deque[Callable[[], None]] = deque()
+        self._current.batch = masks, vectors, additions
         with torch.enable_grad(), fast_products(device):
             with fast_passes(device):
                 states = self.model.model(**model_inputs(batch, device), use_cache=False).last_hidden_state

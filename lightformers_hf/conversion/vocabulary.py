@@ -174,9 +174,9 @@ class SentencePieceFiles(SavedTokenizer):
 
     def parts(self, token: str) -> set[str]:
         def merges(scores: Mapping[str, float]) -> set[str]:
-            return merges_of(token, lambda left, right: scores.get(left + right))
+            return merges_of(token, lambda left, right: scores.get(left + right)) & self.known
 
-        return {token} | set().union(*map(merges, self.scores)) & self.known
+        return {token}.union(*map(merges, self.scores))
 
     def rewrite(self, ids: Vocabularies) -> None:
         """Both; pieces that no vocabulary has stay in the models, which would else cut differently."""

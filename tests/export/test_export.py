@@ -100,24 +100,19 @@ GENERATION = [
 ]
 
 
-@pytest.mark.parametrize("generation", GENERATION, ids=str)
-def test_onnx_searches_as_generate_does(generation, tmp_path):
+@pytest.mark.parametrize(
+    ("to", "generation"),
+    [("onnx", each) for each in GENERATION] + [("ctranslate2", each) for each in GENERATION[1:7]],
+    ids=str,
+)
+def test_searches_as_generate_does(to, generation, tmp_path):
+    """CTranslate2 knows fewer options, and these for greedy search."""
     model = make_model("ConditionalGeneration", "lightformer-low-rank", seed=1, spread=0.4)
     folder = save(model, tmp_path / "model")
     model.generation_config.update(**generation)
     model.generation_config.save_pretrained(folder)
-    export(folder, tmp_path / "out", to="onnx", quantization="float32")
-    assert_same_tokens(model, tmp_path / "out", beams=(1, 2, 4))
-
-
-@pytest.mark.parametrize("generation", GENERATION[1:7], ids=str)
-def test_ctranslate2_knows_the_options_of_greedy_search(generation, tmp_path):
-    model = make_model("ConditionalGeneration", "lightformer-low-rank", seed=1, spread=0.4)
-    folder = save(model, tmp_path / "model")
-    model.generation_config.update(**generation)
-    model.generation_config.save_pretrained(folder)
-    export(folder, tmp_path / "out", to="ctranslate2", quantization="float32")
-    assert_same_tokens(model, tmp_path / "out", beams=(1,))
+    export(folder, tmp_path / "out", to=to, quantization="float32")
+    assert_same_tokens(model, tmp_path / "out", beams=(1, 2, 4) if to == "onnx" else (1,))
 
 
 @pytest.mark.parametrize("to", ENGINES)

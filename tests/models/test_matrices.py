@@ -12,7 +12,6 @@ from lightformers_hf.models import LightFormerConfig, LightFormerForConditionalG
 from lightformers_hf.models.low_rank import (
     LowRankEmbedding,
     LowRankLinear,
-    LowRankOutput,
     from_pattern,
     make_embedding,
     make_output,
@@ -21,33 +20,6 @@ from lightformers_hf.models.low_rank import (
 )
 
 pytestmark = pytest.mark.quick
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_linear_is_its_product(bias):
-    torch.manual_seed(0)
-    low_rank, dense = LowRankLinear(12, 9, rank=4, bias=bias), nn.Linear(12, 9, bias=bias)
-    with torch.no_grad():
-        dense.weight.copy_(low_rank.v.weight @ low_rank.u.weight)
-        if bias:
-            dense.bias.copy_(low_rank.v.bias)
-    assert {name for name, _ in low_rank.named_parameters()} == {"u.weight", "v.weight"} | (
-        {"v.bias"} if bias else set()
-    )
-    inputs = torch.randn(2, 3, 12)
-    torch.testing.assert_close(low_rank(inputs), dense(inputs))
-
-
-def test_embedding_and_output_are_their_product():
-    torch.manual_seed(0)
-    embedding, output = LowRankEmbedding(11, 8, rank=3, padding_idx=1), LowRankOutput(8, 11, rank=3)
-    output.basis, output.output.weight = embedding.basis, embedding.weight  # Eq. 8: tied
-    table = embedding.weight @ embedding.basis
-    ids = torch.tensor([[0, 5, 1], [10, 2, 2]])
-    torch.testing.assert_close(embedding(ids), nn.functional.embedding(ids, table))
-    states = torch.randn(2, 3, 8)
-    torch.testing.assert_close(output(states), states @ table.T)
-    assert isinstance(embedding, nn.Embedding)
 
 
 def of_rank(rank: int | None) -> LightFormerConfig:

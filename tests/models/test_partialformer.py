@@ -6,10 +6,9 @@ import re
 import pytest
 import torch
 from models import references
-from models.references import SOURCES, TARGETS, Weights, double_model, padded
+from models.references import SOURCES, TARGETS, double_model, padded
 
 from lightformers_hf.models import PartialFormerConfig, PartialFormerForCausalLM, PartialFormerForConditionalGeneration
-from lightformers_hf.models.modeling_partialformer import GlobalAttention, PartialAttention
 
 pytestmark = pytest.mark.quick
 
@@ -77,87 +76,6 @@ def test_logits(variant, side):
 def test_causal_logits(variant, side):
     model = make(CAUSAL[variant], PartialFormerForCausalLM)
     references.check_causal_logits(model, references.partialformer_causal_logits, side)
-
-
-@pytest.mark.parametrize("is_cross", [False, True])
-@pytest.mark.parametrize("head_scaling", [True, False])
-@pytest.mark.parametrize("has_ffn", [True, False])
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention(is_cross, head_scaling, has_ffn, causal):
-    """AFFN alone, with a mask made here, and A^G of one's own that is added before the softmax."""
-    config = PartialFormerConfig(**TINY)
-    module = double_model(
-        lambda config: PartialAttention(
-            config,
-            "x",
-            5,
-            is_cross_attention=is_cross,
-            ffn_expansion=3 if has_ffn else None,
-            head_scaling=head_scaling,
-        ),
-        config,
-    )
-    generator = torch.Generator().manual_seed(1)
-    states = torch.randn(2, 4, 12, dtype=torch.float64, generator=generator)
-    memory = torch.randn(2, 4, 12, dtype=torch.float64, generator=generator) if is_cross else states
-    added = torch.randn(2, 5, 4, 4, dtype=torch.float64, generator=generator)
-    lengths = (4, 3)
-    mask = added.clone()
-    mask[1, :, :, 3] = -torch.inf
-    if causal:
-        mask = mask + torch.full((4, 4), -torch.inf, dtype=torch.float64).triu(1)
-    actual, maps = module(states, key_value_states=memory if is_cross else None, attention_mask=mask)
-    expected = [
-        references.partial_attention(
-            Weights.of(module),
-            config,
-            list(states[row, : length if causal else 4].numpy()),
-            list(memory[row, :length].numpy()),
-            5,
-            is_cross=is_cross,
-            causal=causal,
-            has_ffn=has_ffn,
-            head_scaling=head_scaling,
-            global_logits=lambda head, t, s, row=row: float(added[row, head, t, s]),
-        )
-        for row, length in enumerate(lengths)
-    ]
-    kept = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0 if causal else 1]])
-    references.assert_real_positions_equal(actual, kept, expected)
-    torch.testing.assert_close(maps.sum(-1), torch.ones(2, 5, 4, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("kind", ["content", "relative"])
-def test_global_attention(kind):
-    config = PartialFormerConfig(**{**TINY, "global_attention": kind, "max_relative_position": 2})
-    module = double_model(lambda config: GlobalAttention(config, "encoder"), config)
-    embedded = torch.randn(1, 7, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    actual = module(embedded, None)
-    logit = references.global_attention(Weights.of(module), config, list(embedded[0].numpy()), 5)
-    expected = [[[logit(head, t, s) for s in range(7)] for t in range(7)] for head in range(5)]
-    references.assert_real_positions_equal(actual, torch.ones(1, 5), [expected])
-    if kind == "relative":
-        # Distances beyond 2 use the vectors of 2: what these are given changes exactly those.
-        with torch.no_grad():
-            module.distances.weight[-1] += 1
-        changed = (module(embedded, None) - actual)[0].abs().amax(0) > 1e-6
-        assert torch.equal(changed, torch.tensor([[s - t >= 2 for s in range(7)] for t in range(7)]))
-
-
-def test_cross_attention_has_no_global_attention():
-    model = make({})
-    attentions = model(
-        torch.tensor([SOURCES[0]]), decoder_input_ids=torch.tensor([TARGETS[1]]), output_attentions=True
-    )
-    with torch.no_grad():
-        model.model.decoder.global_attention.in_proj.weight.mul_(3)
-    changed = model(torch.tensor([SOURCES[0]]), decoder_input_ids=torch.tensor([TARGETS[1]]), output_attentions=True)
-    assert not torch.allclose(attentions.decoder_attentions[0], changed.decoder_attentions[0])
-    assert all(
-        torch.equal(a, b) for a, b in zip(attentions.encoder_attentions, changed.encoder_attentions, strict=True)
-    )
-    names = [name for name, _ in model.named_modules() if name.endswith("global_attention")]
-    assert names == ["model.encoder.global_attention", "model.decoder.global_attention"]
 
 
 PATTERN = {

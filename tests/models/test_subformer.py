@@ -120,19 +120,6 @@ def test_safe(side):
         references.assert_real_positions_equal(output, mask, expected)
 
 
-def test_safe_mixes_positions_in_the_encoder_and_only_the_past_in_the_decoder():
-    model = make({"sharing": "none", "encoder_layers": 1, "decoder_layers": 1})
-    calls = outputs_of(model, "model.encoder.safe", "model.decoder.safe")
-    ids = torch.tensor([[4, 5, 6, 7]])
-    changed = torch.tensor([[4, 5, 6, 8]])
-    for tokens in (ids, changed):
-        model(tokens, decoder_input_ids=tokens)
-    (encoder, encoder_changed), (decoder, decoder_changed) = calls
-    assert (encoder[:, :3] - encoder_changed[:, :3]).abs().amax(-1).min() > 1e-4
-    torch.testing.assert_close(decoder[:, :3], decoder_changed[:, :3], rtol=0, atol=1e-12)
-    assert (decoder[:, 3] - decoder_changed[:, 3]).abs().max() > 1e-4
-
-
 def test_sandwich_cross_attention():
     """Appendix A: the query goes up to d_m, LayerNorm, attention there, down to d_s, LayerNorm."""
     model = make(SANDWICH)
@@ -148,20 +135,6 @@ def test_sandwich_cross_attention():
         for row, length in enumerate((3, 4))
     ]
     references.assert_real_positions_equal(actual, torch.ones(2, 3), expected)
-
-
-def test_projections_up_and_down():
-    model = make(SANDWICH)
-    weights = Weights.of(model)
-    for stack in ("encoder", "decoder"):
-        for name, width in (("up", 12), ("down", 16)):
-            x = torch.randn(1, 5, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-            w = weights[f"model.{stack}.{name}"]
-            expected = [w.norm("layer_norm", w.linear("projection", v)) for v in x[0].numpy()]
-            actual = model.get_submodule(f"model.{stack}.{name}")(x)
-            references.assert_real_positions_equal(actual, torch.ones(1, 5), [expected])
-            assert model.get_submodule(f"model.{stack}.{name}").dropout.p == 0.05
-    assert not hasattr(make({"sharing": "none"}).model.encoder, "up")
 
 
 def test_layer_norms_are_private_and_the_rest_is_stored_once():

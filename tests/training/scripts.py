@@ -4,9 +4,12 @@ import json
 
 
 def command(base, **changes):
-    """The command line of the options `base`, changed; `None` leaves one out."""
-    options = {name: value for name, value in (base | changes).items() if value is not None}
-    return [text for name, value in options.items() for text in (_spelled(name), str(value))]
+    """The command line of the options `base`, changed; `None` leaves one out, a list is several words."""
+    words = []
+    for name, value in (base | changes).items():
+        if value is not None:
+            words += [_spelled(name), *map(str, value if isinstance(value, list) else [value])]
+    return words
 
 
 def _spelled(name):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
+from training.scripts import command
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -45,13 +46,6 @@ def script_of(path):
     script, name = re.search(r"python training/(run_\w+)\.py --config training/(\S+)", path.read_text()).groups()
     assert TRAINING / name == path
     return script
-
-
-def words(options):
-    texts = []
-    for name, value in options.items():
-        texts += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return texts
 
 
 def id_of(path):
@@ -150,7 +144,7 @@ def test_two_steps_of_the_script(path, data, tmp_path):
     options = data[name] | SHORT | {"output_dir": tmp_path / "out"}
     options["gradient_accumulation_steps"] = min(2, recipe.get("gradient_accumulation_steps", 1))
     options |= {f"model.{field}": json.dumps(value) for field, value in fields.items()}
-    import_module(name).main(["--config", str(path), *words(options)])
+    import_module(name).main(["--config", str(path), *command(options)])
     (state, *_) = tmp_path.rglob("trainer_state.json")
     history = [entry for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
     assert len(history) == 2

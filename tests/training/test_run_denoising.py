@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, poisson
 from tiny import sizes
-from training.scripts import losses
+from training.scripts import command, losses
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 MASK = -1
@@ -201,14 +201,6 @@ def base(corpus, tmp_path):
         "use_cpu": True,
         "disable_tqdm": True,
     }
-
-
-def command(base, **changes):
-    options = {name: value for name, value in (base | changes).items() if value is not None}
-    texts = []
-    for name, value in options.items():
-        texts += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return texts
 
 
 def test_a_run_and_a_resumed_one(base, corpus, tmp_path, capsys):
