@@ -147,7 +147,7 @@ def serve(tmp_path, light, tiny_marian):
 
 
 @pytest.mark.parametrize("how", ["command", "space"])
-def test_both_translations_in_a_browser_until_ctrl_c(how, serve, browser, light, tiny_marian):
+def test_both_translations_in_a_browser(how, serve, browser, light, tiny_marian):
     address, process = serve(how)
     page = browser.new_page(viewport={"width": 1000, "height": 800})
     page.set_default_timeout(PATIENCE * 1000)
@@ -179,6 +179,9 @@ def test_both_translations_in_a_browser_until_ctrl_c(how, serve, browser, light,
     }
     assert listening == {"127.0.0.1"}
     page.close()
-    if how == "command":
-        process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE) == 130
+
+
+def test_ctrl_c_ends_it(serve):
+    _, process = serve("command")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE) == 130

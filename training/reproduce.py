@@ -258,7 +258,7 @@ def compare(lab: Lab, name: str, *words: object) -> Rows:
 
 
 def alternatives(lab: Lab) -> Rows:
-    """Ways to 2.5M parameters after the same 600 steps of distillation: SVDs, `convert`, a small Transformer."""
+    """Ways to a quarter of the parameters, after distillation: SVDs, `convert`, a small Transformer."""
     recipe = os.path.relpath(ROOT / "training" / "recipes" / "multi30k" / "small_transformer.yaml", lab.work)
     yield from compare(
         lab, "alternatives", "--ratios", 4, "--methods", "paper", "inputs", "all", f"small={recipe}", "--trainings",

@@ -409,7 +409,7 @@ def test_the_help_of_convert_fits_two_screens(lightformers, monkeypatch):
     assert len(lines) <= 52
     assert max(map(len, lines)) <= 80
     own = {parameter.name for parameter in COMMANDS["convert"].params if isinstance(parameter, click.Option)}
-    assert len(own - framework.SHARED.keys() - {"push_to_hub", "private"}) <= 21
+    assert len(own - {one.name for one in framework.SHARED} - {"push_to_hub", "private"}) <= 21
 
 
 @pytest.mark.parametrize("name", ["plan", "convert", "recover", "compress", "export", "evaluate", "push"])
@@ -417,7 +417,7 @@ def test_a_command_has_the_names_and_defaults_of_its_function(name):
     function = inspect.signature(getattr(lightformers_hf, {"push": "push_to_hub"}.get(name, name)))
     expected = function.parameters.keys() - {"tokenizer", "progress", "study", "runs"}
     options = {one.name: one for one in COMMANDS[name].params}
-    assert options.keys() - framework.SHARED.keys() - {"dry_run"} == expected
+    assert options.keys() - {one.name for one in framework.SHARED} - {"dry_run"} == expected
     fields = {field.name for field in dataclasses.fields(CompressionOptions)}
     assert name not in ("plan", "convert", "compress") or fields <= expected
     parsed = COMMANDS[name].make_context(name, [], resilient_parsing=True).params

@@ -2,21 +2,63 @@
 
 import pytest
 import torch
-from models.cases import make_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from lightformers_hf import convert, models, plan
 
+COMMON = {"vocab_size": 48, "d_model": 16, "encoder_layers": 4, "decoder_layers": 3, "max_position_embeddings": 24}
 CASES = {
-    "subformer": ("ConditionalGeneration", "subformer-sandwich"),
-    "partialformer": ("ConditionalGeneration", "partialformer-relative"),
-    "subformer_causal": ("CausalLM", "subformer-none"),
-    "partialformer_causal": ("CausalLM", "partialformer-adaptive"),
+    "subformer": {
+        **COMMON,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 2,
+        "ffn_dim": 24,
+        "sandwich_dim": 20,
+        "sandwich_ffn_dim": 28,
+        "embedding_dim": 12,
+        "sandwich_attention_heads": 5,
+        "embedding_attention_heads": 3,
+    },
+    "partialformer": {
+        **COMMON,
+        "head_dim": 6,
+        "encoder_attention_heads": 5,
+        "decoder_attention_heads": 4,
+        "base_attention_heads": 3,
+        "encoder_groups": 2,
+    },
+    "subformer_causal": {
+        **COMMON,
+        "ffn_dim": 24,
+        "sharing": "every_2",
+        "encoder_layers": 4,
+        "decoder_layers": 4,
+        "embedding": "linear",
+        "embedding_dim": 10,
+        "sandwich_attention_heads": 4,
+        "tie_word_embeddings": False,
+    },
+    "partialformer_causal": {
+        **COMMON,
+        "head_dim": 6,
+        "decoder_attention_heads": 4,
+        "base_attention_heads": 3,
+        "embedding": "adaptive",
+        "adaptive_cutoffs": [8, 20],
+        "adaptive_factor": 2,
+    },
 }
 
 
 def make_teacher(case: str, folder):
     """A model with weights like trained ones, saved in `folder`."""
-    model = make_model(*CASES[case], spread=0.3)
+    family, _, causal = case.partition("_")
+    config = AutoConfig.for_model(family, **CASES[case])
+    torch.manual_seed(0)
+    model = (AutoModelForCausalLM if causal else AutoModelForSeq2SeqLM).from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape), alpha=0.3)
     model.save_pretrained(folder)
     return model
 
