@@ -151,7 +151,7 @@ def test_gigantic_sizes_are_compared_with_the_tensors(run, fields, command):
     ("command", "architectures"),
     [
         ("push light user/model --dry-run", "MarianMTModel"),
-        ("report light --teacher dense --output page.html", []),
+        ("report light --teacher dense --data test.jsonl --output page.html", []),
         ("translate light text", [None]),
         ("translate light text", "MarianMTModel"),
         ("evaluate light --data test.jsonl --num-beams 1", [None]),
