@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -36,7 +36,7 @@ class Result:
         return file.getvalue().rstrip("\n")
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return "\n".join(f"<p>{html.escape(p)}</p>" if isinstance(p, str) else _table_html(p) for p in self.parts())
 
 
 def print_parts(parts: Sequence[Table | str], file: TextIO | None = None, width: int | None = None) -> None:
@@ -76,3 +76,25 @@ def make_console(file: TextIO | None = None, width: int | None = None) -> Consol
     if not (width or console.is_terminal or os.environ.get("COLUMNS")):
         console.width = WIDTH
     return console
+
+
+def _table_html(table: Table) -> str:
+    """Return a table of rich as a table of HTML."""
+
+    def rows() -> Iterator[str]:
+        heads = [column.header for column in table.columns]
+        if any(heads):
+            yield "".join(f"<th>{_cell_html(head)}</th>" for head in heads)
+        for row in zip(*(column.cells for column in table.columns), strict=True):
+            yield "".join(f"<td>{_cell_html(cell)}</td>" for cell in row)
+
+    caption = f"<caption>{_cell_html(table.title)}</caption>" if table.title else ""
+    note = f"<p>{_cell_html(table.caption)}</p>" if table.caption else ""
+    return f"<table>{caption}{''.join(f'<tr>{row}</tr>' for row in rows())}</table>{note}"
+
+
+def _cell_html(cell: object) -> str:
+    from rich.text import Text
+
+    plain = Text.from_markup(cell).plain if isinstance(cell, str) else str(cell)
+    return html.escape(plain).replace("\n", "<br>")
