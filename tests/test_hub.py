@@ -381,7 +381,7 @@ def test_a_network_cut_in_the_middle_of_an_upload(hub, copy, light):
     model.save_pretrained(copy, max_shard_size="20KB")
     hub.uploads.clear()
     hub.cut_uploads_after = 2
-    with pytest.raises(ConnectionError, match=r"connection to http://127.0.0.1:\d+ broke .*: run the same command again"):
+    with pytest.raises(ConnectionError, match=r"connection to .* broke .*: run the same command again"):
         push_to_hub(copy, "light")
     assert len(set(hub.uploads)) == 2
     assert repository.files == before
