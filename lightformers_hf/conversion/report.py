@@ -435,11 +435,7 @@ def remarks(report: CompressionReport) -> Iterator[str]:
                 remedies.append("give text like that it is for with --calibration")
             yield f"Below {CLIFF:.0%}, outputs differ from the teacher's: {', or '.join(remedies)}."
     if report.calibration is None and report.smaller:
-<<<<<<< HEAD
         yield "Without calibration every entry of a matrix has equal weight. Train the model to restore its quality."
-=======
-        yield "Without calibration all entries of a matrix have equal weight, which costs most of the quality."
->>>>>>> wC
     elif report.calibration == OWN_TEXT:
         yield (
             f"Errors were weighted on {OWN_TEXT}; --calibration with a thousand sentence pairs, or "
