@@ -71,7 +71,12 @@ def low_rank_state(
         module: a linear layer, an embedding or an output layer, dense or low-rank.
         left, right: factors, m×r and r×n (V×r and r×d), as `factors_of` returns them.
         bias: n, of a linear layer.
+
+    Raises:
+        ValueError: a bias for an embedding or an output layer, which have none.
     """
     if isinstance(module, nn.Embedding) or getattr(module, "kind", None) == "embedding":
+        if bias is not None:
+            raise ValueError(f"a bias of {len(bias)} numbers is given for an embedding or output layer: remove it")
         return {"weight" if isinstance(module, nn.Embedding) else "output.weight": left, "basis": right}
     return {"u.weight": left.T, "v.weight": right.T} | ({} if bias is None else {"v.bias": bias})

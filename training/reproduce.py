@@ -6,7 +6,7 @@ r"""Repeat the experiments that the documentation quotes, and write the pages of
     python training/reproduce.py --pages                                   # `make results`: pages from the figures
 
 Every experiment is a list of commands. They run in the folder `--work`, and what each has printed is kept there: a
-second call repeats only what is missing, or what an earlier commit has made. The figures of an experiment go to
+second call runs what is missing, and repeats what an earlier commit made. The figures of an experiment go to
 `docs/results/data/NAME.json` with their units, the commands, seeds, machine, versions and commit. The pages in
 `docs/results/` are made from these files and from the templates in `docs/results/templates/`.
 

@@ -92,7 +92,7 @@ def test_a_recipe_and_a_model_are_counted_without_weights(tmp_path, tiny_marian)
     assert "'d_modle'; did you mean d_model" in count(recipe)
     assert "No recipe none.yaml" in count("none.yaml")
     for words in (["--vocab-size", 5], [tiny_marian, "--vocab-size", 5], [tiny_marian, "--table", "T2"]):
-        assert "leave" in count(*words) or "name a recipe" in count(*words)
+        assert "remove" in count(*words) or "name a recipe" in count(*words)
 
 
 def test_the_command_fails_where_a_row_is_out_of_tolerance(monkeypatch):

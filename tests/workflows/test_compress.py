@@ -156,6 +156,14 @@ def test_what_cannot_be_met_is_asked_for_anew(tiny_marian, data, tmp_path, monke
     assert read_json(tmp_path / "small" / "compress.json")["asked"]["ratio"] == 2.0
 
 
+def test_the_calibration_text_has_no_pairs_of_the_test(tiny_marian, asked, tmp_path, monkeypatch):
+    monkeypatch.setattr(Work, "recover", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        compress(tiny_marian, tmp_path / "small", **asked | {"calibration": asked["data"]})
+    report = read_json(tmp_path / "small" / "converted" / "compression.json")
+    assert report["calibration"] == "train.jsonl"  # the training part, not the whole file
+
+
 def test_without_text_a_test_of_pairs_is_all_that_is_needed(tiny_marian, data, tmp_path, monkeypatch):
     asked = {"minutes": 0.01, "ratio": 2.0, "progress": False}
     with pytest.raises(ValueError, match="Neither data nor test is given"):
