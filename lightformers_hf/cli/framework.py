@@ -384,8 +384,7 @@ OPTIONS_HELP = {
     ),
     "calibration": (
         "PATH",
-        "Text to weight errors on, never a test's: pairs, or sources alone (.txt). Default: self-generated, or of "
-        "compress a part of --data.",
+        "Pairs or sources (.txt) to weight errors on, no test. Default: self-generated; compress: --data.",
     ),
     "calibration_samples": ("N", "How many pairs are drawn. Default: 1000 or more."),
     "source_lang": ("de", "Column; of multilingual models also the code, de or de=de_DE; T5: de='a prefix: '."),

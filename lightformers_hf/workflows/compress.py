@@ -151,7 +151,7 @@ def compress(
     """
     arguments = locals()
     options, note = choose_method(arguments, to)
-    if options.get("calibration") == data:
+    if data and options.get("calibration") == data:
         del options["calibration"]  # the default is the part of the data that no score is measured on
     check_engine(to, quantization, shortlist)
     check_minutes(minutes)
