@@ -248,8 +248,8 @@ def recovered(lab: Lab) -> Rows:
         yield {"ratio": ratio, "seed": seed, **times, **score_tests(lab, name)}
 
 
-def compare(lab: Lab, name: str, *words: object) -> Rows:
-    """Yield the rows of a comparison of compressions at ratio 4 or 3, on both tests of Multi30k."""
+def compare_on_multi30k(lab: Lab, name: str, *words: object) -> Rows:
+    """Yield the rows of a comparison of compressions of the Multi30k teacher, on both tests; outputs of 60 tokens."""
     data = [f"inputs/multi30k/{test}.jsonl" for test in TESTS]
     yield from lab.compare(
         name, "inputs/multi30k-de-en", "--train-file", "inputs/multi30k/train.jsonl", "--test-file", *data, *LANGUAGES,
@@ -260,7 +260,7 @@ def compare(lab: Lab, name: str, *words: object) -> Rows:
 def alternatives(lab: Lab) -> Rows:
     """Ways to a quarter of the parameters, after distillation: SVDs, `convert`, a small Transformer."""
     recipe = os.path.relpath(ROOT / "training" / "recipes" / "multi30k" / "small_transformer.yaml", lab.work)
-    yield from compare(
+    yield from compare_on_multi30k(
         lab, "alternatives", "--ratios", 4, "--methods", "paper", "inputs", "all", f"small={recipe}", "--trainings",
         "distilled", "--max-steps", 600, "--max-tokens", 1600, "--max-target-length", 64, "--bf16",
         "--attn-implementation", "eager", "--learning-rate", "1e-3", "--warmup-steps", 100, "--lr-scheduler-type",
@@ -271,7 +271,7 @@ def alternatives(lab: Lab) -> Rows:
 def ablations(lab: Lab) -> Rows:
     """The parts of `convert` one after the other, at ratio 3, without training."""
     methods = ("paper", "inputs", "loss", "matrices", "budget", "all", "own-text")
-    yield from compare(lab, "ablations", "--ratios", 3, "--methods", *methods, "--trainings")
+    yield from compare_on_multi30k(lab, "ablations", "--ratios", 3, "--methods", *methods, "--trainings")
 
 
 def engines(lab: Lab) -> Rows:
@@ -424,6 +424,11 @@ def describe_machine() -> dict[str, object]:
     }
 
 
+def read_record(name: str) -> dict:
+    """Return the figures of an experiment, and how they were measured, from `docs/results/data/NAME.json`."""
+    return json.loads((RESULTS / "data" / f"{name}.json").read_text(encoding="utf-8"))
+
+
 def render_pages() -> dict[Path, str]:
     """Return the text of every page of results, and of the README, made from the templates and the figures.
 
@@ -439,7 +444,7 @@ def render_pages() -> dict[Path, str]:
         used: dict[str, dict] = {}
 
         def data(name: str, used: dict[str, dict] = used) -> dict:
-            used[name] = json.loads((RESULTS / "data" / f"{name}.json").read_text(encoding="utf-8"))
+            used[name] = read_record(name)
             return used[name]
 
         text = environment.get_template(template.name).render(data=data, signed=signed, find=find)
@@ -459,10 +464,9 @@ def draw_picture() -> None:
     """Draw BLEU against parameters, as converted and after training, for light and dark pages."""
     from comparing import save_pictures
 
-    data = {name: json.loads((RESULTS / "data" / f"{name}.json").read_text()) for name in ("converted", "recovered")}
-    converted, score = data["converted"]["rows"], "test_2016_flickr_bleu"
+    converted, score = read_record("converted")["rows"], "test_2016_flickr_bleu"
     sizes = {row["ratio"]: row["parameters_after"] / 1e6 for row in converted if row["model"] == "pairs"}
-    trained = [row | {"model": "trained"} for row in data["recovered"]["rows"] if row["seed"] == 0]
+    trained = [row | {"model": "trained"} for row in read_record("recovered")["rows"] if row["seed"] == 0]
     names = {"trained": "convert and recover (20 minutes)", "pairs": "convert", "plain": "plain SVD"}
 
     def paint(panels: list) -> None:
