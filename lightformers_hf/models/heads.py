@@ -33,7 +33,7 @@ class EncoderDecoder:
     stack_classes: tuple[type[nn.Module], type[nn.Module]]  # encoder and decoder
 
     def __init__(self, config: FactorizedConfig):
-        super().__init__(config)
+        super().__init__(config)  # type: ignore[call-arg]  # of the family's PreTrainedModel
         if not config.is_encoder_decoder:
             raise ValueError(
                 "is_encoder_decoder is False: this is the configuration of a single stack, which the causal language "
@@ -155,7 +155,7 @@ class ConditionalGenerationHead(LanguageModelHead):
     has_logits_bias = False
 
     def __init__(self, config: FactorizedConfig):
-        super().__init__(config)
+        super().__init__(config)  # type: ignore[call-arg]  # of the family's PreTrainedModel
         self.loss_type = "ForMaskedLM"  # decoder inputs are already shifted; the default would shift the labels again
         bias = torch.zeros(1, config.decoder_vocab_size) if self.has_logits_bias else None
         self.register_buffer("final_logits_bias", bias)
@@ -220,7 +220,7 @@ class CausalLMHead(LanguageModelHead):
     decoder_class: type[nn.Module]
 
     def __init__(self, config: FactorizedConfig):
-        super().__init__(causal_config(config))
+        super().__init__(causal_config(config))  # type: ignore[call-arg]  # of the family's PreTrainedModel
         self.decoder = self.decoder_class(self.config)
         self.add_output(self.decoder.embed_tokens, "decoder.embed_tokens")
         self.post_init()
