@@ -157,11 +157,16 @@ def recover(model: str, output: Path, **options: Any) -> Answer:
     return Answer.of(run(model, output, **options), f"Written to {output}.")
 
 
+CONVERSION = compression_options(
+    calibration="Text to weight errors on, never a test's: pairs, or sources alone (.txt). Default: a part of --data."
+)
+
+
 @command(
     Argument("model", type=CHECKPOINT, about="Folder or Hub name of the trained checkpoint."),
     Argument("output", type=FILE, about="The folder for everything that is made."),
     *section("Data and training", TRAINING),
-    *section("Conversion", [one for name, one in compression_options().items() if name != "device"]),
+    *section("Conversion", [one for name, one in CONVERSION.items() if name != "device"]),
     *section("Deployment", [option("--to", default="ctranslate2", **TO), *DEPLOYMENT]),
     option("--test", type=DATA, help="Pairs for the last measurement. Default: a part of --data, if pairs."),
     option("--device", metavar="cpu", help="Where to convert, train and score. Default: cpu, then an accelerator."),

@@ -384,7 +384,7 @@ OPTIONS_HELP = {
     ),
     "calibration": (
         "PATH",
-        "Pairs or sources (.txt) to weight errors on, no test. Default: self-generated; compress: --data.",
+        "Text to weight errors on, never a test's: pairs, or sources alone (.txt). Default: self-generated.",
     ),
     "calibration_samples": ("N", "How many pairs are drawn. Default: 1000 or more."),
     "source_lang": ("de", "Column; of multilingual models also the code, de or de=de_DE; T5: de='a prefix: '."),
@@ -394,14 +394,14 @@ OPTIONS_HELP = {
 REPEATABLE = ("pattern", "vocabulary", "languages")
 
 
-def compression_options() -> dict[str, Option]:
-    """One option for every field of `CompressionOptions`, in the order of the help."""
+def compression_options(**others: str) -> dict[str, Option]:
+    """One option for every field of `CompressionOptions`, in the order of the help; `others` are other help texts."""
     types = {field.name: field.type for field in fields(CompressionOptions)}
     made = {}
     for name, (metavar, help_text) in OPTIONS_HELP.items():
         kind = {"float": float, "int": int}.get(str(types[name]).partition(" ")[0], str)
         kind = DATA if name in ("calibration", "vocabulary") else kind
-        settings: dict[str, Any] = {"metavar": metavar, "help": help_text, "type": kind}
+        settings: dict[str, Any] = {"metavar": metavar, "help": others.get(name, help_text), "type": kind}
         settings |= {"multiple": name in REPEATABLE, "values": METHODS if name == "method" else ()}
         made[name] = option(f"--{name.replace('_', '-')}", **settings)
     return made

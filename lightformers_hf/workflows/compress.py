@@ -151,7 +151,8 @@ def compress(
     """
     arguments = locals()
     options, note = choose_method(arguments, to)
-    if data and options.get("calibration") == data:
+    text = options.get("calibration")
+    if data and text and os.path.realpath(text) == os.path.realpath(data):
         del options["calibration"]  # the default is the part of the data that no score is measured on
     check_engine(to, quantization, shortlist)
     check_minutes(minutes)

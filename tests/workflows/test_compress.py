@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 
 import pytest
@@ -159,7 +160,7 @@ def test_what_cannot_be_met_is_asked_for_anew(tiny_marian, data, tmp_path, monke
 def test_the_calibration_text_has_no_pairs_of_the_test(tiny_marian, asked, tmp_path, monkeypatch):
     monkeypatch.setattr(Work, "recover", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        compress(tiny_marian, tmp_path / "small", **asked | {"calibration": asked["data"]})
+        compress(tiny_marian, tmp_path / "small", **asked | {"calibration": os.path.relpath(asked["data"])})
     report = read_json(tmp_path / "small" / "converted" / "compression.json")
     assert report["calibration"] == "train.jsonl"  # the training part, not the whole file
 
