@@ -34,6 +34,7 @@ CHECKED = 1000  # pairs whose tokens are looked at
 ROWS = 10_000  # read together
 NO_ROWS = ("corresponds to no data", "at least one example")  # messages of the library for a file without rows
 LARGEST_FIELD = 2**31 - 1  # characters of a cell; the csv module's own limit is 131,072
+HUB_NAME = re.compile(r"(\w[\w.-]*(/\w[\w.-]*)?)?(:.*)?")  # of a dataset and its configuration
 PLAIN_NAME = re.compile(r"[\w/. +,=@-]*")
 
 
@@ -172,7 +173,7 @@ def _check_text(pairs: Dataset, data: str, names: dict[str, str]) -> None:
         if bad is not None and pairs[bad][column] is None:
             raise ValueError(f"{data}, row {bad + 1} has no {name!r}: expected text in every row.")
         if bad is not None:
-            raise ValueError(f"{data}, row {bad + 1}, {name!r}: expected text, found {pairs[bad][column]!r}.")
+            raise ValueError(f"{data}, row {bad + 1}, {name!r}: expected text, found {pairs[bad][column]!r:.60}")
 
 
 def _is_utf8(text: bytes | None) -> bool:
@@ -265,9 +266,9 @@ def is_lines(data: str) -> bool:
 
 
 def is_file_name(data: str) -> bool:
-    """Whether `data` is the name of a file: it exists, or has the form of a path or a known suffix."""
+    """Whether `data` is the name of a file: it exists, has a known suffix, or is no name of a dataset on the Hub."""
     known = data.removesuffix(".gz").endswith((*SUFFIXES, ".txt"))
-    return os.path.exists(data) or data.startswith(("/", ".", "~")) or known
+    return os.path.exists(data) or known or not HUB_NAME.fullmatch(data)
 
 
 def check_data(data: str) -> None:

@@ -68,6 +68,11 @@ def test_languages_inside_translation(tmp_path, name):
         ("other.jsonl", '{"translation": {"de": "a", "fr": "b"}}\n', "no column 'en': it has 'de', 'fr'"),
         ("null.jsonl", '{"de": "a", "en": "b"}\n{"de": "a", "en": null}\n', "row 2 has no 'en': expected text"),
         ("number.jsonl", '{"de": 1, "en": "b"}\n', "row 1, 'de': expected text, found 1"),
+        (
+            "columns.json",
+            '{"de": ["a", ' + '"b", ' * 99 + '"c"], "en": ["a"]}',
+            "row 1, 'de': expected text, found .{60}$",
+        ),
         ("mixed.jsonl", '{"de": "a", "en": "b"}\n{"de": "a", "en": 3}\n', "row 2, 'en': expected text, found 3"),
         ("broken.jsonl", '{"de": "a", "en": "b"}\n\n{"de": "a", "en"\n', "line 3 is no JSON object: Expecting ':'"),
         ("headless.tsv", f"{'Ein Hund' * 9}\tA dog\nb\tc\n", "Ein Hund.{5}…', 'A dog'. Its first line must name"),

@@ -271,6 +271,7 @@ def translate(model: str, file: Path | None, output: Path | None, device: str, *
 
         lightformers translate ./small news.de --output news.en --num-beams 4
     """
+    file, output = (None if str(path) == "-" else path for path in (file, output))
     if file is None:
         check_open("stdin", "name a file to translate")
     if output is None:

@@ -448,7 +448,7 @@ def test_text_is_made_a_token_at_a_time_whatever_training_left(tiny_marian, tmp_
     assert set(lengths) == {1}
 
 
-@pytest.mark.parametrize("text", ["nothere.jsonl", "nothere.txt", "folder/pairs.csv.gz"])
+@pytest.mark.parametrize("text", ["nothere.jsonl", "nothere.txt", "folder/pairs.csv.gz", "-", "some/folder/pairs.de"])
 @pytest.mark.parametrize("option", ["calibration", "vocabulary"])
 def test_text_that_is_not_there_is_noticed_first(tiny_marian, tmp_path, monkeypatch, option, text):
     monkeypatch.setattr("lightformers_hf.workflows.convert.compress", lambda *_, **__: pytest.fail("too late"))

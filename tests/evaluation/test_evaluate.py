@@ -162,6 +162,9 @@ def test_translate_a_file_and_a_pipe(lightformers, tiny_marian, tmp_path, parall
     assert (code, printed) == (0, "")
     assert (tmp_path / "out.txt").read_text(encoding="utf-8").splitlines() == expected
 
+    code, printed, _ = lightformers("translate", tiny_marian, "-", "--output", "-", *options, stdin=german[0].encode())
+    assert (code, printed.splitlines()) == (0, expected[:1])
+
     code, _, error = lightformers("translate", tiny_marian, tmp_path / "missing.txt", "--output", tmp_path / "new.txt")
     assert code == 1
     assert "missing.txt" in error
