@@ -135,7 +135,10 @@ class Teacher:
                     "set tie_word_embeddings or share_encoder_decoder_embeddings to false there"
                 )
         if unknown:
-            raise ValueError(f"{self.folder} holds tensors its configuration has no place for: {_listing(unknown)}")
+            raise ValueError(
+                f"{self.folder} holds tensors its configuration has no place for: {_listing(unknown)}. If the outputs "
+                "do not need them, load the model with from_pretrained and save it with save_pretrained, without them"
+            )
         missing = [name for name in expected if name not in names and not name.endswith("final_logits_bias")]
         if missing:
             raise ValueError(f"{self.folder} lacks tensors its configuration asks for: {_listing(missing)}")
