@@ -16,7 +16,7 @@ import torch
 from sentencex import segment
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..deprecated import renamed_arguments
 from ..files import EXPORT_FILE, read_json
@@ -199,9 +199,9 @@ class TransformersModel:
 # --- Texts, split to the positions of a model
 
 
-def longest_input(model: PreTrainedModel | Engine, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The number of source tokens that model and tokenizer both take."""
-    limit = position_limit(model.config) if isinstance(model, torch.nn.Module) else model.longest_input
+def longest_input(model: PreTrainedModel | PreTrainedConfig | Engine, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The number of source tokens that model, or that of a configuration, and tokenizer both take."""
+    limit = model.longest_input if isinstance(model, Engine) else position_limit(getattr(model, "config", model))
     return min(limit or UNLIMITED, tokenizer.model_max_length)
 
 

@@ -19,6 +19,7 @@ from ..conversion.teacher import Teacher
 from ..matrices import bias_of, factors_of
 from ..models.layers import RelativePositions
 from ..models.modeling_lightformer import LightFormerForConditionalGeneration
+from .search import Search
 
 # Singular values of a head's product below this share of the largest are rounding errors of zeros in fp32.
 ZERO = 1e-6
@@ -41,8 +42,23 @@ def read_source(
 ) -> Source:
     """Read a LightFormer, or a dense checkpoint of a family that this package converts, as the equal LightFormer.
 
-    Raises errors as `convert`; also a `ValueError` for an architecture or a head that no engine gets. `languages` are
-    the languages of a multilingual one, if they must be set (`set_language_codes`).
+    Raises errors as `check_source`. `languages` are the languages of a multilingual one, if they must be set
+    (`set_language_codes`).
+    """
+    teacher = check_source(folder, name, engine, languages)
+    model, tokenizer = teacher.load().eval().requires_grad_(False), None
+    if teacher.has_tokenizer:
+        tokenizer = teacher.tokenizer()
+    return Source(name, folder, model, tokenizer, teacher.generation_config())
+
+
+def check_source(
+    folder: Path, name: str, engine: str, languages: tuple[str | None, str | None] = (None, None)
+) -> Teacher:
+    """The checkpoint of `read_source`, without its weights.
+
+    Raises errors as `convert`; also a `ValueError` for an architecture, a head or options of the generation that no
+    engine supports.
     """
     teacher = Teacher(folder, name, languages)
     if teacher.model_class is not LightFormerForConditionalGeneration:
@@ -52,10 +68,12 @@ def read_source(
             "mBART, Pegasus, M2M100, T5, mT5, UMT5). Run it in transformers, or convert its dense teacher and export "
             "that."
         )
-    model, tokenizer = teacher.load().eval().requires_grad_(False), None
-    if teacher.has_tokenizer:
-        tokenizer = teacher.tokenizer()
-    return Source(name, folder, model, tokenizer, teacher.generation_config())
+    generation = teacher.generation_config()
+    try:
+        Search.of(generation)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return teacher
 
 
 # --- Layers of a model

@@ -22,12 +22,13 @@ from ..evaluation.evaluate import evaluate, find_columns
 from ..evaluation.quality import check_metrics, choose_metrics, labels
 from ..export import export
 from ..export.engines import CHECKPOINTS, deployment_names, load_engine_file
+from ..export.layers import check_source
 from ..export.write import check_engine, expands_low_rank
 from ..files import RECORD_FILE, atomic_output, find_foreign, read_json, refuse_foreign, write_json, write_whole
 from ..hub import Push, check_push, push_folder
-from ..in_memory import AnyModel, identify, on_disk
+from ..in_memory import AnyModel, identify, model_name, on_disk
 from ..languages import split_language, split_prefix
-from ..loading import hide_bars
+from ..loading import hide_bars, resolve_source
 from ..results import Result
 from ..text import load_parallel, load_text
 from .convert import convert
@@ -165,6 +166,7 @@ def compress(
     is_only_planned = {path.name for path in output.glob("*")} - {"data"} == {PLAN_FILE}  # by an earlier call
     overwrite = overwrite or is_only_planned
     with on_disk(tokenizer, model) as (teacher,):
+        check_source(resolve_source(teacher), model_name(model), to)
         inputs = [teacher, data, validation, test, shortlist]
         record = claim(output, asked, file=PLAN_FILE, overwrite=overwrite, inputs=inputs, renamed={"teacher": "model"})
         if overwrite:

@@ -23,6 +23,7 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
 from ...export import Engine, export, load_engine
+from ...export.engine import longest_input
 from ...export.engines import CHECKPOINTS, deployment_names, load_engine_file, split_deployment
 from ...files import as_kind
 from ...languages import language_code, set_language_codes
@@ -316,7 +317,11 @@ def _inputs(names: dict[str, str], pairs: Dataset | None, count: int) -> dict[st
     first = next(iter(tokenizers.values()))
     chosen = typical_sentences(list(pairs["source"]), list(pairs["target"]), first, count)
     chosen = [chosen[place % len(chosen)] for place in range(count)]
-    return {label: tokenizer(chosen)["input_ids"] for label, tokenizer in tokenizers.items()}
+    limits = {label: longest_input(load_pretrained(AutoConfig, names[label]), tokenizers[label]) for label in names}
+    return {
+        label: tokenizer(chosen, truncation=True, max_length=limits[label])["input_ids"]
+        for label, tokenizer in tokenizers.items()
+    }
 
 
 def _measure_speed(deployed: list[Deployed], inputs: dict, task: dict[str, Any], bar: tqdm) -> list[Timing]:

@@ -8,6 +8,7 @@ from statistics import median
 import numpy as np
 import pytest
 from conversion.vocabulary.checkpoints import make_checkpoint
+from datasets import Dataset
 from rich.console import Console
 from transformers import AutoTokenizer, GenerationConfig
 
@@ -132,6 +133,15 @@ def test_what_cannot_be_measured(tiny_marian, tmp_path):
         ValueError, match=r"process that measures on 1 cores failed: ValueError: 100 new tokens.*64 positions"
     ):
         compare_engines(str(tiny_marian), [], forms=["onnx"], cores=[1], new_tokens=100)
+
+
+def test_sources_are_cut_to_the_positions(tiny_marian, tmp_path):
+    """As `evaluate` cuts them: articles have more tokens than the model that summarizes them has positions."""
+    text = "Der Hund schläft unter dem Tisch. " * 20
+    inputs = engines._inputs(
+        {"model": str(tiny_marian)}, Dataset.from_dict({"source": [text], "target": ["A dog."]}), 1
+    )
+    assert [(len(ids), ids[-1]) for ids in inputs["model"]] == [(64, 0)]
 
 
 def test_models_are_called_by_as_much_of_their_paths_as_tells_them_apart(tmp_path):
