@@ -37,6 +37,7 @@ from ..conversion import copy_report
 from ..conversion.calibration_text import random_texts
 from ..deprecated import renamed_arguments
 from ..evaluation.evaluate import choose_columns
+from ..evaluation.parameters import model_parameters
 from ..evaluation.quality import METRICS, check_metrics, choose_metrics, labels, score, selection_metric
 from ..evaluation.translate import translate
 from ..export import Engine, export, load_engine
@@ -464,7 +465,7 @@ class Run:
         return Recovery(
             output=str(self.output),
             parameters=parameters,
-            ratio=self.ratio,
+            ratio=model_parameters(str(self.teacher)) / parameters,  # the distiller has the kept tokens alone
             **record["scores"],
             after=scored[best_step],
             best_by=self.best_by,

@@ -133,6 +133,16 @@ def test_a_recovery_goes_on_where_it_was_interrupted(place, tiny_marian, tmp_pat
     assert again.steps >= 1
 
 
+def test_the_ratio_is_to_the_whole_teacher(place, tiny_marian, tmp_path):
+    """Not to the tokens that the model kept."""
+    text = place / "pairs.jsonl"
+    convert(tiny_marian, tmp_path / "light", vocabulary=[str(text)], vocabulary_size=60, ratio=1, progress=False)
+    found = recover(tmp_path / "light", tmp_path / "out", **options(place, tiny_marian))
+    report = read_json(tmp_path / "light" / "compression.json")
+    assert found.parameters == report["parameters_after"] < 0.97 * report["parameters_before"]
+    assert found.ratio == report["parameters_before"] / report["parameters_after"]
+
+
 @pytest.mark.parametrize(
     ("chrf", "data", "is_far"),
     [
