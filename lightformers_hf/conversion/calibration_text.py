@@ -276,7 +276,8 @@ def token_frequencies(tokenizer: PreTrainedTokenizerBase | None, config: PreTrai
     A unigram model (SentencePiece) contains the probabilities of its tokens. Elsewhere ids are taken to be in order of
     falling frequency, as byte-pair merges are, and to follow Zipf's law. Without a tokenizer all tokens are equal.
     """
-    special = {config.pad_token_id, config.bos_token_id, config.eos_token_id, config.decoder_start_token_id}
+    named = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")  # not all families have all
+    special = {getattr(config, name, None) for name in named}
     if tokenizer is None:
         frequencies = torch.ones(config.vocab_size)
     else:

@@ -12,6 +12,7 @@ from lightformers_hf.conversion import calibration_text as module
 from lightformers_hf.conversion.calibration_text import (
     draw_pairs,
     mean_tokens,
+    random_sources,
     sample_pairs,
     synthetic_batches,
     translated_batches,
@@ -38,6 +39,13 @@ def teacher(tiny_marian):
 
 def drawn(teacher, text, **options):
     return draw_pairs(teacher, CompressionOptions(calibration=text, **SIDES, **options), StudyOptions())
+
+
+@pytest.mark.parametrize("family", ["marian", "bart", "mbart", "pegasus", "m2m_100", "t5", "mt5", "umt5"])
+def test_random_sources_of_every_family_have_no_special_tokens(family):
+    config = AutoConfig.for_model(family, vocab_size=9, pad_token_id=1, eos_token_id=2)
+    found = {token for source in random_sources(None, config, 8, 0, name="teacher") for token in source}
+    assert {3, 4, 5, 6, 7, 8} <= found <= set(range(9)) - {1, 2}
 
 
 def test_short_sentences_are_more_pairs_and_long_ones_are_not_fewer(tiny_marian, teacher, text, monkeypatch):
