@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
+from statistics import fmean, stdev
 
 import jinja2
 from rich.console import Console
@@ -479,7 +480,7 @@ def render_pages() -> dict[Path, str]:
             used[name] = read_record(name)
             return used[name]
 
-        text = environment.get_template(template.name).render(data=data, signed=signed, find=find)
+        text = environment.get_template(template.name).render(data=data, signed=signed, spread=spread, find=find)
         commits = {record["commit"] for record in used.values() if "commit" in record}
         if len(commits) > 1:
             raise ValueError(f"{template.name} quotes figures of several commits: {', '.join(sorted(commits))}.")
@@ -523,6 +524,12 @@ def find(rows: list[dict], **fields: object) -> dict:
 def signed(value: float, digits: int = 1) -> str:
     """Return a difference with its sign: `−0.4`, `+1.2`."""
     return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def spread(rows: list[dict], key: str, digits: int = 1) -> str:
+    """Return the mean of a figure over the runs of a model, and its standard deviation: `35.1 ± 0.2`."""
+    values = [row[key] for row in rows]
+    return f"{fmean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
 def main() -> None:
