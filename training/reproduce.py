@@ -35,6 +35,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import jinja2
+from common import run_script
 from rich.console import Console
 from rich.table import Table
 
@@ -552,10 +553,7 @@ def main() -> None:
             table.add_row(name, str(experiment.minutes), ", ".join(experiment.inputs), experiment.question)
         Console().print(table)
     for name in names:
-        try:
-            reproduce(name, args.work.resolve())
-        except (OSError, ValueError) as error:
-            sys.exit(f"error: {error}")
+        reproduce(name, args.work.resolve())
     if args.pages:
         for path, text in render_pages().items():
             path.write_text(text, encoding="utf-8")
@@ -563,4 +561,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)
