@@ -56,7 +56,7 @@ def combinations(values: dict[str, list]) -> list[dict[str, Any]]:
 
 
 def check_lengths(values: dict[str, list], own: GenerationConfig) -> None:
-    """Raise `ValueError` for lengths beyond the checkpoint's limit on the other side, whose length counts the start."""
+    """Raise `ValueError` for lengths beyond the other limit of the checkpoint, whose lengths count the start token."""
     least = own.min_new_tokens or (own.min_length or 1) - 1
     most = own.max_new_tokens or (own.max_length or math.inf) - 1
     lows, highs = values.get("min_new_tokens"), values.get("max_new_tokens")
