@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
+from statistics import fmean, stdev
 
 import jinja2
 from common import run_script
@@ -333,7 +334,18 @@ def studies(lab: Lab) -> Rows:
         yield from lab.study(name, tokenizer)
     models = [f"studies-{lab.commit}/architectures_6m/{name}-rate-0.0007" for name in ("transformer", "partialformer")]
     data = ("--data", "inputs/multi30k/test_2016_flickr.jsonl", *LANGUAGES)
-    yield from ({"study": "analysis"} | row for row in lab.run("analysis", "analyze", *models, *data)["rows"])
+    yield from map(summarize_analysis, lab.run("analysis", "analyze", *models, *data)["rows"])
+
+
+def summarize_analysis(row: dict) -> dict[str, object]:
+    """Return the measures of one model: means over its layers, and sums over its parts."""
+    found = {"study": "analysis", "model": Path(row["name"]).name, "macs": sum(row["macs"].values())}
+    for stack in ("encoder", "decoder"):
+        found |= {f"{stack}_{key}": fmean(row[key][stack]) for key in ("head_diversity", "token_uniformity")}
+        layers = row["ffn"][stack]
+        measures = ("activated", "neurons", "ratio", "efficiency")
+        found |= {f"{stack}_{key}": fmean(layer[key] for layer in layers) for key in measures}
+    return found | {"memory_bytes": row["memory_bytes"] - row["libraries_bytes"]}
 
 
 def demo(lab: Lab) -> Rows:
@@ -480,7 +492,7 @@ def render_pages() -> dict[Path, str]:
             used[name] = read_record(name)
             return used[name]
 
-        text = environment.get_template(template.name).render(data=data, signed=signed, find=find)
+        text = environment.get_template(template.name).render(data=data, signed=signed, spread=spread, find=find)
         commits = {record["commit"] for record in used.values() if "commit" in record}
         if len(commits) > 1:
             raise ValueError(f"{template.name} quotes figures of several commits: {', '.join(sorted(commits))}.")
@@ -524,6 +536,12 @@ def find(rows: list[dict], **fields: object) -> dict:
 def signed(value: float, digits: int = 1) -> str:
     """Return a difference with its sign: `−0.4`, `+1.2`."""
     return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def spread(rows: list[dict], key: str, digits: int = 1) -> str:
+    """Return the mean of a figure over the runs of a model, and its standard deviation: `35.1 ± 0.2`."""
+    values = [row[key] for row in rows]
+    return f"{fmean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
 def main() -> None:
