@@ -25,7 +25,7 @@ import psutil
 import torch
 from tqdm.auto import tqdm
 
-from ..export.engine import longest_input
+from ..export.engine import ONE_OUTPUT, longest_input
 from ..processors import use_threads
 
 if TYPE_CHECKING:
@@ -158,7 +158,8 @@ def _time_translation(model: PreTrainedModel, inputs: list[Mapping], generation:
     """Tokens generated for all inputs, one at a time, and the seconds it took."""
     start = time.perf_counter()
     names = ("input_ids", "attention_mask")
-    outputs = [model.generate(**{name: batch[name] for name in names}, **generation) for batch in inputs]
+    options = ONE_OUTPUT | generation
+    outputs = [model.generate(**{name: batch[name] for name in names}, **options) for batch in inputs]
     seconds = time.perf_counter() - start
     end = generation.get("eos_token_id", model.generation_config.eos_token_id)
     return sum(count_tokens(sequences, end) for sequences in outputs), seconds

@@ -31,6 +31,7 @@ from .shortlist import check_shortlist
 
 logger = logging.getLogger(__name__)
 UNLIMITED = sys.maxsize
+ONE_OUTPUT = {"num_return_sequences": 1, "return_dict_in_generate": False}  # whatever a checkpoint contains
 LONGEST = 1 << 16  # tokens of an output if the model has no limit; memory is allocated at the start
 # Places where a sentence that is too long is split: behind a mark, else behind a space.
 PLACES = (r"[,;:–—)]\s+|[、，；：）]", r"\s+")
@@ -169,7 +170,8 @@ class TransformersModel:
     @torch.inference_mode()
     def generate(self, batch: list[list[int]], search: Search) -> list[list[int]]:
         """As `Engine.generate`."""
-        options = {"num_beams": search.num_beams, "max_new_tokens": search.max_new_tokens, "max_length": None}
+        options: dict[str, Any] = {"num_beams": search.num_beams, "max_new_tokens": search.max_new_tokens}
+        options |= {"max_length": None, **ONE_OUTPUT}
         if not search.ends:
             options |= {"eos_token_id": None, "forced_eos_token_id": None}
         with use_threads(self.threads):
@@ -366,7 +368,7 @@ def _generate(
         generation = {"max_length": None} | generation
     padded = tokenizer.pad({"input_ids": batch}, return_tensors="pt", verbose=False).to(model.device)
     try:
-        return model.generate(**padded, **generation)
+        return model.generate(**padded, **ONE_OUTPUT | generation)
     except DAMAGED as error:
         if is_out_of_memory(error):
             raise

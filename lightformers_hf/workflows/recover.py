@@ -26,6 +26,7 @@ from transformers import (
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     EvalPrediction,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -41,7 +42,7 @@ from ..evaluation.parameters import model_parameters
 from ..evaluation.quality import METRICS, check_metrics, choose_metrics, labels, score, selection_metric
 from ..evaluation.translate import translate
 from ..export import Engine, export, load_engine
-from ..export.engine import longest_input
+from ..export.engine import ONE_OUTPUT, longest_input
 from ..files import (
     RECORD_FILE,
     check_output,
@@ -186,6 +187,21 @@ def check_minutes(minutes: float) -> None:
         raise ValueError(f"minutes is {minutes}, expected a number above 0")
 
 
+def check_generation(generation: GenerationConfig, folder: Path) -> None:
+    """Raise `ValueError` where the trainer could not evaluate or save a model with this configuration."""
+    wrong = [
+        f"{name} is {getattr(generation, name)!r}, set it to {one!r}"
+        for name, one in ONE_OUTPUT.items()
+        if getattr(generation, name, None) not in (None, one)
+    ]
+    try:
+        generation.validate(strict=True)
+    except ValueError as error:
+        wrong.append(" ".join(str(error).split()))
+    if wrong:
+        raise ValueError(f"{folder / 'generation_config.json'} does not allow a training: {' '.join(wrong)}")
+
+
 def trains_on_cpu(device: str | None) -> bool:
     """Whether a recovery runs on the CPU. Raises `ValueError` for a device that it cannot be sent to."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -222,6 +238,7 @@ class Run:
         self.bf16 = has_fast_bf16() if self.on_cpu else torch.cuda.is_bf16_supported(including_emulation=False)
         self.model = self.load_light(dropout=False)
         check_vocabulary(self.tokenizer, self.model.config, self.light)
+        check_generation(self.model.generation_config, self.folder)
         self.distiller = load_distiller(str(self.teacher), self.tokenizer, self.attention)
         if not self.on_cpu:
             self.distiller.to(torch.accelerator.current_accelerator())

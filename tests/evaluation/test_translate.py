@@ -51,6 +51,18 @@ def test_batches_give_what_generate_gives_one_by_one(tiny_marian, loaded, german
         )
 
 
+@pytest.mark.parametrize("setting", [{"num_return_sequences": 2}, {"return_dict_in_generate": True}])
+def test_a_text_has_one_output_whatever_the_checkpoint_asks_for(tiny_marian, loaded, german, setting):
+    model, tokenizer = load_model(tiny_marian)
+    model.generation_config.update(**setting)
+    assert translate(german[:3], model, tokenizer) == translate(german[:3], *loaded)
+    speeds = [tokens_per_second({"model": (one, tokenizer)}, german[:1], runs=1) for one in (model, loaded[0])]
+    assert speeds[0]["model"].tokens == speeds[1]["model"].tokens
+    if "return_dict_in_generate" in setting:  # several outputs are none of an engine's options
+        sentence = tokenizer(german[:1])["input_ids"]
+        assert load_engine(model).generate(sentence) == load_engine(loaded[0]).generate(sentence)
+
+
 def test_one_string_is_refused(loaded):
     with pytest.raises(ValueError, match=r"give a list, such as \[text\]"):
         translate("Zwei Hunde.", *loaded)

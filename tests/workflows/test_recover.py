@@ -133,6 +133,23 @@ def test_a_recovery_goes_on_where_it_was_interrupted(place, tiny_marian, tmp_pat
     assert again.steps >= 1
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"temperature": 0.3}, "`temperature` is set to `0.3`"),
+        ({"num_return_sequences": 2}, "num_return_sequences is 2, set it to 1"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate is True, set it to False"),
+    ],
+)
+def test_generation_settings_that_end_a_training_are_refused_before_it(place, tiny_marian, tmp_path, wrong, message):
+    shutil.copytree(place / "light", tmp_path / "light")
+    file = tmp_path / "light" / "generation_config.json"
+    file.write_text(json.dumps(read_json(file) | wrong))
+    with pytest.raises(ValueError, match=f"light/generation_config.json does not allow a training: .*{message}"):
+        recover(tmp_path / "light", tmp_path / "out", **options(place, tiny_marian))
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_ratio_is_to_the_whole_teacher(place, tiny_marian, tmp_path):
     """Not to the tokens that the model kept."""
     text = place / "pairs.jsonl"
