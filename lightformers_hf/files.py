@@ -227,7 +227,9 @@ def check_folder(folder: Path) -> None:
             "writes the result"
         )
     if not any((folder / name).is_file() for name in ("config.json", EXPORT_FILE)):
-        raise FileNotFoundError(f"{folder} holds no config.json: give the folder of a checkpoint")
+        inside = max(folder.glob("*/config.json"), default=None)  # of a compression: recovered
+        example = f", such as {inside.parent}" if inside else ""
+        raise FileNotFoundError(f"{folder} holds no config.json: give the folder of a checkpoint{example}")
 
 
 # --- Folders that are complete or absent

@@ -19,6 +19,7 @@ from lightformers_hf.files import (
     MANIFEST_FILE,
     atomic_output,
     check_file,
+    check_folder,
     check_output,
     find_foreign,
     json_text,
@@ -472,3 +473,14 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)  # as on a disk that takes nothing
     with pytest.raises(PermissionError, match="nothing can be put into"):
         check_file(tmp_path / "page.html", [])
+
+
+def test_a_folder_of_checkpoints_is_answered_with_one(tmp_path):
+    """As `compress` leaves them."""
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path} holds no config.json: give the folder of a checkpoint$"):
+        check_folder(tmp_path)
+    for name in ("converted", "deployed", "recovered"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    with pytest.raises(FileNotFoundError, match=f"give the folder of a checkpoint, such as {tmp_path / 'recovered'}$"):
+        check_folder(tmp_path)
