@@ -190,7 +190,7 @@ def run(
         task.prepare(model, tokenizer)
     teacher = None
     if distillation.teacher:
-        teacher = load_distiller(distillation.teacher, tokenizer, model_args.attn_implementation)
+        teacher = load_distiller(distillation.teacher, tokenizer, model_args.attn_implementation, model.config)
 
     with args.main_process_first():
         lengths = {k: getattr(data_args, k) for k in ("max_source_length", "max_target_length")}

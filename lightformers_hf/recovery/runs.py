@@ -63,13 +63,21 @@ def load_trainable(
     return load_whole(auto_model, name, config=config, attn_implementation=attention)
 
 
-def load_distiller(name: str, tokenizer: PreTrainedTokenizerBase, attention: str | None = None) -> PreTrainedModel:
-    """The teacher to distil from, with the words of `tokenizer` alone. Raises `ValueError` if it lacks one."""
+def load_distiller(
+    name: str, tokenizer: PreTrainedTokenizerBase, attention: str | None = None, config: PreTrainedConfig | None = None
+) -> PreTrainedModel:
+    """The teacher to distil from, with the words of `tokenizer` alone. Raises `ValueError` if it lacks one.
+
+    `config`: the student's. Rows of the teacher's matrices that have no token stay if the student has them, too.
+    """
     name = str(resolve_source(name))
     own = load_pretrained(AutoTokenizer, name)
     matched = match_tokens(tokenizer, own)
     teacher = load_trainable(name, attention)
     check_vocabulary(own, teacher.config, name)
+    if matched is None and config is not None and config.vocab_size < teacher.config.vocab_size:
+        target = getattr(config, "decoder_vocab_size", None) or config.vocab_size
+        matched = {"source": list(range(config.vocab_size)), "target": list(range(target))}
     return teacher if matched is None else keep_tokens(teacher, **matched)
 
 

@@ -239,7 +239,7 @@ class Run:
         self.model = self.load_light(dropout=False)
         check_vocabulary(self.tokenizer, self.model.config, self.light)
         check_generation(self.model.generation_config, self.folder)
-        self.distiller = load_distiller(str(self.teacher), self.tokenizer, self.attention)
+        self.distiller = load_distiller(str(self.teacher), self.tokenizer, self.attention, self.model.config)
         if not self.on_cpu:
             self.distiller.to(torch.accelerator.current_accelerator())
         self.ratio = unique_parameters(self.distiller) / unique_parameters(self.model)

@@ -1,5 +1,6 @@
 """A checkpoint with fewer tokens computes what the source computes with the rest suppressed."""
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from lightformers_hf import convert
 from lightformers_hf.conversion.teacher import Teacher
 from lightformers_hf.conversion.vocabulary import KeptTokens
+from lightformers_hf.recovery import load_distiller
 from lightformers_hf.vocabularies import keep_tokens, match_tokens
 
 LANGUAGES = {"nllb": ["deu_Latn", "eng_Latn"], "mbart50": ["de_DE", "en_XX"], "m2m_100": ["de", "en"]}
@@ -105,6 +107,19 @@ def test_a_larger_teacher_predicts_these_tokens_alone(case):
     assert torch.equal(teacher.generate(**inputs, **options), case.small.generate(**inputs, **options))
     with pytest.raises(ValueError, match=r"has another vocabulary than the model's tokenizer \(lacks"):
         match_tokens(case.before, case.after)
+
+
+@pytest.mark.parametrize("name", ["t5", "m2m_100"])
+def test_a_teacher_loses_rows_without_a_token_where_its_student_has_none(tmp_path, name):
+    """As of a student whose vocabulary kept all tokens, but not the rows that make their number a round one."""
+    whole = make_checkpoint(name, tmp_path / "teacher")
+    tokenizer, config = AutoTokenizer.from_pretrained(tmp_path / "teacher"), copy.deepcopy(whole.config)
+    config.vocab_size -= 8
+    teacher = load_distiller(str(tmp_path / "teacher"), tokenizer, config=config)
+    inputs = {"input_ids": torch.tensor([[9, 8, 7, 6]]), "decoder_input_ids": torch.tensor([[0, 9, 5]])}
+    torch.testing.assert_close(teacher.eval()(**inputs).logits, whole(**inputs).logits[..., :-8])
+    same = load_distiller(str(tmp_path / "teacher"), tokenizer, config=whole.config)
+    assert same.config.vocab_size == whole.config.vocab_size
 
 
 def test_every_text_can_still_be_written(case):
