@@ -32,7 +32,7 @@ from ..loading import hide_bars, resolve_source
 from ..results import Result
 from ..text import load_parallel, load_text
 from .convert import convert
-from .recover import Recovery, check_minutes, claim, find_added, recover
+from .recover import Recovery, check_minutes, check_reports, claim, find_added, recover
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -157,6 +157,7 @@ def compress(
         del options["calibration"]  # the default is the part of the data that no score is measured on
     check_engine(to, quantization, shortlist)
     check_minutes(minutes)
+    check_reports(report_to)
     metrics = check_metrics(metrics)
     if push_to_hub:
         check_push(push_to_hub)

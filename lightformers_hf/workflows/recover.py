@@ -33,6 +33,7 @@ from transformers import (
     PrinterCallback,
     set_seed,
 )
+from transformers.integrations import get_reporting_integration_callbacks
 
 from ..conversion import copy_report
 from ..conversion.calibration_text import random_texts
@@ -159,6 +160,7 @@ def recover(
     """
     start, metrics = time.monotonic(), check_metrics(metrics)
     check_minutes(minutes)
+    check_reports(report_to)
     trains_on_cpu(device)
     asked: dict[str, Any] = {"model": identify(model), "teacher": identify(teacher), "data": data}
     asked |= {"validation": validation, "minutes": minutes, "translations": translations, "seed": seed}
@@ -185,6 +187,16 @@ def check_minutes(minutes: float) -> None:
     """Raise `ValueError` where a time to train is none."""
     if not 0 < minutes < math.inf:
         raise ValueError(f"minutes is {minutes}, expected a number above 0")
+
+
+def check_reports(report_to: Iterable[str]) -> None:
+    """Raise `ValueError` where a service that logs a training is unknown, or its library is not installed."""
+    for name in report_to:
+        try:
+            for callback in get_reporting_integration_callbacks(name):
+                callback()
+        except (ValueError, RuntimeError, ImportError) as error:
+            raise ValueError(f"report_to is {name!r}: {error}") from error
 
 
 def check_generation(generation: GenerationConfig, folder: Path) -> None:

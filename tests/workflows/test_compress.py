@@ -134,6 +134,8 @@ def test_a_link_in_place_of_a_part_is_not_followed(tiny_marian, asked, finished,
         ({"to": "onnx", "quantization": "bfloat16"}, "quantization is 'bfloat16'; onnx has"),
         ({"minutes": 0}, "minutes is 0"),
         ({"minutes": float("inf")}, "minutes is inf"),
+        ({"report_to": ["tensorbord"]}, "report_to is 'tensorbord': tensorbord is not supported"),
+        ({"report_to": ["dvclive"]}, "report_to is 'dvclive': .*pip install"),
     ],
 )
 def test_what_is_refused_leaves_nothing(tiny_marian, data, tmp_path, changes, message):
