@@ -22,7 +22,15 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedConfig, Pr
 from lightformers_hf import models
 
 from ..files import WEIGHT_FILES, find_folder
-from ..loading import DAMAGED, build_network, check_checkpoint, find_architecture, load_pretrained, unique_parameters
+from ..loading import (
+    DAMAGED,
+    build_network,
+    check_checkpoint,
+    check_no_export,
+    find_architecture,
+    load_pretrained,
+    unique_parameters,
+)
 from ..recipes import recipe_config, recipe_task
 
 # For recipes whose script does not train sequence-to-sequence models.
@@ -127,6 +135,7 @@ def model_parameters(place: str, vocab_size: int | None = None) -> int:
             raise ValueError(f"vocab_size is given, but {place} is no recipe: remove vocab_size")
         else:
             folder = find_folder(place)
+            check_no_export(folder or place)  # its config.json is for other programs
             stored = folder and any((folder / name).is_file() for name in WEIGHT_FILES)
             config = check_checkpoint(folder) if stored else load_pretrained(AutoConfig, folder or place)
             name = find_architecture(config, place)

@@ -96,6 +96,8 @@ def test_a_recipe_and_a_model_are_counted_without_weights(tmp_path, tiny_marian)
     assert "Write them below model: in a copy of the recipe" in count(f"{recipe},d_model=8")
     for place in ("./none", "training/none/model", "a b"):
         assert f"{place} is no folder: expected the folder of a checkpoint" in count(place)
+    (tmp_path / "export.json").write_text("{}")
+    assert "give the checkpoint that it was exported from" in count(tmp_path)
     for words in (["--vocab-size", 5], [tiny_marian, "--vocab-size", 5], [tiny_marian, "--table", "T2"]):
         assert "remove" in count(*words) or "name a recipe" in count(*words)
 
