@@ -280,6 +280,7 @@ def main(argv: list[str] | None = None) -> None:
         row = {"name": run.name, "model": str(model.path_for(run.seed)), "fields": model.fields, "seed": run.seed}
         row |= {"rate": run.rate} if run.rate else {}
         row |= {"parameters": unique_parameters(trained[run.name][0])}
+        row |= {"validation_loss": validation_loss(folder_of(run, args))} if args.validation_file else {}
         rows.append(row | found | speeds.get(run.name, {}))
     if timed:  # last, because it changes the models' weights
         steps = step_speed(trained, args)

@@ -64,6 +64,10 @@ UNITS = {
     "exact-match": "percent of outputs",
     "cer": "edits in percent of the references' characters",
 }
+STUDIES = {  # and the tokenizer of each
+    "architectures_6m": "inputs/multi30k-de-en",
+    "lightformer_equal_parameters": "bpe",
+}
 PAIRS = ("--calibration", "inputs/multi30k/train.jsonl", *LANGUAGES)
 GREEDY = ("--num-beams", "1", "--no-speed")
 
@@ -166,11 +170,11 @@ class Lab:
         write_json({"command": self.commands[-1], "commit": self.commit, "result": result}, record)
         return result
 
-    def call(self, line: list[str]) -> dict[str, float]:
-        """Run the last of the commands; return its `seconds` and `cpu_seconds`."""
+    def call(self, line: list[str], folder: Path | None = None) -> dict[str, float]:
+        """Run the last of the commands, in `folder` or in that of all runs; return its `seconds` and `cpu_seconds`."""
         print(f"$ {self.commands[-1]}", file=sys.stderr)
         before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
-        done = subprocess.run(line, cwd=self.work, env=os.environ | ONE_CORE, check=False)
+        done = subprocess.run(line, cwd=folder or self.work, env=os.environ | ONE_CORE, check=False)
         if done.returncode:
             raise ChildProcessError(f"The command failed with exit code {done.returncode}: {self.commands[-1]}")
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -184,6 +188,19 @@ class Lab:
         self.commands.append(" ".join(["python training/compare_compressions.py", *text]))
         self.call([sys.executable, str(ROOT / "training" / "compare_compressions.py"), *text])
         return json.loads((self.work / folder / "results.json").read_text(encoding="utf-8"))
+
+    def study(self, name: str, tokenizer: str) -> list[dict]:
+        """Return the rows of the study `training/studies/NAME.txt` on Multi30k, which resumes by itself."""
+        work = os.path.relpath(self.work, ROOT)  # the recipes of a study are named from the repository's folder
+        data = f"{work}/inputs/multi30k"
+        text = [f"@training/studies/{name}.txt", "--tokenizer-name", f"{work}/{tokenizer}", "--train-file",
+                f"{data}/train.jsonl", "--validation-file", f"{data}/validation.jsonl", "--test-file",
+                *(f"{data}/{test}.jsonl" for test in TESTS), "--output-dir",
+                f"{work}/studies-{self.commit}/{name}", "--jobs", "2"]  # fmt: skip
+        self.commands.append(" ".join(["python training/compare_architectures.py", *text]))
+        self.call([sys.executable, "training/compare_architectures.py", *text], ROOT)
+        rows = json.loads((self.work / f"studies-{self.commit}" / name / "results.json").read_text(encoding="utf-8"))
+        return [{"study": name} | {key: row[key] for key in row if key != "model"} for row in rows]
 
     def convert(self, teacher: str, name: str, *options: object) -> dict:
         """Convert a teacher into the folder `name`: its report without the list of calibration sentences."""
@@ -304,6 +321,20 @@ def conversion(lab: Lab) -> Rows:
         yield lab.run(f"conversion/{shapes}", "benchmark", "conversion", "--shapes", shapes)
 
 
+def studies(lab: Lab) -> Rows:
+    """Small experiments of the papers: five epochs of Multi30k, the best of several rates by validation loss."""
+    train = "inputs/multi30k/train.jsonl"
+    text = [train, "--columns", "de", "en", "--kind", "bpe", "--vocab-size", "4000", "--output", "bpe"]
+    lab.commands.append(" ".join(["python training/build_tokenizer.py", *text]))
+    if not (lab.work / "bpe").is_dir():
+        lab.call([sys.executable, str(ROOT / "training" / "build_tokenizer.py"), *text])
+    for name, tokenizer in STUDIES.items():
+        yield from lab.study(name, tokenizer)
+    models = [f"studies-{lab.commit}/architectures_6m/{name}-rate-0.0007" for name in ("transformer", "partialformer")]
+    data = ("--data", "inputs/multi30k/test_2016_flickr.jsonl", *LANGUAGES)
+    yield from ({"study": "analysis"} | row for row in lab.run("analysis", "analyze", *models, *data)["rows"])
+
+
 def demo(lab: Lab) -> Rows:
     """The demo: a teacher trained on made-up sentences, compressed at ratio 4, recovered and exported."""
     yield from deployments(lab.run("demo", "demo", "demo-output", "--fresh")["engines"])
@@ -346,6 +377,7 @@ EXPERIMENTS = {
     "engines": Experiment(engines, ("multi30k", "multi30k-de-en"), 20),
     "architectures": Experiment(architectures, (), 8),
     "conversion": Experiment(conversion, (), 15),
+    "studies": Experiment(studies, ("multi30k", "multi30k-de-en"), 300, (42, 0, 1)),
     "demo": Experiment(demo, (), 10),
 }
 

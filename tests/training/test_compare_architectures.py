@@ -85,6 +85,8 @@ def test_the_best_rate_two_tests_and_going_on(tmp_path, tiny_marian, parallel_se
     run(f"@{tmp_path / 'study.txt'}")
     results = rows(out)
     assert [(row["seed"], row["rate"]) for row in results] == [(1, 1e-6), (2, 1e-6)]  # the other one destroys it
+    losses = [json.loads((out / f"taught-rate-1e-06-seed-{seed}/eval_results.json").read_text()) for seed in (1, 2)]
+    assert [row["validation_loss"] for row in results] == [loss["eval_loss"] for loss in losses]
     assert (out / "taught-rate-0.5-seed-1").is_dir()
     assert not (out / "taught-rate-0.5-seed-2").exists()
     assert min(row["other_bleu"] for row in results) > 80
