@@ -460,7 +460,7 @@ def load_pretrained(auto: Any, name: str | os.PathLike, **options: Any) -> Any:
     if auto is AutoTokenizer and Path(name).is_dir() and not has_tokenizer(Path(name)):
         raise no_tokenizer(name)  # transformers would make one of nothing
     try:
-        with _no_strange_code(name):
+        with _no_strange_code(name), hide_bars():
             loaded = auto.from_pretrained(name, trust_remote_code=False, **options)
             if isinstance(loaded, PreTrainedConfig):
                 check_config(loaded, name)

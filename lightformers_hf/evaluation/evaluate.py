@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from ..in_memory import AnyModel, model_name, on_disk
 from ..languages import add_prefix, language_code, split_language
 from ..loading import load_pair, load_pretrained, printable_name, resolve_source, unique_parameters, weight_bytes
 from ..results import Result
-from ..text import fingerprint, load_parallel
+from ..text import data_name, fingerprint, load_parallel
 from .quality import (
     Difference,
     check_metrics,
@@ -34,8 +35,6 @@ from .speed import speed_ratio, tokens_per_second, translation_memory, typical_s
 from .translate import translate
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
@@ -130,7 +129,7 @@ def evaluate(
     model: AnyModel,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    data: str | Path,
+    data: str | os.PathLike,
     teacher: AnyModel | None = None,
     source_lang: str | None = None,
     target_lang: str | None = None,
@@ -172,7 +171,7 @@ def evaluate(
     """
     names, generation = {"model": model_name(model)}, {"num_beams": num_beams, "max_new_tokens": max_new_tokens}
     names |= {"teacher": model_name(teacher)} if teacher else {}
-    metrics = check_metrics(metrics)
+    data, metrics = data_name(data), check_metrics(metrics)
     with on_disk(tokenizer, model, teacher) as (light, dense):
         places = dict(zip(names, (light, dense), strict=False))
         loaded = load_pair(light, dense, device=device, source=source_lang, target=target_lang)
@@ -180,10 +179,10 @@ def evaluate(
         generation = {name: value for name, value in generation.items() if value is not None}
         generation = {"num_beams": loaded["model"][0].generation_config.num_beams or 1} | generation
         source, target = choose_columns(names["model"], *loaded["model"], source_lang, target_lang)
-        pairs = load_parallel(str(data), source=source, target=target, split=split, max_samples=max_samples)
+        pairs = load_parallel(data, source=source, target=target, split=split, max_samples=max_samples)
         sources, references = list(pairs["source"]), list(pairs["target"])
         metrics = choose_metrics(metrics, sources, references)
-        warn_of_overlap(light, str(data), sources)
+        warn_of_overlap(light, data, sources)
         translated: dict[str, Any] = {"batch_size": batch_size, "progress": progress} | generation
         outputs = {role: translate(sources, *loaded[role], split=False, **translated) for role in names}
         language = language_code(target, loaded["model"][1])
@@ -204,7 +203,7 @@ def evaluate(
     columns = split_language(source)[0], split_language(target)[0]
     variants = signatures(metrics, references, language=language)
     both = measured["model"], measured.get("teacher")
-    return Evaluation(*both, ratio, str(data), *columns, len(sources), generation, variants, differences)
+    return Evaluation(*both, ratio, data, *columns, len(sources), generation, variants, differences)
 
 
 def evaluate_model(

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -292,7 +292,7 @@ def _halve(piece: str) -> list[str]:
 
 
 def translate_texts(
-    texts: Sequence[str],
+    texts: Iterable[str],
     model: PreTrainedModel | Engine,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -306,6 +306,9 @@ def translate_texts(
     """As `lightformers_hf.translate`, with a model and its tokenizer."""
     if isinstance(texts, str):
         raise ValueError("the texts are one string, whose letters would be translated: give a list, such as [text]")
+    texts = list(texts)
+    if others := [type(text).__name__ for text in texts if not isinstance(text, str)]:
+        raise ValueError(f"the texts contain a {others[0]}: expected strings, such as one column of a data set")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: expected 1 or more.")
     if isinstance(model, torch.nn.Module):  # engines check their inputs themselves
@@ -340,8 +343,11 @@ def translate_texts(
 
 
 def check_generation(model: PreTrainedModel, generation: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if the arguments exceed the positions, tokens or memory of a network."""
+    """Raise `ValueError` if arguments exceed a network's positions or tokens, or make several outputs of a text."""
     own = model.generation_config
+    for name, least in {"num_return_sequences": 1, "return_dict_in_generate": False}.items():
+        if (generation.get(name) or least) != least:
+            raise ValueError(f"{name} is {generation[name]}, but a text has one output: call generate() of the model")
     length = generation.get("max_new_tokens") or own.max_new_tokens or own.max_length or 0
     is_own = generation.get("max_new_tokens") is None  # a limit that may never be reached
     most = LONGEST if is_own else position_limit(model.config) or LONGEST
