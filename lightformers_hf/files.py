@@ -87,7 +87,8 @@ def as_kind(content: Any, kind: Any, place: str) -> Any:
         return as_kind(content, next(one for one in inner if one is not NoneType), place)
     if is_dataclass(kind) and isinstance(content, dict):
         hints, make = get_type_hints(kind), cast(type, kind)
-        missing = [field.name for field in fields(kind) if field.name not in content and field.default is MISSING]
+        needed = [field.name for field in fields(kind) if field.default is field.default_factory is MISSING]
+        missing = [name for name in needed if name not in content]
         if missing:
             raise ValueError(f"{missing[0]!r} is missing in {place}")
         return make(**{n: as_kind(content[n], hint, f"{place}.{n}") for n, hint in hints.items() if n in content})

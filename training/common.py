@@ -393,9 +393,15 @@ def summarize(rows: dict[str, object], console: Console) -> None:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a script's `main`; an error that the user can mend becomes one line on stderr and exit status 1."""
+    """Run a script's `main`; an error that the user can mend becomes one line on stderr and exit status 1.
+
+    Ctrl-C becomes one line and exit status 130.
+    """
     try:
         main()
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
     except (ValueError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
             Console(stderr=True).print("[red]error:[/red]", escape(str(error)), highlight=False, soft_wrap=True)

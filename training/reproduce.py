@@ -32,8 +32,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
+from statistics import fmean, stdev
 
 import jinja2
+from common import run_script
 from rich.console import Console
 from rich.table import Table
 
@@ -479,7 +481,7 @@ def render_pages() -> dict[Path, str]:
             used[name] = read_record(name)
             return used[name]
 
-        text = environment.get_template(template.name).render(data=data, signed=signed, find=find)
+        text = environment.get_template(template.name).render(data=data, signed=signed, spread=spread, find=find)
         commits = {record["commit"] for record in used.values() if "commit" in record}
         if len(commits) > 1:
             raise ValueError(f"{template.name} quotes figures of several commits: {', '.join(sorted(commits))}.")
@@ -525,6 +527,12 @@ def signed(value: float, digits: int = 1) -> str:
     return f"{value:+.{digits}f}".replace("-", "−")
 
 
+def spread(rows: list[dict], key: str, digits: int = 1) -> str:
+    """Return the mean of a figure over the runs of a model, and its standard deviation: `35.1 ± 0.2`."""
+    values = [row[key] for row in rows]
+    return f"{fmean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
+
+
 def main() -> None:
     """Run experiments, list them, or write the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -545,10 +553,7 @@ def main() -> None:
             table.add_row(name, str(experiment.minutes), ", ".join(experiment.inputs), experiment.question)
         Console().print(table)
     for name in names:
-        try:
-            reproduce(name, args.work.resolve())
-        except (OSError, ValueError) as error:
-            sys.exit(f"error: {error}")
+        reproduce(name, args.work.resolve())
     if args.pages:
         for path, text in render_pages().items():
             path.write_text(text, encoding="utf-8")
@@ -556,4 +561,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

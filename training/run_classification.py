@@ -58,13 +58,13 @@ from transformers import (
     EvalPrediction,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Trainer,
     set_seed,
 )
 from word_vectors import start_embedding
 
 from lightformers_hf.evaluation.quality import load_metric
 from lightformers_hf.loading import build_network, load_pretrained
+from lightformers_hf.recovery import FiniteTrainer
 from lightformers_hf.text import load_rows, take_rows
 
 HEADS = ("classifier.", "classification_head.", "pre_classifier.", "score.")
@@ -243,7 +243,7 @@ def run(
     check_positions(model, max_length=data_args.max_length)
     with args.main_process_first():
         tokens = {part: tokenize(rows, tokenizer, classes, data_args.max_length) for part, rows in parts.items()}
-    trainer = Trainer(
+    trainer = FiniteTrainer(
         model,
         args,
         train_dataset=tokens.get("train"),

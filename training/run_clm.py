@@ -50,11 +50,12 @@ from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Trainer,
     default_data_collator,
     set_seed,
 )
 from transformers.trainer_utils import EvalLoopOutput
+
+from lightformers_hf.recovery import FiniteTrainer
 
 IGNORED = -100  # the label of a token that is only read
 
@@ -112,8 +113,8 @@ class Blocks(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": labels}
 
 
-class LanguageModelTrainer(Trainer):
-    """`Trainer` whose evaluation of `Blocks` is exact: `loss` in nats a token and `perplexity`, over all its tokens.
+class LanguageModelTrainer(FiniteTrainer):
+    """`FiniteTrainer` with an exact evaluation of `Blocks`: `loss` in nats a token and `perplexity`, over all tokens.
 
     It needs nothing of the model but its mean loss, no logits: an adaptive softmax makes none in training.
     """

@@ -290,7 +290,7 @@ def translate(model: str, file: Path | None, output: Path | None, device: str, *
 
 
 @command(
-    MODEL,
+    Argument("model", type=CHECKPOINT, about="Folder or Hub name of a checkpoint, or the folder of an export."),
     option("--data", type=DATA, required=True, help=DATA_HELP),
     option("--teacher", type=CHECKPOINT, help="The dense checkpoint to compare with."),
     *LANGUAGES,
@@ -314,6 +314,7 @@ def evaluate(model: str, **options: Any) -> Answer:
     'translation'.
 
     Speed is tokens/s on one core: 50 sentences of average length, one at a time, 10 runs, model and teacher in turn.
+    That of an export is measured by `benchmark engines`.
 
     Examples:
 

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
@@ -13,10 +14,19 @@ from rich.table import Table
 from transformers import AutoConfig, AutoTokenizer
 
 from ..deprecated import warn_renamed
-from ..files import REPORT_FILE, read_json
+from ..export import Engine
+from ..files import EXPORT_FILE, REPORT_FILE, read_json
 from ..in_memory import AnyModel, model_name, on_disk
-from ..languages import add_prefix, language_code, split_language
-from ..loading import load_pair, load_pretrained, printable_name, resolve_source, unique_parameters, weight_bytes
+from ..languages import add_prefix, language_code, split_language, split_prefix
+from ..loading import (
+    load_pair,
+    load_pretrained,
+    load_teacher,
+    printable_name,
+    resolve_source,
+    unique_parameters,
+    weight_bytes,
+)
 from ..results import Result
 from ..text import data_name, fingerprint, load_parallel
 from .quality import (
@@ -32,7 +42,7 @@ from .quality import (
     signed,
 )
 from .speed import speed_ratio, tokens_per_second, translation_memory, typical_sentences
-from .translate import translate
+from .translate import load_translator, translate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -148,7 +158,8 @@ def evaluate(
     """Translate parallel data with a checkpoint (and its teacher), score it, and measure size, memory and speed.
 
     Args:
-        model, teacher: folders or Hub names of sequence-to-sequence checkpoints, or loaded models.
+        model, teacher: folders or Hub names of sequence-to-sequence checkpoints, or loaded models. The model may be an
+            export, whose speed and memory are not measured (`lightformers benchmark engines` measures its speed).
         tokenizer: that of loaded models.
         data, split, max_samples: as for `load_parallel`.
         source_lang, target_lang: names of columns, or languages in a column `translation`; by default those of the
@@ -174,10 +185,15 @@ def evaluate(
     data, metrics = data_name(data), check_metrics(metrics)
     with on_disk(tokenizer, model, teacher) as (light, dense):
         places = dict(zip(names, (light, dense), strict=False))
-        loaded = load_pair(light, dense, device=device, source=source_lang, target=target_lang)
+        exported = read_json(Path(light, EXPORT_FILE))
+        if speed and exported:
+            logger.warning(f"{names['model']} is an export: lightformers benchmark engines measures its speed")
+        load = load_exported if exported else load_pair
+        loaded = load(light, dense, device=device, source=source_lang, target=target_lang)
+        own = loaded["model"][0].search if exported else loaded["model"][0].generation_config
         # The teacher searches with the model's number of beams, whatever its checkpoint contains.
         generation = {name: value for name, value in generation.items() if value is not None}
-        generation = {"num_beams": loaded["model"][0].generation_config.num_beams or 1} | generation
+        generation = {"num_beams": own.num_beams or 1} | generation
         source, target = choose_columns(names["model"], *loaded["model"], source_lang, target_lang)
         pairs = load_parallel(data, source=source, target=target, split=split, max_samples=max_samples)
         sources, references = list(pairs["source"]), list(pairs["target"])
@@ -191,9 +207,13 @@ def evaluate(
             scores = score(outputs[role], references, metrics, language=language)
             if comet:
                 scores["comet"] = 100 * comet_score(sources, outputs[role], references, comet)
-            measured[role] = Measurements(name, scores, unique_parameters(loaded[role][0]), weight_bytes(places[role]))
+            if exported and role == "model":
+                sizes = exported["parameters"], exported["weight_bytes"]
+            else:
+                sizes = unique_parameters(loaded[role][0]), weight_bytes(places[role])
+            measured[role] = Measurements(name, scores, *sizes)
         ratio = None
-        if speed:
+        if speed and not exported:
             sentences = typical_sentences(sources, references, loaded.get("teacher", loaded["model"])[1])
             ratio = _measure_speed(measured, places, loaded, sentences, runs=runs, progress=progress, **generation)
     differences = {}
@@ -204,6 +224,19 @@ def evaluate(
     variants = signatures(metrics, references, language=language)
     both = measured["model"], measured.get("teacher")
     return Evaluation(*both, ratio, data, *columns, len(sources), generation, variants, differences)
+
+
+def load_exported(
+    name: str, teacher: str | None, *, device: str, source: str | None, target: str | None
+) -> dict[str, tuple[Any, PreTrainedTokenizerBase]]:
+    """As `load_pair`, for an export and the checkpoint of its teacher."""
+    light = load_pretrained(AutoTokenizer, name)
+    codes = {"source": source, "target": target} if teacher is None or hasattr(light, "src_lang") else {}
+    engine, light, _ = load_translator(name, device=device, columns=True, **codes)
+    found = {"model": (engine, light)}
+    if teacher is not None:
+        found["teacher"] = load_teacher(teacher, light, device=device, source=source, target=target)
+    return found
 
 
 def evaluate_model(
@@ -263,14 +296,15 @@ def find_columns(name: str, source: str | None, target: str | None) -> tuple[str
 
 def choose_columns(
     name: str,
-    model: PreTrainedModel | PreTrainedConfig,
+    model: PreTrainedModel | PreTrainedConfig | Engine,
     tokenizer: PreTrainedTokenizerBase,
     source: str | None,
     target: str | None,
 ) -> tuple[str, str]:
     """The columns to read: as given, else the languages that the tokenizer names (Marian's does).
 
-    The source's comes with the prefix that it was given, or that the configuration has for the two (T5's).
+    The source's comes with the prefix that it was given, or that the configuration has for the two (T5's), or the
+    export.
     """
     source = source or getattr(tokenizer, "source_lang", None)
     target = target or getattr(tokenizer, "target_lang", None)
@@ -280,4 +314,6 @@ def choose_columns(
             "line --source-lang and --target-lang), two columns of the data or two languages inside its column "
             "'translation'."
         )
+    if isinstance(model, Engine) and model.prefix and not split_prefix(source)[1]:
+        return f"{source}={model.prefix}", target
     return add_prefix(getattr(model, "config", model), source, target), target

@@ -62,6 +62,10 @@ def report_page(
     Raises:
         FileNotFoundError, ValueError: files that are not there or do not belong together, or nothing to report.
     """
+    if teacher and not data:
+        raise ValueError(
+            "teacher is given without data, of which its translations are shown: give data, too, or remove teacher"
+        )
     metrics, folder = check_metrics(metrics), resolve_source(model)
     report = read_report(folder / REPORT_FILE)
     measured = [_read_result(Path(file)) for file in results]

@@ -7,11 +7,10 @@ the tolerance that the row is held to, and a note where the paper leaves somethi
 from __future__ import annotations
 
 import json
-import os
+import re
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
-from pathlib import Path
 
 import torch
 import transformers
@@ -22,7 +21,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedConfig, Pr
 
 from lightformers_hf import models
 
-from ..files import WEIGHT_FILES
+from ..files import WEIGHT_FILES, find_folder
 from ..loading import DAMAGED, build_network, check_checkpoint, find_architecture, load_pretrained, unique_parameters
 from ..recipes import recipe_config, recipe_task
 
@@ -118,19 +117,21 @@ def model_parameters(place: str, vocab_size: int | None = None) -> int:
         ValueError: no model of a supported kind, or a vocabulary for a checkpoint, or a recipe without one.
         FileNotFoundError: no such recipe or checkpoint.
     """
-    if place.endswith((".yaml", ".yml")):
-        config = recipe_config(place, vocab_size)
-        auto = AUTO_CLASSES.get(recipe_task(place), AutoModelForSeq2SeqLM)
-    elif vocab_size is not None:
-        raise ValueError(f"vocab_size is given, but {place} is no recipe: remove vocab_size")
-    else:
-        folder = Path(os.path.expanduser(place))
-        stored = any((folder / name).is_file() for name in WEIGHT_FILES)
-        config = check_checkpoint(folder) if stored else load_pretrained(AutoConfig, place)
-        name = find_architecture(config, place)
-        found = getattr(models, str(name), None) or getattr(transformers, str(name), None)
-        auto = found if isinstance(found, type) and issubclass(found, PreTrainedModel) else AutoModelForSeq2SeqLM
+    if re.search(r"\.ya?ml,\w+=", place):
+        raise ValueError(f"{place}: no fields can follow a recipe. Write them below model: in a copy of the recipe")
     try:
+        if place.endswith((".yaml", ".yml")):
+            config = recipe_config(place, vocab_size)
+            auto = AUTO_CLASSES.get(recipe_task(place), AutoModelForSeq2SeqLM)
+        elif vocab_size is not None:
+            raise ValueError(f"vocab_size is given, but {place} is no recipe: remove vocab_size")
+        else:
+            folder = find_folder(place)
+            stored = folder and any((folder / name).is_file() for name in WEIGHT_FILES)
+            config = check_checkpoint(folder) if stored else load_pretrained(AutoConfig, folder or place)
+            name = find_architecture(config, place)
+            found = getattr(models, str(name), None) or getattr(transformers, str(name), None)
+            auto = found if isinstance(found, type) and issubclass(found, PreTrainedModel) else AutoModelForSeq2SeqLM
         with torch.device("meta"):
             is_model = issubclass(auto, PreTrainedModel)
             return unique_parameters(auto(config) if is_model else build_network(auto, config))

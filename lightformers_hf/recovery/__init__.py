@@ -8,9 +8,10 @@ from .runs import (
     remove_checkpoints,
     train,
 )
-from .trainer import RecoveryTrainer, TokenBatchSampler, hidden_loss, training_loss
+from .trainer import FiniteTrainer, RecoveryTrainer, TokenBatchSampler, hidden_loss, training_loss
 
 __all__ = [
+    "FiniteTrainer",
     "RecoveryTrainer",
     "ScoredPart",
     "TokenBatchSampler",

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Sampler
 from transformers import (
     PreTrainedModel,
     Seq2SeqTrainer,
+    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -195,7 +196,22 @@ def _cut_batches(source: np.ndarray, target: np.ndarray, max_tokens: int) -> lis
     return [*bounds, len(source)]
 
 
-class RecoveryTrainer(Seq2SeqTrainer):
+class FiniteTrainer(Trainer):
+    """`Trainer` that ends at the first loss that is NaN or infinite."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As in `Trainer`. Raises `ValueError` for such a loss."""
+        loss = super().training_step(*args, **kwargs)
+        if not loss.isfinite():
+            raise ValueError(
+                f"the loss of step {self.state.global_step + 1} is {'NaN' if loss.isnan() else 'infinite'}, from "
+                "which no training recovers: choose a lower learning_rate, or fp32 or bf16 instead of fp16, and begin "
+                "from the last checkpoint"
+            )
+        return loss
+
+
+class RecoveryTrainer(FiniteTrainer, Seq2SeqTrainer):
     """`Seq2SeqTrainer` for a compressed model, or any other: adds token-budget batches and distillation.
 
     Every loss is a mean over the target tokens of the whole optimizer step: over all micro-batches of gradient
@@ -283,20 +299,10 @@ class RecoveryTrainer(Seq2SeqTrainer):
         super().log(logs, start_time)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As in `Seq2SeqTrainer`, with matrix multiplications of few shapes (`EvenProducts`).
-
-        Raises:
-            ValueError: the loss is NaN.
-        """
+        """As in `FiniteTrainer`, with matrix multiplications of few shapes (`EvenProducts`)."""
         self.seen += len(args[1]["labels"]) * self.accelerator.num_processes
         with EvenProducts() if self.evens_products else nullcontext(), without_plans():
-            loss = super().training_step(*args, **kwargs)
-        if loss.isnan():
-            raise ValueError(
-                f"the loss of step {self.state.global_step + 1} is NaN, from which no training recovers: choose a "
-                "lower learning_rate, or fp32 or bf16 instead of fp16, and begin from the last checkpoint"
-            )
-        return loss
+            return super().training_step(*args, **kwargs)
 
     @cached_property
     def evens_products(self) -> bool:

@@ -240,6 +240,12 @@ class Work:
         recovery = Recovery(**read_json(self.output / "recovered" / RECORD_FILE)["result"])
         comparison = EngineComparison.read(read_json(self.output / "engines.json"))
         notes = [self.note] if self.note else []
+        differences = comparison.deployed[-1].differences  # the compressed model's, in the engine
+        if compared := [f"{labels([name])[name]} {differences[name]}" for name in differences]:
+            notes.append(
+                f"Deployed, compared with the teacher: {', '.join(compared)}. In brackets: 95 % of test sets like "
+                "this one (paired bootstrap)."
+            )
         if drawn:
             notes.append("The test was drawn from your data: a teacher trained on this text looks better than it is.")
         notes += [

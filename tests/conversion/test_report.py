@@ -113,3 +113,11 @@ def test_it_says_what_errors_were_measured_in():
     assert "entries weighted by the sensitivity of the loss on train.jsonl" in weighed
     assert "Frobenius" not in weighed
     assert "--calibration with a thousand sentence pairs" in text(calibration=OWN_TEXT)
+
+
+def test_a_ratio_that_nobody_gave_is_named():
+    said = "The ratio is 2, which is the default: --ratio sets another."
+    for options in ({}, {"method": "narrow"}):
+        assert said in printed(report_of(matrix(), options=options))
+    for options in ({"ratio": 2}, {"size": "1MB"}, {"encoder_layers": 1}, {"pattern": {"ffn": "4x"}}):
+        assert said not in printed(report_of(matrix(), options=options))

@@ -8,9 +8,11 @@ import sacrebleu
 from rich.console import Console
 
 from lightformers_hf import StudyOptions, convert
-from lightformers_hf.evaluation.evaluate import evaluate
+from lightformers_hf.evaluation.evaluate import choose_columns, evaluate
 from lightformers_hf.evaluation.quality import Difference
 from lightformers_hf.evaluation.translate import translate
+from lightformers_hf.export import Engine, export
+from lightformers_hf.export.engines import engine_names
 from lightformers_hf.loading import load_model, unique_parameters
 
 
@@ -44,6 +46,27 @@ def test_everything_beside_a_teacher(tiny_marian, data, parallel_sentences, warm
     assert evaluation.to_dict()["differences"]["chrf"] == {"value": 0, "low": 0, "high": 0}
     shown = ["BLEU", f"{bleu:.1f}", "0.0 (0.0 to 0.0)", "paired bootstrap", "tok:13a", "tokens/s", "x as fast"]
     assert all(expected in printed.getvalue() for expected in [*shown, "1.00x smaller"])
+
+
+@pytest.mark.parametrize("to", engine_names())
+def test_an_export_beside_its_teacher(lightformers, caplog, tiny_marian, data, tmp_path, to):
+    light, deployed = tmp_path / "light", tmp_path / "deployed"
+    convert(tiny_marian, light, rank=4, method="paper", progress=False)
+    report = export(light, deployed, to=to, quantization="float32")
+    command = ("--data", data, "--teacher", tiny_marian, "--num-beams", 1, "--json", "-")
+    code, printed, _ = lightformers("evaluate", deployed, *command)
+    assert code == 0
+    assert "benchmark engines measures its speed" in caplog.text
+    found, expected = json.loads(printed), json.loads(lightformers("evaluate", light, *command, "--no-speed")[1])
+    size = {"name": "deployed", "parameters": report.parameters, "disk_bytes": report.weight_bytes}
+    assert found == expected | {"model": expected["model"] | size}
+    assert found["model"]["scores"] != found["teacher"]["scores"]
+
+
+def test_the_prefix_of_an_export_is_used_unless_another_is_given():
+    engine = Engine("onnx", model=None, search=None, longest_input=None, prefix="say it: ")
+    for source, expected in {"de": "de=say it: ", "de=write it: ": "de=write it: "}.items():
+        assert choose_columns("t5", engine, None, source, "en") == (expected, "en")
 
 
 def test_json_alone_on_stdout(lightformers, tiny_marian, data, tmp_path):

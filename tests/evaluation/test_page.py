@@ -174,7 +174,10 @@ def test_engines_become_a_table(light, tmp_path):
     timings = [Timing(place.model, place.form, 1, 1, 1, Speed(90.0, [90.0] * 3, 9), 2.0, 3.0) for place in deployed]
     found = EngineComparison(names, deployed, timings, 25, 9, "/somebody/test.jsonl", 1, 11, {"bleu": "nrefs:1"})
     file = tmp_path / "engines.json"
-    file.write_text(json.dumps(found.to_dict()))
+    content = found.to_dict()
+    for place in content["deployed"]:
+        del place["differences"]  # as in files of version 0.2.0
+    file.write_text(json.dumps(content))
     page = report_page(str(light), results=[file])
     outline = Outline(page)
     assert "Deployed: 1 core, batch 1, beam 1" in outline.headings
@@ -236,6 +239,8 @@ def test_a_page_shows_what_there_is(light, tmp_path):
 def test_what_does_not_belong_together_is_refused(light, tiny_marian, tmp_path):
     with pytest.raises(ValueError, match=r"holds neither compression\.json nor trainer_state\.json"):
         report_page(str(tiny_marian))
+    with pytest.raises(ValueError, match=r"teacher is given without data.*give data.*or remove teacher"):
+        report_page(str(light), teacher=str(tiny_marian))
     with pytest.raises(FileNotFoundError, match=r"none\.json is not there"):
         report_page(str(light), results=[tmp_path / "none.json"])
     with pytest.raises(ValueError, match=r"compression\.json holds no results"):

@@ -90,7 +90,12 @@ def test_a_recipe_and_a_model_are_counted_without_weights(tmp_path, tiny_marian)
     assert count(recipe, "--vocab-size", 50) == {str(recipe): decoder + 50 * 8}
     recipe.write_text("model: {model_type: lightformer, d_modle: 8}\n")
     assert "'d_modle'; did you mean d_model" in count(recipe)
+    recipe.write_text("model: {model_type: lightformer, vocab_size: 5, d_model: wide}\n")
+    assert "'d_model' expected int, got str" in count(recipe)
     assert "No recipe none.yaml" in count("none.yaml")
+    assert "Write them below model: in a copy of the recipe" in count(f"{recipe},d_model=8")
+    for place in ("./none", "training/none/model", "a b"):
+        assert f"{place} is no folder: expected the folder of a checkpoint" in count(place)
     for words in (["--vocab-size", 5], [tiny_marian, "--vocab-size", 5], [tiny_marian, "--table", "T2"]):
         assert "remove" in count(*words) or "name a recipe" in count(*words)
 

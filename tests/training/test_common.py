@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from pathlib import Path
 
 import arguments
 import common
@@ -48,6 +49,17 @@ def test_a_seed_of_a_comparison_that_numpy_does_not_take_is_named(monkeypatch, c
     with pytest.raises(SystemExit):
         compare_starts.parse_arguments()
     assert "argument --seeds: 12345678901234567890: give a whole number from 0 to" in capsys.readouterr().err
+
+
+def test_an_interrupted_script_ends_with_one_line(capsys):
+    def main():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ending:
+        common.run_script(main)
+    assert (ending.value.code, *capsys.readouterr()) == (130, "", "stopped\n")
+    scripts = [path.read_text(encoding="utf-8") for path in Path(common.__file__).parent.glob("*.py")]
+    assert all(text.count("__main__") == text.count("\n    run_script(main)\n") for text in scripts)
 
 
 def test_a_checkpoint_elsewhere_writes_over_no_folder(tmp_path):

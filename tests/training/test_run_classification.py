@@ -89,6 +89,12 @@ def test_folds_of_a_run_that_is_written_over_are_not_the_next_ones(base, tmp_pat
     assert not (tmp_path / "out" / "test_results.json").exists()  # of the run before, it would pass for this one's
 
 
+def test_a_training_that_diverges_ends_and_saves_nothing(base, tmp_path):
+    with pytest.raises(ValueError, match=r"the loss of step \d is (NaN|infinite).*learning_rate"):
+        script.main(command(base, learning_rate=1e30))
+    assert not list(tmp_path.glob("out/*.safetensors"))
+
+
 def test_folds_are_not_put_beside_another_run(base, tmp_path):
     single = {"train_file": tmp_path / "train.jsonl", "test_file": tmp_path / "test.jsonl", "max_steps": 1}
     script.main(command(base | single))

@@ -136,6 +136,12 @@ def test_a_run_goes_on_from_its_checkpoint(base, tmp_path):
     assert results(tmp_path / "cut")["test_loss"] == results(tmp_path / "out")["test_loss"]
 
 
+def test_a_training_that_diverges_ends_and_saves_nothing(base, tmp_path):
+    with pytest.raises(ValueError, match=r"the loss of step \d is (NaN|infinite).*learning_rate"):
+        script.main(command(base, learning_rate=1e30))
+    assert not list(tmp_path.glob("out/*.safetensors"))
+
+
 def test_tests_are_no_checks_of_early_stopping(base, tmp_path, caplog):
     options = {"validation_file": tmp_path / "test.txt", "eval_strategy": "steps", "eval_steps": 1}
     options |= {

@@ -72,6 +72,10 @@ def test_a_compression_goes_on_where_it_was_interrupted(tiny_marian, asked, plac
     assert AutoModelForSeq2SeqLM.from_pretrained(output / "recovered").num_parameters() == plan["parameters_after"]
     assert load_engine(output / "deployed").generate([tokenizer("Ein Hund.")["input_ids"]])
     assert found.engines.data.endswith("test.jsonl")
+    differences = found.engines.deployed[-1].differences
+    assert found.notes[1].startswith(
+        "Deployed, compared with the teacher: BLEU {bleu}, chrF {chrf}. ".format(**differences)
+    )
     assert "<h2>Training</h2>" in (output / "report.html").read_text()
     assert "<h2>Deployed: 1 core, batch 1, beam 1</h2>" in (output / "report.html").read_text()
 

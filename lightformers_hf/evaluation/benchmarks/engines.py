@@ -30,7 +30,7 @@ from ...loading import load_network, load_pretrained, weight_bytes
 from ...results import Result
 from ...text import load_parallel
 from ..evaluate import find_columns
-from ..quality import check_metrics, choose_metrics, describe, labels, score, signatures
+from ..quality import Difference, check_metrics, choose_metrics, describe, difference, labels, score, signatures
 from ..speed import Speed, child_command, child_environment, speed_of, speed_ratio, take_turns, typical_sentences
 from ..translate import translate
 
@@ -45,13 +45,17 @@ SHORTLISTED = "+shortlist"  # behind the name of a form
 
 @dataclass
 class Deployed:
-    """A model in one form: bytes on disk, and {metric: 0 to 100} where its quality was measured."""
+    """A model in one form: bytes on disk, and {metric: 0 to 100} where its quality was measured.
+
+    `differences`: how much higher its scores are than those of the first one, with bootstrap intervals.
+    """
 
     model: str
     form: str
     folder: str
     disk_bytes: int
     scores: dict[str, float] = field(default_factory=dict)
+    differences: dict[str, Difference] = field(default_factory=dict)
 
 
 @dataclass
@@ -215,15 +219,18 @@ def compare_engines(
             comparison.timings += _measure_speed(deployed, inputs, task | {"cores": count}, bar)
         _add_ratios(comparison.timings, comparison.models[0])
         if pairs is not None:
-            language, threads = language_code(target), max(cores)
+            language, threads, first, references = language_code(target), max(cores), None, pairs["target"][:]
             comparison.quality_beams, comparison.quality_sentences = max(beams), len(pairs)
-            comparison.signatures = signatures(metrics, pairs["target"][:], language=language)
+            comparison.signatures = signatures(metrics, references, language=language)
             for place in deployed:
                 bar.set_description(f"translate by {place.model} {place.form}")
                 engine = load_engine(place.folder, threads=threads)
                 tokenizer = load_pretrained(AutoTokenizer, names[place.model])
                 outputs = translate(pairs["source"][:], engine, tokenizer, num_beams=max(beams), split=False)
-                place.scores = score(outputs, pairs["target"][:], metrics, language=language)
+                place.scores = score(outputs, references, metrics, language=language)
+                first = first or outputs
+                texts = outputs, first, references
+                place.differences = {name: difference(*texts, metric=name, language=language) for name in metrics}
                 bar.update()
     return comparison
 

@@ -5,6 +5,7 @@ import json
 import sys
 from statistics import median
 
+import numpy as np
 import pytest
 from conversion.vocabulary.checkpoints import make_checkpoint
 from rich.console import Console
@@ -72,6 +73,11 @@ def test_every_model_in_every_form_and_setting(tiny_marian, student, data):
     for model in models:
         assert places[model, "onnx"].scores == places[model, "transformers"].scores
         assert places[model, "onnx-int8"].disk_bytes < places[model, "onnx"].disk_bytes
+        for metric, found in places[model, "onnx-int8"].differences.items():
+            both = (places[name, form].scores[metric] for name, form in [(model, "onnx-int8"), (models[0], FORMS[0])])
+            assert found.value == pytest.approx(float(np.subtract(*both)))
+            assert found.low <= found.value <= found.high
+    assert places[models[1], "onnx"].differences.keys() == {"bleu", "chrf"}
     assert places[models[0], "ctranslate2-int8"].scores["bleu"] > 70
 
     console = Console(file=io.StringIO(), width=100)
