@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .files import REPORT_FILE, write_json
 from .loading import hide_bars
+from .processors import usual_settings
 
 # A folder, a name on the Hub, or a loaded model.
 AnyModel: TypeAlias = str | os.PathLike | PreTrainedModel
@@ -24,7 +25,7 @@ def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None)
     """Give folders or Hub names of models; those that are loaded are in a temporary folder while the block runs.
 
     `tokenizer` is that of the loaded models. Raises `ValueError` if one of the two is missing, and for other objects.
-    Inside, transformers shows no bar.
+    Inside, transformers shows no bar, and PyTorch has its usual settings.
     """
     loaded = {number: model for number, model in enumerate(models) if model is not None and is_loaded(model)}
     places = [None if one is None or number in loaded else os.fspath(one) for number, one in enumerate(models)]
@@ -33,7 +34,7 @@ def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None)
     if loaded and not isinstance(tokenizer, PreTrainedTokenizerBase):
         found = "missing" if tokenizer is None else f"a {type(tokenizer).__name__}"
         raise ValueError(f"model is loaded, but tokenizer is {found}: give tokenizer, the model's loaded one, too")
-    with hide_bars(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    with usual_settings(), hide_bars(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for number, model in loaded.items():
             place = Path(folder, str(number), model_name(model).rpartition("/")[2])
             model.save_pretrained(place)

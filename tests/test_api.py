@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 
@@ -152,6 +153,32 @@ def test_text_may_be_a_path_and_no_bar_is_shown(workplace, loaded, capfd):
             ValueError, match=r"the data is a (Dataset|list): expected a file, or the name of a data set"
         ):
             call()
+
+
+def test_settings_of_the_caller_change_nothing(workplace, loaded):
+    model, tokenizer = loaded
+    options = {"ratio": 2, "calibration": "train.jsonl", "calibration_samples": 10, "progress": False}
+    expected = lf.convert(model, tokenizer=tokenizer, **options)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        with torch.inference_mode():
+            found = lf.convert(model, tokenizer=tokenizer, **options)
+        settings = torch.get_default_dtype(), torch.get_default_device().type
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert settings == (torch.float64, "meta")
+    for name, tensor in found.state_dict().items():
+        torch.testing.assert_close(tensor, expected.state_dict()[name], rtol=0, atol=0)
+    found(**tokenizer(["Ein Hund."], text_target=["A dog."], return_tensors="pt")).loss.backward()
+
+
+def test_threads_load_one_after_another(tiny_marian):
+    """Transformers leaves tensors without values where several load at once."""
+    with ThreadPoolExecutor(4) as pool:
+        outputs = list(pool.map(lambda _: lf.translate(["Ein Hund."], tiny_marian), range(8)))
+    assert outputs == [lf.translate(["Ein Hund."], tiny_marian)] * 8
 
 
 def test_old_names_work_and_warn(tiny_marian, workplace):
