@@ -120,6 +120,8 @@ class CompressionOptions:
         if self.vocabulary_size is not None and self.vocabulary_size < 1:
             raise ValueError(f"vocabulary_size is {self.vocabulary_size}, expected 1 or more")
         _check_choice("method", self.method, METHODS)
+        if not isinstance(self.pattern or {}, Mapping):
+            raise ValueError(f"pattern is {self.pattern!r}, expected a dictionary: {{'ffn': '4x', 'fc1': 'dense'}}")
         if self.calibration_samples is not None and self.calibration_samples < 1:
             raise ValueError(f"calibration_samples is {self.calibration_samples}, expected 1 or more")
         if len(given := self._given(*HOW_FAR)) > 1:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -354,6 +355,9 @@ def check_generation(model: PreTrainedModel, generation: Mapping[str, Any]) -> N
     if isinstance(length, int) and length > most:
         where = ", or write fewer into its generation_config.json" if is_own else ""
         raise ValueError(f"max_new_tokens is {length}; the model writes at most {most} tokens: give fewer{where}")
+    asked = generation.get("num_beams")
+    if asked is not None and (not isinstance(asked, Integral) or asked < 1):
+        raise ValueError(f"num_beams is {asked!r}: expected a whole number, 1 or more")
     beams, tokens = generation.get("num_beams") or own.num_beams or 1, model.get_output_embeddings().out_features
     if isinstance(beams, int) and beams > tokens:
         raise ValueError(f"num_beams is {beams}, more than the {tokens} tokens there are: give fewer")

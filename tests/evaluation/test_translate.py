@@ -63,6 +63,8 @@ def test_one_string_is_refused(loaded):
         ([None], {}, "contain a NoneType: expected strings"),
         (Dataset.from_dict({"de": ["Hallo"]}), {}, "contain a dict: expected strings, such as one column"),
         (["Hallo"], {"num_return_sequences": 2}, "num_return_sequences is 2, but a text has one output"),
+        (["Hallo"], {"num_beams": 0}, "num_beams is 0: expected a whole number, 1 or more"),
+        (["Hallo"], {"num_beams": "2"}, "num_beams is '2': expected a whole number"),
         (["Hallo"], {"return_dict_in_generate": True}, "return_dict_in_generate is True, but"),
     ],
 )
