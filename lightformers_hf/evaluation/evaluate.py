@@ -282,8 +282,8 @@ def warn_of_overlap(model: str, data: str, sources: list[str]) -> None:
     known = set(read_json(resolve_source(model) / REPORT_FILE).get("calibrated_on", ()))
     if seen := [sentence for sentence in sources if fingerprint(sentence) in known]:
         logger.warning(
-            f"{len(seen)} of the {len(sources)} sentences of {data} were among those that {model} was calibrated on, "
-            f"so its scores are too high; for example: {seen[0]}"
+            f"{len(seen)} of the {len(sources)} sentences of {data} were among those that {printable_name(model)} was "
+            f"calibrated on, so its scores are too high; for example: {seen[0]}"
         )
 
 

@@ -312,11 +312,17 @@ def translate_texts(
         raise ValueError(f"the texts contain a {others[0]}: expected strings, such as one column of a data set")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: expected 1 or more.")
-    if isinstance(model, torch.nn.Module):  # engines check their inputs themselves
-        check_generation(model, generation)
     limit, split = longest_input(model, tokenizer), is_translator(tokenizer, prefix) if split is None else split
     found = split_texts(texts, tokenizer, limit, prefix=prefix, split=split)
     jobs = [(number, place, ids) for number, text in enumerate(found) for place, ids in text.ids.items()]
+    if isinstance(model, torch.nn.Module):  # engines check their inputs themselves
+        check_generation(model, generation)
+        largest = max((max(ids) for _, _, ids in jobs if ids), default=0)
+        if largest >= (rows := getattr(model.config, "vocab_size", largest + 1)):
+            raise ValueError(
+                f"the tokenizer gives a token the number {largest}, but the model has {rows} tokens: give the model's "
+                "own tokenizer, or a row for every token (resize_token_embeddings)"
+            )
     if check:
         check_known((ids for _, _, ids in jobs), tokenizer)
     if cut := sum(text.cut for text in found):

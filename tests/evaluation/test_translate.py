@@ -1,5 +1,6 @@
 """`translate`: order, batches, empty lines, cuts, and the stream of lines."""
 
+import copy
 import io
 
 import pytest
@@ -211,6 +212,10 @@ def test_a_model_needs_its_tokenizer(loaded):
     for tokenizer in (None, "opus-mt-de-en"):
         with pytest.raises(ValueError, match="without its tokenizer"):
             translate(["Hallo"], loaded[0], tokenizer)
+    larger = copy.deepcopy(loaded[1])
+    larger.add_tokens(["<x>"])
+    with pytest.raises(ValueError, match="the number 120, but the model has 120 tokens: give the model's own"):
+        translate(["Hallo <x>"], loaded[0], larger)
     with pytest.raises(ValueError, match=r"model is a list: expected .* or the folder"):
         translate(loaded[0], ["Hallo"])
 
