@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Average the weights of a run's checkpoints into one model, as the papers do before they test.
+"""Average the weights of a run's checkpoints into one model, as PartialFormer's recipes do before the test.
 
     python training/average_checkpoints.py run --last 10 --output averaged
     python training/average_checkpoints.py run --best 5 --metric bleu --output averaged

@@ -64,7 +64,7 @@ from lightformers_hf.text import load_parallel
 SEED = 42  # unless others are given
 SCRIPTS = {"translation": "run_translation.py", "summarization": "run_summarization.py", "clm": "run_clm.py"}
 SCORES = {
-    "translation": {"bleu": "BLEU", "chrf": "chrF"},
+    "translation": {"bleu": "sacreBLEU", "chrf": "chrF"},
     "summarization": {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"},
     "clm": {"perplexity": "perplexity"},
 }
@@ -245,7 +245,7 @@ def tabulate(rows: list[dict], args: argparse.Namespace, differences: dict[str, 
     tests = test_names(args.test_file)
     titles = ["model", *(["rate"] if args.learning_rates else []), "parameters", *speeds.values()]
     titles += ["test"] if len(tests) > 1 else []
-    table = Table(*titles, *SCORES[args.task].values(), *(["BLEU to the first, 95 %"] if differences else []))
+    table = Table(*titles, *SCORES[args.task].values(), *(["sacreBLEU to the first, 95 %"] if differences else []))
     for name, test in itertools.product(dict.fromkeys(row["name"] for row in rows), tests):
         runs = [row for row in rows if row["name"] == name]
         cells = [escape(name), *([f"{runs[0]['rate']:g}"] if args.learning_rates else [])]

@@ -346,7 +346,7 @@ def tabulate(rows: list[dict], tests: list[str]) -> Table:
     """A line for every run and test."""
     titles = ["ratio", "method", "seed", "groups", "parameters", "start", "training", "minutes"]
     titles += ["test"] if len(tests) > 1 else []
-    table = Table(*titles, "BLEU", "chrF", "BLEU to the teacher, 95 %")
+    table = Table(*titles, "sacreBLEU", "chrF", "sacreBLEU to the teacher, 95 %")
     for row, test in itertools.product(rows, tests):
         ratio = f"{row['ratio']:g}" if row["ratio"] else "-"
         shown = [ratio, row["method"], str(row["seed"]), str(row["groups"] or "-")]

@@ -334,7 +334,18 @@ def studies(lab: Lab) -> Rows:
         yield from lab.study(name, tokenizer)
     models = [f"studies-{lab.commit}/architectures_6m/{name}-rate-0.0007" for name in ("transformer", "partialformer")]
     data = ("--data", "inputs/multi30k/test_2016_flickr.jsonl", *LANGUAGES)
-    yield from ({"study": "analysis"} | row for row in lab.run("analysis", "analyze", *models, *data)["rows"])
+    yield from map(summarize_analysis, lab.run("analysis", "analyze", *models, *data)["rows"])
+
+
+def summarize_analysis(row: dict) -> dict[str, object]:
+    """Return the measures of one model: means over its layers, and sums over its parts."""
+    found = {"study": "analysis", "model": Path(row["name"]).name, "macs": sum(row["macs"].values())}
+    for stack in ("encoder", "decoder"):
+        found |= {f"{stack}_{key}": fmean(row[key][stack]) for key in ("head_diversity", "token_uniformity")}
+        layers = row["ffn"][stack]
+        measures = ("activated", "neurons", "ratio", "efficiency")
+        found |= {f"{stack}_{key}": fmean(layer[key] for layer in layers) for key in measures}
+    return found | {"memory_bytes": row["memory_bytes"] - row["libraries_bytes"]}
 
 
 def demo(lab: Lab) -> Rows:

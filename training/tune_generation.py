@@ -3,13 +3,14 @@ r"""Choose length penalty, beams and length of the outputs on validation data, a
 
     python training/tune_generation.py model validation.jsonl --source-lang de --target-lang en --metric multi-bleu
     python training/tune_generation.py model validation.jsonl --source-lang document --target-lang summary \
-        --length-penalties 1 --max-new-tokens 40 50 60
+        --metric rougeLsum --length-penalties 1 --min-new-tokens 40 50 60
 
 The script generates the validation part once for each combination of the values. It prints a table of the scores, and
 writes the best combination into the checkpoint's `generation_config.json`. The default penalties, 0 to 2 in steps of
-0.2, and five beams are those of the Subformer's paper (Appendix B). For summaries the paper also tunes
-the length. A length penalty has no effect without beams, so that one beam is tried once. For equal scores the first
-combination is used. Never tune on a test part.
+0.2, and five beams are those of the Subformer's paper (Appendix B). For summaries the paper also tunes the "generation
+length in the range of {40, 50, 60}", and does not print whether these are least or most lengths. A length penalty has
+no effect without beams, so that one beam is tried once. For equal scores the first combination is used. Never tune on
+a test part.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from common import run_script
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from transformers import GenerationConfig
 
 from lightformers_hf import translate
 from lightformers_hf.evaluation.quality import METRICS, choose_metrics, score, selection_metric
@@ -53,9 +55,25 @@ def combinations(values: dict[str, list]) -> list[dict[str, Any]]:
     return list({json.dumps(chosen): chosen for chosen in found}.values())
 
 
-def store(folder: Path, chosen: dict[str, Any]) -> None:
-    """Write the chosen values into the folder's generation configuration, and remove those that they replace."""
-    config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+def check_lengths(values: dict[str, list], own: GenerationConfig) -> None:
+    """Raise `ValueError` for lengths beyond the other limit of the checkpoint, whose lengths count the start token."""
+    least = own.min_new_tokens or (own.min_length or 1) - 1
+    most = own.max_new_tokens or (own.max_length or math.inf) - 1
+    lows, highs = values.get("min_new_tokens"), values.get("max_new_tokens")
+    if lows is None and highs and least > min(highs):
+        raise ValueError(f"The checkpoint generates {least} tokens or more: give --min-new-tokens, too.")
+    if highs is None and lows and most < max(lows):
+        raise ValueError(f"The checkpoint generates {most} tokens or fewer: give --max-new-tokens, too.")
+
+
+def store(folder: Path, chosen: dict[str, Any], own: GenerationConfig) -> None:
+    """Write the chosen values into the folder's generation configuration, and remove those that they replace.
+
+    A folder without one gets that of the model, `own`, which has its special tokens.
+    """
+    if not (folder / CONFIG).is_file():
+        own.save_pretrained(folder)
+    config = read_json(folder / CONFIG)
     replaced = {LENGTHS[name] for name in chosen if name in LENGTHS} | {"length_penalty"}
     write_json({name: value for name, value in config.items() if name not in replaced} | chosen, folder / CONFIG)
 
@@ -97,6 +115,7 @@ def main(argv: list[str] | None = None) -> None:
     model, tokenizer, prefix = load_translator(
         args.model, device=device, source=languages[0], target=languages[1], columns=True
     )
+    check_lengths(values, model.generation_config)
     table = Table(*values, METRICS[metric].label, title=f"{len(references)} pairs of {args.data}")
     scores = []
     for chosen in tried:
@@ -109,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
     chosen = tried[scores.index(best)]
     console = Console()
     console.print(table)
-    store(args.model, chosen)
+    store(args.model, chosen, model.generation_config)
     text = ", ".join(f"{name} {value}" for name, value in chosen.items())
     console.print(escape(f"Best {METRICS[metric].label}: {best:.2f} with {text}, saved in {args.model / CONFIG}"))
 

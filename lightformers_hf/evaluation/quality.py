@@ -101,10 +101,17 @@ def _multi_bleu(references: Texts, language: str | None, *, compounds: bool = Fa
     """Tokenized BLEU, as `multi-bleu.perl` computes it: tokens of Moses, case-sensitive, not smoothed.
 
     `compounds`: hyphens between two characters become tokens of their own, as in the script
-    `compound_split_bleu.sh` of fairseq (Vaswani et al. 2017).
+    `compound_split_bleu.sh` of fairseq (Vaswani et al. 2017). Raises `ValueError` for references without spaces.
     """
     from sacrebleu.metrics import BLEU
     from sacremoses import MosesTokenizer
+
+    if is_unspaced(references):
+        raise ValueError(
+            f"multi-bleu counts words between spaces, and the references have none, for example "
+            f"{references[0][:40]!r}, so the score would mean nothing. Use bleu, which splits this script into "
+            "characters, or chrf."
+        )
 
     language = language or "en"
     moses = MosesTokenizer(lang=language)  # which uses the rules of English for unknown languages
@@ -139,8 +146,8 @@ def _rouge(references: Texts, language: str | None, *, kind: str) -> Counter:
     """ROUGE (Lin 2004): F1 of one reference, mean over the texts, with Porter's stems.
 
     References in Latin letters have the words of Google's rouge-score, `[a-z0-9]+`; others have words of all letters,
-    and single characters where a script has no spaces. Sentences of rougeLsum end at line breaks and after `.`, `!`
-    and `?`.
+    and single characters where a script has no spaces. Sentences of rougeLsum end at line breaks, as in rouge-score,
+    and in a text without line breaks after `.`, `!` and `?`.
     """
     from rouge_score.rouge_scorer import RougeScorer  # brings all of nltk along, which takes a second or two
 
@@ -149,7 +156,10 @@ def _rouge(references: Texts, language: str | None, *, kind: str) -> Counter:
 
     def count(predictions: Texts, references: Texts) -> np.ndarray:
         if kind == "rougeLsum":
-            predictions, references = ([SENTENCE_END.sub("\n", t) for t in side] for side in (predictions, references))
+            predictions, references = (
+                [t if "\n" in t.strip() else SENTENCE_END.sub("\n", t) for t in side]
+                for side in (predictions, references)
+            )
         pairs = zip(predictions, references, strict=True)
         return np.array([[scorer.score(other, text)[kind].fmeasure, 1] for text, other in pairs])
 
@@ -244,12 +254,8 @@ def choose_metrics(
         kind = default or kind_of(sources, references)
         chosen = [name for name, metric in METRICS.items() if kind in metric.default_for]
     for name in chosen:
-        if name.startswith("multi-bleu") and is_unspaced(references):
-            raise ValueError(
-                f"{name} counts words between spaces, and the references have none, for example "
-                f"{references[0][:40]!r}, so the score would mean nothing. Use bleu, which splits this script into "
-                "characters, or chrf."
-            )
+        if name.startswith("multi-bleu"):
+            METRICS[name].counter(references, None)  # raises the error
     return chosen
 
 

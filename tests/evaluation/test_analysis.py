@@ -168,10 +168,11 @@ def marian(*sizes, **named):
     [
         (marian(512, 6, 2048), 9.9, 0.015),  # PartialFormer, Table 5, #1
         (marian(512, 6, 384), 7.7, 0.015),  # Table 10
+        (find_row("PartialFormer T10 Transformer, PG-FFNs").model_config(), 7.7, 0.015),
         (find_row("PartialFormer T5 #3 without head scaling").model_config(), 5.2, 0.015),
         (find_row("PartialFormer T1 24-6 360/45 30-16").model_config(), 6.9, 0.05),  # Table 5, #4
     ],
-    ids=["transformer", "light-ffn", "no-head-scaling", "head-scaling"],
+    ids=["transformer", "light-ffn", "pg-ffn", "no-head-scaling", "head-scaling"],
 )
 def test_macs_as_printed(config, printed, difference):
     assert generation_macs(config).total / 1e9 == pytest.approx(printed, rel=difference)

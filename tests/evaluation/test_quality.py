@@ -139,6 +139,10 @@ def test_rouge_is_that_of_rouge_score():
     found = score([SUMMARY], [OTHER], ["rouge"])
     assert found == pytest.approx(expected)
     assert found["rougeLsum"] != found["rougeL"]
+    # Line breaks that are there are the sentences, with an abbreviation in one of them.
+    lines = ["The U.S. dogs ran home.\nThey slept.", "Home ran the dogs.\nThe U.S. slept. They did."]
+    expected = 100 * RougeScorer(["rougeLsum"], use_stemmer=True).score(*lines)["rougeLsum"].fmeasure
+    assert score([lines[1]], [lines[0]], ["rougeLsum"]) == {"rougeLsum": pytest.approx(expected)}
     assert score(["a b", "x"], ["a b", "y"], ["rouge1"]) == {"rouge1": 50}
     # rouge-score alone gives 0 for scripts without a-z.
     assert score(["собака бежит"], ["собака спит"], ["rouge1"]) == {"rouge1": 50}
@@ -164,6 +168,8 @@ def test_what_is_refused():
     for text in ("两只狗在雪地里玩耍。", "犬は雪の中で遊んでいます。"):
         with pytest.raises(ValueError, match=r"multi-bleu counts words between spaces.*would mean nothing"):
             choose_metrics(["multi-bleu"], ["Two dogs."], [text])
+        with pytest.raises(ValueError, match="would mean nothing"):
+            load_metric("multi-bleu").compute(predictions=[text], references=[text])
     with pytest.raises(ValueError, match="3 predictions for 2 references"):
         score(PREDICTIONS, REFERENCES[:2])
     with pytest.raises(ValueError, match="no predictions"):

@@ -131,7 +131,7 @@ def test_the_models_of_a_study_build(study, monkeypatch):
             built = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(**recipe, vocab_size=4000))
         matrices[name] = sum(parameter.numel() for parameter in built.parameters() if parameter.dim() > 1)
     if study.stem == "lightformer_equal_parameters":
-        assert matrices["rank-20"] == matrices["groups-3-rank-60"] > matrices["groups-3-rank-20"]
+        assert matrices["rank-20"] == matrices["groups-3-rank-60"]
 
 
 def test_recipes_their_variants_and_several_seeds(tmp_path, tiny_marian, parallel_sentences, capsys):

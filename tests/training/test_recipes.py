@@ -75,7 +75,11 @@ def table():
         title, figures = re.split(r" (?=Paper: |[\d.]+M parameters \()", head, maxsplit=1)
         name = path.relative_to(TRAINING / "recipes").as_posix()
         rows.append(f"| [{name}]({name}) | {title} | {figures} |")
-    return "# Recipes\n\n" + "\n".join(rows) + "\n"
+    vocabulary = (
+        '"Vocabulary" is the number of tokens with which this package counts the parameters. Only the paper of '
+        "PartialFormer prints exact\nnumbers (Table 11).\n\n"
+    )
+    return "# Recipes\n\n" + vocabulary + "\n".join(rows) + "\n"
 
 
 def test_the_list_of_recipes_is_that_of_the_files():
@@ -204,6 +208,37 @@ def test_the_conversion_of_a_head_gives_the_shapes_of_the_recipe(path, tmp_path)
     assert result.exit_code == 0, result.output
     light = auto.from_pretrained(tmp_path / "light")
     assert {n: p.shape for n, p in light.named_parameters()} == {n: p.shape for n, p in build(path).named_parameters()}
+
+
+def commands_of(path):
+    """The commands in a recipe's comments, as lists of words."""
+    text = re.sub(r"\\\n# +", "", path.read_text(encoding="utf-8"))
+    return [
+        shlex.split(line) for line in re.findall(r"^# +((?:python training/|lightformers ).*)", text, re.MULTILINE)
+    ]
+
+
+FOLLOWED = [path for path in RECIPES if any("convert" not in words for words in commands_of(path)[1:])]
+
+
+@pytest.mark.parametrize("path", FOLLOWED, ids=id_of)
+def test_the_commands_after_a_training(path, data, tmp_path, monkeypatch):
+    """Averages, tuning and tests, with the words of the file; the training saves as many checkpoints as they need."""
+    first, *others = commands_of(path)
+    monkeypatch.chdir(tmp_path)
+    rows = (data["run_translation"]["train_file"]).read_text(encoding="utf-8")
+    for name in ("train", "valid", "test"):
+        Path(f"{name}.jsonl").write_text(rows, encoding="utf-8")
+    fields = {f"model.{name}": json.dumps(value) for name, value in tiny(arguments.load_recipe(path)["model"]).items()}
+    options = SHORT | {"max_steps": 10, "save_strategy": "steps", "save_steps": 1, "max_target_length": 8}
+    options |= {"tokenizer_name": data["run_translation"]["tokenizer_name"], "gradient_accumulation_steps": 1}
+    options |= {"max_length": 64} if "cnn_dm" in path.stem else {}  # outputs have 40 to 60 tokens at least
+    import_module(script_of(path)).main(["--config", str(path), *first[4:], *command(fields | options)])
+    for words in others:
+        if words[0] == "python":
+            import_module(Path(words[1]).stem).main(words[2:])
+        else:
+            assert CliRunner().invoke(cli.app, words[1:]).exit_code == 0
 
 
 @pytest.fixture

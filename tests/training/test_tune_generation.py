@@ -59,6 +59,7 @@ def test_the_papers_penalties_are_the_default():
     [
         (["--length-penalties", "nan"], "--length-penalties has nan: give finite numbers"),
         (["--min-new-tokens", "9", "--max-new-tokens", "3"], "--min-new-tokens is above each of --max-new-tokens"),
+        (["--min-new-tokens", "9", "40"], "generates 29 tokens or fewer: give --max-new-tokens, too"),
         (["--metric", "bluu"], "no metric 'bluu'; did you mean bleu"),
     ],
 )
@@ -67,6 +68,16 @@ def test_wrong_values_leave_the_configuration(model, data, options, message):
     with pytest.raises(ValueError, match=message):
         script.main(command(model, data, *options))
     assert (model / "generation_config.json").read_bytes() == before
+
+
+def test_a_folder_without_the_file_gets_that_of_its_model(model, data):
+    before = AutoModelForSeq2SeqLM.from_pretrained(model).config
+    (model / "generation_config.json").unlink()
+    script.main(command(model, data, "--length-penalties", "1", "--max-new-tokens", "4"))
+    written = json.loads((model / "generation_config.json").read_text())
+    assert (written["max_new_tokens"], written["num_beams"]) == (4, 5)
+    assert written["decoder_start_token_id"] == before.decoder_start_token_id
+    assert translate(["Zwei Hunde."], str(model))
 
 
 def test_a_name_of_the_hub_is_refused(data):
