@@ -8,11 +8,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .files import REPORT_FILE, write_json
+from .loading import hide_bars
+from .processors import usual_settings
 
 # A folder, a name on the Hub, or a loaded model.
 AnyModel: TypeAlias = str | os.PathLike | PreTrainedModel
@@ -23,22 +25,17 @@ def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None)
     """Give folders or Hub names of models; those that are loaded are in a temporary folder while the block runs.
 
     `tokenizer` is that of the loaded models. Raises `ValueError` if one of the two is missing, and for other objects.
+    Inside, transformers shows no bar, and PyTorch has its usual settings.
     """
-    places = [os.fspath(model) if isinstance(model, str | os.PathLike) else None for model in models]
-    loaded = {number: model for number, model in enumerate(models) if model is not None and places[number] is None}
+    loaded = {number: model for number, model in enumerate(models) if model is not None and is_loaded(model)}
+    places = [None if one is None or number in loaded else os.fspath(one) for number, one in enumerate(models)]
     if tokenizer is not None and not loaded:
         raise ValueError("tokenizer is given, but no loaded model: remove tokenizer, a checkpoint has its own")
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    if loaded and not isinstance(tokenizer, PreTrainedTokenizerBase):
+        found = "missing" if tokenizer is None else f"a {type(tokenizer).__name__}"
+        raise ValueError(f"model is loaded, but tokenizer is {found}: give tokenizer, the model's loaded one, too")
+    with usual_settings(), hide_bars(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for number, model in loaded.items():
-            if not isinstance(model, PreTrainedModel):
-                raise ValueError(
-                    f"model is a {type(model).__name__}: expected a folder, a name on the Hub or a PreTrainedModel. "
-                    "Merge an adapter with merge_and_unload()"
-                )
-            if tokenizer is None:
-                raise ValueError(
-                    "model is loaded, but tokenizer is missing: give tokenizer, the model's tokenizer, too"
-                )
             place = Path(folder, str(number), model_name(model).rpartition("/")[2])
             model.save_pretrained(place)
             tokenizer.save_pretrained(place)
@@ -48,9 +45,19 @@ def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None)
         yield places
 
 
+def is_loaded(model: AnyModel) -> TypeGuard[PreTrainedModel]:
+    """Whether a model is loaded, not a folder or a name on the Hub. Raises `ValueError` for other objects."""
+    if not isinstance(model, str | os.PathLike | PreTrainedModel):
+        raise ValueError(
+            f"model is a {type(model).__name__}: expected a folder, a name on the Hub or a PreTrainedModel. "
+            "Merge an adapter with merge_and_unload()"
+        )
+    return isinstance(model, PreTrainedModel)
+
+
 def model_name(model: AnyModel) -> str:
     """Return the folder or Hub name of a model; of a loaded model, the name in its configuration, without the path."""
-    if isinstance(model, str | os.PathLike):
+    if not is_loaded(model):
         return os.fspath(model)
     name = str(getattr(model.config, "name_or_path", ""))
     name = Path(name).name if Path(name).exists() or name.count("/") > 1 else name
@@ -59,7 +66,7 @@ def model_name(model: AnyModel) -> str:
 
 def identify(model: AnyModel) -> str:
     """Return a text that is the same for the same model; of a loaded one, its name and a digest of its weights."""
-    if isinstance(model, str | os.PathLike):
+    if not is_loaded(model):
         return os.fspath(model)
     sums = {name: tensor.double().sum().item() for name, tensor in model.state_dict().items()}
     return f"{model_name(model)} (loaded, {hashlib.sha256(repr(sums).encode()).hexdigest()[:8]})"

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import threading
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +40,7 @@ from .files import EXPORT_FILE, TOKENIZER_FILES, WEIGHT_FILES, check_folder, exp
 from .languages import set_languages
 from .models.configuration_lightformer import FactorizedConfig
 from .models.layers import SinusoidalPositions
-from .processors import check_device
+from .processors import check_device, usual_settings
 
 # Errors of transformers, besides ValueError, for files with unexpected content.
 DAMAGED = (
@@ -53,6 +54,7 @@ WRAPPERS = {
     "base_model.model.": ("peft", "model.merge_and_unload()"),
 }
 QUANTIZED = (".SCB", ".absmax", ".quant_map", ".qweight", ".weight_format")  # suffixes of quantized weights
+LOADING = threading.RLock()  # transformers changes functions of PyTorch while it loads, for all threads
 POSITIONS, DEPTHS = 1 << 15, 1 << 8  # believed where no tensor is as long, or where layers are shared
 
 
@@ -460,7 +462,7 @@ def load_pretrained(auto: Any, name: str | os.PathLike, **options: Any) -> Any:
     if auto is AutoTokenizer and Path(name).is_dir() and not has_tokenizer(Path(name)):
         raise no_tokenizer(name)  # transformers would make one of nothing
     try:
-        with _no_strange_code(name):
+        with _no_strange_code(name), hide_bars(), LOADING, usual_settings():
             loaded = auto.from_pretrained(name, trust_remote_code=False, **options)
             if isinstance(loaded, PreTrainedConfig):
                 check_config(loaded, name)

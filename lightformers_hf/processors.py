@@ -52,6 +52,22 @@ def check_device(name: str | torch.device) -> torch.device:
 
 
 @contextmanager
+def usual_settings() -> Iterator[None]:
+    """Record gradients and make tensors in float32 on the CPU within a block, whatever settings the caller has."""
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    torch.set_default_dtype(torch.float32)
+    if device.type != "cpu":  # setting the CPU makes PyTorch slower
+        torch.set_default_device(None)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if device.type != "cpu":
+            torch.set_default_device(device)
+
+
+@contextmanager
 def use_threads(count: int) -> Iterator[None]:
     """Set the number of PyTorch's threads for a block, and restore it afterwards."""
     before = torch.get_num_threads()

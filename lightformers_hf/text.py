@@ -271,6 +271,16 @@ def is_file_name(data: str) -> bool:
     return os.path.exists(data) or known or not HUB_NAME.fullmatch(data)
 
 
+def data_name(data: str | os.PathLike | None) -> str | None:
+    """Return the file or Hub name of data. Raises `ValueError` for loaded rows, which would be taken for a name."""
+    if data is None or isinstance(data, str | os.PathLike):
+        return None if data is None else os.fspath(data)
+    raise ValueError(
+        f"the data is a {type(data).__name__}: expected a file, or the name of a data set on the Hub. Write loaded "
+        "rows to a file: Dataset.from_list(rows).to_json('rows.jsonl')"
+    )
+
+
 def check_data(data: str) -> None:
     """Raise `FileNotFoundError` or `ValueError` where `data` speaks of a file, and none is there."""
     if is_file_name(data):

@@ -4,11 +4,13 @@ import inspect
 import json
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from test_hub import hub  # noqa: F401, a fixture
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -109,7 +111,9 @@ def test_a_loaded_model_becomes_a_compressed_one(loaded, tiny_marian, tmp_path):
 def test_what_is_wrong_with_loaded_models_is_said(loaded, tiny_marian, tmp_path):
     model, tokenizer = loaded
     for message, call in {
-        "give tokenizer": lambda: lf.plan(model, **FAST),
+        "tokenizer is missing: give tokenizer": lambda: lf.plan(model, **FAST),
+        "tokenizer is a PosixPath: give": lambda: lf.plan(model, tokenizer=tiny_marian, **FAST),
+        "model is a list": lambda: lf.recover([model], tmp_path / "new", tokenizer=tokenizer, teacher=tiny_marian),
         "remove tokenizer": lambda: lf.plan(tiny_marian, tokenizer=tokenizer, **FAST),
         "expected a folder, a name on the Hub or a PreTrainedModel": lambda: lf.plan(
             torch.nn.Linear(1, 1), tokenizer=tokenizer
@@ -119,6 +123,62 @@ def test_what_is_wrong_with_loaded_models_is_said(loaded, tiny_marian, tmp_path)
     }.items():
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_text_may_be_a_path_and_no_bar_is_shown(workplace, loaded, capfd):
+    """Loaded rows are refused, because their text would be a name on the Hub."""
+    model, tokenizer = loaded
+    train = Path("train.jsonl")
+    capfd.readouterr()
+    report = lf.convert(
+        model, "light", tokenizer=tokenizer, ratio=2, calibration=train, calibration_samples=10, progress=False
+    )
+    assert report.calibration == "train.jsonl"
+    evaluation = lf.evaluate(Path("light"), data=Path("test.jsonl"), speed=False, progress=False)
+    assert evaluation.to_dict()["data"] == "test.jsonl"
+    assert "Writing" not in (shown := capfd.readouterr().err)
+    assert "Loading" not in shown
+    rows = Dataset.from_list([{"de": "Hallo", "en": "Hello"}])
+    for call in (
+        lambda: lf.plan("light", calibration=rows),
+        lambda: lf.plan("light", vocabulary=[rows]),
+        lambda: lf.recover("light", "new", teacher="bart", data=rows),
+        lambda: lf.recover("light", "new", teacher="bart", validation=[{"de": "Hallo", "en": "Hello"}]),
+        lambda: lf.evaluate("light", data=rows),
+        lambda: lf.export("light", "new", to="ctranslate2", shortlist=rows),
+        lambda: lf.compress("bart", "new", data=rows),
+        lambda: lf.compress("bart", "new", calibration=rows),
+    ):
+        with pytest.raises(
+            ValueError, match=r"the data is a (Dataset|list): expected a file, or the name of a data set"
+        ):
+            call()
+
+
+def test_settings_of_the_caller_change_nothing(workplace, loaded):
+    model, tokenizer = loaded
+    options = {"ratio": 2, "calibration": "train.jsonl", "calibration_samples": 10, "progress": False}
+    expected = lf.convert(model, tokenizer=tokenizer, **options)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        with torch.inference_mode():
+            found = lf.convert(model, tokenizer=tokenizer, **options)
+        settings = torch.get_default_dtype(), torch.get_default_device().type
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert settings == (torch.float64, "meta")
+    for name, tensor in found.state_dict().items():
+        torch.testing.assert_close(tensor, expected.state_dict()[name], rtol=0, atol=0)
+    found(**tokenizer(["Ein Hund."], text_target=["A dog."], return_tensors="pt")).loss.backward()
+
+
+def test_threads_load_one_after_another(tiny_marian):
+    """Transformers leaves tensors without values where several load at once."""
+    with ThreadPoolExecutor(4) as pool:
+        outputs = list(pool.map(lambda _: lf.translate(["Ein Hund."], tiny_marian), range(8)))
+    assert outputs == [lf.translate(["Ein Hund."], tiny_marian)] * 8
 
 
 def test_old_names_work_and_warn(tiny_marian, workplace):

@@ -5,6 +5,7 @@ Importing this file imports neither torch nor transformers: the command line rea
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -12,6 +13,7 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 from ..languages import split_language
+from ..text import data_name
 from .rules import KINDS, RULES, Energy, FixedRank, RankPolicy, RankRule, RankShare, Ratio
 
 Method = Literal["auto", "low-rank", "narrow", "paper"]
@@ -110,6 +112,7 @@ class CompressionOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "languages", _as_tuple(self.languages, ","))
         object.__setattr__(self, "vocabulary", _as_tuple(self.vocabulary, None))
+        object.__setattr__(self, "calibration", data_name(self.calibration))
         if isinstance(self.rank, str) and self.rank.strip().isdecimal():  # as the command line has it
             object.__setattr__(self, "rank", int(self.rank))
         if not self.vocabulary and (given := self._given("languages", "vocabulary_size")):
@@ -117,6 +120,8 @@ class CompressionOptions:
         if self.vocabulary_size is not None and self.vocabulary_size < 1:
             raise ValueError(f"vocabulary_size is {self.vocabulary_size}, expected 1 or more")
         _check_choice("method", self.method, METHODS)
+        if not isinstance(self.pattern or {}, Mapping):
+            raise ValueError(f"pattern is {self.pattern!r}, expected a dictionary: {{'ffn': '4x', 'fc1': 'dense'}}")
         if self.calibration_samples is not None and self.calibration_samples < 1:
             raise ValueError(f"calibration_samples is {self.calibration_samples}, expected 1 or more")
         if len(given := self._given(*HOW_FAR)) > 1:
@@ -316,8 +321,10 @@ def _check_choice(name: str, value: object, allowed: tuple[str | None, ...]) -> 
         raise ValueError(f"{name} is {value!r}, expected one of {', '.join(filter(None, allowed))}")
 
 
-def _as_tuple(value: str | Sequence[str] | None, separator: str | None) -> tuple[str, ...] | None:
+def _as_tuple(value: str | os.PathLike | Sequence[str] | None, separator: str | None) -> tuple[str, ...] | None:
     """A list of words, or words in one text; `None` for none at all."""
-    given = [value] if isinstance(value, str) else list(value or ())
-    words = [part.strip() for text in given for part in (text.split(separator) if separator else [text])]
+    given = [value] if isinstance(value, str | os.PathLike) else list(value or ())
+    words = [
+        part.strip() for text in map(data_name, given) for part in (text.split(separator) if separator else [text])
+    ]
     return tuple(filter(None, words)) or None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ from ..loading import (
     weight_bytes,
 )
 from ..results import Result
-from ..text import fingerprint, load_parallel
+from ..text import data_name, fingerprint, load_parallel
 from .quality import (
     Difference,
     check_metrics,
@@ -138,7 +139,7 @@ def evaluate(
     model: AnyModel,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    data: str | Path,
+    data: str | os.PathLike,
     teacher: AnyModel | None = None,
     source_lang: str | None = None,
     target_lang: str | None = None,
@@ -181,7 +182,7 @@ def evaluate(
     """
     names, generation = {"model": model_name(model)}, {"num_beams": num_beams, "max_new_tokens": max_new_tokens}
     names |= {"teacher": model_name(teacher)} if teacher else {}
-    metrics = check_metrics(metrics)
+    data, metrics = data_name(data), check_metrics(metrics)
     with on_disk(tokenizer, model, teacher) as (light, dense):
         places = dict(zip(names, (light, dense), strict=False))
         exported = read_json(Path(light, EXPORT_FILE))
@@ -194,10 +195,10 @@ def evaluate(
         generation = {name: value for name, value in generation.items() if value is not None}
         generation = {"num_beams": own.num_beams or 1} | generation
         source, target = choose_columns(names["model"], *loaded["model"], source_lang, target_lang)
-        pairs = load_parallel(str(data), source=source, target=target, split=split, max_samples=max_samples)
+        pairs = load_parallel(data, source=source, target=target, split=split, max_samples=max_samples)
         sources, references = list(pairs["source"]), list(pairs["target"])
         metrics = choose_metrics(metrics, sources, references)
-        warn_of_overlap(light, str(data), sources)
+        warn_of_overlap(light, data, sources)
         translated: dict[str, Any] = {"batch_size": batch_size, "progress": progress} | generation
         outputs = {role: translate(sources, *loaded[role], split=False, **translated) for role in names}
         language = language_code(target, loaded["model"][1])
@@ -222,7 +223,7 @@ def evaluate(
     columns = split_language(source)[0], split_language(target)[0]
     variants = signatures(metrics, references, language=language)
     both = measured["model"], measured.get("teacher")
-    return Evaluation(*both, ratio, str(data), *columns, len(sources), generation, variants, differences)
+    return Evaluation(*both, ratio, data, *columns, len(sources), generation, variants, differences)
 
 
 def load_exported(
@@ -281,8 +282,8 @@ def warn_of_overlap(model: str, data: str, sources: list[str]) -> None:
     known = set(read_json(resolve_source(model) / REPORT_FILE).get("calibrated_on", ()))
     if seen := [sentence for sentence in sources if fingerprint(sentence) in known]:
         logger.warning(
-            f"{len(seen)} of the {len(sources)} sentences of {data} were among those that {model} was calibrated on, "
-            f"so its scores are too high; for example: {seen[0]}"
+            f"{len(seen)} of the {len(sources)} sentences of {data} were among those that {printable_name(model)} was "
+            f"calibrated on, so its scores are too high; for example: {seen[0]}"
         )
 
 

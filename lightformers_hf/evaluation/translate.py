@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..export.engine import Engine, load_engine, translate_texts
 from ..languages import choose_prefix, set_language_codes, split_prefix
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from io import BufferedReader
 
     from tqdm.auto import tqdm
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 READ_BYTES = 1 << 16  # read at once by translate_stream: some five hundred sentences, enough to sort by length
 
@@ -53,7 +54,7 @@ def load_translator(
 
 
 def translate(
-    texts: list[str],
+    texts: Iterable[str],
     model: PreTrainedModel | Engine | str | os.PathLike,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
@@ -89,17 +90,23 @@ def translate(
             checkpoint.
 
     Raises:
-        ValueError: a model object without its tokenizer, a batch size below 1, or as of `check`.
+        ValueError: a model object without its tokenizer, texts that are no strings, a batch size below 1, arguments
+            that make several outputs of a text, or as of `check`.
 
     Example:
         >>> translate(["Zwei Hunde spielen im Schnee."], "deployed", num_beams=4)
     """
     if not hasattr(model, "generate"):
+        if not isinstance(model, str | os.PathLike):
+            raise ValueError(
+                f"model is a {type(model).__name__}: expected a sequence-to-sequence model, an engine, or the folder "
+                "or Hub name of either"
+            )
         model, default_tokenizer, default_prefix = load_translator(
             model, device=device, source=source_lang, target=target_lang
         )
         tokenizer, prefix = tokenizer or default_tokenizer, prefix or default_prefix
-    if tokenizer is None:
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError("translate() got a model object without its tokenizer: pass both, or the checkpoint's name.")
     options: dict[str, Any] = {"batch_size": batch_size, "prefix": prefix, "split": split, "check": check}
     return translate_texts(texts, model, tokenizer, progress=progress, **options, **generation)

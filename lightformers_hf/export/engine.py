@@ -6,9 +6,10 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -294,7 +295,7 @@ def _halve(piece: str) -> list[str]:
 
 
 def translate_texts(
-    texts: Sequence[str],
+    texts: Iterable[str],
     model: PreTrainedModel | Engine,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -308,13 +309,22 @@ def translate_texts(
     """As `lightformers_hf.translate`, with a model and its tokenizer."""
     if isinstance(texts, str):
         raise ValueError("the texts are one string, whose letters would be translated: give a list, such as [text]")
+    texts = list(texts)
+    if others := [type(text).__name__ for text in texts if not isinstance(text, str)]:
+        raise ValueError(f"the texts contain a {others[0]}: expected strings, such as one column of a data set")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: expected 1 or more.")
-    if isinstance(model, torch.nn.Module):  # engines check their inputs themselves
-        check_generation(model, generation)
     limit, split = longest_input(model, tokenizer), is_translator(tokenizer, prefix) if split is None else split
     found = split_texts(texts, tokenizer, limit, prefix=prefix, split=split)
     jobs = [(number, place, ids) for number, text in enumerate(found) for place, ids in text.ids.items()]
+    if isinstance(model, torch.nn.Module):  # engines check their inputs themselves
+        check_generation(model, generation)
+        largest = max((max(ids) for _, _, ids in jobs if ids), default=0)
+        if largest >= (rows := getattr(model.config, "vocab_size", largest + 1)):
+            raise ValueError(
+                f"the tokenizer gives a token the number {largest}, but the model has {rows} tokens: give the model's "
+                "own tokenizer, or a row for every token (resize_token_embeddings)"
+            )
     if check:
         check_known((ids for _, _, ids in jobs), tokenizer)
     if cut := sum(text.cut for text in found):
@@ -342,14 +352,20 @@ def translate_texts(
 
 
 def check_generation(model: PreTrainedModel, generation: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if the arguments exceed the positions, tokens or memory of a network."""
+    """Raise `ValueError` if arguments exceed a network's positions or tokens, or make several outputs of a text."""
     own = model.generation_config
+    for name, least in {"num_return_sequences": 1, "return_dict_in_generate": False}.items():
+        if (generation.get(name) or least) != least:
+            raise ValueError(f"{name} is {generation[name]}, but a text has one output: call generate() of the model")
     length = generation.get("max_new_tokens") or own.max_new_tokens or own.max_length or 0
     is_own = generation.get("max_new_tokens") is None  # a limit that may never be reached
     most = LONGEST if is_own else position_limit(model.config) or LONGEST
     if isinstance(length, int) and length > most:
         where = ", or write fewer into its generation_config.json" if is_own else ""
         raise ValueError(f"max_new_tokens is {length}; the model writes at most {most} tokens: give fewer{where}")
+    asked = generation.get("num_beams")
+    if asked is not None and (not isinstance(asked, Integral) or asked < 1):
+        raise ValueError(f"num_beams is {asked!r}: expected a whole number, 1 or more")
     beams, tokens = generation.get("num_beams") or own.num_beams or 1, model.get_output_embeddings().out_features
     if isinstance(beams, int) and beams > tokens:
         raise ValueError(f"num_beams is {beams}, more than the {tokens} tokens there are: give fewer")

@@ -21,6 +21,7 @@ from ..in_memory import AnyModel, model_name, on_disk
 from ..languages import find_prefixes, named_columns
 from ..loading import position_limit, printable_name, resolve_source, unique_parameters
 from ..results import Result
+from ..text import data_name
 from .engine import TransformersModel
 from .engines import EngineFile, load_engine_file
 from .layers import Source, read_source
@@ -129,7 +130,7 @@ def export(
     tokenizer: PreTrainedTokenizerBase | None = None,
     to: str,
     quantization: str | None = None,
-    shortlist: str | None = None,
+    shortlist: str | os.PathLike | None = None,
     source_lang: str | None = None,
     target_lang: str | None = None,
     overwrite: bool = False,
@@ -162,6 +163,7 @@ def export(
     Example:
         >>> export("recovered", "deployed", to="ctranslate2", quantization="int8")
     """
+    shortlist = data_name(shortlist)
     engine = check_engine(to, quantization, shortlist)
     with ExitStack() as stack:
         (place,) = stack.enter_context(on_disk(tokenizer, model))

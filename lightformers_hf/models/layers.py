@@ -63,7 +63,7 @@ def find_position_ids(
         return (torch.arange(length, device=device) + past_length).unsqueeze(0)
     if attention_mask.dim() == 2:
         return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
-    seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+    seen = attention_mask == 0 if attention_mask.is_floating_point() else attention_mask.bool()
     return (seen[:, 0].sum(-1) - 1).clamp(min=0)
 
 
@@ -178,21 +178,28 @@ class RelativePositions(nn.Embedding):
     def forward(self, distances: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Return what is added to scores: the biases, and for hidden keys a large negative number.
 
-        Shapes: distances (T, S) → (B or 1, H, T, S). `mask` (B, 1, T, S) is boolean, true if a key is seen, or a
-        summand. Without a mask a decoder hides the keys after the query.
+        Shapes: distances (T, S) → (B or 1, H, T, S). `mask` as of `add_mask`. Without a mask a decoder hides the keys
+        after the query.
         """
         biases = super().forward(self.find_buckets(distances)).permute(2, 0, 1).unsqueeze(0)
-        # Infinity would give NaN in a row of padding, which sees nothing. In fp16 half of it leaves space for scores.
-        lowest = torch.finfo(biases.dtype).min / (2 if biases.dtype == torch.float16 else 1)
-        if mask is None:
-            return biases.masked_fill(distances > 0, lowest) if self.is_causal else biases
-        return torch.where(mask, biases, lowest) if mask.dtype == torch.bool else biases + mask
+        if mask is None and self.is_causal:
+            mask = distances <= 0
+        return add_mask(biases, mask)
 
 
 # Attention -----------------------------------------------------------------------------------------------------------
+def add_mask(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return scores (…, T, S) with a mask (B, 1, T, S): a summand, or true (or 1) if a key is seen."""
+    if mask is None or mask.is_floating_point():
+        return scores if mask is None else scores + mask
+    # Infinity would give NaN in a row of padding, which sees nothing. In fp16 half of it leaves space for scores.
+    lowest = torch.finfo(scores.dtype).min / (2 if scores.dtype == torch.float16 else 1)
+    return torch.where(mask.bool(), scores, lowest)
+
+
 def attention_weights(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """softmax(scores + mask), computed in fp32 or better, because the sum of exponentials overflows in fp16."""
-    masked = scores if mask is None else scores + mask
+    masked = add_mask(scores, mask)
     precision = torch.promote_types(masked.dtype, torch.float32)
     return nn.functional.softmax(masked, dim=-1, dtype=precision).to(scores.dtype)
 

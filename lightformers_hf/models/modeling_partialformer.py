@@ -24,6 +24,7 @@ from .layers import (
     TransformerLayer,
     add_feed_forward,
     add_layer_norms,
+    add_mask,
     apply_dropout,
     attention_weights,
     cached_states,
@@ -165,7 +166,7 @@ class PartialAttention(Attention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(B, T, d) → (B, T, d) and the weights (B, H, T, S).
 
-        `attention_mask` (B, 1 or H, T, S) is added to the logits, also to A^G (Eq. 6).
+        `attention_mask` (B, 1 or H, T, S) is one of `add_mask`, or the sum of A^G and the mask (Eq. 6).
         """
         if self.is_cross_attention:
             query, gate = self.query_proj(hidden_states).split(self.parts, dim=-1)
@@ -245,7 +246,7 @@ class GlobalAttention(nn.Module):
         logits = torch.matmul(query, key.transpose(2, 3))
         if self.distances is not None:
             logits = logits + self._relative(query, positions, key.shape[2])
-        return logits if attention_mask is None else logits + attention_mask
+        return add_mask(logits, attention_mask)
 
     def _relative(self, query: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
         """q_i·r_(j−i): queries (B, H, T, d_k) at positions i (T) → (B, H, T, S), for the positions j < S."""

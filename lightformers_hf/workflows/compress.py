@@ -28,9 +28,9 @@ from ..files import RECORD_FILE, atomic_output, find_foreign, read_json, refuse_
 from ..hub import Push, check_push, push_folder
 from ..in_memory import AnyModel, identify, model_name, on_disk
 from ..languages import split_language, split_prefix
-from ..loading import hide_bars, resolve_source
+from ..loading import resolve_source
 from ..results import Result
-from ..text import load_parallel, load_text
+from ..text import data_name, load_parallel, load_text
 from .convert import convert
 from .recover import Recovery, check_minutes, check_reports, claim, find_added, recover
 
@@ -92,9 +92,9 @@ def compress(
     output: str | Path,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    data: str | None = None,
-    validation: str | None = None,
-    test: str | None = None,
+    data: str | os.PathLike | None = None,
+    validation: str | os.PathLike | None = None,
+    test: str | os.PathLike | None = None,
     minutes: float = 30,
     ratio: float | None = None,
     rank: str | int | None = None,
@@ -116,7 +116,7 @@ def compress(
     target_lang: str | None = None,
     to: str = "ctranslate2",
     quantization: str | None = "int8",
-    shortlist: str | None = None,
+    shortlist: str | os.PathLike | None = None,
     translations: bool | None = None,
     metrics: Iterable[str] = (),
     report_to: tuple[str, ...] = (),
@@ -150,7 +150,8 @@ def compress(
     Example:
         >>> print(compress("opus-mt-de-en", "small", data="train.jsonl", ratio=4, minutes=30))
     """
-    arguments = locals()
+    data, validation, test, shortlist = map(data_name, (data, validation, test, shortlist))
+    arguments = locals() | {"calibration": data_name(calibration)}
     options, note = choose_method(arguments, to)
     text = options.get("calibration")
     if data and text and os.path.realpath(text) == os.path.realpath(data):
@@ -163,7 +164,8 @@ def compress(
         check_push(push_to_hub)
     output, given = Path(os.path.expanduser(output)), Texts(data, validation, test or "")
     asked = {name: value for name, value in arguments.items() if name not in NOT_ASKED} | options
-    asked = json.loads(json.dumps(asked | {"model": identify(model), "metrics": metrics or None}))  # as it is read
+    asked |= {"model": identify(model), "metrics": metrics or None}
+    asked = json.loads(json.dumps(asked, default=os.fspath))  # as it is read
     is_only_planned = {path.name for path in output.glob("*")} - {"data"} == {PLAN_FILE}  # by an earlier call
     overwrite = overwrite or is_only_planned
     with on_disk(tokenizer, model) as (teacher,):
@@ -180,8 +182,7 @@ def compress(
         files = split_texts(texts, output / "data", columns, given)
         training = {name: arguments[name] for name in TRAINING} | {"metrics": metrics}
         work = Work(teacher, output, files, columns, to, quantization, shortlist, options, note, training, progress)
-        with hide_bars():
-            work.do()
+        work.do()
     pushed = None
     if push_to_hub:
         pushed = push_folder(output / "recovered", push_to_hub, private=private, results=[output / "results.json"])

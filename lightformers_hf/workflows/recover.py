@@ -58,7 +58,7 @@ from ..files import (
 )
 from ..in_memory import AnyModel, identify, on_disk
 from ..languages import language_code, named_columns, set_languages
-from ..loading import check_vocabulary, hide_bars, load_pretrained, resolve_source, unique_parameters
+from ..loading import check_vocabulary, load_pretrained, resolve_source, unique_parameters
 from ..processors import has_fast_bf16
 from ..recovery import (
     RecoveryTrainer,
@@ -83,7 +83,7 @@ from ..recovery.runs import (
     training_arguments,
 )
 from ..results import Result
-from ..text import cut_texts, load_parallel, load_text, tokenize_pairs
+from ..text import cut_texts, data_name, load_parallel, load_text, tokenize_pairs
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -110,8 +110,8 @@ def recover(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     teacher: AnyModel,
-    data: str | None = None,
-    validation: str | None = None,
+    data: str | os.PathLike | None = None,
+    validation: str | os.PathLike | None = None,
     minutes: float = 30,
     source_lang: str | None = None,
     target_lang: str | None = None,
@@ -159,6 +159,7 @@ def recover(
         >>> recover("light", "recovered", teacher="opus-mt-de-en", data="train.jsonl", minutes=30)
     """
     start, metrics = time.monotonic(), check_metrics(metrics)
+    data, validation = data_name(data), data_name(validation)
     check_minutes(minutes)
     check_reports(report_to)
     trains_on_cpu(device)
@@ -172,7 +173,7 @@ def recover(
         inputs = [light, dense, data, validation]
         record = claim(output, asked, overwrite=overwrite, inputs=inputs)
         set_seed(seed)
-        with parents(output), lock(output), hide_bars(), hush_trainer():
+        with parents(output), lock(output), hush_trainer():
             if (output / RECORD_FILE).exists():  # read again, now without other writers
                 record = claim(output, asked, overwrite=overwrite, inputs=inputs)
             run = Run(light, output, dense, data, validation, sides, metrics, report_to, seed, progress, device)

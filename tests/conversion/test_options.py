@@ -48,6 +48,11 @@ def test_a_choice_that_is_none_is_named(choice, message):
         CompressionOptions(pattern={"ffn": choice})
 
 
+def test_a_pattern_is_a_dictionary():
+    with pytest.raises(ValueError, match=r"pattern is \['ffn=4x'\], expected a dictionary: {'ffn': '4x'"):
+        CompressionOptions(pattern=["ffn=4x"])
+
+
 @pytest.mark.parametrize(
     ("options", "default"),
     [

@@ -1,9 +1,11 @@
 """`translate`: order, batches, empty lines, cuts, and the stream of lines."""
 
+import copy
 import io
 
 import pytest
 import torch
+from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -66,6 +68,22 @@ def test_a_text_has_one_output_whatever_the_checkpoint_asks_for(tiny_marian, loa
 def test_one_string_is_refused(loaded):
     with pytest.raises(ValueError, match=r"give a list, such as \[text\]"):
         translate("Zwei Hunde.", *loaded)
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "message"),
+    [
+        ([None], {}, "contain a NoneType: expected strings"),
+        (Dataset.from_dict({"de": ["Hallo"]}), {}, "contain a dict: expected strings, such as one column"),
+        (["Hallo"], {"num_return_sequences": 2}, "num_return_sequences is 2, but a text has one output"),
+        (["Hallo"], {"num_beams": 0}, "num_beams is 0: expected a whole number, 1 or more"),
+        (["Hallo"], {"num_beams": "2"}, "num_beams is '2': expected a whole number"),
+        (["Hallo"], {"return_dict_in_generate": True}, "return_dict_in_generate is True, but"),
+    ],
+)
+def test_what_gives_no_list_of_translations_is_refused(loaded, texts, options, message):
+    with pytest.raises(ValueError, match=message):
+        translate(texts, *loaded, **options)
 
 
 def test_a_name_stands_for_its_checkpoint(tiny_marian, loaded, german):
@@ -203,8 +221,15 @@ def test_bytes_that_are_not_text_name_their_line(loaded):
 
 
 def test_a_model_needs_its_tokenizer(loaded):
-    with pytest.raises(ValueError, match="without its tokenizer"):
-        translate(["Hallo"], loaded[0])
+    for tokenizer in (None, "opus-mt-de-en"):
+        with pytest.raises(ValueError, match="without its tokenizer"):
+            translate(["Hallo"], loaded[0], tokenizer)
+    larger = copy.deepcopy(loaded[1])
+    larger.add_tokens(["<x>"])
+    with pytest.raises(ValueError, match="the number 120, but the model has 120 tokens: give the model's own"):
+        translate(["Hallo <x>"], loaded[0], larger)
+    with pytest.raises(ValueError, match=r"model is a list: expected .* or the folder"):
+        translate(loaded[0], ["Hallo"])
 
 
 def test_a_model_that_names_no_number_of_positions(tiny_marian, german, tmp_path, caplog):

@@ -178,6 +178,21 @@ def test_sentences_packed_in_one_row(head, variant, attention):
     torch.testing.assert_close(*losses)
 
 
+@every_attention(GENERATING, SPECIAL)
+@torch.no_grad()
+def test_a_mask_of_pairs_of_tokens(head, variant, attention):
+    """A causal one hides nothing more, whether it is of truth values, or of summands; eager also takes 0 and 1."""
+    model = make_model(head, variant, attn_implementation=attention)
+    ids = torch.tensor([sentences((9,))[0]] * 2)
+    seen = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
+    summands = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
+    key = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+    expected = model(**inputs).logits
+    for mask in (seen, summands, seen.long())[: 3 if attention == "eager" else 2]:
+        torch.testing.assert_close(model(**inputs, **{key: mask}).logits, expected)
+
+
 @pytest.mark.parametrize("variant", PLAIN)
 def test_an_input_that_is_too_long(variant):
     model = make_model("ConditionalGeneration", variant)
