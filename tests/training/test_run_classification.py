@@ -153,9 +153,9 @@ def test_a_killed_cross_validation_goes_on(base, tmp_path, monkeypatch):
             raise KilledError
         return step(trainer, *args, **kwargs)
 
-    step = script.Trainer.training_step
+    step = script.FiniteTrainer.training_step
     with monkeypatch.context() as patch:
-        patch.setattr(script.Trainer, "training_step", killed)
+        patch.setattr(script.FiniteTrainer, "training_step", killed)
         with pytest.raises(KilledError):
             script.main(command(options))
     with pytest.raises(FileExistsError, match=r"fold-0 is not empty.*resume-from-checkpoint"):
