@@ -45,11 +45,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 from arguments import ScriptParser, dash_option, note, seed_number
 from common import run_script, test_names
-from comparing import compare_outputs, run_all, save_pictures, score_key, show
+from comparing import compare_outputs, run_all, save_pictures, score_key, show, spread
 from rich.markup import escape
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
@@ -253,7 +253,7 @@ def tabulate(rows: list[dict], args: argparse.Namespace, differences: dict[str, 
         cells = ([""] * len(cells) if test != tests[0] else cells) + ([escape(test)] if len(tests) > 1 else [])
         for score in SCORES[args.task]:
             values = [run[score_key(test, score)] for run in runs]
-            cells.append(f"{fmean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else ""))
+            cells.append(spread(values))
         table.add_row(*cells, *([str(differences[name][tests.index(test)])] if name in differences else []))
     return table
 

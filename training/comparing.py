@@ -6,9 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import TypeVar
 
 from rich.console import Console
@@ -41,6 +42,11 @@ def compare_outputs(folder: Path, other: Path, name: str, references: list[str])
 def score_key(test: str, score: str) -> str:
     """Name of a score in a row of a comparison; with the test's name if there are several tests."""
     return score if test == "test" else f"{test}_{score}"
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    """Return the mean of the figures of several runs, and their standard deviation: `35.1 ± 0.2`."""
+    return f"{fmean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
 Key = TypeVar("Key")

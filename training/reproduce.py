@@ -32,10 +32,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 import jinja2
 from common import run_script
+from comparing import save_pictures, spread
 from rich.console import Console
 from rich.table import Table
 
@@ -390,7 +391,7 @@ EXPERIMENTS = {
     "engines": Experiment(engines, ("multi30k", "multi30k-de-en"), 20),
     "architectures": Experiment(architectures, (), 8),
     "conversion": Experiment(conversion, (), 15),
-    "studies": Experiment(studies, ("multi30k", "multi30k-de-en"), 300, (42, 0, 1)),
+    "studies": Experiment(studies, ("multi30k", "multi30k-de-en"), 180, (42, 0, 1)),
     "demo": Experiment(demo, (), 10),
 }
 
@@ -507,8 +508,6 @@ def render_pages() -> dict[Path, str]:
 
 def draw_picture() -> None:
     """Draw BLEU against parameters, as converted and after training, for light and dark pages."""
-    from comparing import save_pictures
-
     converted, score = read_record("converted")["rows"], "test_2016_flickr_bleu"
     sizes = {row["ratio"]: row["parameters_after"] / 1e6 for row in converted if row["model"] == "pairs"}
     trained = [row | {"model": "trained"} for row in read_record("recovered")["rows"] if row["seed"] == 0]
@@ -536,12 +535,6 @@ def find(rows: list[dict], **fields: object) -> dict:
 def signed(value: float, digits: int = 1) -> str:
     """Return a difference with its sign: `−0.4`, `+1.2`."""
     return f"{value:+.{digits}f}".replace("-", "−")
-
-
-def spread(rows: list[dict], key: str, digits: int = 1) -> str:
-    """Return the mean of a figure over the runs of a model, and its standard deviation: `35.1 ± 0.2`."""
-    values = [row[key] for row in rows]
-    return f"{fmean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from ..languages import split_language
 from ..text import data_name
 from .rules import KINDS, RULES, Energy, FixedRank, RankPolicy, RankRule, RankShare, Ratio
 
+DEFAULT_RATIO = 2.0  # where nothing else sets how far to compress
 Method = Literal["auto", "low-rank", "narrow", "paper"]
 METHODS = get_args(Method)
 
@@ -189,7 +190,7 @@ class CompressionOptions:
         rules_given = [] if self.ratio == 1 and others else self._given(*rules)  # a ratio of 1 leaves matrices alone
         default = next((rules[name](getattr(self, name)) for name in rules_given), None)
         if default is None and (self._given(*OTHER_BUDGETS) or not (self.pattern or others)):
-            default = Ratio(2.0)
+            default = Ratio(DEFAULT_RATIO)
         names = {name: read_choice(name, choice) for name, choice in (self.pattern or {}).items()}
         return RankPolicy(default, {kind: names.pop(kind) for kind in KINDS if kind in names}, names)
 

@@ -22,7 +22,7 @@ from transformers.utils import cached_file
 from ..files import CARD_FILE, REPORT_FILE, as_kind, read_json, write_json
 from ..loading import printable_name, tensor_bytes
 from ..results import Result
-from .options import GROUPS, HOW_FAR, LAYERS
+from .options import DEFAULT_RATIO, GROUPS, HOW_FAR, LAYERS
 from .rules import rank_with_sharing, worth_factorizing
 
 if TYPE_CHECKING:
@@ -426,7 +426,7 @@ def remarks(report: CompressionReport) -> Iterator[str]:
         kept, before = sizes["parameters"]
         yield f"The vocabulary keeps {sides}, which alone spares {before - kept:,} parameters."
     if not report.options.keys() & {*HOW_FAR, *LAYERS, *GROUPS, "pattern", "vocabulary"}:
-        yield "The ratio is 2, which is the default: --ratio sets another."
+        yield f"The ratio is {DEFAULT_RATIO:g}, which is the default: --ratio sets another."
     yield f"Of {len(report.matrices)} matrices: {report.outcome}."
     if len(report.smaller) < len(report.matrices):
         yield "A matrix stays dense if no smaller form was requested, or if its factors would hold as many parameters."

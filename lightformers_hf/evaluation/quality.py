@@ -106,13 +106,7 @@ def _multi_bleu(references: Texts, language: str | None, *, compounds: bool = Fa
     from sacrebleu.metrics import BLEU
     from sacremoses import MosesTokenizer
 
-    if is_unspaced(references):
-        raise ValueError(
-            f"multi-bleu counts words between spaces, and the references have none, for example "
-            f"{references[0][:40]!r}, so the score would mean nothing. Use bleu, which splits this script into "
-            "characters, or chrf."
-        )
-
+    check_spaced(references)
     language = language or "en"
     moses = MosesTokenizer(lang=language)  # which uses the rules of English for unknown languages
 
@@ -253,10 +247,19 @@ def choose_metrics(
     if not chosen:
         kind = default or kind_of(sources, references)
         chosen = [name for name, metric in METRICS.items() if kind in metric.default_for]
-    for name in chosen:
-        if name.startswith("multi-bleu"):
-            METRICS[name].counter(references, None)  # raises the error
+    if any(name.startswith("multi-bleu") for name in chosen):
+        check_spaced(references)
     return chosen
+
+
+def check_spaced(references: Texts) -> None:
+    """Raise `ValueError` where multi-bleu would be computed for references without spaces."""
+    if is_unspaced(references):
+        raise ValueError(
+            f"multi-bleu counts words between spaces, and the references have none, for example "
+            f"{references[0][:40]!r}, so the score would mean nothing. Use bleu, which splits this script into "
+            "characters, or chrf."
+        )
 
 
 def selection_metric(metrics: Sequence[str], asked: Iterable[str]) -> str:

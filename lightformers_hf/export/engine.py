@@ -354,8 +354,8 @@ def translate_texts(
 def check_generation(model: PreTrainedModel, generation: Mapping[str, Any]) -> None:
     """Raise `ValueError` if arguments exceed a network's positions or tokens, or make several outputs of a text."""
     own = model.generation_config
-    for name, least in {"num_return_sequences": 1, "return_dict_in_generate": False}.items():
-        if (generation.get(name) or least) != least:
+    for name, one in ONE_OUTPUT.items():
+        if (generation.get(name) or one) != one:
             raise ValueError(f"{name} is {generation[name]}, but a text has one output: call generate() of the model")
     length = generation.get("max_new_tokens") or own.max_new_tokens or own.max_length or 0
     is_own = generation.get("max_new_tokens") is None  # a limit that may never be reached

@@ -48,7 +48,7 @@ SHORTLISTED = "+shortlist"  # behind the name of a form
 class Deployed:
     """A model in one form: bytes on disk, and {metric: 0 to 100} where its quality was measured.
 
-    `differences`: how much higher its scores are than those of the first one, with bootstrap intervals.
+    `differences`: how much higher its scores are than those of the first one, with bootstrap intervals; of all others.
     """
 
     model: str
@@ -220,7 +220,8 @@ def compare_engines(
             comparison.timings += _measure_speed(deployed, inputs, task | {"cores": count}, bar)
         _add_ratios(comparison.timings, comparison.models[0])
         if pairs is not None:
-            language, threads, first, references = language_code(target), max(cores), None, pairs["target"][:]
+            language, threads, references = language_code(target), max(cores), pairs["target"][:]
+            first: list[str] | None = None  # outputs of the first model and form
             comparison.quality_beams, comparison.quality_sentences = max(beams), len(pairs)
             comparison.signatures = signatures(metrics, references, language=language)
             for place in deployed:
@@ -229,9 +230,11 @@ def compare_engines(
                 tokenizer = load_pretrained(AutoTokenizer, names[place.model])
                 outputs = translate(pairs["source"][:], engine, tokenizer, num_beams=max(beams), split=False)
                 place.scores = score(outputs, references, metrics, language=language)
-                first = first or outputs
-                texts = outputs, first, references
-                place.differences = {name: difference(*texts, metric=name, language=language) for name in metrics}
+                if first is None:
+                    first = outputs
+                else:
+                    texts = outputs, first, references
+                    place.differences = {name: difference(*texts, metric=name, language=language) for name in metrics}
                 bar.update()
     return comparison
 
