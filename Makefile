@@ -32,7 +32,7 @@ test: lint  ## every test
 	touch $@
 
 test-oldest: .venv-oldest/installed  ## tests of models, conversion, recovery and export with the oldest versions allowed
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 tests/models tests/conversion tests/recovery tests/export \
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 tests/models tests/conversion tests/recovery tests/engines \
 		tests/test_text.py tests/test_loading.py tests/test_files.py
 
 docs: $(VENV)/installed  ## the documentation, as a site in site/

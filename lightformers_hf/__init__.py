@@ -10,10 +10,10 @@ from .registration import lazy_names, register_when_used
 
 if TYPE_CHECKING:
     from .conversion.options import CompressionOptions, StudyOptions
+    from .engines.engine import load_engine
+    from .engines.write import export
     from .evaluation.evaluate import evaluate
     from .evaluation.translate import translate
-    from .export.engine import load_engine
-    from .export.write import export
     from .hub import push_to_hub
     from .models import (
         LightFormerConfig,
@@ -70,8 +70,8 @@ _HOMES = {
     "compress": ".workflows.compress",
     "convert": ".workflows.convert",
     "evaluate": ".evaluation.evaluate",
-    "export": ".export",
-    "load_engine": ".export.engine",
+    "export": ".engines.write",
+    "load_engine": ".engines.engine",
     "plan": ".workflows.convert",
     "push_to_hub": ".hub",
     "recover": ".workflows.recover",

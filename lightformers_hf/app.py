@@ -29,10 +29,9 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from lightformers_hf.engines import CHECKPOINTS, Engine, export
+from lightformers_hf.engines.engine import longest_input, split_texts, wrap_network
 from lightformers_hf.evaluation.translate import load_translator
-from lightformers_hf.export import Engine, export
-from lightformers_hf.export.engine import longest_input, split_texts, wrap_network
-from lightformers_hf.export.engines import CHECKPOINTS
 from lightformers_hf.files import EXPORT_FILE, read_json
 from lightformers_hf.loading import is_export, load_pretrained, printable_name, resolve_source, unique_parameters
 

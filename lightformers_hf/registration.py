@@ -63,8 +63,7 @@ def lazy_names(package: str, homes: dict[str, str]) -> tuple[Callable[[str], Any
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = import_module(homes[name], package)
-        value = module if homes[name] == f".{name}" else getattr(module, name)  # a package that can be called
+        value = getattr(import_module(homes[name], package), name)
         setattr(sys.modules[package], name, value)  # looked up once
         return value
 

@@ -51,7 +51,7 @@ def compress_model(target: Path, version: str) -> None:
 
 def export_model(target: Path, version: str) -> None:
     """A model for another engine, in float32 or in int8."""
-    from lightformers_hf.export import export
+    from lightformers_hf.engines import export
 
     quantization = {"old": "float32", "new": "int8"}[version]
     export(target.parent.parent / "teacher", target, to="ctranslate2", quantization=quantization, overwrite=True)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from lightformers_hf import app, convert, translate
-from lightformers_hf.export import export
+from lightformers_hf.engines import export
 from lightformers_hf.loading import load_model
 
 SENTENCES = "Zwei Hunde spielen im Schnee.\n\nDer Hund schläft unter dem Tisch."

@@ -334,7 +334,7 @@ def test_tokens(hub, light, monkeypatch, lightformers, token, name, message):
 
 def test_an_export_becomes_a_model_and_a_page_a_static_space(hub, light, tmp_path, monkeypatch):
     pytest.importorskip("onnxruntime")
-    from lightformers_hf.export import export, web
+    from lightformers_hf.engines import export, web
 
     monkeypatch.setattr(web, "vendor", lambda _: dict.fromkeys(web.VENDORED, "1.0"))
     export(light, tmp_path / "out", to="onnx", quantization="int8")

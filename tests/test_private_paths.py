@@ -11,8 +11,8 @@ from huggingface_hub import ModelCard
 from lightformers_hf import convert
 from lightformers_hf.conversion.card import model_card
 from lightformers_hf.conversion.report import ModelFacts, inherited_metadata, read_report
+from lightformers_hf.engines import export
 from lightformers_hf.evaluation.evaluate import evaluate
-from lightformers_hf.export import export
 from lightformers_hf.loading import printable_name
 
 ESCAPE = "evil\x1b[31m\x07\u202e name"

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import lightformers_hf
-from lightformers_hf import convert, export
+from lightformers_hf import convert, engines
 
 HEAVY = "{'torch', 'transformers', 'numpy', 'datasets', 'rich'}"
 
@@ -56,27 +56,26 @@ for words, code in answers.items():
     except SystemExit as end:
         assert (end.code or 0) == code, (words, end.code)
 from lightformers_hf.conversion.options import CompressionOptions
-from lightformers_hf.export.engines import deployment_names
+from lightformers_hf.engines import deployment_names
 assert CompressionOptions(ratio=2, pattern={"ffn": "4x", "fc1": None}).policy
 assert deployment_names()
 assert not {"torch", "transformers", "numpy", "datasets", "ctranslate2", "onnx", "onnxruntime"} & {*sys.modules}
 from lightformers_hf.evaluation import quality
 assert not {"torch", "evaluate"} & {*sys.modules}
-from lightformers_hf.export import Engine
-assert "lightformers_hf.export.write" not in sys.modules
+from lightformers_hf.engines import Engine
+assert "lightformers_hf.engines.write" not in sys.modules
 """
     run(program)
 
 
 def test_public_names_are_there():
     for name in lightformers_hf.__all__:
-        # `export` is the package of that name, which can be called.
-        assert getattr(lightformers_hf, name).__name__.rpartition(".")[2] == name
-    assert set(export.__all__) <= set(dir(export))
-    for name in export.__all__:
-        assert getattr(export, name).__name__ == name
-    with pytest.raises(AttributeError, match=r"'lightformers_hf\.export' has no attribute 'Exporter'"):
-        _ = export.Exporter
+        assert getattr(lightformers_hf, name).__name__ == name
+    assert set(engines.__all__) <= set(dir(engines))
+    for name in engines.__all__:
+        assert getattr(engines, name).__name__ == name
+    with pytest.raises(AttributeError, match=r"'lightformers_hf\.engines' has no attribute 'Exporter'"):
+        _ = engines.Exporter
 
 
 @pytest.mark.parametrize(

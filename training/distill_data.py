@@ -33,8 +33,8 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightformers_hf import translate
+from lightformers_hf.engines import Engine
 from lightformers_hf.evaluation.translate import load_translator
-from lightformers_hf.export import Engine
 from lightformers_hf.languages import split_language
 from lightformers_hf.loading import is_export
 

@@ -16,8 +16,8 @@ import click
 
 from .. import __version__
 from ..conversion.options import METHODS
+from ..engines import ENGINES, check_engine_name, deployment_names, split_deployment
 from ..evaluation.benchmarks import TEACHERS
-from ..export.engines import check_engine_name, deployment_names, engine_names, split_deployment
 from ..files import atomic_output, check_file, check_folder, check_output, write_whole
 from .framework import (
     AT_LEAST_ONE,
@@ -83,7 +83,7 @@ TRAINING = (
     option("--report-to", multiple=True, help="Log to tensorboard, trackio, wandb, …. Repeatable."),
     option("--seed", type=SEED, default=0, help="Seed of everything that is random."),
 )
-TO: dict[str, Any] = {"values": engine_names, "help": f"Engine: {join_names(engine_names())}."}
+TO: dict[str, Any] = {"values": ENGINES, "help": f"Engine: {join_names(ENGINES)}."}
 DEPLOYMENT = (
     option(
         "--quantization",
@@ -207,7 +207,7 @@ def export(model: str, output: Path, to: str, overwrite: bool, **options: Any) -
     """
     check_engine_name(to)
     check_output(output, overwrite=overwrite, inputs=[model, options["shortlist"]])
-    from ..export.write import export as run
+    from ..engines.write import export as run
 
     report = run(model, output, to=to, overwrite=overwrite, **options)
     return Answer({"output": str(output), **report.to_dict()}, report.lines(output))
@@ -230,7 +230,7 @@ def web(model: str, output: Path, overwrite: bool, **options: Any) -> Answer:
     Example: lightformers web opus-mt-de-en-light page --compare opus-mt-de-en
     """
     check_output(output, overwrite=overwrite, inputs=[model, options["compare"]])
-    from ..export.web import export_web
+    from ..engines.web import export_web
 
     report = export_web(model, output, overwrite=overwrite, **options)
     opening = f"Written to {output}. Open it: python -m http.server --directory {output}, then http://localhost:8000"

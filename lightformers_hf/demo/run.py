@@ -120,7 +120,7 @@ def run_demo(
 
 def _write_page(model: Path, page: Path) -> str:
     """Write the page, if npm and its registry are there. Return how to open the page, or how to write it later."""
-    from ..export.web import export_web
+    from ..engines.web import export_web
 
     try:
         if not page.exists():

@@ -14,7 +14,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoTokenizer
 
 from ..deprecated import warn_renamed
-from ..export import Engine
+from ..engines import Engine
 from ..files import EXPORT_FILE, REPORT_FILE, read_json
 from ..in_memory import AnyModel, model_name, on_disk
 from ..languages import add_prefix, language_code, split_language, split_prefix

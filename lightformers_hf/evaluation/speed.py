@@ -25,7 +25,7 @@ import psutil
 import torch
 from tqdm.auto import tqdm
 
-from ..export.engine import ONE_OUTPUT, longest_input
+from ..engines.engine import ONE_OUTPUT, longest_input
 from ..processors import use_threads
 
 if TYPE_CHECKING:

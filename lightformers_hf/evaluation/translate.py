@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ..export.engine import Engine, load_engine, translate_texts
+from ..engines.engine import Engine, load_engine, translate_texts
 from ..languages import choose_prefix, set_language_codes, split_prefix
 from ..loading import is_export, load_model, load_pretrained
 

@@ -17,13 +17,12 @@ from tqdm.auto import tqdm
 
 from ..conversion.options import CompressionOptions, Method
 from ..deprecated import renamed_arguments
+from ..engines import CHECKPOINTS, deployment_names, export, load_engine_file
+from ..engines.layers import check_source
+from ..engines.write import check_engine, expands_low_rank
 from ..evaluation.benchmarks.engines import EngineComparison, compare_engines
 from ..evaluation.evaluate import evaluate, find_columns
 from ..evaluation.quality import check_metrics, choose_metrics, labels
-from ..export import export
-from ..export.engines import CHECKPOINTS, deployment_names, load_engine_file
-from ..export.layers import check_source
-from ..export.write import check_engine, expands_low_rank
 from ..files import RECORD_FILE, atomic_output, find_foreign, read_json, refuse_foreign, write_json, write_whole
 from ..hub import Push, check_push, push_folder
 from ..in_memory import AnyModel, identify, model_name, on_disk

@@ -38,12 +38,12 @@ from transformers.integrations import get_reporting_integration_callbacks
 from ..conversion import copy_report
 from ..conversion.calibration_text import random_texts
 from ..deprecated import renamed_arguments
+from ..engines import Engine, export, load_engine
+from ..engines.engine import ONE_OUTPUT, longest_input
 from ..evaluation.evaluate import choose_columns
 from ..evaluation.parameters import model_parameters
 from ..evaluation.quality import METRICS, check_metrics, choose_metrics, labels, score, selection_metric
 from ..evaluation.translate import translate
-from ..export import Engine, export, load_engine
-from ..export.engine import ONE_OUTPUT, longest_input
 from ..files import (
     RECORD_FILE,
     check_output,

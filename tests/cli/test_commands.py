@@ -175,7 +175,7 @@ def test_json_is_all_there_is_on_stdout(lightformers, workplace, hub, monkeypatc
     pair = dataclasses.replace(architectures.PAIRS["sandwich-base"], fields={"vocab_size": 200})
     monkeypatch.setitem(architectures.PAIRS, "sandwich-base", pair)
     names = ("@huggingface/transformers", "onnxruntime-web")
-    monkeypatch.setattr("lightformers_hf.export.web.vendor", lambda _: dict.fromkeys(names, "1.0"))
+    monkeypatch.setattr("lightformers_hf.engines.web.vendor", lambda _: dict.fromkeys(names, "1.0"))
     # What takes a process of its own.
     monkeypatch.setattr("lightformers_hf.evaluation.analysis.translation_memory", lambda *sentences, **_: (3, 2))
     monkeypatch.setattr(

@@ -8,9 +8,9 @@ import torch
 from transformers import AutoTokenizer, M2M100Tokenizer, MBartForConditionalGeneration
 
 from lightformers_hf import convert, translate
+from lightformers_hf.engines import export, load_engine
 from lightformers_hf.evaluation.evaluate import evaluate
 from lightformers_hf.evaluation.translate import load_translator
-from lightformers_hf.export import export, load_engine
 from lightformers_hf.languages import set_language_codes
 from lightformers_hf.loading import load_model, load_pair, load_teacher
 from lightformers_hf.recovery import load_trainable

@@ -11,7 +11,7 @@ from rich.console import Console
 from lightformers_hf.cli import app
 from lightformers_hf.demo import run
 from lightformers_hf.demo.run import FOLDERS, DemoSettings, run_demo
-from lightformers_hf.export import web
+from lightformers_hf.engines import web
 
 SIZES = {"vocabulary": 400, "d_model": 32, "ffn_dim": 64, "heads": 2, "encoder_layers": 1, "decoder_layers": 1}
 SIZES |= {"train_pairs": 400, "held_out_pairs": 8, "calibration_pairs": 20}

@@ -8,11 +8,10 @@ import sacrebleu
 from rich.console import Console
 
 from lightformers_hf import StudyOptions, convert
+from lightformers_hf.engines import ENGINES, Engine, export
 from lightformers_hf.evaluation.evaluate import choose_columns, evaluate
 from lightformers_hf.evaluation.quality import Difference
 from lightformers_hf.evaluation.translate import translate
-from lightformers_hf.export import Engine, export
-from lightformers_hf.export.engines import engine_names
 from lightformers_hf.loading import load_model, unique_parameters
 
 
@@ -48,7 +47,7 @@ def test_everything_beside_a_teacher(tiny_marian, data, parallel_sentences, warm
     assert all(expected in printed.getvalue() for expected in [*shown, "1.00x smaller"])
 
 
-@pytest.mark.parametrize("to", engine_names())
+@pytest.mark.parametrize("to", ENGINES)
 def test_an_export_beside_its_teacher(lightformers, caplog, tiny_marian, data, tmp_path, to):
     light, deployed = tmp_path / "light", tmp_path / "deployed"
     convert(tiny_marian, light, rank=4, method="paper", progress=False)

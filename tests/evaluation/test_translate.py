@@ -16,10 +16,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from lightformers_hf.engines import load_engine
+from lightformers_hf.engines.engine import split_texts
 from lightformers_hf.evaluation.speed import tokens_per_second
 from lightformers_hf.evaluation.translate import translate, translate_stream
-from lightformers_hf.export import load_engine
-from lightformers_hf.export.engine import split_texts
 from lightformers_hf.loading import load_model
 
 OPTIONS = {"num_beams": 1, "max_new_tokens": 30}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightformers_hf import translate
-from lightformers_hf.export import export
+from lightformers_hf.engines import export
 from lightformers_hf.languages import set_languages
 from lightformers_hf.loading import load_model
 from lightformers_hf.text import load_parallel

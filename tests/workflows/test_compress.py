@@ -10,7 +10,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import CompressionOptions
 from lightformers_hf.conversion.report import OWN_TEXT
-from lightformers_hf.export import load_engine
+from lightformers_hf.engines import load_engine
 from lightformers_hf.files import read_json
 from lightformers_hf.workflows.compress import Work, choose_method, compress
 

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import SubformerConfig, SubformerForConditionalGeneration
+from lightformers_hf.engines import Engine
 from lightformers_hf.evaluation.translate import translate
-from lightformers_hf.export import Engine
 from lightformers_hf.workflows import recover
 from lightformers_hf.workflows.recover import fastest_translator, time_translations
 

@@ -22,9 +22,8 @@ from rich.table import Table
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
-from ...export import Engine, export, load_engine
-from ...export.engine import longest_input
-from ...export.engines import CHECKPOINTS, deployment_names, load_engine_file, split_deployment
+from ...engines import CHECKPOINTS, Engine, deployment_names, export, load_engine, load_engine_file, split_deployment
+from ...engines.engine import longest_input
 from ...files import as_kind
 from ...languages import language_code, set_language_codes
 from ...loading import load_network, load_pretrained, weight_bytes

@@ -13,6 +13,7 @@ from rich.console import Console
 from transformers import AutoTokenizer, GenerationConfig
 
 from lightformers_hf import convert
+from lightformers_hf.engines import deployment_names
 from lightformers_hf.evaluation.benchmarks import engines
 from lightformers_hf.evaluation.benchmarks.engines import (
     Deployed,
@@ -22,7 +23,6 @@ from lightformers_hf.evaluation.benchmarks.engines import (
     compare_engines,
 )
 from lightformers_hf.evaluation.speed import Speed
-from lightformers_hf.export.engines import deployment_names
 
 FORMS = deployment_names()
 

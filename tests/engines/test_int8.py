@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from lightformers_hf.export.layers import quantize_rows
+from lightformers_hf.engines.layers import quantize_rows
 
 floats = st.floats(-1e4, 1e4, width=32, allow_subnormal=True)
 matrices = arrays(np.float32, array_shapes(min_dims=2, max_dims=2, max_side=9), elements=floats)

@@ -14,10 +14,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lightformers_hf import translate
-from lightformers_hf.export import export, load_engine
-from lightformers_hf.export.engines import engine_names
-
-ENGINES = engine_names()
+from lightformers_hf.engines import ENGINES, export, load_engine
 
 LIGHTFORMERS = sorted(
     name
@@ -306,12 +303,12 @@ def test_what_cannot_be_exported(tiny_marian, tmp_path, monkeypatch):
     fails("encoder.layers.0.fc1.weight.*NaN", model=save(broken, tmp_path / "broken"))
     for to, library in (("ctranslate2", "ctranslate2"), ("onnx", "onnxruntime")):
         monkeypatch.setitem(sys.modules, library, None)
-        monkeypatch.delitem(sys.modules, f"lightformers_hf.export.engines.{to}", raising=False)
+        monkeypatch.delitem(sys.modules, f"lightformers_hf.engines.{to}", raising=False)
         fails(rf"{library}, which is not installed: pip install 'lightformers_hf\[{to}\]'", to=to)
 
 
 def test_a_model_that_computes_something_else_is_not_kept(tiny_marian, tmp_path, monkeypatch):
-    from lightformers_hf.export.engines import onnx
+    from lightformers_hf.engines import onnx
 
     monkeypatch.setattr(onnx.Graph, "norm", lambda graph, states, norm: states)
     with pytest.raises(ValueError, match="differ from the checkpoint's by"):
@@ -332,7 +329,7 @@ def test_what_no_onnx_file_holds(tiny_marian, exported, tmp_path, monkeypatch):
         load_engine(tmp_path / "old")
     with pytest.raises(FileExistsError, match="old"):
         export(tiny_marian, tmp_path / "old", to="onnx")
-    from lightformers_hf.export.engines import onnx as engine
+    from lightformers_hf.engines import onnx as engine
 
     monkeypatch.setattr(engine, "LARGEST_FILE", 1000)
     with pytest.raises(ValueError, match="GB, and an ONNX file holds 2: give quantization int8"):

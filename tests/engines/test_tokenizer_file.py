@@ -5,7 +5,7 @@ from conversion.vocabulary.checkpoints import make_checkpoint
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from lightformers_hf.export.tokenizer_file import FILE, MARK, sample_sentences, write_tokenizer_file
+from lightformers_hf.engines.tokenizer_file import FILE, MARK, sample_sentences, write_tokenizer_file
 
 
 @pytest.mark.parametrize(("name", "sentences"), [("marian", 10_000), ("m2m_100", 2_000)])

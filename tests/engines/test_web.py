@@ -11,8 +11,8 @@ import threading
 import pytest
 
 from lightformers_hf import translate
-from lightformers_hf.export import export, tokenizer_file, web
-from lightformers_hf.export.web import TRANSFORMERS_JS, export_web, share_weights
+from lightformers_hf.engines import export, tokenizer_file, web
+from lightformers_hf.engines.web import TRANSFORMERS_JS, export_web, share_weights
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SCRIPT = """

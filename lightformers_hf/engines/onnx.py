@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
-from ...files import write_json
-from ...models.configuration_lightformer import RELATIVE_POSITIONS
-from ..layers import (
+from ..files import write_json
+from ..models.configuration_lightformer import RELATIVE_POSITIONS
+from .layers import (
     Attention,
     Biases,
     Expansion,
@@ -41,8 +41,8 @@ from ..layers import (
     read_output,
     read_stack,
 )
-from ..search import Search, Step, generate, log_softmax
-from ..shortlist import Shortlist, narrow_search
+from .search import Search, Step, generate, log_softmax
+from .shortlist import Shortlist, narrow_search
 
 NAME, LIBRARY = "ONNX Runtime", "transformers.js"
 QUANTIZATIONS = ("float32", "int8", "float16")

@@ -21,10 +21,10 @@ from ctranslate2.specs.model_spec import LayerSpec
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ...files import read_json, write_json
-from ...models.configuration_lightformer import RELATIVE_POSITIONS
-from ...vocabularies import read_vocabularies
-from ..layers import (
+from ..files import read_json, write_json
+from ..models.configuration_lightformer import RELATIVE_POSITIONS
+from ..vocabularies import read_vocabularies
+from .layers import (
     Attention,
     Expansion,
     Layer,
@@ -36,8 +36,8 @@ from ..layers import (
     read_output,
     read_stack,
 )
-from ..search import NEVER, Search
-from ..shortlist import SHORTLIST_FILES, Shortlist, special_tokens
+from .search import NEVER, Search
+from .shortlist import SHORTLIST_FILES, Shortlist, special_tokens
 
 Activation = common_spec.Activation
 ACTIVATIONS = dict.fromkeys(("gelu", "gelu_python"), Activation.GELU)

@@ -22,8 +22,8 @@ from ..languages import find_prefixes, named_columns
 from ..loading import position_limit, printable_name, resolve_source, unique_parameters
 from ..results import Result
 from ..text import data_name
+from . import EngineFile, load_engine_file
 from .engine import TransformersModel
-from .engines import EngineFile, load_engine_file
 from .layers import Source, read_source
 from .search import Search
 from .shortlist import ShortlistReport, add_shortlist
@@ -144,7 +144,7 @@ def export(
         model: a checkpoint folder, a name on the Hub, or a loaded model.
         output: the folder to write.
         tokenizer: that of a loaded model.
-        to: the engine, one of `engine_names()`.
+        to: the engine, one of `ENGINES`.
         quantization: `int8`, or another of the engine's `QUANTIZATIONS`. `None`: int8, and to ONNX also float32 and
             float16, in files beside it.
         shortlist: text from which it is learned which target tokens can come with which of the source's: parallel text

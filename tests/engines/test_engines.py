@@ -1,4 +1,4 @@
-"""An engine is one file of `export/engines/`: a new one is found by its name, and nothing is imported to list them."""
+"""An engine is one file of `engines/` and its name in `ENGINES`; nothing is imported to list them."""
 
 import json
 import sys
@@ -7,15 +7,15 @@ import pytest
 import torch
 from models.cases import make_model
 
-from lightformers_hf.export import engines, export, load_engine
-from lightformers_hf.export.engines import deployment_names, engine_names, load_engine_file, split_deployment
-from lightformers_hf.export.layers import Expansion, Linear
+from lightformers_hf import engines, export, load_engine
+from lightformers_hf.engines import deployment_names, load_engine_file, split_deployment
+from lightformers_hf.engines.layers import Expansion, Linear
 
 # What a newcomer writes: a model saved by torch, and run by transformers.
 ECHO = """
-from ...loading import load_network
-from ..engine import TransformersModel
-from ..layers import Expansion
+from ..loading import load_network
+from .engine import TransformersModel
+from .layers import Expansion
 
 QUANTIZATIONS = ("float32",)
 
@@ -42,15 +42,15 @@ def add_engine(tmp_path, monkeypatch):
     monkeypatch.setattr(engines, "__path__", [*engines.__path__, str(folder)])
 
     def add(name: str, text: str) -> None:
+        monkeypatch.setattr(engines, "ENGINES", ("ctranslate2", name, "onnx"))
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
         monkeypatch.delitem(sys.modules, f"{engines.__name__}.{name}", raising=False)
 
     return add
 
 
-def test_a_new_engine_is_its_file(add_engine, tmp_path):
+def test_a_new_engine_is_its_file_and_its_name(add_engine, tmp_path):
     add_engine("echo", ECHO)
-    assert engine_names() == ["ctranslate2", "echo", "onnx"]
     assert {"echo", "echo-int8"} < set(deployment_names())
     model = make_model("ConditionalGeneration", "lightformer-low-rank")
     model.save_pretrained(tmp_path / "model")

@@ -24,7 +24,7 @@ from ..text import check_known, is_lines, load_lines, load_parallel, load_rows
 from .search import Search
 
 if TYPE_CHECKING:
-    from .engines import EngineFile, RunningModel
+    from . import EngineFile, RunningModel
     from .layers import Source
 
 SHORTLIST_FILES = ("vmap.txt", "shortlist.json")  # CTranslate2's, and that of the other engines

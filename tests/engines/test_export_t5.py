@@ -9,14 +9,13 @@ from ctranslate2.converters import TransformersConverter
 from ctranslate2.converters.transformers import _MODEL_LOADERS, T5Loader
 
 from lightformers_hf import convert
-from lightformers_hf.export import export, load_engine
-from lightformers_hf.export.engines import engine_names
-from lightformers_hf.export.engines.ctranslate2 import quantize
+from lightformers_hf.engines import ENGINES, export, load_engine
+from lightformers_hf.engines.ctranslate2 import quantize
 
 SENTENCES = [[5 + (7 * place + place**2) % 35 for place in range(length)] + [2] for length in (45, 3, 17)]
 
 
-@pytest.mark.parametrize("to", engine_names())
+@pytest.mark.parametrize("to", ENGINES)
 @pytest.mark.parametrize("case", ["v1.0", "v1.1", "mt5", "umt5"])
 def test_tokens_of_dense_teachers(case, to, tmp_path):
     """Of sentences, and for so many tokens, that distances beyond the last bucket's border come."""
@@ -64,7 +63,7 @@ def test_ctranslate2_computes_what_its_own_converter_makes(case, quantization, t
     torch.testing.assert_close(torch.tensor(scores[0]), torch.tensor(scores[1]), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("to", engine_names())
+@pytest.mark.parametrize("to", ENGINES)
 def test_converted_ones_keep_their_answers(to, tmp_path):
     """Narrower heads, fewer neurons and factors under one budget; the report says what was multiplied out."""
     make_teacher("v1.1").save_pretrained(tmp_path / "teacher")

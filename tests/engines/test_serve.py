@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightformers_hf import translate
-from lightformers_hf.export import export
+from lightformers_hf.engines import export
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "serve.md"
 

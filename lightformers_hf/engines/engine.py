@@ -26,7 +26,7 @@ from ..languages import language_code
 from ..loading import DAMAGED, is_out_of_memory, load_network, load_pretrained, position_limit
 from ..processors import use_threads
 from ..text import check_known
-from .engines import CHECKPOINTS, RunningModel, load_engine_file
+from . import CHECKPOINTS, RunningModel, load_engine_file
 from .search import Search
 from .shortlist import check_shortlist
 

@@ -1,7 +1,8 @@
-"""The engines: every file here is one, under the file's name, and no other file lists them.
+"""Other formats: `export` writes a model for an engine, `load_engine` runs any exported model.
 
-Such a file may import any library, also one that is not installed: it is imported when its engine is used.
-The extra of `pyproject.toml` that installs the library has the engine's name. The file has:
+Each engine of `ENGINES` is the file of that name here. It may import any library, also one that is not installed: the
+file is imported when its engine is used. The extra of `pyproject.toml` that installs the library has the engine's
+name. The file has:
 
 - `QUANTIZATIONS`, the types of numbers that it can write, `float32` among them;
 - `write(source, folder, quantization)`, which writes a `Source` and returns the `Expansion` of its expanded matrices,
@@ -17,22 +18,32 @@ The extra of `pyproject.toml` that installs the library has the engine's name. T
   folder without this package, `EXAMPLE`, with `{folder}` and `{text}`;
 - and if other programs need a configuration, `write_config(source, folder, prefix)`, which writes it.
 
-This file imports neither PyTorch nor any engine.
+This file imports neither PyTorch nor any engine: its names are imported when they are first used.
 """
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Protocol, cast
 
-if TYPE_CHECKING:
-    from ..layers import Expansion, Source
-    from ..search import Search
-    from ..shortlist import Shortlist
+from ..registration import lazy_names
 
+if TYPE_CHECKING:
+    from .engine import Engine, load_engine
+    from .layers import Expansion, Source
+    from .search import Search
+    from .shortlist import Shortlist
+    from .write import ExportReport, export
+
+__all__ = ["Engine", "ExportReport", "export", "load_engine"]
+
+__getattr__, __dir__ = lazy_names(
+    __name__, {"Engine": ".engine", "load_engine": ".engine", "ExportReport": ".write", "export": ".write"}
+)
+
+ENGINES = ("ctranslate2", "onnx")
 CHECKPOINTS = "transformers"  # the engine that runs checkpoints as they are
 
 
@@ -45,7 +56,7 @@ class RunningModel(Protocol):
 
 
 class EngineFile(Protocol):
-    """Names of a file of this folder."""
+    """Names of an engine's file."""
 
     QUANTIZATIONS: tuple[str, ...]
 
@@ -58,14 +69,9 @@ class EngineFile(Protocol):
     def describe_loading(self, folder: Path) -> str | None: ...
 
 
-def engine_names() -> list[str]:
-    """The engines that models are exported to, by the names of their files."""
-    return sorted(found.name for found in pkgutil.iter_modules(__path__))
-
-
 def deployment_names() -> list[str]:
     """All ways to run a model that a benchmark compares: `transformers`, and every engine in float32 and in int8."""
-    return [CHECKPOINTS, *(f"{name}{form}" for name in engine_names() for form in ("", "-int8"))]
+    return [CHECKPOINTS, *(f"{name}{form}" for name in ENGINES for form in ("", "-int8"))]
 
 
 def split_deployment(name: str) -> tuple[str, str | None]:
@@ -78,8 +84,8 @@ def split_deployment(name: str) -> tuple[str, str | None]:
 
 def check_engine_name(name: str) -> None:
     """Raise `ValueError` for the name of no engine that models are exported to."""
-    if name not in engine_names():
-        raise ValueError(f"unknown engine {name!r}: models are exported to {' or '.join(engine_names())}")
+    if name not in ENGINES:
+        raise ValueError(f"unknown engine {name!r}: models are exported to {' or '.join(ENGINES)}")
 
 
 def load_engine_file(name: str) -> EngineFile:

@@ -12,11 +12,9 @@ from conversion.vocabulary.checkpoints import make_checkpoint
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import convert, translate
-from lightformers_hf.export import export, load_engine
-from lightformers_hf.export.engines import engine_names
-from lightformers_hf.export.shortlist import Shortlist, choose_shortlist, learn_lexicon, read_pairs
+from lightformers_hf.engines import ENGINES, export, load_engine
+from lightformers_hf.engines.shortlist import Shortlist, choose_shortlist, learn_lexicon, read_pairs
 
-ENGINES = engine_names()
 FILES = {"ctranslate2": "vmap.txt", "onnx": "shortlist.json"}
 
 
@@ -31,8 +29,8 @@ def text(tmp_path_factory):
 
 def small_shortlist(monkeypatch):
     """Shortlists of few tokens, which cannot hold everything."""
-    monkeypatch.setattr("lightformers_hf.export.shortlist.ALWAYS", (8,))
-    monkeypatch.setattr("lightformers_hf.export.shortlist.EACH", (4,))
+    monkeypatch.setattr("lightformers_hf.engines.shortlist.ALWAYS", (8,))
+    monkeypatch.setattr("lightformers_hf.engines.shortlist.EACH", (4,))
 
 
 def read_shortlist(folder, tokens):
