@@ -11,6 +11,7 @@ import csv
 import gzip
 import hashlib
 import json
+import logging
 import os
 import re
 import tempfile
@@ -29,12 +30,15 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
 CHECKED = 1000  # pairs whose tokens are looked at
 ROWS = 10_000  # read together
 NO_ROWS = ("corresponds to no data", "at least one example")  # messages of the library for a file without rows
 LARGEST_FIELD = 2**31 - 1  # characters of a cell; the csv module's own limit is 131,072
 HUB_NAME = re.compile(r"(\w[\w.-]*(/\w[\w.-]*)?)?(:.*)?")  # of a dataset and its configuration
+LANGUAGE = r"[a-z]{2}([_-].*)?|[a-z]{3}_[A-Z][a-z]{3}"  # codes, also those of NLLB
+OTHER_NAME = re.compile(rf"(?!({LANGUAGE})$)[\w.-]+")  # of a column: no language, and no sentence
 PLAIN_NAME = re.compile(r"[\w/. +,=@-]*")
 
 
@@ -51,7 +55,8 @@ def load_parallel(
             `name:configuration`. Cells of a .tsv file are taken as they stand (a quote is a character).
         source, target: names of columns, or languages inside a column `translation`:
             `{"translation": {"de": "Guten Tag.", "en": "Good day."}}`. A prefix for every source goes behind its
-            column, as T5 asks for: `de=translate German to English: ` (see `split_prefix`).
+            column, as T5 asks for: `de=translate German to English: ` (see `split_prefix`). If there are two columns of
+            text, and neither has such a name nor that of a language, they are source and target, with a warning.
         split: the split of a Hub dataset. A local file is one split, this argument does not matter to it.
         max_samples: keep the first so many pairs (default: all).
 
@@ -122,8 +127,14 @@ def load_rows(data: str, *, split: str = "train") -> Dataset:
 
 
 def _select_columns(pairs: Dataset, data: str, source: str, target: str) -> Dataset:
-    """The columns `source` and `target` of `pairs`, wherever they stand."""
+    """The columns `source` and `target` of `pairs`, wherever they stand, or the only two of text."""
     pairs = _find_languages(pairs, (source, target))
+    columns, source, target = (source, target), *choose_pair(pairs, source, target)
+    if (source, target) != columns:
+        logger.warning(
+            f"{data} has no columns {columns[0]!r} and {columns[1]!r}: its only columns, {_shorten(source)} and "
+            f"{_shorten(target)}, are taken as source and target"
+        )
     missing = [name for name in (source, target) if name not in pairs.column_names]
     if missing:
         wanted, there = " nor ".join(map(repr, missing)), ", ".join(map(_shorten, pairs.column_names))
@@ -131,11 +142,25 @@ def _select_columns(pairs: Dataset, data: str, source: str, target: str) -> Data
         raise ValueError(
             f"{data} has no column {wanted}: it has {there}. "
             + ("Its first line must name the columns. " if header else "")
-            + "Name the columns (or the languages inside a column 'translation') that hold the two texts."
+            + "Give source_lang and target_lang: the two columns of text, or two languages inside a column 'translation'."
         )
     if source == target:
         raise ValueError(f"Source and target are both {source!r}: name two columns or languages.")
     return pairs.select_columns([source, target]).rename_columns({source: "source", target: "target"})
+
+
+def choose_pair(pairs: Dataset, source: str, target: str) -> tuple[str, str]:
+    """Return the names of the two columns of text: those given, or those of a dataset that has two others.
+
+    The others must hold words. Their names may be no languages, which are other ones than asked for, and no sentences,
+    as where the first line of a table does not name the columns.
+    """
+    names = pairs.column_names
+    if len(names) != 2 or {source, target} & {*names} or source == target or not all(map(OTHER_NAME.fullmatch, names)):
+        return source, target
+    texts = [pairs[:CHECKED][name] for name in names]
+    words = all(any(isinstance(text, str) and re.search(r"[^\W\d_]", text) for text in column) for column in texts)
+    return (names[0], names[1]) if words else (source, target)
 
 
 def _find_languages(pairs: Dataset, names: tuple[str, str]) -> Dataset:

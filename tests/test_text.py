@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import os
+from functools import partial
 
 import pandas
 import pyarrow
@@ -57,9 +58,24 @@ def test_languages_inside_translation(tmp_path, name):
     assert pairs[:] == {"source": PAIRS["en"][:2], "target": PAIRS["de"][:2]}
 
 
+@pytest.mark.parametrize("load", [load_parallel, partial(load_text, default=("de", "en"))])
+@pytest.mark.parametrize("names", [("src", "tgt"), ("tgt", "src")])
+@pytest.mark.parametrize("source", ["de", "de=translate: "])
+def test_the_only_two_columns_of_text_are_source_and_target(tmp_path, caplog, names, load, source):
+    path = write(tmp_path, "x.jsonl", [dict(zip(names, row.values(), strict=True)) for row in ROWS])
+    pairs = load(path, source=source, target="en")
+    assert pairs["source"][:] == [source.partition("=")[2] + text for text in PAIRS["de"]]
+    assert pairs["target"][:] == PAIRS["en"]
+    assert f"{names[0]!r} and {names[1]!r}, are taken as source and target" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        ("numbers.csv", "key,text\n17,a\n18,b\n", "no column 'de' nor 'en'.*Give source_lang and target_lang"),
+        ("languages.csv", "fr,es\na,b\n", "no column 'de' nor 'en'"),
+        ("codes.csv", "fra_Latn,es-MX\na,b\n", "no column 'de' nor 'en'"),
+        ("three.csv", "key,src,tgt\na,b,c\n", "no column 'de' nor 'en'"),
         ("empty.jsonl", "", "no rows"),
         ("empty.json", "[]", "no rows"),
         ("empty.csv", "", "no rows"),

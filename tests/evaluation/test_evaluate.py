@@ -106,19 +106,23 @@ def test_metrics_fit_the_data_or_are_chosen(lightformers, tiny_marian, tmp_path,
     assert "no metric 'multibleu'; did you mean multi-bleu" in error
 
 
-def test_named_columns(lightformers, tiny_marian, tmp_path, parallel_sentences):
+def test_named_columns(lightformers, caplog, tiny_marian, tmp_path, parallel_sentences):
     table = tmp_path / "test.tsv"
     table.write_text("german\tenglish\n" + "".join(f"{pair['de']}\t{pair['en']}\n" for pair in parallel_sentences))
     common = ("evaluate", tiny_marian, "--data", table, "--no-speed", "--json", "-")
     code, printed, _ = lightformers(*common, "--source-lang", "german", "--target-lang", "english")
     assert code == 0
-    assert json.loads(printed)["model"]["scores"]["bleu"] > 10  # it was trained on these sentences
-
+    found = json.loads(printed)
+    assert found["model"]["scores"]["bleu"] > 10  # it was trained on these sentences
+    assert (found["source"], found["target"]) == ("german", "english")
+    code, printed, error = lightformers(*common)  # the only two columns
+    assert (code, json.loads(printed)) == (0, found)
+    assert "its only columns, 'german' and 'english', are taken as source and target" in caplog.text
+    table.write_text(table.read_text().replace("english", "fr"))
     code, printed, error = lightformers(*common)
-    assert code == 1
-    assert not printed
-    for word in ("'de'", "'german'", "'english'"):
-        assert word in error
+    assert (code, printed) == (1, "")
+    assert "no column 'de' nor 'en': it has 'german', 'fr'" in error
+    assert "Give --source-lang and --target-lang: the two columns" in error
 
 
 @pytest.mark.parametrize("seen", [True, False])
