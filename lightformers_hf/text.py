@@ -55,8 +55,8 @@ def load_parallel(
             `name:configuration`. Cells of a .tsv file are taken as they stand (a quote is a character).
         source, target: names of columns, or languages inside a column `translation`:
             `{"translation": {"de": "Guten Tag.", "en": "Good day."}}`. A prefix for every source goes behind its
-            column, as T5 asks for: `de=translate German to English: ` (see `split_prefix`). If there are two columns of
-            text, and neither has such a name nor that of a language, they are source and target, with a warning.
+            column, as T5 asks for: `de=translate German to English: ` (see `split_prefix`). If there are no other
+            columns than two of text, and their names are no languages, they are source and target, with a warning.
         split: the split of a Hub dataset. A local file is one split, this argument does not matter to it.
         max_samples: keep the first so many pairs (default: all).
 
@@ -142,7 +142,8 @@ def _select_columns(pairs: Dataset, data: str, source: str, target: str) -> Data
         raise ValueError(
             f"{data} has no column {wanted}: it has {there}. "
             + ("Its first line must name the columns. " if header else "")
-            + "Give source_lang and target_lang: the two columns of text, or two languages inside a column 'translation'."
+            + "Give source_lang and target_lang: the two columns of text, or two languages inside a column "
+            "'translation'."
         )
     if source == target:
         raise ValueError(f"Source and target are both {source!r}: name two columns or languages.")

@@ -175,6 +175,11 @@ def run(
         data_args.metric or (), scored_pairs["source"][:], scored_pairs["target"][:], default=task.default
     )
     check_metric(args, metrics if args.predict_with_generate else ())
+    if data_args.max_tokens and args.train_sampling_strategy != "random":
+        raise ValueError(
+            f"train_sampling_strategy is {args.train_sampling_strategy}, which has no effect with --max-tokens, whose "
+            "batches are of similar length: remove one of them."
+        )
     best_by = (args.metric_for_best_model or "").removeprefix("eval_")
     if best_by in METRICS:
         args.greater_is_better = METRICS[best_by].higher_is_better

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
 from transformers import (
     PreTrainedModel,
     Seq2SeqTrainer,
@@ -22,7 +22,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import TrainOutput, has_length
 from transformers.utils import ModelOutput
 
 from ..models.layers import MultiHeadAttention
@@ -197,7 +197,13 @@ def _cut_batches(source: np.ndarray, target: np.ndarray, max_tokens: int) -> lis
 
 
 class FiniteTrainer(Trainer):
-    """`Trainer` that ends at the first loss that is NaN or infinite."""
+    """`Trainer` that ends at the first loss that is NaN or infinite, and predicts the rows of a dataset in order."""
+
+    def _get_eval_sampler(self, eval_dataset: Dataset) -> Sampler | None:
+        """The rows in order, which decides which reference a prediction has. The private method of `Trainer` sorts
+        them by length where it sorts those of the training (`train_sampling_strategy`).
+        """
+        return SequentialSampler(eval_dataset) if has_length(eval_dataset) else None
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As in `Trainer`. Raises `ValueError` for such a loss."""

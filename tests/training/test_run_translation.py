@@ -17,7 +17,8 @@ from tiny import sizes
 from training.scripts import command, losses
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from lightformers_hf import convert
+from lightformers_hf import convert, translate
+from lightformers_hf.evaluation.quality import score
 from lightformers_hf.loading import unique_parameters
 from lightformers_hf.recovery import RecoveryTrainer
 
@@ -206,6 +207,21 @@ def test_shapes_alone_take_the_rest_from_the_tokenizer(base, tmp_path, tiny_mari
     (tmp_path / "shapes.json").write_text(json.dumps(shapes | {"vocab_size": 50}))
     with pytest.raises(ValueError, match="belong together"):
         script.main(command(base | options, output_dir=tmp_path / "other"))
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "group_by_length", "batch_rebalance"])
+def test_predictions_keep_the_order_of_the_file(base, tmp_path, parallel_sentences, strategy):
+    base |= {"max_tokens": None, "max_steps": 1, "learning_rate": 0, "train_sampling_strategy": strategy}
+    train = tmp_path / "train.jsonl"
+    script.main(command(base, validation_file=train, test_file=train, per_device_eval_batch_size=2))
+    sources, references = ([pair[name] for pair in parallel_sentences] for name in ("de", "en"))
+    expected = translate(sources, tmp_path / "out", num_beams=1)
+    assert (tmp_path / "out" / "test_translations.txt").read_text().splitlines() == expected
+    bleu = score(expected, references, ["bleu"])["bleu"]
+    for part in ("test", "eval"):
+        assert json.loads((tmp_path / "out" / f"{part}_results.json").read_text())[f"{part}_bleu"] == bleu > 10
+    with pytest.raises(ValueError, match=f"{strategy}, which has no effect with --max-tokens"):
+        script.main(command(base, max_tokens=100, overwrite_output=True))
 
 
 @pytest.mark.usefixtures("warm_python")
