@@ -412,10 +412,22 @@ def assemble(
     """The model made of these tensors themselves, in evaluation mode: nothing is copied, nothing random drawn."""
     model = skeleton(model_class, config)
     load_tensors(model, tensors, assign=True)
+    return complete(model, {})
+
+
+def complete(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> PreTrainedModel:
+    """Give a `skeleton` the tensors that it lacks, and those that are tied or computed.
+
+    Raises `ValueError` if one is still without values.
+    """
+    model.load_state_dict(tensors, strict=False, assign=True)
+    model.tie_weights()
+    if gaps := [name for name, tensor in stored_tensors(model).items() if tensor.is_meta]:
+        raise ValueError(f"{type(model).__name__} lacks values of {', '.join(gaps)}, which is a mistake: report it")
     for module in model.modules():
         if isinstance(module, SinusoidalPositions):
             module.to_empty(device="cpu").reset()
-    return model.eval()
+    return model.requires_grad_(False).eval()
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -1,9 +1,68 @@
 """The matrices of a model as they are stored: dense, or as low-rank factors."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """The weight of a module as the paper writes it: y = x·W + b, with W = left, or left·right.
+
+    W is m×n, inputs×outputs; V×d of an embedding and of its output layer.
+    """
+
+    left: Tensor  # W (m×n), or its first factor (m×r)
+    right: Tensor | None = None  # the second factor (r×n); `None` of a dense one
+    bias: Tensor | None = None  # b (n)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Weight:
+        """Return the weight of a module, whose tensors are not copied."""
+        left, *others = factors_of(module)
+        return cls(left, others[0] if others else None, bias_of(module))
+
+    @property
+    def rank(self) -> int | None:
+        """r; `None` means dense."""
+        return None if self.right is None else self.left.shape[1]
+
+    def to(self, device: torch.device) -> Weight:
+        """Return the weight on a device."""
+        return Weight(*(None if one is None else one.to(device) for one in (self.left, self.right, self.bias)))
+
+    def product(self, dtype: torch.dtype | None = None) -> Tensor:
+        """W as one matrix, multiplied in float32 or better. By default it has the type of the factors."""
+        if self.right is None:
+            return self.left if dtype is None else self.left.to(dtype)
+        precision = dtype or torch.promote_types(self.left.dtype, torch.float32)
+        return (self.left.to(precision) @ self.right.to(precision)).to(dtype or self.left.dtype)
+
+    def state(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the state dict of a module with this weight: dense or low-rank, as the module is."""
+        if rank_of(module) is not None:
+            return low_rank_state(module, self.left, self.right, self.bias)
+        weight = self.product() if is_table(module) else self.product().T
+        return {"weight": weight} | ({} if self.bias is None else {"bias": self.bias})
+
+    def put(self, module: nn.Module) -> None:
+        """Let a module have this weight, in the type of its parameters, which may be on `meta`. Gradients are off."""
+        own = module.state_dict()
+        state = {
+            name: tensor.to(own[name].dtype if own[name].is_meta else own[name]).contiguous()
+            for name, tensor in self.state(module).items()
+        }
+        module.load_state_dict(state, assign=True)
+        module.requires_grad_(False)
+
+
+def is_table(module: nn.Module) -> bool:
+    """Whether a module is an embedding or an output layer, whose weight is V×d."""
+    return isinstance(module, nn.Embedding) or getattr(module, "kind", None) == "embedding"
 
 
 def factors_of(module: nn.Module) -> tuple[torch.Tensor, ...]:
@@ -14,8 +73,7 @@ def factors_of(module: nn.Module) -> tuple[torch.Tensor, ...]:
     """
     if hasattr(module, "factors"):
         return module.factors()
-    is_table = isinstance(module, nn.Embedding) or getattr(module, "kind", None) == "embedding"
-    return (module.weight if is_table else module.weight.T,)
+    return (module.weight if is_table(module) else module.weight.T,)
 
 
 def product_of(
@@ -75,7 +133,7 @@ def low_rank_state(
     Raises:
         ValueError: a bias for an embedding or an output layer, which have none.
     """
-    if isinstance(module, nn.Embedding) or getattr(module, "kind", None) == "embedding":
+    if is_table(module):
         if bias is not None:
             raise ValueError(f"a bias of {len(bias)} numbers is given for an embedding or output layer: remove it")
         return {"weight" if isinstance(module, nn.Embedding) else "output.weight": left, "basis": right}

@@ -1,8 +1,9 @@
-"""Choice of a form and a setting for every place of a model: by rules for each place, or together under one budget."""
+"""Choice of a form and a setting for every site of a model: by rules for each site, or together under one budget."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
@@ -27,7 +28,7 @@ Unit = list[Alternative]
 
 
 def spends_budget(options: CompressionOptions, study: StudyOptions) -> bool:
-    """Whether all places are decided together, under one budget."""
+    """Whether all sites are decided together, under one budget."""
     return options.spends_budget and study.allocation != "uniform"
 
 
@@ -42,42 +43,43 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
     for option in ("attention_method", "ffn_method"):
         if (asked := getattr(study, option)) is not None and asked not in methods:
             raise ValueError(f"{option} is {asked!r}, expected one of {', '.join(methods)}")
-    places = {form: form.places(dense) for form in forms}
-    names = [short_name(name) for name in places[forms[0]]]
+    sites = {form: form.sites(dense) for form in forms}
+    names = [short_name(name) for name in sites[forms[0]]]
     if unused := policy.unused_patterns(names):
         raise ValueError(
             f"pattern {unused[0]!r} matches no matrix of this model; its matrices have names like "
             f"{', '.join(names[:4])}"
         )
+    sources = {name: originals.own_module(name) for name in sites[forms[0]]}
 
     def find_holder(name: str) -> type[Form] | None:
-        own = originals.own_module(name)
-        return next((form for form in forms if own is not None and name in places[form] and form.holds(own)), None)
+        own = sources[name]
+        return next((form for form in forms if own is not None and name in sites[form] and form.holds(own)), None)
 
     def is_settled(name: str) -> bool:
-        return policy.fixes(short_name(name), originals.module(name).kind)
+        return policy.fixes(short_name(name), dense.get_submodule(name).kind)
 
     def find_alternatives(matrices: Sequence[str], wanted: Sequence[type[Form]]) -> Unit:
         slots: dict[tuple[str, ...], Slot] = {}
         for form in wanted:
-            for place, parts in places[form].items():
+            for name, parts in sites[form].items():
                 if set(parts) <= set(matrices):
-                    slots.setdefault(parts, []).append(form(place, originals))
+                    slots.setdefault(parts, []).append(form(name, dense, sources.get(name)))
         return [[slots[parts] for parts in cover] for cover in _covers(matrices, slots)]
 
     units: list[Unit] = []
     taken: set[str] = set()
     unmet: dict[str, str] = {}  # requested forms that no part of the model supports
     # Those of several matrices first: within them single ones are an alternative.
-    for matrices in sorted((one for form in forms[::-1] for one in places[form].values()), key=len, reverse=True):
+    for matrices in sorted((one for form in forms[::-1] for one in sites[form].values()), key=len, reverse=True):
         if taken.intersection(matrices):
             continue
         taken.update(matrices)
         holders = {name: find_holder(name) for name in matrices}
         if any(holders.values()) or any(map(is_settled, matrices)):
-            units.append([[[(form or forms[0])(name, originals)] for name, form in holders.items()]])
+            units.append([[[(form or forms[0])(name, dense, sources[name])] for name, form in holders.items()]])
             continue
-        kind = originals.module(matrices[0]).kind
+        kind = dense.get_submodule(matrices[0]).kind
         method = getattr(study, f"{kind}_method", None)
         if method is None and not spends_budget(options, study):
             method = forms[0].method
@@ -104,22 +106,52 @@ def _covers(matrices: Sequence[str], parts: Collection[tuple[str, ...]]) -> Iter
                 yield [part, *others]
 
 
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """The setting of a site."""
+
+    site: Form
+    setting: Setting
+    choices: Choices | None = None  # among which it was chosen, if their costs are known
+
+    @property
+    def size(self) -> Setting:
+        """The setting that the site has in the result; `None` where it is dense."""
+        return self.site.kept(self.setting) or self.setting
+
+
 def choose(
     units: Sequence[Unit], originals: Originals, options: CompressionOptions, study: StudyOptions
-) -> tuple[list[Form], Callable[[Form], Setting]]:
-    """The places in the forms that are chosen, largest first, and the search for the setting of each."""
+) -> list[Choice]:
+    """The sites in the forms that are chosen, largest first, with the setting of each."""
     policy = options.policy
     if originals.calibration is None or not spends_budget(options, study):
-        return sort_by_size(first_places(units)), lambda place: place.follow(policy)
+        sites = sort_by_size(first_sites(units))
+        costs = weigh([site for site in sites if site.waits(policy)], originals)
+        return [Choice(site, site.follow(policy, costs.get(site)), costs.get(site)) for site in sites]
     given, free = split_units(units, policy)
-    fixed = {place: place.follow(policy) for place in given}
+    offered = sort_by_size([site for unit in free for alternative in unit for slot in alternative for site in slot])
+    costs = weigh([*filter(lambda site: site.waits(policy), given), *offered], originals)
+    fixed = {site: site.follow(policy, costs.get(site)) for site in given}
     available, _ = find_budget(originals, options, fixed, free)
-    places = sort_by_size([place for unit in free for alternative in unit for slot in alternative for place in slot])
-    found = work_on_places("weighting", lambda place: place.choices(), places, originals.device)
-    choices = dict(found)
-    slots = [[[{place: choices[place] for place in slot} for slot in slots] for slots in unit] for unit in free]
+    slots = [[[{site: costs[site] for site in slot} for slot in slots] for slots in unit] for unit in free]
     settings = fixed | allocate(slots, available)
-    return sort_by_size(list(settings)), settings.__getitem__
+    return [Choice(site, settings[site], costs.get(site)) for site in sort_by_size(list(settings))]
+
+
+def weigh(sites: Sequence[Form], originals: Originals) -> dict[Form, Choices]:
+    """The choices of every site, and their costs."""
+    return dict(work_on_sites("weighting", lambda site: site.choices(originals), sites, originals.device))
+
+
+def find_errors(chosen: Sequence[Choice], originals: Originals) -> dict[Form, float]:
+    """{site: relative error of the best matrices at its setting}."""
+    by_site = {one.site: one for one in chosen}
+
+    def find(site: Form) -> float:
+        return site.error(by_site[site].setting, originals, by_site[site].choices)
+
+    return dict(work_on_sites("weighting", find, list(by_site), originals.device))
 
 
 def check_choices(
@@ -128,49 +160,50 @@ def check_choices(
     """Return the share of the matrices' parameters that is removed, about: one half where each follows a rule."""
     policy = options.policy
 
-    def fewest(place: Form) -> Setting:
-        waits = policy.needs_spectrum(short_name(place.name), place.kind(place.name))
-        return place.least if waits else place.follow(policy)
+    def fewest(site: Form) -> Setting:
+        return site.least if site.waits(policy) else site.follow(policy)
 
     if spends_budget(options, study):
         given, free = split_units(units, policy)
-        return find_budget(originals, options, {place: fewest(place) for place in given}, free)[1]
-    for place in filter(lambda place: place.is_usual, first_places(units)):  # the others need statistics
-        fewest(place)
+        return find_budget(originals, options, {site: fewest(site) for site in given}, free)[1]
+    for site in first_sites(units):
+        fewest(site)
     return 1 - 1 / policy.default.ratio if isinstance(policy.default, Ratio) else 0.5
 
 
-def first_places(units: Sequence[Unit]) -> list[Form]:
+def first_sites(units: Sequence[Unit]) -> list[Form]:
     """Return the first form of each slot of the first alternatives."""
-    return [place for alternative, *_ in units for place, *_ in alternative]
+    return [site for alternative, *_ in units for site, *_ in alternative]
 
 
 def split_units(units: Sequence[Unit], policy: RankPolicy) -> tuple[list[Form], list[Unit]]:
-    """Places whose matrix the policy settles, and the units without them."""
+    """Sites whose matrix the policy settles, and the units without them."""
 
-    def is_given(place: Form) -> bool:
-        module = place.originals.module(place.name)
-        return hasattr(module, "kind") and policy.fixes(short_name(place.name), module.kind)
+    def is_given(site: Form) -> bool:
+        module = site.dense.get_submodule(site.name)
+        return hasattr(module, "kind") and policy.fixes(short_name(site.name), module.kind)
 
-    given = [place for place in first_places(units) if is_given(place)]
+    given = [site for site in first_sites(units) if is_given(site)]
     free = [[[slot for slot in alternative if not is_given(slot[0])] for alternative in unit] for unit in units]
     return given, [unit for unit in free if any(unit)]
 
 
-def work_on_places(
-    name: str, work: Callable[[Form], Result], places: Sequence[Form], device: torch.device
+def work_on_sites(
+    name: str, work: Callable[[Form], Result], sites: Sequence[Form], device: torch.device
 ) -> Iterator[tuple[Form, Result]]:
-    """The places, largest first, each with the result of `work`. The progress bar counts parameters."""
-    sizes = [int(place.size(None)) for place in places]
+    """The sites, largest first, each with the result of `work`. The progress bar counts parameters."""
+    if not sites:
+        return
+    sizes = [int(site.size(None)) for site in sites]
     with Step(name, unit="parameter", total=sum(sizes)) as bar:
-        for place, size, result in zip(places, sizes, map_in_threads(work, places, device), strict=True):
-            yield place, result
+        for site, size, result in zip(sites, sizes, map_in_threads(work, sites, device), strict=True):
+            yield site, result
             bar.update(size)
 
 
-def sort_by_size(places: list[Form]) -> list[Form]:
-    """Sort places by parameters, largest first, so that no large place is computed last."""
-    return sorted(places, key=lambda place: place.size(None), reverse=True)
+def sort_by_size(sites: list[Form]) -> list[Form]:
+    """Sort sites by parameters, largest first, so that no large site is computed last."""
+    return sorted(sites, key=lambda site: site.size(None), reverse=True)
 
 
 def find_budget(
@@ -183,11 +216,11 @@ def find_budget(
     name, dense, tensors = options.budget, originals.dense, stored_tensors(originals.dense)
     asked, rule = getattr(options, name), options.policy.default
     besides = dense.num_parameters() - sum(dense.get_submodule(one).weight.numel() for one, _ in find_matrices(dense))
-    besides += sum(int(place.size(setting)) for place, setting in given.items())
+    besides += sum(int(site.size(setting)) for site, setting in given.items())
     whole = sum(max(sum(float(slot[0].size(None)) for slot in slots) for slots in unit) for unit in free)
 
-    def least(place: Form) -> float:
-        return min(float(place.size(setting)) for setting in (place.least, None))
+    def least(site: Form) -> float:
+        return min(float(site.size(setting)) for setting in (site.least, None))
 
     fewest = sum(min(sum(min(map(least, slot)) for slot in slots) for slots in unit) for unit in free)
     itemsize = (originals.teacher.config.dtype or torch.float32).itemsize

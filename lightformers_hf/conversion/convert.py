@@ -1,10 +1,11 @@
-"""Pipeline of a conversion: load → trim → shorten → share → bridge → measure → choose → build → refit → write."""
+"""Pipeline of a conversion: load → trim → shorten → share → bridge → measure → choose → fit → write."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,18 +14,18 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..files import CARD_FILE
-from ..loading import all_finite, assemble, load_tensors, skeleton
+from ..loading import all_finite, complete, load_tensors, skeleton, stored_tensors
 from ..matrices import product_of
 from ..models.heads import ConditionalGenerationHead
 from ..processors import check_device, free_memory, has_fast_bf16
 from ..text import fingerprint
-from .allocation import check_choices, choose, find_units, work_on_places
+from .allocation import Choice, check_choices, choose, find_errors, find_units, work_on_sites
 from .calibration_text import count_tokens, draw_pairs, hold_out, sample_text
 from .card import model_card
-from .forms import Built, Form, Setting, all_forms
+from .forms import Form, all_forms
 from .options import CompressionOptions, StudyOptions, needs_calibration, resolve_study
-from .refit import bridge, can_refit, predict_tokens, refit, share_of_equal
-from .report import OWN_TEXT, Agreement, CompressionReport, MatrixReport, ModelFacts, Plan, write_report
+from .refit import bridge, can_refit, find_refitted, predict_tokens, refit, share_of_equal
+from .report import DENSE, OWN_TEXT, Agreement, CompressionReport, MatrixReport, ModelFacts, Plan, write_report
 from .sensitivity import Batch, Calibration
 from .sharing import Originals, can_align, find_matrices, merge_layers, share_layers, short_name
 from .teacher import Teacher
@@ -46,8 +47,7 @@ class Compressed:
     """A compressed teacher."""
 
     teacher: Teacher  # with the layers that stay
-    model: PreTrainedModel  # skeleton of the result
-    tensors: dict[str, Tensor]  # the result's, in the teacher's type or in float32; empty after a dry run
+    model: PreTrainedModel  # in float32; a skeleton after a dry run
     report: CompressionReport
 
 
@@ -66,7 +66,7 @@ class Measured:
 def compress(
     folder: Path, source: str, options: CompressionOptions, study: StudyOptions | None, *, dry: bool
 ) -> Compressed:
-    """Choose the form of every part of the teacher in a folder, and build it, unless the run is `dry`.
+    """Choose the form of every site of the teacher in a folder, and make the smaller model, unless the run is `dry`.
 
     `source` is the teacher's name as the user gave it.
     """
@@ -76,17 +76,69 @@ def compress(
     whole = checkpoint.keep_tokens(choose_tokens(checkpoint, options)) if options.vocabulary else checkpoint
     teacher = whole.keep_layers({"encoder": options.encoder_layers, "decoder": options.decoder_layers})
     dense = share_layers(teacher, options, study)
-    aligns = can_align(teacher, dense, options)
     originals = Originals(
-        teacher, dense, aligns, device=algebra_device(device), is_truncated_first=options.method == "paper"
+        teacher,
+        dense,
+        can_align(teacher, dense, options),
+        device=algebra_device(device),
+        is_truncated_first=options.method == "paper",
     )
     units = find_units(originals, options, study)
+    steps = find_steps(whole, originals, options, study)
+    removed = check_choices(units, originals, options, study) if "weight" in steps else None
+    if teacher.has_tokenizer:
+        teacher.tokenizer()  # one that does not fit ends it here
+    teacher.generation_config()  # and so does one that cannot be written
+
+    measured = Measured(teacher)
+    if "weight" in steps or ("bridge" in steps and not dry):
+        measured = measure(whole, teacher, options, study, removed, bridges="bridge" in steps, device=device)
+    originals = merge_layers(replace(originals, teacher=measured.teacher), measured.calibration)
+    chosen = choose(units, originals, options, study)
+    # Without a refit, errors whose costs are not known are those of the values that are made.
+    refits = "refit" in steps
+    errors = find_errors([one for one in chosen if dry or refits or one.choices], originals)
+    refits = refits and any(errors.values())
+    fields: dict[str, object] = {}
+    for form in all_forms():
+        fields |= form.fields(matrix_sizes(chosen, form), dense)
+    model = skeleton(teacher.model_class, type(dense.config)(**{**dense.config.to_dict(), **fields}))
+    agreement = None
+    if not dry:
+        made, agreement = fit(model, chosen, originals, measured, refits=refits)
+        errors = made | errors
+    report = (Plan if dry else CompressionReport).of(
+        checkpoint,
+        model,
+        options,
+        asked_study,
+        calibration=(options.calibration or OWN_TEXT) if steps - {"refit"} else None,
+        trimmed=whole,
+        matrices=report_matrices(chosen, errors, model, dense),
+        calibrated_on=measured.sentences,
+        agreement=agreement,
+        processor=describe_work(device),
+    )
+    return Compressed(teacher, model, report)
+
+
+def find_steps(
+    whole: Teacher, originals: Originals, options: CompressionOptions, study: StudyOptions
+) -> frozenset[str]:
+    """Return the steps that need text: `bridge` removed layers, `weight` errors, `refit` the result's layers.
+
+    Raises `ValueError` if an option is given that means nothing without them.
+    """
+    teacher, dense = originals.teacher, originals.dense
+    steps: set[str] = set()
     is_seq2seq = issubclass(teacher.model_class, ConditionalGenerationHead)
-    calibrates = is_seq2seq and options.method != "paper" and (aligns or options.policy.compresses)
-    removed = check_choices(units, originals, options, study) if calibrates else None
-    will_refit = can_refit(dense.config, study) and calibrates
-    will_bridge = teacher is not whole and is_seq2seq and study.refit is not False
-    if not (calibrates or will_bridge) and (needed := needs_calibration(options, study)) is not None:
+    if teacher is not whole and is_seq2seq and study.refit is not False:
+        steps.add("bridge")
+    if is_seq2seq and options.method != "paper" and (originals.is_aligned or options.policy.compresses):
+        steps.add("weight")
+    if can_refit(dense.config, study) and "weight" in steps:
+        steps.add("refit")
+    if not steps and (needed := needs_calibration(options, study)) is not None:
         if not is_seq2seq:
             raise ValueError(
                 f"{needed} needs calibration, which is for sequence-to-sequence models; "
@@ -96,41 +148,7 @@ def compress(
             f"{needed} is given, but no matrix gets smaller and no layer is merged or removed, which needs text: "
             f"give a ratio, a rank or a size, too, or remove {needed}"
         )
-    if teacher.has_tokenizer:
-        teacher.tokenizer()  # one that does not fit ends it here
-    teacher.generation_config()  # and so does one that cannot be written
-
-    reads_text = calibrates or (will_bridge and not dry)
-    measured = Measured(teacher)
-    if reads_text:
-        measured = measure(whole, teacher, options, study, removed, bridges=will_bridge, device=device)
-    originals = merge_layers(replace(originals, teacher=measured.teacher), measured.calibration)
-    units = find_units(originals, options, study)
-    places, setting = choose(units, originals, options, study)
-    built, reports = build(places, setting, originals, keep=not dry)
-    fields: dict[str, object] = {}
-    for form in all_forms():
-        fields |= form.fields([report for report in reports if report.form == form.label], dense)
-    model = skeleton(teacher.model_class, type(dense.config)(**{**dense.config.to_dict(), **fields}))
-    if tensors := built.tensors:
-        tensors |= originals.other_tensors()
-    agreement = None
-    if tensors and measured.whole is not None:
-        will_refit = will_refit and any(report.relative_error for report in reports)
-        agreement = fit(model, teacher, measured, tensors, built if will_refit else None)
-    report = (Plan if dry else CompressionReport).of(
-        checkpoint,
-        model,
-        options,
-        asked_study,
-        calibration=(options.calibration or OWN_TEXT) if reads_text else None,
-        trimmed=whole,
-        matrices=reports,
-        calibrated_on=measured.sentences,
-        agreement=agreement,
-        processor=describe_work(device),
-    )
-    return Compressed(teacher, model, tensors, report)
+    return frozenset(steps)
 
 
 def measure(
@@ -186,43 +204,86 @@ def forecast(teacher: PreTrainedModel, tokens: float, *, given: bool) -> str:
     return f"{line} Only {free / 1e9:.1f} GB are free, so it may be ended half-way; --method paper needs least."
 
 
-def build(
-    places: list[Form], setting: Callable[[Form], Setting], originals: Originals, *, keep: bool
-) -> tuple[Built, list[MatrixReport]]:
-    """All places at their settings, largest first, one a worker; reports in the order of the model's matrices."""
-    whole, make = Built([], {}), lambda place: place.build(setting(place))
-    for _, built in work_on_places("factorizing", make, places, originals.device):
-        whole.reports.extend(built.reports)
-        whole.coordinates.update(built.coordinates)
-        if keep:
-            whole.tensors.update(built.tensors)
-    by_name = {report.name: report for report in whole.reports}
-    return whole, [by_name[short_name(name)] for name, _ in find_matrices(originals.dense)]
+def matrix_sizes(chosen: Sequence[Choice], form: type[Form]) -> dict[str, int]:
+    """{matrix: its setting} of those that have a form in the result, by the names in patterns."""
+    own = [one for one in chosen if type(one.site) is form and one.size is not None]
+    return {short_name(name): one.size for one in own for name in one.site.matrices}
 
 
+def report_matrices(
+    chosen: Sequence[Choice], errors: Mapping[Form, float], model: PreTrainedModel, dense: PreTrainedModel
+) -> list[MatrixReport]:
+    """Reports in the order of the model's matrices, with the `errors` of sites."""
+    reports = {}
+    for one in chosen:
+        error = errors[one.site]
+        for name in one.site.matrices:
+            (m, n), kept = one.site.shape_of(name), model.get_submodule(name).parameters()
+            reports[name] = MatrixReport(
+                name=short_name(name), kind=one.site.kind(name), m=m, n=n, size=one.size,
+                form=DENSE if one.size is None else one.site.label,
+                setting=DENSE if one.size is None else one.site.wording.format(one.size),
+                parameters_after=sum(weight.numel() for weight in kept if weight.ndim == 2),
+                energy=1 - error**2, relative_error=error,
+            )  # fmt: skip
+    return [reports[name] for name, _ in find_matrices(dense)]
+
+
+@torch.no_grad()
 def fit(
-    model: PreTrainedModel, teacher: Teacher, measured: Measured, tensors: dict[str, Tensor], built: Built | None
-) -> Agreement:
-    """Refit the layers of a compressed model to its teacher's outputs, and compare their predictions."""
-    names = list(tensors)
-    # Tensors are removed one by one, so that the model and all tensors are never in memory together.
-    values = {name: (tensors.pop(name) if built else tensors[name]).float() for name in names}
-    student = assemble(type(model), model.config, values).to(measured.whole.device)
-    expected = predict_tokens(measured.whole, measured.compared)
-    before = None
-    if built is not None:
-        before, _ = share_of_equal(predict_tokens(student, measured.compared), expected)
-        refit(student, measured.whole, teacher.depths, measured.calibration, built)
-        state = student.state_dict()
-        tensors.update({name: state[name].cpu() for name in names})
-    share, tokens = share_of_equal(predict_tokens(student, measured.compared), expected)
-    return Agreement(share=share, before_refit=before, tokens=tokens, held_out=measured.held_out)
+    student: PreTrainedModel, chosen: Sequence[Choice], originals: Originals, measured: Measured, *, refits: bool
+) -> tuple[dict[Form, float], Agreement | None]:
+    """Give a skeleton its values: the only place where they are made.
+
+    Matrices are the nearest to the teacher's. If the run `refits`, linear layers are then fitted to its outputs; their
+    matrices before matter only in shapes that the teacher's do not have.
+
+    Returns: the relative errors of the sites whose matrices are the nearest, and how often model and teacher agree.
+    """
+    later = frozenset(find_refitted(student) if refits else ())
+    coordinates: dict[str, Tensor] = {}
+
+    def make(one: Choice) -> tuple[Mapping[str, Tensor], float]:
+        site, error = one.site, 0.0
+        shaped = site.shape(one.setting, originals, one.choices)
+        form = Form if one.size is None else type(site)
+        for name, weight in shaped.weights.items():
+            module = student.get_submodule(name)
+            if name not in later:
+                metric = partial(originals.metric, name, site.kind(name))
+                error = max(error, form.fit(module, weight, metric, name=short_name(name)))
+            elif len(weight.left) != site.shape_of(name)[0]:
+                weight.put(module)
+            else:
+                module.to_empty(device="cpu").requires_grad_(False)
+                for parameter in module.parameters():
+                    parameter.zero_()
+        return shaped.coordinates, max(error, shaped.error)
+
+    by_site = {one.site: one for one in chosen}
+    errors = {}
+    made = work_on_sites("factorizing", lambda site: make(by_site[site]), list(by_site), originals.device)
+    for site, (found, error) in made:
+        coordinates.update(found)
+        errors[site] = error
+    complete(student, {name: tensor.float() for name, tensor in originals.other_tensors().items()})
+    if measured.whole is None:
+        return errors, None
+    student.to(measured.whole.device)
+    if refits:
+        teacher = measured.teacher
+        refit(student, measured.whole, teacher.depths, measured.calibration, coordinates)
+    predicted, expected = (predict_tokens(model, measured.compared) for model in (student, measured.whole))
+    share, tokens = share_of_equal(predicted, expected)
+    student.to("cpu")
+    return errors, Agreement(share=share, tokens=tokens, held_out=measured.held_out)
 
 
 def write(result: Compressed, folder: Path, place: str) -> None:
     """Write checkpoint, tokenizer, report and card into a folder whose final name is `place`."""
     teacher, model, report = result.teacher, result.model, result.report
-    load_tensors(model, cast_tensors(result.tensors, teacher.config.dtype or torch.float32), assign=True)
+    tensors = cast_tensors(stored_tensors(model), teacher.config.dtype or torch.float32)
+    load_tensors(model, tensors, assign=True)
     model.generation_config = teacher.generation_config()
     model.save_pretrained(folder)
     if teacher.has_tokenizer:

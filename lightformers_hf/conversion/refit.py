@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..matrices import bias_of, product_of
+from ..matrices import Weight, bias_of, product_of
 from ..models.configuration_lightformer import FactorizedConfig, LightFormerConfig
 from ..processors import give_back_memory
-from .forms import Built, Form, all_forms
+from .forms import Form, all_forms, change_outputs
 from .moments import GRADIENT_DAMPING, Damped, Metric, PairMoments, TensorStore, WeightedRows
 from .options import StudyOptions
 from .sensitivity import (
@@ -33,7 +33,7 @@ from .sensitivity import (
     target_states,
     token_mask,
 )
-from .sharing import find_matrices, short_name
+from .sharing import STACKS, find_matrices
 from .workers import AT_ONCE, Step, algebra_device, cast_weights, fast_passes, fast_products, map_in_threads
 
 # Weight of the layer's matrix in the fit, relative to the mean variance of its inputs.
@@ -63,14 +63,23 @@ def can_refit(config: FactorizedConfig, study: StudyOptions) -> bool:
     return possible and study.refit is not False
 
 
+def find_refitted(model: PreTrainedModel) -> list[str]:
+    """Return the names of the linear layers that are refitted, whose values before do not matter."""
+    return _find_modules(model, *(f"model.{stack}.layers." for stack in STACKS))[0]
+
+
 @torch.no_grad()
 def refit(
-    student: PreTrainedModel, teacher: PreTrainedModel, depths: Depths, calibration: Calibration, built: Built
+    student: PreTrainedModel,
+    teacher: PreTrainedModel,
+    depths: Depths,
+    calibration: Calibration,
+    coordinates: Mapping[str, Tensor],
 ) -> None:
     """Refit a smaller model's layers to the teacher's outputs by least squares, in place, and balance its logits."""
     store = TensorStore(teacher.device)
     batches = cut_batches(calibration.batches, TOKENS)
-    regression = Regression(student, teacher, depths, batches, store, built, CORRECTED, calibration)
+    regression = Regression(student, teacher, depths, batches, store, coordinates, CORRECTED, calibration)
     regression.run(tuple(depths), "refitting")
     balance(student, teacher, batches, store)
 
@@ -85,11 +94,8 @@ def bridge(
     """
     stacks = tuple(depths) if len(depths["encoder"]) < len(teacher.get_encoder().layers) else ("decoder",)
     linear, norms = _find_modules(shorter, *(f"model.{stack}.{part}" for stack in stacks for part in PARTS))
-    for name in linear:  # mapped files, or tensors of the teacher
-        for weight in shorter.get_submodule(name).parameters():
-            weight.data = weight.data.clone()
-    store, unchanged = TensorStore(teacher.device), Built([], {})
-    regression = Regression(shorter, teacher, depths, cut_batches(batches, TOKENS), store, unchanged, share=1)
+    store = TensorStore(teacher.device)
+    regression = Regression(shorter, teacher, depths, cut_batches(batches, TOKENS), store, {}, share=1)
     regression.run(stacks, "fitting layers")
     balance(shorter, teacher, regression.batches, store)
     state = shorter.state_dict()
@@ -113,7 +119,7 @@ class Regression:
     depths: Depths  # of `encoder` and `decoder`, the teacher's layer for each of the student's
     batches: Sequence[Batch]
     store: TensorStore  # gets the states
-    built: Built  # results of the forms: their kinds, and the coordinates of outputs that are fewer
+    coordinates: Mapping[str, Tensor]  # as of `forms.Shaped`
     share: float  # β
     # Of a model that the student was made of: it has the layers as they were, and gradients for the metric. `None`:
     # the student is that model itself, and errors of all outputs have equal weight.
@@ -190,7 +196,7 @@ class Regression:
             found = student.inputs(depth, index, [group[0]] if residual is None else [group[0], residual])
             rows = [found[group[0]][mask]]
             for name in group:
-                aim = self.built.of_teacher(name, teacher.output(name, index))
+                aim = change_outputs(teacher.output(name, index), self.coordinates.get(name))
                 rows.append(aim if residual is None else aim - self.share * found[residual][mask])
             return [WeightedRows.of(each, weights[index], self.device) for each in rows]
 
@@ -241,7 +247,6 @@ class Regression:
     def _solve(self, layers: dict[str, nn.Module], inputs: PairMoments, outputs: dict[str, PairMoments]) -> None:
         """Refit layers of one input, as near as their forms can come. Removes used `outputs`."""
         before = self.student if self.calibration is None else self.calibration.model
-        labels = {report.name: report.form for report in self.built.reports}
         for centred in (False, True):
             some = {name: layer for name, layer in layers.items() if (bias_of(layer) is not None) == centred}
             if not some:
@@ -252,7 +257,7 @@ class Regression:
             ridge = max(self.ridge * covariance.diagonal().mean(), CONSTANT * seen)
             matrices = {}  # the fit is shrunk towards them: the teacher's if its layer has these inputs
             for name, layer in some.items():
-                own = self.built.of_teacher(name, _matrix(before.get_submodule(name), self.device))
+                own = change_outputs(_matrix(before.get_submodule(name), self.device), self.coordinates.get(name))
                 matrices[name] = own if len(own) == len(covariance) else _matrix(layer, self.device)
             if ridge > 0:
                 damped = covariance + ridge * torch.eye(len(covariance)).to(covariance)
@@ -264,10 +269,9 @@ class Regression:
                 }
             for name, layer in some.items():
                 metric = partial(self._metric, name, covariance, matrices[name].shape[1])
-                label = labels.get(short_name(name))  # of the new form of a layer, or of the old one
-                forms = (form for form in all_forms() if (form.label == label if label else form.holds(layer)))
-                form = next(forms, Form)
-                layer.load_state_dict(form.nearest_state(layer, matrices.pop(name), bias_of(layer), metric, name=name))
+                form = next((form for form in all_forms() if form.holds(layer)), Form)
+                weight = Weight(matrices.pop(name), None, outputs[name].right if centred else None)
+                form.fit(layer, weight, metric, name=name, split="balanced")
                 if (bias := bias_of(layer)) is not None:
                     mean_in, mean_out = outputs[name].left, outputs[name].right
                     bias.copy_(mean_out - mean_in @ _matrix(layer, mean_in.device))

@@ -79,14 +79,12 @@ class Agreement:
     """Share of target tokens at which model and teacher predict the same token, each after the tokens of the text."""
 
     share: float  # share of the result, from 0 to 1
-    before_refit: float | None  # share before its layers were refitted; `None` without a refit
     tokens: int  # the number of target tokens
     held_out: bool  # whether the text was held out of the calibration; short texts are not
 
     def __str__(self) -> str:
-        before = "" if self.before_refit is None else f" ({self.before_refit:.1%} before the refit)"
         text = "held-out tokens" if self.held_out else "tokens of the calibration text"
-        return f"agrees with its teacher on {self.share:.1%} of {self.tokens:,} {text}{before}"
+        return f"agrees with its teacher on {self.share:.1%} of {self.tokens:,} {text}"
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..loading import skeleton, stored_tensors
-from ..matrices import bias_of
+from ..matrices import Weight, bias_of
 from ..models.configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig
 from ..models.stack import group_layers
 from .moments import INPUT_DAMPING, Metric, damped_root
 from .options import GROUPS, CompressionOptions, StudyOptions
 from .sensitivity import Calibration
-from .teacher import Linear, Teacher
+from .teacher import Teacher
 
 STACKS = ("encoder", "decoder")
 
@@ -105,10 +105,12 @@ class Bases(NamedTuple):
     inputs: Tensor | None = None
     outputs: Tensor | None = None
 
-    def of(self, layer: Linear) -> Linear:
-        """The layer between them."""
+    def of(self, layer: Weight) -> Weight:
+        """The layer between them; itself where neither basis changes."""
+        if self.inputs is None and self.outputs is None:
+            return layer
         bias = None if layer.bias is None else change_basis(layer.bias, self.outputs)
-        return Linear(change_basis(layer.matrix, self.inputs, self.outputs), bias)
+        return Weight(change_basis(layer.product(), self.inputs, self.outputs), None, bias)
 
 
 def change_basis(tensor: Tensor, *bases: Tensor | None) -> Tensor:
@@ -127,7 +129,7 @@ def change_basis(tensor: Tensor, *bases: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def align_bases(
-    layers: Sequence[Mapping[str, Linear]],
+    layers: Sequence[Mapping[str, Weight]],
     heads: int,
     moments: Sequence[Mapping[str, Tensor]] | None = None,
     ordered: Collection[str] = (),
@@ -156,7 +158,7 @@ def align_bases(
             own |= _head_bases(name, (first, second), heads, inputs, keep_order=name in ordered)
         if "fc1" in first:
             front = [part for part in ("fc_gate", "fc1") if part in first]
-            alike = _relative(first["fc2"].matrix.double().T, second["fc2"].matrix.double().T)
+            alike = _relative(first["fc2"].product(torch.float64).T, second["fc2"].product(torch.float64).T)
             for part in front:
                 alike += _relative(_rows(first[part]), _rows(second[part]), inputs[part])
             order = _match(alike)
@@ -165,13 +167,13 @@ def align_bases(
     return bases
 
 
-def merge_linear(layers: Sequence[Linear], moments: Sequence[tuple[Tensor, Tensor]] | None = None) -> Linear:
+def merge_linear(layers: Sequence[Weight], moments: Sequence[tuple[Tensor, Tensor]] | None = None) -> Weight:
     """One layer for several, all with a bias or none: the least Σ E‖y_l − y‖² over W and b together.
 
     W̄ = (Σ C_l)⁻¹ Σ C_l W_l is computed as the plain mean and a correction: directions without inputs have the mean.
     The `moments` are E[xᵀx] and E[x] of each one's inputs; `None` gives the plain mean.
     """
-    (matrix, bias), stacked = layers[0], [_rows(layer) for layer in layers]
+    dtype, bias, stacked = layers[0].left.dtype, layers[0].bias, [_rows(layer) for layer in layers]
     merged = torch.stack(stacked).mean(0)
     if moments is not None:
         seconds = [second.double() for second, _ in moments]
@@ -183,13 +185,14 @@ def merge_linear(layers: Sequence[Linear], moments: Sequence[tuple[Tensor, Tenso
         pull = sum(second @ (one - merged) for one, second in zip(stacked, seconds, strict=True))
         merged = merged + torch.cholesky_solve(pull, damped_root(sum(seconds), INPUT_DAMPING))
     if bias is None:
-        return Linear(merged.to(matrix.dtype), None)
-    return Linear(merged[:-1].to(matrix.dtype), merged[-1].to(bias.dtype))
+        return Weight(merged.to(dtype))
+    return Weight(merged[:-1].to(dtype), None, merged[-1].to(bias.dtype))
 
 
-def _rows(layer: Linear) -> Tensor:
+def _rows(layer: Weight) -> Tensor:
     """W with b below it, (m+1)×n."""
-    return torch.cat([layer.matrix, layer.bias[None]]).double() if layer.bias is not None else layer.matrix.double()
+    matrix = layer.product(torch.float64)
+    return matrix if layer.bias is None else torch.cat([matrix, layer.bias[None].double()])
 
 
 def _relative(first: Tensor, second: Tensor, moment: Tensor | None = None) -> Tensor:
@@ -208,7 +211,7 @@ def _match(alike: Tensor) -> Tensor:
 
 def _head_bases(
     name: str,
-    pair: Sequence[Mapping[str, Linear]],
+    pair: Sequence[Mapping[str, Weight]],
     heads: int,
     inputs: Mapping[str, Tensor | None],
     *,
@@ -216,10 +219,10 @@ def _head_bases(
 ) -> dict[str, Bases]:
     """The bases of one attention, from the matrices that each belongs to. Softmax ignores a key's bias."""
     query, key, value, out = (f"{name}{part}_proj" for part in ("q", "k", "v", "out"))
-    scores = [(_rows(layer[query]), layer[key].matrix.double()) for layer in pair], (inputs[query], inputs[key])
-    values = [(_rows(layer[value]), layer[out].matrix.double().T) for layer in pair], (inputs[value], None)
+    scores = [(_rows(layer[query]), layer[key].product(torch.float64)) for layer in pair], (inputs[query], inputs[key])
+    values = [(_rows(layer[value]), layer[out].product(torch.float64).T) for layer in pair], (inputs[value], None)
     crosses: list[Tensor] = []
-    alike = torch.zeros((), dtype=torch.float64, device=pair[0][out].matrix.device)
+    alike = torch.zeros((), dtype=torch.float64, device=pair[0][out].left.device)
     for (first, second), moments in (scores, values):
         between, *own = (
             [_relative(a, b, moment) for a, b, moment in zip(left, right, moments, strict=True)]
@@ -259,26 +262,22 @@ class Originals:
     device: torch.device = torch.device("cpu")  # noqa: RUF009, immutable
     bases: dict[str, Bases] = field(default_factory=dict)  # bases of a teacher's module, in which it is merged
     is_truncated_first: bool = False  # low-rank matrices of a group are truncated one by one, before they are merged
-    _merged: dict[str, Linear] = field(default_factory=dict)
-
-    def module(self, name: str) -> nn.Module:
-        """The module in the skeleton."""
-        return self.dense.get_submodule(name)
+    _merged: dict[str, Weight] = field(default_factory=dict)
 
     def sources(self, name: str) -> list[str]:
         """The teacher's modules that a module is made of."""
         names = source_names(f"{name}.", self.teacher.config, self.dense.config)
         return [module.rstrip(".") for module in names]
 
-    def layers(self, name: str) -> list[Linear]:
+    def layers(self, name: str) -> list[Weight]:
         """The teacher's layers that a layer is made of, in the bases in which they are merged."""
         return [
-            self.bases.get(source, Bases()).of(self.teacher.linear(source).to(self.device))
+            self.bases.get(source, Bases()).of(self.teacher.weight(source).to(self.device))
             for source in self.sources(name)
         ]
 
-    def linear(self, name: str) -> Linear:
-        """The layer, with the layers of a group merged."""
+    def weight(self, name: str) -> Weight:
+        """The layer, with the layers of a group merged; a single one as the teacher has it, dense or factorized."""
         if name not in self._merged:
             layers = self.layers(name)
             if len(layers) == 1:
@@ -288,10 +287,6 @@ class Originals:
                 moments = [self.calibration.inputs([source]) for source in self.sources(name)]
             self._merged[name] = merge_linear(layers, moments)
         return self._merged[name]
-
-    def matrix(self, name: str) -> Tensor:
-        """m×n, inputs×outputs, or V×d."""
-        return self.linear(name).matrix
 
     def metric(self, name: str, kind: str) -> Metric | None:
         """In which the matrix is truncated; `None` without calibration."""
@@ -338,7 +333,7 @@ def merge_layers(originals: Originals, calibration: Calibration | None) -> Origi
             layers = list(dict.fromkeys(source.removesuffix(names[0]) for source in sources))
             if len(layers) == 1:
                 continue
-            linear = [{name: teacher.linear(layer + name).to(originals.device) for name in names} for layer in layers]
+            linear = [{name: teacher.weight(layer + name).to(originals.device) for name in names} for layer in layers]
             seen = calibration and [
                 {name: calibration.inputs([layer + name])[0] for name in names} for layer in layers
             ]

@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
@@ -32,7 +32,7 @@ from ..loading import (
     stored_tensors,
     take_forced_start,
 )
-from ..matrices import bias_of, product_of
+from ..matrices import Weight
 from ..models.configuration_lightformer import LightFormerConfig
 from ..vocabularies import check_ids, renumber_generation
 from .families import SHARED, STACKS, find_family
@@ -41,17 +41,6 @@ if TYPE_CHECKING:
     from .vocabulary import KeptTokens
 
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-
-class Linear(NamedTuple):
-    """y = x·W + b."""
-
-    matrix: Tensor  # W, m×n
-    bias: Tensor | None  # b, n
-
-    def to(self, device: torch.device) -> Linear:
-        """Return the layer on a device."""
-        return Linear(self.matrix.to(device), None if self.bias is None else self.bias.to(device))
 
 
 class Teacher:
@@ -257,10 +246,9 @@ class Teacher:
         module.load_state_dict(tensors, assign=True)
         return module.requires_grad_(False)
 
-    def linear(self, name: str) -> Linear:
-        """Matrix and bias of a module as the paper writes them: inputs×outputs, or V×d for a token table."""
-        module = self.module(name)
-        return Linear(product_of(module), bias_of(module))
+    def weight(self, name: str) -> Weight:
+        """The weight of a module, dense or factorized, as it is stored."""
+        return Weight.of(self.module(name))
 
     def generation_config(self) -> transformers.GenerationConfig:
         """The checkpoint's own, or that of its configuration; it begins in the target language."""

@@ -144,7 +144,7 @@ def test_agreement_is_that_of_the_likeliest_tokens(sure_teacher, tmp_path):
 
 def test_the_summary_and_the_card_say_how_often_tokens_agree(tmp_path):
     def summary(share: float, **changed) -> str:
-        agreement = Agreement(share=share, before_refit=0.5, tokens=1234, held_out=True)
+        agreement = Agreement(share=share, tokens=1234, held_out=True)
         report = report_of(matrix(form="low-rank", size=1, setting="rank 1"), agreement=agreement, **changed)
         write_report(report, tmp_path)
         assert read_report(tmp_path / "compression.json") == report
@@ -152,7 +152,7 @@ def test_the_summary_and_the_card_say_how_often_tokens_agree(tmp_path):
         return " ".join(str(report).split())
 
     sure = summary(0.941, calibration="train.jsonl")
-    assert "Agrees with its teacher on 94.1% of 1,234 held-out tokens (50.0% before the refit)." in sure
+    assert "Agrees with its teacher on 94.1% of 1,234 held-out tokens." in sure
     assert "lightformers recover" not in sure
     lost = summary(0.79, calibration="train.jsonl")
     assert "Below 80%" in lost

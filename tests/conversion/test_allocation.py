@@ -109,7 +109,7 @@ def units_of(folder, **options):
 
 
 def covered(alternative) -> list[str]:
-    return sorted(name for place, *_ in alternative for name in type(place).places(place.originals.dense)[place.name])
+    return sorted(name for site, *_ in alternative for name in type(site).sites(site.dense)[site.name])
 
 
 @pytest.mark.parametrize("name", TEACHERS)
@@ -167,18 +167,33 @@ def test_what_the_user_settles_has_the_usual_form_alone(tmp_path):
         assert bool(others) == (not settled and any(".fc" in name for name in names))
 
 
-def test_a_rule_by_energy_decomposes_every_matrix_once(tmp_path, monkeypatch):
-    make_teacher("marian", tmp_path)
-    decompose, seen = low_rank.decompose, Counter()
+@pytest.mark.parametrize(
+    ("options", "weighed"),
+    [
+        ({"ratio": 2, "method": "paper"}, False),
+        ({"energy": 0.5, "method": "paper"}, True),
+        ({"ratio": 2, "method": "low-rank", "calibration_samples": 8}, True),
+    ],
+)
+def test_no_values_are_made_twice(tmp_path, monkeypatch, options, weighed):
+    """Every matrix is weighed once, and factorized once if it becomes low-rank."""
+    make_teacher("marian", tmp_path / "teacher")
+    seen = {name: Counter() for name in ("decompose", "singular_values")}
 
-    def count(weight, *, name, **options):
-        seen[name] += 1
-        return decompose(weight, name=name, **options)
+    def count(work, name, **options):
+        seen[work][name.removeprefix("model.")] += 1
+        return originals[work](name=name, **options)
 
-    monkeypatch.setattr(low_rank, "decompose", count)
-    report = plan(tmp_path, energy=0.5, method="paper", progress=False)
-    assert seen == dict.fromkeys((matrix.name for matrix in report.matrices), 1)
-    assert all(matrix.energy >= 0.5 for matrix in report.matrices)
+    originals = {work: getattr(low_rank, work) for work in seen}
+    for work in seen:
+        monkeypatch.setattr(low_rank, work, lambda weight, work=work, **options: count(work, weight=weight, **options))
+    report = convert(tmp_path / "teacher", tmp_path / "light", **options, progress=False)
+    matrices = Counter(matrix.name for matrix in report.matrices)
+    smaller = Counter(matrix.name for matrix in report.smaller)
+    assert seen["decompose"] == smaller
+    assert seen["singular_values"] == (matrices if weighed else Counter())
+    if "energy" in options:
+        assert all(matrix.energy >= 0.5 for matrix in report.matrices)
 
 
 def test_a_method_that_no_part_can_follow_is_refused(tmp_path):

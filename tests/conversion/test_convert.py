@@ -361,7 +361,7 @@ def test_a_tokenizer_that_does_not_fit_is_noticed_before_the_work(tiny_marian, t
     shutil.copytree(tiny_marian, tmp_path / "teacher")
     file = tmp_path / "teacher" / "vocab.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"▁newword": 5000}))
-    monkeypatch.setattr("lightformers_hf.conversion.convert.build", lambda *_, **__: pytest.fail("too late"))
+    monkeypatch.setattr("lightformers_hf.conversion.convert.fit", lambda *_, **__: pytest.fail("too late"))
     with pytest.raises(ValueError, match="gives '▁newword' the number 5000, but vocab_size is"):
         convert(tmp_path / "teacher", tmp_path / "light", method="paper", progress=False)
 

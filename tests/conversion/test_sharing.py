@@ -9,7 +9,7 @@ from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
 from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration, StudyOptions, convert, plan
 from lightformers_hf.conversion.sharing import Bases, align_bases, change_basis, merge_linear
-from lightformers_hf.conversion.teacher import Linear
+from lightformers_hf.matrices import Weight
 
 HEADS, WIDTH, INNER, NEURONS = 3, 10, 12, 7
 SHAPES = {
@@ -26,7 +26,7 @@ def random(*shape, seed=0):
 
 def random_layer(seed):
     return {
-        name: Linear(random(m, n, seed=100 * seed + index), random(n, seed=100 * seed + 50 + index))
+        name: Weight(random(m, n, seed=100 * seed + index), None, random(n, seed=100 * seed + 50 + index))
         for index, (name, (m, n)) in enumerate(SHAPES.items())
     }
 
@@ -70,13 +70,13 @@ def test_an_aligned_layer_computes_what_it_did(weighted):
             }
             for layer in stack.layers
         ]
-        layers = [{name: Linear(part.weight.T, part.bias) for name, part in layer.items()} for layer in parts]
+        layers = [{name: Weight(part.weight.T, None, part.bias) for name, part in layer.items()} for layer in parts]
         moments = [random_moments(seed) for seed in range(3)] if weighted else None
         for layer, old, new in zip(parts, layers, aligned(layers, 3, moments), strict=True):
             for name, module in layer.items():
-                changed = not torch.equal(new[name].matrix, old[name].matrix)
+                changed = not torch.equal(new[name].left, old[name].left)
                 assert changed == (layer is not parts[0]), name
-                module.weight.copy_(new[name].matrix.T)
+                module.weight.copy_(new[name].left.T)
                 module.bias.copy_(new[name].bias)
     torch.testing.assert_close(model(**batch).logits, before, rtol=1e-9, atol=1e-10)
 
@@ -97,9 +97,9 @@ def test_a_layer_in_other_order_and_bases_becomes_the_first_again():
     other |= {"fc1": Bases(outputs=neurons).of(first["fc1"]), "fc2": Bases(inputs=neurons).of(first["fc2"])}
     for moments in (None, [random_moments(0), random_moments(5)]):
         other_now = aligned([first, other], HEADS, moments)[1]
-        for name, (matrix, bias) in first.items():
-            torch.testing.assert_close(other_now[name].matrix, matrix)
-            torch.testing.assert_close(other_now[name].bias, bias)
+        for name, own in first.items():
+            torch.testing.assert_close(other_now[name].left, own.left)
+            torch.testing.assert_close(other_now[name].bias, own.bias)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -115,7 +115,7 @@ def test_the_assignment_is_the_nearest_of_all(weighted):
         return torch.linalg.cholesky(torch.block_diag(second, torch.ones(1, 1).double())).T
 
     def rows(layer, name):
-        return torch.cat([layer[name].matrix, layer[name].bias[None]])
+        return torch.cat([layer[name].left, layer[name].bias[None]])
 
     def head_maps(layer, part):
         """What each head does: its scores' form, and its values' map, in the metric of the inputs."""
@@ -124,7 +124,7 @@ def test_the_assignment_is_the_nearest_of_all(weighted):
             query, key, value = (rows(layer, f"{part}.{name}_proj")[:, own] for name in "qkv")
             key = key.clone()
             key[-1] = 0
-            out = layer[f"{part}.out_proj"].matrix[own]
+            out = layer[f"{part}.out_proj"].left[own]
             yield (
                 root(f"{part}.q_proj") @ query @ key.T @ root(f"{part}.k_proj").T,
                 root(f"{part}.v_proj") @ value @ out,
@@ -132,7 +132,7 @@ def test_the_assignment_is_the_nearest_of_all(weighted):
 
     def neuron_maps(layer):
         ins = root("fc1") @ rows(layer, "fc1")
-        yield from ((ins[:, i], layer["fc2"].matrix[i]) for i in range(NEURONS))
+        yield from ((ins[:, i], layer["fc2"].left[i]) for i in range(NEURONS))
 
     def best(maps):
         sizes = [[sum(m[k].square().sum() for m in layer) for k in (0, 1)] for layer in maps]
@@ -160,9 +160,9 @@ def test_rotations_only_bring_matrices_nearer():
     basis = turns["self_attn.q_proj"].outputs
     names = ("self_attn.q_proj", "self_attn.k_proj")
     sides = [
-        torch.cat([layer[names[0]].matrix, layer[names[0]].bias[None], layer[names[1]].matrix]) for layer in layers
+        torch.cat([layer[names[0]].left, layer[names[0]].bias[None], layer[names[1]].left]) for layer in layers
     ]
-    sizes = [[layer[name].matrix.square().sum() for name in names] for layer in layers]
+    sizes = [[layer[name].left.square().sum() for name in names] for layer in layers]
     sizes = [[sizes[k][0] + layers[k][names[0]].bias.square().sum(), sizes[k][1]] for k in (0, 1)]
     weight = [(sizes[0][k] * sizes[1][k]).rsqrt().expand(n) for k, n in ((0, WIDTH + 1), (1, WIDTH))]
 
@@ -173,26 +173,26 @@ def test_rotations_only_bring_matrices_nearer():
     for seed in range(20):  # any other rotation inside the heads, small or large
         for size in (1e-3, 1.0):
             skew = size * random(HEADS, 4, 4, seed=seed)
-            assert distance(basis @ torch.block_diag(*torch.linalg.matrix_exp(skew - skew.mT))) >= nearest
+            assert distance(basis @ torch.block_diag(*torch.linalg.left_exp(skew - skew.mT))) >= nearest
 
 
 def test_the_weighted_mean_is_a_regression():
     inputs = [random(30, 6, seed=1), 3 * random(50, 6, seed=2) + 1]
-    layers = [Linear(random(6, 4, seed=seed), random(4, seed=seed + 1)) for seed in (3, 5)]
+    layers = [Weight(random(6, 4, seed=seed), None, random(4, seed=seed + 1)) for seed in (3, 5)]
     scale = [len(x) ** -0.5 for x in inputs]
-    wanted = torch.cat([s * (x @ w + b) for s, x, (w, b) in zip(scale, inputs, layers, strict=True)])
+    wanted = torch.cat([s * (x @ one.left + one.bias) for s, x, one in zip(scale, inputs, layers, strict=True)])
     shown = torch.cat([s * torch.cat([x, torch.ones(len(x), 1)], 1) for s, x in zip(scale, inputs, strict=True)])
     expected = torch.linalg.lstsq(shown, wanted).solution
     merged = merge_linear(layers, [(x.T @ x / len(x), x.mean(0)) for x in inputs])
-    torch.testing.assert_close(merged.matrix, expected[:-1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(merged.left, expected[:-1], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(merged.bias, expected[-1], rtol=1e-4, atol=1e-4)
     plain = merge_linear(layers)
-    torch.testing.assert_close(plain.matrix, (layers[0].matrix + layers[1].matrix) / 2)
+    torch.testing.assert_close(plain.left, (layers[0].left + layers[1].left) / 2)
     torch.testing.assert_close(plain.bias, (layers[0].bias + layers[1].bias) / 2)
     assert (
         merge_linear(
-            [Linear(layer.matrix.float(), None) for layer in layers], [(torch.eye(6), torch.zeros(6))] * 2
-        ).matrix.dtype
+            [Weight(layer.left.float()) for layer in layers], [(torch.eye(6), torch.zeros(6))] * 2
+        ).left.dtype
         == torch.float32
     )
 

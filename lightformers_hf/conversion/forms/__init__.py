@@ -1,6 +1,6 @@
-"""Structural forms: ways to make a place of a model (a matrix, an attention block, a network) smaller.
+"""Structural forms: ways to make a site of a model (a matrix, an attention block, a network) smaller.
 
-A form is a class with the decorator `@register_form`, in one file of this folder. An instance is one place of one
+A form is a class with the decorator `@register_form`, in one file of this folder. An instance is one site of one
 model. No other part of the package names a form.
 """
 
@@ -12,152 +12,157 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...matrices import product_of
+from ...matrices import Weight, product_of
 from ..moments import Metric
-from ..report import DENSE, MatrixReport
 from ..rules import RankPolicy
 from ..sharing import Originals, find_matrices, short_name
+from .svd import Split
 
-# A rank or a width; `None` keeps a place unchanged.
+# A rank or a width; `None` keeps a site unchanged.
 Setting = int | None
 
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """The choices for one part of a model."""
+    """The choices for one site."""
 
-    settings: list[int | None]  # a rank or a width each; `None` keeps the part
-    costs: Tensor  # cost of each, in one unit for all parts (K) float64
+    settings: list[int | None]  # a rank or a width each; `None` keeps the site
+    costs: Tensor  # cost of each, in one unit for all sites (K) float64
     sizes: Tensor  # parameters of each (K) float64
+    whole: float = 0.0  # the cost of matrices of zeros
+    details: Any = None  # what the form has computed besides, for `follow` and `shape`
 
     def best(self, price: float) -> tuple[float, int]:
         """Return the minimum of cost + price · size, and its index."""
         value, index = (self.costs + price * self.sizes).min(0)
         return value.item(), int(index)
 
+    def relative_error(self, setting: Setting) -> float:
+        """Norm of the error at a setting, divided by that of the matrices (0 for matrices of zeros)."""
+        cost = self.costs[self.settings.index(setting)].item()
+        return min(max(cost / self.whole, 0.0), 1.0) ** 0.5 if self.whole > 0 else 0.0
+
 
 @dataclass(frozen=True, eq=False)
-class Built:
-    """Tensors and reports of a place at a setting.
+class Shaped:
+    """The matrices of a site in the shapes of a setting, as near to the teacher's as these shapes allow.
 
     Attributes:
+        weights: module → W and b, dense, or as the factors that the result keeps.
         coordinates: module → its outputs as a function of the teacher's, if they are fewer: for each head n' sums
             (h×n/h×n'/h), or, as whole numbers (n'), these of them.
+        error: their relative error, without that of factors that `Form.fit` still has to find.
     """
 
-    reports: list[MatrixReport]  # of its matrices
-    tensors: dict[str, Tensor]  # under the names of the result's checkpoint
+    weights: dict[str, Weight]
     coordinates: dict[str, Tensor] = field(default_factory=dict)
+    error: float = 0.0
 
-    def of_teacher(self, name: str, outputs: Tensor) -> Tensor:
-        """Return the targets of a module from the teacher's outputs (rows×n)."""
-        coordinates = self.coordinates.get(name)
-        if coordinates is None:
-            return outputs
-        if not coordinates.is_floating_point():
-            return outputs[:, coordinates.to(outputs.device)]
-        heads = outputs.unflatten(1, coordinates.shape[:2]).transpose(0, 1) @ coordinates.to(outputs)
-        return heads.transpose(0, 1).flatten(1)
+
+def change_outputs(outputs: Tensor, coordinates: Tensor | None) -> Tensor:
+    """Return the outputs (rows×n) of a module that has fewer, in the `Shaped.coordinates` of these."""
+    if coordinates is None:
+        return outputs
+    if not coordinates.is_floating_point():
+        return outputs[:, coordinates.to(outputs.device)]
+    heads = outputs.unflatten(1, coordinates.shape[:2]).transpose(0, 1) @ coordinates.to(outputs)
+    return heads.transpose(0, 1).flatten(1)
 
 
 @dataclass(frozen=True, eq=False)
 class Form(ABC):
-    """A place of a model, with its possible settings."""
+    """A site of a model, with its possible settings."""
 
-    name: str  # name of the place's module, with the head's `model.`
-    originals: Originals  # the matrices to start from
+    name: str  # name of the site's module, with the head's `model.`
+    dense: PreTrainedModel  # skeleton of the model before anything gets smaller
+    source: nn.Module | None = None  # the teacher's module of that name; `None` if layers are merged
     label: ClassVar[str]  # name of the form in reports
+    wording: ClassVar[str]  # a setting in reports: `rank {}`
     method: ClassVar[str]  # the value of the option `method` that selects this form alone
     is_usual: ClassVar[bool] = False  # whether the form is the default; one form is
 
     @classmethod
     @abstractmethod
-    def places(cls, dense: PreTrainedModel) -> dict[str, tuple[str, ...]]:
-        """{place: the matrices that it decides over} of an uncompressed model."""
+    def sites(cls, dense: PreTrainedModel) -> dict[str, tuple[str, ...]]:
+        """{site: the matrices that it decides over} of an uncompressed model."""
 
     @classmethod
     @abstractmethod
-    def fields(cls, reports: Sequence[MatrixReport], dense: PreTrainedModel) -> dict[str, object]:
-        """The fields of the result's configuration for the shapes that matrices of this form (`reports`) became."""
+    def fields(cls, sizes: Mapping[str, int], dense: PreTrainedModel) -> dict[str, object]:
+        """The fields of the result's configuration for the matrices of this form, {matrix: its setting}."""
 
     @classmethod
     def holds(cls, module: nn.Module) -> bool:
-        """Whether a module of the source has this form already: then `build(None)` leaves it in it."""
+        """Whether a module of the source has this form already: then `None` leaves it in it."""
         return False
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """The matrices of the site."""
+        return type(self).sites(self.dense)[self.name]
 
     @property
     def least(self) -> Setting:
         """The smallest setting."""
         return 1
 
+    def kept(self, setting: Setting) -> Setting:
+        """The setting that the source has and keeps, because this one is no smaller; `None` if it has none."""
+        return None
+
     @abstractmethod
     def size(self, setting: Setting | Tensor) -> Tensor | float:
-        """Parameters of the place's matrices at a setting, or at each of several in a tensor."""
+        """Parameters of the site's matrices at a setting, or at each of several in a tensor."""
 
     @abstractmethod
-    def choices(self) -> Choices:
+    def choices(self, originals: Originals) -> Choices:
         """All settings, each with its cost and its size."""
 
-    @abstractmethod
-    def follow(self, policy: RankPolicy) -> Setting:
-        """The setting that a rule gives to this place."""
+    def waits(self, policy: RankPolicy) -> bool:
+        """Whether `follow` needs the choices."""
+        return False
 
     @abstractmethod
-    def build(self, setting: Setting) -> Built:
-        """The place at that setting."""
+    def follow(self, policy: RankPolicy, choices: Choices | None = None) -> Setting:
+        """The setting that a rule gives to this site."""
+
+    def shape(self, setting: Setting, originals: Originals, choices: Choices | None = None) -> Shaped:
+        """The matrices for that setting, by default unchanged. `choices` that are given need no second computation."""
+        return Shaped({name: originals.weight(name) for name in self.matrices})
 
     @classmethod
-    def nearest_state(
-        cls, module: nn.Module, matrix: Tensor, bias: Tensor | None, find_metric: Callable[[], Metric], *, name: str
-    ) -> dict[str, Tensor]:
-        """State of a linear layer of this form whose matrix is the nearest to W, m×n, float64, that it can have.
+    def fit(
+        cls,
+        module: nn.Module,
+        weight: Weight,
+        find_metric: Callable[[], Metric | None],
+        *,
+        name: str,
+        split: Split = "sigma-right",
+    ) -> float:
+        """Give a module of this form the nearest weight that it can have, and return the relative error.
 
-        By default that of an `nn.Linear`, which can have W. `find_metric` returns the norm of the distance.
+        By default that of a dense module, which can have any. `find_metric` returns the norm of the distance.
         """
-        return {"weight": matrix.T} | ({} if bias is None else {"bias": bias})
+        weight.put(module)
+        return 0.0
 
-    def shape(self, name: str) -> tuple[int, int]:
-        """(m, n) of a matrix, from the skeleton."""
-        return tuple(product_of(self.originals.module(name)).shape)
+    def error(self, setting: Setting, originals: Originals, choices: Choices | None = None) -> float:
+        """The relative error of the matrices that `shape` and `fit` make."""
+        return 0.0 if self.kept(setting) else (choices or self.choices(originals)).relative_error(setting)
+
+    def shape_of(self, name: str) -> tuple[int, int]:
+        """(m, n) of a matrix."""
+        return tuple(product_of(self.dense.get_submodule(name)).shape)
 
     def kind(self, name: str) -> str:
         """The kind of a matrix: `embedding`, `attention` or `ffn`."""
-        return self.originals.module(name).kind
-
-    def built(
-        self,
-        tensors: Mapping[str, Mapping[str, Tensor | None]],
-        size: int | None,
-        setting: str,
-        error: float,
-        coordinates: dict[str, Tensor] | None = None,
-    ) -> Built:
-        """Return modules ({name: {leaf: tensor}}) in this form, dense if `size` is `None`, with a relative error."""
-        reports, stored = [], {}
-        for name, leaves in tensors.items():
-            given = {leaf: tensor for leaf, tensor in leaves.items() if tensor is not None}
-            for leaf, tensor in given.items():  # copies, so that no source stays mapped
-                stored[f"{name}.{leaf}"] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-            (m, n), parameters = self.shape(name), sum(one.numel() for one in given.values() if one.ndim == 2)
-            reports.append(MatrixReport(
-                name=short_name(name), kind=self.kind(name), m=m, n=n, form=DENSE if size is None else self.label,
-                size=size, setting=setting, parameters_after=parameters, energy=1 - error**2, relative_error=error,
-            ))  # fmt: skip
-        return Built(reports, stored, coordinates or {})
-
-    def keep(self, names: Sequence[str]) -> Built:
-        """Return the matrices unchanged."""
-        tensors = {}
-        for name in names:
-            matrix, bias = self.originals.linear(name)
-            tensors[name] = {"weight": matrix if self.kind(name) == "embedding" else matrix.T, "bias": bias}
-        return self.built(tensors, None, DENSE, 0.0)
+        return self.dense.get_submodule(name).kind
 
 
 FORMS: list[type[Form]] = []
@@ -181,9 +186,12 @@ def commonest(values: list) -> object:
     return Counter(values).most_common(1)[0][0] if values else None
 
 
-def split_widths(before: Mapping[str, int], reports: Sequence[MatrixReport]) -> tuple[object, dict[str, int]]:
-    """Return the commonest width of modules that had these widths, and {module: its width} of the others."""
-    found = {report.name.rpartition(".")[0]: report.size for report in reports}
+def split_widths(before: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[object, dict[str, int]]:
+    """Return the commonest width of modules that had these widths, and {module: its width} of the others.
+
+    `sizes` has the new widths of matrices within the modules.
+    """
+    found = {name.rpartition(".")[0]: size for name, size in sizes.items()}
     widths = {short_name(name): found.get(short_name(name), width) for name, width in before.items()}
     usual = commonest(list(widths.values()))
     return usual, {name: width for name, width in widths.items() if width != usual}

@@ -8,19 +8,19 @@ is then that of the products W_Q·W_Kᵀ and W_V·W_O.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...matrices import Weight
 from ...models.layers import MultiHeadAttention
-from ..moments import GRADIENT_DAMPING, INPUT_DAMPING, damped_root, lazy_property
-from ..report import MatrixReport
+from ..moments import GRADIENT_DAMPING, INPUT_DAMPING, damped_root
 from ..rules import RankPolicy
-from ..sharing import short_name
-from . import Built, Choices, Form, Setting, find_blocks, register_form, split_widths
+from ..sharing import Originals, short_name
+from . import Choices, Form, Setting, Shaped, find_blocks, register_form, split_widths
 from .svd import Factors, rescale_, tail_energies
 
 PARTS = ("q_proj", "k_proj", "v_proj", "out_proj")
@@ -63,121 +63,121 @@ def diagonal_blocks(moment: Tensor, heads: int) -> Tensor:
 class NarrowerHeads(Form):
     """An attention block by narrower heads. Its setting is their width, `None` is as it is."""
 
-    label, method = "narrower heads", "narrow"
+    label, wording, method = "narrower heads", "heads {} wide", "narrow"
 
     @classmethod
-    def places(cls, dense: PreTrainedModel) -> dict[str, tuple[str, ...]]:
+    def sites(cls, dense: PreTrainedModel) -> dict[str, tuple[str, ...]]:
         if not hasattr(dense.config, "head_dim_pattern"):
             return {}
         modules = dense.named_modules()
         return find_blocks(dense, (name for name, one in modules if isinstance(one, MultiHeadAttention)), PARTS)
 
     @classmethod
-    def fields(cls, reports: Sequence[MatrixReport], dense: PreTrainedModel) -> dict[str, object]:
-        if not reports:
+    def fields(cls, sizes: Mapping[str, int], dense: PreTrainedModel) -> dict[str, object]:
+        if not sizes:
             return {}
         modules = dense.named_modules()
         before = {name: one.head_dim for name, one in modules if isinstance(one, MultiHeadAttention)}
-        return dict(zip(("head_dim", "head_dim_pattern"), split_widths(before, reports), strict=True))
+        return dict(zip(("head_dim", "head_dim_pattern"), split_widths(before, sizes), strict=True))
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        return tuple(f"{self.name}.{part}" for part in PARTS)
 
     @property
     def widths(self) -> list[int]:
         """All widths that its heads can have, the teacher's last."""
-        return list(range(1, self.originals.module(self.name).head_dim + 1))
+        return list(range(1, self.dense.get_submodule(self.name).head_dim + 1))
 
     @property
     def heads(self) -> int:
-        attention = self.originals.module(self.name)
+        attention = self.dense.get_submodule(self.name)
         return attention.q_proj.out_features // attention.head_dim
 
-    @lazy_property
-    def _bottlenecks(self) -> tuple[Bottlenecks, Bottlenecks, Tensor]:
-        """The bottlenecks of queries and of contexts, and the mean of the context."""
-        query, key, value, out = (f"{self.name}.{part}_proj" for part in ("q", "k", "v", "out"))
-        q, bias = self.originals.matrix(query).double(), self._bias(query)
-        moments, heads = self.originals.moments(query), self.heads
-        w_out = self.originals.matrix(out).double()
+    def _find_bottlenecks(self, originals: Originals) -> tuple[Bottlenecks, Bottlenecks, Tensor]:
+        """Find the bottlenecks of queries and of contexts, and the mean of the context."""
+        (q, bias), (k, _), (v, value_bias), (w_out, _) = (_read(originals, name) for name in self.matrices)
+        query, _, _, out = self.matrices
+        moments, heads = originals.moments(query), self.heads
         if moments is None:
-            k, v = self.originals.matrix(key).double(), self.originals.matrix(value).double()
             second, gradients = q.T @ q + torch.outer(bias, bias), k.T @ k
-            mean, contexts, at_output = self._bias(value), v.T @ v, None
+            mean, contexts, at_output = value_bias, v.T @ v, None
         else:
             x, mean_x = moments
             means = torch.outer(mean_x @ q, bias)
             second = q.T @ x @ q + means + means.T + torch.outer(bias, bias)
-            gradients = self.originals.gradients(query)
-            contexts, mean = self.originals.moments(out)
-            if self.originals.linear(out).bias is None:  # no bias takes the mean error
+            gradients = originals.gradients(query)
+            contexts, mean = originals.moments(out)
+            if originals.weight(out).bias is None:  # no bias takes the mean error
                 mean = torch.zeros_like(mean)
             contexts = contexts - torch.outer(mean, mean)
-            at_output = self.originals.gradients(out)
+            at_output = originals.gradients(out)
         of_contexts = w_out @ (w_out.T if at_output is None else at_output @ w_out.T)
         queries = Bottlenecks.of(diagonal_blocks(second, heads), diagonal_blocks(gradients, heads))
         return queries, Bottlenecks.of(diagonal_blocks(contexts, heads), diagonal_blocks(of_contexts, heads)), mean
 
-    def _bias(self, name: str) -> Tensor:
-        """Return the bias of a matrix (n), double; zeros where it has none."""
-        matrix, bias = self.originals.linear(name)
-        return matrix.new_zeros(matrix.shape[1], dtype=torch.float64) if bias is None else bias.double()
-
-    def _scaled(self, maps: tuple[Tensor, Tensor], first: str, second: str) -> tuple[Tensor, Tensor]:
-        """X and Y of every head, scaled so that columns of W·X are as long as those of the second matrix times Y."""
-        left = self._with_bias(first)
-        behind = second == "out_proj"  # rows of this matrix belong to the heads
-        right = self.originals.matrix(f"{self.name}.{second}").double() if behind else self._with_bias(second).T
-        scaled = []
-        for head, (into, out_of) in enumerate(zip(*maps, strict=True)):
-            own = slice(head * len(into), (head + 1) * len(into))
-            pair = Factors(left[:, own] @ into, out_of @ right[own])
-            length = pair.left.norm(dim=0)
-            scale = (rescale_(pair, "balanced").left.norm(dim=0) / length).nan_to_num(nan=1.0)
-            scaled.append((into * scale, out_of / scale[:, None]))
-        return tuple(torch.stack(side) for side in zip(*scaled, strict=True))
-
-    def _with_bias(self, part: str) -> Tensor:
-        """W with b below it: where W is nearly zero, its bias gives the size of the outputs."""
-        name = f"{self.name}.{part}"
-        return torch.cat([self.originals.matrix(name).double(), self._bias(name)[None]])
-
     def size(self, setting: Setting | Tensor) -> Tensor | float:
         inner = self.heads * (max(self.widths) if setting is None else setting)
-        shapes = {part: self.shape(f"{self.name}.{part}") for part in PARTS}
+        shapes = dict(zip(PARTS, map(self.shape_of, self.matrices), strict=True))
         return inner * sum(n if part == "out_proj" else m for part, (m, n) in shapes.items())
 
-    def choices(self) -> Choices:
-        queries, contexts, _ = self._bottlenecks
-        costs = (queries.costs() + contexts.costs()).cpu()[1:]
-        costs[-1] = 0.0  # unchanged
+    def choices(self, originals: Originals) -> Choices:
+        found = queries, contexts, _ = self._find_bottlenecks(originals)
+        whole, *costs = (queries.costs() + contexts.costs()).cpu()
+        costs[-1] = torch.zeros_like(whole)  # unchanged
         sizes = torch.as_tensor(self.size(torch.tensor(self.widths))).double()
-        return Choices([*self.widths[:-1], None], costs, sizes)
+        return Choices([*self.widths[:-1], None], torch.stack(costs), sizes, whole.item(), found)
 
-    def follow(self, policy: RankPolicy) -> Setting:
+    def follow(self, policy: RankPolicy, choices: Choices | None = None) -> Setting:
         return policy.choose_width(short_name(self.name), "attention", self.widths)
 
-    def build(self, setting: Setting) -> Built:
+    def shape(self, setting: Setting, originals: Originals, choices: Choices | None = None) -> Shaped:
         if setting is None:
-            return self.keep([f"{self.name}.{part}" for part in PARTS])
-        queries, contexts, mean = self._bottlenecks
+            return super().shape(setting, originals)
+        choices = choices or self.choices(originals)
+        queries, contexts, mean = choices.details
         full = queries.into.shape[-1]
+        parts = {part: _read(originals, name) for part, name in zip(PARTS, self.matrices, strict=True)}
+        rows = {part: torch.cat([matrix, bias[None]]) for part, (matrix, bias) in parts.items()}
         # As long as each other: inside a head, any basis and scale computes the same.
-        into_q, out_of_q = self._scaled(queries.at(setting), "q_proj", "k_proj")
-        into_v, out_of_v = self._scaled(contexts.at(setting), "v_proj", "out_proj")
+        into_q, out_of_q = _scaled(queries.at(setting), rows["q_proj"], rows["k_proj"].T)
+        into_v, out_of_v = _scaled(contexts.at(setting), rows["v_proj"], parts["out_proj"][0])
         # Scores are divided by the root of the width.
-        scale = (setting / full) ** 0.5 if self.originals.dense.config.scale_attention else 1.0
+        scale = (setting / full) ** 0.5 if self.dense.config.scale_attention else 1.0
         coordinates = {"q_proj": into_q * scale, "k_proj": out_of_q.mT, "v_proj": into_v}
         whole = {part: torch.block_diag(*heads) for part, heads in coordinates.items()}
         spread = torch.block_diag(*out_of_v)
-        costs = queries.costs() + contexts.costs()
-        share = (costs[setting] / costs[0]).item() if costs[0] > 0 else 0.0
-        tensors = {}
-        for part in PARTS:
-            name = f"{self.name}.{part}"
-            matrix, bias = self.originals.linear(name)
+        weights = {}
+        for name, (part, (matrix, bias)) in zip(self.matrices, parts.items(), strict=True):
             if part == "out_proj":
                 lost = mean - mean @ whole["v_proj"] @ spread
-                new, new_bias = spread @ matrix.double(), self._bias(name) + lost @ matrix.double()
+                new, new_bias = spread @ matrix, bias + lost @ matrix
             else:
-                new, new_bias = matrix.double() @ whole[part], self._bias(name) @ whole[part]
-            tensors[name] = {"weight": new.T.to(matrix.dtype), "bias": None if bias is None else new_bias.to(bias)}
-        coordinates = {f"{self.name}.{part}": heads.cpu() for part, heads in coordinates.items()}
-        return self.built(tensors, setting, f"heads {setting} wide", share**0.5, coordinates)
+                new, new_bias = matrix @ whole[part], bias @ whole[part]
+            own = originals.weight(name)
+            new_bias = None if own.bias is None else new_bias.to(own.bias.dtype)
+            weights[name] = Weight(new.to(own.left.dtype), None, new_bias)
+        named = {f"{self.name}.{part}": heads.cpu() for part, heads in coordinates.items()}
+        return Shaped(weights, named, choices.relative_error(setting))
+
+
+def _read(originals: Originals, name: str) -> tuple[Tensor, Tensor]:
+    """Return a matrix (m×n) and its bias (n), double; zeros where it has none."""
+    weight = originals.weight(name)
+    matrix, bias = weight.product(torch.float64), weight.bias
+    return matrix, matrix.new_zeros(matrix.shape[1]) if bias is None else bias.double()
+
+
+def _scaled(maps: tuple[Tensor, Tensor], left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """X and Y of every head, scaled so that columns of left·X are as long as rows of Y·right.
+
+    The matrices have their biases: where W is nearly zero, the bias gives the size of the outputs.
+    """
+    scaled = []
+    for head, (into, out_of) in enumerate(zip(*maps, strict=True)):
+        own = slice(head * len(into), (head + 1) * len(into))
+        pair = Factors(left[:, own] @ into, out_of @ right[own])
+        length = pair.left.norm(dim=0)
+        scale = (rescale_(pair, "balanced").left.norm(dim=0) / length).nan_to_num(nan=1.0)
+        scaled.append((into * scale, out_of / scale[:, None]))
+    return tuple(torch.stack(side) for side in zip(*scaled, strict=True))

@@ -7,18 +7,18 @@ brain surgeon, Hassibi and Stork 1993, for rows). In a gated network both matric
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..moments import GRADIENT_DAMPING, INPUT_DAMPING, damped_root, lazy_property
-from ..report import MatrixReport
+from ...matrices import Weight
+from ..moments import GRADIENT_DAMPING, INPUT_DAMPING, damped_root
 from ..rules import RankPolicy
-from ..sharing import STACKS, short_name
-from . import Built, Choices, Form, Setting, find_blocks, register_form, split_widths
+from ..sharing import STACKS, Originals, short_name
+from . import Choices, Form, Setting, Shaped, find_blocks, register_form, split_widths
 
 # Matrices of a network, the last one behind its neurons; without a gate, and with one.
 PARTS, GATED_PARTS = ("fc1", "fc2"), ("fc_gate", "fc1", "fc2")
@@ -26,6 +26,12 @@ STEP = 1 / 128  # share of its neurons that a network loses between two updates 
 UPDATES = 8  # that change the inverse together: to read and write it takes longer than to multiply
 ROWS = 512  # rows of the inverse that are moved together
 ROUNDING = 1e-12  # relative, below which a square in float64 may be negative
+
+
+def find_widths(size: int) -> list[int]:
+    """Return the numbers of neurons that an elimination stops at, descending from all."""
+    step = max(1, round(size * STEP))
+    return [*dict.fromkeys((size, *range((size - 1) // step * step, 0, -step), 1))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +50,7 @@ class Elimination:
         rows = weight.double() @ root
         # Symmetric, in LAPACK's column order: after transposition, rows are contiguous.
         inverse = torch.cholesky_inverse(damped_root(moment.double(), INPUT_DAMPING)).mT
-        step = max(1, round(size * STEP))
-        widths = [*dict.fromkeys((size, *range((size - 1) // step * step, 0, -step), 1))]
+        widths = find_widths(size)
         ids = torch.arange(size, device=moment.device)
         order, costs = [], [0.0]
         for known in range(0, len(widths) - 1, UPDATES):
@@ -93,92 +98,89 @@ class Elimination:
 class FewerNeurons(Form):
     """A feed-forward network by fewer neurons. Its setting is their number, `None` is as it is."""
 
-    label, method = "fewer neurons", "narrow"
+    label, wording, method = "fewer neurons", "{} neurons", "narrow"
 
     @classmethod
-    def places(cls, dense: PreTrainedModel) -> dict[str, tuple[str, ...]]:
+    def sites(cls, dense: PreTrainedModel) -> dict[str, tuple[str, ...]]:
         if not hasattr(dense.config, "ffn_dim_pattern"):
             return {}
         parts = GATED_PARTS if dense.config.gated_ffn else PARTS
         return find_blocks(dense, (name for name, one in dense.named_modules() if hasattr(one, "fc1")), parts)
 
     @classmethod
-    def fields(cls, reports: Sequence[MatrixReport], dense: PreTrainedModel) -> dict[str, object]:
-        if not reports:
+    def fields(cls, sizes: Mapping[str, int], dense: PreTrainedModel) -> dict[str, object]:
+        if not sizes:
             return {}
         fields: dict[str, object] = {}
         patterns: dict[str, int] = {}
         for stack in STACKS:
-            names = [name for name in cls.places(dense) if f"{stack}.layers." in name]
+            names = [name for name in cls.sites(dense) if f"{stack}.layers." in name]
             before = {name: dense.get_submodule(name).fc1.out_features for name in names}
-            fields[f"{stack}_ffn_dim"], pattern = split_widths(before, reports)
+            fields[f"{stack}_ffn_dim"], pattern = split_widths(before, sizes)
             patterns |= pattern
         return {**fields, "ffn_dim_pattern": patterns}
 
-    def _moments(self) -> tuple[Tensor, Tensor]:
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        return tuple(f"{self.name}.{part}" for part in (GATED_PARTS if self.dense.config.gated_ffn else PARTS))
+
+    def _moments(self, originals: Originals) -> tuple[Tensor, Tensor]:
         """Covariance and mean of the activations, or second moment and zero where the network adds no bias.
 
         Without calibration they are as long as their own weights.
         """
-        moments = self.originals.moments(self._last)
+        *first, last = self.matrices
+        moments = originals.moments(last)
         if moments is None:
-            layers = [self.originals.linear(name) for name in self._first]
+            weights = map(originals.weight, first)
             lengths = [
-                matrix.double().square().sum(0) + (0 if bias is None else bias.double().square())
-                for matrix, bias in layers
+                weight.product(torch.float64).square().sum(0)
+                + (0 if weight.bias is None else weight.bias.double().square())
+                for weight in weights
             ]
             return torch.diag(math.prod(lengths)), torch.zeros_like(lengths[0])
         second, mean = moments
-        if self.originals.linear(self._last).bias is None:  # no bias takes the mean error
+        if originals.weight(last).bias is None:  # no bias takes the mean error
             mean = torch.zeros_like(mean)
         return second.addr_(mean, mean, alpha=-1), mean
 
     @property
-    def _first(self) -> list[str]:
-        """The matrices in front of the neurons."""
-        parts = GATED_PARTS if self.originals.dense.config.gated_ffn else PARTS
-        return [f"{self.name}.{part}" for part in parts[:-1]]
-
-    @property
-    def _last(self) -> str:
-        return f"{self.name}.fc2"
-
-    @lazy_property
-    def _elimination(self) -> Elimination:
-        second = self.originals.matrix(self._last)
-        known = self.originals.calibration is not None
-        gradients = self.originals.gradients(self._last) if known else torch.eye(second.shape[1]).to(second)
-        return Elimination.of(self._moments()[0], second, gradients)
-
-    @property
     def widths(self) -> list[int]:
         """All numbers of neurons that the elimination stops at."""
-        elimination = self._elimination
-        return [len(elimination.order) - removed for removed in elimination.removed]
+        return find_widths(self.shape_of(self.matrices[-1])[0])
 
     def size(self, setting: Setting | Tensor) -> Tensor | float:
-        size, n = self.shape(self._last)
-        return (sum(self.shape(name)[0] for name in self._first) + n) * (size if setting is None else setting)
+        *first, last = self.matrices
+        size, n = self.shape_of(last)
+        return (sum(self.shape_of(name)[0] for name in first) + n) * (size if setting is None else setting)
 
-    def choices(self) -> Choices:
+    def choices(self, originals: Originals) -> Choices:
+        last = self.matrices[-1]
+        second = originals.weight(last).product()
+        known = originals.calibration is not None
+        gradients = originals.gradients(last) if known else torch.eye(second.shape[1]).to(second)
+        elimination = Elimination.of(self._moments(originals)[0], second, gradients)
         sizes = torch.as_tensor(self.size(torch.tensor(self.widths))).double()
-        return Choices([None, *self.widths[1:]], self._elimination.costs, sizes)
+        costs = elimination.costs
+        return Choices([None, *self.widths[1:]], costs, sizes, costs[-1].item(), elimination)
 
-    def follow(self, policy: RankPolicy) -> Setting:
+    def follow(self, policy: RankPolicy, choices: Choices | None = None) -> Setting:
         return policy.choose_width(short_name(self.name), "ffn", self.widths)
 
-    def build(self, setting: Setting) -> Built:
+    def shape(self, setting: Setting, originals: Originals, choices: Choices | None = None) -> Shaped:
         if setting is None:
-            return self.keep([*self._first, self._last])
-        elimination, (moment, mean) = self._elimination, self._moments()
-        matrix, bias = self.originals.linear(self._last)
-        kept, new = elimination.at(setting, matrix, moment)
+            return super().shape(setting, originals)
+        choices, (moment, mean) = choices or self.choices(originals), self._moments(originals)
+        *first, last = self.matrices
+        weight = originals.weight(last)
+        matrix, bias = weight.product(), weight.bias
+        kept, new = choices.details.at(setting, matrix, moment)
         if bias is not None:
             bias = (bias.double() + mean @ matrix.double() - mean[kept] @ new).to(bias.dtype)
-        tensors = {self._last: {"weight": new.T.to(matrix.dtype), "bias": bias}}
-        for name in self._first:
-            own, own_bias = self.originals.linear(name)
-            tensors[name] = {"weight": own.T[kept], "bias": None if own_bias is None else own_bias[kept]}
-        cost, most = elimination.costs[self.widths.index(setting)], elimination.costs[-1]
-        share = (cost / most).clamp(0, 1).item() if most > 0 else 0.0
-        return self.built(tensors, setting, f"{setting} neurons", share**0.5, dict.fromkeys(self._first, kept.cpu()))
+        weights = {}
+        for name in first:
+            own = originals.weight(name)
+            own_bias = None if own.bias is None else own.bias[kept]
+            weights[name] = Weight(own.product()[:, kept], None, own_bias)
+        weights[last] = Weight(new.to(matrix.dtype), None, bias)
+        return Shaped(weights, dict.fromkeys(first, kept.cpu()), choices.relative_error(setting))

@@ -11,7 +11,7 @@ from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
 from lightformers_hf import StudyOptions, convert
 from lightformers_hf.conversion import sensitivity
-from lightformers_hf.conversion.forms import Built
+from lightformers_hf.conversion.forms import change_outputs
 from lightformers_hf.conversion.forms.heads import Bottlenecks
 from lightformers_hf.conversion.forms.neurons import Elimination
 
@@ -24,11 +24,10 @@ def moment(generator: torch.Generator, size: int) -> torch.Tensor:
 def test_outputs_in_the_coordinates_of_what_is_left():
     """Of neurons and of heads, as one matrix would make them."""
     outputs, kept, heads = torch.randn(5, 12), torch.tensor([0, 3, 11]), torch.randn(3, 4, 2).double()
-    built = Built([], {}, {"fc1": kept, "q_proj": heads})
-    assert built.of_teacher("out_proj", outputs) is outputs
-    torch.testing.assert_close(built.of_teacher("fc1", outputs), outputs @ torch.eye(12)[:, kept])
+    assert change_outputs(outputs, None) is outputs
+    torch.testing.assert_close(change_outputs(outputs, kept), outputs @ torch.eye(12)[:, kept])
     for rows in (outputs, outputs.double()):
-        found = built.of_teacher("q_proj", rows)
+        found = change_outputs(rows, heads)
         torch.testing.assert_close(found, rows @ torch.block_diag(*heads).to(rows))
 
 
