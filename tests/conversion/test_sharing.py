@@ -159,9 +159,7 @@ def test_rotations_only_bring_matrices_nearer():
     turns = align_bases(layers, HEADS)[1]
     basis = turns["self_attn.q_proj"].outputs
     names = ("self_attn.q_proj", "self_attn.k_proj")
-    sides = [
-        torch.cat([layer[names[0]].left, layer[names[0]].bias[None], layer[names[1]].left]) for layer in layers
-    ]
+    sides = [torch.cat([layer[names[0]].left, layer[names[0]].bias[None], layer[names[1]].left]) for layer in layers]
     sizes = [[layer[name].left.square().sum() for name in names] for layer in layers]
     sizes = [[sizes[k][0] + layers[k][names[0]].bias.square().sum(), sizes[k][1]] for k in (0, 1)]
     weight = [(sizes[0][k] * sizes[1][k]).rsqrt().expand(n) for k, n in ((0, WIDTH + 1), (1, WIDTH))]
@@ -173,7 +171,7 @@ def test_rotations_only_bring_matrices_nearer():
     for seed in range(20):  # any other rotation inside the heads, small or large
         for size in (1e-3, 1.0):
             skew = size * random(HEADS, 4, 4, seed=seed)
-            assert distance(basis @ torch.block_diag(*torch.linalg.left_exp(skew - skew.mT))) >= nearest
+            assert distance(basis @ torch.block_diag(*torch.linalg.matrix_exp(skew - skew.mT))) >= nearest
 
 
 def test_the_weighted_mean_is_a_regression():
@@ -190,9 +188,7 @@ def test_the_weighted_mean_is_a_regression():
     torch.testing.assert_close(plain.left, (layers[0].left + layers[1].left) / 2)
     torch.testing.assert_close(plain.bias, (layers[0].bias + layers[1].bias) / 2)
     assert (
-        merge_linear(
-            [Weight(layer.left.float()) for layer in layers], [(torch.eye(6), torch.zeros(6))] * 2
-        ).left.dtype
+        merge_linear([Weight(layer.left.float()) for layer in layers], [(torch.eye(6), torch.zeros(6))] * 2).left.dtype
         == torch.float32
     )
 
